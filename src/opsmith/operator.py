@@ -1,0 +1,293 @@
+"""The card of an operator: what is true of it, written once, asked by everyone else.
+
+Dispatch, verification, benchmarks, the compiler's recognizer, the profiler and the docs all read the card;
+none of them keeps a list of operators of its own. A new operator is one card, one kernel and one test.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Cost",
+    "Implementation",
+    "Kind",
+    "Make",
+    "Operator",
+    "Pattern",
+    "Sample",
+    "Tolerance",
+    "Verdict",
+    "operator",
+    "register",
+    "registry",
+]
+
+Supports = bool | str  # True, or the reason why not
+
+
+class Kind(enum.Enum):
+    """Operator classes, as the profiler and the plan group them."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    NORM = "norm"
+    ROPE = "rope"
+    EMBEDDING = "embedding"
+    SOFTMAX = "softmax"
+    ACTIVATION = "activation"
+    CACHE = "cache"
+    LOSS = "loss"
+    MLA = "mla"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least work an operator can do: floating-point operations, and bytes read plus written once."""
+
+    flops: float
+    min_bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte, the x axis of a roofline."""
+        return self.flops / self.min_bytes if self.min_bytes else math.inf
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One input worth trying, with the name that a report shows for it."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def cast(self, dtype: torch.dtype) -> Sample:
+        """The same sample with floating-point tensors in another dtype (float64 for the reference)."""
+        return Sample(
+            self.name,
+            tuple(_cast(a, dtype) for a in self.args),
+            {k: _cast(v, dtype) for k, v in self.kwargs.items()},
+        )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().to(dtype).requires_grad_(value.requires_grad)
+    return value
+
+
+class Make:
+    """A seeded source of tensors for `samples`, so that a card says shapes and ranges only."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0):
+        self.dtype = dtype
+        self.device = device
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        """Normal numbers of the given shape in the dtype under test."""
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale + shift
+        return values.to(self.dtype).to(self.device)
+
+    def ids(self, *shape: int, high: int) -> torch.Tensor:
+        """Integers in [0, high)."""
+        return torch.randint(0, high, shape, generator=self._generator).to(self.device)
+
+    def mask(self, *shape: int, keep: float = 0.7) -> torch.Tensor:
+        """A boolean mask in which about `keep` of the entries are True."""
+        return (torch.rand(shape, generator=self._generator) < keep).to(self.device)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one comparison: passed or not, the error, the bound it was held to, and why."""
+
+    ok: bool
+    error: float
+    bound: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Error against float64 may be `factor` times eager's own plus `ulps` units in the last place.
+
+    The unit is that of the output dtype at the output's scale (its largest finite magnitude). Infinities and
+    NaN must stand exactly where the reference has them, so NaN can never pass as "not larger than the bound".
+    """
+
+    factor: float = 2.0
+    ulps: float = 1.0
+
+    def check(self, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+        """Hold `got` to the policy, given eager's result in the same dtype and the float64 reference."""
+        if got.shape != exact.shape:
+            return Verdict(False, math.inf, 0.0, f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
+        if not got.dtype.is_floating_point:
+            same = bool((got == exact.to(got.dtype)).all())
+            return Verdict(same, 0.0 if same else math.inf, 0.0, "" if same else "values differ")
+        # What overflows the output dtype is an infinity there: the reference is seen through that dtype's range.
+        exact = torch.where(exact.abs() > torch.finfo(got.dtype).max, exact * math.inf, exact)
+        finite = exact.isfinite()
+        odd_got, odd_exact = got.double()[~finite], exact[~finite]
+        if not bool(((odd_got == odd_exact) | (odd_got.isnan() & odd_exact.isnan())).all()):
+            return Verdict(False, math.inf, 0.0, "infinities or NaN stand elsewhere than in the reference")
+        if not bool(finite.any()):
+            return Verdict(True, 0.0, 0.0)
+        exact_f = exact[finite]
+        error = float((got.double()[finite] - exact_f).abs().max())
+        eager_error = float((eager.double()[finite] - exact_f).abs().nan_to_num(0.0, 0.0, 0.0).max())
+        unit = torch.finfo(got.dtype).eps * 2.0 ** math.floor(math.log2(max(float(exact_f.abs().max()), 1e-300)))
+        bound = self.factor * eager_error + self.ulps * max(unit, torch.finfo(got.dtype).tiny)
+        ok = error <= bound  # NaN compares false, so it fails
+        return Verdict(ok, error, bound, "" if ok else f"error {error:.3g} above the bound {bound:.3g}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One way models write an operator, as a plain PyTorch function over `make`'s tensors.
+
+    `inputs` maps the function's parameters to example shapes (symbols or numbers) or to a number: a number is a
+    constant the model chooses (an epsilon, a scale), and any value matches it. `bind` turns what was found
+    (parameter name to graph node or number) into the call of the operator.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    inputs: Mapping[str, tuple[int | str, ...] | float]
+    bind: Callable[[dict[str, Any]], dict[str, Any] | str] | None = None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator. `supports` answers True, or the reason why not."""
+
+    name: str
+    fn: Callable[..., Any]
+    device: str = "any"
+    supports: Callable[..., Supports] = lambda *args, **kwargs: True
+    available: Callable[[], Supports] = lambda: True
+    takes_out: bool = False
+    source: str = ""
+
+    def accepts(self, *args: Any, **kwargs: Any) -> Supports:
+        """True when this implementation can run this very call, else the reason why not."""
+        here = self.available()
+        if here is not True:
+            return here
+        if self.device != "any":
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.device.type != self.device:
+                    return f"{self.name} runs on {self.device}, the input is on {value.device.type}"
+        return self.supports(*args, **kwargs)
+
+
+@dataclass
+class Operator:
+    """The card. See `opsmith.ops` for the operators and `docs/conventions.md` for how one is added."""
+
+    name: str
+    kind: Kind
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    cost: Callable[..., Cost]
+    samples: Callable[[Make], Iterator[Sample]]
+    implementations: list[Implementation] = field(default_factory=list)
+    patterns: Sequence[Pattern] = ()
+    schemas: Sequence[str] = ()
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    differentiable: bool = True
+    outputs: int = 1
+    source: str = ""
+
+    def implementation(self, name: str) -> Implementation:
+        """The implementation of that name, or a KeyError that lists the names there are."""
+        for candidate in self.implementations:
+            if candidate.name == name:
+                return candidate
+        known = ", ".join(i.name for i in self.implementations)
+        raise KeyError(f"{self.name} has no implementation {name!r}; it has: {known}")
+
+    def candidates(self, *args: Any, **kwargs: Any) -> tuple[list[Implementation], dict[str, str]]:
+        """The implementations that accept this call, in order, and the refusals with their reasons."""
+        accepted: list[Implementation] = []
+        refused: dict[str, str] = {}
+        for candidate in self.implementations:
+            answer = candidate.accepts(*args, **kwargs)
+            if answer is True:
+                accepted.append(candidate)
+            else:
+                refused[candidate.name] = str(answer)
+        return accepted, refused
+
+    def exact(self, sample: Sample) -> Any:
+        """The float64 reference of a sample."""
+        wide = sample.cast(torch.float64)
+        return self.reference(*wide.args, **wide.kwargs)
+
+
+_REGISTRY: dict[str, Operator] = {}
+_LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
+
+
+def register(card: Operator) -> Operator:
+    """Add a card to the registry and its schemas to PyTorch's dispatcher; a taken name is an error."""
+    if card.name in _REGISTRY:
+        raise ValueError(f"an operator named {card.name!r} is registered already; choose another name")
+    for schema in card.schemas:
+        name = _LIBRARY.define(schema)
+        # The native operators only write into outputs they are given, so under fake tensors there is nothing to do.
+        torch.library.register_fake(f"opsmith::{name.split('::')[-1]}", _nothing, lib=_LIBRARY)
+    _REGISTRY[card.name] = card
+    return card
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def registry() -> dict[str, Operator]:
+    """All cards by name, in the order in which they were registered."""
+    return dict(_REGISTRY)
+
+
+def operator(
+    *,
+    kind: Kind | str,
+    cost: Callable[..., Cost],
+    samples: Callable[[Make], Iterator[Sample]],
+    implementations: Sequence[Implementation] = (),
+    patterns: Sequence[Pattern] = (),
+    **more: Any,
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Make a card of a plain PyTorch function, which becomes the operator's reference.
+
+    >>> @operator(kind="activation", cost=lambda x: Cost(2 * x.numel(), 2 * x.nbytes), samples=my_samples)
+    ... def squared_relu(x):
+    ...     return torch.relu(x).square()
+    """
+
+    def decorate(reference: Callable[..., Any]) -> Operator:
+        return register(
+            Operator(
+                name=reference.__name__,
+                kind=Kind(kind),
+                function=reference,
+                reference=reference,
+                cost=cost,
+                samples=samples,
+                implementations=[*implementations, Implementation("eager", reference)],
+                patterns=patterns,
+                **more,
+            )
+        )
+
+    return decorate

@@ -1,0 +1,87 @@
+"""What every operator's file needs: the checks, the row view, and the question whether native kernels can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opsmith.kernels import build
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def native_library() -> bool:
+    """True once the native library is loaded (built at the first call); a constant inside a compiled graph."""
+    return build.load()
+
+
+def native(x: torch.Tensor) -> bool | str:
+    """True when the CPU kernels can take this tensor, else the reason why not."""
+    if not x.is_cpu:
+        return f"CPU kernels only, the input is on {x.device}"
+    if x.dtype not in NATIVE_DTYPES:
+        return f"the CPU kernels take float32, bfloat16 and float16, not {short(x.dtype)}"
+    if not native_library():
+        return "the native library is not available (see `opsmith doctor`)"
+    return True
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """True when autograd is recording and one of the tensors takes part."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` as [rows, n] with a contiguous last dimension; a view wherever the strides allow one."""
+    n = x.shape[-1]
+    rows = x.reshape(-1, n) if n else x.reshape(x.numel(), 0)
+    return rows if n <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def out_rows(out: torch.Tensor) -> torch.Tensor:
+    """`out` as [rows, n] to be written through; an `out` that has no such view is refused."""
+    try:
+        rows = out.view(-1, out.shape[-1]) if out.numel() else out.reshape(-1, max(out.shape[-1], 1))
+    except RuntimeError:
+        raise ValueError(
+            f"out= must be viewable as rows, got strides {out.stride()}; pass a contiguous tensor"
+        ) from None
+    return rows
+
+
+def check_float(op: str, x: Any, name: str = "x", *, least_dim: int = 1) -> None:
+    """Refuse what is no floating-point tensor of at least `least_dim` dimensions."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{op}: {name} must be a floating-point tensor, got {short(x.dtype)}; cast it first")
+    if x.dim() < least_dim:
+        raise ValueError(f"{op}: {name} must have at least {least_dim} dimension(s), got shape {tuple(x.shape)}")
+
+
+def check_like(op: str, t: Any, x: torch.Tensor, name: str, shape: Sequence[int], what: str) -> None:
+    """Refuse an argument that is not a floating-point tensor of this shape on x's device."""
+    check_float(op, t, name, least_dim=0)
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)} ({what}), got {tuple(t.shape)}")
+    if t.device != x.device:
+        raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them")
+
+
+def check_out(op: str, out: Any, like: torch.Tensor, name: str = "out") -> None:
+    """Refuse an output that is not exactly of the result's shape, dtype and device."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(out).__name__}")
+    if out.shape != like.shape or out.dtype != like.dtype or out.device != like.device:
+        raise ValueError(
+            f"{op}: {name} must be {short(like.dtype)} {tuple(like.shape)} on {like.device}, "
+            f"got {short(out.dtype)} {tuple(out.shape)} on {out.device}"
+        )
+
+
+def short(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,248 @@
+"""LayerNorm, alone or fused with the residual addition before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops.common import as_rows, check_float, check_like, check_out, native, needs_grad, out_rows, short
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: torch.Tensor | None = None,
+    out: Result | None = None,
+) -> Result:
+    """Normalize the last dimension to mean 0 and variance 1, then scale and shift; one pass over memory.
+
+    `y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias`, with `s = x`, or `s = x + residual`.
+    Mean and variance come from Welford's update, merged across vector lanes by Chan's formula, so they stay
+    accurate where `E[s^2] - E[s]^2` cancels.
+
+    >>> x = torch.randn(2, 128, 384)
+    >>> layer_norm(x, torch.ones(384), torch.zeros(384)).shape
+    torch.Size([2, 128, 384])
+    >>> y, s = layer_norm(x, residual=torch.randn(2, 128, 384))   # s = x + residual
+
+    Args:
+        x: [..., N], float32, bfloat16 or float16 (float64 through PyTorch).
+        weight, bias: [N], in x's dtype or float32.
+        eps: added to the variance, under the root.
+        residual: as x; then the sum is normalized and returned too, from the same kernel.
+        out: a tensor like x to write into (with `residual`: a pair).
+
+    Returns:
+        y, or (y, x + residual).
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape or device.
+
+    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; Welford 1962; Chan, Golub, LeVeque 1979.
+    """
+    _check(x, weight, bias, residual, out)
+    if native(x) is not True:
+        return _store(reference(x, weight, bias, eps, residual=residual), out)
+    if needs_grad(x, weight, bias, residual):
+        y, s = _LayerNorm.apply(x, weight, bias, eps, residual)
+        return _store((y, s) if residual is not None else y, out)
+    return _native(x, weight, bias, eps, residual=residual, out=out)
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: torch.Tensor | None = None,
+) -> Result:
+    """The definition, in plain PyTorch."""
+    s = x if residual is None else x + residual
+    if s.dtype in (torch.bfloat16, torch.float16) and any(t is not None and t.dtype != s.dtype for t in (weight, bias)):
+        wide = [None if t is None else t.float() for t in (weight, bias)]
+        y = F.layer_norm(s.float(), s.shape[-1:], wide[0], wide[1], eps).to(s.dtype)
+    else:
+        y = F.layer_norm(s, s.shape[-1:], weight, bias, eps)
+    return y if residual is None else (y, s)
+
+
+def _check(x: Any, weight: Any, bias: Any, residual: Any, out: Any) -> None:
+    check_float("layer_norm", x)
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None:
+            check_like("layer_norm", t, x, name, x.shape[-1:], "the size of x's last dimension")
+            if t.dtype not in (x.dtype, torch.float32):
+                raise TypeError(f"layer_norm: {name} must be {short(x.dtype)} or float32, got {short(t.dtype)}")
+    if residual is not None:
+        check_like("layer_norm", residual, x, "residual", x.shape, "the shape of x")
+        if residual.dtype != x.dtype:
+            raise TypeError(f"layer_norm: residual must be {short(x.dtype)} like x, got {short(residual.dtype)}")
+    if out is not None:
+        pair = out if isinstance(out, tuple) else (out,)
+        if len(pair) != (1 if residual is None else 2):
+            raise ValueError("layer_norm: out must be one tensor, or a pair (y, sum) when residual is given")
+        for t in pair:
+            check_out("layer_norm", t, x)
+
+
+def _store(result: Result, out: Result | None) -> Result:
+    """Copy a computed result into `out` where one was asked for."""
+    if out is None:
+        return result
+    if isinstance(result, tuple) and isinstance(out, tuple):
+        return tuple(o.copy_(r) for o, r in zip(out, result, strict=True))  # type: ignore[return-value]
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(result, torch.Tensor)
+    return out.copy_(result)
+
+
+def _native(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: torch.Tensor | None = None,
+    out: Result | None = None,
+) -> Result:
+    """The CPU kernel, without autograd."""
+    y, summed = out if isinstance(out, tuple) else (out, None)
+    if y is None:
+        y = torch.empty(x.shape, dtype=x.dtype)
+    if residual is None:
+        torch.ops.opsmith.layer_norm.default(as_rows(x), None, weight, bias, eps, y=out_rows(y))
+        return y
+    if summed is None:
+        summed = torch.empty(x.shape, dtype=x.dtype)
+    torch.ops.opsmith.layer_norm.default(
+        as_rows(x), as_rows(residual), weight, bias, eps, y=out_rows(y), summed=out_rows(summed)
+    )
+    return y, summed
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Forward keeps the normalized tensor and two numbers a row; backward is one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = as_rows(x)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        mean, rstd = torch.empty(2, rows.shape[0], dtype=torch.float32).unbind()
+        s = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
+        torch.ops.opsmith.layer_norm.default(
+            rows,
+            None if residual is None else as_rows(residual),
+            weight,
+            bias,
+            eps,
+            y=out_rows(y),
+            summed=None if residual is None else out_rows(s),
+            mean=mean,
+            rstd=rstd,
+        )
+        ctx.save_for_backward(s, mean, rstd, weight, bias)
+        ctx.has_residual = residual is not None
+        if residual is None:
+            s = torch.empty(0)  # nobody reads it; x itself may not be returned from its own function
+            ctx.mark_non_differentiable(s)
+        return y, s
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: torch.Tensor, dsummed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        s, mean, rstd, weight, bias = ctx.saved_tensors
+        need_x, need_w, need_b, _, need_r = ctx.needs_input_grad
+        dx = torch.empty(s.shape, dtype=s.dtype) if need_x or need_r else None
+        dw = torch.empty_like(weight) if need_w else None
+        db = torch.empty_like(bias) if need_b else None
+        torch.ops.opsmith.layer_norm_backward.default(
+            as_rows(dy),
+            as_rows(dsummed) if ctx.has_residual else None,
+            as_rows(s),
+            mean,
+            rstd,
+            weight,
+            dx=None if dx is None else out_rows(dx),
+            dweight=dw,
+            dbias=db,
+        )
+        return dx if need_x else None, dw, db, None, dx if need_r else None
+
+
+def _cost(x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, residual: Any = None) -> Cost:
+    tensors = 2 if residual is None else 4
+    vectors = sum(t.numel() * t.element_size() for t in (weight, bias) if t is not None)
+    return Cost(8.0 * x.numel(), tensors * x.numel() * x.element_size() + vectors)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    for rows, n in ((1, 1), (1, 384), (3, 7), (17, 33), (64, 768), (5, 4097)):
+        yield Sample(f"{rows}x{n}", (make(rows, n), make(n), make(n)))
+    x = make(2, 9, 130)
+    yield Sample("residual", (x, make(130), make(130)), {"residual": make(2, 9, 130)})
+    yield Sample("no weight", (x,), {"eps": 1e-3})
+    yield Sample("weight, no bias", (x, make(130)))
+    yield Sample("mean 1e4", (make(4, 1024, shift=1e4), make(1024), make(1024)))
+    yield Sample("strided", (make(6, 64).t(), make(6), make(6)))
+    yield Sample("sliced rows", (make(8, 200)[:, 20:84], make(64), make(64)), {"residual": make(8, 64)})
+    yield Sample("empty", (make(0, 16), make(16), make(16)))
+    yield Sample("tiny variance", (make(4, 96, scale=1e-4),), {"eps": 1e-12})
+
+
+
+
+CARD = register(
+    Operator(
+        name="layer_norm",
+        kind=Kind.NORM,
+        function=layer_norm,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        implementations=[
+            Implementation("native", _native, "cpu", lambda x, *a, **k: native(x), takes_out=True),
+            Implementation("eager", reference),
+        ],
+        patterns=(
+            Pattern(
+                "layer_norm(x, weight, bias)",
+                lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
+                {"x": ("B", "N"), "weight": ("N",), "bias": ("N",), "eps": 1.25e-3},
+            ),
+            Pattern(
+                "layer_norm(x, weight)",
+                lambda x, weight, eps: F.layer_norm(x, x.shape[-1:], weight, None, eps),
+                {"x": ("B", "N"), "weight": ("N",), "eps": 1.25e-3},
+            ),
+            Pattern(
+                "layer_norm(x)",
+                lambda x, eps: F.layer_norm(x, x.shape[-1:], None, None, eps),
+                {"x": ("B", "N"), "eps": 1.25e-3},
+            ),
+        ),
+        schemas=(
+            "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, *, "
+            "Tensor(a!) y, Tensor(b!)? summed=None, Tensor(c!)? mean=None, Tensor(d!)? rstd=None) -> ()",
+            "layer_norm_backward(Tensor dy, Tensor? dsummed, Tensor s, Tensor mean, Tensor rstd, Tensor? weight, *, "
+            "Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
+        ),
+        source="Ba, Kiros, Hinton, 2016; Welford, 1962; Chan, Golub, LeVeque, 1979",
+    )
+)

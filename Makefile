@@ -1,0 +1,70 @@
+# Each target does all its own set-up; only Python (3.10 or newer), make and g++ need to be there.
+#   make test PYTHON=python3.12      another interpreter
+#   make test ARGS="-k softmax"      arguments handed on to the command behind the target
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+STARTED := $(shell date +%s)
+ELAPSED = @echo "make $@: done in $$(( $$(date +%s) - $(STARTED) )) s"
+
+.PHONY: help
+help:  ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV)/.installed  ## Make a real model faster, proved equal, with times
+	@$(BIN)/opsmith demo $(ARGS)
+	$(ELAPSED)
+
+.PHONY: test
+test: $(VENV)/.installed  ## The whole test suite
+	@$(BIN)/python -m pytest $(ARGS)
+	$(ELAPSED)
+
+.PHONY: lint
+lint: $(VENV)/.installed  ## Style, format, types and import order
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest --noconftest -n 0 -q tests/test_layers.py
+	$(ELAPSED)
+
+.PHONY: bench
+bench: $(VENV)/.installed  ## Verify, then time every operator against eager and torch.compile
+	@$(BIN)/opsmith bench --all $(ARGS)
+	$(ELAPSED)
+
+.PHONY: docs
+docs: $(VENV)/.installed-docs  ## Build the documentation into site/
+	@$(BIN)/mkdocs build --strict $(ARGS)
+	$(ELAPSED)
+
+.PHONY: clean
+clean:  ## Remove the environment, caches and build outputs
+	@rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	$(ELAPSED)
+
+# Installed again only when what is to be installed has changed.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@command -v g++ >/dev/null || echo "g++ was not found: operators will use their slower PyTorch references"
+	@command -v $(PYTHON) >/dev/null \
+	  || { echo "'$(PYTHON)' was not found: install Python 3.10 or newer, or say make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "opsmith needs Python 3.10 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1): say make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
+	@echo "installing into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@

@@ -1,0 +1,60 @@
+"""What every test relies on: kernels built once, a seed and tuning results of its own, the same threads."""
+
+import os
+
+# Two workers of two threads share two cores: threads that spin while they wait would starve the others.
+# libgomp reads this when torch loads it, so it is set before anything imports torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import random
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+hypothesis.settings.register_profile("opsmith", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("opsmith")
+
+THREADS = 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Builds the kernels once, in the process that starts the workers, so that none of those builds."""
+    if hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        return
+    from opsmith.kernels import build
+
+    build.load()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_tuning_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tuning results of fixtures that outlive a test stay out of the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPSMITH_TUNING_CACHE", str(tmp_path_factory.mktemp("tuning")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def tuning_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty tuning cache for each test: no test depends on what another one measured."""
+    path = tmp_path / "tuning"
+    monkeypatch.setenv("OPSMITH_TUNING_CACHE", str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def same_start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seeds from the test's name, and a fixed number of threads, whichever worker it runs on."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(THREADS)

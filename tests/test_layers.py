@@ -1,0 +1,151 @@
+"""Imports only go down, and kernel files know no torch header: the architecture, checked from the sources."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "opsmith"
+
+# What each part of the package may import from the others. `__init__` is the public face, on top of them all.
+MAY_IMPORT: dict[str, set[str]] = {
+    "operator": set(),
+    "measure": set(),
+    "kernels": set(),
+    "ops": {"operator", "measure", "kernels"},
+    "compiler": {"operator", "measure", "kernels", "ops"},
+    "profiler": {"operator", "measure", "kernels", "ops", "compiler"},
+    "authoring": {"operator", "measure", "kernels", "ops", "compiler"},
+    "integrations": {"operator", "measure", "kernels", "ops", "compiler", "profiler", "authoring"},
+}
+MAY_IMPORT["__init__"] = set(MAY_IMPORT)
+MAY_IMPORT["cli"] = set(MAY_IMPORT)
+
+# The one place that may see torch: it registers the kernels with PyTorch's stable ABI.
+BINDING = "binding.cpp"
+TORCH_HEADER = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/', re.MULTILINE)
+
+
+def imported_parts(file: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, part of opsmith) for every import in a file, those inside functions included."""
+    here = ["opsmith", *file.relative_to(package).with_suffix("").parts]
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: -node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            root, *rest = name.split(".")
+            if root == "opsmith":
+                # `from opsmith import Config` takes a name from the public face, not a part of its own.
+                part = rest[0] if rest and exists(package, rest[0]) else "__init__"
+                yield node.lineno, part
+
+
+def exists(package: Path, part: str) -> bool:
+    return (package / part).is_dir() or (package / f"{part}.py").is_file()
+
+
+def violations(package: Path) -> list[str]:
+    """Every import that does not go down, one line each."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        path = file.relative_to(package)
+        part = path.parts[0].removesuffix(".py")
+        if part not in MAY_IMPORT:
+            found.append(f"{path}:1: '{part}' has no layer; give it one in MAY_IMPORT")
+            continue
+        for line, other in imported_parts(file, package):
+            if other != part and other not in MAY_IMPORT[part]:
+                found.append(f"{path}:{line}: {part} must not import {other}")
+    return found
+
+
+def torch_includes(package: Path) -> list[str]:
+    """Every kernel source, the binding aside, that includes a torch header."""
+    sources = [file for suffix in ("h", "cpp") for file in sorted(package.glob(f"kernels/cpu/*.{suffix}"))]
+    return [file.name for file in sources if file.name != BINDING and TORCH_HEADER.search(file.read_text())]
+
+
+def test_imports_go_down() -> None:
+    assert PACKAGE.is_dir()
+    assert violations(PACKAGE) == []
+
+
+def test_kernels_include_no_torch_header() -> None:
+    assert torch_includes(PACKAGE) == []
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small package in good order, into which a test plants one fault."""
+    for path, text in {
+        "__init__.py": "from .ops import gelu\n",
+        "operator.py": "import dataclasses\n",
+        "measure/timing.py": "import torch\n",
+        "kernels/cpu/gelu.cpp": '#include "simd.h"\n',
+        "kernels/cpu/binding.cpp": "#include <torch/csrc/stable/library.h>\n",
+        "ops/__init__.py": "from opsmith.operator import Operator\n",
+        "ops/gelu.py": "from ..kernels import build\nfrom .common import rows\nfrom opsmith import measure\n",
+        "compiler/plan.py": "import opsmith.ops.gelu\n",
+        "cli/ops.py": "from opsmith import Config\n",
+    }.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path
+
+
+def test_a_tree_in_good_order_passes(tree: Path) -> None:
+    assert violations(tree) == []
+    assert torch_includes(tree) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "line", "complaint"),
+    [
+        (
+            "ops/softmax.py",
+            "import opsmith.compiler.plan\n",
+            1,
+            "ops must not import compiler",
+        ),
+        (
+            "kernels/isa.py",
+            "from opsmith.measure import timing\n",
+            1,
+            "kernels must not import measure",
+        ),
+        ("operator.py", "import math\n\nfrom . import ops\n", 3, "operator must not import ops"),
+        (
+            "measure/sub/roof.py",
+            "from ...ops import gelu\n",
+            1,
+            "measure must not import ops",
+        ),
+        (
+            "compiler/run.py",
+            "def f():\n    from opsmith import cli\n",
+            2,
+            "compiler must not import cli",
+        ),
+        ("ops/mask.py", "from opsmith import Config\n", 1, "ops must not import __init__"),
+        ("helpers.py", "import opsmith.ops\n", 1, "'helpers' has no layer; give it one in MAY_IMPORT"),
+    ],
+)
+def test_an_import_that_goes_up_is_named(tree: Path, path: str, text: str, line: int, complaint: str) -> None:
+    file = tree / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    assert violations(tree) == [f"{path}:{line}: {complaint}"]
+
+
+def test_a_torch_header_in_a_kernel_is_named(tree: Path) -> None:
+    (tree / "kernels/cpu/gelu.cpp").write_text("  #include <ATen/ATen.h>\n")
+    assert torch_includes(tree) == ["gelu.cpp"]

@@ -1,0 +1,78 @@
+"""Instruction-set tiers: which ones there are, what compiles each, and which one this CPU gets."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["FLAGS", "TIERS", "supported", "tier"]
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+
+# Weakest first; every tier compiles the same sources.
+FLAGS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+}
+TIERS: tuple[str, ...] = tuple(FLAGS)
+
+# What the CPU must report, beyond the tier below it. Nothing asks for AMX: CPUs with AVX-512 and no AMX are common.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "avx2": ("avx2", "fma3", "f16c"),
+    "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"),
+    "avx512_bf16": ("avx512_bf16", "avx512_vnni"),
+}
+
+
+def _reported() -> set[str]:
+    """The features that torch found by CPUID, under the names in ``_NEEDS``."""
+    import torch.cpu
+
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is not None:
+        return {name for name, value in capabilities().items() if value is True}
+    # Older torch answers in groups only; every CPU with the group has its companions.
+    found: set[str] = set()
+    if torch.cpu._is_avx2_supported():
+        found.update(_NEEDS["avx2"])
+    if torch.cpu._is_avx512_supported():
+        found.update(_NEEDS["avx512"])
+    if torch.cpu._is_avx512_bf16_supported():
+        found.add("avx512_bf16")
+    if torch.cpu._is_vnni_supported():
+        found.add("avx512_vnni")
+    return found
+
+
+def supported() -> tuple[str, ...]:
+    """The tiers this CPU can run, weakest first.
+
+    >>> supported()[0]
+    'portable'
+    """
+    found = _reported()
+    tiers: list[str] = []
+    for name in TIERS:
+        if not found.issuperset(_NEEDS[name]):
+            break
+        tiers.append(name)
+    return tuple(tiers)
+
+
+def tier() -> str:
+    """The tier that kernels run in: the best this CPU supports, or the one that ``OPSMITH_ISA`` forces.
+
+    Raises:
+        ValueError: ``OPSMITH_ISA`` names a tier that does not exist or that this CPU cannot run.
+    """
+    allowed = supported()
+    forced = os.environ.get("OPSMITH_ISA")
+    if not forced:
+        return allowed[-1]
+    if forced in allowed:
+        return forced
+    problem = "is not supported by this CPU" if forced in TIERS else "is no tier"
+    raise ValueError(f"OPSMITH_ISA={forced!r} {problem}: expected one of {', '.join(allowed)}, or unset it")

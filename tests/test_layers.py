@@ -110,31 +110,11 @@ def test_a_tree_in_good_order_passes(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "line", "complaint"),
     [
-        (
-            "ops/softmax.py",
-            "import opsmith.compiler.plan\n",
-            1,
-            "ops must not import compiler",
-        ),
-        (
-            "kernels/isa.py",
-            "from opsmith.measure import timing\n",
-            1,
-            "kernels must not import measure",
-        ),
+        ("ops/softmax.py", "import opsmith.compiler.plan\n", 1, "ops must not import compiler"),
+        ("kernels/isa.py", "from opsmith.measure import timing\n", 1, "kernels must not import measure"),
         ("operator.py", "import math\n\nfrom . import ops\n", 3, "operator must not import ops"),
-        (
-            "measure/sub/roof.py",
-            "from ...ops import gelu\n",
-            1,
-            "measure must not import ops",
-        ),
-        (
-            "compiler/run.py",
-            "def f():\n    from opsmith import cli\n",
-            2,
-            "compiler must not import cli",
-        ),
+        ("measure/sub/roof.py", "from ...ops import gelu\n", 1, "measure must not import ops"),
+        ("compiler/run.py", "def f():\n    from opsmith import cli\n", 2, "compiler must not import cli"),
         ("ops/mask.py", "from opsmith import Config\n", 1, "ops must not import __init__"),
         ("helpers.py", "import opsmith.ops\n", 1, "'helpers' has no layer; give it one in MAY_IMPORT"),
     ],

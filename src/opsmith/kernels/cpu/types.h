@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace opsmith {
 
@@ -20,5 +21,67 @@ struct View {
   template <class T>
   T* as() const { return static_cast<T*>(data); }
 };
+
+// The 16-bit floating-point types, as bits, with their scalar conversions.
+struct bfloat16 {
+  uint16_t bits;
+};
+
+struct float16 {
+  uint16_t bits;
+};
+
+inline uint32_t float_bits(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+
+inline float bits_float(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bfloat16 x) { return bits_float(uint32_t(x.bits) << 16); }
+
+inline float to_float(float16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31, fraction = x.bits & 1023;
+  if (exponent == 31) return bits_float(sign | 0x7f800000u | (fraction << 13));
+  if (exponent == 0) {  // subnormal: fraction * 2^-24, exact in float
+    const float magnitude = float(fraction) * 5.9604644775390625e-08f;
+    return sign ? -magnitude : magnitude;
+  }
+  return bits_float(sign | ((exponent + 112) << 23) | (fraction << 13));
+}
+
+template <class T>
+T from_float(float x);
+
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+
+// Round to nearest even; a NaN stays a (quiet) NaN instead of rounding up to infinity.
+template <>
+inline bfloat16 from_float<bfloat16>(float x) {
+  const uint32_t u = float_bits(x);
+  if (x != x) return {uint16_t((u >> 16) | 0x40)};
+  return {uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+}
+
+template <>
+inline float16 from_float<float16>(float x) {
+  const uint32_t u = float_bits(x), magnitude = u & 0x7fffffffu;
+  const uint16_t sign = uint16_t((u >> 16) & 0x8000);
+  if (magnitude > 0x7f800000u) return {uint16_t(sign | 0x7e00)};
+  if (magnitude >= 0x477ff000u) return {uint16_t(sign | 0x7c00)};  // 65520 and above round to infinity
+  if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 puts the subnormal's unit at float's last bit
+    return {uint16_t(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u))};
+  }
+  return {uint16_t(sign | ((magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13))};
+}
 
 }  // namespace opsmith

@@ -1,0 +1,364 @@
+// One vector of float lanes, whatever the instruction set: 16 lanes on AVX-512, 8 on AVX2, 4 elsewhere.
+//
+// `Vec` is a GCC/Clang vector type, so + - * / and comparisons are the language's own, and a scalar broadcasts.
+// Memory may hold float, bfloat16 or float16: load and store convert. Every access names its lanes, `Full` or
+// `Part`, and `for_lanes` hands them out, so that a loop's body and tail are one piece of code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "types.h"
+
+namespace opsmith {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define OPSMITH_AVX512 1
+constexpr int W = 16;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define OPSMITH_AVX2 1
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * W)));
+typedef int32_t IVec __attribute__((vector_size(4 * W)));  // also what a comparison of two Vecs gives: 0 or -1
+
+inline Vec splat(float x) { return x - Vec{}; }  // 0 would turn -0 into +0 with `+`
+inline Vec as_float(IVec v) { return (Vec)v; }
+inline IVec as_int(Vec v) { return (IVec)v; }
+
+// --- lanes ---------------------------------------------------------------------------------------------------
+
+struct Full {
+  static constexpr int count = W;
+};
+
+struct Part {  // the first `count` lanes, 0 < count < W
+  int count;
+};
+
+template <class F>
+inline __attribute__((always_inline)) void for_lanes(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) f(i, Full{});
+  if (i < n) f(i, Part{int(n - i)});
+}
+
+// The same with an accumulator number 0..U-1 that changes from one step to the next: breaks dependency chains.
+template <int U, class F>
+inline __attribute__((always_inline)) void for_lanes_unrolled(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + U * W <= n; i += U * W) {
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) f(i + u * W, u, Full{});
+  }
+  int u = 0;
+  for (; i + W <= n; i += W, u = (u + 1) % U) f(i, u, Full{});
+  if (i < n) f(i, u, Part{int(n - i)});
+}
+
+// --- memory --------------------------------------------------------------------------------------------------
+
+#if defined(OPSMITH_AVX512)
+
+inline __mmask16 lane_mask(Part p) { return __mmask16((1u << p.count) - 1); }
+inline Vec widen_bfloat16(__m256i h) { return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
+inline __m256i narrow_bfloat16(Vec v) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh(v);
+#else
+  const __m512i u = (__m512i)v;
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i nan = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, is_nan, nan), 16));
+#endif
+}
+constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
+inline Vec load(const float* p, Full) { return _mm512_loadu_ps(p); }
+inline Vec load(const bfloat16* p, Full) { return widen_bfloat16(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vec load(const float16* p, Full) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vec load(const float* p, Part k) { return _mm512_maskz_loadu_ps(lane_mask(k), p); }
+inline Vec load(const bfloat16* p, Part k) { return widen_bfloat16(_mm256_maskz_loadu_epi16(lane_mask(k), p)); }
+inline Vec load(const float16* p, Part k) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lane_mask(k), p)); }
+
+inline void store(float* p, Vec v, Full) { _mm512_storeu_ps(p, v); }
+inline void store(bfloat16* p, Vec v, Full) { _mm256_storeu_si256((__m256i*)p, narrow_bfloat16(v)); }
+inline void store(float16* p, Vec v, Full) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, nearest)); }
+inline void store(float* p, Vec v, Part k) { _mm512_mask_storeu_ps(p, lane_mask(k), v); }
+inline void store(bfloat16* p, Vec v, Part k) { _mm256_mask_storeu_epi16(p, lane_mask(k), narrow_bfloat16(v)); }
+inline void store(float16* p, Vec v, Part k) {
+  _mm256_mask_storeu_epi16(p, lane_mask(k), _mm512_cvtps_ph(v, nearest));
+}
+
+// Past the cache, for whole aligned vectors only (`can_stream`); end a row's worth of them with `stream_fence`.
+inline void stream(float* p, Vec v) { _mm512_stream_ps(p, v); }
+inline void stream(bfloat16* p, Vec v) { _mm256_stream_si256((__m256i*)p, narrow_bfloat16(v)); }
+inline void stream(float16* p, Vec v) { _mm256_stream_si256((__m256i*)p, _mm512_cvtps_ph(v, nearest)); }
+inline void stream_fence() { _mm_sfence(); }
+
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec abs(Vec a) { return _mm512_abs_ps(a); }
+inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a); }
+inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
+inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
+inline float reduce_min(Vec v) { return _mm512_reduce_min_ps(v); }
+
+#else
+
+#if defined(OPSMITH_AVX2)
+
+inline Vec widen_bfloat16(__m128i h) { return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16); }
+inline __m128i narrow_bfloat16(Vec v) {
+  const __m256i u = (__m256i)v;
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i nan = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+  const __m256i is_nan = (__m256i)_mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+  const __m256i wide = _mm256_srli_epi32(_mm256_blendv_epi8(up, nan, is_nan), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+}
+constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
+inline Vec load(const float* p, Full) { return _mm256_loadu_ps(p); }
+inline Vec load(const bfloat16* p, Full) { return widen_bfloat16(_mm_loadu_si128((const __m128i*)p)); }
+inline Vec load(const float16* p, Full) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline void store(float* p, Vec v, Full) { _mm256_storeu_ps(p, v); }
+inline void store(bfloat16* p, Vec v, Full) { _mm_storeu_si128((__m128i*)p, narrow_bfloat16(v)); }
+inline void store(float16* p, Vec v, Full) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, nearest)); }
+
+inline void stream(float* p, Vec v) { _mm256_stream_ps(p, v); }
+inline void stream(bfloat16* p, Vec v) { _mm_stream_si128((__m128i*)p, narrow_bfloat16(v)); }
+inline void stream(float16* p, Vec v) { _mm_stream_si128((__m128i*)p, _mm256_cvtps_ph(v, nearest)); }
+inline void stream_fence() { _mm_sfence(); }
+
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
+
+#else
+
+inline Vec load(const float* p, Full) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class T>
+inline Vec load(const T* p, Full) {
+  return Vec{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+}
+inline void store(float* p, Vec v, Full) { std::memcpy(p, &v, sizeof v); }
+template <class T>
+inline void store(T* p, Vec v, Full) {
+  for (int i = 0; i < W; ++i) p[i] = from_float<T>(v[i]);
+}
+template <class T>
+inline void stream(T* p, Vec v) {
+  store(p, v, Full{});
+}
+inline void stream_fence() {}
+
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+inline Vec sqrt(Vec a) {
+  for (int i = 0; i < W; ++i) a[i] = __builtin_sqrtf(a[i]);
+  return a;
+}
+
+#endif
+
+// Without mask registers a tail goes through a small buffer: nothing outside the row is ever touched.
+template <class T>
+inline Vec load(const T* p, Part k) {
+  T buffer[W] = {};
+  std::memcpy(buffer, p, size_t(k.count) * sizeof(T));
+  return load(buffer, Full{});
+}
+template <class T>
+inline void store(T* p, Vec v, Part k) {
+  T buffer[W];
+  store(buffer, v, Full{});
+  std::memcpy(p, buffer, size_t(k.count) * sizeof(T));
+}
+
+inline Vec abs(Vec a) { return as_float(as_int(a) & 0x7fffffff); }
+
+template <class Op>
+inline float reduce(Vec v, Op op) {  // halves folded onto each other, so that the order is that of a tree
+  float lane[W];
+  store(lane, v, Full{});
+  for (int h = W / 2; h > 0; h /= 2) {
+    for (int i = 0; i < h; ++i) lane[i] = op(lane[i], lane[i + h]);
+  }
+  return lane[0];
+}
+inline float reduce_add(Vec v) {
+  return reduce(v, [](float a, float b) { return a + b; });
+}
+inline float reduce_max(Vec v) {
+  return reduce(v, [](float a, float b) { return a > b ? a : b; });
+}
+inline float reduce_min(Vec v) {
+  return reduce(v, [](float a, float b) { return a < b ? a : b; });
+}
+
+#endif
+
+// max and min give their SECOND argument when either is NaN: `max(bound, x)` keeps a NaN in x.
+
+template <class T>
+inline Vec load(const T* p) {
+  return load(p, Full{});
+}
+template <class T>
+inline void store(T* p, Vec v) {
+  store(p, v, Full{});
+}
+
+inline Vec select(IVec mask, Vec yes, Vec no) { return mask ? yes : no; }
+inline Vec fma(Vec a, float b, Vec c) { return fma(a, splat(b), c); }
+inline Vec fma(Vec a, Vec b, float c) { return fma(a, b, splat(c)); }
+inline Vec fma(Vec a, float b, float c) { return fma(a, splat(b), splat(c)); }
+inline Vec max(float a, Vec b) { return max(splat(a), b); }
+inline Vec min(float a, Vec b) { return min(splat(a), b); }
+inline bool any(IVec mask) {
+#if defined(OPSMITH_AVX512)
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(OPSMITH_AVX2)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
+
+inline IVec lane_index() {
+  IVec v;
+  for (int i = 0; i < W; ++i) v[i] = i;
+  return v;
+}
+
+// The lanes outside `Part` replaced by `other`, so that they do not count in a reduction.
+inline Vec keep(Vec v, Full, float) { return v; }
+inline Vec keep(Vec v, Part k, float other) { return select(lane_index() < k.count, v, splat(other)); }
+
+template <class T>
+inline bool can_stream(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % (W * sizeof(T)) == 0;
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// What a value becomes when it is stored as T and read back.
+template <class T>
+inline Vec round_to(Vec v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return v;
+  } else {
+    T buffer[W];
+    store(buffer, v, Full{});
+    return load(buffer, Full{});
+  }
+}
+#if defined(OPSMITH_AVX512)
+template <>
+inline Vec round_to<bfloat16>(Vec v) {
+  return widen_bfloat16(narrow_bfloat16(v));
+}
+template <>
+inline Vec round_to<float16>(Vec v) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(v, nearest));
+}
+#elif defined(OPSMITH_AVX2)
+template <>
+inline Vec round_to<bfloat16>(Vec v) {
+  return widen_bfloat16(narrow_bfloat16(v));
+}
+template <>
+inline Vec round_to<float16>(Vec v) {
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(v, nearest));
+}
+#endif
+
+// --- functions -----------------------------------------------------------------------------------------------
+
+// p * 2^n for integral n in [-160, 160]; overflows to infinity and underflows to 0 as it should.
+inline Vec scale_exponent(Vec p, Vec n) {
+#if defined(OPSMITH_AVX512)
+  return _mm512_scalef_ps(p, n);
+#else
+  const IVec i = as_int(n + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: the integer lands in the low bits
+  const IVec half = i >> 1;  // in two steps, as 2^n alone may not be a float
+  return p * as_float((half + 127) << 23) * as_float((i - half + 127) << 23);
+#endif
+}
+
+inline Vec round_to_integer(Vec x) {
+#if defined(OPSMITH_AVX512)
+  return _mm512_roundscale_ps(x, nearest);
+#else
+  return (x + 12582912.0f) - 12582912.0f;
+#endif
+}
+
+// e^x within 1 ulp or so; 0 at -inf, inf at inf, NaN at NaN.
+inline Vec exp(Vec x) {
+  x = max(-104.0f, min(89.0f, x));  // beyond, the result is 0 or inf already
+  const Vec n = round_to_integer(x * 1.44269504088896341f);
+  Vec r = fma(n, -0.693359375f, x);  // ln 2 in two parts, the first with so few bits that n * it is exact
+  r = fma(n, 2.12194440054690583e-4f, r);
+  Vec p = fma(r, 1.9875691500e-4f, 1.3981999507e-3f);
+  p = fma(p, r, 8.3334519073e-3f);
+  p = fma(p, r, 4.1665795894e-2f);
+  p = fma(p, r, 1.6666665459e-1f);
+  p = fma(p, r, 5.0000001201e-1f);
+  p = fma(p, r * r, r) + 1.0f;
+  return scale_exponent(p, n);
+}
+
+// erf as an odd rational function, absolute error below 2e-7; exact at both ends, NaN at NaN.
+inline Vec erf(Vec x) {
+  x = max(-4.0f, min(4.0f, x));
+  const Vec t = x * x;
+  Vec p = fma(t, -2.72614225801306e-10f, 2.77068142495902e-08f);
+  p = fma(p, t, -2.10102402082508e-06f);
+  p = fma(p, t, -5.69250639462346e-05f);
+  p = fma(p, t, -7.34990630326855e-04f);
+  p = fma(p, t, -2.95459980854025e-03f);
+  p = fma(p, t, -1.60960333262415e-02f);
+  Vec q = fma(t, -1.45660718464996e-05f, -2.13374055278905e-04f);
+  q = fma(q, t, -1.68282697438203e-03f);
+  q = fma(q, t, -7.37332916720468e-03f);
+  q = fma(q, t, -1.42647390514189e-02f);
+  return max(-1.0f, min(1.0f, x * p / q));
+}
+
+// tanh as an odd rational function, a few ulp; +-1 at the ends, NaN at NaN.
+inline Vec tanh(Vec x) {
+  const Vec c = max(-7.90531110763549805f, min(7.90531110763549805f, x));
+  const Vec t = c * c;
+  Vec p = fma(t, -2.76076847742355e-16f, 2.00018790482477e-13f);
+  p = fma(p, t, -8.60467152213735e-11f);
+  p = fma(p, t, 5.12229709037114e-08f);
+  p = fma(p, t, 1.48572235717979e-05f);
+  p = fma(p, t, 6.37261928875436e-04f);
+  p = fma(p, t, 4.89352455891786e-03f);
+  Vec q = fma(t, 1.19825839466702e-06f, 1.18534705686654e-04f);
+  q = fma(q, t, 2.26843463243900e-03f);
+  q = fma(q, t, 4.89352518554385e-03f);
+  return select(abs(x) < 4e-4f, x, c * p / q);
+}
+
+}  // namespace opsmith

@@ -1,0 +1,363 @@
+"""Build the native kernels at first use and load them.
+
+    load()    True once the kernels of this CPU's tier are loaded, built if need be; False if they cannot be
+    build()   ahead of time
+    status()  what there is, for ``opsmith doctor``
+    clean()   forget everything built
+
+A library is named after the content of all that it was built from, so an edit gives another library and touching
+a file gives the same one. ``OPSMITH_NATIVE=0`` turns native kernels off, ``1`` makes a failure an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from opsmith.kernels import cache, compiler, isa
+from opsmith.kernels.compiler import BuildError, Compiler, Unit
+
+__all__ = ["BuildError", "Status", "build", "build_library", "clean", "load", "status"]
+
+SOURCES = Path(__file__).parent / "cpu"
+_NAME = "opsmith"
+# The oldest torch whose stable ABI the library asks for; one build then serves that torch and every later one.
+_TORCH_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+_ATTEMPTS = 3
+
+_lock = threading.RLock()
+_outcome: bool | None = None  # of load(): None until it was called
+_reason: str | None = None
+_loaded: Path | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """What there is of the native kernels on this machine."""
+
+    tier: str
+    forced: bool  # by OPSMITH_ISA
+    compiler: str | None  # path and version
+    cache: Path
+    library: Path | None  # None until it is built
+    built: bool
+    loaded: bool
+    bytes: int  # in the cache
+    reason: str | None  # why native kernels are unavailable
+
+
+class NoCompiler(BuildError):
+    """There is no C++ compiler, and no library that was built earlier."""
+
+
+def load() -> bool:
+    """Load the native kernels, built first if need be; False, after one warning, if that cannot be.
+
+    >>> load() in (True, False)
+    True
+
+    Raises:
+        ValueError: ``OPSMITH_ISA`` names a tier that does not exist or that this CPU cannot run.
+        BuildError: ``OPSMITH_NATIVE=1`` and the kernels cannot be built.
+    """
+    if _outcome is not None:
+        return _outcome
+    return _load()
+
+
+def _load() -> bool:
+    global _outcome, _reason, _loaded
+    with _lock:
+        if _outcome is not None:
+            return _outcome
+        wanted = os.environ.get("OPSMITH_NATIVE", "")
+        if wanted == "0":
+            _reason = "OPSMITH_NATIVE=0 turns native kernels off"
+            _outcome = False
+            return False
+        tier = isa.tier()
+        try:
+            _loaded = _build_and_load(tier)
+            _outcome = True
+        except BuildError as error:
+            _reason = str(error)
+            if wanted == "1":
+                raise
+            _outcome = False
+            warnings.warn(
+                f"{error}\nUntil then opsmith computes in plain PyTorch.", RuntimeWarning, stacklevel=3
+            )
+        return _outcome
+
+
+def _build_and_load(tier: str) -> Path:
+    import torch
+
+    for attempt in range(2):
+        path = build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=tier, force=attempt > 0)
+        try:
+            torch.ops.load_library(path)
+            return path
+        except (
+            OSError
+        ) as error:  # its digest is right, yet this process cannot load it: built for another system?
+            problem = error
+    raise BuildError(f"opsmith: the native kernels do not load: {problem}")
+
+
+def build(tiers: Sequence[str] | None = None, force: bool = False) -> list[Path]:
+    """Build the kernels of some tiers ahead of time; by default of the tier that ``load`` would take.
+
+    >>> build()  # doctest: +SKIP
+    [PosixPath('.../opsmith-avx512_bf16-....so')]
+
+    Args:
+        tiers: names from ``opsmith.kernels.isa.TIERS``; they need not be supported by this CPU.
+        force: build even what the cache already holds.
+
+    Raises:
+        ValueError: a tier that does not exist.
+        BuildError: there is no compiler, or it reports an error.
+    """
+    chosen = [isa.tier()] if tiers is None else tiers
+    return [build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=t, force=force) for t in chosen]
+
+
+def status() -> Status:
+    """What there is of the native kernels: tier, compiler, library, cache.
+
+    Raises:
+        ValueError: ``OPSMITH_ISA`` names a tier that does not exist or that this CPU cannot run.
+    """
+    tier = isa.tier()
+    found = compiler.find_compiler()
+    job = _Job.of(_NAME, _sources(), [SOURCES], (), tier)
+    library = _loaded or job.find(found)
+    reason = _reason
+    if reason is None and library is None and found is None:
+        reason = _no_compiler()
+    return Status(
+        tier=tier,
+        forced=bool(os.environ.get("OPSMITH_ISA")),
+        compiler=f"{' '.join(found.command)} ({found.version})" if found else None,
+        cache=cache.configured().path,
+        library=library,
+        built=library is not None,
+        loaded=_loaded is not None,
+        bytes=cache.configured().size(),
+        reason=reason,
+    )
+
+
+def clean() -> int:
+    """Remove everything built, except what a build under way uses, and return the bytes freed."""
+    return cache.configured().clean() + cache.fallback().clean()
+
+
+def build_library(
+    name: str,
+    sources: Sequence[Path],
+    *,
+    include_dirs: Sequence[Path] = (),
+    flags: Sequence[str] = (),
+    tier: str,
+    force: bool = False,
+) -> Path:
+    """A shared library of C++ sources, from the cache if its content is there, else built.
+
+    Sources whose names begin with ``binding`` may include torch's stable ABI, and the library is then linked with
+    torch; the others see no torch header.
+
+    Args:
+        name: of the library.
+        sources: C++ files, with different names.
+        include_dirs: folders of headers of the project; headers count as content, like sources.
+        flags: for the compiler, after those of every build and of the tier.
+        tier: a name from ``opsmith.kernels.isa.TIERS``.
+        force: build even if the cache holds the library.
+
+    Raises:
+        ValueError: an unknown tier, or two sources of one name.
+        BuildError: there is no compiler, it reports an error, or the disk is full.
+    """
+    for _ in range(_ATTEMPTS):
+        job = _Job.of(name, sources, include_dirs, flags, tier)
+        found = compiler.find_compiler()
+        if not force and (path := job.find(found)):
+            return path
+        if found is None:
+            raise NoCompiler(_no_compiler())
+        try:
+            store = cache.writable()
+            if path := job.build(store, found, force):
+                return path
+        except cache.Unusable as error:
+            raise BuildError(f"opsmith: {error}") from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise compiler.disk_full() from error
+            raise BuildError(f"opsmith: kernels could not be built: {error}") from error
+    raise BuildError(f"opsmith: the sources of {name} changed during each of {_ATTEMPTS} builds; build again")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One library to build: its units, and the key of their content."""
+
+    name: str
+    tier: str
+    units: tuple[Unit, ...]
+    unit_keys: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        name: str, sources: Sequence[Path], include_dirs: Sequence[Path], flags: Sequence[str], tier: str
+    ) -> _Job:
+        if tier not in isa.FLAGS:
+            raise ValueError(f"opsmith: {tier!r} is no tier: expected one of {', '.join(isa.TIERS)}")
+        if len({s.stem for s in sources}) < len(sources):
+            raise ValueError(
+                f"opsmith: sources of {name} need different names, got {[s.name for s in sources]}"
+            )
+        units = []
+        for source in map(Path, sources):
+            system, more = ((_torch_folder() / "include",), (_TORCH_ABI,)) if _binds(source) else ((), ())
+            units.append(Unit(source, tuple(include_dirs), (*isa.FLAGS[tier], *more, *flags), system))
+        return _Job(name, tier, tuple(units), tuple(unit.key() for unit in units))
+
+    @property
+    def key(self) -> str:
+        flags = (*compiler.COMPILE_FLAGS, *compiler.LINK_FLAGS)
+        return f"{self.name}-{self.tier}-{compiler.fingerprint([*flags, *self.unit_keys])[:20]}"
+
+    @property
+    def binds(self) -> bool:
+        return any(_binds(unit.source) for unit in self.units)
+
+    def library(self, store: cache.Store, built_by: Compiler) -> Path:
+        return store.folder("libraries") / f"{self.key}-{compiler.fingerprint([built_by.identity])[:8]}.so"
+
+    def find(self, built_by: Compiler | None) -> Path | None:
+        """The library, if a store holds it; without a compiler, whichever compiler built it."""
+        for store in (cache.configured(), cache.fallback()):
+            paths = [self.library(store, built_by)] if built_by else store.find(f"{self.key}-*.so")
+            for path in paths:
+                if self.usable(store, path):
+                    return path
+        return None
+
+    def usable(self, store: cache.Store, path: Path) -> bool:
+        facts = store.manifest(path)
+        return facts is not None and (not self.binds or tuple(facts.get("torch", ())) <= _torch_version())
+
+    def build(self, store: cache.Store, built_by: Compiler, force: bool) -> Path | None:
+        """Build into the store and return the library, or None if a source changed meanwhile."""
+        final = self.library(store, built_by)
+        try:
+            with store.lock(self.key):
+                if not force and self.usable(store, final):  # another process built it while we waited
+                    return final
+                with store.workshop(self.key) as folder:
+                    return self._build(store, built_by, force, folder, final)
+        except TimeoutError as error:
+            raise BuildError(
+                f"opsmith: another process has been building {self.key} for too long; stop it"
+            ) from error
+
+    def _build(
+        self, store: cache.Store, built_by: Compiler, force: bool, folder: Path, final: Path
+    ) -> Path | None:
+        base = (built_by.identity, *compiler.COMPILE_FLAGS)
+        kept = {f"{unit.source.stem}.o": key for unit, key in zip(self.units, self.unit_keys, strict=True)}
+        kept = {name: compiler.fingerprint([*base, key])[:40] for name, key in kept.items()}
+        todo = {f"{unit.source.stem}.o": unit for unit in self.units}
+        reused = []
+        for name, key in kept.items():
+            stored = store.folder("objects") / f"{key}.o"
+            if not force and store.manifest(stored):
+                _link(stored, folder / name)  # so that a cleanup next door cannot take it from under us
+                del todo[name]
+                reused.append(name)
+        facts = {
+            "name": self.name,
+            "tier": self.tier,
+            "compiler": built_by.identity,
+            "torch": list(_torch_version()),
+        }
+        link_flags = [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"] if self.binds else []
+        try:
+            with _progress(f"building {self.name} kernels ({self.tier})", len(todo) + 1) as progress:
+                compiler.compile_and_link(built_by, folder, todo, reused, link_flags, final.name, progress)
+        finally:
+            done = compiler.finished(folder)
+            for name, unit in todo.items():
+                if name in done and unit.key() == self.unit_keys[self.units.index(unit)]:
+                    target = store.folder("objects") / f"{kept[name]}.o"
+                    _link(folder / name, folder / f"{name}.kept")
+                    store.seal(folder / f"{name}.kept", target, facts, 0o600)
+        if any(unit.key() != key for unit, key in zip(self.units, self.unit_keys, strict=True)):
+            return None
+        store.seal(folder / final.name, final, facts, 0o700)
+        store.prune()
+        return final
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def _binds(source: Path) -> bool:
+    return source.name.startswith("binding")
+
+
+def _torch_folder() -> Path:
+    import torch
+
+    return Path(torch.__file__).parent
+
+
+def _torch_version() -> tuple[int, int]:
+    """Headers of one torch give a library that this torch and later ones can load."""
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _no_compiler() -> str:
+    chosen = os.environ.get("CXX")
+    problem = f"CXX={chosen} does not run" if chosen else "no C++ compiler (g++, c++, clang++) is on PATH"
+    return (
+        f"opsmith: native kernels cannot be built: {problem}. Install one (Debian, Ubuntu: apt-get install g++;"
+        " Fedora: dnf install gcc-c++; conda: conda install gxx), or set CXX to one"
+    )
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+@contextlib.contextmanager
+def _progress(title: str, steps: int) -> Iterator[Callable[[int, int], None]]:
+    """A line on the terminal while the compiler runs; nothing where nobody watches."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=steps)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,219 @@
+"""Where built files are kept, and which of the files found there may be used.
+
+Every file is stored beside a manifest, ``NAME.json``, that is written last and holds the file's SHA-256. A file
+counts only if its digest matches and nobody but this user (or root) could have written it, so a truncated,
+half-written or planted library is never loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Store", "Unusable", "configured", "fallback", "writable"]
+
+_KEEP = {"libraries": 64, "objects": 1024}  # newest files kept; editing sources leaves old ones behind
+_LOCK_SECONDS = (
+    1800.0  # longer than any build; a lock dies with its process, so only a hung one is waited for
+)
+
+
+class Unusable(Exception):
+    """A folder that cannot hold built files, with the reason."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """One folder of built files."""
+
+    path: Path
+
+    def folder(self, name: str) -> Path:
+        """``libraries``, ``objects``, ``locks`` or ``building``."""
+        return self.path / name
+
+    def prepare(self) -> None:
+        """Create the folders, owner-only, and make sure that this process alone can put files there.
+
+        Raises:
+            Unusable: the folder cannot be created, cannot be written, or others can write to it.
+        """
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse(self.path.parent, sticky_is_fine=True)
+            for folder in (self.path, *map(self.folder, ("libraries", "objects", "locks", "building"))):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                _refuse(folder)
+            with tempfile.TemporaryFile(dir=self.folder("building")):
+                pass
+        except OSError as error:
+            raise Unusable(f"{self.path}: {error.strerror or error}") from error
+
+    @contextlib.contextmanager
+    def lock(self, key: str, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
+        """Hold the lock of one key, across threads and processes; raises ``TimeoutError`` after ``seconds``."""
+        from filelock import FileLock
+
+        with FileLock(self.folder("locks") / f"{key}.lock", timeout=seconds, mode=0o600):
+            yield
+
+    @contextlib.contextmanager
+    def workshop(self, key: str) -> Iterator[Path]:
+        """A private temporary folder for the build that holds ``key``'s lock, gone afterwards.
+
+        A killed build leaves its folder; whoever builds next removes it. The name is never used twice: compilers
+        that outlive their build write to a folder that nobody reads.
+        """
+        self._sweep(key)
+        path = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=self.folder("building")))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _sweep(self, held: str) -> None:
+        for left in self.folder("building").iterdir():
+            key = left.name.rpartition(".")[0]
+            if key == held:
+                shutil.rmtree(left, ignore_errors=True)
+                continue
+            with contextlib.suppress(TimeoutError), self.lock(key, seconds=0):  # a live build keeps its lock
+                shutil.rmtree(left, ignore_errors=True)
+
+    def seal(self, built: Path, final: Path, facts: Mapping[str, Any], mode: int) -> None:
+        """Move a finished file to its place, then write its manifest."""
+        built.chmod(mode)
+        manifest = built.with_name(built.name + ".json")
+        manifest.write_text(json.dumps({**facts, "sha256": _digest(built)}, indent=1))
+        manifest.chmod(0o600)
+        os.replace(built, final)
+        os.replace(manifest, _manifest(final))
+
+    def manifest(self, path: Path) -> dict[str, Any] | None:
+        """The manifest of a stored file, or None if the file is missing, damaged or not to be trusted."""
+        try:
+            facts = json.loads(_manifest(path).read_bytes())
+            for guarded in (self.path, path.parent, path, _manifest(path)):
+                _refuse(guarded)
+            if not isinstance(facts, dict) or facts.get("sha256") != _digest(path):
+                return None
+        except Unusable as reason:
+            warnings.warn(f"opsmith: not loading {path.name}: {reason}", RuntimeWarning, stacklevel=2)
+            return None
+        except (OSError, ValueError):
+            return None
+        return facts
+
+    def find(self, pattern: str) -> list[Path]:
+        """Stored libraries whose names match, newest first."""
+        with contextlib.suppress(OSError):
+            return sorted(self.folder("libraries").glob(pattern), key=_age)
+        return []
+
+    def prune(self) -> None:
+        """Drop all but the newest files."""
+        for name, count in _KEEP.items():
+            files = [path for path in self.folder(name).iterdir() if path.suffix != ".json"]
+            for path in sorted(files, key=_age)[count:]:
+                _manifest(path).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+
+    def size(self) -> int:
+        """Bytes in the folder."""
+        total = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with contextlib.suppress(OSError):  # a build next door may take its files away meanwhile
+                    total += os.lstat(os.path.join(folder, name)).st_size
+        return total
+
+    def clean(self) -> int:
+        """Remove the built files, not those of builds under way, and return the bytes freed."""
+        before = self.size()
+        if self.folder("building").is_dir():
+            self._sweep("")
+        for name in _KEEP:
+            shutil.rmtree(self.folder(name), ignore_errors=True)
+        return max(0, before - self.size())
+
+
+def configured() -> Store:
+    """The store under ``OPSMITH_CACHE``, or under the user's cache folder."""
+    chosen = os.environ.get("OPSMITH_CACHE")
+    if chosen:
+        return Store(Path(chosen).expanduser().absolute() / "kernels")
+    from platformdirs import user_cache_path
+
+    return Store(user_cache_path("opsmith", appauthor=False) / "kernels")
+
+
+def fallback() -> Store:
+    """The store under the system's temporary folder, for a cache folder that cannot be written."""
+    return Store(Path(tempfile.gettempdir()) / f"opsmith-{_user()}" / "kernels")
+
+
+def writable() -> Store:
+    """The store to build into: the configured one, or with a warning the temporary one.
+
+    Raises:
+        Unusable: neither can be written.
+    """
+    first = configured()
+    try:
+        first.prepare()
+        return first
+    except Unusable as reason:
+        second = fallback()
+        try:
+            second.prepare()
+        except Unusable as worse:
+            raise Unusable(f"no folder to build kernels in: {reason}; {worse}") from worse
+        warnings.warn(
+            f"opsmith: cannot keep kernels in the cache folder ({reason}); keeping them in {second.path} until that is"
+            " cleared. Set OPSMITH_CACHE to a folder that you alone can write to",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return second
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def _refuse(path: Path, sticky_is_fine: bool = False) -> None:
+    """Raise unless the file or folder belongs to this user or root and others cannot write to it."""
+    if not hasattr(os, "getuid"):
+        return
+    found = path.lstat() if path.suffix in (".so", ".o", ".json") else path.stat()
+    if stat.S_ISLNK(found.st_mode):
+        raise Unusable(f"{path} is a symbolic link; remove it")
+    if found.st_uid not in (0, os.getuid()):
+        raise Unusable(f"{path} belongs to another user (uid {found.st_uid}); remove it or set OPSMITH_CACHE")
+    if found.st_mode & 0o022 and not (sticky_is_fine and found.st_mode & stat.S_ISVTX):
+        raise Unusable(f"{path} can be written by other users; run: chmod go-w {path}")
+
+
+def _manifest(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,246 @@
+"""The C++ compiler and ninja: find them, hash what they would compile, run them, read their errors."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BuildError", "Compiler", "Unit", "compile_and_link", "find_compiler", "fingerprint"]
+
+_BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fdiagnostics-color=never", "-pipe")
+# Neither changes a result: no kernel reads errno or floating-point exceptions, and both keep loops from vectorizing.
+_MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math")
+COMPILE_FLAGS = (*_BASE_FLAGS, *_MATH_FLAGS)
+# A symbol that nobody defines should fail here, by name, and not when the library is loaded.
+LINK_FLAGS = ("-shared", "-Wl,--no-undefined", "-Wl,--as-needed")
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.MULTILINE)
+_ERROR = re.compile(
+    r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<text>.*)$", re.MULTILINE
+)
+_LINK_ERROR = re.compile(r"^.*(?:undefined reference|multiple definition|undefined symbol).*$", re.MULTILINE)
+_STEP = re.compile(r"^\[(\d+)/(\d+)\] ")
+
+
+class BuildError(RuntimeError):
+    """Kernels could not be built; ``output`` is all that the compiler said."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: the command that runs it, and the version it answers with."""
+
+    command: tuple[str, ...]
+    version: str
+
+    @property
+    def identity(self) -> str:
+        """What is part of the key of everything that it builds."""
+        return f"{self.version} {sys.platform} {platform.machine()}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One source file with all its flags."""
+
+    source: Path
+    include_dirs: tuple[Path, ...]  # searched for headers that count: editing one recompiles the unit
+    flags: tuple[str, ...]  # part of the key
+    system_dirs: tuple[Path, ...] = ()  # headers of others, known by their version and not by their content
+
+    def key(self) -> str:
+        """Digest of the source, of the headers it includes, directly or not, and of the flags."""
+        digest = hashlib.sha256(repr((self.source.name, self.flags)).encode())
+        for path in [self.source, *sorted(_headers(self.source, self.include_dirs))]:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return digest.hexdigest()
+
+
+def find_compiler() -> Compiler | None:
+    """``$CXX`` if it is set, else the first of g++, c++ and clang++ on PATH; None if there is none."""
+    return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+
+
+@functools.lru_cache(maxsize=8)
+def _find_compiler(chosen: str, path: str) -> Compiler | None:
+    for candidate in [shlex.split(chosen)] if chosen.strip() else [["g++"], ["c++"], ["clang++"]]:
+        program = shutil.which(candidate[0], path=path)
+        if program is None:
+            continue
+        command = (program, *candidate[1:])
+        try:
+            done = subprocess.run(
+                [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return Compiler(command, done.stdout.partition("\n")[0].strip())
+    return None
+
+
+def fingerprint(parts: Iterable[str]) -> str:
+    """One digest for several strings."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _headers(source: Path, include_dirs: Sequence[Path]) -> set[Path]:
+    found: set[Path] = set()
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        for quote, name in _INCLUDE.findall(path.read_bytes()):
+            places = [path.parent, *include_dirs] if quote == b'"' else include_dirs
+            header = next((p for p in (place / os.fsdecode(name) for place in places) if p.is_file()), None)
+            if header is not None and (header := header.resolve()) not in found:
+                found.add(header)
+                waiting.append(header)
+    return found
+
+
+def compile_and_link(
+    compiler: Compiler,
+    folder: Path,
+    units: dict[str, Unit],
+    objects: Sequence[str],
+    link_flags: Sequence[str],
+    library: str,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Compile ``units`` (object name to unit) and link them with ``objects`` already there, all inside ``folder``.
+
+    Raises:
+        BuildError: with the first error, its file and its line.
+    """
+    lines = ["rule compile", " command = $command", " description = $in", "rule link", " command = $command"]
+    lines.append(" description = $out")
+    for name, unit in units.items():
+        includes = [f"-I{d}" for d in unit.include_dirs] + [f"-isystem{d}" for d in unit.system_dirs]
+        command = [
+            *compiler.command,
+            *COMPILE_FLAGS,
+            *unit.flags,
+            *includes,
+            "-c",
+            str(unit.source),
+            "-o",
+            name,
+        ]
+        lines += [
+            f"build {name}: compile {_ninja_path(unit.source)}",
+            f" command = {_ninja_command(command)}",
+        ]
+    inputs = [*units, *objects]
+    command = [*compiler.command, *inputs, *LINK_FLAGS, *link_flags, "-o", library]
+    lines += [f"build {library}: link {' '.join(inputs)}", f" command = {_ninja_command(command)}", ""]
+    (folder / "build.ninja").write_text("\n".join(lines))
+    code, output = _run_ninja(folder, progress)
+    if code != 0:
+        raise _explain(output)
+
+
+def finished(folder: Path) -> set[str]:
+    """Names of the files in ``folder`` that ninja completed, also when the build failed later."""
+    try:
+        log = (folder / ".ninja_log").read_text()
+    except OSError:
+        return set()
+    return {fields[3] for fields in (line.split("\t") for line in log.splitlines()[1:]) if len(fields) == 5}
+
+
+def _run_ninja(folder: Path, progress: Callable[[int, int], None]) -> tuple[int, str]:
+    # English messages, because errors are searched for; temporary files where they are cleaned up.
+    environment = {**os.environ, "NINJA_STATUS": "[%f/%t] ", "LC_ALL": "C", "TMPDIR": str(folder)}
+    command = [_ninja(), "-C", str(folder), "-j", str(_jobs())]
+    output: list[str] = []
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                output.append(line)
+                if step := _STEP.match(line):
+                    progress(int(step[1]), int(step[2]))
+        except BaseException:
+            process.terminate()  # ninja stops its compilers in turn
+            raise
+    return process.returncode, "".join(output)
+
+
+def _ninja() -> str:
+    try:
+        import ninja
+
+        program = Path(ninja.BIN_DIR) / "ninja"
+        if program.is_file():
+            return str(program)
+    except ImportError:
+        pass
+    found = shutil.which("ninja")
+    if found is None:
+        raise BuildError(
+            "opsmith: ninja is missing, and it runs the compiler; install it with: pip install ninja"
+        )
+    return found
+
+
+def _jobs() -> int:
+    chosen = os.environ.get("MAX_JOBS", "")
+    if chosen.isdigit() and int(chosen) > 0:
+        return int(chosen)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _explain(output: str) -> BuildError:
+    if "No space left on device" in output or "Disk quota exceeded" in output:
+        return disk_full(output)
+    if error := _ERROR.search(output):
+        # What follows the error up to the next one: the source line, a caret, notes.
+        context = re.split(
+            r"^\S.*(?:error|warning): ", output[error.end() :], maxsplit=1, flags=re.MULTILINE
+        )[0]
+        shown = "".join(
+            f"\n{line}" for line in context.strip("\n").splitlines()[:6] if not line.startswith("ninja:")
+        )
+        message = f"{error['file']}:{error['line']}: {error['text']}{shown}"
+    elif error := _LINK_ERROR.search(output):
+        message = f"linking failed: {error[0].strip()}"
+    else:
+        message = "the compiler failed:\n" + "\n".join(output.strip().splitlines()[-10:])
+    return BuildError(f"opsmith: kernels do not compile: {message}", output)
+
+
+def disk_full(output: str = "") -> BuildError:
+    """The error for a disk without room for the build."""
+    return BuildError(
+        "opsmith: the disk is full, so kernels could not be built; nothing was kept. Free some space, or set"
+        " OPSMITH_CACHE to a folder on another disk",
+        output,
+    )
+
+
+def _ninja_path(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _ninja_command(words: Iterable[str]) -> str:
+    return " ".join(map(shlex.quote, words)).replace("$", "$$")

@@ -12,7 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 STARTED := $(shell date +%s)
-ELAPSED = @echo "make $@: done in $$(( $$(date +%s) - $(STARTED) )) s"
+# Runs a command, then says how long the whole target took, set-up included, also where the command failed.
+timed = @status=0; $(1) || status=$$?; echo "make $@: $$(( $$(date +%s) - $(STARTED) )) s"; exit $$status
 
 .PHONY: help
 help:  ## This list
@@ -20,37 +21,29 @@ help:  ## This list
 
 .PHONY: demo
 demo: $(VENV)/.installed  ## Make a real model faster, proved equal, with times
-	@$(BIN)/opsmith demo $(ARGS)
-	$(ELAPSED)
+	$(call timed,$(BIN)/opsmith demo $(ARGS))
 
 .PHONY: test
 test: $(VENV)/.installed  ## The whole test suite
-	@$(BIN)/python -m pytest $(ARGS)
-	$(ELAPSED)
+	$(call timed,$(BIN)/python -m pytest $(ARGS))
 
 .PHONY: lint
 lint: $(VENV)/.installed  ## Style, format, types and import order
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/python -m pytest --noconftest -n 0 -q tests/test_layers.py
-	$(ELAPSED)
+	$(call timed,{ $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy \
+	  && $(BIN)/python -m pytest --noconftest -n 0 -q tests/test_layers.py; })
 
 .PHONY: bench
 bench: $(VENV)/.installed  ## Verify, then time every operator against eager and torch.compile
-	@$(BIN)/opsmith bench --all $(ARGS)
-	$(ELAPSED)
+	$(call timed,$(BIN)/opsmith bench --all $(ARGS))
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs  ## Build the documentation into site/
-	@$(BIN)/mkdocs build --strict $(ARGS)
-	$(ELAPSED)
+	$(call timed,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS))
 
 .PHONY: clean
 clean:  ## Remove the environment, caches and build outputs
-	@rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
-	$(ELAPSED)
+	$(call timed,rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
+	  && find src tests -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -5,8 +5,9 @@
     status()  what there is, for ``opsmith doctor``
     clean()   forget everything built
 
-A library is named after the content of all that it was built from, so an edit gives another library and touching
-a file gives the same one. ``OPSMITH_NATIVE=0`` turns native kernels off, ``1`` makes a failure an error.
+A library is named after the content of all that it was built from, so an edit gives another library and
+touching a file gives the same one. ``OPSMITH_NATIVE=0`` turns native kernels off, and ``1`` makes it an error
+when they cannot be built.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import sys
 import threading
@@ -21,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opsmith.kernels import cache, compiler, isa
 from opsmith.kernels.compiler import BuildError, Compiler, Unit
@@ -29,14 +32,18 @@ __all__ = ["BuildError", "Status", "build", "build_library", "clean", "load", "s
 
 SOURCES = Path(__file__).parent / "cpu"
 _NAME = "opsmith"
-# The oldest torch whose stable ABI the library asks for; one build then serves that torch and every later one.
+# The oldest torch whose stable ABI the library asks for, so that one build serves many versions.
 _TORCH_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 _ATTEMPTS = 3
+# What compilers and assemblers older than a tier say of its flags and instructions.
+_TOO_OLD = re.compile("unrecognized command.line option|unknown argument|no such instruction")
+
+_TURNED_OFF = "OPSMITH_NATIVE=0 turns native kernels off"
 
 _lock = threading.RLock()
 _outcome: bool | None = None  # of load(): None until it was called
 _reason: str | None = None
-_loaded: Path | None = None
+_loaded: tuple[Path, str] | None = None  # the library and its tier
 
 
 @dataclass(frozen=True)
@@ -70,47 +77,55 @@ def load() -> bool:
     """
     if _outcome is not None:
         return _outcome
-    return _load()
-
-
-def _load() -> bool:
-    global _outcome, _reason, _loaded
     with _lock:
-        if _outcome is not None:
-            return _outcome
-        wanted = os.environ.get("OPSMITH_NATIVE", "")
-        if wanted == "0":
-            _reason = "OPSMITH_NATIVE=0 turns native kernels off"
-            _outcome = False
-            return False
-        tier = isa.tier()
-        try:
-            _loaded = _build_and_load(tier)
-            _outcome = True
-        except BuildError as error:
-            _reason = str(error)
-            if wanted == "1":
-                raise
-            _outcome = False
-            warnings.warn(
-                f"{error}\nUntil then opsmith computes in plain PyTorch.", RuntimeWarning, stacklevel=3
-            )
-        return _outcome
+        if _outcome is None:
+            _load()
+        return bool(_outcome)
 
 
-def _build_and_load(tier: str) -> Path:
+def _load() -> None:
+    global _outcome, _reason, _loaded
+    wanted = os.environ.get("OPSMITH_NATIVE")
+    if wanted == "0":
+        _outcome, _reason = False, _TURNED_OFF
+        return
+    best = isa.tier()
+    try:
+        path, tier = _build_best([best] if os.environ.get("OPSMITH_ISA") else isa.supported()[::-1])
+        _loaded = _open(path, tier), tier
+        _outcome, _reason = True, None
+    except BuildError as error:
+        _reason = str(error)
+        if wanted == "1":
+            raise
+        _outcome = False
+        warnings.warn(f"{error}\nUntil then opsmith computes in plain PyTorch.", RuntimeWarning, stacklevel=3)
+
+
+def _build_best(tiers: Sequence[str]) -> tuple[Path, str]:
+    """Build for the first of these tiers whose instructions the compiler knows."""
+    tier, *weaker = tiers
+    try:
+        return build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=tier), tier
+    except BuildError as error:
+        if weaker and _TOO_OLD.search(error.output):
+            return _build_best(weaker)
+        raise
+
+
+def _open(path: Path, tier: str) -> Path:
     import torch
 
-    for attempt in range(2):
-        path = build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=tier, force=attempt > 0)
-        try:
-            torch.ops.load_library(path)
-            return path
-        except (
-            OSError
-        ) as error:  # its digest is right, yet this process cannot load it: built for another system?
-            problem = error
-    raise BuildError(f"opsmith: the native kernels do not load: {problem}")
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        return path
+    except OSError:  # intact, yet not for this process: a home shared with another system, say
+        path = build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=tier, force=True)
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        return path
+    except OSError as error:
+        raise BuildError(f"opsmith: the native kernels were built but do not load: {error}") from error
 
 
 def build(tiers: Sequence[str] | None = None, force: bool = False) -> list[Path]:
@@ -137,13 +152,16 @@ def status() -> Status:
     Raises:
         ValueError: ``OPSMITH_ISA`` names a tier that does not exist or that this CPU cannot run.
     """
-    tier = isa.tier()
+    best = isa.tier()
+    library, tier = _loaded or (None, best)
     found = compiler.find_compiler()
-    job = _Job.of(_NAME, _sources(), [SOURCES], (), tier)
-    library = _loaded or job.find(found)
+    library = library or _Job.of(_NAME, _sources(), [SOURCES], (), tier).find(found)
     reason = _reason
+    if reason is None and os.environ.get("OPSMITH_NATIVE") == "0":
+        reason = _TURNED_OFF
     if reason is None and library is None and found is None:
         reason = _no_compiler()
+    stores = {cache.configured(), cache.fallback()}
     return Status(
         tier=tier,
         forced=bool(os.environ.get("OPSMITH_ISA")),
@@ -152,7 +170,7 @@ def status() -> Status:
         library=library,
         built=library is not None,
         loaded=_loaded is not None,
-        bytes=cache.configured().size(),
+        bytes=sum(store.size() for store in stores),
         reason=reason,
     )
 
@@ -173,8 +191,8 @@ def build_library(
 ) -> Path:
     """A shared library of C++ sources, from the cache if its content is there, else built.
 
-    Sources whose names begin with ``binding`` may include torch's stable ABI, and the library is then linked with
-    torch; the others see no torch header.
+    Sources whose names begin with ``binding`` may include torch's stable ABI, and the library is then linked
+    with torch; the others see no torch header.
 
     Args:
         name: of the library.
@@ -189,22 +207,21 @@ def build_library(
         BuildError: there is no compiler, it reports an error, or the disk is full.
     """
     for _ in range(_ATTEMPTS):
-        job = _Job.of(name, sources, include_dirs, flags, tier)
-        found = compiler.find_compiler()
-        if not force and (path := job.find(found)):
-            return path
-        if found is None:
-            raise NoCompiler(_no_compiler())
         try:
-            store = cache.writable()
-            if path := job.build(store, found, force):
+            job = _Job.of(name, sources, include_dirs, flags, tier)
+            found = compiler.find_compiler()
+            if not force and (path := job.find(found)):
+                return path
+            if found is None:
+                raise NoCompiler(_no_compiler())
+            if path := job.build(cache.writable(), found, force):
                 return path
         except cache.Unusable as error:
             raise BuildError(f"opsmith: {error}") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise compiler.disk_full() from error
-            raise BuildError(f"opsmith: kernels could not be built: {error}") from error
+            raise BuildError(f"opsmith: {name} could not be built: {error}") from error
     raise BuildError(f"opsmith: the sources of {name} changed during each of {_ATTEMPTS} builds; build again")
 
 
@@ -255,8 +272,7 @@ class _Job:
         return None
 
     def usable(self, store: cache.Store, path: Path) -> bool:
-        facts = store.manifest(path)
-        return facts is not None and (not self.binds or tuple(facts.get("torch", ())) <= _torch_version())
+        return _usable(store, path, self.binds)
 
     def build(self, store: cache.Store, built_by: Compiler, force: bool) -> Path | None:
         """Build into the store and return the library, or None if a source changed meanwhile."""
@@ -282,16 +298,13 @@ class _Job:
         reused = []
         for name, key in kept.items():
             stored = store.folder("objects") / f"{key}.o"
-            if not force and store.manifest(stored):
+            if not force and _usable(store, stored, _binds(todo[name].source)):
                 _link(stored, folder / name)  # so that a cleanup next door cannot take it from under us
                 del todo[name]
                 reused.append(name)
-        facts = {
-            "name": self.name,
-            "tier": self.tier,
-            "compiler": built_by.identity,
-            "torch": list(_torch_version()),
-        }
+        facts: dict[str, Any] = {"name": self.name, "tier": self.tier, "compiler": built_by.identity}
+        if self.binds:
+            facts["torch"] = _torch_version()
         link_flags = [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"] if self.binds else []
         try:
             with _progress(f"building {self.name} kernels ({self.tier})", len(todo) + 1) as progress:
@@ -318,6 +331,12 @@ def _binds(source: Path) -> bool:
     return source.name.startswith("binding")
 
 
+def _usable(store: cache.Store, path: Path, binds: bool) -> bool:
+    """Whether a file is intact and, if it binds to torch, made with the headers of this torch or an older one."""
+    facts = store.manifest(path)
+    return facts is not None and (not binds or tuple(facts["torch"]) <= _torch_version())
+
+
 def _torch_folder() -> Path:
     import torch
 
@@ -325,7 +344,6 @@ def _torch_folder() -> Path:
 
 
 def _torch_version() -> tuple[int, int]:
-    """Headers of one torch give a library that this torch and later ones can load."""
     import torch
 
     major, minor = torch.__version__.split(".")[:2]
@@ -333,11 +351,12 @@ def _torch_version() -> tuple[int, int]:
 
 
 def _no_compiler() -> str:
-    chosen = os.environ.get("CXX")
+    chosen, distrust = os.environ.get("CXX"), cache.configured().distrust()
     problem = f"CXX={chosen} does not run" if chosen else "no C++ compiler (g++, c++, clang++) is on PATH"
     return (
-        f"opsmith: native kernels cannot be built: {problem}. Install one (Debian, Ubuntu: apt-get install g++;"
-        " Fedora: dnf install gcc-c++; conda: conda install gxx), or set CXX to one"
+        f"opsmith: native kernels cannot be built: {problem}. Install one (Debian, Ubuntu: apt-get install"
+        " g++; Fedora: dnf install gcc-c++; conda: conda install gxx), or set CXX to one."
+        + (f" The cache cannot be trusted either: {distrust}." if distrust else "")
     )
 
 

@@ -1,8 +1,8 @@
 """Where built files are kept, and which of the files found there may be used.
 
-Every file is stored beside a manifest, ``NAME.json``, that is written last and holds the file's SHA-256. A file
-counts only if its digest matches and nobody but this user (or root) could have written it, so a truncated,
-half-written or planted library is never loaded.
+Every file is stored beside a manifest, ``NAME.json``, that is written last and holds the file's SHA-256. A
+file counts only if its digest matches and nobody but this user (or root) could have written it, so a
+truncated, half-written or planted library is never loaded.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = ["Store", "Unusable", "configured", "fallback", "writable"]
 
+_FOLDERS = ("libraries", "objects", "locks", "building")
 _KEEP = {"libraries": 64, "objects": 1024}  # newest files kept; editing sources leaves old ones behind
 _LOCK_SECONDS = (
     1800.0  # longer than any build; a lock dies with its process, so only a hung one is waited for
@@ -50,18 +51,26 @@ class Store:
         """
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _refuse(self.path.parent, sticky_is_fine=True)
-            for folder in (self.path, *map(self.folder, ("libraries", "objects", "locks", "building"))):
+            for folder in (self.path, *map(self.folder, _FOLDERS)):
                 folder.mkdir(mode=0o700, exist_ok=True)
-                _refuse(folder)
+            if reason := self.distrust():
+                raise Unusable(reason)
             with tempfile.TemporaryFile(dir=self.folder("building")):
                 pass
         except OSError as error:
             raise Unusable(f"{self.path}: {error.strerror or error}") from error
 
+    def distrust(self) -> str | None:
+        """Why no file here may be loaded: others could have put it there. None if they could not."""
+        # In a sticky folder, like /tmp, others can add entries but not replace ours.
+        reason = _distrust(self.path.parent, os.stat, sticky_is_fine=True) or _distrust(self.path, os.stat)
+        for folder in map(self.folder, _FOLDERS):
+            reason = reason or _distrust(folder, os.lstat)
+        return reason
+
     @contextlib.contextmanager
     def lock(self, key: str, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-        """Hold the lock of one key, across threads and processes; raises ``TimeoutError`` after ``seconds``."""
+        """Hold one key's lock, across threads and processes; ``TimeoutError`` after ``seconds``."""
         from filelock import FileLock
 
         with FileLock(self.folder("locks") / f"{key}.lock", timeout=seconds, mode=0o600):
@@ -71,8 +80,8 @@ class Store:
     def workshop(self, key: str) -> Iterator[Path]:
         """A private temporary folder for the build that holds ``key``'s lock, gone afterwards.
 
-        A killed build leaves its folder; whoever builds next removes it. The name is never used twice: compilers
-        that outlive their build write to a folder that nobody reads.
+        A killed build leaves its folder; whoever builds next removes it. The name is never used twice:
+        compilers that outlive their build write to a folder that nobody reads.
         """
         self._sweep(key)
         path = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=self.folder("building")))
@@ -102,17 +111,12 @@ class Store:
     def manifest(self, path: Path) -> dict[str, Any] | None:
         """The manifest of a stored file, or None if the file is missing, damaged or not to be trusted."""
         try:
-            facts = json.loads(_manifest(path).read_bytes())
-            for guarded in (self.path, path.parent, path, _manifest(path)):
-                _refuse(guarded)
-            if not isinstance(facts, dict) or facts.get("sha256") != _digest(path):
+            if any(_distrust(file, os.lstat) for file in (path, _manifest(path))) or self.distrust():
                 return None
-        except Unusable as reason:
-            warnings.warn(f"opsmith: not loading {path.name}: {reason}", RuntimeWarning, stacklevel=2)
-            return None
+            facts = json.loads(_manifest(path).read_bytes())
+            return facts if isinstance(facts, dict) and facts.get("sha256") == _digest(path) else None
         except (OSError, ValueError):
             return None
-        return facts
 
     def find(self, pattern: str) -> list[Path]:
         """Stored libraries whose names match, newest first."""
@@ -154,7 +158,8 @@ def configured() -> Store:
         return Store(Path(chosen).expanduser().absolute() / "kernels")
     from platformdirs import user_cache_path
 
-    return Store(user_cache_path("opsmith", appauthor=False) / "kernels")
+    folder = user_cache_path("opsmith", appauthor=False)
+    return Store(folder / "kernels") if folder.is_absolute() else fallback()  # a user without a home has "~"
 
 
 def fallback() -> Store:
@@ -179,8 +184,8 @@ def writable() -> Store:
         except Unusable as worse:
             raise Unusable(f"no folder to build kernels in: {reason}; {worse}") from worse
         warnings.warn(
-            f"opsmith: cannot keep kernels in the cache folder ({reason}); keeping them in {second.path} until that is"
-            " cleared. Set OPSMITH_CACHE to a folder that you alone can write to",
+            f"opsmith: cannot keep kernels in the cache folder ({reason}), so they are kept in {second.path}."
+            " Clear that, or set OPSMITH_CACHE to a folder that you alone can write to",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -191,17 +196,21 @@ def _user() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
 
 
-def _refuse(path: Path, sticky_is_fine: bool = False) -> None:
-    """Raise unless the file or folder belongs to this user or root and others cannot write to it."""
+def _distrust(path: Path, look: Callable[[Path], os.stat_result], sticky_is_fine: bool = False) -> str | None:
+    """Why a file or folder is not this user's alone; None if it is, or if it cannot be reached at all."""
+    try:
+        found = look(path)
+    except OSError:
+        return None
     if not hasattr(os, "getuid"):
-        return
-    found = path.lstat() if path.suffix in (".so", ".o", ".json") else path.stat()
+        return None
     if stat.S_ISLNK(found.st_mode):
-        raise Unusable(f"{path} is a symbolic link; remove it")
+        return f"{path} is a symbolic link; remove it"
     if found.st_uid not in (0, os.getuid()):
-        raise Unusable(f"{path} belongs to another user (uid {found.st_uid}); remove it or set OPSMITH_CACHE")
+        return f"{path} belongs to another user (uid {found.st_uid})"
     if found.st_mode & 0o022 and not (sticky_is_fine and found.st_mode & stat.S_ISVTX):
-        raise Unusable(f"{path} can be written by other users; run: chmod go-w {path}")
+        return f"{path} can be written by other users; run: chmod go-w {path}"
+    return None
 
 
 def _manifest(path: Path) -> Path:

@@ -15,10 +15,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BuildError", "Compiler", "Unit", "compile_and_link", "find_compiler", "fingerprint"]
+__all__ = [
+    "BuildError",
+    "Compiler",
+    "Unit",
+    "compile_and_link",
+    "disk_full",
+    "find_compiler",
+    "fingerprint",
+    "finished",
+]
 
 _BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fdiagnostics-color=never", "-pipe")
-# Neither changes a result: no kernel reads errno or floating-point exceptions, and both keep loops from vectorizing.
+# No kernel reads errno or floating-point exceptions, and without these loops that could set them stay scalar.
 _MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math")
 COMPILE_FLAGS = (*_BASE_FLAGS, *_MATH_FLAGS)
 # A symbol that nobody defines should fail here, by name, and not when the library is loaded.
@@ -29,6 +38,7 @@ _ERROR = re.compile(
     r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<text>.*)$", re.MULTILINE
 )
 _LINK_ERROR = re.compile(r"^.*(?:undefined reference|multiple definition|undefined symbol).*$", re.MULTILINE)
+_ANY_ERROR = re.compile(r"^.*error: .*$", re.MULTILINE)
 _STEP = re.compile(r"^\[(\d+)/(\d+)\] ")
 
 
@@ -120,7 +130,7 @@ def compile_and_link(
     library: str,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Compile ``units`` (object name to unit) and link them with ``objects`` already there, all inside ``folder``.
+    """Compile ``units`` (object name to unit) inside ``folder`` and link them with ``objects`` lying there.
 
     Raises:
         BuildError: with the first error, its file and its line.
@@ -224,6 +234,8 @@ def _explain(output: str) -> BuildError:
         message = f"{error['file']}:{error['line']}: {error['text']}{shown}"
     elif error := _LINK_ERROR.search(output):
         message = f"linking failed: {error[0].strip()}"
+    elif error := _ANY_ERROR.search(output):
+        message = error[0]
     else:
         message = "the compiler failed:\n" + "\n".join(output.strip().splitlines()[-10:])
     return BuildError(f"opsmith: kernels do not compile: {message}", output)

@@ -18,7 +18,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 }
 TIERS: tuple[str, ...] = tuple(FLAGS)
 
-# What the CPU must report, beyond the tier below it. Nothing asks for AMX: CPUs with AVX-512 and no AMX are common.
+# What the CPU must report, beyond the tier below it. Nothing asks for AMX: many CPUs have AVX-512 without it.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "avx2": ("avx2", "fma3", "f16c"),

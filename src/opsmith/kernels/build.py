@@ -332,7 +332,7 @@ def _binds(source: Path) -> bool:
 
 
 def _usable(store: cache.Store, path: Path, binds: bool) -> bool:
-    """Whether a file is intact and, if it binds to torch, made with the headers of this torch or an older one."""
+    """Whether a file is intact and, if it binds to torch, made with headers no newer than this torch."""
     facts = store.manifest(path)
     return facts is not None and (not binds or tuple(facts["torch"]) <= _torch_version())
 

@@ -29,7 +29,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     from opsmith.kernels import build
 
-    build.load()
+    if not build.load() and build.status().compiler and os.environ.get("OPSMITH_NATIVE") != "0":
+        pytest.exit(f"the kernels do not build, so nothing would test them: {build.status().reason}", 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

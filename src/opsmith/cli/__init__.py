@@ -1,0 +1,140 @@
+"""The command line: one file per verb, imported only when its verb is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from textwrap import shorten
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+__all__ = ["CommandError", "main"]
+
+# Verb to the line that `opsmith --help` shows, so that help needs none of the modules (and no torch).
+VERBS = {
+    "demo": "A real model, made faster and proved equal.",
+    "optimize": "Make a local Hugging Face model faster.",
+    "ops": "Operators, and what computes them here.",
+    "doctor": "The machine, and what is amiss with it.",
+    "verify": "Hold operators to their definition.",
+    "bench": "Verify operators, then time them.",
+}
+
+
+class CommandError(Exception):
+    """An error whose message is complete in itself: what is wrong, and the next step."""
+
+
+class _Verbs(TyperGroup):
+    """Knows every verb by its line of help, and imports a verb's module when it is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _load(str(name)) if command else None, rest
+
+
+def _load(verb: str) -> Any:
+    """The command behind a verb: the function `run` of the module of that name."""
+    module = importlib.import_module(f"opsmith.cli.{verb}")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(verb)(module.run)
+    return typer.main.get_command(app)
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from opsmith import __version__
+
+        print(f"opsmith {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def opsmith(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
+    ),
+    debug: bool = typer.Option(
+        False, "--debug", help="Show the traceback of an error (works behind a verb too)."
+    ),
+) -> None:
+    """Fused operators for language models, and the compiler that puts them into your model.
+
+    Example: opsmith doctor
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0 for success, 1 with one line on stderr otherwise."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = _join_json([arg for arg in args if arg != "--debug"])
+    args = args or ["--help"]
+    try:
+        status = typer.main.get_command(app).main(args, prog_name="opsmith", standalone_mode=False)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        print("opsmith: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has left; what Python would still flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        print(f"opsmith: {_one_line(error)}", file=sys.stderr)
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def _join_json(args: list[str]) -> list[str]:
+    """Give a bare `--json` its value: the file behind it, where that looks like one, else "-" for stdout.
+
+    Operator names have neither dot nor slash, so `verify --json softmax` and `verify --json out.json` both
+    mean what they say.
+    """
+    joined: list[str] = []
+    rest = iter(range(len(args)))
+    for i in rest:
+        if args[i] != "--json":
+            joined.append(args[i])
+            continue
+        following = args[i + 1] if i + 1 < len(args) else ""
+        is_file = following == "-" or (not following.startswith("-") and any(c in following for c in "./"))
+        joined.append(f"--json={following if is_file else '-'}")
+        if is_file:
+            next(rest)
+    return joined
+
+
+def _one_line(error: Exception) -> str:
+    """What is wrong and what to do next, without line breaks."""
+    if hasattr(error, "format_message"):  # a usage error: an unknown verb, option or value
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "opsmith"
+        text = f"{error.format_message().rstrip('.')}; see `{where} --help`"
+    elif isinstance(error, CommandError):
+        text = str(error)
+    else:
+        message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        text = f"{shorten(message, 400) or type(error).__name__} (--debug shows the traceback)"
+    return " ".join(text.split())

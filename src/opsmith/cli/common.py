@@ -1,0 +1,100 @@
+"""What the verbs share: choosing operators, and printing for people or for machines."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opsmith.cli import CommandError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from opsmith.operator import Operator
+
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="[FILE]", help="Print JSON for machines, or write it to FILE."),
+]
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="NAME", help="Operators, as `opsmith ops` lists them.")
+]
+All = Annotated[bool, typer.Option("--all", help="Every operator.")]
+
+
+class Output:
+    """Tables for people on `console`; the same result as JSON where `--json` asked for it.
+
+    JSON on stdout stands there alone, with the console quiet; JSON in a file leaves the console as it is.
+    """
+
+    def __init__(self, json_to: str | None):
+        from rich.console import Console
+
+        self.json_to = json_to
+        if json_to not in (None, "-") and Path(json_to or "").is_dir():
+            raise CommandError(f"--json: {json_to} is a folder; name a file in it")
+        width = None if sys.stdout.isatty() else 160  # a file or pipe has no width of its own
+        self.console: Console = Console(quiet=json_to == "-", highlight=False, width=width)
+
+    def finish(self, data: Any) -> None:
+        """Write the JSON, where it was asked for."""
+        if self.json_to is None:
+            return
+        text = json.dumps(_plain(data), indent=2, allow_nan=False)
+        if self.json_to == "-":
+            print(text)
+            return
+        try:
+            Path(self.json_to).write_text(text + "\n")
+        except OSError as error:
+            raise CommandError(
+                f"--json: cannot write {self.json_to} ({error.strerror}); name another file"
+            ) from error
+
+
+def _plain(value: Any) -> Any:
+    """The same data in JSON's own types; infinities and NaN, which it lacks, become null."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def choose(names: list[str] | None, everything: bool) -> list[Operator]:
+    """The cards of the named operators, or of all; anything else is an error that lists what there is."""
+    import opsmith.ops  # noqa: F401  (its cards register themselves)
+    from opsmith.operator import registry
+
+    cards = registry()
+    if everything:
+        if names:
+            raise CommandError("give names or --all, not both")
+        return list(cards.values())
+    if not names:
+        raise CommandError(f"name an operator, or say --all; there are: {', '.join(cards)}")
+    for name in names:
+        if name not in cards:
+            close = difflib.get_close_matches(name, cards, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(cards)}"
+            raise CommandError(f"no operator is called {name!r}; {hint}")
+    return [cards[name] for name in names]
+
+
+def dtypes_of(card: Operator, names: list[str] | None) -> list[torch.dtype]:
+    """The dtypes of a card, or those of them that were asked for; an unknown one is an error."""
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in card.dtypes}
+    for name in names or ():
+        if name not in known:
+            raise CommandError(f"{card.name} takes no {name!r}; it takes {', '.join(known)}")
+    return [known[name] for name in names or known]

@@ -1,0 +1,85 @@
+"""`opsmith ops`: operators x implementations, and why one is unavailable here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from opsmith.cli.common import Json, Names, Output, choose
+
+if TYPE_CHECKING:
+    import torch
+
+    from opsmith.operator import Implementation, Operator
+
+
+def run(names: Names = None, json: Json = None) -> None:
+    """List operators and their implementations in the order of trial, and why one is unavailable here.
+
+    Example: opsmith ops layer_norm
+    """
+    from rich.table import Table
+
+    output = Output(json)
+    rows = [
+        {"operator": card.name, "kind": card.kind.value, **_describe(card, implementation)}
+        for card in choose(names, everything=not names)
+        for implementation in card.implementations
+    ]
+    table = Table("operator", "kind", "implementation", "device", "here", box=None, pad_edge=False)
+    previous = None
+    for row in rows:
+        first = row["operator"] != previous
+        previous = row["operator"]
+        here = ", ".join(row["dtypes"]) if row["available"] else f"[yellow]no: {row['reason']}[/yellow]"
+        head = (row["operator"], row["kind"]) if first else ("", "")
+        table.add_row(*head, row["implementation"], row["device"], here)
+    output.console.print(table)
+    output.finish({"operators": rows})
+
+
+def _describe(card: Operator, implementation: Implementation) -> dict[str, Any]:
+    """In which dtypes an implementation takes the card's samples on this machine, or why in none."""
+    dtypes, reason = [], ""
+    for dtype in card.dtypes:
+        answer = _accepts(card, implementation, dtype)
+        if answer is True:
+            dtypes.append(str(dtype).removeprefix("torch."))
+        else:
+            reason = reason or str(answer)
+    return {
+        "implementation": implementation.name,
+        "device": implementation.device,
+        "available": bool(dtypes),
+        "dtypes": dtypes,
+        "reason": None if dtypes else reason,
+    }
+
+
+def _accepts(card: Operator, implementation: Implementation, dtype: torch.dtype) -> bool | str:
+    """True when the implementation takes at least one of the card's samples, else its first refusal."""
+    from opsmith.operator import Make
+
+    here = _device_here(implementation.device)
+    if here is not True:
+        return here
+    device = "cpu" if implementation.device == "any" else implementation.device
+    first: bool | str = f"{card.name} has no samples in {dtype}"
+    for i, sample in enumerate(card.samples(Make(dtype, device))):
+        answer = implementation.accepts(*sample.args, **sample.kwargs)
+        if answer is True:
+            return True
+        if i == 0:
+            first = answer
+    return first
+
+
+def _device_here(device: str) -> bool | str:
+    """True when this machine has such a device, else why not."""
+    import torch
+
+    if device in ("any", "cpu"):
+        return True
+    module = getattr(torch, device, None)
+    if module is not None and module.is_available():
+        return True
+    return f"no {device} device that this PyTorch can use"

@@ -1,0 +1,145 @@
+"""Verification is only worth something if it finds faults: each of these was planted, and must be named."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
+from opsmith.ops.verify import FUNCTION, Finding, poisoned, verify
+
+
+def double_plus_one(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The operator under test, y = 2 x + 1."""
+    y = 2 * x + 1
+    return y if out is None else out.copy_(y)
+
+
+def samples(make: Make) -> Iterator[Sample]:
+    yield Sample("vector", (make(17),))
+    yield Sample("strided", (make(6, 10)[:, 2:7],))
+    yield Sample("empty", (make(0, 4),))
+
+
+def card(
+    fn: Callable[..., Any], *, function: Callable[..., Any] = double_plus_one, out: bool = False
+) -> Operator:
+    return Operator(
+        name="double_plus_one",
+        kind=Kind.ACTIVATION,
+        function=function,
+        reference=lambda x: 2 * x + 1,
+        cost=lambda x: Cost(2 * x.numel(), 2 * x.nbytes),
+        samples=samples,
+        implementations=[Implementation("mine", fn, takes_out=out)],
+    )
+
+
+def failures(operator: Operator) -> list[Finding]:
+    return [finding for finding in verify(operator) if not finding.ok]
+
+
+def test_a_right_operator_passes_every_check() -> None:
+    findings = list(verify(card(double_plus_one, out=True)))
+    assert [f for f in findings if not f.ok] == []
+    assert {f.check for f in findings} == {"values", "new values", "inputs", "out=", "gradients"}
+    assert {f.dtype for f in findings} == {"float32", "bfloat16", "float16"}
+    assert {f.sample for f in findings} == {"vector", "strided", "empty"}
+
+
+def unwritten_tail(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype)
+    y[:-1] = 2 * x[:-1] + 1
+    return y
+
+
+def mutated_input(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2).add_(1).clone()
+
+
+def cached_answer() -> Callable[[torch.Tensor], torch.Tensor]:
+    answers: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return answers.setdefault((x.data_ptr(), x.shape), 2 * x + 1)
+
+    return fn
+
+
+def low_precision(x: torch.Tensor) -> torch.Tensor:
+    return (2 * x.half() + 1).to(x.dtype)
+
+
+def nan(x: torch.Tensor) -> torch.Tensor:
+    return x * float("nan")
+
+
+def other_dtype(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x.double() + 1
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    return (2 * x + 1).t() if x.dim() == 2 else 2 * x + 1
+
+
+def raises(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such\nkernel")
+
+
+@pytest.mark.parametrize(
+    ("fn", "check", "why"),
+    [
+        (unwritten_tail, "values", "error nan above the bound"),
+        (mutated_input, "inputs", "an input was changed"),
+        (cached_answer(), "new values", "above the bound"),
+        (low_precision, "values", "above the bound"),
+        (nan, "values", "error nan above the bound"),
+        (other_dtype, "values", "an output is float64, expected"),
+        (transposed, "values", "shape (5, 6), expected (6, 5)"),
+        (raises, "values", "raised RuntimeError: no such kernel"),
+        (lambda x: (x, x), "values", "2 outputs, expected 1"),
+    ],
+)
+def test_a_planted_fault_is_named(fn: Callable[..., Any], check: str, why: str) -> None:
+    found = failures(card(fn))
+    assert any(f.check == check and why in f.why and f.implementation == "mine" for f in found), found
+
+
+def test_an_unwritten_out_is_named() -> None:
+    def forgets_out(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        return 2 * x + 1
+
+    found = failures(card(forgets_out, out=True))
+    assert {f.check for f in found} == {"out="}
+    assert {f.sample for f in found} == {"vector", "strided"}
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x + 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
+def test_a_wrong_gradient_is_named() -> None:
+    found = failures(card(double_plus_one, function=_WrongGradient.apply))
+    assert {(f.implementation, f.check, f.sample) for f in found} == {
+        (FUNCTION, "gradients", "vector"),
+        (FUNCTION, "gradients", "strided"),
+    }
+
+
+def test_a_missing_gradient_is_named() -> None:
+    found = failures(card(double_plus_one, function=lambda x: x.detach() * 2 + x.detach().requires_grad_()))
+    assert {f.why for f in found} == {"an input has no gradient"}
+
+
+def test_poisoned_memory_is_nan_and_the_mode_is_put_back() -> None:
+    with poisoned():
+        assert torch.empty(5).isnan().all()
+        assert torch.empty_like(torch.ones(2, 2)).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()

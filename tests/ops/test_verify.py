@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
-from opsmith.ops.verify import FUNCTION, Finding, poisoned, verify
+from opsmith.ops.verify import FUNCTION, Finding, verify
 
 
 def double_plus_one(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +43,7 @@ def failures(operator: Operator) -> list[Finding]:
 def test_a_right_operator_passes_every_check() -> None:
     findings = list(verify(card(double_plus_one, out=True)))
     assert [f for f in findings if not f.ok] == []
-    assert {f.check for f in findings} == {"values", "new values", "inputs", "out=", "gradients"}
+    assert {f.check for f in findings} == {"values", "out=", "gradients"}
     assert {f.dtype for f in findings} == {"float32", "bfloat16", "float16"}
     assert {f.sample for f in findings} == {"vector", "strided", "empty"}
 
@@ -88,22 +88,24 @@ def raises(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fn", "check", "why"),
+    ("fn", "why"),
     [
-        (unwritten_tail, "values", "error nan above the bound"),
-        (mutated_input, "inputs", "an input was changed"),
-        (cached_answer(), "new values", "above the bound"),
-        (low_precision, "values", "above the bound"),
-        (nan, "values", "error nan above the bound"),
-        (other_dtype, "values", "an output is float64, expected"),
-        (transposed, "values", "shape (5, 6), expected (6, 5)"),
-        (raises, "values", "raised RuntimeError: no such kernel"),
-        (lambda x: (x, x), "values", "2 outputs, expected 1"),
+        (unwritten_tail, "skipped tail"),
+        (mutated_input, "mutated input"),
+        (cached_answer(), "cached answer"),
+        (low_precision, "low precision"),
+        (nan, "unwritten output"),
+        (other_dtype, "wrong dtype: an output is float64, expected"),
+        (transposed, "(5, 6), expected (6, 5)"),
+        (raises, "raised RuntimeError: no such kernel"),
+        (lambda x: (x, x), "expected 1 tensors, got 2"),
     ],
 )
-def test_a_planted_fault_is_named(fn: Callable[..., Any], check: str, why: str) -> None:
+def test_a_planted_fault_is_named(fn: Callable[..., Any], why: str) -> None:
     found = failures(card(fn))
-    assert any(f.check == check and why in f.why and f.implementation == "mine" for f in found), found
+    assert found
+    assert {(f.implementation, f.check) for f in found} == {("mine", "values")}
+    assert any(why in f.why for f in found), found
 
 
 def test_an_unwritten_out_is_named() -> None:
@@ -134,12 +136,6 @@ def test_a_wrong_gradient_is_named() -> None:
 
 
 def test_a_missing_gradient_is_named() -> None:
-    found = failures(card(double_plus_one, function=lambda x: x.detach() * 2 + x.detach().requires_grad_()))
-    assert {f.why for f in found} == {"an input has no gradient"}
-
-
-def test_poisoned_memory_is_nan_and_the_mode_is_put_back() -> None:
-    with poisoned():
-        assert torch.empty(5).isnan().all()
-        assert torch.empty_like(torch.ones(2, 2)).isnan().all()
-    assert not torch.are_deterministic_algorithms_enabled()
+    found = failures(card(double_plus_one, function=lambda x: x.detach() * 2 + 1))
+    assert {f.check for f in found} == {"gradients"}
+    assert all("expected 1 tensors, got 0" in f.why for f in found)

@@ -23,7 +23,7 @@ Dtypes = Annotated[
 def run(names: Names = None, everything: All = False, dtype: Dtypes = None, json: Json = None) -> None:
     """Run implementations on the samples of their card and hold them to a float64 reference.
 
-    Checked are values (again in memory that held others), out=, gradients, and that inputs stay unchanged.
+    Checked are values, out= and gradients, and that inputs stay unchanged.
 
     Example: opsmith verify layer_norm --dtype bfloat16
     """

@@ -1,12 +1,11 @@
 """Holds an operator to its card: `opsmith verify`, and the check that comes before every benchmark.
 
-Every implementation runs on every sample of the card, in every dtype, into memory that was filled with NaN;
-then again on other values in the same memory, so that an answer remembered from before is found out.
+Every implementation runs on every sample of the card, in every dtype, and so does the public function's
+backward. How a call is tried, so that what only looks right is found out, is said in `opsmith.measure.checks`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from typing import Any
 
 import torch
 
+from opsmith.measure.checks import WrongResult, check_call
+from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample
 from opsmith.ops.common import short
 
-__all__ = ["Finding", "poisoned", "verify"]
+__all__ = ["Finding", "verify"]
 
-Outcome = tuple[bool, float, float, str]  # passed, error, bound, why not
 FUNCTION = "autograd"  # the name under which the public function's gradients are reported
 
 
@@ -34,7 +34,7 @@ class Finding:
     dtype: str
     sample: str
     elements: int  # in the sample's inputs
-    check: str  # values | new values | inputs | out= | gradients
+    check: str  # values | out= | gradients
     ok: bool
     error: float = 0.0
     bound: float = 0.0
@@ -56,156 +56,113 @@ def verify(
         device: where the samples live.
     """
     for dtype in dtypes or card.dtypes:
-        first, other = (list(card.samples(Make(dtype, device, seed))) for seed in (0, 1))
-        for sample, fresh in zip(first, other, strict=True):
+        for sample in card.samples(Make(dtype, device)):
+            check = partial(_finding, card, short(dtype), sample)
             if card.differentiable:
-                yield _finding(card, FUNCTION, dtype, sample, "gradients", partial(_gradients, card, sample))
-            # The values change in place below, so this comes after everything that needs the first ones.
-            yield from _forward(card, dtype, sample, fresh)
-
-
-def _forward(card: Operator, dtype: torch.dtype, sample: Sample, fresh: Sample) -> Iterator[Finding]:
-    accepted, _ = card.candidates(*sample.args, **sample.kwargs)
-    for check in ("values", "new values"):
-        if check == "new values" and not _refill(sample, fresh):
-            return
-        for implementation in accepted:
-            report = partial(_finding, card, implementation.name, dtype, sample)
-            before = [t.clone() for t in _tensors(sample)]
-            yield report(check, partial(_fresh, card, implementation, sample))
-            if implementation.takes_out and check == "values":
-                yield report("out=", partial(_into, card, implementation, sample))
-            yield report("inputs", partial(_unchanged, sample, before))
+                yield check(FUNCTION, "gradients", partial(_backward, card.function), backward=True)
+            for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
+                yield check(implementation.name, "values", partial(_forward, implementation.fn))
+                if implementation.takes_out:
+                    yield check(implementation.name, "out=", partial(_into, implementation), into=True)
 
 
 def _finding(
-    card: Operator, name: str, dtype: torch.dtype, sample: Sample, check: str, run: Callable[[], Outcome]
+    card: Operator,
+    dtype: str,
+    sample: Sample,
+    name: str,
+    check: str,
+    fn: Callable[..., Any],
+    *,
+    backward: bool = False,
+    into: bool = False,
 ) -> Finding:
     """The finding of one check; what it raises is a finding too."""
+    inputs = (sample.args, dict(sample.kwargs))
+    elements = sum(t.numel() for t in tensors_of(inputs))
+    report = partial(Finding, card.name, name, dtype, sample.name, elements, check)
+    truth = _Truth(card, inputs, partial(_backward if backward else _forward, card.reference))
     try:
-        ok, error, bound, why = run()
+        outs = (
+            [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in truth.eager(*inputs)]
+            if into
+            else []
+        )
+        seen = check_call(fn, inputs, truth, truth.tolerance, outs=outs, name=f"{card.name} {name}")
+    except WrongResult as wrong:
+        return report(False, wrong.error, wrong.allowed, str(wrong))
     except Exception as raised:
-        ok, error, bound = False, math.inf, 0.0
-        why = shorten(f"raised {type(raised).__name__}: {raised}", 200)
-    elements = sum(t.numel() for t in _tensors(sample))
-    return Finding(card.name, name, short(dtype), sample.name, elements, check, ok, error, bound, why)
+        return report(False, math.inf, 0.0, shorten(f"raised {type(raised).__name__}: {raised}", 200))
+    return report(True, seen.error, seen.allowed)
 
 
-def _fresh(card: Operator, implementation: Implementation, sample: Sample) -> Outcome:
-    """Run into memory of the implementation's own, which held NaN."""
-    eager, exact = _truth(card, sample)  # first, in case inputs are changed
-    with torch.no_grad(), poisoned():
-        return _judge(card, _flat(implementation.fn(*sample.args, **sample.kwargs)), eager, exact)
+class _Truth:
+    """The reference in float64, which also runs eager in the sample's dtypes: the bound depends on both."""
+
+    def __init__(self, card: Operator, inputs: tuple[Any, Any], reference: Callable[..., list[torch.Tensor]]):
+        self._tolerance = card.tolerance
+        self._name = card.name
+        self._inputs = inputs
+        self._reference = reference
+        self._left: list[torch.Tensor] = []
+
+    def __call__(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        self._left = self.eager(args, kwargs)
+        return self._reference(args, kwargs)
+
+    def eager(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """The reference's results in the dtypes of the sample."""
+        return self._reference(*_in_dtypes_of((args, kwargs), self._inputs))
+
+    def tolerance(self, got: torch.Tensor, exact: torch.Tensor) -> float:
+        """What an output may be off by; asked once for each output, in order."""
+        eager = self._left.pop(0)
+        if got.dtype != eager.dtype:
+            detail = f"an output is {short(got.dtype)}, expected {short(eager.dtype)}"
+            raise WrongResult(self._name, "wrong dtype", detail, math.inf, 0.0)
+        return self._tolerance.check(got, eager, exact).bound
 
 
-def _into(card: Operator, implementation: Implementation, sample: Sample) -> Outcome:
-    """Run into outputs that are there already, filled with NaN."""
-    eager, exact = _truth(card, sample)
-    outs = [torch.full(t.shape, math.nan, dtype=t.dtype, device=t.device) for t in eager]
+def _forward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
     with torch.no_grad():
-        implementation.fn(*sample.args, **sample.kwargs, out=tuple(outs) if len(outs) > 1 else outs[0])
-    return _judge(card, outs, eager, exact)
+        return list(tensors_of(fn(*args, **kwargs)))
 
 
-def _unchanged(sample: Sample, before: list[torch.Tensor]) -> Outcome:
-    """Inputs are as they were; if not, they are mended for the checks to come."""
-    changed = [(t, b) for t, b in zip(_tensors(sample), before, strict=True) if not _same(t, b)]
-    for tensor, value in changed:
-        tensor.copy_(value)
-    return not changed, 0.0, 0.0, "an input was changed" if changed else ""
-
-
-def _truth(card: Operator, sample: Sample) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _into(implementation: Implementation, args: Any, kwargs: Any, *outs: torch.Tensor) -> None:
     with torch.no_grad():
-        return _flat(card.reference(*sample.args, **sample.kwargs)), _flat(card.exact(sample))
+        implementation.fn(*args, **kwargs, out=outs if len(outs) > 1 else outs[0])
 
 
-def _judge(card: Operator, got: list[Any], eager: list[torch.Tensor], exact: list[torch.Tensor]) -> Outcome:
-    """The worst verdict over all outputs."""
-    if len(got) != len(exact):
-        return False, math.inf, 0.0, f"{len(got)} outputs, expected {len(exact)}"
-    worst = (True, 0.0, 0.0, "")
-    for mine, theirs, truth in zip(got, eager, exact, strict=True):
-        if not isinstance(mine, torch.Tensor) or mine.dtype != theirs.dtype:
-            what = short(mine.dtype) if isinstance(mine, torch.Tensor) else type(mine).__name__
-            return False, math.inf, 0.0, f"an output is {what}, expected {short(theirs.dtype)}"
-        verdict = card.tolerance.check(mine, theirs, truth)
-        found = (verdict.ok, verdict.error, verdict.bound, verdict.why)
-        if not verdict.ok:
-            return found
-        worst = max(worst, found, key=lambda f: f[1] / f[2] if f[2] else 0.0)
-    return worst
+def _backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Gradients of the floating-point inputs (of those that ask for one, where any does).
 
-
-def _gradients(card: Operator, sample: Sample) -> Outcome:
-    """The public function's gradients against the reference's, in float64 and in the same dtype."""
-    with poisoned():
-        got = _backward(card.function, sample)
-    eager = _backward(card.reference, sample)
-    exact = _backward(card.reference, sample.cast(torch.float64))
-    for a, b in zip(got, exact, strict=True):
-        if (a is None) != (b is None):
-            return False, math.inf, 0.0, f"an input has {'no' if a is None else 'an unexpected'} gradient"
-    mine, theirs, truth = ([g for g in grads if g is not None] for grads in (got, eager, exact))
-    return _judge(card, mine, theirs, truth)
-
-
-def _backward(fn: Callable[..., Any], sample: Sample) -> list[torch.Tensor | None]:
-    """Gradients of every floating-point input; the outputs' own depend only on their shapes."""
-    chosen = [t.requires_grad for t in _tensors(sample)]
+    The gradients of the outputs depend on the outputs' shapes alone, and are numbers that every dtype has.
+    """
+    any_asks = any(t.requires_grad for t in tensors_of((args, kwargs)))
     leaves: list[torch.Tensor] = []
 
     def leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value, wanted = value.detach(), value.requires_grad or not any(chosen)
-            leaves.extend([value.requires_grad_()] if wanted else [])
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        wanted = value.requires_grad or not any_asks
+        value = value.detach()
+        leaves.extend([value.requires_grad_()] if wanted else [])
         return value
 
-    args = [leaf(a) for a in sample.args]
-    kwargs = {k: leaf(v) for k, v in sample.kwargs.items()}
-    outputs = [t for t in _flat(fn(*args, **kwargs)) if t.requires_grad]
+    outputs = fn(*map(leaf, args), **{name: leaf(value) for name, value in kwargs.items()})
+    outputs = [t for t in tensors_of(outputs) if t.requires_grad]
     generator = torch.Generator().manual_seed(0)
-    # Rounded to bfloat16, so that every dtype sees exactly the same output gradients.
-    seeds = [
-        torch.randn(t.shape, generator=generator, dtype=torch.float64).bfloat16().to(t.device, t.dtype)
-        for t in outputs
-    ]
-    return list(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)) if leaves else []
+    seeds = [(torch.randint(-8, 9, t.shape, generator=generator) / 8).to(t) for t in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if leaves and outputs else ()
+    return list(tensors_of(gradients))
 
 
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """While this lasts, `torch.empty` and its like are filled with NaN, so that what nobody wrote shows."""
-    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-
-
-def _flat(result: Any) -> list[torch.Tensor]:
-    return list(result) if isinstance(result, tuple | list) else [result]
-
-
-def _tensors(sample: Sample) -> list[torch.Tensor]:
-    return [v for v in (*sample.args, *sample.kwargs.values()) if isinstance(v, torch.Tensor)]
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _writable(tensor: torch.Tensor) -> bool:
-    return all(step or size <= 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _refill(sample: Sample, fresh: Sample) -> bool:
-    """Put other values into a sample's own memory; False where an expanded tensor does not allow it."""
-    pairs = list(zip(_tensors(sample), _tensors(fresh), strict=True))
-    if not all(_writable(tensor) for tensor, _ in pairs):
-        return False
-    with torch.no_grad():
-        for tensor, values in pairs:
-            tensor.copy_(values)
-    return True
+def _in_dtypes_of(value: Any, like: Any) -> Any:
+    """Nested values with each tensor in the dtype of the one at the same place in `like`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(like.dtype)
+    if isinstance(value, tuple | list):
+        return type(value)(_in_dtypes_of(v, w) for v, w in zip(value, like, strict=True))
+    if isinstance(value, dict):
+        return {key: _in_dtypes_of(v, like[key]) for key, v in value.items()}
+    return value

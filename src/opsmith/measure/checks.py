@@ -1,0 +1,318 @@
+"""Correct before fast: catches wrong results, and the ways in which a kernel can look right without being so.
+
+A call is tried on memory full of NaN, on other values in the same tensors, and on other tensors; its inputs
+are compared byte by byte afterwards. An unwritten output, a mutated input, a cached answer, a skipped tail
+and an accumulator in low precision all show in one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .pool import Inputs, tensors_of
+
+__all__ = ["Checked", "Tolerance", "WrongResult", "check_call", "compare_outputs", "poison", "ulp"]
+
+# A number is the largest absolute error allowed. A callable gets (got, exact) and returns that number.
+Tolerance = float | Callable[[torch.Tensor, torch.Tensor], float]
+
+# Without a tolerance: this many units in the last place of the output's dtype, at the output's scale.
+_ULPS = 4.0
+
+
+class WrongResult(ValueError):
+    """A contestant that computed something else than it should; it has no time.
+
+    Attributes:
+        contestant: its name.
+        fault: "wrong shape", "unwritten output", "skipped tail", "mutated input", "cached answer",
+            "low precision" or "wrong value".
+        error: the largest absolute error, infinity where it cannot be given.
+        allowed: the largest error that would have passed.
+    """
+
+    def __init__(self, contestant: str, fault: str, detail: str, error: float, allowed: float) -> None:
+        super().__init__(f"{contestant}: {fault}: {detail}; a wrong result has no time, correct it first")
+        self.contestant, self.fault, self.error, self.allowed = contestant, fault, error, allowed
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check that passed has seen: the largest error, and what was allowed where it occurred."""
+
+    error: float
+    allowed: float
+    calls: int
+
+
+def ulp(dtype: torch.dtype, scale: float) -> float:
+    """One unit in the last place of `dtype` at a magnitude.
+
+    >>> ulp(torch.float32, 1.0) == 2.0**-23
+    True
+    """
+    info = torch.finfo(dtype)
+    exponent = math.floor(math.log2(scale)) if 0 < scale < math.inf else -math.inf
+    return float(max(info.eps * 2.0**exponent, info.tiny * info.eps))
+
+
+def _allowed(got: torch.Tensor, exact: torch.Tensor, tolerance: Tolerance | None) -> float:
+    if callable(tolerance):
+        return float(tolerance(got, exact))
+    if tolerance is not None:
+        return float(tolerance)
+    if not got.dtype.is_floating_point:
+        return 0.0
+    finite = exact[exact.isfinite()]
+    return _ULPS * ulp(got.dtype, float(finite.abs().max()) if finite.numel() else 0.0)
+
+
+def compare_outputs(
+    name: str, got: object, exact: object, tolerance: Tolerance | None = None, previous: object = None
+) -> tuple[float, float]:
+    """Raises when an output is not what the reference says; returns (largest error, what was allowed).
+
+    NaN never passes, not even where the reference has it, and infinities must stand exactly where the
+    reference has them.
+
+    >>> compare_outputs("ours", torch.ones(3), torch.ones(3, dtype=torch.float64))[0]
+    0.0
+
+    Args:
+        name: the contestant, for the error.
+        got: tensor, or nested tensors, that it returned.
+        exact: the same, computed by the reference, usually in float64.
+        tolerance: largest absolute error, or a function (got, exact) -> that; four units in the last place
+            of the output's dtype by default.
+        previous: outputs of the call before, to tell a cached answer from another wrong one.
+
+    Raises:
+        WrongResult: naming the contestant, the fault, and the error.
+    """
+    outputs, expected = list(tensors_of(got)), list(tensors_of(exact))
+    before = list(tensors_of(previous))
+    if len(outputs) != len(expected):
+        detail = f"expected {len(expected)} tensors, got {len(outputs)}"
+        raise WrongResult(name, "wrong shape", detail, math.inf, 0.0)
+    worst = (0.0, math.inf)
+    for index, (out, right) in enumerate(zip(outputs, expected, strict=True)):
+        if out.shape != right.shape:
+            detail = f"output {index} is {tuple(out.shape)}, expected {tuple(right.shape)}"
+            raise WrongResult(name, "wrong shape", detail, math.inf, 0.0)
+        out, right = out.detach(), right.detach().to(out.device)
+        allowed = _allowed(out, right, tolerance)
+        wrong, error = _differences(out, right, allowed)
+        if bool(wrong.any()):
+            old = before[index] if index < len(before) else None
+            fault = _fault(out, right, wrong, error, old)
+            place = tuple(int(i) for i in wrong.nonzero()[0]) if wrong.dim() else ()
+            detail = (
+                f"output {index} differs in {int(wrong.sum())} of {wrong.numel()} elements, "
+                f"the first at {place}: {float(out[place]):.6g}, expected {float(right[place]):.6g}; "
+                f"largest error {error:.3g}, allowed {allowed:.3g}"
+            )
+            raise WrongResult(name, fault, detail, error, allowed)
+        if error >= worst[0]:
+            worst = (error, allowed)
+    return worst
+
+
+def _differences(out: torch.Tensor, right: torch.Tensor, allowed: float) -> tuple[torch.Tensor, float]:
+    """Where the output is wrong, and the largest error, infinite where one of the two is not finite."""
+    a, b = out.double(), right.double()
+    if out.dtype.is_floating_point:
+        # What overflows the output's dtype is an infinity there.
+        b = torch.where(b.isfinite() & (b.abs() > torch.finfo(out.dtype).max), b.sign() * math.inf, b)
+    error = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    # Written so that a NaN bound fails as well.
+    return ~(error <= allowed), float(error.max()) if error.numel() else 0.0
+
+
+def _fault(
+    out: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, error: float, previous: torch.Tensor | None
+) -> str:
+    if previous is not None and previous.shape == out.shape and torch.equal(previous, out):
+        return "cached answer"
+    bad = wrong.flatten()
+    first = int(bad.nonzero()[0])
+    untouched = _looks_poisoned(out).flatten()
+    if bool((bad & untouched).any()):
+        return "skipped tail" if first > 0 and bool(bad[first:].all()) else "unwritten output"
+    if first > 0 and bool(bad[first:].all()) and bad.numel() - first < first:
+        return "skipped tail"
+    finite = right.double()[right.double().isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return "low precision" if out.dtype.is_floating_point and error < 0.1 * scale else "wrong value"
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills a tensor with what no kernel computes: NaN, or the extreme value of an integer dtype; returns it.
+
+    >>> bool(poison(torch.empty(3)).isnan().all())
+    True
+    """
+    with torch.no_grad():
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            return tensor.fill_(math.nan)
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _looks_poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_floating_point:
+        return tensor.isnan()
+    if tensor.dtype == torch.bool:
+        return torch.zeros_like(tensor)
+    return tensor == torch.iinfo(tensor.dtype).min
+
+
+@contextlib.contextmanager
+def _poisoned_allocations() -> Iterator[None]:
+    """What torch allocates without initializing it is meanwhile full of NaN, or of the largest integer."""
+    was, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    switch: Any = torch.utils.deterministic  # its attributes are properties that type stubs do not know
+    filled = switch.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        switch.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was, warn_only=warn_only)
+            switch.fill_uninitialized_memory = filled
+
+
+class _Copy:
+    """A private copy of the inputs, strides and sharing kept, whose memory can be compared and changed."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._memory: dict[int, torch.Tensor] = {}
+        self.inputs: Inputs = tuple(self._copy(value) for value in inputs)
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            key = storage.data_ptr()
+            if key not in self._memory:
+                flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+                self._memory[key] = flat.clone()
+            twin = torch.empty(0, dtype=value.dtype, device=value.device)
+            twin.set_(
+                self._memory[key].untyped_storage(), value.storage_offset(), value.shape, value.stride()
+            )
+            return twin.requires_grad_(value.requires_grad)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._copy(part) for part in value)
+        if isinstance(value, dict):
+            return {key: self._copy(part) for key, part in value.items()}
+        return value
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [flat.clone() for flat in self._memory.values()]
+
+    def unchanged_since(self, snapshot: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(self._memory.values(), snapshot, strict=True))
+
+    def vary(self, turn: int) -> None:
+        """Puts other values of the same kind in place: each tensor's own elements, in another order."""
+        done: set[int] = set()
+        for tensor in tensors_of(self.inputs):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in done or tensor.numel() == 0:
+                continue
+            done.add(storage.data_ptr())
+            flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(turn))
+            other = flat[order.to(flat.device)]
+            if tensor.dtype.is_floating_point and torch.equal(other, flat):
+                other = other * 0.75 + 0.125
+            flat.copy_(other)
+
+
+def _exact(inputs: Inputs) -> Inputs:
+    def up(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raised = value.detach().double() if value.dtype.is_floating_point else value.detach().clone()
+            return raised.requires_grad_(value.requires_grad)
+        if isinstance(value, (tuple, list)):
+            return type(value)(up(part) for part in value)
+        if isinstance(value, dict):
+            return {key: up(part) for key, part in value.items()}
+        return value
+
+    return tuple(up(value) for value in inputs)
+
+
+def check_call(
+    fn: Callable[..., object],
+    inputs: Sequence[Any],
+    reference: Callable[..., object],
+    tolerance: Tolerance | None = None,
+    *,
+    outs: Sequence[torch.Tensor] = (),
+    other_inputs: Sequence[Any] | None = None,
+    name: str = "call",
+) -> Checked:
+    """Calls `fn` three times, under conditions in which a cheat fails, and compares with a float64 reference.
+
+    The calls see: the inputs; the same tensors with other values in them; other tensors. Output memory is
+    full of NaN before each, whether passed in or allocated by torch inside. The inputs given stay untouched.
+
+    >>> check_call(torch.exp, (torch.randn(64),), torch.exp, 1e-5).calls
+    3
+
+    Args:
+        fn: `fn(*inputs, *outs)`. What it returns is compared; with `outs`, the out buffers are.
+        inputs: positional arguments; nested tensors are seen.
+        reference: `reference(*inputs)` with every floating-point tensor in float64; returns all outputs.
+        tolerance: largest absolute error, or a function (got, exact) -> that; four units in the last place
+            of each output's dtype, at its scale, by default. Pass twice eager's own error plus one unit for
+            operators that cannot reach this.
+        outs: output buffers that `fn` writes; only their shape, strides and dtype are used.
+        other_inputs: arguments of the third call; the same values in another order by default, which keeps
+            indices in range and masks masks.
+        name: the contestant, for the error.
+
+    Raises:
+        WrongResult: naming the contestant, the fault, and the error.
+    """
+    copy = _Copy(inputs)
+    error, allowed = 0.0, 0.0
+    previous: list[torch.Tensor] = []
+    for turn in range(3):
+        if turn == 1:
+            copy.vary(turn)
+        elif turn == 2:
+            copy = _Copy(inputs if other_inputs is None else other_inputs)
+            if other_inputs is None:
+                copy.vary(turn)
+        buffers = [
+            poison(torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)) for o in outs
+        ]
+        # The reference works on its own copy, so a cheat that mutates its inputs cannot mislead it.
+        exact = reference(*_exact(copy.inputs))
+        before = copy.snapshot()
+        with _poisoned_allocations():
+            returned = fn(*copy.inputs, *buffers)
+        got: object = buffers if outs else returned
+        if not copy.unchanged_since(before):
+            raise WrongResult(
+                name, "mutated input", "an input's bytes changed during the call", math.inf, 0.0
+            )
+        seen = compare_outputs(name, got, exact, tolerance, previous)
+        if seen[0] >= error:
+            error, allowed = seen
+        previous = [tensor.detach().clone() for tensor in tensors_of(got)]
+    return Checked(error, allowed, 3)

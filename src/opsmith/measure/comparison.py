@@ -1,0 +1,156 @@
+"""What a comparison found: every sample, the ratios they allow, and who is best."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .machine import Machine
+from .roofs import Roofs, roof_fraction
+from .stats import CONCLUDES_NOTHING, WARNS, Ratio, paired_ratio, spread
+
+__all__ = ["Comparison"]
+
+# As many rounds that all agree leave chance at most one case in thirty-two.
+_UNANIMOUS_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of `compare`.
+
+    Attributes:
+        column: "cold", "cold, flushed", "warm", or "as called" when the contestants bring their own inputs.
+        samples: seconds per call, one for each round, by contestant; roofs are named "roof: ...".
+        inner: calls per sample, by contestant.
+        orders: the order in which the contestants ran, round by round.
+        dropped: contestants that left early for being far slower than the best; their samples are kept.
+        checked: whether the results were held against a reference first.
+        messages: warnings about spread, caches and threads.
+    """
+
+    column: str
+    samples: Mapping[str, Sequence[float]]
+    inner: Mapping[str, int]
+    orders: Sequence[Sequence[str]]
+    dropped: Sequence[str]
+    checked: bool
+    seed: int
+    min_time: float
+    stopwatch: str
+    taken: str
+    machine: Machine
+    roofs: Roofs | None
+    notes: Mapping[str, str]
+    messages: Sequence[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The contestants, without the roofs."""
+        return tuple(name for name in self.samples if not name.startswith("roof: "))
+
+    def _of(self, name: str) -> Sequence[float]:
+        if name not in self.samples:
+            raise ValueError(f"Comparison: expected one of {list(self.samples)}, got {name!r}")
+        return self.samples[name]
+
+    def median(self, name: str) -> float:
+        """Median seconds per call.
+
+        Raises:
+            ValueError: for a name that did not run.
+        """
+        return statistics.median(self._of(name))
+
+    def spread(self, name: str) -> float:
+        """Interquartile range of the samples over their median; above 0.25 the time says nothing."""
+        return spread(self._of(name))
+
+    def ratio(self, a: str, b: str) -> Ratio:
+        """Time of `a` over time of `b`, paired by round, with its bootstrap interval and verdict.
+
+        Raises:
+            ValueError: for a name that did not run.
+        """
+        first, second = self._of(a), self._of(b)
+        rounds = min(len(first), len(second))  # a contestant that was dropped ran in the first rounds only
+        return paired_ratio(a, b, first[:rounds], second[:rounds], self.seed)
+
+    def best(self, prefer: str | None = None) -> str:
+        """The contestant to use: the fastest, or `prefer` unless the fastest is shown to be faster than it.
+
+        Where the spread forbids a conclusion, at least five rounds that all agree still decide a choice.
+        """
+        running = [name for name in self.names if name not in self.dropped]
+        fastest = min(running, key=self.median)
+        if prefer is None or prefer in self.dropped or prefer == fastest:
+            return fastest
+        ratio = self.ratio(fastest, prefer)
+        agreed = ratio.unanimous and ratio.median < 1 and ratio.pairs >= _UNANIMOUS_ROUNDS
+        return fastest if ratio.verdict == "faster" or agreed else prefer
+
+    def fraction(
+        self,
+        name: str,
+        *,
+        flops: float,
+        bytes: float,
+        dtype: torch.dtype | None = None,
+        memory: Literal["best", "read", "copy", "update"] = "best",
+    ) -> float:
+        """The part of this run's roofline that a contestant reached; see `roof_fraction`.
+
+        Raises:
+            ImpossibleTime: cold and above what the roofs allow.
+            ValueError: when the run had no roofs.
+        """
+        if self.roofs is None:
+            raise ValueError(
+                "Comparison.fraction: no roofs ran beside the contestants; pass roofs=RoofProbes(...)"
+            )
+        cold = self.column.startswith("cold")
+        return roof_fraction(
+            flops, bytes, self.median(name), self.roofs, dtype=dtype, memory=memory, cold=cold
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, samples included, as plain values."""
+        return {
+            "column": self.column,
+            "checked": self.checked,
+            "contestants": {
+                name: {
+                    "median": self.median(name),
+                    "spread": self.spread(name),
+                    "inner": self.inner[name],
+                    "dropped": name in self.dropped,
+                    "samples": list(samples),
+                }
+                for name, samples in self.samples.items()
+            },
+            "orders": [list(order) for order in self.orders],
+            "seed": self.seed,
+            "min_time": self.min_time,
+            "stopwatch": self.stopwatch,
+            "taken": self.taken,
+            "machine": self.machine.to_json(),
+            "roofs": self.roofs.to_json() if self.roofs else None,
+            "notes": dict(self.notes),
+            "messages": list(self.messages),
+        }
+
+
+def spread_messages(samples: Mapping[str, Sequence[float]]) -> list[str]:
+    """One line for each contestant whose samples lie too far apart."""
+    found = []
+    for name, times in samples.items():
+        scatter = spread(times)
+        if scatter > CONCLUDES_NOTHING:
+            found.append(f"{name}: samples spread by {scatter:.0%}, above 25 %: its time concludes nothing")
+        elif scatter > WARNS:
+            found.append(f"{name}: samples spread by {scatter:.0%}, above 10 %")
+    return found

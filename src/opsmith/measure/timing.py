@@ -1,0 +1,354 @@
+"""Interleaved timing, the only one there is: benchmarks, autotuning, profiler and authoring all come here.
+
+Contestants run in random order within each round, in one process, on the same threads, all warmed up, each
+checked for correctness first; ratios are paired by round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from .checks import Tolerance, WrongResult, compare_outputs
+from .clock import Clock, Stopwatch, stopwatch_for
+from .comparison import Comparison, spread_messages
+from .machine import describe
+from .pool import CacheFlush, Inputs, Pool
+from .roofs import RoofProbes, Roofs
+
+__all__ = ["columns", "compare", "measure_roofs", "quick"]
+
+# One sample is at least this long, so that neither the clock's grain nor its call shows.
+_MIN_TIME = 200e-6
+_MAX_INNER = 1 << 14
+
+
+class _Runner:
+    """One contestant: how many calls make a sample, and where their inputs come from."""
+
+    def __init__(
+        self,
+        call: Callable[..., object],
+        stopwatch: Stopwatch,
+        pool: Pool | None,
+        warm: bool,
+        flush: CacheFlush | None,
+    ) -> None:
+        self.call, self.inner = call, 1
+        self._stopwatch, self._pool, self._warm, self._flush = stopwatch, pool, warm, flush
+
+    def inputs(self) -> Inputs:
+        if self._pool is None:
+            return ()
+        return self._pool[0] if self._warm else self._pool.take()
+
+    def sample(self) -> float:
+        """Seconds per call."""
+        if self._flush is not None:
+            self._flush()
+        # Bound before the clock starts; the rotation itself is not part of the work.
+        calls = [functools.partial(self.call, *self.inputs()) for _ in range(self.inner)]
+        return self._stopwatch.seconds(calls) / self.inner
+
+    def settle(self, warmup: int, min_time: float) -> float:
+        """Warms up, finds how many calls make a sample, and returns seconds per call as seen last."""
+        for _ in range(warmup):
+            self.call(*self.inputs())
+        seconds = self.sample()
+        # After a flush the second call would be warm, so there a sample is one call, however short.
+        while self._flush is None and seconds * self.inner < min_time and self.inner < _MAX_INNER:
+            wanted = math.ceil(1.2 * min_time / seconds) if seconds > 0 else _MAX_INNER
+            self.inner = min(max(wanted, self.inner + 1), 10 * self.inner, _MAX_INNER)
+            seconds = self.sample()
+        return seconds
+
+
+def compare(
+    contestants: Mapping[str, Callable[..., object]],
+    *,
+    pool: Pool | None = None,
+    warm: bool = False,
+    flush: CacheFlush | None = None,
+    check: object = None,
+    tolerance: Tolerance | None = None,
+    roofs: RoofProbes | None = None,
+    rounds: int = 25,
+    min_rounds: int = 5,
+    min_time: float = _MIN_TIME,
+    warmup: int = 3,
+    budget_s: float | None = None,
+    drop: float | None = None,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    clock: Clock | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Comparison:
+    """Times contestants against each other.
+
+    >>> x = torch.randn(64)
+    >>> result = compare({"exp": lambda: x.exp(), "sin": lambda: x.sin()}, rounds=5)
+    >>> len(result.samples["exp"])
+    5
+
+    Args:
+        contestants: callables by name; called with the pool's inputs, or with nothing when there is no pool.
+        pool: sets of inputs, rotated call by call over all contestants: cold.
+        warm: use the pool's first set in every call instead.
+        flush: evict the caches before each sample, which is then one call.
+        check: the expected tensor(s) for the pool's first set, or `check(output, *inputs)`, which returns
+            None or True when right, or else False or what is wrong.
+        tolerance: largest absolute error against expected tensors; see `compare_outputs`.
+        roofs: probes that run interleaved with the contestants, unchecked.
+        rounds: samples of each contestant, at most.
+        min_rounds: samples of each, whatever the budget.
+        min_time: seconds that one sample lasts at least, by repeating short calls.
+        warmup: calls before anything is timed.
+        budget_s: seconds after which no further round starts.
+        drop: stop measuring a contestant that in warm-up and first round took this many times the best, when
+            the budget cannot hold all rounds.
+        seed: of the order of the contestants and the bootstrap.
+        device: "cuda" times by device events.
+        clock: returns seconds; replaces the stopwatch, for tests.
+        notes: what a reader must know, such as {"outputs": "reused"}; kept in the JSON.
+
+    Returns:
+        Comparison: all samples, medians, ratios with intervals, roofs.
+
+    Raises:
+        WrongResult: a contestant computed something else; nothing was timed.
+        ValueError: no contestants, or a combination of options that contradict each other.
+    """
+    _validate(contestants, pool, warm, flush, rounds, roofs)
+    now = clock or time.perf_counter
+    started = now()
+    threads = torch.get_num_threads()
+    if check is not None:
+        for name, call in contestants.items():
+            _check(name, call, pool, check, tolerance)
+    stopwatch = stopwatch_for(device, clock)
+    everyone: dict[str, Callable[..., object]] = {**contestants, **(roofs.contestants() if roofs else {})}
+    runners = {name: _Runner(call, stopwatch, pool, warm, flush) for name, call in everyone.items()}
+    generator = np.random.default_rng(seed)
+    samples: dict[str, list[float]] = {name: [] for name in runners}
+    orders: list[list[str]] = []
+    dropped: list[str] = []
+    with _no_collection():
+        first_look = {name: runner.settle(warmup, min_time) for name, runner in runners.items()}
+        active = list(runners)
+        while len(orders) < rounds:
+            round_started = now()
+            order = [active[i] for i in generator.permutation(len(active))]
+            for name in order:
+                samples[name].append(runners[name].sample())
+            orders.append(order)
+            ended = now()
+            if budget_s is None:
+                continue
+            spare = budget_s - (ended - started)
+            if len(orders) == 1 and drop is not None and (ended - round_started) * (rounds - 1) > spare:
+                dropped = _too_slow(contestants, samples, first_look, drop)
+                active = [name for name in active if name not in dropped]
+            if spare < ended - round_started and len(orders) >= min_rounds:
+                break
+    messages = spread_messages(samples)
+    if pool is not None and not warm and not pool.cold:
+        messages.append(
+            f"the pool of {pool.bytes} bytes is too small for the caches: these times are not cold"
+        )
+    if torch.get_num_threads() != threads:
+        messages.append(
+            f"a contestant changed the number of threads from {threads} to {torch.get_num_threads()}"
+        )
+    return Comparison(
+        column=_column(pool, warm, flush),
+        samples=samples,
+        inner={name: runner.inner for name, runner in runners.items()},
+        orders=orders,
+        dropped=dropped,
+        checked=check is not None,
+        seed=seed,
+        min_time=min_time,
+        stopwatch=stopwatch.kind,
+        taken=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        machine=describe(),
+        roofs=roofs.roofs(samples) if roofs else None,
+        notes=dict(notes or {}),
+        messages=messages,
+    )
+
+
+def columns(
+    contestants: Mapping[str, Callable[..., object]], pool: Pool, **options: Any
+) -> dict[str, Comparison]:
+    """The two columns of a benchmark: cold, inputs rotated through the pool, and warm, always the same.
+
+    >>> pool = Pool(lambda i: (torch.randn(64),), total_bytes=4096)
+    >>> sorted(columns({"exp": torch.exp}, pool, rounds=3))
+    ['cold', 'warm']
+
+    Args:
+        contestants: as for `compare`.
+        pool: as for `compare`.
+        **options: passed on to `compare`.
+
+    Raises:
+        WrongResult: a contestant computed something else; nothing was timed.
+    """
+    return {
+        "cold": compare(contestants, pool=pool, **options),
+        "warm": compare(contestants, pool=pool, warm=True, **options),
+    }
+
+
+def quick(
+    contestants: Mapping[str, Callable[..., object]],
+    *,
+    budget_s: float = 0.15,
+    rounds: int = 25,
+    min_rounds: int = 3,
+    warmup: int = 1,
+    drop: float = 2.5,
+    **options: Any,
+) -> Comparison:
+    """`compare` for autotuning: the same rules within a small budget, the hopeless dropped after one round.
+
+    The budget is kept to within the warm-up and `min_rounds` rounds of those that are not dropped.
+    Choose with `.best(prefer=...)`.
+
+    >>> x = torch.randn(64)
+    >>> quick({"exp": lambda: x.exp(), "same": lambda: x.exp()}, budget_s=0.01).best() in ("exp", "same")
+    True
+
+    Args:
+        contestants: as for `compare`.
+        budget_s: seconds for everything.
+        rounds: samples of each, at most.
+        min_rounds: samples of each, whatever the budget.
+        warmup: calls before anything is timed.
+        drop: how many times slower than the best is hopeless.
+        **options: passed on to `compare`.
+
+    Raises:
+        WrongResult: a contestant computed something else; nothing was timed.
+    """
+    return compare(
+        contestants,
+        budget_s=budget_s,
+        rounds=rounds,
+        min_rounds=min_rounds,
+        warmup=warmup,
+        drop=drop,
+        **options,
+    )
+
+
+def measure_roofs(
+    quick: bool = True, *, device: str | torch.device = "cpu", kinds: tuple[str, ...] = ()
+) -> Roofs:
+    """Measures all roofs of this machine, for a report; a benchmark passes `roofs=` to `compare` instead.
+
+    Args:
+        quick: within three seconds on common machines; otherwise more rounds and larger matmuls.
+        device: "cpu" or "cuda".
+        kinds: which roofs, of `KINDS`; all by default.
+
+    Returns:
+        Roofs: the best rate found for each kind, and by which library call.
+    """
+    from .roofs import KINDS
+
+    sizes = (512,) if quick and torch.device(device).type == "cpu" else None
+    probes = RoofProbes(kinds or KINDS, sizes=sizes, device=device)
+    found = compare(
+        {},
+        roofs=probes,
+        rounds=15 if quick else 50,
+        min_rounds=3,
+        warmup=1,
+        budget_s=1.5 if quick else 20.0,
+        device=device,
+    )
+    assert found.roofs is not None
+    return found.roofs
+
+
+def _validate(
+    contestants: Mapping[str, Callable[..., object]],
+    pool: Pool | None,
+    warm: bool,
+    flush: CacheFlush | None,
+    rounds: int,
+    roofs: RoofProbes | None,
+) -> None:
+    if not contestants and roofs is None:
+        raise ValueError("compare: expected at least one contestant, got none; pass {'name': callable}")
+    if rounds < 1:
+        raise ValueError(f"compare: expected rounds >= 1, got {rounds}")
+    if warm and flush is not None:
+        raise ValueError("compare: warm=True and flush contradict each other; choose one")
+    if warm and pool is None:
+        raise ValueError("compare: warm=True takes its inputs from a pool, got none; pass pool=Pool(make)")
+    if reserved := [name for name in contestants if name.startswith("roof: ")]:
+        raise ValueError(
+            f"compare: names that start with 'roof: ' are the probes' own, got {reserved}; rename them"
+        )
+
+
+def _check(
+    name: str, call: Callable[..., object], pool: Pool | None, check: object, tolerance: Tolerance | None
+) -> None:
+    inputs = pool[0] if pool is not None else ()
+    output = call(*inputs)
+    if not callable(check):
+        compare_outputs(name, output, check, tolerance)
+        return
+    said = check(output, *inputs)
+    if said is not None and said is not True:
+        raise WrongResult(name, "wrong value", str(said) if said else "the check said no", math.inf, 0.0)
+
+
+def _too_slow(
+    contestants: Mapping[str, object],
+    samples: Mapping[str, list[float]],
+    first_look: Mapping[str, float],
+    drop: float,
+) -> list[str]:
+    """Those that both looks found `drop` times slower than the best: one alone may have been an accident."""
+    if not contestants:
+        return []
+    looks = [first_look, {name: samples[name][0] for name in contestants}]
+    return [
+        name
+        for name in contestants
+        if all(look[name] > drop * min(look[n] for n in contestants) for look in looks)
+    ]
+
+
+def _column(pool: Pool | None, warm: bool, flush: CacheFlush | None) -> str:
+    if flush is not None:
+        return "cold, flushed"
+    if pool is None:
+        return "as called"
+    return "warm" if warm else "cold"
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector waits until the timing is over."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

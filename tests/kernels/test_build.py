@@ -397,8 +397,10 @@ def test_a_cache_that_cannot_be_written(project: Project, monkeypatch: pytest.Mo
     assert library.is_relative_to(project.home / "tmp" / f"opsmith-{os.getuid()}")
     assert call(library, "one") == 41
     project.compiled()
-    assert project.build() == library
+    assert project.build() == library  # found there, with no more warnings
     assert project.compiled() == []
+    monkeypatch.setenv("OPSMITH_CACHE", str(project.home / "cache"))
+    assert project.build() != library  # a cache that can be written is not passed over for what lies there
 
 
 def test_a_read_only_cache_is_still_read(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

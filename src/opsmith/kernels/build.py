@@ -264,7 +264,7 @@ class _Job:
 
     def find(self, built_by: Compiler | None) -> Path | None:
         """The library, if a store holds it; without a compiler, whichever compiler built it."""
-        for store in (cache.configured(), cache.fallback()):
+        for store in cache.readable():
             paths = [self.library(store, built_by)] if built_by else store.find(f"{self.key}-*.so")
             for path in paths:
                 if self.usable(store, path):

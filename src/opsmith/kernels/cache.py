@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Store", "Unusable", "configured", "fallback", "writable"]
+__all__ = ["Store", "Unusable", "configured", "fallback", "readable", "writable"]
 
 _FOLDERS = ("libraries", "objects", "locks", "building")
 _KEEP = {"libraries": 64, "objects": 1024}  # newest files kept; editing sources leaves old ones behind
@@ -165,6 +165,16 @@ def configured() -> Store:
 def fallback() -> Store:
     """The store under the system's temporary folder, for a cache folder that cannot be written."""
     return Store(Path(tempfile.gettempdir()) / f"opsmith-{_user()}" / "kernels")
+
+
+def readable() -> Iterator[Store]:
+    """The stores to look in: the configured one, then, only if that cannot be written, the temporary one."""
+    first = configured()
+    yield first
+    try:
+        first.prepare()
+    except Unusable:
+        yield fallback()
 
 
 def writable() -> Store:

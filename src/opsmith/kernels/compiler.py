@@ -244,7 +244,7 @@ def _explain(output: str) -> BuildError:
 def disk_full(output: str = "") -> BuildError:
     """The error for a disk without room for the build."""
     return BuildError(
-        "opsmith: the disk is full, so kernels could not be built; nothing was kept. Free some space, or set"
+        "opsmith: the disk is full, so kernels could not be built. Free some space, or set"
         " OPSMITH_CACHE to a folder on another disk",
         output,
     )

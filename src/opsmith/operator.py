@@ -152,22 +152,28 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One way models write an operator, as a plain PyTorch function over `make`'s tensors.
+    """One way models write an operator, as a plain PyTorch function; the recognizer matches its arithmetic.
 
-    `inputs` maps the function's parameters to example shapes (symbols or numbers) or to a number: a number is a
-    constant the model chooses (an epsilon, a scale), and any value matches it. `bind` turns what was found
-    (parameter name to graph node or number) into the call of the operator.
+    `inputs` maps the function's parameters, named as the operator's own, to example shapes (symbols or numbers)
+    or to a number: a number marks a constant that the model chooses (an epsilon, a scale) and any value matches.
     """
 
     name: str
     fn: Callable[..., Any]
     inputs: Mapping[str, tuple[int | str, ...] | float]
-    bind: Callable[[dict[str, Any]], dict[str, Any] | str] | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # "ids" or "bool"; floating point where not named
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that this spelling implies (causal=True)
+    aligned: tuple[str, ...] = ()  # inputs that must reach the operator through the same permutation of their axes
+    repeats: tuple[str, ...] = ()  # inputs that the operator itself repeats over heads, so a copy can be spared
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operator. `supports` answers True, or the reason why not."""
+    """One way to compute an operator. `supports` answers True, or the reason why not.
+
+    `prepack(weight, rows)` turns a constant weight into the layout that `fn` reads fastest for that many rows of
+    input; `fn` takes the packed tensor in the weight's place. The compiler calls it once per site.
+    """
 
     name: str
     fn: Callable[..., Any]
@@ -175,6 +181,7 @@ class Implementation:
     supports: Callable[..., Supports] = lambda *args, **kwargs: True
     available: Callable[[], Supports] = lambda: True
     takes_out: bool = False
+    prepack: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     source: str = ""
 
     def accepts(self, *args: Any, **kwargs: Any) -> Supports:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,13 @@ from opsmith.kernels import build
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def native_library() -> bool:
     """True once the native library is loaded (built at the first call); a constant inside a compiled graph."""
     return build.load()
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import Dynamo, a second at every start.
+native_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def native(x: torch.Tensor) -> bool | str:
@@ -59,7 +63,9 @@ def check_float(op: str, x: Any, name: str = "x", *, least_dim: int = 1) -> None
     if not x.is_floating_point():
         raise TypeError(f"{op}: {name} must be a floating-point tensor, got {short(x.dtype)}; cast it first")
     if x.dim() < least_dim:
-        raise ValueError(f"{op}: {name} must have at least {least_dim} dimension(s), got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{op}: {name} must have at least {least_dim} dimension(s), got shape {tuple(x.shape)}"
+        )
 
 
 def check_like(op: str, t: Any, x: torch.Tensor, name: str, shape: Sequence[int], what: str) -> None:
@@ -71,15 +77,52 @@ def check_like(op: str, t: Any, x: torch.Tensor, name: str, shape: Sequence[int]
         raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them")
 
 
-def check_out(op: str, out: Any, like: torch.Tensor, name: str = "out") -> None:
-    """Refuse an output that is not exactly of the result's shape, dtype and device."""
+def check_mask(op: str, mask: Any, x: torch.Tensor, shape: Sequence[int], what: str) -> None:
+    """Refuse a mask that is neither boolean nor additive, or does not broadcast to this shape."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
+    if mask.dtype not in (torch.bool, torch.float32, x.dtype):
+        raise TypeError(
+            f"{op}: mask must be bool (True = keep) or additive in {short(x.dtype)} or float32, got {short(mask.dtype)}"
+        )
+    if mask.device != x.device:
+        raise ValueError(f"{op}: mask is on {mask.device}, the input on {x.device}; move one of them")
+    fits = mask.dim() <= len(shape) and all(
+        m in (1, n) for m, n in zip(reversed(mask.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{op}: mask must broadcast to {tuple(shape)} ({what}), got {tuple(mask.shape)}")
+
+
+def spread(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The mask in this shape, stride 0 where it is broadcast; only the last dimension becomes memory."""
+    if mask.dim() == 0 or mask.shape[-1] != shape[-1]:
+        mask = mask.expand(*mask.shape[:-1], shape[-1])
+    if mask.stride(-1) != 1 and mask.shape[-1] > 1:
+        mask = mask.contiguous()
+    return mask.expand(*shape)
+
+
+def check_out(op: str, out: Any, like: torch.Tensor, shape: Sequence[int] | None = None) -> None:
+    """Refuse an output that is not of like's dtype and device, and of the result's shape (like's, by default)."""
     if not isinstance(out, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(out).__name__}")
-    if out.shape != like.shape or out.dtype != like.dtype or out.device != like.device:
+        raise TypeError(f"{op}: out must be a tensor, got {type(out).__name__}")
+    shape = like.shape if shape is None else shape
+    if out.shape != shape or out.dtype != like.dtype or out.device != like.device:
         raise ValueError(
-            f"{op}: {name} must be {short(like.dtype)} {tuple(like.shape)} on {like.device}, "
+            f"{op}: out must be {short(like.dtype)} {tuple(shape)} on {like.device}, "
             f"got {short(out.dtype)} {tuple(out.shape)} on {out.device}"
         )
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """The bytes of memory behind the tensors, what is broadcast with stride 0 counted once."""
+    total = 0
+    for t in tensors:
+        if t is not None:
+            spread = math.prod(size for size, step in zip(t.shape, t.stride(), strict=True) if step)
+            total += (spread if t.numel() else 0) * t.element_size()
+    return total
 
 
 def short(dtype: torch.dtype) -> str:

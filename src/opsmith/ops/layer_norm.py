@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.common import as_rows, check_float, check_like, check_out, native, needs_grad, out_rows, short
+from opsmith.ops.common import (
+    as_rows,
+    check_float,
+    check_like,
+    check_out,
+    native,
+    needs_grad,
+    out_rows,
+    short,
+)
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -68,7 +77,9 @@ def reference(
 ) -> Result:
     """The definition, in plain PyTorch."""
     s = x if residual is None else x + residual
-    if s.dtype in (torch.bfloat16, torch.float16) and any(t is not None and t.dtype != s.dtype for t in (weight, bias)):
+    if s.dtype in (torch.bfloat16, torch.float16) and any(
+        t is not None and t.dtype != s.dtype for t in (weight, bias)
+    ):
         wide = [None if t is None else t.float() for t in (weight, bias)]
         y = F.layer_norm(s.float(), s.shape[-1:], wide[0], wide[1], eps).to(s.dtype)
     else:
@@ -82,11 +93,15 @@ def _check(x: Any, weight: Any, bias: Any, residual: Any, out: Any) -> None:
         if t is not None:
             check_like("layer_norm", t, x, name, x.shape[-1:], "the size of x's last dimension")
             if t.dtype not in (x.dtype, torch.float32):
-                raise TypeError(f"layer_norm: {name} must be {short(x.dtype)} or float32, got {short(t.dtype)}")
+                raise TypeError(
+                    f"layer_norm: {name} must be {short(x.dtype)} or float32, got {short(t.dtype)}"
+                )
     if residual is not None:
         check_like("layer_norm", residual, x, "residual", x.shape, "the shape of x")
         if residual.dtype != x.dtype:
-            raise TypeError(f"layer_norm: residual must be {short(x.dtype)} like x, got {short(residual.dtype)}")
+            raise TypeError(
+                f"layer_norm: residual must be {short(x.dtype)} like x, got {short(residual.dtype)}"
+            )
     if out is not None:
         pair = out if isinstance(out, tuple) else (out,)
         if len(pair) != (1 if residual is None else 2):
@@ -186,7 +201,9 @@ class _LayerNorm(torch.autograd.Function):
         return dx if need_x else None, dw, db, None, dx if need_r else None
 
 
-def _cost(x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, residual: Any = None) -> Cost:
+def _cost(
+    x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, residual: Any = None
+) -> Cost:
     tensors = 2 if residual is None else 4
     vectors = sum(t.numel() * t.element_size() for t in (weight, bias) if t is not None)
     return Cost(8.0 * x.numel(), tensors * x.numel() * x.element_size() + vectors)
@@ -204,8 +221,6 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("sliced rows", (make(8, 200)[:, 20:84], make(64), make(64)), {"residual": make(8, 64)})
     yield Sample("empty", (make(0, 16), make(16), make(16)))
     yield Sample("tiny variance", (make(4, 96, scale=1e-4),), {"eps": 1e-12})
-
-
 
 
 CARD = register(

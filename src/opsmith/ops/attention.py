@@ -1,0 +1,406 @@
+"""Scaled dot-product attention: bidirectional, causal, windowed, with masks and grouped heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops.common import check_float, check_mask, check_out, native, nbytes, needs_grad, short, spread
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend: each query's weighted mean of the values, by an online softmax over tiles; no L x S matrix in memory.
+
+    `y = softmax(scale * q @ k.T + mask) @ v`. A query that may see no key gives zeros.
+
+    >>> q, kv = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 128, 64)      # 8 heads share 2 of keys and values
+    >>> attention(q, kv, kv, causal=True).shape
+    torch.Size([2, 8, 128, 64])
+
+    Args:
+        q: [B, H, L, D], float32, bfloat16 or float16 (float64 through PyTorch).
+        k: [B, Hkv, S, D]; H is a multiple of Hkv, and each key head serves H / Hkv query heads.
+        v: [B, Hkv, S, Dv].
+        mask: broadcastable to [B, H, L, S]; boolean (True = attend), or added to the scaled scores.
+        causal: query i sees key j only where `j <= i + S - L`, so the last query sees every key.
+        scale: of the scores; `D ** -0.5` by default.
+        window: query i sees only the keys less than `window` positions from its own, i + S - L.
+        softcap: scores become `softcap * tanh(score / softcap)`, before the mask.
+        out: [B, H, L, Dv] in q's dtype to write into.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape, device, window or softcap.
+
+    Source: Vaswani et al., 2017; Dao et al., "FlashAttention", 2022; Beltagy et al., 2020 (window); Gemma 2, 2024
+    (softcap).
+    """
+    _check(q, k, v, mask, window, softcap, out)
+    wants_grad = needs_grad(q, k, v, mask)
+    if native(q) is not True or (wants_grad and mask is not None and mask.requires_grad):
+        y = _eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    elif wants_grad:
+        y = _Attention.apply(q, k, v, mask, *_settings(q, causal, scale, window, softcap))
+    else:
+        return _native(
+            q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap, out=out
+        )
+    return y if out is None else out.copy_(y)
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch."""
+    groups = q.shape[1] // max(k.shape[1], 1)
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    s = (q @ k.mT) * (_default_scale(q) if scale is None else scale)  # [B, H, L, S]
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    seen = _visible(q, k, causal, window)
+    if seen is not None:
+        s = s.masked_fill(~seen, -math.inf)
+    # A query that sees nothing is set to zeros before and after, so that no NaN reaches the gradient either.
+    dead = (s == -math.inf).all(-1, keepdim=True)
+    p = torch.softmax(s.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    return p.to(v.dtype) @ v
+
+
+def _visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor | None:
+    """[L, S], True where the causal rule and the window let query i see key j; None when neither is asked for."""
+    rows, columns = q.shape[-2], k.shape[-2]
+    if not causal and window is None:
+        return None
+    seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+    if causal:
+        seen = seen.tril(columns - rows)
+    if window is not None:
+        seen = seen.triu(columns - rows - window + 1)
+        seen = seen if causal else seen.tril(columns - rows + window - 1)
+    return seen
+
+
+def _default_scale(q: torch.Tensor) -> float:
+    return float(max(q.shape[-1], 1)) ** -0.5
+
+
+def _settings(
+    q: torch.Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None
+) -> tuple[float, bool, int, float]:
+    """scale, causal, window and softcap as the kernels take them: a number that says none where there is none."""
+    return _default_scale(q) if scale is None else scale, causal, window or 0, softcap or 0.0
+
+
+def _check(q: Any, k: Any, v: Any, mask: Any, window: Any, softcap: Any, out: Any) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_float("attention", t, name)
+        if t.dim() != 4:
+            raise ValueError(
+                f"attention: {name} must have 4 dimensions [B, heads, length, D], got {tuple(t.shape)}"
+            )
+        if t.dtype != q.dtype:
+            raise TypeError(
+                f"attention: {name} must be {short(q.dtype)} like q, got {short(t.dtype)}; cast it first"
+            )
+        if t.device != q.device:
+            raise ValueError(f"attention: {name} is on {t.device}, q on {q.device}; move one of them")
+    batch, heads, rows, dim = q.shape
+    kv_heads, columns = k.shape[1:3]
+    if k.shape[0] != batch or k.shape[3] != dim:
+        raise ValueError(
+            f"attention: k must have shape [{batch}, Hkv, S, {dim}] to fit q, got {tuple(k.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"attention: v must have shape [{batch}, {kv_heads}, {columns}, Dv] to fit k, got {tuple(v.shape)}"
+        )
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"attention: q's {heads} heads must be a multiple of the {kv_heads} heads of k and v"
+        )
+    if mask is not None:
+        check_mask("attention", mask, q, (batch, heads, rows, columns), "[B, H, L, S]")
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be at least 1, got {window}; pass None for no window")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"attention: softcap must be positive, got {softcap}; pass None for no cap")
+    if out is not None:
+        check_out("attention", out, q, (batch, heads, rows, v.shape[3]))
+
+
+def _eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """PyTorch's fused attention where it can express the call, else the definition."""
+    if softcap is not None:
+        return reference(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    plain_causal = causal and window is None and mask is None and q.shape[2] == k.shape[2]
+    seen = None if plain_causal else _visible(q, k, causal, window)
+    if mask is None or seen is None:
+        both = seen if mask is None else mask
+    else:
+        both = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=both, is_causal=plain_causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _native(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The CPU kernel, without autograd."""
+    y = _like_q(q, v) if out is None else _dense_last(out, "out")
+    torch.ops.opsmith.attention.default(
+        _last(q), _last(k), _last(v), _full(mask, q, k), *_settings(q, causal, scale, window, softcap), out=y
+    )
+    return y
+
+
+def _last(t: torch.Tensor) -> torch.Tensor:
+    """`t` with a contiguous last dimension."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _dense_last(out: torch.Tensor, name: str) -> torch.Tensor:
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
+        raise ValueError(
+            f"attention: {name} must have a contiguous last dimension, got strides {out.stride()}"
+        )
+    return out
+
+
+def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    return None if mask is None else spread(mask, (*q.shape[:3], k.shape[2]))
+
+
+def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """An output laid out as q is: with the heads inside, the next layer reads it as [B, L, H * Dv] without a copy."""
+    batch, heads, rows, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        return torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype).transpose(1, 2)
+    return torch.empty((batch, heads, rows, v.shape[3]), dtype=q.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """Forward keeps one number a query, the log of its softmax's sum; backward recomputes the scores from it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        causal: bool,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        y = _like_q(q, v)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32)
+        ctx.settings = (scale, causal, window, softcap)
+        torch.ops.opsmith.attention.default(
+            _last(q), _last(k), _last(v), _full(mask, q, k), *ctx.settings, out=y, lse=lse
+        )
+        ctx.save_for_backward(q, k, v, mask, y, lse)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, mask, y, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(_last(t)) for t in (q, k, v))
+        torch.ops.opsmith.attention_backward.default(
+            _last(dy),
+            _last(q),
+            _last(k),
+            _last(v),
+            y,
+            lse,
+            _full(mask, q, k),
+            *ctx.settings,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+        )
+        wanted = ctx.needs_input_grad
+        grads = (g if want else None for g, want in zip((dq, dk, dv), wanted, strict=False))
+        return (*grads, None, None, None, None, None)
+
+
+def _pairs(rows: int, columns: int, causal: bool, window: int | None) -> int:
+    """How many (query, key) pairs are visible, exactly, for any L and S."""
+
+    def ramp(m: int) -> int:  # the sum over n <= m of n held to [0, columns]
+        return (
+            0
+            if m <= 0
+            else m * (m + 1) // 2
+            if m <= columns
+            else columns * (columns + 1) // 2 + (m - columns) * columns
+        )
+
+    def keys_before(first: int) -> int:  # the keys before position first + i, summed over the queries i
+        return ramp(first + rows - 1) - ramp(first - 1)
+
+    here = columns - rows  # the first query's own position
+    if window is None:
+        return keys_before(here + 1) if causal else rows * columns
+    return keys_before(here + (1 if causal else window)) - keys_before(here - window + 1)
+
+
+def _cost(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Cost:
+    batch, heads, rows, dim = q.shape
+    pairs = batch * heads * _pairs(rows, k.shape[2], causal, window)
+    result = batch * heads * rows * v.shape[3] * q.element_size()
+    return Cost(2.0 * pairs * (dim + v.shape[3]), nbytes(q, k, v, mask) + result)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def qkv(
+        b: int, h: int, hkv: int, l: int, s: int, d: int, dv: int | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, dv or d)
+
+    for b, h, l, s, d in ((1, 1, 1, 1, 1), (1, 2, 1, 77, 64), (2, 3, 17, 17, 32), (1, 2, 130, 67, 40)):
+        yield Sample(f"{b}x{h}x{l}x{s}x{d}", qkv(b, h, h, l, s, d))
+        yield Sample(f"{b}x{h}x{l}x{s}x{d} causal", qkv(b, h, h, l, s, d), {"causal": True})
+    yield Sample("grouped heads", qkv(2, 6, 2, 33, 33, 64), {"causal": True})
+    yield Sample("one key head", qkv(1, 4, 1, 9, 40, 16))
+    yield Sample("wider values", qkv(1, 2, 2, 33, 20, 24, 56))
+    yield Sample("scale", qkv(1, 2, 2, 12, 12, 16), {"scale": 0.7})
+    x = qkv(2, 4, 2, 33, 50, 32)
+    yield Sample("padding mask", x, {"mask": make.mask(2, 1, 1, 50)})
+    yield Sample("boolean mask", x, {"mask": make.mask(2, 4, 33, 50)})
+    yield Sample("additive mask", x, {"mask": make(1, 1, 33, 50)})
+    yield Sample(
+        "ALiBi",
+        x,
+        {"mask": make(4, 1, 1) * torch.arange(50, dtype=make.dtype).to(make.device) / 8, "causal": True},
+    )
+    yield Sample("all masked", qkv(1, 2, 2, 5, 70, 16), {"mask": make.mask(1, 1, 5, 70, keep=0.0)})
+    yield Sample("mask and causal", x, {"mask": make.mask(2, 1, 33, 50), "causal": True})
+    yield Sample("window", qkv(1, 2, 2, 70, 70, 16), {"window": 9})
+    yield Sample("causal window", qkv(1, 2, 1, 70, 90, 16), {"window": 9, "causal": True})
+    yield Sample("softcap", qkv(1, 2, 2, 20, 20, 32), {"softcap": 2.0, "causal": True})
+    yield Sample("softcap and mask", x, {"softcap": 5.0, "mask": make.mask(2, 1, 33, 50)})
+    yield Sample("sharp", (make(1, 2, 9, 64, scale=8.0), make(1, 2, 80, 64, scale=4.0), make(1, 2, 80, 64)))
+    yield Sample(
+        "heads inside", tuple(make(2, 19, 3, 32).transpose(1, 2) for _ in range(3)), {"causal": True}
+    )
+    packed = make(2, 19, 3, 4, 16)
+    yield Sample("packed qkv", tuple(packed[:, :, i].transpose(1, 2) for i in range(3)))
+    yield Sample("strided", tuple(make(1, 2, 16, 9).mT for _ in range(3)))
+    yield Sample("no queries", qkv(1, 2, 2, 0, 7, 16))
+    yield Sample("no keys", qkv(1, 2, 2, 5, 0, 16))
+
+
+_Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")
+
+CARD = register(
+    Operator(
+        name="attention",
+        kind=Kind.ATTENTION,
+        function=attention,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        implementations=[
+            Implementation("native", _native, "cpu", lambda q, *a, **k: native(q), takes_out=True),
+            Implementation("eager", _eager),
+        ],
+        patterns=(
+            Pattern(
+                "attention(q, k, v)",
+                lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale),
+                {"q": _Q, "k": _KV, "v": _KV, "scale": 0.3},
+                repeats=("k", "v"),
+            ),
+            Pattern(
+                "attention(q, k, v, additive mask)",
+                lambda q, k, v, mask, scale: F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, scale=scale
+                ),
+                {"q": _Q, "k": _KV, "v": _KV, "mask": ("B", "H", "L", "S"), "scale": 0.3},
+                repeats=("k", "v"),
+            ),
+            Pattern(
+                "attention(q, k, v, boolean mask)",
+                lambda q, k, v, mask, scale: F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, scale=scale
+                ),
+                {"q": _Q, "k": _KV, "v": _KV, "mask": ("B", "H", "L", "S"), "scale": 0.3},
+                dtypes={"mask": "bool"},
+                repeats=("k", "v"),
+            ),
+            Pattern(
+                "attention(q, k, v, causal)",  # as many keys as queries: PyTorch aligns the others to the start
+                lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale),
+                {"q": _Q, "k": _Q, "v": _Q, "scale": 0.3},
+                fixed={"causal": True},
+                repeats=("k", "v"),
+            ),
+        ),
+        schemas=(
+            "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "
+            "float softcap, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
+            "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
+            "float scale, bool causal, int window, float softcap, *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) "
+            "-> ()",
+        ),
+        source="Vaswani et al., 2017; Dao et al., 2022",
+    )
+)

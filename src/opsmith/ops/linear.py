@@ -1,0 +1,242 @@
+"""The linear layer, with its activation and the residual addition fused behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops.common import as_rows, check_float, check_like, check_out, native, nbytes, needs_grad, short
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+# The same in oneDNN's words: attribute and algorithm.
+_ONEDNN = {
+    None: ("none", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "silu": ("swish", ""),
+}
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply by a weight; bias, activation and residual are applied before the product leaves the registers.
+
+    `y = activation(x @ weight.T + bias) + residual`.
+
+    >>> linear(torch.randn(2, 128, 384), torch.randn(1536, 384), torch.zeros(1536), activation="gelu").shape
+    torch.Size([2, 128, 1536])
+
+    Args:
+        x: [..., K], any floating-point dtype.
+        weight: [N, K], in x's dtype.
+        bias: [N], in x's dtype.
+        activation: None, "gelu", "gelu_tanh", "relu" or "silu".
+        residual: [..., N], in x's dtype; added after the activation.
+        out: [..., N] in x's dtype to write into.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape, device or activation.
+
+    Source: Intel oneDNN's matmul with post-operations, through PyTorch.
+    """
+    _check(x, weight, bias, activation, residual, out)
+    fn = reference
+    # One row in float32 is a matrix times a vector, bound by memory: oneDNN's set-up costs more than it wins there.
+    if not needs_grad(x, weight, bias, residual):
+        if _supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
+            fn = _onednn
+        elif activation in _GELUS and native(x) is True:
+            return _split(x, weight, bias, activation=activation, residual=residual, out=out)
+    y = fn(x, weight, bias, activation=activation, residual=residual)
+    return y if out is None else out.copy_(y)
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch."""
+    y = F.linear(x, weight, bias)
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    return y if residual is None else y + residual
+
+
+def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any, out: Any) -> None:
+    check_float("linear", x)
+    check_float("linear", weight, "weight")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"linear: weight must have shape [N, {x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"linear: weight is on {weight.device}, x on {x.device}; move one of them")
+    shape = (*x.shape[:-1], weight.shape[0])
+    if bias is not None:
+        check_like("linear", bias, x, "bias", weight.shape[:1], "the number of weight's rows")
+    if residual is not None:
+        check_like("linear", residual, x, "residual", shape, "the shape of the result")
+    for name, t in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(
+                f"linear: {name} must be {short(x.dtype)} like x, got {short(t.dtype)}; cast it first"
+            )
+    if activation is not None and activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"linear: activation must be None or one of {known}, got {activation!r}")
+    if out is not None:
+        check_out("linear", out, x, shape)
+
+
+@cache
+def _onednn_dtypes() -> dict[torch.dtype, bool]:
+    """What oneDNN multiplies on this machine."""
+    if not torch.backends.mkldnn.is_available():
+        return {}
+    ops = torch.ops.mkldnn
+    return {
+        torch.float32: True,
+        torch.bfloat16: bool(ops._is_mkldnn_bf16_supported()),
+        torch.float16: bool(ops._is_mkldnn_fp16_supported()),
+    }
+
+
+_onednn_dtypes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _supports_onednn(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    if not x.is_cpu:
+        return f"oneDNN runs on the CPU, the input is on {x.device}"
+    if not _onednn_dtypes().get(x.dtype, False):
+        return f"oneDNN does not multiply {short(x.dtype)} on this CPU"
+    if not x.numel() or not weight.shape[0]:
+        return "nothing to multiply"
+    return True
+
+
+def _onednn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """oneDNN's matmul with the epilogue in its registers; the weight plain or packed."""
+    if residual is not None and activation is None:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")  # type: ignore[no-any-return]
+    attribute, algorithm = _ONEDNN[activation]
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, attribute, [], algorithm)
+    return y if residual is None else y.add_(residual)
+
+
+def _prepack(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+
+
+_GELUS = {"gelu": False, "gelu_tanh": True}
+
+
+def _supports_split(x: torch.Tensor, *args: Any, activation: str | None = None, **options: Any) -> bool | str:
+    if activation not in _GELUS:
+        return f"no kernel of ours follows the matmul for activation={activation!r}"
+    return native(x)
+
+
+def _split(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """PyTorch's matmul, then the GELU kernel in place: for dtypes that oneDNN does not multiply here."""
+    y = F.linear(x, weight, bias) if out is None else torch.ops.aten.linear.out(x, weight, bias, out=out)
+    rows = as_rows(y)
+    torch.ops.opsmith.gelu.default(rows, None, _GELUS[activation or ""], y=rows)
+    return y if residual is None else y.add_(residual)
+
+
+def _cost(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> Cost:
+    n, k = weight.shape
+    rows = x.numel() // k if k else 0
+    extra = sum(t is not None for t in (bias, residual)) + (20 if activation else 0)
+    result = rows * n * x.element_size()
+    return Cost(2.0 * rows * n * k + extra * rows * n, nbytes(x, weight, bias, residual) + result)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    for rows, k, n in ((1, 1, 1), (1, 64, 33), (3, 7, 5), (17, 130, 65), (64, 384, 96)):
+        yield Sample(f"{rows}x{k}x{n}", (make(rows, k), make(n, k, scale=k**-0.5), make(n)))
+    x, weight, bias = make(2, 9, 48), make(33, 48, scale=0.2), make(33)
+    for activation in ACTIVATIONS:
+        yield Sample(activation, (x, weight, bias), {"activation": activation})
+    yield Sample("no bias", (x, weight))
+    yield Sample("residual", (x, weight, bias), {"residual": make(2, 9, 33)})
+    yield Sample("residual, no bias", (x, weight), {"residual": make(2, 9, 33)})
+    yield Sample("gelu and residual", (x, weight, bias), {"activation": "gelu", "residual": make(2, 9, 33)})
+    yield Sample("vector", (make(48), weight, bias), {"activation": "gelu"})
+    yield Sample("strided", (make(48, 6).t(), weight, bias))
+    yield Sample("transposed weight", (x, make(48, 33, scale=0.2).t(), bias), {"activation": "relu"})
+    yield Sample("empty", (make(0, 48), weight, bias), {"activation": "silu"})
+
+
+CARD = register(
+    Operator(
+        name="linear",
+        kind=Kind.MATMUL,
+        function=linear,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        implementations=[
+            Implementation("onednn", _onednn, "cpu", _supports_onednn, prepack=_prepack),
+            Implementation("split", _split, "cpu", _supports_split, takes_out=True),
+            Implementation("eager", reference),
+        ],
+        patterns=(
+            Pattern(
+                "linear(x, weight, bias)",
+                lambda x, weight, bias: F.linear(x, weight, bias),
+                {"x": ("B", "K"), "weight": ("N", "K"), "bias": ("N",)},
+            ),
+            Pattern(
+                "linear(x, weight)",
+                lambda x, weight: F.linear(x, weight),
+                {"x": ("B", "K"), "weight": ("N", "K")},
+            ),
+        ),
+        source="oneDNN matmul with post-operations",
+    )
+)

@@ -1,0 +1,259 @@
+"""Softmax, alone or fused with the scale and the mask before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops.common import check_float, check_mask, check_out, native, nbytes, needs_grad, spread
+
+METHODS = {"auto": 0, "stable": 1, "fast": 2}
+
+
+def softmax(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    method: str = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Exponentials of a dimension, divided by their sum; scale and mask cost no pass of their own.
+
+    `y = exp(s - max(s)) / sum(exp(s - max(s)))`, with `s = scale * x + mask`. A row in which everything is masked
+    gives zeros.
+
+    >>> softmax(torch.randn(2, 4, 8, 8), scale=0.125, causal=True).shape
+    torch.Size([2, 4, 8, 8])
+
+    Args:
+        x: any shape, float32, bfloat16 or float16 (float64 through PyTorch).
+        dim: the dimension that sums to 1; the kernel takes the last one, PyTorch the others.
+        scale: multiplies x before the mask.
+        mask: broadcastable to x; boolean (True = keep), or added to `scale * x`.
+        causal: also mask element j of row i where `j > i + S - L`, for x [..., L, S] and the last dimension.
+        method: "stable" subtracts the row's maximum; "fast" does not, and is for rows known to be small; "auto"
+            takes the fast way for the rows in which it is no less accurate.
+        out: a tensor like x to write into.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape, device or method.
+
+    Source: Bridle, 1990; Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    _check(x, dim, mask, causal, method, out)
+    wants_grad = needs_grad(x, mask)
+    if _supports(x, dim) is not True or (wants_grad and mask is not None and mask.requires_grad):
+        y = reference(x, dim, scale=scale, mask=mask, causal=causal)
+    elif wants_grad:
+        y = _Softmax.apply(x, scale, mask, causal, METHODS[method])
+    else:
+        return _forward(x, scale, mask, causal, METHODS[method], out)
+    return y if out is None else out.copy_(y)
+
+
+def reference(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    method: str = "auto",
+) -> torch.Tensor:
+    """The definition, in plain PyTorch."""
+    s = x if scale == 1.0 else x * scale
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    if causal:
+        rows, columns = x.shape[-2:]
+        visible = torch.ones(rows, columns, dtype=torch.bool, device=x.device).tril(columns - rows)
+        s = s.masked_fill(~visible, -math.inf)
+    if mask is None and not causal:
+        return torch.softmax(s, dim)
+    # A fully masked row is set to zeros before and after, so that no NaN reaches the gradient either.
+    dead = (s == -math.inf).all(dim, keepdim=True)
+    return torch.softmax(s.masked_fill(dead, 0.0), dim).masked_fill(dead, 0.0).to(x.dtype)
+
+
+def _check(x: Any, dim: int, mask: Any, causal: bool, method: str, out: Any) -> None:
+    check_float("softmax", x)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"softmax: dim must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}, got {dim}"
+        )
+    if method not in METHODS:
+        raise ValueError(f"softmax: method must be one of {', '.join(METHODS)}, got {method!r}")
+    if causal and (x.dim() < 2 or dim % x.dim() != x.dim() - 1):
+        raise ValueError(
+            f"softmax: causal needs x [..., L, S] and the last dimension, got {tuple(x.shape)}, dim {dim}"
+        )
+    if mask is not None:
+        check_mask("softmax", mask, x, x.shape, "the shape of x")
+    if out is not None:
+        check_out("softmax", out, x)
+
+
+def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
+    if dim not in (-1, x.dim() - 1):
+        return f"the kernel works on the last dimension, not on dim {dim}"
+    return native(x)
+
+
+def _native(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    method: str = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The CPU kernel, without autograd."""
+    return _forward(x, scale, mask, causal, METHODS[method], out)
+
+
+def _forward(
+    x: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+    method: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    if mask is not None:
+        mask = spread(mask, x.shape)
+    _over_rows(x, mask, y, scale, causal, method)
+    return y
+
+
+def _over_rows(
+    x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, scale: float, causal: bool, method: int
+) -> None:
+    """Call the kernel on [outer, L, S] views; where the mask's strides allow none, once per leading index."""
+    if not x.numel():
+        return
+    if x.dim() < 3:
+        shape: tuple[int, ...] = (1, *((1,) if x.dim() == 1 else ()), *x.shape)
+        views = [None if t is None else t.view(shape) for t in (x, mask, y)]
+    elif mask is None:
+        shape = (-1, *x.shape[-2:])
+        views = [x.reshape(shape), None, y.view(shape)]
+    else:
+        # The causal rule reads a row's place, so only without it may leading dimensions be merged into the rows.
+        split = next(
+            (k for k in ((x.dim() - 2,) if causal else range(x.dim() - 2, 0, -1)) if _mergeable(mask, k)), 0
+        )
+        if not split:
+            for part in zip(x, mask, y, strict=True):
+                _over_rows(*part, scale, causal, method)
+            return
+        shape = (math.prod(x.shape[:split]), math.prod(x.shape[split:-1]), x.shape[-1])
+        views = [x.reshape(shape), mask.view(shape), y.view(shape)]
+    rows = [
+        None if t is None else t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+        for t in views[:2]
+    ]
+    torch.ops.opsmith.softmax.default(rows[0], rows[1], scale, causal, method, y=views[2])
+
+
+def _mergeable(t: torch.Tensor, split: int) -> bool:
+    """True when the dimensions before `split`, and those from it to the last but one, are each one stride."""
+    strides, sizes = t.stride(), t.shape
+    return all(
+        sizes[d] == 1 or strides[d - 1] == strides[d] * sizes[d]
+        for d in range(1, t.dim() - 1)
+        if d != split and sizes[d - 1] != 1
+    )
+
+
+class _Softmax(torch.autograd.Function):
+    """Backward needs the result alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool, method: int
+    ) -> torch.Tensor:
+        y = _forward(x, scale, mask, causal, method, None)
+        ctx.save_for_backward(y)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        dx = torch.empty(y.shape, dtype=y.dtype)
+        shape = (1, -1, y.shape[-1]) if y.numel() else (1, 0, max(y.shape[-1], 1))
+        rows = dy.reshape(shape)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        torch.ops.opsmith.softmax_backward.default(rows, y.view(shape), ctx.scale, dx=dx.view(shape))
+        return dx, None, None, None, None
+
+
+def _cost(x: torch.Tensor, dim: int = -1, *, mask: torch.Tensor | None = None, **options: Any) -> Cost:
+    masked = 0 if mask is None else 1
+    return Cost((5.0 + masked) * x.numel(), 2 * x.numel() * x.element_size() + nbytes(mask))
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    for rows, n in ((1, 1), (1, 384), (3, 7), (17, 33), (64, 512), (5, 4097)):
+        yield Sample(f"{rows}x{n}", (make(rows, n, scale=3.0),))
+    yield Sample("vector", (make(19),))
+    yield Sample("narrow around 1000", (make(4, 130, scale=0.3, shift=1000.0),))
+    yield Sample("narrow around -1000", (make(4, 130, scale=0.3, shift=-1000.0),))
+    yield Sample("wide", (make(4, 130, scale=60.0),))
+    yield Sample("fast", (make(4, 130),), {"method": "fast"})
+    yield Sample("stable", (make(4, 130, scale=20.0),), {"method": "stable", "scale": 0.5})
+    x = make(2, 3, 9, 33)
+    yield Sample("scale", (x,), {"scale": 0.125})
+    yield Sample("causal", (x,), {"causal": True, "scale": 0.3})
+    yield Sample("causal, more rows than columns", (make(2, 9, 4),), {"causal": True})
+    yield Sample("boolean mask", (x,), {"mask": make.mask(2, 3, 9, 33)})
+    yield Sample("padding mask", (x,), {"mask": make.mask(2, 1, 1, 33), "scale": 0.3})
+    yield Sample("mask per sequence", (x,), {"mask": make.mask(2, 1, 9, 33), "causal": True})
+    yield Sample("additive mask", (x,), {"mask": make(1, 3, 9, 33)})
+    yield Sample("additive mask of a column", (x,), {"mask": make(9, 1)})
+    yield Sample("all masked", (make(3, 70),), {"mask": make.mask(3, 70, keep=0.0)})
+    yield Sample("strided", (make(6, 64).t(),))
+    yield Sample("sliced rows", (make(8, 200)[:, 20:84],), {"scale": 2.0})
+    yield Sample("first dimension", (make(12, 5),), {"dim": 0})
+    yield Sample("empty", (make(0, 16),))
+    yield Sample("no columns", (make(4, 0),))
+
+
+CARD = register(
+    Operator(
+        name="softmax",
+        kind=Kind.SOFTMAX,
+        function=softmax,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        implementations=[
+            Implementation("native", _native, "cpu", _supports, takes_out=True),
+            Implementation("eager", reference),
+        ],
+        patterns=(
+            Pattern("softmax(x)", lambda x: torch.softmax(x, -1), {"x": ("B", "L", "S")}),
+            Pattern(
+                "softmax(x, scale)",
+                lambda x, scale: torch.softmax(x * scale, -1),
+                {"x": ("B", "L", "S"), "scale": 0.3},
+            ),
+        ),
+        schemas=(
+            "softmax(Tensor x, Tensor? mask, float scale, bool causal, int method, *, Tensor(a!) y) -> ()",
+            "softmax_backward(Tensor dy, Tensor y, float scale, *, Tensor(a!) dx) -> ()",
+        ),
+        source="Bridle, 1990; Milakov, Gimelshein, 2018",
+    )
+)

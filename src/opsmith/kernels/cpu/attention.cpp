@@ -1,0 +1,281 @@
+// Attention without the L x S matrix: an online softmax over tiles of keys.
+//
+// A block of query rows (of all query heads that share a key head) meets one tile of keys after another. The tile
+// is packed once for the block, small enough for the first-level cache; ROWS query rows at a time take it through
+// scores, weights and the weighted sum of values while all three are in that cache.
+#include "attention.h"
+
+#include <atomic>
+#include <cmath>
+
+#include "attention_scores.h"
+#include "parallel.h"
+
+namespace opsmith {
+namespace {
+
+constexpr int64_t kMaxTile = 256;
+constexpr int64_t kScoreStride = kMaxTile + W;  // rows a power of two apart would share cache sets
+constexpr int64_t kTileBytes = 32 << 10;        // of packed keys and values, two thirds of a usual first-level cache
+constexpr int64_t kBlockBytes = 400 << 10;      // of packed queries and sums, well inside a second-level cache
+constexpr int64_t kMinBlock = 96;               // rows for which packing a tile is cheap beside using it
+constexpr int64_t kMinSplit = 512;              // keys worth a thread of their own
+constexpr double kSerialCycles = 25000;         // of work that waking a thread would not shorten
+
+// Weights may exceed 1 by 2^8 before the running maximum is moved: sums stay exact, and moving it is work.
+constexpr float kSlack = 8;
+
+struct Item {
+  int64_t batch, kv_head, row, rows, key, keys;
+};
+
+template <class T>
+class Attention {
+  using Units = UnitsOf<T>;
+  using Element = typename Units::Element;
+  static constexpr bool precise = std::is_same_v<T, float>;
+
+ public:
+  Attention(const Problem& p, const View& q, const View& k, const View& v, const View& out, const View& lse)
+      : p_(p), q_(q), k_(k), v_(v), out_(out), lse_(lse), depth_(ceil_div(p.dim, Units::per_unit)),
+        width_(round_up(p.value_dim, W)) {
+    const int64_t key_bytes = 4 * (depth_ + width_ / Units::per_unit);
+    tile_ = std::clamp<int64_t>(kTileBytes / key_bytes / PANEL * PANEL, PANEL, kMaxTile);
+    tile_ = std::min(tile_, round_up(p.keys, PANEL));
+  }
+
+  void run() {
+    plan();
+    const int64_t items = p_.batch * p_.kv_heads * blocks_ * splits_;
+    if (splits_ > 1) {
+      partial_stride_ = width_ + 2;
+      partial_.reset(new float[size_t(items * block_ * partial_stride_)]);
+    }
+    std::atomic<int64_t> next{0};
+    const auto work = [&](int64_t, int64_t) {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) block(i);
+    };
+    threads_ > 1 ? parallel_for(std::min(threads_, items), 1, work) : work(0, 1);
+    if (splits_ > 1) {
+      for (int64_t i = 0; i < items; i += splits_) combine(i);
+    }
+  }
+
+ private:
+  void plan() {
+    const int64_t heads = p_.batch * p_.kv_heads, rows = p_.rows();
+    const double pairs = double(rows) * double(p_.keys) * (p_.options.causal ? 0.5 : 1.0);
+    const double per_head = pairs * double(p_.dim + p_.value_dim + 64) / 32 + double(p_.keys * (p_.dim + p_.value_dim)) / 2;
+    threads_ = double(heads) * per_head < kSerialCycles ? 1 : num_threads();
+    const int64_t most = std::clamp<int64_t>(kBlockBytes / (4 * (depth_ + width_)), kMinBlock, 768);
+    blocks_ = ceil_div(rows, most);
+    if (const int64_t n = heads * blocks_; n % threads_ && n < 4 * threads_) {
+      blocks_ = std::max(blocks_, std::min(ceil_div(4 * threads_, heads), rows / kMinBlock));
+    }
+    block_ = round_up(ceil_div(rows, blocks_), ROWS);
+    blocks_ = ceil_div(rows, block_);
+    splits_ = 1;
+    if (heads * blocks_ < threads_) {
+      splits_ = std::clamp<int64_t>(std::min(ceil_div(2 * threads_, heads * blocks_), p_.keys / kMinSplit), 1, 64);
+    }
+  }
+
+  Item item(int64_t i) const {
+    const int64_t split = i % splits_, block = blocks_ - 1 - i / splits_ % blocks_;  // under causal, longest first
+    const int64_t head = i / splits_ / blocks_, row = block * block_;
+    const int64_t share = round_up(ceil_div(p_.keys, splits_), W), key = std::min(split * share, p_.keys);
+    return {head / p_.kv_heads, head % p_.kv_heads, row, std::min(block_, p_.rows() - row), key,
+            std::min(share, p_.keys - key)};
+  }
+
+  // What a thread needs for one block.
+  struct Buffers {
+    float *q, *k, *v, *scores, *weights, *sums, *largest, *totals;
+    int64_t floats;
+
+    Buffers(float* base, int64_t block, int64_t tile, int64_t depth, int64_t width) {
+      Carver carve{base};
+      q = carve.take(block * depth);
+      k = carve.take(tile * depth);
+      v = carve.take(tile / Units::per_unit * width);
+      scores = carve.take(ROWS * kScoreStride);
+      weights = carve.take(ROWS * kScoreStride);
+      sums = carve.take(block * width);
+      largest = carve.take(block);
+      totals = carve.take(block * W);
+      floats = carve.used;
+    }
+  };
+
+  void block(int64_t index) const {
+    const Item at = item(index);
+    const int64_t floats = Buffers(nullptr, block_, tile_, depth_, width_).floats;
+    const Buffers to(Workspace::get(floats), block_, tile_, depth_, width_);
+    const int64_t padded = round_up(at.rows, ROWS);
+    for (int64_t r = 0; r < at.rows; ++r) {
+      pack_row<Units>(row_of<T>(q_, at.batch, p_.head(at.kv_head, at.row + r), p_.query(at.row + r)), p_.dim,
+                      reinterpret_cast<Element*>(to.q + r * depth_), depth_ * Units::per_unit);
+    }
+    set_lanes(to.q + at.rows * depth_, 0, (padded - at.rows) * depth_);
+    set_lanes(to.weights, 0, ROWS * kScoreStride);
+    set_lanes(to.sums, 0, padded * width_);
+    set_lanes(to.largest, -kInfinity, at.rows);
+    set_lanes(to.totals, 0, at.rows * W);
+
+    int64_t from = at.key + at.keys, until = at.key;
+    for (int64_t r = at.row; r < at.row + at.rows; ++r) {
+      from = std::min(from, p_.first(r));
+      until = std::max(until, p_.last(r) + 1);
+    }
+    from = std::max(from, at.key) / W * W;
+    until = std::min(until, at.key + at.keys);
+    for (int64_t key = from; key < until; key += tile_) tile(at, to, key, std::min(tile_, until - key));
+    splits_ > 1 ? keep_partial(index, at, to) : finish(at, to);
+  }
+
+  void tile(const Item& at, const Buffers& to, int64_t key, int64_t keys) const {
+    const T* k = row_of<T>(k_, at.batch, at.kv_head, key);
+    const T* v = row_of<T>(v_, at.batch, at.kv_head, key);
+    pack_transposed<Units>(k, k_.strides[2], keys, p_.dim, to.k);
+    const float* values = to.v;
+    int64_t values_stride = width_;
+    if constexpr (precise) {  // one strip uses each row once: as it lies
+      if (at.rows <= ROWS && p_.value_dim == width_) values = v, values_stride = v_.strides[2];
+    }
+    if (values == to.v) pack_rows<Units>(v, v_.strides[2], keys, p_.value_dim, to.v);
+    for (int64_t r = 0; r < at.rows; r += ROWS) {
+      strip(at, to, r, int(std::min<int64_t>(ROWS, at.rows - r)), key, keys, values, values_stride);
+    }
+  }
+
+  // ROWS query rows against one tile.
+  void strip(const Item& at, const Buffers& to, int64_t r, int rows, int64_t key, int64_t keys, const float* values,
+             int64_t values_stride) const {
+    int64_t first[ROWS], last[ROWS], from = keys, until = 0;
+    for (int i = 0; i < rows; ++i) {
+      first[i] = p_.first(at.row + r + i) - key;
+      last[i] = p_.last(at.row + r + i) - key;
+      from = std::min(from, first[i]);
+      until = std::max(until, last[i] + 1);
+    }
+    keys = std::min(keys, until);
+    if (keys <= std::max<int64_t>(from, 0)) return;
+    const int64_t vecs = ceil_div(keys, W);
+    product<Units>(rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL, to.scores,
+                   kScoreStride, false);
+    for (int i = 0; i < rows; ++i) {
+      float* s = to.scores + i * kScoreStride;
+      if (!p_.plain) transform_scores(s, keys, key, p_, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
+      if (first[i] > 0 || last[i] < vecs * W - 1) hide(s, vecs, first[i], last[i]);
+      weigh(s, reinterpret_cast<Element*>(to.weights + i * kScoreStride), vecs, to, r + i);
+    }
+    product<Units>(rows, width_ / W, ceil_div(keys, Units::per_unit), {to.weights, kScoreStride, 1}, values,
+                   values_stride, PANEL, to.sums + r * width_, width_, true);
+  }
+
+  // Scores of one row to weights; when its maximum grows, what was summed so far is scaled down.
+  void weigh(const float* s, Element* weights, int64_t vecs, const Buffers& to, int64_t row) const {
+    Vec most = load(s);
+    for (int64_t v = 1; v < vecs; ++v) most = max(load(s + v * W), most);
+    float& largest = to.largest[row];
+    float* totals = to.totals + row * W;
+    const float exponent = p_.exponent;
+    if (any(most > splat(largest + kSlack / exponent))) {
+      const float grown = std::max(largest, reduce_max(most));
+      const float shrink = std::exp2((largest - grown) * exponent);
+      if (largest > -kInfinity) {
+        store(totals, load(totals) * shrink);
+        float* sums = to.sums + row * width_;
+        for (int64_t c = 0; c < width_; c += W) store(sums + c, load(sums + c) * shrink);
+      }
+      largest = grown;
+    }
+    const float base = largest == -kInfinity ? 0.0f : largest;
+    Vec total = load(totals);
+    if (p_.plain) {
+      const float shift = -base * exponent;
+      for (int64_t v = 0; v < vecs; ++v) {
+        const Vec w = exp2<precise>(fma(load(s + v * W), exponent, shift));
+        total += w;
+        store(weights + v * W, w);
+      }
+    } else {  // the mask may hold the lowest float: the difference comes before the factor
+      for (int64_t v = 0; v < vecs; ++v) {
+        const Vec w = exp2<precise>((load(s + v * W) - base) * exponent);
+        total += w;
+        store(weights + v * W, w);
+      }
+    }
+    store(totals, total);
+  }
+
+  void write_row(int64_t b, int64_t kv_head, int64_t row, const float* sums, float total, float largest) const {
+    const int64_t head = p_.head(kv_head, row), query = p_.query(row);
+    T* out = row_of<T>(out_, b, head, query);
+    if (total == 0) {
+      std::fill(out, out + p_.value_dim, T{});
+    } else {
+      for_lanes(p_.value_dim, [&](int64_t c, auto lanes) { store(out + c, load(sums + c) / total, lanes); });
+    }
+    if (lse_.defined()) {
+      float* lse = row_of<float>(lse_, b, head, query);
+      *lse = total == 0 ? -kInfinity : largest * (p_.plain ? p_.options.scale : 1.0f) + std::log(total);
+    }
+  }
+
+  void finish(const Item& at, const Buffers& to) const {
+    for (int64_t r = 0; r < at.rows; ++r) {
+      write_row(at.batch, at.kv_head, at.row + r, to.sums + r * width_, reduce_add(load(to.totals + r * W)), to.largest[r]);
+    }
+  }
+
+  void keep_partial(int64_t index, const Item& at, const Buffers& to) const {
+    for (int64_t r = 0; r < at.rows; ++r) {
+      float* kept = partial_.get() + (index * block_ + r) * partial_stride_;
+      std::copy_n(to.sums + r * width_, width_, kept);
+      kept[width_] = to.largest[r];
+      kept[width_ + 1] = reduce_add(load(to.totals + r * W));
+    }
+  }
+
+  // The splits of one block, the first of which is item `index`, into its first one, and out.
+  void combine(int64_t index) const {
+    const Item at = item(index);
+    for (int64_t r = 0; r < at.rows; ++r) {
+      float* sums = partial_.get() + (index * block_ + r) * partial_stride_;
+      const int64_t next = block_ * partial_stride_;
+      float largest = -kInfinity, total = 0;
+      for (int64_t s = 0; s < splits_; ++s) largest = std::max(largest, sums[s * next + width_]);
+      for (int64_t s = 0; s < splits_; ++s) {
+        const float* part = sums + s * next;
+        const float factor = part[width_] == largest ? 1.0f : std::exp2((part[width_] - largest) * p_.exponent);
+        total += part[width_ + 1] * factor;
+        for (int64_t c = 0; c < width_; c += W) {
+          const Vec x = load(part + c) * factor;
+          store(sums + c, s ? load(sums + c) + x : x);
+        }
+      }
+      write_row(at.batch, at.kv_head, at.row + r, sums, total, largest);
+    }
+  }
+
+  const Problem& p_;
+  const View &q_, &k_, &v_, &out_, &lse_;
+  int64_t depth_, width_, tile_, threads_ = 1, blocks_ = 1, block_ = ROWS, splits_ = 1, partial_stride_ = 0;
+  std::unique_ptr<float[]> partial_;
+};
+
+}  // namespace
+
+void attention(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options,
+               const View& out, const View& lse) {
+  const Problem problem(q, k, v, mask, options);
+  if (problem.batch * problem.kv_heads * problem.rows() == 0) return;
+  switch (q.dtype) {
+    case DType::f32: return Attention<float>(problem, q, k, v, out, lse).run();
+    case DType::bf16: return Attention<bfloat16>(problem, q, k, v, out, lse).run();
+    default: return Attention<float16>(problem, q, k, v, out, lse).run();
+  }
+}
+
+}  // namespace opsmith

@@ -1,0 +1,211 @@
+// From q.k to the exponent of the softmax: scale, softcap, masks and which keys a query sees. Shared by attention
+// and its backward pass.
+#pragma once
+
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+
+#include "attention.h"
+#include "gemm_tile.h"
+
+namespace opsmith {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^x. `precise` is within 2e-9 before rounding; otherwise 4e-6, far below what 16-bit weights are rounded to.
+template <bool precise>
+inline Vec exp2(Vec x) {
+#if defined(OPSMITH_AVX512)
+  const Vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 at infinities
+#else
+  x = max(-150.0f, min(150.0f, x));
+  const Vec n = round_to_integer(x - 0.5f);
+  const Vec r = x - n;
+#endif
+  Vec p;
+  if constexpr (precise) {
+    p = fma(r, 2.1714995e-4f, 1.2440884e-3f);
+    p = fma(p, r, 9.6780630e-3f);
+    p = fma(p, r, 5.5484153e-2f);
+    p = fma(p, r, 2.4022952e-1f);
+    p = fma(p, r, 6.9314700e-1f);
+  } else {
+    p = fma(r, 1.3555718e-2f, 5.2032415e-2f);
+    p = fma(p, r, 2.4137974e-1f);
+    p = fma(p, r, 6.9303215e-1f);
+  }
+  p = fma(p, r, 1.0f);
+#if defined(OPSMITH_AVX512)
+  return _mm512_scalef_ps(p, x);
+#else
+  return scale_exponent(p, n);
+#endif
+}
+
+// --- masks ---------------------------------------------------------------------------------------------------
+
+// The mask of one query row; `data` points at its first key.
+struct MaskRow {
+  const char* data = nullptr;
+  DType dtype = DType::boolean;
+  int64_t stride = 0;
+};
+
+template <class M, class Lanes>
+inline Vec load_mask(const M* p, int64_t stride, Lanes lanes) {
+  if (stride == 1) return load(p, lanes);
+  float gathered[W] = {};
+  for (int i = 0; i < lanes.count; ++i) gathered[i] = to_float(p[i * stride]);
+  return load(gathered);
+}
+
+template <class Lanes>
+inline IVec load_mask(const bool* p, int64_t stride, Lanes lanes) {
+  typedef uint8_t Bytes __attribute__((vector_size(W)));
+  uint8_t gathered[W] = {};
+  if (stride == 1) {
+    std::memcpy(gathered, p, size_t(lanes.count));
+  } else {
+    for (int i = 0; i < lanes.count; ++i) gathered[i] = p[i * stride];
+  }
+  Bytes bytes;
+  std::memcpy(&bytes, gathered, W);
+  return __builtin_convertvector(bytes, IVec) != 0;
+}
+
+// --- the problem ---------------------------------------------------------------------------------------------
+
+// Sizes, and everything that depends on where a query row stands. The rows of a key head are those of its
+// `group` query heads, one head after the other, so that they share its packed keys and values.
+struct Problem {
+  int64_t batch, heads, kv_heads, group, queries, keys, dim, value_dim;
+  AttentionOptions options;
+  View mask;
+  bool plain;     // scores are used as they come: a positive scale goes into the exponent
+  float exponent;  // scores times this are powers of 2
+
+  Problem(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options)
+      : batch(q.sizes[0]), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0),
+        queries(q.sizes[2]), keys(k.sizes[2]), dim(q.sizes[3]), value_dim(v.sizes[3]), options(options), mask(mask) {
+    plain = !mask.defined() && !(options.softcap > 0) && options.scale > 0;
+    exponent = plain ? options.scale * kLog2E : kLog2E;
+  }
+
+  int64_t rows() const { return group * queries; }
+  int64_t head(int64_t kv_head, int64_t row) const { return kv_head * group + row / queries; }
+  int64_t query(int64_t row) const { return row % queries; }
+
+  // Keys from first(row) to last(row), both included, are visible; last < first: none.
+  int64_t first(int64_t row) const {
+    return options.window > 0 ? std::max<int64_t>(0, position(row) - options.window + 1) : 0;
+  }
+  int64_t last(int64_t row) const {
+    if (options.causal) return std::min(position(row), keys - 1);
+    return options.window > 0 ? std::min(position(row) + options.window - 1, keys - 1) : keys - 1;
+  }
+
+  MaskRow mask_row(int64_t b, int64_t kv_head, int64_t row) const {
+    if (!mask.defined()) return {};
+    const int64_t at = b * mask.strides[0] + head(kv_head, row) * mask.strides[1] + query(row) * mask.strides[2];
+    const int64_t bytes = mask.dtype == DType::f32 ? 4 : mask.dtype == DType::boolean ? 1 : 2;
+    return {static_cast<const char*>(mask.data) + at * bytes, mask.dtype, mask.strides[3]};
+  }
+
+ private:
+  int64_t position(int64_t row) const { return query(row) + keys - queries; }
+};
+
+template <class T>
+inline T* row_of(const View& x, int64_t b, int64_t head, int64_t i) {
+  return x.as<T>() + b * x.strides[0] + head * x.strides[1] + i * x.strides[2];
+}
+
+// --- scores --------------------------------------------------------------------------------------------------
+
+template <class M>
+inline void add_mask(float* s, int64_t n, const M* mask, int64_t stride) {
+  for_lanes(n, [&](int64_t j, auto lanes) {
+    if constexpr (std::is_same_v<M, bool>) {
+      store(s + j, select(load_mask(mask + j * stride, stride, lanes), load(s + j), splat(-kInfinity)));
+    } else {
+      store(s + j, load(s + j) + load_mask(mask + j * stride, stride, lanes));
+    }
+  });
+}
+
+// Scores of keys key..key+n-1, in place. `slope`, if wanted, gets the softcap's derivative.
+inline void transform_scores(float* s, int64_t n, int64_t key, const Problem& p, const MaskRow& mask,
+                             float* slope = nullptr) {
+  const float scale = p.options.scale, cap = p.options.softcap;
+  for (int64_t j = 0; j < n; j += W) {
+    Vec x = load(s + j) * scale;
+    if (cap > 0) {
+      const Vec t = tanh(x * (1 / cap));
+      if (slope) store(slope + j, 1.0f - t * t);
+      x = t * cap;
+    }
+    store(s + j, x);
+  }
+  if (!mask.data) return;
+  switch (mask.dtype) {
+    case DType::boolean: return add_mask(s, n, reinterpret_cast<const bool*>(mask.data) + key * mask.stride, mask.stride);
+    case DType::f32: return add_mask(s, n, reinterpret_cast<const float*>(mask.data) + key * mask.stride, mask.stride);
+    case DType::bf16:
+      return add_mask(s, n, reinterpret_cast<const bfloat16*>(mask.data) + key * mask.stride, mask.stride);
+    default: return add_mask(s, n, reinterpret_cast<const float16*>(mask.data) + key * mask.stride, mask.stride);
+  }
+}
+
+// -inf outside first..last, counted from s; s holds `vecs` vectors.
+inline void hide(float* s, int64_t vecs, int64_t first, int64_t last) {
+  first = std::max<int64_t>(first, 0);
+  last = std::min(std::max<int64_t>(last, -1), vecs * W);
+  for (int64_t j = 0; j < vecs * W; j += W) {
+    if (j >= first && j + W - 1 <= last) continue;
+    const IVec lane = lane_index() + int32_t(j);
+    const IVec visible = (lane >= int32_t(first)) & (lane <= int32_t(last));
+    store(s + j, select(visible, load(s + j), splat(-kInfinity)));
+  }
+}
+
+// --- memory --------------------------------------------------------------------------------------------------
+
+// A thread's memory between calls: fresh pages would cost more than the arithmetic of a small call.
+class Workspace {
+ public:
+  // At least `floats` floats, aligned to a cache line, valid until the next call on this thread.
+  static float* get(int64_t floats) {
+    thread_local Workspace kept;
+    if (floats > kept.size_) {
+      kept.size_ = 0;
+      kept.memory_.reset(static_cast<float*>(std::aligned_alloc(64, size_t(round_up(floats * 4, 4096)))));
+      if (!kept.memory_) throw std::bad_alloc();
+      kept.size_ = floats;
+    }
+    return kept.memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  int64_t size_ = 0;
+};
+
+// Hands out pieces of a workspace; counts them first when the workspace is null.
+struct Carver {
+  float* base;
+  int64_t used = 0;
+
+  float* take(int64_t floats) {
+    float* piece = base ? base + used : nullptr;
+    used += round_up(floats, 16);
+    return piece;
+  }
+};
+
+}  // namespace opsmith

@@ -1,0 +1,19 @@
+// Registers attention and its backward pass.
+#include "attention.h"
+#include "binding.h"
+
+namespace opsmith {
+namespace {
+
+void attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double scale,
+                  bool causal, int64_t window, double softcap, const Tensor& out, const std::optional<Tensor>& lse) {
+  attention(view_of(q), view_of(k), view_of(v), view_of(mask), {float(scale), causal, window, float(softcap)},
+            view_of(out), view_of(lse));
+}
+
+}  // namespace
+}  // namespace opsmith
+
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
+  m.impl("attention", TORCH_BOX(&opsmith::attention_op));
+}

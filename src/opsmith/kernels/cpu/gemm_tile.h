@@ -1,0 +1,217 @@
+// Small matrix products on packed operands, held in registers: what attention spends its time in.
+//
+// An operand is made of 32-bit units: one float, or two bfloat16 that follow each other along the summed dimension
+// and that one instruction multiplies. With sizes counted in units, one kernel serves both.
+//   A  rows of units, `a[row * row_stride + k * step]`: broadcast, a unit at a time
+//   B  panels of PANEL columns, `b[panel * panel_stride + k * ldb + column]`: whole vectors
+//   C  float, row-major
+// A panel's tail and B's unused columns hold zeros, so nothing here needs a lane mask.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "simd.h"
+
+namespace opsmith {
+
+constexpr int ROWS = 6;                   // of C in registers: with VECS columns, 24 (AVX-512) or 12 accumulators
+constexpr int VECS = W == 16 ? 4 : 2;
+constexpr int PANEL = VECS * W;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+inline void set_lanes(float* p, float x, int64_t n) { std::fill(p, p + n, x); }
+
+// --- what one unit is ----------------------------------------------------------------------------------------
+
+struct FloatUnits {
+  using Element = float;
+  static constexpr int per_unit = 1;
+  static Vec broadcast(const float* unit) { return splat(*unit); }
+  static Vec mac(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+};
+
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+struct BFloatUnits {
+  using Element = bfloat16;
+  static constexpr int per_unit = 2;
+  static Vec broadcast(const float* unit) { return _mm512_set1_ps(*unit); }
+  static Vec mac(Vec a, Vec b, Vec c) { return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+};
+template <class T>
+using UnitsOf = std::conditional_t<std::is_same_v<T, bfloat16>, BFloatUnits, FloatUnits>;
+#else
+template <class T>
+using UnitsOf = FloatUnits;
+#endif
+
+// --- the product ---------------------------------------------------------------------------------------------
+
+struct Operand {  // A
+  const float* data;
+  int64_t row_stride;
+  int64_t step;
+};
+
+// C[M, N * W] (+)= A[M, depth] B[depth, N * W]
+template <class Units, int M, int N>
+__attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb, float* c,
+                                                    int64_t ldc, bool add) {
+  Vec sum[M][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < M; ++r) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) sum[r][n] = Vec{};
+  }
+  const float* row[M];
+#pragma GCC unroll 8
+  for (int r = 0; r < M; ++r) row[r] = a.data + r * a.row_stride;
+  for (int64_t k = 0, at = 0; k < depth; ++k, at += a.step) {
+    Vec column[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) column[n] = load(b + k * ldb + n * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < M; ++r) {
+      const Vec x = Units::broadcast(row[r] + at);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sum[r][n] = Units::mac(x, column[n], sum[r][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < M; ++r) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      float* p = c + r * ldc + n * W;
+      store(p, add ? load(p) + sum[r][n] : sum[r][n]);
+    }
+  }
+}
+
+template <class Units, int M>
+inline void product_columns(int vecs, int64_t depth, Operand a, const float* b, int64_t ldb, float* c, int64_t ldc,
+                            bool add) {
+  switch (vecs) {
+    case 1: return product_in_registers<Units, M, 1>(depth, a, b, ldb, c, ldc, add);
+    case 2: return product_in_registers<Units, M, 2>(depth, a, b, ldb, c, ldc, add);
+    case 3: return product_in_registers<Units, M, std::min(3, VECS)>(depth, a, b, ldb, c, ldc, add);
+    default: return product_in_registers<Units, M, VECS>(depth, a, b, ldb, c, ldc, add);
+  }
+}
+
+// The rows of C that `product` writes for m <= ROWS rows asked for: A must have as many readable.
+inline int padded_rows(int m) { return m <= 2 ? m : m <= 4 ? 4 : ROWS; }
+
+// C[m, vecs * W] (+)= A[m, depth] B[depth, vecs * W], m <= ROWS.
+template <class Units>
+inline void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride,
+                    float* c, int64_t ldc, bool add) {
+  for (int64_t v = 0; v < vecs; v += VECS, b += panel_stride, c += PANEL) {
+    const int n = int(std::min<int64_t>(VECS, vecs - v));
+    switch (padded_rows(m)) {
+      case 1: product_columns<Units, 1>(n, depth, a, b, ldb, c, ldc, add); break;
+      case 2: product_columns<Units, 2>(n, depth, a, b, ldb, c, ldc, add); break;
+      case 4: product_columns<Units, 4>(n, depth, a, b, ldb, c, ldc, add); break;
+      default: product_columns<Units, ROWS>(n, depth, a, b, ldb, c, ldc, add);
+    }
+  }
+}
+
+// --- packing -------------------------------------------------------------------------------------------------
+
+// W units of a row from element `at` on, zeros past its n elements.
+template <class Units, class T>
+inline Vec load_units(const T* row, int64_t at, int64_t n) {
+  const int64_t count = std::min<int64_t>(n - at, int64_t(W) * Units::per_unit);
+  if constexpr (Units::per_unit == 2) {
+#if defined(OPSMITH_AVX512)
+    if (count == 2 * W) return (Vec)_mm512_loadu_si512(row + at);
+    return (Vec)_mm512_maskz_loadu_epi16(__mmask32((uint64_t{1} << count) - 1), row + at);
+#endif
+  } else if (count == W) {
+    return load(row + at);
+  }
+  if (count <= 0) return Vec{};
+  return load(row + at, Part{int(count)});
+}
+
+// Two vectors with one bit of the lane number exchanged for which of the two it is: a step of a transposition.
+#if defined(__clang__)
+template <int h, int... l>
+inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, l...>) {
+  const Vec low = __builtin_shufflevector(a, b, (l & h ? W + l - h : l)...);
+  b = __builtin_shufflevector(a, b, (l & h ? W + l : l + h)...);
+  a = low;
+}
+#else
+template <int h, int... l>
+inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, l...>) {
+  const Vec low = __builtin_shuffle(a, b, IVec{(l & h ? W + l - h : l)...});
+  b = __builtin_shuffle(a, b, IVec{(l & h ? W + l : l + h)...});
+  a = low;
+}
+#endif
+
+template <int h = W / 2>
+inline __attribute__((always_inline)) void transpose(Vec* v) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) {
+    if (!(i & h)) exchange<h>(v[i], v[i + h], std::make_integer_sequence<int, W>{});
+  }
+  if constexpr (h > 1) transpose<h / 2>(v);
+}
+
+// B = rows^T: column j of B is row j of the source, its units along the depth. `to` has panels of PANEL columns,
+// ceil(n / per_unit) * PANEL units each; columns up to a multiple of W are written, zeros past `rows`.
+template <class Units, class T>
+void pack_transposed(const T* from, int64_t stride, int64_t rows, int64_t n, float* to) {
+  const int64_t depth = ceil_div(n, Units::per_unit);
+  for (int64_t j = 0; j < rows; j += W) {
+    float* panel = to + j / PANEL * depth * PANEL + j % PANEL;
+    const int count = int(std::min<int64_t>(W, rows - j));
+    for (int64_t k = 0; k < depth; k += W) {
+      Vec unit[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        unit[i] = i < count ? load_units<Units>(from + (j + i) * stride, k * Units::per_unit, n) : Vec{};
+      }
+      transpose(unit);
+      float* p = panel + k * PANEL;
+      if (depth - k >= W) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) store(p + i * PANEL, unit[i]);
+      } else {
+        for (int i = 0; i < depth - k; ++i) store(p + i * PANEL, unit[i]);
+      }
+    }
+  }
+}
+
+// B = rows: row k of B is made of the per_unit rows of the source from k * per_unit on. `to` has rows of
+// round_up(n, W) units; zeros past `rows` and n.
+template <class Units, class T>
+void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t n, float* to) {
+  const int64_t width = round_up(n, W);
+  for (int64_t j = 0; j < rows; j += Units::per_unit, to += width) {
+    const T* row = from + j * stride;
+    for_lanes(n, [&](int64_t c, auto lanes) {
+      if constexpr (Units::per_unit == 2) {
+        const IVec low = (IVec)((as_int(load(row + c, lanes)) >> 16) & 0xffff);
+        const IVec high = j + 1 < rows ? as_int(load(row + stride + c, lanes)) : IVec{};
+        store(to + c, as_float(low | high));
+      } else {
+        store(to + c, load(row + c, lanes));
+      }
+    });
+  }
+}
+
+// A = rows: `width` elements a row, zeros past n.
+template <class Units, class T>
+inline void pack_row(const T* from, int64_t n, typename Units::Element* to, int64_t width) {
+  for_lanes(n, [&](int64_t c, auto lanes) { store(to + c, load(from + c, lanes), lanes); });
+  for (int64_t c = n; c < width; ++c) to[c] = {};
+}
+
+}  // namespace opsmith

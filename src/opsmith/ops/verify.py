@@ -1,7 +1,7 @@
 """Holds an operator to its card: `opsmith verify`, and the check that comes before every benchmark.
 
 Every implementation runs on every sample of the card, in every dtype, and so does the public function's
-backward. How a call is tried, so that what only looks right is found out, is said in `opsmith.measure.checks`.
+backward. How a call is tried, so that what only looks right is found out: `opsmith.measure.checks`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,142 @@
+"""`opsmith doctor`: the machine, its kernels and its limits, and what to do about anything amiss."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opsmith.cli import CommandError
+from opsmith.cli.common import Json, Output
+
+if TYPE_CHECKING:
+    from opsmith.measure import Machine, Roofs
+
+_OLDEST_TORCH = (2, 10)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing the doctor looked at; `advice` says what to do, where something is amiss."""
+
+    topic: str
+    finding: str
+    advice: str = ""
+    grave: bool = False  # operators cannot run as they should
+
+
+def run(
+    roofs: Annotated[bool, typer.Option(help="Measure memory bandwidth and matmul rates (seconds).")] = True,
+    json: Json = None,
+) -> None:
+    """Show machine, kernels and measured limits, and what to do about anything amiss.
+
+    Example: opsmith doctor --no-roofs
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    from opsmith.measure import describe, measure_roofs
+
+    output = Output(json)
+    machine = describe()
+    with output.console.status("building and loading the kernels"):
+        kernels, facts = _kernels()
+    lines = [*_machine(machine), *kernels]
+    measured: Roofs | None = None
+    if roofs:
+        with output.console.status("measuring what memory and matmul reach"):
+            measured = measure_roofs(quick=True)
+        lines += [Line(kind, _rate(roof.rate, kind)) for kind, roof in measured.by_kind.items()]
+    table = Table.grid(padding=(0, 2))
+    for line in lines:
+        mark, style = ("x", "red") if line.grave else ("!", "yellow") if line.advice else ("ok", "green")
+        table.add_row(Text(mark, style), line.topic, Text(line.finding))
+        if line.advice:
+            table.add_row("", "", Text(line.advice, style))
+    output.console.print(table)
+    grave = [line for line in lines if line.grave]
+    output.finish(
+        {
+            "ok": not grave,
+            "machine": machine.to_json(),
+            "kernels": facts,
+            "roofs": measured.to_json() if measured else None,
+            "lines": [asdict(line) for line in lines],
+        }
+    )
+    if grave:
+        raise CommandError(f"doctor: {grave[0].topic}: {grave[0].finding}; {grave[0].advice}")
+
+
+def _rate(rate: float, kind: str) -> str:
+    return f"{rate / 1e9:.0f} {'Gop/s' if kind.startswith('matmul') else 'GB/s'}, measured now"
+
+
+def _machine(machine: Machine) -> list[Line]:
+    caches = ", ".join(f"L{cache.level} {_size(cache.bytes)}" for cache in machine.caches)
+    threads = f"{machine.threads} used by torch, {machine.cores} processors for this process"
+    fewer = (
+        f"torch uses {machine.threads} of {machine.cores} processors: unset OMP_NUM_THREADS, or call "
+        f"torch.set_num_threads({machine.cores}), unless that is meant"
+    )
+    version = tuple(int(part) for part in machine.torch.split("+")[0].split(".")[:2])
+    old = f"opsmith needs torch {_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} or newer: pip install -U torch"
+    return [
+        Line("processor", machine.cpu),
+        Line("threads", threads, fewer if machine.threads < machine.cores else ""),
+        Line("caches", caches or "unknown to the system"),
+        Line("memory", _size(machine.memory_bytes)),
+        Line("system", f"{machine.system}, Python {machine.python}"),
+        Line(
+            "torch",
+            f"{machine.torch}, {machine.capability}",
+            old if version < _OLDEST_TORCH else "",
+            version < _OLDEST_TORCH,
+        ),
+        Line("GPU", machine.gpu or "none that this PyTorch can use; operators run on the CPU"),
+    ]
+
+
+def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
+    """Tier, compiler, library and cache; built and loaded now, the only proof that they work."""
+    from opsmith.kernels import build, isa
+
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loaded = build.load()
+            state = build.status()
+    except (ValueError, build.BuildError) as error:
+        return [Line("kernels", "cannot be used", " ".join(str(error).split()), grave=True)], None
+    best = isa.supported()[-1]
+    lower = f"OPSMITH_ISA asks for less than this processor can do ({best}); unset it for full speed"
+    no_compiler = "needed to build kernels for other sources, flags or torch versions: install g++ or clang++"
+    lines = [
+        Line("kernel tier", state.tier, lower if state.tier != best else ""),
+        Line("compiler", state.compiler or "none", "" if state.compiler else no_compiler),
+        Line(
+            "kernels",
+            f"loaded from {state.library}" if loaded else "not loaded: operators run in plain PyTorch",
+            "" if loaded else " ".join((state.reason or "").split()),
+            grave=not loaded,
+        ),
+        Line("kernel cache", f"{state.cache}, {_size(state.bytes)}", _cache_advice(loaded, said)),
+    ]
+    return lines, asdict(state)
+
+
+def _cache_advice(loaded: bool, said: list[warnings.WarningMessage]) -> str:
+    """What the build had to say on its way; a failure is told with the kernels already."""
+    return " ".join(str(said[0].message).split()) if loaded and said else ""
+
+
+def _size(count: int) -> str:
+    amount = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"

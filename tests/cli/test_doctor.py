@@ -1,0 +1,150 @@
+"""`opsmith doctor`: what it says, and what it advises where something is amiss."""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opsmith.cli import main
+from opsmith.kernels import build
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> build.Status:
+    """A machine whose kernels are well, whatever the one that runs the tests is like."""
+    from opsmith.kernels import isa
+
+    state = build.Status(
+        tier=isa.supported()[-1],
+        forced=False,
+        compiler="/usr/bin/c++ (a compiler)",
+        cache=Path("/cache/kernels"),
+        library=Path("/cache/kernels/libraries/opsmith.so"),
+        built=True,
+        loaded=True,
+        bytes=3 << 20,
+        reason=None,
+    )
+    monkeypatch.setattr(build, "load", lambda: True)
+    monkeypatch.setattr(build, "status", lambda: state)
+    return state
+
+
+def doctor(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]], str]:
+    """Exit status, lines by topic, and stderr of `opsmith doctor --no-roofs`."""
+    status = main(["doctor", "--no-roofs", "--json"])
+    out, err = capsys.readouterr()
+    return status, {line["topic"]: line for line in json.loads(out)["lines"]}, err
+
+
+def test_a_healthy_machine(state: build.Status, capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines, err = doctor(capsys)
+    assert (status, err) == (0, "")
+    assert lines["kernel tier"]["finding"] == state.tier
+    assert lines["kernel cache"]["finding"] == "/cache/kernels, 3 MiB"
+    assert torch.__version__ in lines["torch"]["finding"]
+    assert [topic for topic, line in lines.items() if line["grave"]] == []
+
+
+def test_people_get_a_table(state: build.Status, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-roofs"]) == 0
+    out = capsys.readouterr().out
+    assert "/cache/kernels/libraries/opsmith.so" in out
+    assert "a compiler" in out
+
+
+def test_roofs_are_measured_on_demand(
+    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opsmith import measure
+
+    roof = measure.Roof("copy", 40e9, 42e9, "copy_", {"copy_": 40e9})
+    monkeypatch.setattr(measure, "measure_roofs", lambda quick: measure.Roofs({"copy": roof}))
+    assert main(["doctor", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["roofs"]["copy"]["rate"] == 40e9
+    assert result["lines"][-1]["finding"] == "40 GB/s, measured now"
+
+
+def test_fewer_threads_than_processors(
+    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opsmith import measure
+
+    here = dataclasses.replace(measure.describe(), cores=8, threads=2)
+    monkeypatch.setattr(measure, "describe", lambda: here)
+    status, lines, _ = doctor(capsys)
+    assert status == 0
+    assert "torch.set_num_threads(8)" in lines["threads"]["advice"]
+
+
+def test_an_old_torch_is_grave(
+    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opsmith import measure
+
+    here = dataclasses.replace(measure.describe(), torch="2.9.1+cpu")
+    monkeypatch.setattr(measure, "describe", lambda: here)
+    status, lines, err = doctor(capsys)
+    assert status == 1
+    assert lines["torch"]["grave"]
+    assert "opsmith needs torch 2.10 or newer" in err
+
+
+def test_a_lower_tier_than_possible(
+    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opsmith.kernels import isa
+
+    monkeypatch.setattr(isa, "supported", lambda: ("portable", "better"))
+    monkeypatch.setattr(build, "status", lambda: dataclasses.replace(state, tier="portable", forced=True))
+    status, lines, _ = doctor(capsys)
+    assert status == 0
+    assert "(better); unset it for full speed" in lines["kernel tier"]["advice"]
+
+
+def test_no_compiler_and_no_kernels(
+    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacking = dataclasses.replace(
+        state, compiler=None, library=None, loaded=False, reason="no compiler is on PATH.\nInstall g++"
+    )
+    monkeypatch.setattr(build, "load", lambda: False)
+    monkeypatch.setattr(build, "status", lambda: lacking)
+    status, lines, err = doctor(capsys)
+    assert status == 1
+    assert lines["kernels"]["advice"] == "no compiler is on PATH. Install g++"
+    assert lines["compiler"]["advice"]
+    assert err.startswith("opsmith: doctor: kernels: not loaded")
+    assert err.count("\n") == 1
+
+
+def test_a_tier_that_does_not_exist(
+    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses() -> bool:
+        raise ValueError("OPSMITH_ISA='zzz' is no tier: expected one of portable")
+
+    monkeypatch.setattr(build, "load", refuses)
+    status, lines, _ = doctor(capsys)
+    assert status == 1
+    assert lines["kernels"]["advice"].startswith("OPSMITH_ISA='zzz' is no tier")
+
+
+def test_a_cache_that_cannot_be_written(
+    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def complains() -> bool:
+        warnings.warn(
+            "cannot keep kernels in the cache folder; set OPSMITH_CACHE", RuntimeWarning, stacklevel=2
+        )
+        return True
+
+    monkeypatch.setattr(build, "load", complains)
+    status, lines, _ = doctor(capsys)
+    assert status == 0
+    assert lines["kernel cache"]["advice"] == "cannot keep kernels in the cache folder; set OPSMITH_CACHE"

@@ -25,11 +25,12 @@ def attention(
     softcap: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend: each query's weighted mean of the values, by an online softmax over tiles; no L x S matrix in memory.
+    """Weigh the values by how well each key fits the query; no L x S matrix in memory.
 
-    `y = softmax(scale * q @ k.T + mask) @ v`. A query that may see no key gives zeros.
+    `y = softmax(scale * q @ k.T + mask) @ v`, by an online softmax over tiles. A query that may see no key
+    gives zeros.
 
-    >>> q, kv = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 128, 64)      # 8 heads share 2 of keys and values
+    >>> q, kv = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 128, 64)  # 4 query heads share each key head
     >>> attention(q, kv, kv, causal=True).shape
     torch.Size([2, 8, 128, 64])
 
@@ -47,8 +48,8 @@ def attention(
     Raises:
         TypeError, ValueError: for a wrong dtype, shape, device, window or softcap.
 
-    Source: Vaswani et al., 2017; Dao et al., "FlashAttention", 2022; Beltagy et al., 2020 (window); Gemma 2, 2024
-    (softcap).
+    Source: Vaswani et al., 2017; Dao et al., "FlashAttention", 2022; Beltagy et al., 2020 (window);
+    Gemma 2, 2024 (softcap).
     """
     _check(q, k, v, mask, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)
@@ -92,7 +93,7 @@ def reference(
 
 
 def _visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor | None:
-    """[L, S], True where the causal rule and the window let query i see key j; None when neither is asked for."""
+    """[L, S], True where causal rule and window let a query see a key; None when neither is asked for."""
     rows, columns = q.shape[-2], k.shape[-2]
     if not causal and window is None:
         return None
@@ -106,13 +107,13 @@ def _visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None)
 
 
 def _default_scale(q: torch.Tensor) -> float:
-    return float(max(q.shape[-1], 1)) ** -0.5
+    return 1.0 / math.sqrt(max(q.shape[-1], 1))
 
 
 def _settings(
     q: torch.Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None
 ) -> tuple[float, bool, int, float]:
-    """scale, causal, window and softcap as the kernels take them: a number that says none where there is none."""
+    """scale, causal, window and softcap as the kernels take them, with 0 for none."""
     return _default_scale(q) if scale is None else scale, causal, window or 0, softcap or 0.0
 
 
@@ -137,7 +138,7 @@ def _check(q: Any, k: Any, v: Any, mask: Any, window: Any, softcap: Any, out: An
         )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"attention: v must have shape [{batch}, {kv_heads}, {columns}, Dv] to fit k, got {tuple(v.shape)}"
+            f"attention: v must have shape [{batch}, {kv_heads}, {columns}, Dv] like k, got {tuple(v.shape)}"
         )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
@@ -217,7 +218,7 @@ def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.
 
 
 def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """An output laid out as q is: with the heads inside, the next layer reads it as [B, L, H * Dv] without a copy."""
+    """An output laid out as q is: heads inside, if q has them there, so that joining the heads is a view."""
     batch, heads, rows, _ = q.shape
     if q.stride(1) < q.stride(2):
         return torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype).transpose(1, 2)
@@ -225,7 +226,7 @@ def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """Forward keeps one number a query, the log of its softmax's sum; backward recomputes the scores from it."""
+    """Forward keeps the log of each softmax's sum; backward recomputes the scores from it."""
 
     @staticmethod
     def forward(
@@ -249,7 +250,7 @@ class _Attention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, mask, y, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(_last(t)) for t in (q, k, v))
@@ -387,7 +388,8 @@ CARD = register(
                 repeats=("k", "v"),
             ),
             Pattern(
-                "attention(q, k, v, causal)",  # as many keys as queries: PyTorch aligns the others to the start
+                # As many keys as queries: PyTorch aligns other shapes to the start, opsmith to the end.
+                "attention(q, k, v, causal)",
                 lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale),
                 {"q": _Q, "k": _Q, "v": _Q, "scale": 0.3},
                 fixed={"causal": True},
@@ -397,9 +399,9 @@ CARD = register(
         schemas=(
             "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "
             "float softcap, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
-            "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
-            "float scale, bool causal, int window, float softcap, *, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) "
-            "-> ()",
+            "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+            "Tensor? mask, float scale, bool causal, int window, float softcap, *, "
+            "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
         ),
         source="Vaswani et al., 2017; Dao et al., 2022",
     )

@@ -1,4 +1,4 @@
-"""What every operator's file needs: the checks, the row view, and the question whether native kernels can run."""
+"""What every operator's file needs: the checks, the views, and whether native kernels can run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def native_library() -> bool:
-    """True once the native library is loaded (built at the first call); a constant inside a compiled graph."""
+    """True once the native library is loaded (built at the first call); a constant in a compiled graph."""
     return build.load()
 
 
@@ -83,7 +83,8 @@ def check_mask(op: str, mask: Any, x: torch.Tensor, shape: Sequence[int], what: 
         raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype not in (torch.bool, torch.float32, x.dtype):
         raise TypeError(
-            f"{op}: mask must be bool (True = keep) or additive in {short(x.dtype)} or float32, got {short(mask.dtype)}"
+            f"{op}: mask must be bool (True = keep), or additive in {short(x.dtype)} or float32, "
+            f"got {short(mask.dtype)}"
         )
     if mask.device != x.device:
         raise ValueError(f"{op}: mask is on {mask.device}, the input on {x.device}; move one of them")
@@ -104,7 +105,7 @@ def spread(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def check_out(op: str, out: Any, like: torch.Tensor, shape: Sequence[int] | None = None) -> None:
-    """Refuse an output that is not of like's dtype and device, and of the result's shape (like's, by default)."""
+    """Refuse an output that is not of like's dtype and device, and of this shape (like's, by default)."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"{op}: out must be a tensor, got {type(out).__name__}")
     shape = like.shape if shape is None else shape

@@ -79,10 +79,10 @@ def _check(ids: Any, table: Any, padding_idx: int | None, out: Any) -> int:
         check_out("embedding", out, table, shape=(*ids.shape, table.shape[1]))
     if padding_idx is None:
         return -1
-    rows = table.shape[0]
+    rows = int(table.shape[0])
     if not -rows <= padding_idx < rows:
         raise ValueError(f"embedding: padding_idx must be in [{-rows}, {rows}), got {padding_idx}")
-    return padding_idx % rows
+    return int(padding_idx % rows)
 
 
 def _bad_id(ids: torch.Tensor, rows: int) -> IdError:
@@ -92,8 +92,8 @@ def _bad_id(ids: torch.Tensor, rows: int) -> IdError:
     position: Any = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), ids.shape))
     position = position[0] if len(position) == 1 else position
     return IdError(
-        f"embedding: ids must be in [0, {rows}) for a table of {rows} rows, got {int(flat[first])} at position "
-        f"{position}; check the tokenizer's vocabulary against the table"
+        f"embedding: ids must be in [0, {rows}) for a table of {rows} rows, got {int(flat[first])} "
+        f"at position {position}; check the tokenizer's vocabulary against the table"
     )
 
 
@@ -136,7 +136,7 @@ class _Embedding(torch.autograd.Function):
         return _native(ids, table)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         shape, dtype = ctx.table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,8 +105,7 @@ def _forward(
     return y
 
 
-def _rows(x: torch.Tensor, view: Any = as_rows) -> torch.Tensor:
-    # One long row when nothing forbids it: rows are what the kernel's threads share out, and it splits long ones.
+def _rows(x: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor] = as_rows) -> torch.Tensor:
     return view(x) if x.dim() else x.view(1, 1)
 
 
@@ -132,7 +131,7 @@ class _Gelu(torch.autograd.Function):
         return _forward(x, bias, tanh, None)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype)

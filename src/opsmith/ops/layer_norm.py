@@ -180,7 +180,7 @@ class _LayerNorm(torch.autograd.Function):
         return y, s
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor, dsummed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         s, mean, rstd, weight, bias = ctx.saved_tensors
         need_x, need_w, need_b, _, need_r = ctx.needs_input_grad
@@ -255,8 +255,8 @@ CARD = register(
         schemas=(
             "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, *, "
             "Tensor(a!) y, Tensor(b!)? summed=None, Tensor(c!)? mean=None, Tensor(d!)? rstd=None) -> ()",
-            "layer_norm_backward(Tensor dy, Tensor? dsummed, Tensor s, Tensor mean, Tensor rstd, Tensor? weight, *, "
-            "Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
+            "layer_norm_backward(Tensor dy, Tensor? dsummed, Tensor s, Tensor mean, Tensor rstd, "
+            "Tensor? weight, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
         ),
         source="Ba, Kiros, Hinton, 2016; Welford, 1962; Chan, Golub, LeVeque, 1979",
     )

@@ -37,7 +37,7 @@ def linear(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply by a weight; bias, activation and residual are applied before the product leaves the registers.
+    """Multiply by a weight; bias, activation and residual cost no pass over memory of their own.
 
     `y = activation(x @ weight.T + bias) + residual`.
 
@@ -59,7 +59,7 @@ def linear(
     """
     _check(x, weight, bias, activation, residual, out)
     fn = reference
-    # One row in float32 is a matrix times a vector, bound by memory: oneDNN's set-up costs more than it wins there.
+    # One row in float32 is a matrix times a vector, bound by memory: oneDNN's set-up is dearer than its win.
     if not needs_grad(x, weight, bias, residual):
         if _supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
             fn = _onednn
@@ -89,7 +89,8 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any, out: 
     check_float("linear", weight, "weight")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"linear: weight must have shape [N, {x.shape[-1]}] for x {tuple(x.shape)}, got {tuple(weight.shape)}"
+            f"linear: weight must have shape [N, {x.shape[-1]}] for x {tuple(x.shape)}, "
+            f"got {tuple(weight.shape)}"
         )
     if weight.device != x.device:
         raise ValueError(f"linear: weight is on {weight.device}, x on {x.device}; move one of them")

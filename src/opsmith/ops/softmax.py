@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ def softmax(
 ) -> torch.Tensor:
     """Exponentials of a dimension, divided by their sum; scale and mask cost no pass of their own.
 
-    `y = exp(s - max(s)) / sum(exp(s - max(s)))`, with `s = scale * x + mask`. A row in which everything is masked
-    gives zeros.
+    `y = exp(s - max(s)) / sum(exp(s - max(s)))`, with `s = scale * x + mask`. A row in which everything
+    is masked gives zeros.
 
     >>> softmax(torch.randn(2, 4, 8, 8), scale=0.125, causal=True).shape
     torch.Size([2, 4, 8, 8])
@@ -38,8 +39,8 @@ def softmax(
         scale: multiplies x before the mask.
         mask: broadcastable to x; boolean (True = keep), or added to `scale * x`.
         causal: also mask element j of row i where `j > i + S - L`, for x [..., L, S] and the last dimension.
-        method: "stable" subtracts the row's maximum; "fast" does not, and is for rows known to be small; "auto"
-            takes the fast way for the rows in which it is no less accurate.
+        method: "stable" subtracts the row's maximum; "fast" does not, and is for rows known to be small;
+            "auto" takes the fast way for the rows in which it is no less accurate.
         out: a tensor like x to write into.
 
     Raises:
@@ -128,30 +129,28 @@ def _forward(
     method: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    y = out if out is not None and out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
     if mask is not None:
         mask = spread(mask, x.shape)
-    _over_rows(x, mask, y, scale, causal, method)
-    return y
+    if x.numel():
+        _over_rows(x, mask, y, scale, causal, method)
+    return y if out is None or out is y else out.copy_(y)
 
 
 def _over_rows(
     x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, scale: float, causal: bool, method: int
 ) -> None:
     """Call the kernel on [outer, L, S] views; where the mask's strides allow none, once per leading index."""
-    if not x.numel():
-        return
     if x.dim() < 3:
-        shape: tuple[int, ...] = (1, *((1,) if x.dim() == 1 else ()), *x.shape)
+        shape: tuple[int, ...] = (1, 1, *x.shape)[-3:]
         views = [None if t is None else t.view(shape) for t in (x, mask, y)]
     elif mask is None:
         shape = (-1, *x.shape[-2:])
         views = [x.reshape(shape), None, y.view(shape)]
     else:
-        # The causal rule reads a row's place, so only without it may leading dimensions be merged into the rows.
-        split = next(
-            (k for k in ((x.dim() - 2,) if causal else range(x.dim() - 2, 0, -1)) if _mergeable(mask, k)), 0
-        )
+        # The causal rule reads a row's place: only without it may leading dimensions be merged into rows.
+        last = x.dim() - 2
+        split = next((k for k in range(last, last - 1 if causal else 0, -1) if _mergeable(mask, k)), 0)
         if not split:
             for part in zip(x, mask, y, strict=True):
                 _over_rows(*part, scale, causal, method)
@@ -166,13 +165,13 @@ def _over_rows(
 
 
 def _mergeable(t: torch.Tensor, split: int) -> bool:
-    """True when the dimensions before `split`, and those from it to the last but one, are each one stride."""
-    strides, sizes = t.stride(), t.shape
-    return all(
-        sizes[d] == 1 or strides[d - 1] == strides[d] * sizes[d]
-        for d in range(1, t.dim() - 1)
-        if d != split and sizes[d - 1] != 1
-    )
+    """True when the dimensions before `split`, and those up to the last but one, merge without a copy."""
+    dims = list(zip(t.shape, t.stride(), strict=True))
+    for group in (dims[:split], dims[split:-1]):
+        real = [(size, step) for size, step in group if size != 1]
+        if any(step != size * inner for (_, step), (size, inner) in pairwise(real)):
+            return False
+    return True
 
 
 class _Softmax(torch.autograd.Function):
@@ -188,7 +187,7 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (y,) = ctx.saved_tensors
         dx = torch.empty(y.shape, dtype=y.dtype)

@@ -1,6 +1,7 @@
 // Registers the kernels with torch through its stable ABI, and lends them torch's thread pool.
 #include "binding.h"
 
+#include "kernels.h"
 #include "parallel.h"
 
 extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
@@ -8,3 +9,68 @@ extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int6
 }
 
 extern "C" int64_t opsmith_num_threads() { return torch::stable::get_num_threads(); }
+
+namespace opsmith {
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+void layer_norm_op(Tensor x, Optional residual, Optional weight, Optional bias, double eps, Tensor y, Optional summed,
+                   Optional mean, Optional rstd) {
+  layer_norm(view_of(x), view_of(residual), view_of(weight), view_of(bias), eps, view_of(y), view_of(summed),
+             view_of(mean), view_of(rstd));
+}
+
+void layer_norm_backward_op(Tensor dy, Optional dsummed, Tensor s, Tensor mean, Tensor rstd, Optional weight,
+                            Optional dx, Optional dweight, Optional dbias) {
+  layer_norm_backward(view_of(dy), view_of(dsummed), view_of(s), view_of(mean), view_of(rstd), view_of(weight),
+                      view_of(dx), view_of(dweight), view_of(dbias));
+}
+
+void softmax_op(Tensor x, Optional mask, double scale, bool causal, int64_t method, Tensor y) {
+  softmax(view_of(x), view_of(mask), scale, causal, method, view_of(y));
+}
+
+void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
+  softmax_backward(view_of(dy), view_of(y), scale, view_of(dx));
+}
+
+void gelu_op(Tensor x, Optional bias, bool tanh, Tensor y) { gelu(view_of(x), view_of(bias), tanh, view_of(y)); }
+
+void gelu_backward_op(Tensor dy, Tensor x, Optional bias, bool tanh, Tensor dx) {
+  gelu_backward(view_of(dy), view_of(x), view_of(bias), tanh, view_of(dx));
+}
+
+void check_ids(const View& ids, int64_t rows) {
+  const int64_t at = first_bad_id(ids, rows);
+  if (at < 0) return;
+  const int64_t place = at * ids.strides[0];
+  const int64_t id = ids.dtype == DType::i32 ? ids.as<int32_t>()[place] : ids.as<int64_t>()[place];
+  STD_TORCH_CHECK(false, "embedding: ids must lie in [0, ", rows, "), the rows of the table; got ", id,
+                  " at position ", at);
+}
+
+void embedding_op(Tensor ids, Tensor table, Tensor y) {
+  check_ids(view_of(ids), table.size(0));
+  embedding(view_of(ids), view_of(table), view_of(y));
+}
+
+void embedding_backward_op(Tensor dy, Tensor ids, int64_t padding_idx, Tensor dtable) {
+  check_ids(view_of(ids), dtable.size(0));
+  embedding_backward(view_of(dy), view_of(ids), padding_idx, view_of(dtable));
+}
+
+}  // namespace
+}  // namespace opsmith
+
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
+  using namespace opsmith;
+  m.impl("layer_norm", TORCH_BOX(&layer_norm_op));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward_op));
+  m.impl("softmax", TORCH_BOX(&softmax_op));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_op));
+  m.impl("gelu", TORCH_BOX(&gelu_op));
+  m.impl("gelu_backward", TORCH_BOX(&gelu_backward_op));
+  m.impl("embedding", TORCH_BOX(&embedding_op));
+  m.impl("embedding_backward", TORCH_BOX(&embedding_backward_op));
+}

@@ -28,11 +28,13 @@ constexpr int W = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * W)));
+typedef double DVec __attribute__((vector_size(8 * W)));  // for sums that float would spoil
 typedef int32_t IVec __attribute__((vector_size(4 * W)));  // also what a comparison of two Vecs gives: 0 or -1
 
 inline Vec splat(float x) { return x - Vec{}; }  // 0 would turn -0 into +0 with `+`
 inline Vec as_float(IVec v) { return (Vec)v; }
 inline IVec as_int(Vec v) { return (IVec)v; }
+inline DVec to_double(Vec v) { return __builtin_convertvector(v, DVec); }
 
 // --- lanes ---------------------------------------------------------------------------------------------------
 
@@ -216,6 +218,15 @@ inline float reduce_min(Vec v) {
 }
 
 #endif
+
+inline double reduce_add(DVec v) {
+  double lane[W];
+  std::memcpy(lane, &v, sizeof v);
+  for (int h = W / 2; h > 0; h /= 2) {
+    for (int i = 0; i < h; ++i) lane[i] += lane[i + h];
+  }
+  return lane[0];
+}
 
 // max and min give their SECOND argument when either is NaN: `max(bound, x)` keeps a NaN in x.
 

@@ -1,0 +1,116 @@
+// Embedding: gathers rows of a table; backward adds gradients up per row of the table, so that threads never race.
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+#include "rows.h"
+
+namespace opsmith {
+namespace {
+
+constexpr int64_t task_bytes = 1 << 16;
+constexpr int64_t ahead = 4;  // rows whose first lines are asked for before they are needed
+
+template <class F>
+inline void with_id_type(DType dtype, F&& f) {
+  if (dtype == DType::i32) {
+    f(static_cast<int32_t*>(nullptr));
+  } else {
+    f(static_cast<int64_t*>(nullptr));
+  }
+}
+
+inline int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+template <class Id>
+void gather(const View& ids, const View& table, const View& y) {
+  const int64_t tokens = ids.sizes[0], size = element_bytes(y.dtype), bytes = y.sizes[1] * size;
+  const int64_t step = ids.strides[0], pitch = table.strides[0] * size, out_pitch = y.strides[0] * size;
+  const char* rows = table.as<char>();
+  char* out = y.as<char>();
+  const Id* id = ids.as<Id>();
+  parallel_for(tokens, row_grain(bytes, task_bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      if (t + ahead < end) {
+        const char* next = rows + int64_t(id[(t + ahead) * step]) * pitch;
+        for (int64_t b = 0; b < std::min<int64_t>(bytes, 512); b += 64) prefetch(next + b);
+      }
+      std::memcpy(out + t * out_pitch, rows + int64_t(id[t * step]) * pitch, size_t(bytes));
+    }
+  });
+}
+
+// Counting sort: positions[first[v] .. first[v + 1]) are the places where id v stands, in order.
+struct Buckets {
+  std::vector<int64_t> first, positions;
+};
+
+template <class Id>
+Buckets bucket(const View& ids, int64_t rows) {
+  const Id* id = ids.as<Id>();
+  const int64_t tokens = ids.sizes[0], step = ids.strides[0];
+  Buckets b{std::vector<int64_t>(size_t(rows + 1)), std::vector<int64_t>(size_t(tokens))};
+  for (int64_t t = 0; t < tokens; ++t) ++b.first[size_t(id[t * step])];
+  int64_t end = 0;
+  for (int64_t& f : b.first) f = end += f;  // where each bucket ends; filling from the back turns that into its start
+  for (int64_t t = tokens - 1; t >= 0; --t) b.positions[size_t(--b.first[size_t(id[t * step])])] = t;
+  return b;
+}
+
+template <class T>
+void scatter(const Buckets& b, const View& dy, int64_t padding_idx, const View& dtable) {
+  const int64_t rows = dtable.sizes[0], n = dtable.sizes[1];
+  parallel_for(rows, row_grain(n * int64_t(sizeof(T)), task_bytes), [&](int64_t begin, int64_t end) {
+    float* const sums = scratch(round_up(n, W));
+    for (int64_t v = begin; v < end; ++v) {
+      T* out = dtable.as<T>() + v * dtable.strides[0];
+      const int64_t from = b.first[size_t(v)], to = b.first[size_t(v + 1)];
+      if (from == to || v == padding_idx) {
+        std::memset(out, 0, size_t(n) * sizeof(T));
+        continue;
+      }
+      auto gradient = [&](int64_t j) { return dy.as<T>() + b.positions[size_t(j)] * dy.strides[0]; };
+      if (to - from == 1) {
+        std::memcpy(out, gradient(from), size_t(n) * sizeof(T));
+        continue;
+      }
+      std::fill_n(sums, n, 0.0f);
+      for (int64_t j = from; j < to; ++j) {
+        const T* g = gradient(j);
+        for_lanes(n, [&](int64_t i, auto k) { store(sums + i, load(sums + i, k) + load(g + i, k), k); });
+      }
+      for_lanes(n, [&](int64_t i, auto k) { store(out + i, load(sums + i, k), k); });
+    }
+  });
+}
+
+}  // namespace
+
+int64_t first_bad_id(View ids, int64_t rows) {
+  int64_t bad = -1;
+  with_id_type(ids.dtype, [&](auto* t) {
+    const auto* id = ids.as<std::remove_pointer_t<decltype(t)>>();
+    const int64_t tokens = ids.sizes[0], step = ids.strides[0];
+    bool outside = false;  // without an exit in the loop, it is vectorized
+    for (int64_t i = 0; i < tokens; ++i) outside |= uint64_t(int64_t(id[i * step])) >= uint64_t(rows);
+    for (int64_t i = 0; outside && bad < 0; ++i) {
+      if (uint64_t(int64_t(id[i * step])) >= uint64_t(rows)) bad = i;
+    }
+  });
+  return bad;
+}
+
+void embedding(View ids, View table, View y) {
+  with_id_type(ids.dtype, [&](auto* t) { gather<std::remove_pointer_t<decltype(t)>>(ids, table, y); });
+}
+
+void embedding_backward(View dy, View ids, int64_t padding_idx, View dtable) {
+  with_id_type(ids.dtype, [&](auto* t) {
+    const Buckets b = bucket<std::remove_pointer_t<decltype(t)>>(ids, dtable.sizes[0]);
+    with_float_type(dtable.dtype, [&](auto* e) {
+      scatter<std::remove_pointer_t<decltype(e)>>(b, dy, padding_idx, dtable);
+    });
+  });
+}
+
+}  // namespace opsmith

@@ -1,0 +1,29 @@
+// The kernels: one function per native operator. Shapes and dtypes are the operator's contract (see its card in
+// ops/); the binding checks what memory safety needs before it calls.
+#pragma once
+
+#include <cstdint>
+
+#include "types.h"
+
+namespace opsmith {
+
+// x, residual, y, summed [rows, n]; weight, bias [n]; mean, rstd [rows] float32.
+void layer_norm(View x, View residual, View weight, View bias, double eps, View y, View summed, View mean, View rstd);
+void layer_norm_backward(View dy, View dsummed, View s, View mean, View rstd, View weight, View dx, View dweight,
+                         View dbias);
+
+// x, mask, y [outer, L, S]; method 0 auto, 1 stable, 2 fast.
+void softmax(View x, View mask, double scale, bool causal, int64_t method, View y);
+void softmax_backward(View dy, View y, double scale, View dx);
+
+// x, y [rows, n]; bias [n].
+void gelu(View x, View bias, bool tanh, View y);
+void gelu_backward(View dy, View x, View bias, bool tanh, View dx);
+
+// ids [T]; table [V, n]; y [T, n].
+int64_t first_bad_id(View ids, int64_t rows);  // the position of an id outside [0, rows), or -1
+void embedding(View ids, View table, View y);
+void embedding_backward(View dy, View ids, int64_t padding_idx, View dtable);
+
+}  // namespace opsmith

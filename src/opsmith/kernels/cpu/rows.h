@@ -1,0 +1,72 @@
+// What the row-wise kernels share: dtype dispatch, scratch memory, how to split rows, when to write past the cache.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <new>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace opsmith {
+
+// Calls f with a null pointer of the element type, so that a lambda can name it: `[&](auto* t)`.
+template <class F>
+inline void with_float_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::bf16: return f(static_cast<bfloat16*>(nullptr));
+    case DType::f16: return f(static_cast<float16*>(nullptr));
+    default: return f(static_cast<float*>(nullptr));
+  }
+}
+
+// A thread's scratch memory, 64-byte aligned, kept between calls and only ever grown. One user at a time.
+inline float* scratch(int64_t floats) {
+  struct Free {
+    void operator()(float* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  static thread_local std::unique_ptr<float, Free> memory;
+  static thread_local int64_t capacity = 0;
+  if (floats > capacity) {
+    memory.reset();
+    capacity = 0;
+    memory.reset(static_cast<float*>(::operator new(size_t(floats) * sizeof(float), std::align_val_t(64))));
+    capacity = floats;
+  }
+  return memory.get();
+}
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Rows per task, so that a task is worth a thread's wake-up.
+inline int64_t row_grain(int64_t n, int64_t elements) { return std::max<int64_t>(1, elements / std::max<int64_t>(1, n)); }
+
+// Whether results this large are gone from the cache before anyone reads them: then writing them past the cache
+// saves reading each line before it is overwritten.
+inline bool outlives_cache(int64_t bytes) {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  static const int64_t cache = std::max<int64_t>({sysconf(_SC_LEVEL3_CACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE), 0});
+#else
+  static const int64_t cache = 0;
+#endif
+  return bytes > (cache > 0 ? cache : int64_t{32} << 20) / 2;
+}
+
+// Store, past the cache where the row allows it.
+template <class T>
+inline void put(T* p, Vec v, Full, bool streaming) {
+  if (streaming) {
+    stream(p, v);
+  } else {
+    store(p, v, Full{});
+  }
+}
+template <class T>
+inline void put(T* p, Vec v, Part k, bool) {
+  store(p, v, k);
+}
+
+}  // namespace opsmith

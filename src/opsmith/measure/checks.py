@@ -177,20 +177,18 @@ def _looks_poisoned(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _poisoned_allocations() -> Iterator[None]:
     """What torch allocates without initializing it is meanwhile full of NaN, or of the largest integer."""
-    was, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    # The debug mode sets the same switch as use_deterministic_algorithms, without importing Inductor for it.
+    was = torch.get_deterministic_debug_mode()
     switch: Any = torch.utils.deterministic  # its attributes are properties that type stubs do not know
     filled = switch.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         switch.fill_uninitialized_memory = True
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(was, warn_only=warn_only)
+            torch.set_deterministic_debug_mode(was)
             switch.fill_uninitialized_memory = filled
 
 

@@ -214,15 +214,16 @@ def _prepacked(a: torch.Tensor, b: torch.Tensor) -> dict[str, Callable[[], objec
     """The matmuls of the libraries behind torch, with the weight packed once, as a compiled model has it."""
     ways: dict[str, Callable[[], object]] = {}
     n = a.shape[0]
+    weight = b.t().contiguous()  # linear layers hold [out, in]
     with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         onednn = torch.ops.mkldnn._linear_pointwise
-        packed = torch.ops.mkldnn._reorder_linear_weight(b, n)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, n)
         ways["oneDNN"] = lambda: onednn(a, packed, None, "none", [], "")
     if a.dtype == torch.float32:
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
             mkl = torch.ops.mkl._mkl_linear
-            mkl_packed = torch.ops.mkl._mkl_reorder_linear_weight(b, n)
-            ways["MKL"] = lambda: mkl(a, mkl_packed, b, None, n)
+            mkl_packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, n)
+            ways["MKL"] = lambda: mkl(a, mkl_packed, weight, None, n)
     return ways
 
 

@@ -345,7 +345,6 @@ def _column(pool: Pool | None, warm: bool, flush: CacheFlush | None) -> str:
 def _no_collection() -> Iterator[None]:
     """Python's garbage collector waits until the timing is over."""
     was = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

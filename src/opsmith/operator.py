@@ -144,7 +144,9 @@ class Tolerance:
         exact_f = exact[finite]
         error = float((got.double()[finite] - exact_f).abs().max())
         eager_error = float((eager.double()[finite] - exact_f).abs().nan_to_num(0.0, 0.0, 0.0).max())
-        unit = torch.finfo(got.dtype).eps * 2.0 ** math.floor(math.log2(max(float(exact_f.abs().max()), 1e-300)))
+        unit = torch.finfo(got.dtype).eps * 2.0 ** math.floor(
+            math.log2(max(float(exact_f.abs().max()), 1e-300))
+        )
         bound = self.factor * eager_error + self.ulps * max(unit, torch.finfo(got.dtype).tiny)
         ok = error <= bound  # NaN compares false, so it fails
         return Verdict(ok, error, bound, "" if ok else f"error {error:.3g} above the bound {bound:.3g}")
@@ -162,9 +164,15 @@ class Pattern:
     fn: Callable[..., Any]
     inputs: Mapping[str, tuple[int | str, ...] | float]
     dtypes: Mapping[str, str] = field(default_factory=dict)  # "ids" or "bool"; floating point where not named
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that this spelling implies (causal=True)
-    aligned: tuple[str, ...] = ()  # inputs that must reach the operator through the same permutation of their axes
-    repeats: tuple[str, ...] = ()  # inputs that the operator itself repeats over heads, so a copy can be spared
+    fixed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # arguments that this spelling implies (causal=True)
+    aligned: tuple[
+        str, ...
+    ] = ()  # inputs that must reach the operator through the same permutation of their axes
+    repeats: tuple[
+        str, ...
+    ] = ()  # inputs that the operator itself repeats over heads, so a copy can be spared
 
 
 @dataclass(frozen=True)
@@ -213,6 +221,12 @@ class Operator:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     differentiable: bool = True
     outputs: int = 1
+    workloads: Callable[[Make], Iterator[Sample]] | None = (
+        None  # the sizes models use, to be timed; else large samples
+    )
+    epilogue: Callable[..., str | None] | None = (
+        None  # an activation's name as a matmul's epilogue, given its arguments
+    )
     source: str = ""
 
     def implementation(self, name: str) -> Implementation:
@@ -222,6 +236,11 @@ class Operator:
                 return candidate
         known = ", ".join(i.name for i in self.implementations)
         raise KeyError(f"{self.name} has no implementation {name!r}; it has: {known}")
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """What eager PyTorch runs, whose error is the yardstick: the implementation "eager", or the reference."""
+        return next((i.fn for i in self.implementations if i.name == "eager"), self.reference)
 
     def candidates(self, *args: Any, **kwargs: Any) -> tuple[list[Implementation], dict[str, str]]:
         """The implementations that accept this call, in order, and the refusals with their reasons."""

@@ -368,6 +368,7 @@ CARD = register(
                 "attention(q, k, v)",
                 lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale),
                 {"q": _Q, "k": _KV, "v": _KV, "scale": 0.3},
+                aligned=("q", "k", "v"),
                 repeats=("k", "v"),
             ),
             Pattern(
@@ -376,6 +377,7 @@ CARD = register(
                     q, k, v, attn_mask=mask, scale=scale
                 ),
                 {"q": _Q, "k": _KV, "v": _KV, "mask": ("B", "H", "L", "S"), "scale": 0.3},
+                aligned=("q", "k", "v"),
                 repeats=("k", "v"),
             ),
             Pattern(
@@ -385,6 +387,7 @@ CARD = register(
                 ),
                 {"q": _Q, "k": _KV, "v": _KV, "mask": ("B", "H", "L", "S"), "scale": 0.3},
                 dtypes={"mask": "bool"},
+                aligned=("q", "k", "v"),
                 repeats=("k", "v"),
             ),
             Pattern(
@@ -393,6 +396,7 @@ CARD = register(
                 lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale),
                 {"q": _Q, "k": _Q, "v": _Q, "scale": 0.3},
                 fixed={"causal": True},
+                aligned=("q", "k", "v"),
                 repeats=("k", "v"),
             ),
         ),

@@ -1,0 +1,1 @@
+"""The model compiler: capture, recognize, select, plan, prove, run; one file per stage."""

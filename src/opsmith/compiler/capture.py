@@ -1,0 +1,86 @@
+"""Dynamo's graph as ATen, before autograd, with symbolic sizes, and tidied of what does nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from opsmith.compiler.canon import arguments, op_name, shape_of
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """Retrace Dynamo's graph to ATen operators, keeping linear, attention and embedding whole.
+
+    Runs under the tracing context's fake mode, so sizes stay symbolic and one graph serves every batch and
+    sequence length; before autograd, so that one rewrite serves inference and training.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or mode is None:
+            return value
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value
+        symbolic = context.tensor_to_context.get(value) if context is not None else None
+        if symbolic is None:
+            return mode.from_tensor(value, static_shapes=True)
+        return mode.from_tensor(value, static_shapes=False, symbolic_context=symbolic, source=symbolic.tensor_source)
+
+    def run(*values: Any) -> Any:
+        return fx.Interpreter(gm).run(*values)
+
+    with torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
+        traced = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(*[fake(v) for v in example_inputs])
+    note_constants(traced)
+    tidy(traced.graph)
+    traced.recompile()
+    return traced
+
+
+def note_constants(gm: fx.GraphModule) -> None:
+    """Give every one-element tensor constant its value, so that a formula can use it as a number."""
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(gm, node.target, None)
+            if isinstance(value, torch.Tensor):
+                node.meta.setdefault("val", value)
+                if value.numel() == 1 and not value.requires_grad and not isinstance(value, torch.nn.Parameter):
+                    node.meta["constant"] = float(value)
+
+
+def tidy(graph: fx.Graph) -> None:
+    """Drop what returns its input: dropout out of training, casts and views to what a value already is."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = _unchanged(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    name = op_name(node)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    if name == "aten::dropout":
+        args = arguments(node)
+        return source if not args["train"] or args["p"] == 0 else None
+    before, after = source.meta["val"], node.meta.get("val")
+    if not isinstance(after, torch.Tensor):
+        return None
+    if name in ("aten::to", "aten::type_as"):
+        same = before.dtype == after.dtype and before.device == after.device
+        return source if same and not arguments(node).get("copy") else None
+    if name in ("aten::view", "aten::reshape", "aten::expand", "aten::alias"):
+        return source if shape_of(source) == shape_of(node) else None
+    return None

@@ -1,0 +1,412 @@
+"""Which operators a graph contains: every site found, and every near miss with the node that differed.
+
+A site is a root node whose term equals a card's pattern, with the pattern's variables bound to nodes of the
+graph. Later roots come first, so attention is found before the softmax inside it; what a site has explained is
+not explained again. Sites then grow by what their operators can take in: a norm the residual addition before
+it, a linear layer the activation behind it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from opsmith.compiler.canon import BOUNDARIES, Canon, arguments, op_name, shape_of
+from opsmith.compiler.match import Binding, Matcher, Mismatch, Template, function_names
+from opsmith.compiler.operands import Made, Operand, materialize, nodes_in
+from opsmith.compiler.terms import Atom, Poly, Space
+from opsmith.operator import Kind, Operator
+
+MAX_REGION = 64
+MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
+# Operators that can bring a function into a term: without one of them nearby a template need not be tried.
+TRIGGERS = {
+    "erf": {"erf", "special_erf", "erfc", "special_erfc", "special_ndtr", "gelu"},
+    "exp": {"exp", "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "sigmoid", "tanh", "silu"}
+    | {"gelu", "scaled_dot_product_attention"},
+    "mean": {"mean", "sum", "var", "std", "var_mean", "layer_norm", "native_layer_norm"},
+    "matmul": {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "einsum", "scaled_dot_product_attention"},
+    "gather": {"embedding", "index", "index_select", "matmul", "mm"},
+}
+
+
+@dataclass
+class Site:
+    """One operator found in the graph."""
+
+    card: Operator
+    pattern: str
+    arguments: dict[str, Any]  # the call of the card's function; tensors are Operands
+    outputs: tuple[Node, ...]  # the nodes that the call's results replace
+    region: set[Node]
+    unsqueezed: bool = False  # the model has no batch dimension, the operator wants one
+
+    @property
+    def root(self) -> Node:
+        """The node whose value is the operator's (first) result."""
+        return self.outputs[0]
+
+    @property
+    def composite(self) -> bool:
+        """True when the model wrote the operator as several calls."""
+        return len(self.region) > 1
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Something that looked like an operator and is not one."""
+
+    operator: str
+    node: str
+    expected: str
+    got: str
+    at: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.operator} at {self.node}: expected {self.expected}, found {self.got} at {self.at} {self.where}".strip()
+
+
+@dataclass
+class Recognition:
+    """What was found in a graph, in graph order, and what came close."""
+
+    sites: list[Site] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+
+
+def where(node: Node) -> str:
+    """The model's source line of a node, as `file.py:12`, or an empty string."""
+    trace = (node.stack_trace or "").strip().splitlines()
+    for line in reversed(trace):
+        if line.strip().startswith("File "):
+            parts = line.strip().split('"')
+            number = line.split("line ")[1].split(",")[0] if "line " in line else "?"
+            return f"({parts[1].rsplit('/', 1)[-1]}:{number})"
+    return ""
+
+
+def recognize(graph: fx.Graph, cards: Iterable[Operator]) -> Recognition:
+    """Find every site of the cards' operators in a traced and tidied graph."""
+    finder = _Finder(graph, list(cards))
+    return finder.run()
+
+
+class _Finder:
+    def __init__(self, graph: fx.Graph, cards: list[Operator]):
+        self.graph = graph
+        self.space = Space()
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
+        # The richest pattern first: attention before softmax, an affine norm before a plain one.
+        self.templates = sorted(templates, key=lambda t: (-len(t.names), -_size(t.term), -len(t.variables)))
+        self.consumed: set[Node] = set()
+        self.near: dict[Node, tuple[int, Template, Mismatch, Canon]] = {}
+
+    def run(self) -> Recognition:
+        result = Recognition()
+        for node in reversed(list(self.graph.nodes)):
+            if node in self.consumed or not _may_be_root(node):
+                continue
+            site = self._site(node)
+            if site is not None:
+                result.sites.append(site)
+                self.consumed |= site.region
+        result.sites.reverse()
+        result.misses = self._misses()
+        result.sites = _absorb(result.sites)
+        return result
+
+    def _site(self, root: Node) -> Site | None:
+        region = _ancestors(root, self.consumed)
+        ops = {op_name(n).removeprefix("aten::") for n in region}
+        plain: Canon | None = None
+        for template in self.templates:
+            if any(not (TRIGGERS[n] & ops) for n in template.names if n in TRIGGERS):
+                continue
+            if template.cut is None:
+                if plain is None:
+                    plain = Canon(self.space, None, root)
+                site = self._try(template, plain, root, {})
+                if site is not None:
+                    return site
+                continue
+            for candidate in _cuts(root, region, template):
+                leaf = self.space.leaf(candidate, shape_of(candidate))
+                canon = Canon(self.space, {candidate: leaf}, root)
+                site = self._try(template, canon, root, {template.cut: leaf})
+                if site is not None:
+                    return site
+        return None
+
+    def _try(self, template: Template, canon: Canon, root: Node, known: Binding) -> Site | None:
+        term = canon(root)
+        if not template.names <= function_names(term):
+            return None
+        matcher = Matcher(self.space, template)
+        binding = matcher.match(term, known)
+        problem: Mismatch | None = matcher.mismatch
+        if binding is not None:
+            outcome = self._bind(template, canon, root, binding)
+            if isinstance(outcome, Site):
+                return outcome
+            problem = Mismatch(len(binding) + 1, *outcome)
+        written_out = template.cut is None or len(_between(root, _cut_nodes(known))) >= MIN_COMPOSITE
+        if problem is not None and problem.score >= 0 and written_out:
+            best = self.near.get(root)
+            if best is None or problem.score > best[0]:
+                self.near[root] = (problem.score, template, problem, canon)
+        return None
+
+    def _bind(self, template: Template, canon: Canon, root: Node, binding: Binding) -> Site | tuple[str, str, Any]:
+        """The site, or (expected, got, where) of the reason why the operator can't stand here."""
+        call: dict[str, Any] = dict(template.pattern.fixed)
+        layouts: dict[str, tuple[int, ...]] = {}
+        for name, value in binding.items():
+            if isinstance(value, float):
+                call[name] = value
+                continue
+            operand = materialize(value, canon, root)
+            if operand is None:
+                return (f"{name} as a value of the graph", "an expression no node computes", value)
+            call[name] = operand
+            if name in template.pattern.aligned:
+                layout = _layout(value)
+                if layout is not None:
+                    layouts[name] = layout
+        if len(set(layouts.values())) > 1:
+            text = ", ".join(f"{n}: {p}" for n, p in layouts.items())
+            return ("inputs in one layout", f"axes permuted as {text}", root)
+        for name in template.pattern.repeats:
+            call[name] = _unrepeated(call[name])
+        ranks = {n: len(s) for n, s in template.pattern.inputs.items() if isinstance(s, tuple)}
+        unsqueezed = False
+        main = template.variables[0]
+        if len(_shape(call[main])) == ranks[main] - 1 and template.pattern.aligned:
+            call = {n: _unsqueeze(v) if n in ranks else v for n, v in call.items()}
+            unsqueezed = True
+        region = _between(root, [n for v in call.values() for n in nodes_in(v)])
+        site = Site(template.card, template.pattern.name, call, (root,), region, unsqueezed)
+        refusal = _check(site)
+        return site if refusal is None else (*refusal, root)
+
+    def _misses(self) -> list[Miss]:
+        """The near misses that stand outside every site, the closest for each root, inner ones dropped."""
+        misses: list[Miss] = []
+        covered: set[Node] = set(self.consumed)
+        for root in sorted(self.near, key=lambda n: -self.order[n]):
+            _, template, problem, canon = self.near[root]
+            if root in covered:
+                continue
+            at = _node_at(problem.at, canon) or root
+            covered |= _ancestors(root, self.consumed)
+            misses.append(Miss(template.card.name, root.name, problem.expected, problem.got, at.name, where(at)))
+        return misses[::-1]
+
+
+def _cut_nodes(known: Binding) -> list[Node]:
+    atoms = [value.atom for value in known.values() if isinstance(value, Poly)]
+    return [a.leaf for a in atoms if a is not None and isinstance(a.leaf, Node)]
+
+
+def _size(term: Poly) -> int:
+    return sum(len(m.factors) + (_size(m.expo) if m.expo else 0) for m, _ in term.terms)
+
+
+def _may_be_root(node: Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _ancestors(root: Node, stop: set[Node]) -> set[Node]:
+    """The call_function nodes that feed the root, up to boundaries, other sites and a size no operator reaches."""
+    region, queue = {root}, [root]
+    while queue and len(region) < MAX_REGION:
+        node = queue.pop(0)
+        if node is not root and op_name(node) in BOUNDARIES:
+            continue
+        for source in node.all_input_nodes:
+            if source not in region and source not in stop and source.op == "call_function":
+                region.add(source)
+                queue.append(source)
+    return region
+
+
+def _cuts(root: Node, region: set[Node], template: Template) -> list[Node]:
+    """The values that could be the operator's main input: of the root's shape and dtype, nearest first."""
+    shape, dtype = shape_of(root), root.meta["val"].dtype
+    near: dict[Node, None] = {}
+    queue = [root]
+    seen = {root}
+    while queue:
+        node = queue.pop(0)
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            if source in seen or not isinstance(value, torch.Tensor):
+                continue
+            seen.add(source)
+            if shape_of(source) == shape and value.dtype == dtype:
+                near[source] = None
+            if source in region:
+                queue.append(source)
+    return list(near)
+
+
+def _between(root: Node, inputs: Iterable[Node]) -> set[Node]:
+    """The nodes from the inputs (excluded) to the root (included)."""
+    stop, region, queue = set(inputs), {root}, [root]
+    while queue:
+        for source in queue.pop().all_input_nodes:
+            if source not in stop and source not in region and source.op == "call_function":
+                region.add(source)
+                queue.append(source)
+    return region
+
+
+def _layout(value: Poly) -> tuple[int, ...] | None:
+    """The permutation through which an input reaches the operator; None where it was computed on the way."""
+    atom = value.atom
+    if atom is None:
+        return None
+    if atom.name == "permute":
+        return tuple(int(i) for i in atom.attrs)
+    known = atom.leaf is not None and isinstance(atom.leaf, Node) and atom.leaf.op == "placeholder"
+    return tuple(range(len(atom.shape))) if known or atom.name == "reshape" else None
+
+
+def _node_at(at: Any, canon: Canon) -> Node | None:
+    if isinstance(at, Node):
+        return at
+    poly = canon.space.from_atom(at) if isinstance(at, Atom) else at
+    if not isinstance(poly, Poly):
+        return None
+    if poly.atom is not None and isinstance(poly.atom.leaf, Node):
+        return poly.atom.leaf
+    found = canon.node_of(poly)
+    if found is not None:
+        return found
+    for mono, _ in poly.terms:
+        for atom, _p in mono.factors:
+            inner = canon.node_of(canon.space.from_atom(atom)) or (atom.leaf if isinstance(atom.leaf, Node) else None)
+            if inner is not None:
+                return inner
+    return None
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    return shape_of(value) if isinstance(value, Node) else value.shape if isinstance(value, Made) else ()
+
+
+def _unsqueeze(value: Operand) -> Operand:
+    return Made(torch.ops.aten.unsqueeze.default, (value, 0), (1, *_shape(value)))
+
+
+def _unrepeated(value: Any) -> Any:
+    """The keys or values before they were copied for every query head, where they were."""
+    node = value
+    if not isinstance(node, Node):
+        return value
+    if op_name(node) == "aten::repeat_interleave" and arguments(node).get("dim") in (1, -3):
+        return node.args[0]
+    if op_name(node) not in ("aten::reshape", "aten::view", "aten::_unsafe_view"):
+        return value
+    wide = node.args[0]
+    if isinstance(wide, Node) and op_name(wide) in ("aten::clone", "aten::contiguous"):
+        wide = wide.args[0]
+    if not isinstance(wide, Node) or op_name(wide) != "aten::expand":
+        return value
+    narrow = wide.args[0]
+    assert isinstance(narrow, Node)
+    small, big = shape_of(narrow), shape_of(wide)
+    if len(small) != 5 or small[2] != 1 or (*small[:2], *small[3:]) != (*big[:2], *big[3:]):
+        return value
+    source = narrow.args[0]
+    if op_name(narrow) == "aten::unsqueeze" and isinstance(source, Node) and shape_of(source) == (*small[:2], *small[3:]):
+        return source
+    return Made(torch.ops.aten.squeeze.dim, (narrow, 2), (*small[:2], *small[3:]))
+
+
+def _hint(value: Any) -> Any:
+    """A value without storage and without symbols, for a dry run of an operator."""
+    if isinstance(value, Made):
+        return value.target(*[_hint(a) for a in value.args])
+    if isinstance(value, Node):
+        value = value.meta["val"]
+    if isinstance(value, torch.Tensor):
+        sizes = [_number(d) for d in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device="meta")
+    return value
+
+
+def _number(d: Any) -> int:
+    return int(d.node.hint) if isinstance(d, torch.SymInt) and d.node.has_hint() else int(d)
+
+
+def _check(site: Site) -> tuple[str, str] | None:
+    """A dry run on the operator's own checks: None, or what it expected and what came."""
+    call = {n: _hint(v) for n, v in site.arguments.items()}
+    try:
+        result = site.card.function(**call)
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        return ("a call that the operator accepts", str(error).splitlines()[0])
+    results = result if isinstance(result, tuple) else (result,)
+    for got, node in zip(results, site.outputs, strict=True):
+        want = _hint(node)
+        shape = tuple(got.shape[1:]) if site.unsqueezed else tuple(got.shape)
+        if shape != tuple(want.shape) or got.dtype != want.dtype:
+            return (f"a result of {want.dtype} {tuple(want.shape)}", f"{got.dtype} {shape}")
+    return None
+
+
+def _absorb(sites: list[Site]) -> list[Site]:
+    """Let norms take in the addition before them and linear layers the activation behind them."""
+    by_root = {s.root: s for s in sites}
+    gone: set[int] = set()
+    for site in sites:
+        if site.card.epilogue is not None:
+            _absorb_activation(site, by_root, gone)
+    for site in sites:
+        if site.card.kind is Kind.NORM and "residual" in inspect.signature(site.card.function).parameters:
+            _absorb_residual(site)
+    return [s for s in sites if id(s) not in gone]
+
+
+def _absorb_residual(site: Site) -> None:
+    x = site.arguments.get("x")
+    if not isinstance(x, Node) or op_name(x) != "aten::add" or "residual" in site.arguments:
+        return
+    args = arguments(x)
+    a, b = args["self"], args["other"]
+    nodes = isinstance(a, Node) and isinstance(b, Node) and args.get("alpha", 1) == 1
+    if not nodes or shape_of(a) != shape_of(x) or shape_of(b) != shape_of(x):
+        return
+    if a.meta["val"].dtype != x.meta["val"].dtype or b.meta["val"].dtype != x.meta["val"].dtype:
+        return
+    if any(x < node for name, v in site.arguments.items() if name != "x" for node in nodes_in(v)):
+        return  # a weight computed after the addition: the call could not stand where its results are needed
+    grown = Site(site.card, site.pattern, {**site.arguments, "x": a, "residual": b}, (site.root, x), site.region | {x})
+    if _check(grown) is None:
+        site.arguments, site.outputs, site.region = grown.arguments, grown.outputs, grown.region
+
+
+def _absorb_activation(site: Site, by_root: dict[Node, Site], gone: set[int]) -> None:
+    assert site.card.epilogue is not None
+    source = by_root.get(site.arguments.get("x"))  # type: ignore[arg-type]
+    if source is None or "activation" not in inspect.signature(source.card.function).parameters:
+        return
+    if "activation" in source.arguments or not set(source.root.users) <= site.region:
+        return
+    extras = {n: v for n, v in site.arguments.items() if n != "x"}
+    activation = site.card.epilogue(**extras)
+    if activation is None:
+        return
+    source.arguments["activation"] = activation
+    source.outputs = site.outputs
+    source.region |= site.region
+    gone.add(id(site))

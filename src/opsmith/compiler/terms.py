@@ -1,0 +1,324 @@
+"""A small algebra in which every spelling of an operator has one normal form.
+
+A term is a polynomial: a sum of monomials with real coefficients. A monomial is a product of atoms raised to
+powers, times `exp(polynomial)`. An atom is a leaf (a graph node, or a pattern's variable) or a function of
+polynomials (a mean, a matmul, erf). The constructors apply the laws of arithmetic as they build:
+
+- a mean or sum is linear, and what is constant along its axis leaves it; so the maximum that a safe softmax
+  subtracts cancels, and `mean((x - mean(x))^2)` equals `mean(x^2) - mean(x)^2`;
+- `exp` turns sums into products and undoes `log`; `tanh` and `sigmoid` are written with `exp`;
+- constants leave a matmul, and so does what is constant along a row of its left operand.
+
+All of it is arithmetic on reals: whether the rounding is acceptable is decided later, by the proof on real inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Dim = Any  # an int, or a sympy expression for a symbolic size
+Shape = tuple[Dim, ...]
+
+MAX_MONOMIALS = 24  # beyond this a value is treated as a leaf: operators are small, whole networks are not
+
+
+class TooLarge(Exception):
+    """The normal form of a value has more monomials than an operator could have."""
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A leaf (`leaf` is set) or a function of polynomials."""
+
+    uid: int
+    name: str
+    attrs: tuple[Any, ...]
+    args: tuple[Poly, ...]
+    shape: Shape
+    leaf: Any = None
+
+    def __hash__(self) -> int:
+        return self.uid
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@dataclass(frozen=True)
+class Mono:
+    """A product of atoms to powers, times `exp(expo)`."""
+
+    uid: int
+    factors: tuple[tuple[Atom, float], ...]
+    expo: Poly | None
+
+    def __hash__(self) -> int:
+        return self.uid
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@dataclass(frozen=True)
+class Poly:
+    """A sum of monomials with coefficients, in a fixed order."""
+
+    uid: int
+    terms: tuple[tuple[Mono, float], ...]
+    shape: Shape
+
+    def __hash__(self) -> int:
+        return self.uid
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    @property
+    def constant(self) -> float | None:
+        """The value of a polynomial without atoms, else None."""
+        if not self.terms:
+            return 0.0
+        (mono, coef), *rest = self.terms
+        return coef if not rest and not mono.factors and mono.expo is None else None
+
+    @property
+    def atom(self) -> Atom | None:
+        """The atom, when the polynomial is one atom to the first power with coefficient one."""
+        if len(self.terms) != 1:
+            return None
+        mono, coef = self.terms[0]
+        if coef != 1.0 or mono.expo is not None or len(mono.factors) != 1 or mono.factors[0][1] != 1:
+            return None
+        return mono.factors[0][0]
+
+
+def is_row_constant(shape: Shape) -> bool:
+    """True when a value of this shape does not change along the last axis of what it is broadcast to."""
+    return not shape or (isinstance(shape[-1], int) and shape[-1] == 1)
+
+
+def broadcast(shapes: Iterable[Shape]) -> Shape:
+    """The shape of an elementwise result; sizes are trusted (the program has run)."""
+    result: list[Dim] = []
+    for shape in shapes:
+        for i, dim in enumerate(reversed(shape)):
+            if i >= len(result):
+                result.append(dim)
+            elif isinstance(result[i], int) and result[i] == 1:
+                result[i] = dim
+    return tuple(reversed(result))
+
+
+def _accumulate(terms: dict[Mono, float], mono: Mono, coef: float) -> None:
+    """Add to a coefficient; what cancels but for rounding is zero."""
+    before = terms.get(mono, 0.0)
+    total = before + coef
+    terms[mono] = 0.0 if before and abs(total) < 1e-9 * abs(coef) else total
+
+
+class Space:
+    """Interns terms, so that equal terms are one object and comparison is identity."""
+
+    def __init__(self) -> None:
+        self._atoms: dict[Any, Atom] = {}
+        self._monos: dict[Any, Mono] = {}
+        self._polys: dict[Any, Poly] = {}
+        self.one = self._mono((), None)
+        self.zero = self._poly({})
+
+    # --- interning -----------------------------------------------------------------------------------------
+
+    def leaf(self, value: Any, shape: Shape) -> Poly:
+        """The term of an opaque value: a graph node, or a pattern's variable."""
+        key = ("leaf", id(value))
+        if key not in self._atoms:
+            self._atoms[key] = Atom(len(self._atoms), "leaf", (), (), shape, value)
+        return self.from_atom(self._atoms[key])
+
+    def fn(self, name: str, args: Sequence[Poly], shape: Shape, attrs: tuple[Any, ...] = ()) -> Poly:
+        """A function of terms that no law takes apart."""
+        return self.from_atom(self._fn_atom(name, args, shape, attrs))
+
+    def _fn_atom(self, name: str, args: Sequence[Poly], shape: Shape, attrs: tuple[Any, ...] = ()) -> Atom:
+        key = (name, attrs, tuple(a.uid for a in args))
+        if key not in self._atoms:
+            self._atoms[key] = Atom(len(self._atoms), name, attrs, tuple(args), shape)
+        return self._atoms[key]
+
+    def from_atom(self, atom: Atom, power: float = 1) -> Poly:
+        """One atom to a power, as a polynomial."""
+        return self._poly({self._mono(((atom, power),), None): 1.0})
+
+    def const(self, value: float) -> Poly:
+        """A number."""
+        return self._poly({self.one: float(value)})
+
+    def _mono(self, factors: tuple[tuple[Atom, float], ...], expo: Poly | None) -> Mono:
+        factors = tuple(sorted(((a, p) for a, p in factors if p != 0), key=lambda f: (f[0].uid, f[1])))
+        if expo is not None and not expo.terms:
+            expo = None
+        key = (tuple((a.uid, p) for a, p in factors), expo.uid if expo else None)
+        if key not in self._monos:
+            self._monos[key] = Mono(len(self._monos), factors, expo)
+        return self._monos[key]
+
+    def _poly(self, terms: dict[Mono, float]) -> Poly:
+        kept = sorted(((m, c) for m, c in terms.items() if c != 0.0), key=lambda t: t[0].uid)
+        if len(kept) > MAX_MONOMIALS:
+            raise TooLarge
+        key = tuple((m.uid, float(f"{c:.6g}")) for m, c in kept)
+        if key not in self._polys:
+            shape = broadcast(
+                s for m, _ in kept for s in (*(a.shape for a, _ in m.factors), m.expo.shape if m.expo else ())
+            )
+            self._polys[key] = Poly(len(self._polys), tuple(kept), shape)
+        return self._polys[key]
+
+    # --- arithmetic ----------------------------------------------------------------------------------------
+
+    def add(self, a: Poly, b: Poly, scale: float = 1.0) -> Poly:
+        """a + scale * b."""
+        terms = dict(a.terms)
+        for mono, coef in b.terms:
+            _accumulate(terms, mono, scale * coef)
+        return self._poly(terms)
+
+    def scale(self, a: Poly, factor: float) -> Poly:
+        """factor * a."""
+        return self._poly({m: c * factor for m, c in a.terms})
+
+    def mul(self, a: Poly, b: Poly) -> Poly:
+        """a * b, expanded."""
+        if len(a.terms) * len(b.terms) > MAX_MONOMIALS:
+            raise TooLarge
+        terms: dict[Mono, float] = {}
+        for ma, ca in a.terms:
+            for mb, cb in b.terms:
+                _accumulate(terms, self._mono_mul(ma, mb), ca * cb)
+        return self._poly(terms)
+
+    def _mono_mul(self, a: Mono, b: Mono) -> Mono:
+        powers: dict[Atom, float] = dict(a.factors)
+        for atom, power in b.factors:
+            powers[atom] = powers.get(atom, 0) + power
+        expo = a.expo if b.expo is None else b.expo if a.expo is None else self.add(a.expo, b.expo)
+        return self._mono(tuple(powers.items()), expo)
+
+    def power(self, a: Poly, r: float) -> Poly:
+        """a ** r: small whole powers are expanded, one monomial is taken apart, a sum becomes a base."""
+        if r == 1:
+            return a
+        if r in (2, 3, 4):
+            result = a
+            for _ in range(int(r) - 1):
+                result = self.mul(result, a)
+            return result
+        if len(a.terms) == 1:
+            mono, coef = a.terms[0]
+            whole = float(r).is_integer()
+            if whole or (coef > 0 and all(self._positive(f) for f in mono.factors)):
+                factors = tuple((atom, p * r) for atom, p in mono.factors)
+                expo = self.scale(mono.expo, r) if mono.expo else None
+                return self._poly({self._mono(factors, expo): coef**r})
+        # The content is taken out, so that sqrt(2a + 2b) and sqrt(a + b) differ by a coefficient only.
+        content = max((abs(c) for m, c in a.terms if m is not self.one), default=1.0)
+        base = self._fn_atom("base", (self.scale(a, 1.0 / content),), a.shape)
+        return self.scale(self.from_atom(base, r), content**r)
+
+    @staticmethod
+    def _positive(factor: tuple[Atom, float]) -> bool:
+        atom, _ = factor
+        return atom.name == "base" or (atom.name == "sum" and all(m.expo for m, _ in atom.args[0].terms))
+
+    def exp(self, a: Poly) -> Poly:
+        """e ** a, with logarithms undone and constants taken out."""
+        result, coef, rest = None, 1.0, {}
+        for mono, c in a.terms:
+            if mono is self.one and math.isfinite(c):
+                coef *= math.exp(min(c, 700.0))
+            elif mono.expo is None and len(mono.factors) == 1 and mono.factors[0][0].name == "log":
+                undone = self.power(mono.factors[0][0].args[0], c)
+                result = undone if result is None else self.mul(result, undone)
+            else:
+                rest[mono] = c
+        whole = self._poly({self._mono((), self._poly(rest)): coef})
+        return whole if result is None else self.mul(whole, result)
+
+    def log(self, a: Poly) -> Poly:
+        """log a; a product becomes a sum."""
+        if len(a.terms) != 1 or a.terms[0][1] <= 0:
+            return self.fn("log", (a,), a.shape)
+        mono, coef = a.terms[0]
+        result = self.const(math.log(coef))
+        for atom, p in mono.factors:
+            base = atom.args[0] if atom.name == "base" else self.from_atom(atom)
+            result = self.add(result, self.fn("log", (base,), atom.shape), p)
+        return result if mono.expo is None else self.add(result, mono.expo)
+
+    def sigmoid(self, a: Poly) -> Poly:
+        """1 / (1 + exp(-a))."""
+        return self.power(self.add(self.const(1), self.exp(self.scale(a, -1))), -1)
+
+    def tanh(self, a: Poly) -> Poly:
+        """2 sigmoid(2a) - 1."""
+        return self.add(self.scale(self.sigmoid(self.scale(a, 2)), 2), self.const(1), -1)
+
+    def erf(self, a: Poly) -> Poly:
+        """erf, with the sign of an odd function taken out."""
+        lead = max(a.terms, key=lambda t: abs(t[1]), default=(self.one, 1.0))[1]
+        sign = -1.0 if lead < 0 else 1.0
+        return self.scale(self.fn("erf", (self.scale(a, sign),), a.shape), sign)
+
+    # --- reductions along the last axis, and matmul --------------------------------------------------------
+
+    def _split(self, mono: Mono) -> tuple[Mono, Mono]:
+        """A monomial as (what is constant along the last axis) times (what is not)."""
+        constant = tuple(f for f in mono.factors if is_row_constant(f[0].shape))
+        varying = tuple(f for f in mono.factors if not is_row_constant(f[0].shape))
+        if mono.expo is None:
+            return self._mono(constant, None), self._mono(varying, None)
+        fixed, moving = {}, {}
+        for inner, c in mono.expo.terms:
+            still = all(is_row_constant(a.shape) for a, _ in inner.factors) and (
+                inner.expo is None or is_row_constant(inner.expo.shape)
+            )
+            (fixed if still else moving)[inner] = c
+        return self._mono(constant, self._poly(fixed)), self._mono(varying, self._poly(moving))
+
+    def reduce(self, name: str, a: Poly, size: Dim) -> Poly:
+        """mean or sum over the last axis, kept with size one. Sums of exponentials stay sums, the rest are means."""
+        result = self.zero
+        shape = (*a.shape[:-1], 1)
+        for mono, coef in a.terms:
+            fixed, moving = self._split(mono)
+            outer = self._poly({fixed: coef})
+            kept = "sum" if moving.expo is not None else "mean"
+            if kept != name:
+                if not isinstance(size, int):
+                    kept = name
+                else:
+                    outer = self.scale(outer, 1.0 / size if name == "mean" else float(size))
+            inner = self.const(1)
+            if moving is not self.one:
+                inner = self.fn(kept, (self._poly({moving: 1.0}),), shape)
+            elif kept == "sum":
+                inner = self.fn(kept, (self.const(1),), shape)
+            result = self.add(result, self.mul(outer, inner))
+        return result
+
+    def matmul(self, a: Poly, b: Poly, shape: Shape) -> Poly:
+        """a @ b, with constants, and what is constant along a's rows, outside."""
+        outer = self.const(1)
+        if len(a.terms) == 1:
+            mono, coef = a.terms[0]
+            fixed, moving = self._split(mono)
+            outer, a = self._poly({fixed: coef}), self._poly({moving: 1.0})
+        if len(b.terms) == 1 and b.terms[0][1] != 1.0:
+            outer, b = self.scale(outer, b.terms[0][1]), self._poly({b.terms[0][0]: 1.0})
+        index = a.atom
+        if index is not None and index.name == "one_hot":
+            return self.mul(outer, self.fn("gather", (b, index.args[0]), shape))
+        return self.mul(outer, self.fn("matmul", (a, b), shape))

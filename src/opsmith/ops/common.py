@@ -45,6 +45,11 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if n <= 1 or rows.stride(1) == 1 else rows.contiguous()
 
 
+def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """A vector of weights as the kernels read it: its elements next to each other."""
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
+
+
 def out_rows(out: torch.Tensor) -> torch.Tensor:
     """`out` as [rows, n] to be written through; an `out` that has no such view is refused."""
     try:

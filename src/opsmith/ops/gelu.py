@@ -169,7 +169,7 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 
 def _bias_samples(make: Make) -> Iterator[Sample]:
-    for rows, n in ((1, 1), (3, 7), (5, 130), (16, 1536)):
+    for rows, n in ((1, 384), (3, 7), (5, 130), (16, 1536)):
         for tanh in (False, True):
             name = f"{rows}x{n}" + (" tanh" if tanh else "")
             yield Sample(name, (make(rows, n, scale=2.0), make(n)), {"tanh": tanh})

@@ -14,6 +14,7 @@ from opsmith.ops.common import (
     check_float,
     check_like,
     check_out,
+    dense,
     native,
     needs_grad,
     out_rows,
@@ -135,12 +136,12 @@ def _native(
     if y is None:
         y = torch.empty(x.shape, dtype=x.dtype)
     if residual is None:
-        torch.ops.opsmith.layer_norm.default(as_rows(x), None, weight, bias, eps, y=out_rows(y))
+        torch.ops.opsmith.layer_norm.default(as_rows(x), None, dense(weight), dense(bias), eps, y=out_rows(y))
         return y
     if summed is None:
         summed = torch.empty(x.shape, dtype=x.dtype)
     torch.ops.opsmith.layer_norm.default(
-        as_rows(x), as_rows(residual), weight, bias, eps, y=out_rows(y), summed=out_rows(summed)
+        as_rows(x), as_rows(residual), dense(weight), dense(bias), eps, y=out_rows(y), summed=out_rows(summed)
     )
     return y, summed
 
@@ -164,8 +165,8 @@ class _LayerNorm(torch.autograd.Function):
         torch.ops.opsmith.layer_norm.default(
             rows,
             None if residual is None else as_rows(residual),
-            weight,
-            bias,
+            dense(weight),
+            dense(bias),
             eps,
             y=out_rows(y),
             summed=None if residual is None else out_rows(s),
@@ -185,15 +186,15 @@ class _LayerNorm(torch.autograd.Function):
         s, mean, rstd, weight, bias = ctx.saved_tensors
         need_x, need_w, need_b, _, need_r = ctx.needs_input_grad
         dx = torch.empty(s.shape, dtype=s.dtype) if need_x or need_r else None
-        dw = torch.empty_like(weight) if need_w else None
-        db = torch.empty_like(bias) if need_b else None
+        dw = torch.empty(weight.shape, dtype=weight.dtype) if need_w else None
+        db = torch.empty(bias.shape, dtype=bias.dtype) if need_b else None
         torch.ops.opsmith.layer_norm_backward.default(
             as_rows(dy),
             as_rows(dsummed) if ctx.has_residual else None,
             as_rows(s),
             mean,
             rstd,
-            weight,
+            dense(weight),
             dx=None if dx is None else out_rows(dx),
             dweight=dw,
             dbias=db,
@@ -210,15 +211,16 @@ def _cost(
 
 
 def _samples(make: Make) -> Iterator[Sample]:
-    for rows, n in ((1, 1), (1, 384), (3, 7), (17, 33), (64, 768), (5, 4097)):
+    for rows, n in ((1, 1), (1, 384), (9, 7), (17, 33), (64, 768), (5, 4097)):
         yield Sample(f"{rows}x{n}", (make(rows, n), make(n), make(n)))
     x = make(2, 9, 130)
     yield Sample("residual", (x, make(130), make(130)), {"residual": make(2, 9, 130)})
     yield Sample("no weight", (x,), {"eps": 1e-3})
     yield Sample("weight, no bias", (x, make(130)))
     yield Sample("mean 1e4", (make(4, 1024, shift=1e4), make(1024), make(1024)))
-    yield Sample("strided", (make(6, 64).t(), make(6), make(6)))
+    yield Sample("strided", (make(60, 64).t(), make(60), make(60)))
     yield Sample("sliced rows", (make(8, 200)[:, 20:84], make(64), make(64)), {"residual": make(8, 64)})
+    yield Sample("strided weight", (make(5, 40), make(40, 2)[:, 0], make(40, 2)[:, 1]))
     yield Sample("empty", (make(0, 16), make(16), make(16)))
     yield Sample("tiny variance", (make(4, 96, scale=1e-4),), {"eps": 1e-12})
 

@@ -176,10 +176,13 @@ def _split(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """PyTorch's matmul, then the GELU kernel in place: for dtypes that oneDNN does not multiply here."""
-    y = F.linear(x, weight, bias) if out is None else torch.ops.aten.linear.out(x, weight, bias, out=out)
+    direct = out is not None and out.is_contiguous() and x.dim() > 1
+    y = torch.ops.aten.linear.out(x, weight, bias, out=out) if direct else F.linear(x, weight, bias)
     rows = as_rows(y)
     torch.ops.opsmith.gelu.default(rows, None, _GELUS[activation or ""], y=rows)
-    return y if residual is None else y.add_(residual)
+    if residual is not None:
+        y.add_(residual)
+    return y if out is None or direct else out.copy_(y)
 
 
 def _cost(

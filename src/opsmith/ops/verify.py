@@ -81,7 +81,7 @@ def _finding(
     inputs = (sample.args, dict(sample.kwargs))
     elements = sum(t.numel() for t in tensors_of(inputs))
     report = partial(Finding, card.name, name, dtype, sample.name, elements, check)
-    truth = _Truth(card, inputs, partial(_backward if backward else _forward, card.reference))
+    truth = _Truth(card, inputs, _backward if backward else _forward)
     try:
         outs = (
             [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in truth.eager(*inputs)]
@@ -97,30 +97,30 @@ def _finding(
 
 
 class _Truth:
-    """The reference in float64, which also runs eager in the sample's dtypes: the bound depends on both."""
+    """The reference in float64, and eager PyTorch in the sample's dtypes: the bound depends on both."""
 
-    def __init__(self, card: Operator, inputs: tuple[Any, Any], reference: Callable[..., list[torch.Tensor]]):
+    def __init__(self, card: Operator, inputs: tuple[Any, Any], run: Callable[..., list[torch.Tensor]]):
         self._tolerance = card.tolerance
         self._name = card.name
         self._inputs = inputs
-        self._reference = reference
+        self._reference, self._eager = partial(run, card.reference), partial(run, card.eager)
         self._left: list[torch.Tensor] = []
 
     def __call__(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         self._left = self.eager(args, kwargs)
-        return self._reference(args, kwargs)
+        return self._run(self._card.reference, args, kwargs)
 
     def eager(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """The reference's results in the dtypes of the sample."""
-        return self._reference(*_in_dtypes_of((args, kwargs), self._inputs))
+        """Eager's results in the dtypes of the sample."""
+        return self._eager(*_in_dtypes_of((args, kwargs), self._inputs))
 
     def tolerance(self, got: torch.Tensor, exact: torch.Tensor) -> float:
         """What an output may be off by; asked once for each output, in order."""
         eager = self._left.pop(0)
         if got.dtype != eager.dtype:
             detail = f"an output is {short(got.dtype)}, expected {short(eager.dtype)}"
-            raise WrongResult(self._name, "wrong dtype", detail, math.inf, 0.0)
-        return self._tolerance.check(got, eager, exact).bound
+            raise WrongResult(self._card.name, "wrong dtype", detail, math.inf, 0.0)
+        return self._card.tolerance.check(got, eager, exact).bound
 
 
 def _forward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:

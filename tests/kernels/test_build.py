@@ -62,6 +62,17 @@ def test_touching_compiles_nothing(project: Project) -> None:
     assert project.compiled() == []
 
 
+def test_names_that_a_shell_would_take_apart(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = project.home / "a $(b) 'c: d"
+    folder.mkdir()
+    text = f'#include "shared.h"\n{EXPORT}int three() {{ return SHARED; }}\n'
+    (folder / "three & four.cpp").write_text(text)
+    monkeypatch.chdir(project.home)
+    sources = [path.relative_to(project.home) for path in folder.iterdir()]
+    library = build.build_library("my lib", sources, include_dirs=[Path("src")], tier="portable")
+    assert call(library, "three") == 40
+
+
 def test_flags_tier_and_compiler_version_count(project: Project) -> None:
     paths = {project.build(), project.build(flags=["-DX=1"]), project.build(tier="avx2")}
     project.flag("version", "logging g++ 2.0")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import platform
 import re
 import shutil
 import sys
@@ -227,12 +228,11 @@ def build_library(
 
 @dataclass(frozen=True)
 class _Job:
-    """One library to build: its units, and the key of their content."""
+    """One library to build: its units, each with the key that its content had."""
 
     name: str
     tier: str
-    units: tuple[Unit, ...]
-    unit_keys: tuple[str, ...]
+    units: dict[Unit, str]
 
     @staticmethod
     def of(
@@ -244,16 +244,17 @@ class _Job:
             raise ValueError(
                 f"opsmith: sources of {name} need different names, got {[s.name for s in sources]}"
             )
+        folders = tuple(Path(folder).absolute() for folder in include_dirs)
         units = []
-        for source in map(Path, sources):
+        for source in sources:
             system, more = ((_torch_folder() / "include",), (_TORCH_ABI,)) if _binds(source) else ((), ())
-            units.append(Unit(source, tuple(include_dirs), (*isa.FLAGS[tier], *more, *flags), system))
-        return _Job(name, tier, tuple(units), tuple(unit.key() for unit in units))
+            units.append(Unit(source.absolute(), folders, (*isa.FLAGS[tier], *more, *flags), system))
+        return _Job(name, tier, {unit: unit.key() for unit in units})
 
     @property
     def key(self) -> str:
-        flags = (*compiler.COMPILE_FLAGS, *compiler.LINK_FLAGS)
-        return f"{self.name}-{self.tier}-{compiler.fingerprint([*flags, *self.unit_keys])[:20]}"
+        system = (sys.platform, platform.machine(), *compiler.COMPILE_FLAGS, *compiler.LINK_FLAGS)
+        return f"{self.name}-{self.tier}-{compiler.fingerprint([*system, *self.units.values()])[:20]}"
 
     @property
     def binds(self) -> bool:
@@ -292,16 +293,19 @@ class _Job:
         self, store: cache.Store, built_by: Compiler, force: bool, folder: Path, final: Path
     ) -> Path | None:
         base = (built_by.identity, *compiler.COMPILE_FLAGS)
-        kept = {f"{unit.source.stem}.o": key for unit, key in zip(self.units, self.unit_keys, strict=True)}
-        kept = {name: compiler.fingerprint([*base, key])[:40] for name, key in kept.items()}
-        todo = {f"{unit.source.stem}.o": unit for unit in self.units}
+        stored = {
+            unit: store.folder("objects") / f"{compiler.fingerprint([*base, key])[:40]}.o"
+            for unit, key in self.units.items()
+        }
+        todo: dict[str, Unit] = {}
         reused = []
-        for name, key in kept.items():
-            stored = store.folder("objects") / f"{key}.o"
-            if not force and _usable(store, stored, _binds(todo[name].source)):
-                _link(stored, folder / name)  # so that a cleanup next door cannot take it from under us
-                del todo[name]
+        for unit in self.units:
+            name = f"{unit.source.stem}.o"
+            if not force and _usable(store, stored[unit], _binds(unit.source)):
+                _link(stored[unit], folder / name)  # so that a cleanup next door cannot take it from under us
                 reused.append(name)
+            else:
+                todo[name] = unit
         facts: dict[str, Any] = {"name": self.name, "tier": self.tier, "compiler": built_by.identity}
         if self.binds:
             facts["torch"] = _torch_version()
@@ -312,11 +316,10 @@ class _Job:
         finally:
             done = compiler.finished(folder)
             for name, unit in todo.items():
-                if name in done and unit.key() == self.unit_keys[self.units.index(unit)]:
-                    target = store.folder("objects") / f"{kept[name]}.o"
+                if name in done and unit.key() == self.units[unit]:
                     _link(folder / name, folder / f"{name}.kept")
-                    store.seal(folder / f"{name}.kept", target, facts, 0o600)
-        if any(unit.key() != key for unit, key in zip(self.units, self.unit_keys, strict=True)):
+                    store.seal(folder / f"{name}.kept", stored[unit], facts, 0o600)
+        if any(unit.key() != key for unit, key in self.units.items()):
             return None
         store.seal(folder / final.name, final, facts, 0o700)
         store.prune()

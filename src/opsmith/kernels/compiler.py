@@ -135,27 +135,16 @@ def compile_and_link(
     Raises:
         BuildError: with the first error, its file and its line.
     """
-    lines = ["rule compile", " command = $command", " description = $in", "rule link", " command = $command"]
-    lines.append(" description = $out")
+    lines = ["rule compile", " command = $run", " description = $in"]
+    lines += ["rule link", " command = $run", " description = $out"]
     for name, unit in units.items():
         includes = [f"-I{d}" for d in unit.include_dirs] + [f"-isystem{d}" for d in unit.system_dirs]
-        command = [
-            *compiler.command,
-            *COMPILE_FLAGS,
-            *unit.flags,
-            *includes,
-            "-c",
-            str(unit.source),
-            "-o",
-            name,
-        ]
-        lines += [
-            f"build {name}: compile {_ninja_path(unit.source)}",
-            f" command = {_ninja_command(command)}",
-        ]
+        flags = [*COMPILE_FLAGS, *unit.flags, *includes]
+        run = [*compiler.command, *flags, "-c", str(unit.source), "-o", name]
+        lines += [f"build {_ninja_path(name)}: compile {_ninja_path(unit.source)}", _ninja_run(run)]
     inputs = [*units, *objects]
-    command = [*compiler.command, *inputs, *LINK_FLAGS, *link_flags, "-o", library]
-    lines += [f"build {library}: link {' '.join(inputs)}", f" command = {_ninja_command(command)}", ""]
+    run = [*compiler.command, *inputs, *LINK_FLAGS, *link_flags, "-o", library]
+    lines += [f"build {_ninja_path(library)}: link {' '.join(map(_ninja_path, inputs))}", _ninja_run(run), ""]
     (folder / "build.ninja").write_text("\n".join(lines))
     code, output = _run_ninja(folder, progress)
     if code != 0:
@@ -250,9 +239,9 @@ def disk_full(output: str = "") -> BuildError:
     )
 
 
-def _ninja_path(path: Path) -> str:
+def _ninja_path(path: Path | str) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
-def _ninja_command(words: Iterable[str]) -> str:
-    return " ".join(map(shlex.quote, words)).replace("$", "$$")
+def _ninja_run(words: Iterable[str]) -> str:
+    return " run = " + " ".join(map(shlex.quote, words)).replace("$", "$$")

@@ -134,6 +134,14 @@ class Attention {
   }
 
   void tile(const Item& at, const Buffers& to, int64_t key, int64_t keys) const {
+    bool masked = p_.mask.defined();
+    if (p_.one_mask(at.row, at.rows)) {  // padding costs nothing, and what is no padding needs no mask
+      const MaskRow mask = p_.mask_row(at.batch, at.kv_head, at.row);
+      while (keys > 0 && !mask.visible(key + keys - 1)) --keys;
+      if (keys == 0) return;
+      masked = false;
+      for (int64_t j = 0; j < keys && !masked; ++j) masked = !mask.visible(key + j);
+    }
     const T* k = row_of<T>(k_, at.batch, at.kv_head, key);
     const T* v = row_of<T>(v_, at.batch, at.kv_head, key);
     pack_transposed<Units>(k, k_.strides[2], keys, p_.dim, to.k);
@@ -144,13 +152,13 @@ class Attention {
     }
     if (values == to.v) pack_rows<Units>(v, v_.strides[2], keys, p_.value_dim, to.v);
     for (int64_t r = 0; r < at.rows; r += ROWS) {
-      strip(at, to, r, int(std::min<int64_t>(ROWS, at.rows - r)), key, keys, values, values_stride);
+      strip(at, to, r, int(std::min<int64_t>(ROWS, at.rows - r)), key, keys, masked, values, values_stride);
     }
   }
 
   // ROWS query rows against one tile.
-  void strip(const Item& at, const Buffers& to, int64_t r, int rows, int64_t key, int64_t keys, const float* values,
-             int64_t values_stride) const {
+  void strip(const Item& at, const Buffers& to, int64_t r, int rows, int64_t key, int64_t keys, bool masked,
+             const float* values, int64_t values_stride) const {
     int64_t first[ROWS], last[ROWS], from = keys, until = 0;
     for (int i = 0; i < rows; ++i) {
       first[i] = p_.first(at.row + r + i) - key;
@@ -165,7 +173,8 @@ class Attention {
                    kScoreStride, false);
     for (int i = 0; i < rows; ++i) {
       float* s = to.scores + i * kScoreStride;
-      if (!p_.plain) transform_scores(s, keys, key, p_, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
+      if (!p_.plain) transform_scores(s, keys, p_.options);
+      if (masked) mask_scores(s, keys, key, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
       if (first[i] > 0 || last[i] < vecs * W - 1) hide(s, vecs, first[i], last[i]);
       weigh(s, reinterpret_cast<Element*>(to.weights + i * kScoreStride), vecs, to, r + i);
     }

@@ -52,6 +52,8 @@ struct MaskRow {
   const char* data = nullptr;
   DType dtype = DType::boolean;
   int64_t stride = 0;
+
+  bool visible(int64_t key) const { return data[key * stride] != 0; }  // of a boolean mask
 };
 
 template <class M, class Lanes>
@@ -84,13 +86,13 @@ struct Problem {
   int64_t batch, heads, kv_heads, group, queries, keys, dim, value_dim;
   AttentionOptions options;
   View mask;
-  bool plain;     // scores are used as they come: a positive scale goes into the exponent
+  bool plain;      // scores are used as they come: a positive scale goes into the exponent
   float exponent;  // scores times this are powers of 2
 
   Problem(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options)
       : batch(q.sizes[0]), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0),
         queries(q.sizes[2]), keys(k.sizes[2]), dim(q.sizes[3]), value_dim(v.sizes[3]), options(options), mask(mask) {
-    plain = !mask.defined() && !(options.softcap > 0) && options.scale > 0;
+    plain = !(mask.defined() && mask.dtype != DType::boolean) && !(options.softcap > 0) && options.scale > 0;
     exponent = plain ? options.scale * kLog2E : kLog2E;
   }
 
@@ -112,6 +114,12 @@ struct Problem {
     const int64_t at = b * mask.strides[0] + head(kv_head, row) * mask.strides[1] + query(row) * mask.strides[2];
     const int64_t bytes = mask.dtype == DType::f32 ? 4 : mask.dtype == DType::boolean ? 1 : 2;
     return {static_cast<const char*>(mask.data) + at * bytes, mask.dtype, mask.strides[3]};
+  }
+
+  // Whether rows `row` to `row + n - 1` have the same boolean mask: that of padding, in most models.
+  bool one_mask(int64_t row, int64_t n) const {
+    return mask.defined() && mask.dtype == DType::boolean && (mask.strides[2] == 0 || queries == 1) &&
+           (mask.strides[1] == 0 || row / queries == (row + n - 1) / queries);
   }
 
  private:
@@ -136,20 +144,29 @@ inline void add_mask(float* s, int64_t n, const M* mask, int64_t stride) {
   });
 }
 
-// Scores of keys key..key+n-1, in place. `slope`, if wanted, gets the softcap's derivative.
-inline void transform_scores(float* s, int64_t n, int64_t key, const Problem& p, const MaskRow& mask,
-                             float* slope = nullptr) {
-  const float scale = p.options.scale, cap = p.options.softcap;
+// tanh within an ulp or so where it bends, as `tanh` is not: a softcap multiplies its error.
+inline Vec saturate(Vec x) {
+  const Vec far = 1.0f - 2.0f / (exp(abs(x) * 2.0f) + 1.0f);
+  const Vec with_sign = as_float(as_int(far) | (as_int(x) & int32_t(0x80000000)));
+  return select(abs(x) < 0.6f, tanh(x), with_sign);
+}
+
+// Scale and softcap, in place. `slope`, if wanted, gets the softcap's derivative.
+inline void transform_scores(float* s, int64_t n, const AttentionOptions& options, float* slope = nullptr) {
+  const float scale = options.scale, cap = options.softcap;
   for (int64_t j = 0; j < n; j += W) {
     Vec x = load(s + j) * scale;
     if (cap > 0) {
-      const Vec t = tanh(x * (1 / cap));
+      const Vec t = saturate(x / cap);
       if (slope) store(slope + j, 1.0f - t * t);
       x = t * cap;
     }
     store(s + j, x);
   }
-  if (!mask.data) return;
+}
+
+// The mask on the scores of keys key..key+n-1.
+inline void mask_scores(float* s, int64_t n, int64_t key, const MaskRow& mask) {
   switch (mask.dtype) {
     case DType::boolean: return add_mask(s, n, reinterpret_cast<const bool*>(mask.data) + key * mask.stride, mask.stride);
     case DType::f32: return add_mask(s, n, reinterpret_cast<const float*>(mask.data) + key * mask.stride, mask.stride);

@@ -18,6 +18,7 @@ namespace opsmith {
 constexpr int ROWS = 6;                   // of C in registers: with VECS columns, 24 (AVX-512) or 12 accumulators
 constexpr int VECS = W == 16 ? 4 : 2;
 constexpr int PANEL = VECS * W;
+constexpr int64_t kSummed = 128;  // units that one accumulator sums before it is added to C
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -107,6 +108,13 @@ inline int padded_rows(int m) { return m <= 2 ? m : m <= 4 ? 4 : ROWS; }
 template <class Units>
 inline void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride,
                     float* c, int64_t ldc, bool add) {
+  while (depth > kSummed) {  // one long chain of additions would lose accuracy
+    product<Units>(m, vecs, kSummed, a, b, ldb, panel_stride, c, ldc, add);
+    a.data += kSummed * a.step;
+    b += kSummed * ldb;
+    depth -= kSummed;
+    add = true;
+  }
   for (int64_t v = 0; v < vecs; v += VECS, b += panel_stride, c += PANEL) {
     const int n = int(std::min<int64_t>(VECS, vecs - v));
     switch (padded_rows(m)) {

@@ -28,6 +28,10 @@ Names = Annotated[
 ]
 All = Annotated[bool, typer.Option("--all", help="Every operator.")]
 
+Dtypes = Annotated[
+    list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Only this dtype; may be repeated.")
+]
+
 
 class Output:
     """Tables for people on `console`; the same result as JSON where `--json` asked for it.

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import All, Json, Names, Output, choose, dtypes_of
+from opsmith.cli.common import All, Dtypes, Json, Names, Output, choose, dtypes_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from opsmith.ops.verify import Finding
-
-Dtypes = Annotated[
-    list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Only this dtype; may be repeated.")
-]
 
 
 def run(names: Names = None, everything: All = False, dtype: Dtypes = None, json: Json = None) -> None:

@@ -349,6 +349,20 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("no keys", qkv(1, 2, 2, 5, 0, 16))
 
 
+def _workloads(make: Make) -> Iterator[Sample]:
+    def qkv(b: int, h: int, hkv: int, l: int, s: int, d: int) -> tuple[torch.Tensor, ...]:
+        return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, d)
+
+    yield Sample("1x12x2048x64", qkv(1, 12, 12, 2048, 2048, 64))
+    yield Sample("1x12x2048x64 causal", qkv(1, 12, 12, 2048, 2048, 64), {"causal": True})
+    yield Sample(
+        "32x12x128x32 padding mask",
+        qkv(32, 12, 12, 128, 128, 32),
+        {"mask": make.mask(32, 1, 1, 128, keep=0.9)},
+    )
+    yield Sample("1x32/8x1x2048x128 decode", qkv(1, 32, 8, 1, 2048, 128))
+
+
 _Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")
 
 CARD = register(
@@ -359,6 +373,7 @@ CARD = register(
         reference=reference,
         cost=_cost,
         samples=_samples,
+        workloads=_workloads,
         implementations=[
             Implementation("native", _native, "cpu", lambda q, *a, **k: native(q), takes_out=True),
             Implementation("eager", _eager),

@@ -169,6 +169,11 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("empty", (make.ids(0, high=9), make(9, 16)))
 
 
+def _workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096 of 30522x384", (make.ids(32, 128, high=30522), make(30522, 384)))
+    yield Sample("1 of 30522x384", (make.ids(1, 1, high=30522), make(30522, 384)))
+
+
 CARD = register(
     Operator(
         name="embedding",
@@ -177,6 +182,7 @@ CARD = register(
         reference=reference,
         cost=_cost,
         samples=_samples,
+        workloads=_workloads,
         implementations=[
             Implementation("native", _native, "cpu", _supports, takes_out=True),
             Implementation("eager", reference),

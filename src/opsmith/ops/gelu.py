@@ -180,6 +180,17 @@ def _bias_samples(make: Make) -> Iterator[Sample]:
     yield Sample("empty", (make(0, 16), make(16)))
 
 
+def _workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x4096", (make(4096, 4096),))
+    yield Sample("4096x4096 tanh", (make(4096, 4096),), {"tanh": True})
+    yield Sample("1x1536", (make(1, 1536),))
+
+
+def _bias_workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x4096", (make(4096, 4096), make(4096)))
+    yield Sample("128x1536", (make(128, 1536), make(1536)))
+
+
 _SOURCE = "Hendrycks, Gimpel, 2016"
 
 CARD = register(
@@ -191,6 +202,7 @@ CARD = register(
         reference=reference,
         cost=_cost,
         samples=_samples,
+        workloads=_workloads,
         implementations=[
             Implementation("native", _native, "cpu", lambda x, **k: native(x), takes_out=True),
             Implementation("eager", reference),
@@ -220,6 +232,7 @@ BIAS_CARD = register(
         reference=bias_reference,
         cost=_bias_cost,
         samples=_bias_samples,
+        workloads=_bias_workloads,
         implementations=[
             Implementation("native", _native_bias, "cpu", lambda x, bias, **k: native(x), takes_out=True),
             Implementation("eager", bias_reference),

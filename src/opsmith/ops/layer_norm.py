@@ -225,6 +225,12 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("tiny variance", (make(4, 96, scale=1e-4),), {"eps": 1e-12})
 
 
+def _workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x4096", (make(4096, 4096), make(4096), make(4096)))
+    yield Sample("4096x384 residual", (make(4096, 384), make(384), make(384)), {"residual": make(4096, 384)})
+    yield Sample("1x4096", (make(1, 4096), make(4096), make(4096)))
+
+
 CARD = register(
     Operator(
         name="layer_norm",
@@ -233,6 +239,7 @@ CARD = register(
         reference=reference,
         cost=_cost,
         samples=_samples,
+        workloads=_workloads,
         implementations=[
             Implementation("native", _native, "cpu", lambda x, *a, **k: native(x), takes_out=True),
             Implementation("eager", reference),

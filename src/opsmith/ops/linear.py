@@ -216,6 +216,12 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("empty", (make(0, 48), weight, bias), {"activation": "silu"})
 
 
+def _workloads(make: Make) -> Iterator[Sample]:
+    for rows, k, n in ((4096, 384, 1536), (128, 384, 1536), (1, 4096, 4096)):
+        x, weight, bias = make(rows, k), make(n, k, scale=k**-0.5), make(n)
+        yield Sample(f"{rows}x{k}x{n} gelu", (x, weight, bias), {"activation": "gelu"})
+
+
 CARD = register(
     Operator(
         name="linear",
@@ -224,6 +230,7 @@ CARD = register(
         reference=reference,
         cost=_cost,
         samples=_samples,
+        workloads=_workloads,
         implementations=[
             Implementation("onednn", _onednn, "cpu", _supports_onednn, prepack=_prepack),
             Implementation("split", _split, "cpu", _supports_split, takes_out=True),

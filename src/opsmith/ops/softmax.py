@@ -229,6 +229,13 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("no columns", (make(4, 0),))
 
 
+def _workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x4096", (make(4096, 4096),))
+    mask = make.mask(8, 1, 1, 512, keep=0.9)
+    yield Sample("8x12x512x512 padding mask", (make(8, 12, 512, 512),), {"mask": mask, "scale": 0.125})
+    yield Sample("1x32000", (make(1, 32000, scale=3.0),))
+
+
 CARD = register(
     Operator(
         name="softmax",
@@ -237,6 +244,7 @@ CARD = register(
         reference=reference,
         cost=_cost,
         samples=_samples,
+        workloads=_workloads,
         implementations=[
             Implementation("native", _native, "cpu", _supports, takes_out=True),
             Implementation("eager", reference),

@@ -1,0 +1,90 @@
+"""`opsmith bench`: the table, the JSON and the refusal."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from opsmith import measure, operator
+from opsmith.cli import main
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
+
+
+def samples(make: Make) -> Iterator[Sample]:
+    yield Sample("64x64", (make(64, 64),))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Operator:
+    """A card in a registry of its own, on a machine with small caches."""
+    card = Operator(
+        name="negate",
+        kind=Kind.ACTIVATION,
+        function=torch.neg,
+        reference=torch.neg,
+        cost=lambda x: Cost(x.numel(), 2 * x.nbytes),
+        samples=samples,
+        implementations=[Implementation("mine", torch.neg)],
+        dtypes=(torch.float32, torch.bfloat16),
+    )
+    import opsmith.ops  # noqa: F401  (registers its cards before the registry is replaced)
+
+    monkeypatch.setattr(operator, "_REGISTRY", {"negate": card})
+    for module in ("pool", "roofs"):
+        monkeypatch.setattr(f"opsmith.measure.{module}.cold_bytes", lambda device="cpu": 1 << 16)
+    monkeypatch.setattr(measure, "cold_bytes", lambda device="cpu": 1 << 16)
+    return card
+
+
+QUICK = ("--no-compile", "--seconds", "0.01")
+
+
+def test_a_table_for_each_dtype(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "negate", *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "negate 64x64, float32, 2 threads" in out
+    assert "negate 64x64, bfloat16, 2 threads" in out
+    assert "mine" in out
+    assert "eager" in out
+
+
+def test_json(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--all", "--dtype", "bfloat16", "--json", *QUICK]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["benchmarks"]
+    assert result["operator"] == "negate"
+    assert result["dtype"] == "bfloat16"
+    assert result["cold"]["machine"]["threads"] == 2
+
+
+def test_a_wrong_result_prints_no_time(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    card.implementations.append(Implementation("wrong", lambda x: -x + 1))
+    assert main(["bench", "negate", *QUICK]) == 1
+    out, err = capsys.readouterr()
+    assert "negate 64x64" not in out
+    assert "bench: 2 faults, the first: negate wrong: values of sample '64x64', float32" in err
+    assert err.count("\n") == 1
+
+
+def test_one_fault_does_not_keep_others_from_being_timed(
+    card: Operator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def supports(x: torch.Tensor) -> bool | str:
+        return x.dtype == torch.float32 or "float32 only"
+
+    card.implementations.append(Implementation("wrong", lambda x: -x + 1, supports=supports))
+    assert main(["bench", "--all", "--json", *QUICK]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert not result["ok"]
+    assert [b["dtype"] for b in result["benchmarks"]] == ["bfloat16"]
+    assert len(result["faults"]) == 1
+
+
+def test_an_impossible_time_is_a_fault(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    card.cost = lambda x: Cost(0, 1e15)
+    assert main(["bench", "--all", "--dtype", "float32", "--json", *QUICK]) == 1
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["benchmarks"][0]["roof_fraction"] == {"mine": None, "eager": None}
+    assert "of what the roofs of this run allow" in result["faults"][0]
+    assert "bench: 2 faults" in err

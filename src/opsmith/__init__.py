@@ -1,3 +1,41 @@
-"""opsmith: fused operators for language models, and the compiler that puts them to use."""
+"""opsmith: fused operators for language models, and the compiler that puts them to use.
+
+The public face: `optimize`, `restore`, `Config`, `Plan`, `Operator`, `operator`, and the library in `opsmith.ops`.
+Names are imported when they are first used, so that the command line starts without loading PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opsmith import ops as ops
+    from opsmith.compiler import Config as Config
+    from opsmith.compiler import Plan as Plan
+    from opsmith.compiler import optimize as optimize
+    from opsmith.compiler import restore as restore
+    from opsmith.operator import Operator as Operator
+    from opsmith.operator import operator as operator
 
 __version__ = "0.1.0"
+__all__ = ["Config", "Operator", "Plan", "operator", "ops", "optimize", "restore"]
+
+_HOMES = {
+    "Config": "opsmith.compiler",
+    "Plan": "opsmith.compiler",
+    "optimize": "opsmith.compiler",
+    "restore": "opsmith.compiler",
+    "Operator": "opsmith.operator",
+    "operator": "opsmith.operator",
+    "ops": "opsmith.ops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'opsmith' has no attribute {name!r}")
+    module = importlib.import_module(_HOMES[name])
+    value = module if name == "ops" else getattr(module, name)
+    globals()[name] = value
+    return value

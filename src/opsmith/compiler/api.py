@@ -1,0 +1,250 @@
+"""`optimize`, `restore` and the `torch.compile` backend: the compiler's face."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import opsmith.ops  # noqa: F401  the cards register themselves
+from opsmith import measure
+from opsmith.compiler.capture import capture
+from opsmith.compiler.compiled import CompiledGraph, Progress
+from opsmith.compiler.config import DTYPES, Config
+from opsmith.compiler.plan import Plan
+from opsmith.compiler.report import Report
+from opsmith.compiler.select import Selector
+
+
+class Session:
+    """Everything one optimized model holds: its graphs, its choices, and how to give the model back."""
+
+    def __init__(self, config: Config, plan: Plan | None = None):
+        self.config = config
+        self.selector = Selector(config, fixed=plan.choices() if plan is not None else None)
+        self.graphs: list[CompiledGraph] = []
+        self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
+
+    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's call: one captured graph in, one callable out."""
+        graph = CompiledGraph(capture(gm, example_inputs), example_inputs, self.selector, _progress())
+        self.graphs.append(graph)
+        return graph
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it stands; shapes seen since are in it."""
+        return Plan(
+            [shape for graph in self.graphs for shape in graph.plans.values()],
+            measure.describe().fingerprint(),
+            {"torch": torch.__version__, "opsmith": _version()},
+        )
+
+    @property
+    def report(self) -> Report:
+        """What was found, proven, rolled back and missed."""
+        return Report([graph.report for graph in self.graphs])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or pickled model carries its plan, not its programs: it is optimized again where it lands.
+        return (_unpickled, (self.plan.to_json(),))
+
+    def __repr__(self) -> str:
+        sites = sum(len(g.sites) for g in self.graphs)
+        return f"<opsmith: {len(self.graphs)} graph(s), {sites} sites, {len(self.plan.shapes)} shape(s)>"
+
+
+def _unpickled(plan: str) -> None:
+    return None
+
+
+def _version() -> str:
+    from opsmith import __version__
+
+    return __version__
+
+
+def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="opsmith")`; `options` are the fields of `Config`.
+
+    >>> fast = torch.compile(model, backend="opsmith")
+    """
+    config = Config.parse(options.get("options", options) or {}, "torch.compile options")
+    return Session(config).backend(gm, example_inputs)
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    config: Config | str | Path | None = None,
+    dtype: torch.dtype | str | None = None,
+    quantize: str | None = None,
+    plan: Plan | str | Path | None = None,
+    verify: bool = True,
+) -> nn.Module:
+    """Make a model faster in place: recognize its operators, choose the fastest implementations, prove each.
+
+    The class, `state_dict`, `generate` and `save_pretrained` stay as they are; `opsmith.restore(model)` undoes
+    everything. `model.opsmith.plan` and `model.opsmith.report` say what was done.
+
+    >>> model = opsmith.optimize(model, {"input_ids": ids, "attention_mask": mask})
+    >>> print(model.opsmith.plan)
+
+    Args:
+        model: any `nn.Module`.
+        example_inputs: a dictionary of keyword arguments, a tuple of positional ones or one tensor; or a list of
+            such, one for each shape to tune for. None: the first real call is the example.
+        config: a `Config`, or the path of an `opsmith.toml`.
+        dtype: run in this dtype (`torch.bfloat16` or "bfloat16"); the originals come back with `restore`.
+        quantize: a weight format; none is available in this version.
+        plan: a plan, or the path of a saved one, whose choices are taken over.
+        verify: prove every site on the example inputs against float64, and roll back what fails.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError, ValueError: for what is no model, or inputs that it does not accept; the model is untouched.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize: model must be a torch.nn.Module, got {type(model).__name__}")
+    if quantize is not None:
+        raise ValueError(f"optimize: no weight format is available in this version, got quantize={quantize!r}; leave it out")
+    settings = _settings(config, dtype, verify)
+    saved = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    calls = _calls(example_inputs)
+    if isinstance(getattr(model, "opsmith", None), Session):
+        restore(model)
+    session = Session(settings, saved)
+    if settings.device is not None:
+        model.to(settings.device)
+    if settings.torch_dtype is not None:
+        session.before = _cast(model, settings.torch_dtype)
+    model._compiled_call_impl = _entry(model, session)  # type: ignore[assignment]
+    model.opsmith = session  # type: ignore[assignment]
+    try:
+        for args, kwargs in calls:
+            with torch.no_grad():
+                model(*args, **kwargs)
+    except Exception as error:
+        restore(model)
+        problem = _eager_problem(model, calls)
+        if problem is not None:
+            raise ValueError(f"optimize: the model does not accept the example inputs: {problem}") from error
+        raise
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Give a model back as it was before `optimize`; a model that was not optimized is left alone.
+
+    >>> opsmith.restore(model)
+    """
+    session = getattr(model, "opsmith", None)
+    if not isinstance(session, Session):
+        return model
+    model._compiled_call_impl = None
+    del model.opsmith
+    if session.before is not None:
+        own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        for name, tensor in session.before.items():
+            own[name].data = tensor
+    return model
+
+
+def _settings(config: Config | str | Path | None, dtype: torch.dtype | str | None, verify: bool) -> Config:
+    settings = Config.load(config) if isinstance(config, str | Path) else config or Config()
+    if not isinstance(settings, Config):
+        raise TypeError(f"optimize: config must be an opsmith.Config or a path, got {type(config).__name__}")
+    changes: dict[str, Any] = {} if verify else {"verify": False}
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        if name not in DTYPES:
+            raise ValueError(f"optimize: dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        changes["dtype"] = name
+    return settings.model_copy(update=changes)
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _calls(example_inputs: Any) -> list[Call]:
+    if example_inputs is None:
+        return []
+    several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    calls: list[Call] = []
+    for one in several:
+        if isinstance(one, Mapping):
+            calls.append(((), dict(one)))
+        elif isinstance(one, tuple):
+            calls.append((one, {}))
+        elif isinstance(one, torch.Tensor):
+            calls.append(((one,), {}))
+        else:
+            raise TypeError(
+                "optimize: example_inputs must be a tensor, a tuple, a dictionary, or a list of these, "
+                f"got {type(one).__name__}"
+            )
+    return calls
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Cast the floating-point parameters and buffers; what they were is kept for `restore`."""
+    before: dict[str, torch.Tensor] = {}
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            before[name] = tensor.data
+            tensor.data = tensor.data.to(dtype)
+    return before
+
+
+def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
+    """The model's call through Dynamo, sizes dynamic from the start and numbers of the model constants."""
+    compiled = torch.compile(model._call_impl, backend=session.backend, dynamic=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _numbers_are_constants() if not _settled() else contextlib.nullcontext():
+            return compiled(*args, **kwargs)
+
+    def _settled() -> bool:
+        return bool(torch._dynamo.config.specialize_float)
+
+    return call
+
+
+@contextlib.contextmanager
+def _numbers_are_constants() -> Iterator[None]:
+    """An epsilon or a dropout rate is part of the model; as an input it would hide the arithmetic."""
+    with torch._dynamo.config.patch(specialize_float=True):
+        yield
+
+
+def _eager_problem(model: nn.Module, calls: list[Call]) -> str | None:
+    """What eager says of the example inputs, when it does not take them either."""
+    for args, kwargs in calls:
+        try:
+            with torch.no_grad():
+                model(*args, **kwargs)
+        except Exception as error:  # any exception of a user's model is the answer here
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def _progress() -> Progress | None:
+    """A line on the terminal while sites are measured and proven; None elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(name: str, done: int, total: int) -> None:
+        end = "\r" + " " * 60 + "\r" if done == total else ""
+        sys.stderr.write(f"\ropsmith: measuring and proving {name} ({done}/{total})".ljust(60) + end)
+        sys.stderr.flush()
+
+    return show

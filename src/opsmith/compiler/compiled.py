@@ -1,0 +1,258 @@
+"""One captured graph at work: studied on the first real inputs, then run as a program for each set of sizes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from opsmith import measure
+from opsmith.compiler.operands import evaluate, nodes_in
+from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
+from opsmith.compiler.program import Program, record
+from opsmith.compiler.prove import prove
+from opsmith.compiler.recognize import Miss, Recognition, Site, recognize, where
+from opsmith.compiler.rewrite import rewrite
+from opsmith.compiler.select import Choice, Packer, Selector, signature
+from opsmith.operator import Implementation, registry
+
+MAX_PROGRAMS = 64
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class SiteReport:
+    """What became of one site."""
+
+    name: str
+    operator: str
+    pattern: str
+    where: str
+    composite: bool
+    status: str = "kept"  # or "rolled back"
+    error: float = 0.0
+    bound: float = 0.0
+    why: str = ""
+
+
+@dataclass
+class GraphReport:
+    """What was found in one graph, and what was proven of it."""
+
+    sites: list[SiteReport] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    nodes: int = 0
+
+
+class CompiledGraph:
+    """The callable that Dynamo runs in place of a captured graph."""
+
+    def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], selector: Selector, progress: Progress | None = None):
+        self.original = gm
+        self.selector = selector
+        self.packer = Packer()
+        found: Recognition = recognize(gm.graph, registry().values())
+        counts: Counter[str] = Counter()
+        self.sites: dict[str, Site] = {}
+        self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
+        for site in found.sites:
+            name = f"{site.card.name}_{counts[site.card.name]}"
+            counts[site.card.name] += 1
+            self.sites[name] = site
+            self.report.sites.append(
+                SiteReport(name, site.card.name, site.pattern, where(site.root), site.composite)
+            )
+        self.plans: dict[tuple[int, ...], ShapePlan] = {}
+        self._choices: dict[tuple[str, str], Choice] = {}
+        self._programs: dict[tuple[int, ...], Program | None] = {}
+        self._rewritten: fx.GraphModule | None = None
+        self._lock = threading.RLock()
+        self._progress = progress
+        self._placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        self._symbols = [i for i, n in enumerate(self._placeholders) if not isinstance(n.meta.get("val"), torch.Tensor)]
+        self._weights = [i for i, e in enumerate(examples) if isinstance(e, torch.nn.Parameter)]
+        self._versions: list[int] = []
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return self._training(args)
+        key = tuple(args[i] for i in self._symbols)
+        program = self._programs.get(key)
+        if program is None or self._weights_changed(args):
+            return self._first(key, args)
+        return program(args)
+
+    # --- the first call at new sizes -----------------------------------------------------------------------
+
+    def _first(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+        with self._lock, torch.no_grad():
+            if self._weights_changed(args):
+                self._repack(args)
+            if key in self._programs and self._programs[key] is None:
+                return self.original(*args)
+            if self._rewritten is None:
+                self.study(args)
+            return self._record(key, args)
+
+    def _weights_changed(self, args: Sequence[Any]) -> bool:
+        """True when a packed weight is no longer what was packed: loaded anew, trained, or moved."""
+        return [args[i]._version for i in self._weights] != self._versions
+
+    def _repack(self, args: Sequence[Any]) -> None:
+        weights = [args[i] for i in self._weights]
+        self._versions = [w._version for w in weights]
+        self.packer.forget()
+        self.packer.constants = {id(w): w for w in weights}
+        self._programs.clear()
+
+    def study(self, args: Sequence[Any]) -> None:
+        """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
+        if not self._versions and self._weights:
+            self._repack(args)
+        with torch.no_grad():
+            kept = _Study(self, args).run()
+        self.selector.cache.save()
+        self._rewritten = rewrite(self.original, kept)
+
+    def _record(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+        assert self._rewritten is not None
+        steps: list[PlanStep] = []
+
+        def choose(name: str, call: dict[str, Any]) -> tuple[Choice, Implementation]:
+            site = self.sites[name]
+            choice = self.choice(name, call, may_measure=False)
+            steps.append(
+                PlanStep(
+                    name,
+                    site.card.name,
+                    signature(site.card, call),
+                    choice.implementation,
+                    choice.reason,
+                    microseconds(choice.times),
+                    dict(choice.refused),
+                )
+            )
+            return choice, self.selector.implementation(site.card, choice.implementation)
+
+        program, result = record(
+            self._rewritten.graph, lambda name: _attribute(self._rewritten, name), args, choose, self.packer
+        )
+        slots = {s.site: s.slot for s in program.steps if s.site is not None}
+        for step in steps:
+            step.slot = slots.get(step.site)
+        used, note = self._worth(program, args)
+        if len(self._programs) >= MAX_PROGRAMS:
+            self._programs.pop(next(iter(self._programs)))
+        self._programs[key] = program if used else None
+        names = [str(self._placeholders[i].meta.get("val")) for i in self._symbols]
+        sizes = ", ".join(f"{n}={v}" for n, v in zip(names, key, strict=True))
+        self.plans[key] = ShapePlan(sizes, steps, sum(program.slots), used, note, program.source)
+        return result
+
+    def _worth(self, program: Program, args: Sequence[Any]) -> tuple[bool, str]:
+        """Whether the program as a whole beats the graph as it was; measured, and eager keeps a tie it wins."""
+        if not self.selector.config.tune or not self.sites:
+            return bool(self.sites), "not timed as a whole" if self.sites else "no operator of ours in this graph"
+        result = measure.quick({"opsmith": lambda: program(args), "eager": lambda: self.original(*args)}, budget_s=0.3)
+        ratio = result.median("eager") / result.median("opsmith")
+        note = f"opsmith {result.median('opsmith') * 1e3:.3f} ms, eager {result.median('eager') * 1e3:.3f} ms"
+        return ratio >= 1.0, f"{note}: {ratio:.2f}x" if ratio >= 1.0 else f"{note}: eager is faster and runs"
+
+    def choice(self, name: str, call: dict[str, Any], *, may_measure: bool) -> Choice:
+        """The choice for a site and a call; equal calls of one operator choose alike."""
+        site = self.sites[name]
+        key = (name, signature(site.card, call))
+        if key not in self._choices:
+            self._choices[key] = self.selector.choose(site.card, name, call, self.packer, may_measure=may_measure)
+        return self._choices[key]
+
+    def _training(self, args: Sequence[Any]) -> Any:
+        """With gradients: the rewritten graph on the public functions, which differentiate."""
+        with self._lock:
+            if self._rewritten is None:
+                self.study(args)
+        assert self._rewritten is not None
+        return self._rewritten(*args)
+
+
+class _Study:
+    """One run of the captured graph that stops at every site."""
+
+    def __init__(self, owner: CompiledGraph, args: Sequence[Any]):
+        self.owner = owner
+        self.args = args
+        self.nodes = list(owner.original.graph.nodes)
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.env: dict[Node, Any] = {}
+        self.at: dict[Node, list[str]] = {}
+        self.last: dict[Node, int] = {n: max((self.order[u] for u in n.users), default=self.order[n]) for n in self.nodes}
+        for name, site in owner.sites.items():
+            end = max(site.outputs, key=self.order.__getitem__)
+            self.at.setdefault(end, []).append(name)
+            for node in (*site.region, *(n for r in site.region for n in r.all_input_nodes)):
+                self.last[node] = max(self.last[node], self.order[end])
+            for value in site.arguments.values():
+                for node in nodes_in(value):
+                    self.last[node] = max(self.last[node], self.order[end])
+
+    def run(self) -> list[tuple[str, Site]]:
+        owner = self.owner
+        kept: list[tuple[str, Site]] = []
+        ending: dict[int, list[Node]] = {}
+        for node, index in self.last.items():
+            ending.setdefault(index, []).append(node)
+        inputs = iter(self.args)
+        done = 0
+        reports = {r.name: r for r in owner.report.sites}
+        for i, node in enumerate(self.nodes):
+            if node.op == "placeholder":
+                self.env[node] = next(inputs)
+            elif node.op == "get_attr":
+                self.env[node] = _attribute(owner.original, str(node.target))
+            elif node.op == "call_function":
+                args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
+                self.env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            for name in self.at.get(node, ()):
+                done += 1
+                if owner._progress is not None:
+                    owner._progress(name, done, len(owner.sites))
+                if self._site(name, reports[name]):
+                    kept.append((name, owner.sites[name]))
+            for finished in ending.get(i, ()):
+                self.env.pop(finished, None)
+        return kept
+
+    def value(self, node: Node) -> Any:
+        return self.env[node]
+
+    def _site(self, name: str, report: SiteReport) -> bool:
+        """Choose and prove one site; False rolls it back."""
+        owner = self.owner
+        site = owner.sites[name]
+        call = {k: evaluate(v, self.value) for k, v in site.arguments.items()}
+        choice = owner.choice(name, call, may_measure=True)
+        if not owner.selector.config.verify:
+            return True
+        implementation = owner.selector.implementation(site.card, choice.implementation)
+        result = implementation.fn(**owner.packer(implementation, call))
+        results = result if isinstance(result, tuple) else (result,)
+        if site.unsqueezed:
+            results = tuple(r.squeeze(0) for r in results)
+        verdict = prove(site, self.value, results)
+        report.error, report.bound = verdict.error, verdict.bound
+        if not verdict.ok:
+            report.status, report.why = "rolled back", verdict.why
+        return verdict.ok
+
+
+def _attribute(gm: Any, name: str) -> Any:
+    for part in name.split("."):
+        gm = getattr(gm, part)
+    return gm

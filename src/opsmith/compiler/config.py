@@ -1,0 +1,72 @@
+"""What a user may say about a model: everything optional, in code or in `opsmith.toml`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Config(BaseModel):
+    """Choices for `opsmith.optimize`; see `docs/guide/optimize.md`.
+
+    >>> Config(dtype="bfloat16", pin={"attention": "native"}, forbid={"linear": ["onednn"]})
+
+    Attributes:
+        dtype: the dtype to run in; None leaves the model's own.
+        device: where the model is to run; None leaves it where it is.
+        pin: the implementation to use, by operator ("attention") or by site ("attention_3").
+        forbid: implementations never to use, by operator or by site.
+        inductor: let PyTorch's Inductor compete for the operators it generates code for.
+        inductor_seconds: time its compilations may take in all; what does not fit is reported as not tried.
+        tune: measure the contestants; False takes the first that is able, in the card's order.
+        verify: prove every site on the example inputs, and roll back what fails.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    device: str | None = None
+    pin: dict[str, str] = Field(default_factory=dict)
+    forbid: dict[str, list[str]] = Field(default_factory=dict)
+    inductor: bool = False
+    inductor_seconds: float = 20.0
+    tune: bool = True
+    verify: bool = True
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """Read a TOML file; an unknown key or a wrong value is one clear error."""
+        path = Path(path)
+        try:
+            data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"config: {path} can't be read: {error.strerror or error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"config: {path} is not valid TOML: {error}") from error
+        return cls.parse(data, str(path))
+
+    @classmethod
+    def parse(cls, data: dict[str, Any], origin: str = "config") -> Config:
+        """A Config from a dictionary, with one line for the first thing that is wrong."""
+        try:
+            return cls(**data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(p) for p in first["loc"]) or "?"
+            known = ", ".join(cls.model_fields)
+            raise ValueError(f"{origin}: {field}: {first['msg']}; the fields are {known}") from None
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype as PyTorch's."""
+        return None if self.dtype is None else DTYPES[self.dtype]

@@ -1,0 +1,116 @@
+"""The plan: every site with its implementation at every shape, and why. A person reads it, edits it, pins it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass
+class PlanStep:
+    """One site at one set of sizes."""
+
+    site: str
+    operator: str
+    signature: str
+    implementation: str
+    reason: str
+    microseconds: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    slot: int | None = None
+
+
+@dataclass
+class ShapePlan:
+    """The program at one set of sizes."""
+
+    sizes: str
+    steps: list[PlanStep]
+    buffer_bytes: int
+    used: bool  # False where eager was faster as a whole, and runs
+    note: str
+    source: str = ""
+
+
+@dataclass
+class Plan:
+    """What `opsmith.optimize` decided, by graph and by sizes. Prints as a table; saves as JSON."""
+
+    shapes: list[ShapePlan] = field(default_factory=list)
+    machine: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def choices(self) -> dict[str, str]:
+        """Implementation by call signature: what a later run takes over."""
+        return {step.signature: step.implementation for shape in self.shapes for step in shape.steps}
+
+    def to_json(self) -> str:
+        """The plan as JSON, with its schema version."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the JSON file."""
+        path = Path(path)
+        try:
+            path.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"plan: can't write {path}: {error.strerror or error}") from error
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a saved plan; one of another schema, or no plan at all, is one clear error."""
+        try:
+            data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"plan: can't read {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"plan: {path} is not JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"plan: {path} has schema {found!r}, this version reads {SCHEMA}; make the plan again")
+        try:
+            shapes = [ShapePlan(**{**s, "steps": [PlanStep(**step) for step in s["steps"]]}) for s in data["shapes"]]
+            return cls(shapes, str(data.get("machine", "")), dict(data.get("versions", {})))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"plan: {path} is damaged: {error}; make the plan again") from None
+
+    def diff(self, other: Plan) -> list[str]:
+        """One line for each call whose implementation differs, or that only one plan has."""
+        mine, theirs = self.choices(), other.choices()
+        lines = [f"{k}: {mine[k]} -> {theirs[k]}" for k in mine if k in theirs and mine[k] != theirs[k]]
+        lines += [f"{k}: {v} -> (absent)" for k, v in mine.items() if k not in theirs]
+        return lines + [f"{k}: (absent) -> {v}" for k, v in theirs.items() if k not in mine]
+
+    @property
+    def source(self) -> str:
+        """The programs, as runnable Python over bound implementations."""
+        return "\n".join(f"# {s.sizes or 'fixed sizes'}: {s.note}\n{s.source}" for s in self.shapes)
+
+    def table(self) -> str:
+        """The plan as text, equal steps together."""
+        lines: list[str] = []
+        for shape in self.shapes:
+            head = shape.sizes or "fixed sizes"
+            lines.append(f"{head}  ({shape.buffer_bytes / 1e6:.1f} MB of buffers; {shape.note})")
+            groups: dict[tuple[str, str, str], list[PlanStep]] = {}
+            for step in shape.steps:
+                groups.setdefault((step.operator, step.implementation, step.signature), []).append(step)
+            for (operator, implementation, _), steps in groups.items():
+                first = steps[0]
+                times = ", ".join(f"{n} {t:.0f} us" for n, t in sorted(first.microseconds.items(), key=lambda i: i[1]))
+                lines.append(f"  {len(steps):3d} x {operator:<12} {implementation:<8} {first.reason}" + (f"  [{times}]" if times else ""))
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def microseconds(times: Mapping[str, float]) -> dict[str, float]:
+    """Seconds as microseconds, with three digits."""
+    return {name: round(t * 1e6, 3) for name, t in times.items()}

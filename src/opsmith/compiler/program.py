@@ -1,0 +1,266 @@
+"""A plan as a program: straight-line Python over chosen implementations and buffers that are used again.
+
+One recording run at given sizes executes the rewritten graph step by step, chooses each site's implementation,
+and sees which results share memory. From that follow the buffers (a result's buffer is free after the last use
+of anything that shares it; what the caller gets is never one of them) and the source text, which is compiled
+once and run at every later call with those sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from opsmith.compiler.select import Choice, Packer
+from opsmith.operator import Implementation
+
+Chooser = Callable[[str, dict[str, Any]], tuple[Choice, Implementation]]
+
+
+@dataclass
+class Step:
+    """One call of the program."""
+
+    name: str
+    target: str
+    site: str | None = None
+    choice: Choice | None = None
+    slot: int | None = None
+
+
+@dataclass
+class Program:
+    """A recorded program: its steps, its source, and the sets of buffers of the calls in flight."""
+
+    steps: list[Step]
+    source: str
+    slots: list[int]  # bytes
+    _run: Callable[..., Any]
+    _layouts: list[tuple[Any, ...]]
+    _free: list[list[Any]] = field(default_factory=list)
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        """Run; concurrent calls each take a set of buffers of their own."""
+        try:
+            buffers = self._free.pop()
+        except IndexError:
+            buffers = self._allocate()
+        result = self._run(args, buffers)
+        self._free.append(buffers)
+        return result
+
+    def _allocate(self) -> list[Any]:
+        storage = [torch.empty(size, dtype=torch.uint8) for size in self.slots]
+
+        def view(spec: tuple[Any, ...]) -> torch.Tensor:
+            slot, offset, dtype, size, stride = spec
+            return torch.as_strided(storage[slot][offset:].view(dtype), size, stride)
+
+        return [view(s) if not isinstance(s[0], tuple) else tuple(view(p) for p in s) for s in self._layouts]
+
+
+def record(
+    graph: fx.Graph, attributes: Callable[[str], Any], args: Sequence[Any], choose: Chooser, packer: Packer
+) -> tuple[Program, Any]:
+    """Run the graph once, and return the program for these sizes with the result of this run."""
+    return _Recorder(graph, attributes, args, choose, packer).run()
+
+
+class _Recorder:
+    def __init__(
+        self, graph: fx.Graph, attributes: Callable[[str], Any], args: Sequence[Any], choose: Chooser, packer: Packer
+    ):
+        self.nodes = list(graph.nodes)
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.attributes = attributes
+        self.args = args
+        self.choose = choose
+        self.packer = packer
+        self.env: dict[Node, Any] = {}
+        self.steps: dict[Node, Step] = {}
+        self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
+        self.candidates: dict[Node, tuple[torch.Tensor, ...]] = {}
+
+    def run(self) -> tuple[Program, Any]:
+        result = self._execute()
+        last = self._last_uses(result)
+        layouts, slots = self._place(last)
+        source, names = self._source(set(layouts))
+        code = compile(source, "<opsmith plan>", "exec")
+        exec(code, names)  # the text above, made of node names and bound objects only
+        steps = [self.steps[n] for n in self.nodes if n in self.steps]
+        return Program(steps, source, slots, names["run"], list(layouts.values())), result
+
+    def _execute(self) -> Any:
+        inputs = iter(self.args)
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self.env[node] = next(inputs)
+            elif node.op == "get_attr":
+                self.env[node] = self.attributes(str(node.target))
+            elif node.op == "call_function":
+                self.env[node] = self._call(node)
+            elif node.op == "output":
+                return map_arg(node.args[0], self.env.__getitem__)
+        raise RuntimeError("a graph without an output")
+
+    def _call(self, node: Node) -> Any:
+        args = map_arg(node.args, self.env.__getitem__)
+        kwargs = map_arg(node.kwargs, self.env.__getitem__)
+        site = node.meta.get("site")
+        if site is None:
+            if node.target is not operator.getitem:
+                self.steps[node] = Step(node.name, _target_name(node.target))
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        choice, implementation = self.choose(site, kwargs)
+        packed = self.packer(implementation, kwargs)
+        swapped = {k: v for k, v in packed.items() if v is not kwargs[k]}
+        self.calls[node] = (implementation, swapped)
+        self.steps[node] = Step(node.name, _target_name(node.target), site, choice)
+        result = implementation.fn(**packed)
+        if implementation.takes_out:
+            self.candidates[node] = result if isinstance(result, tuple) else (result,)
+        return result
+
+    def _last_uses(self, result: Any) -> dict[Node, int]:
+        """For each result that could be a buffer, the last step that reads its memory; absent if it escapes."""
+        owner: dict[int, Node] = {}
+        for node, tensors in self.candidates.items():
+            for t in tensors:
+                owner[t.untyped_storage().data_ptr()] = node
+        last = {node: self.order[node] for node in self.candidates}
+        inputs = {_memory(v) for n, v in self.env.items() if n.op in ("placeholder", "get_attr")}
+        for node in self.nodes:
+            value = self.env.get(node)
+            if node.op == "output":
+                value = result
+            for t in _tensors(value):
+                source = owner.get(t.untyped_storage().data_ptr())
+                if source is None or source not in last:
+                    continue
+                uses = [self.order[u] for u in node.users]
+                last[source] = max([last[source], self.order[node], *uses])
+                if node.op == "output" or _memory(t) in inputs:
+                    del last[source]
+        return last
+
+    def _place(self, last: dict[Node, int]) -> tuple[dict[Node, Any], list[int]]:
+        """Slots by first fit over lifetimes: the largest free slot is grown rather than a new one opened."""
+        layouts: dict[Node, Any] = {}
+        sizes: list[int] = []
+        until: list[int] = []
+        for node in self.nodes:
+            if node not in last:
+                continue
+            specs, taken = [], []
+            for t in self.candidates[node]:
+                need = t.untyped_storage().nbytes()
+                free = [i for i, end in enumerate(until) if end < self.order[node] and i not in taken]
+                slot = min(free, key=lambda i: (abs(sizes[i] - need), i), default=len(sizes))
+                if slot == len(sizes):
+                    sizes.append(0)
+                    until.append(-1)
+                sizes[slot] = max(sizes[slot], need)
+                until[slot] = last[node]
+                taken.append(slot)
+                offset = t.storage_offset() * t.element_size()
+                specs.append((slot, offset, t.dtype, tuple(t.shape), tuple(t.stride())))
+            layouts[node] = specs[0] if not isinstance(self.env[node], tuple) else tuple(specs)
+            self.steps[node].slot = specs[0][0]
+        return layouts, [-(-s // 64) * 64 for s in sizes]
+
+    def _source(self, buffered: set[Node]) -> tuple[str, dict[str, Any]]:
+        names: dict[str, Any] = {}
+        bound: dict[int, str] = {}
+        dead = self._dead_after()
+        buffers = {n: i for i, n in enumerate(n for n in self.nodes if n in buffered)}
+        lines = ["def run(args, buffers):"]
+        placeholders = [n.name for n in self.nodes if n.op == "placeholder"]
+        if placeholders:
+            lines.append(f"    ({', '.join(placeholders)},) = args")
+
+        def bind(value: Any, hint: str) -> str:
+            if id(value) not in bound:
+                name = "".join(c if c.isalnum() else "_" for c in hint)
+                while name in names:
+                    name += "_"
+                bound[id(value)], names[name] = name, value
+            return bound[id(value)]
+
+        def text(value: Any) -> str:
+            if isinstance(value, Node):
+                return value.name
+            if isinstance(value, list | tuple):
+                inner = ", ".join(text(v) for v in value)
+                return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
+            if isinstance(value, dict):
+                return "{" + ", ".join(f"{k!r}: {text(v)}" for k, v in value.items()) + "}"
+            if value is None or isinstance(value, bool | int | str):
+                return repr(value)
+            if isinstance(value, float) and value == value and abs(value) != float("inf"):
+                return repr(value)
+            if isinstance(value, slice):
+                return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
+            return bind(value, str(value))
+
+        for node in self.nodes:
+            if node.op == "get_attr":
+                lines.append(f"    {node.name} = {bind(self.env[node], node.name + '_value')}")
+            elif node.op == "call_function" and node.target is operator.getitem:
+                lines.append(f"    {node.name} = {text(node.args[0])}[{text(node.args[1])}]")
+            elif node.op == "call_function":
+                lines.append(f"    {node.name} = {self._expression(node, bind, text, buffers)}")
+            elif node.op == "output":
+                lines.append(f"    return {text(node.args[0])}")
+            if dead.get(node):
+                lines.append(f"    del {', '.join(dead[node])}")
+        return "\n".join(lines) + "\n", names
+
+    def _expression(self, node: Node, bind: Any, text: Any, buffers: dict[Node, int]) -> str:
+        if node not in self.calls:
+            parts = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+            return f"{bind(node.target, _target_name(node.target))}({', '.join(parts)})"
+        implementation, swapped = self.calls[node]
+        arguments = {k: bind(swapped[k], f"{node.name}_{k}") if k in swapped else text(v) for k, v in node.kwargs.items()}
+        parts = [f"{k}={v}" for k, v in arguments.items()]
+        if node in buffers:
+            parts.append(f"out=buffers[{buffers[node]}]")
+        return f"{bind(implementation.fn, f'{_target_name(node.target)}_{implementation.name}')}({', '.join(parts)})"
+
+    def _dead_after(self) -> dict[Node, list[str]]:
+        """Names to forget after each step, so that memory is given back as early as eager would."""
+        dead: dict[Node, list[str]] = {}
+        for node in self.nodes:
+            if node.op != "call_function":
+                continue
+            users = [u for u in node.users]
+            end = max(users, key=self.order.__getitem__) if users else node
+            if end.op != "output":
+                dead.setdefault(end, []).append(node.name)
+        return dead
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.layout == torch.strided and not value.is_mkldnn else []
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+def _memory(value: Any) -> int:
+    tensors = _tensors(value)
+    return tensors[0].untyped_storage().data_ptr() if tensors else -1
+
+
+def _target_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return str(getattr(target, "__name__", target))

@@ -1,0 +1,75 @@
+"""Proof of a site: the operator's result against the model's own arithmetic, in float64, on real inputs.
+
+The nodes that the operator replaces are run again in float64 (casts to lower precision included), which gives
+the exact result; what eager computed in the model's dtype gives the error to be compared with. The card's
+tolerance policy decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from opsmith.compiler.recognize import Site
+from opsmith.operator import Tolerance, Verdict
+
+
+def prove(site: Site, value: Callable[[Node], Any], got: tuple[torch.Tensor | None, ...]) -> Verdict:
+    """Hold the operator's results to the card's tolerance; `value` gives what eager computed at a node."""
+    exact = run_wide(site, value)
+    worst = Verdict(True, 0.0, 0.0)
+    for result, node in zip(got, site.outputs, strict=True):
+        if result is None:
+            continue
+        verdict = _check(site.card.tolerance, result, value(node), exact[node])
+        if not verdict.ok:
+            return verdict
+        if verdict.error >= worst.error:
+            worst = verdict
+    return worst
+
+
+def _check(tolerance: Tolerance, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+    # A row in which every key is masked has no softmax: NaN in eager's arithmetic, zeros by definition here.
+    undefined = exact.isnan() & eager.isnan() & (got == 0)
+    if bool(undefined.any()):
+        exact, eager = exact.masked_fill(undefined, 0.0), eager.masked_fill(undefined, 0.0)
+    return tolerance.check(got, eager, exact)
+
+
+def run_wide(site: Site, value: Callable[[Node], Any]) -> dict[Node, torch.Tensor]:
+    """The site's nodes in float64, from the values that enter it."""
+    env: dict[Node, Any] = {}
+
+    def operand(node: Node) -> Any:
+        if node not in env:
+            outside = value(node)
+            wide = isinstance(outside, torch.Tensor) and outside.is_floating_point()
+            env[node] = outside.double() if wide else outside
+        return env[node]
+
+    for node in sorted(site.region):
+        args = map_arg(node.args, operand)
+        kwargs = map_arg(node.kwargs, operand)
+        env[node] = node.target(*_widen(args), **_widen(kwargs))  # type: ignore[operator]
+    return {node: env[node] for node in site.outputs}
+
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _widen(value: Any) -> Any:
+    """Arguments with every floating-point dtype replaced by float64."""
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _NARROW else value
+    if isinstance(value, tuple | list):
+        return type(value)(_widen(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _widen(v) for k, v in value.items()}
+    if isinstance(value, torch.Tensor) and value.dtype in _NARROW:
+        return value.double()
+    return value

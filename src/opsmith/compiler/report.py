@@ -1,0 +1,56 @@
+"""What the compiler found in a model, proved, rolled back and missed, for people and for machines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from opsmith.compiler.compiled import GraphReport, SiteReport
+
+
+@dataclass
+class Report:
+    """The reports of all graphs of a model."""
+
+    graphs: list[GraphReport]
+
+    @property
+    def sites(self) -> list[SiteReport]:
+        """Every site found."""
+        return [s for g in self.graphs for s in g.sites]
+
+    @property
+    def found(self) -> dict[str, int]:
+        """How many sites of each operator were kept; graphs of one model at other sizes count once."""
+        most: Counter[str] = Counter()
+        for graph in self.graphs:
+            counts = Counter(s.operator for s in graph.sites if s.status == "kept")
+            for name, n in counts.items():
+                most[name] = max(most[name], n)
+        return dict(most)
+
+    @property
+    def misses(self) -> list[str]:
+        """What looked like an operator and is not one: which node differed, and how."""
+        return list(dict.fromkeys(str(m) for g in self.graphs for m in g.misses))
+
+    @property
+    def rolled_back(self) -> list[str]:
+        """Sites whose result was not accurate enough, with error and bound."""
+        return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status != "kept"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "found": self.found,
+            "misses": self.misses,
+            "rolled_back": self.rolled_back,
+            "graphs": [asdict(g) for g in self.graphs],
+        }
+
+    def __str__(self) -> str:
+        lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
+        lines += [f"rolled back: {line}" for line in self.rolled_back]
+        lines += [f"near miss: {line}" for line in self.misses]
+        return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""The graph with each proven site as one call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from opsmith.compiler.operands import insert
+from opsmith.compiler.recognize import Site
+
+
+def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphModule:
+    """A copy of the graph in which each named site is a call of its card's public function.
+
+    The call node carries `meta["site"]`, the site's name. Since the functions are public ones, the graph still
+    differentiates; the program for inference is made from the same nodes with the chosen implementations.
+    """
+    graph = fx.Graph()
+    new: dict[Node, Node] = {}
+    output = graph.graph_copy(gm.graph, new)
+    old_output = next(n for n in gm.graph.nodes if n.op == "output")
+    graph.output(output)
+    for node in graph.nodes:
+        if node.op == "output":
+            node.meta = dict(old_output.meta)
+    for name, site in sites:
+        targets = [new[n] for n in site.outputs]
+        with graph.inserting_before(min(targets)):
+            call = {k: insert(v, graph, new.__getitem__) for k, v in site.arguments.items()}
+            node = graph.call_function(site.card.function, (), call)
+            node.meta["site"] = name
+            results = [node] if len(targets) == 1 else [
+                graph.call_function(operator.getitem, (node, i)) for i in range(len(targets))
+            ]
+            if site.unsqueezed:
+                results = [graph.call_function(torch.ops.aten.squeeze.dim, (r, 0)) for r in results]
+        for target, result in zip(targets, results, strict=True):
+            target.replace_all_uses_with(result)
+            new[next(k for k, v in new.items() if v is target)] = result
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule(gm, graph)

@@ -1,0 +1,211 @@
+"""Which implementation runs a site: measured on the real inputs, remembered, or the nearest one measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from opsmith import measure
+from opsmith.compiler.config import Config
+from opsmith.compiler.tuning import TuningCache
+from opsmith.operator import Implementation, Kind, Operator
+
+# Inductor generates code of its own for these; for the rest it calls the library that eager calls.
+INDUCTOR_KINDS = (Kind.NORM, Kind.SOFTMAX, Kind.ACTIVATION)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of a site at given shapes, and why."""
+
+    implementation: str
+    reason: str
+    times: Mapping[str, float] = field(default_factory=dict)  # seconds a call
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def signature(card: Operator, call: Mapping[str, Any]) -> str:
+    """A call as text: operator, dtypes, shapes, layouts and settings; equal calls choose alike."""
+    parts = [card.name]
+    for name in sorted(call):
+        value = call[name]
+        if isinstance(value, torch.Tensor):
+            layout = "" if value.is_contiguous() else f"@{','.join(map(str, value.stride()))}"
+            dtype = str(value.dtype).removeprefix("torch.")
+            parts.append(f"{name}={value.device.type}:{dtype}[{','.join(map(str, value.shape))}]{layout}")
+        elif value is not None:
+            parts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
+    return " ".join(parts)
+
+
+class Selector:
+    """Chooses implementations under a Config, by measurement where it may take the time."""
+
+    def __init__(self, config: Config, cache: TuningCache | None = None, fixed: Mapping[str, str] | None = None):
+        self.config = config
+        self.cache = cache if cache is not None else TuningCache()
+        self.fixed = dict(fixed or {})  # from a saved plan: implementation by signature
+        self._inductor: dict[str, Implementation] = {}
+        self._inductor_left = config.inductor_seconds
+
+    def choose(self, card: Operator, site: str, call: dict[str, Any], packed: Packer, *, may_measure: bool) -> Choice:
+        """The implementation for this call of this site."""
+        accepted, refused = card.candidates(**call)
+        banned = {*self.config.forbid.get(card.name, ()), *self.config.forbid.get(site, ())}
+        for candidate in list(accepted):
+            if candidate.name in banned and candidate.name != "eager":
+                accepted.remove(candidate)
+                refused[candidate.name] = "forbidden by the configuration"
+        names = [c.name for c in accepted]
+        pinned = self.config.pin.get(site) or self.config.pin.get(card.name)
+        if pinned is not None:
+            card.implementation(pinned)  # an unknown name is an error, not a wish
+            if pinned in names:
+                return Choice(pinned, "pinned by the configuration", {}, refused)
+            refused = {**refused, "pin": f"{pinned} can't run this call: {refused.get(pinned, 'not available')}"}
+        key = signature(card, call)
+        if self.fixed.get(key) in names:
+            return Choice(self.fixed[key], "from the saved plan", {}, refused)
+        if self.config.inductor:
+            self._enter_inductor(card, call, accepted, refused, may_measure)
+        if len(accepted) == 1:
+            return Choice(accepted[0].name, "the only one able", {}, refused)
+        if not self.config.tune:
+            return Choice(accepted[0].name, "first able in the card's order (tuning is off)", {}, refused)
+        times = self.cache.get(key)
+        if times is None or not {c.name for c in accepted} <= set(times):
+            if not may_measure:
+                return self._nearest(card, call, accepted, refused)
+            times = self._measure(card, call, accepted, packed)
+            self.cache.put(key, times)
+        best = min((c.name for c in accepted), key=lambda n: times.get(n, math.inf))
+        return Choice(best, _why(best, times), times, refused)
+
+    def _measure(
+        self, card: Operator, call: dict[str, Any], accepted: list[Implementation], packed: Packer
+    ) -> dict[str, float]:
+        contestants = {}
+        for candidate in accepted:
+            contestants[candidate.name] = _bound(candidate, packed(candidate, call))
+        result = measure.quick(contestants, budget_s=0.12)
+        return {name: result.median(name) for name in contestants}
+
+    def _nearest(
+        self, card: Operator, call: dict[str, Any], accepted: list[Implementation], refused: dict[str, str]
+    ) -> Choice:
+        """Of the calls measured before, the one closest in work and of the same kind decides."""
+        names = {c.name for c in accepted}
+        work = _work(card, call)
+        best: tuple[float, str] | None = None
+        for key, times in self.cache.items():
+            known = names & set(times)
+            if not key.startswith(card.name + " ") or not known or _kind(key) != _kind(signature(card, call)):
+                continue
+            distance = abs(math.log(max(_numel(key), 1)) - math.log(max(work, 1)))
+            if best is None or distance < best[0]:
+                best = (distance, min(known, key=lambda n: times[n]))
+        if best is None:
+            return Choice(accepted[0].name, "first able in the card's order (nothing measured yet)", {}, refused)
+        return Choice(best[1], "fastest at the nearest shape measured", {}, refused)
+
+    def _enter_inductor(
+        self,
+        card: Operator,
+        call: dict[str, Any],
+        accepted: list[Implementation],
+        refused: dict[str, str],
+        may_compile: bool,
+    ) -> None:
+        if card.kind not in INDUCTOR_KINDS:
+            refused["inductor"] = "Inductor calls the same library as eager for this operator"
+            return
+        if card.name not in self._inductor:
+            if not may_compile or self._inductor_left <= 0:
+                refused["inductor"] = "not tried: the time for Inductor's compilations is spent"
+                return
+            self._inductor[card.name] = Implementation("inductor", torch.compile(card.reference, dynamic=True))
+        candidate = self._inductor[card.name]
+        start = time.monotonic()
+        try:
+            candidate.fn(**call)
+        except Exception as error:  # whatever a foreign compiler raises is its reason for not taking part
+            refused["inductor"] = f"failed to compile: {str(error).splitlines()[0][:120]}"
+            return
+        self._inductor_left -= time.monotonic() - start
+        accepted.append(candidate)
+
+    def implementation(self, card: Operator, name: str) -> Implementation:
+        """An implementation by name, Inductor's included."""
+        return self._inductor[card.name] if name == "inductor" else card.implementation(name)
+
+
+class Packer:
+    """Swaps a constant weight for its packed form, once for each weight and implementation."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[int, str], torch.Tensor] = {}
+        self.constants: dict[int, torch.Tensor] = {}  # by identity: the weights a plan may pack
+
+    def __call__(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
+        """The call as this implementation wants it."""
+        weight = call.get("weight")
+        if implementation.prepack is None or not isinstance(weight, torch.Tensor) or id(weight) not in self.constants:
+            return call
+        key = (id(weight), implementation.name)
+        if key not in self._packed:
+            x = call["x"]
+            rows = x.numel() // max(x.shape[-1], 1)
+            self._packed[key] = implementation.prepack(weight.detach(), rows)
+        return {**call, "weight": self._packed[key]}
+
+    def forget(self) -> None:
+        """Drop everything packed: a weight has changed."""
+        self._packed.clear()
+
+
+def _bound(implementation: Implementation, call: dict[str, Any]) -> Any:
+    if not implementation.takes_out:
+        return lambda: implementation.fn(**call)
+    # As in a plan, where the output is written into a buffer that is there already.
+    out = implementation.fn(**call)
+    return lambda: implementation.fn(**call, out=out)
+
+
+def _why(best: str, times: Mapping[str, float]) -> str:
+    others = {n: t for n, t in times.items() if n != best and math.isfinite(t)}
+    if not others:
+        return "the only one measured"
+    second = min(others, key=lambda n: others[n])
+    return f"{others[second] / times[best]:.2f}x as fast as {second}"
+
+
+def _work(card: Operator, call: Mapping[str, Any]) -> int:
+    return sum(v.numel() for v in call.values() if isinstance(v, torch.Tensor))
+
+
+def _numel(key: str) -> int:
+    total = 0
+    for part in key.split(" "):
+        if "[" in part:
+            sizes = part.split("[")[1].split("]")[0]
+            total += math.prod(int(d) for d in sizes.split(",") if d) if sizes else 1
+    return total
+
+
+def _kind(key: str) -> tuple[tuple[str, ...], ...]:
+    """What must agree for a measurement to speak for another shape: tensors present, dtypes, ranks, settings."""
+    kinds = []
+    for part in key.split(" "):
+        head, _, sizes = part.partition("[")
+        kinds.append((head, str(sizes.count(","))) if sizes else (head,))
+    return tuple(kinds)
+
+
+def as_plan_choice(choice: Choice, implementation: str, reason: str) -> Choice:
+    """The same choice, overruled."""
+    return replace(choice, implementation=implementation, reason=reason)

@@ -37,7 +37,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def session_tuning_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tuning results of fixtures that outlive a test stay out of the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPSMITH_TUNING_CACHE", str(tmp_path_factory.mktemp("tuning")))
+        patch.setenv("OPSMITH_TUNING", str(tmp_path_factory.mktemp("tuning")))
         yield
 
 
@@ -45,7 +45,7 @@ def session_tuning_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def tuning_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty tuning cache for each test: no test depends on what another one measured."""
     path = tmp_path / "tuning"
-    monkeypatch.setenv("OPSMITH_TUNING_CACHE", str(path))
+    monkeypatch.setenv("OPSMITH_TUNING", str(path))
     return path
 
 

@@ -1,12 +1,13 @@
 """`opsmith bench`: the table, the JSON and the refusal."""
 
 import json
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from opsmith import measure, operator
+from opsmith import measure
 from opsmith.cli import main
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
 
@@ -30,7 +31,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Operator:
     )
     import opsmith.ops  # noqa: F401  (registers its cards before the registry is replaced)
 
-    monkeypatch.setattr(operator, "_REGISTRY", {"negate": card})
+    monkeypatch.setattr(sys.modules["opsmith.operator"], "_REGISTRY", {"negate": card})
     for module in ("pool", "roofs"):
         monkeypatch.setattr(f"opsmith.measure.{module}.cold_bytes", lambda device="cpu": 1 << 16)
     monkeypatch.setattr(measure, "cold_bytes", lambda device="cpu": 1 << 16)

@@ -1,12 +1,12 @@
 """`opsmith ops` and `opsmith verify`, on a card of the test's own."""
 
 import json
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from opsmith import operator
 from opsmith.cli import main
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
 
@@ -35,7 +35,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Operator:
     )
     import opsmith.ops  # noqa: F401  (registers its cards before the registry is replaced)
 
-    monkeypatch.setattr(operator, "_REGISTRY", {"negate": card})
+    monkeypatch.setattr(sys.modules["opsmith.operator"], "_REGISTRY", {"negate": card})
     return card
 
 

@@ -150,35 +150,28 @@ class Attention {
     if constexpr (precise) {  // one strip uses each row once: as it lies
       if (at.rows <= ROWS && p_.value_dim == width_) values = v, values_stride = v_.strides[2];
     }
-    if (values == to.v) pack_rows<Units>(v, v_.strides[2], keys, p_.value_dim, to.v);
+    if (values == to.v) pack_rows<Units>(v, v_.strides[2], keys, p_.value_dim, to.v, width_);
     for (int64_t r = 0; r < at.rows; r += ROWS) {
-      strip(at, to, r, int(std::min<int64_t>(ROWS, at.rows - r)), key, keys, masked, values, values_stride);
+      strip(at, to, r, key, keys, masked, values, values_stride);
     }
   }
 
   // ROWS query rows against one tile.
-  void strip(const Item& at, const Buffers& to, int64_t r, int rows, int64_t key, int64_t keys, bool masked,
-             const float* values, int64_t values_stride) const {
-    int64_t first[ROWS], last[ROWS], from = keys, until = 0;
-    for (int i = 0; i < rows; ++i) {
-      first[i] = p_.first(at.row + r + i) - key;
-      last[i] = p_.last(at.row + r + i) - key;
-      from = std::min(from, first[i]);
-      until = std::max(until, last[i] + 1);
-    }
-    keys = std::min(keys, until);
-    if (keys <= std::max<int64_t>(from, 0)) return;
-    const int64_t vecs = ceil_div(keys, W);
-    product<Units>(rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL, to.scores,
+  void strip(const Item& at, const Buffers& to, int64_t r, int64_t key, int64_t keys, bool masked, const float* values,
+             int64_t values_stride) const {
+    const Strip s(p_, at.row + r, int(std::min<int64_t>(ROWS, at.rows - r)), key, keys);
+    if (s.keys == 0) return;
+    const int64_t vecs = ceil_div(s.keys, W);
+    product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL, to.scores,
                    kScoreStride, false);
-    for (int i = 0; i < rows; ++i) {
-      float* s = to.scores + i * kScoreStride;
-      if (!p_.plain) transform_scores(s, keys, p_.options);
-      if (masked) mask_scores(s, keys, key, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
-      if (first[i] > 0 || last[i] < vecs * W - 1) hide(s, vecs, first[i], last[i]);
-      weigh(s, reinterpret_cast<Element*>(to.weights + i * kScoreStride), vecs, to, r + i);
+    for (int i = 0; i < s.rows; ++i) {
+      float* scores = to.scores + i * kScoreStride;
+      if (!p_.plain) transform_scores(scores, s.keys, p_.options);
+      if (masked) mask_scores(scores, s.keys, key, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
+      if (s.first[i] > 0 || s.last[i] < vecs * W - 1) hide(scores, vecs, s.first[i], s.last[i]);
+      weigh(scores, reinterpret_cast<Element*>(to.weights + i * kScoreStride), vecs, to, r + i);
     }
-    product<Units>(rows, width_ / W, ceil_div(keys, Units::per_unit), {to.weights, kScoreStride, 1}, values,
+    product<Units>(s.rows, width_ / W, ceil_div(s.keys, Units::per_unit), {to.weights, kScoreStride, 1}, values,
                    values_stride, PANEL, to.sums + r * width_, width_, true);
   }
 

@@ -126,6 +126,25 @@ struct Problem {
   int64_t position(int64_t row) const { return query(row) + keys - queries; }
 };
 
+// Which of the keys `key` to `key + n - 1` each of up to ROWS rows sees, counted from `key`.
+struct Strip {
+  int rows;
+  int64_t keys;  // those up to the last that a row may see; 0: none
+  int64_t first[ROWS], last[ROWS];
+
+  Strip(const Problem& p, int64_t row, int rows, int64_t key, int64_t n) : rows(rows) {
+    int64_t from = n, until = 0;
+    for (int i = 0; i < rows; ++i) {
+      first[i] = p.first(row + i) - key;
+      last[i] = p.last(row + i) - key;
+      from = std::min(from, first[i]);
+      until = std::max(until, last[i] + 1);
+    }
+    keys = std::min(n, until);
+    if (keys <= std::max<int64_t>(from, 0)) keys = 0;
+  }
+};
+
 template <class T>
 inline T* row_of(const View& x, int64_t b, int64_t head, int64_t i) {
   return x.as<T>() + b * x.strides[0] + head * x.strides[1] + i * x.strides[2];

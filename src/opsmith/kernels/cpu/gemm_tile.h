@@ -196,11 +196,11 @@ void pack_transposed(const T* from, int64_t stride, int64_t rows, int64_t n, flo
   }
 }
 
-// B = rows: row k of B is made of the per_unit rows of the source from k * per_unit on. `to` has rows of
-// round_up(n, W) units; zeros past `rows` and n.
+// B = rows: row k of B is made of the per_unit rows of the source from k * per_unit on. `to` has rows of `width`
+// units, a multiple of W; zeros past `rows` and n.
 template <class Units, class T>
-void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t n, float* to) {
-  const int64_t width = round_up(n, W);
+void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t n, float* to, int64_t width) {
+  const int64_t rest = round_up(n, W);
   for (int64_t j = 0; j < rows; j += Units::per_unit, to += width) {
     const T* row = from + j * stride;
     for_lanes(n, [&](int64_t c, auto lanes) {
@@ -212,6 +212,7 @@ void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t n, float* to
         store(to + c, load(row + c, lanes));
       }
     });
+    set_lanes(to + rest, 0, width - rest);
   }
 }
 

@@ -193,24 +193,20 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The CPU kernel, without autograd."""
-    y = _like_q(q, v) if out is None else _dense_last(out, "out")
+    y = out if out is not None and _dense_last(out) else _like_q(q, v)
     torch.ops.opsmith.attention.default(
-        _last(q), _last(k), _last(v), _full(mask, q, k), *_settings(q, causal, scale, window, softcap), out=y
+        _last(q), _last(k), _last(v), _full(mask, q, k), *_settings(q, causal, scale, window, softcap), y=y
     )
-    return y
+    return y if out is None or out is y else out.copy_(y)
+
+
+def _dense_last(t: torch.Tensor) -> bool:
+    return t.stride(-1) == 1 or t.shape[-1] <= 1
 
 
 def _last(t: torch.Tensor) -> torch.Tensor:
     """`t` with a contiguous last dimension."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _dense_last(out: torch.Tensor, name: str) -> torch.Tensor:
-    if out.stride(-1) != 1 and out.shape[-1] > 1:
-        raise ValueError(
-            f"attention: {name} must have a contiguous last dimension, got strides {out.stride()}"
-        )
-    return out
+    return t if _dense_last(t) else t.contiguous()
 
 
 def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
@@ -244,7 +240,7 @@ class _Attention(torch.autograd.Function):
         lse = torch.empty(q.shape[:3], dtype=torch.float32)
         ctx.settings = (scale, causal, window, softcap)
         torch.ops.opsmith.attention.default(
-            _last(q), _last(k), _last(v), _full(mask, q, k), *ctx.settings, out=y, lse=lse
+            _last(q), _last(k), _last(v), _full(mask, q, k), *ctx.settings, y=y, lse=lse
         )
         ctx.save_for_backward(q, k, v, mask, y, lse)
         return y
@@ -332,6 +328,8 @@ def _samples(make: Make) -> Iterator[Sample]:
         x,
         {"mask": make(4, 1, 1) * torch.arange(50, dtype=make.dtype).to(make.device) / 8, "causal": True},
     )
+    learned = tuple(make(1, 2, 20, 16).requires_grad_() for _ in range(3))
+    yield Sample("additive mask, not learned", learned, {"mask": make(20, 20)})
     yield Sample("all masked", qkv(1, 2, 2, 5, 70, 16), {"mask": make.mask(1, 1, 5, 70, keep=0.0)})
     yield Sample("mask and causal", x, {"mask": make.mask(2, 1, 33, 50), "causal": True})
     yield Sample("window", qkv(1, 2, 2, 70, 70, 16), {"window": 9})
@@ -417,7 +415,7 @@ CARD = register(
         ),
         schemas=(
             "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "
-            "float softcap, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
+            "float softcap, *, Tensor(a!) y, Tensor(b!)? lse=None) -> ()",
             "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
             "Tensor? mask, float scale, bool causal, int window, float softcap, *, "
             "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",

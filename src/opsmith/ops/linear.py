@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,26 +111,22 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any, out: 
         check_out("linear", out, x, shape)
 
 
-@cache
-def _onednn_dtypes() -> dict[torch.dtype, bool]:
+def _onednn_dtypes() -> frozenset[torch.dtype]:
     """What oneDNN multiplies on this machine."""
     if not torch.backends.mkldnn.is_available():
-        return {}
+        return frozenset()
     ops = torch.ops.mkldnn
-    return {
-        torch.float32: True,
-        torch.bfloat16: bool(ops._is_mkldnn_bf16_supported()),
-        torch.float16: bool(ops._is_mkldnn_fp16_supported()),
-    }
+    half = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
+    return frozenset({torch.float32, *(dtype for dtype, supported in half.items() if supported())})
 
 
-_onednn_dtypes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_ONEDNN_DTYPES = _onednn_dtypes()
 
 
 def _supports_onednn(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
     if not x.is_cpu:
         return f"oneDNN runs on the CPU, the input is on {x.device}"
-    if not _onednn_dtypes().get(x.dtype, False):
+    if x.dtype not in _ONEDNN_DTYPES:
         return f"oneDNN does not multiply {short(x.dtype)} on this CPU"
     if not x.numel() or not weight.shape[0]:
         return "nothing to multiply"
@@ -155,6 +151,19 @@ def _onednn(
 
 def _prepack(weight: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+
+
+def _fake_binary(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, attribute: str
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+# PyTorch knows the shape of the unary form only; without this one, a graph could not hold the addition.
+_META = torch.library.Library("mkldnn", "IMPL", "Meta")
+_BINARY = "mkldnn::_linear_pointwise.binary"
+if _ONEDNN_DTYPES and not torch._C._dispatch_has_kernel_for_dispatch_key(_BINARY, "Meta"):
+    _META.impl("_linear_pointwise.binary", _fake_binary)
 
 
 _GELUS = {"gelu": False, "gelu_tanh": True}

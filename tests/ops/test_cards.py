@@ -1,0 +1,295 @@
+"""Holds every card in the registry to what it says; a new card is tested by existing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import opsmith.ops  # noqa: F401  registers the cards
+from opsmith.kernels import build
+from opsmith.measure.pool import tensors_of
+from opsmith.operator import Implementation, Make, Operator, Sample, registry
+from opsmith.ops.common import short
+from opsmith.ops.verify import verify
+
+CARDS = list(registry().values())
+DIFFERENTIABLE = [card for card in CARDS if card.differentiable]
+WITH_OUT = [card for card in CARDS if any(i.takes_out for i in card.implementations)]
+
+NO_DERIVATIVE = {"padding_idx"}  # options that withhold a part of the gradient on purpose
+
+native = pytest.mark.skipif(not build.load(), reason="the native library is not available")
+
+
+def by_name(cards: list[Operator]) -> Any:
+    return pytest.mark.parametrize("card", cards, ids=[card.name for card in cards])
+
+
+def samples(card: Operator, dtype: torch.dtype = torch.float32) -> list[Sample]:
+    return list(card.samples(Make(dtype)))
+
+
+def styles(card: Operator) -> Iterator[Sample]:
+    """The first sample of each way to call the operator: the same options, present inputs and layouts."""
+    seen = set()
+    for sample in samples(card):
+        inputs = [v for v in (*sample.args, *sample.kwargs.values()) if isinstance(v, torch.Tensor)]
+        plain = tuple(sorted((k, v) for k, v in sample.kwargs.items() if isinstance(v, bool | str)))
+        style = (
+            len(sample.args),
+            tuple(sorted(sample.kwargs)),
+            plain,
+            tuple((t.dtype, t.is_contiguous(), t.numel() == 0) for t in inputs),
+        )
+        if style not in seen:
+            seen.add(style)
+            yield sample
+
+
+def with_grad(sample: Sample) -> tuple[Sample, list[torch.Tensor]]:
+    """A copy of the sample whose floating-point tensors (those that ask, if any) want gradients, and these."""
+    inputs = (sample.args, dict(sample.kwargs))
+    any_asks = any(t.requires_grad for t in tensors_of(inputs))
+    leaves: list[torch.Tensor] = []
+
+    def leaf(t: torch.Tensor) -> torch.Tensor:
+        wanted = t.is_floating_point() and (t.requires_grad or not any_asks)
+        t = t.detach()
+        leaves.extend([t.requires_grad_()] if wanted else [])
+        return t
+
+    args, kwargs = tree_map_only(torch.Tensor, leaf, inputs)
+    return Sample(sample.name, args, kwargs), leaves
+
+
+def run_both_ways(fn: Callable[..., Any], sample: Sample) -> list[torch.Tensor]:
+    """Outputs, then the gradients of their sum with fixed weights."""
+    copy, leaves = with_grad(sample)
+    outputs = list(tensors_of(fn(*copy.args, **copy.kwargs)))
+    weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in outputs]
+    grads = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
+    return outputs + [g for g in grads if g is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=short)
+@by_name(CARDS)
+def test_implementations_and_gradients_keep_the_tolerance(card: Operator, dtype: torch.dtype) -> None:
+    """Values, out= and gradients of all samples, in memory filled with NaN, the inputs left as they were."""
+    assert dtype in card.dtypes
+    findings = list(verify(card, [dtype]))
+    tried = {f.implementation for f in findings}
+    assert tried >= {i.name for i in card.implementations if i.available() is True and i.name != "onednn"}
+    failed = [f"{f.implementation}, {f.sample}, {f.check}: {f.why}" for f in findings if not f.ok]
+    assert failed == []
+
+
+@by_name(CARDS)
+def test_samples_hold_what_goes_wrong_easily(card: Operator) -> None:
+    shapes = [list(tensors_of((s.args, dict(s.kwargs)))) for s in samples(card)]
+    assert any(any(not t.is_contiguous() for t in tensors) for tensors in shapes), "no strided sample"
+    assert any(any(t.numel() == 0 for t in tensors) for tensors in shapes), "no empty sample"
+    assert any(any(t.dim() and t.shape[-1] % 8 for t in tensors) for tensors in shapes), "no odd size"
+    names = [s.name for s in samples(card)]
+    assert len(names) == len(set(names)), "two samples share a name"
+
+
+@by_name(CARDS)
+def test_cost_counts_what_must_be_touched(card: Operator) -> None:
+    for sample in samples(card):
+        cost = card.cost(*sample.args, **sample.kwargs)
+        results = list(tensors_of(card.reference(*sample.args, **sample.kwargs)))
+        assert cost.min_bytes >= sum(t.nbytes for t in results), sample.name
+        assert cost.flops >= 0
+        half = sample.cast(torch.bfloat16)
+        assert card.cost(*half.args, **half.kwargs).flops == cost.flops, sample.name
+
+
+@by_name(DIFFERENTIABLE)
+def test_gradcheck_in_float64(card: Operator) -> None:
+    for sample in samples(card, torch.float64):
+        copy, leaves = with_grad(sample)
+        if not leaves or max(t.numel() for t in leaves) > 20_000 or NO_DERIVATIVE & set(copy.kwargs):
+            continue
+        names = list(copy.kwargs)
+
+        def call(*values: Any, names: list[str] = names, n: int = len(copy.args)) -> Any:
+            return card.function(*values[:n], **dict(zip(names, values[n:], strict=True)))
+
+        assert torch.autograd.gradcheck(call, (*copy.args, *copy.kwargs.values()), fast_mode=True), (
+            sample.name
+        )
+
+
+@by_name(WITH_OUT)
+def test_out_is_filled_and_returned(card: Operator) -> None:
+    for sample in samples(card):
+        before = [t.clone() for t in tensors_of((sample.args, dict(sample.kwargs)))]
+        expected = card.function(*sample.args, **sample.kwargs)
+        one = isinstance(expected, torch.Tensor)
+        poisoned = [torch.full_like(t, math.nan) for t in tensors_of(expected)]
+        out = poisoned[0] if one else tuple(poisoned)
+        got = card.function(*sample.args, **sample.kwargs, out=out)
+        for mine, given, value in zip(tensors_of(got), poisoned, tensors_of(expected), strict=True):
+            assert mine is given, sample.name
+            torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6)
+        after = tensors_of((sample.args, dict(sample.kwargs)))
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), sample.name
+
+
+@by_name(WITH_OUT)
+def test_out_of_another_shape_or_dtype_is_refused(card: Operator) -> None:
+    sample = samples(card)[1]
+    expected = card.function(*sample.args, **sample.kwargs)
+    for wrong in (expected.double(), expected.new_empty((*expected.shape, 2))):
+        with pytest.raises(ValueError, match=rf"{card.name}: out must be float32 \("):
+            card.function(*sample.args, **sample.kwargs, out=wrong)
+    with pytest.raises(TypeError, match=rf"{card.name}: out must be a tensor, got list"):
+        card.function(*sample.args, **sample.kwargs, out=[1.0])
+
+
+@by_name(CARDS)
+def test_fake_and_meta_tensors_give_the_shapes(card: Operator) -> None:
+    for sample in samples(card):
+        real = list(tensors_of(card.function(*sample.args, **sample.kwargs)))
+        inputs = (sample.args, dict(sample.kwargs))
+        with FakeTensorMode() as mode:
+            args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, inputs)
+            fake = list(tensors_of(card.function(*args, **kwargs)))
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
+        meta = list(tensors_of(card.function(*args, **kwargs)))
+        for r, f, m in zip(real, fake, meta, strict=True):
+            assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride()), sample.name
+            assert (m.shape, m.dtype, m.device.type) == (r.shape, r.dtype, "meta"), sample.name
+
+
+@by_name(DIFFERENTIABLE)
+def test_compiled_as_one_graph_equals_eager(card: Operator) -> None:
+    for sample in styles(card):
+        torch.compiler.reset()
+        compiled = torch.compile(card.function, fullgraph=True, backend="aot_eager", dynamic=False)
+        for mine, value in zip(
+            run_both_ways(compiled, sample), run_both_ways(card.function, sample), strict=True
+        ):
+            torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
+
+
+@by_name(CARDS)
+def test_one_compiled_graph_serves_many_lengths(card: Operator) -> None:
+    groups: dict[Any, list[Sample]] = {}
+    for sample in samples(card):
+        tensors = list(tensors_of((sample.args, dict(sample.kwargs))))
+        if all(size > 1 for t in tensors for size in t.shape):  # sizes 0 and 1 have graphs of their own
+            options = tuple((k, v) for k, v in sample.kwargs.items() if not isinstance(v, torch.Tensor))
+            kinds = tuple((t.dtype, t.dim(), t.is_contiguous(), t.requires_grad) for t in tensors)
+            groups.setdefault((options, tuple(sample.kwargs), kinds), []).append(sample)
+    fitting = max(groups.values(), key=len)
+    assert len(fitting) > 1, "no two samples that differ in their sizes alone"
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(card.function, fullgraph=True, backend=counter, dynamic=True)
+    with torch.no_grad():
+        for sample in fitting:
+            expected = tensors_of(card.function(*sample.args, **sample.kwargs))
+            for mine, value in zip(
+                tensors_of(compiled(*sample.args, **sample.kwargs)), expected, strict=True
+            ):
+                torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the calls of native operators, one for each operator, dtype and set of present arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "opsmith":
+            present = (
+                tuple(a is None for a in args),
+                tuple(sorted(k for k, v in kwargs.items() if v is not None)),
+            )
+            dtypes = tuple(t.dtype for t in tensors_of((args, kwargs)))
+            copies = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            self.calls.setdefault((func, present, dtypes), (func, *copies))
+        return func(*args, **kwargs)
+
+
+@native
+@by_name([card for card in CARDS if card.schemas])
+def test_opcheck_of_the_native_operators(card: Operator) -> None:
+    with Recorder() as recorder:
+        for sample in samples(card):
+            card.function(*sample.args, **sample.kwargs)
+            run_both_ways(card.function, sample)
+    called = {call[0]._schema.name.removeprefix("opsmith::") for call in recorder.calls.values()}
+    assert called == {schema.partition("(")[0] for schema in card.schemas}
+    for func, args, kwargs in recorder.calls.values():
+        torch.library.opcheck(func, args, kwargs)
+
+
+def unwritten_tail(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        right = fn(*args, **kwargs)
+        left = torch.empty_like(right)
+        left.view(-1)[:-1] = right.reshape(-1)[:-1]
+        return left
+
+    return wrong
+
+
+def wrong_eps(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, weight=None, bias=None, eps=1e-5, **more: fn(x, weight, bias, eps * 3, **more)
+
+
+def half_inside(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        dtype = args[0].dtype
+        low = tree_map_only(torch.Tensor, lambda t: t.half() if t.is_floating_point() else t, (args, kwargs))
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype), fn(*low[0], **low[1]))
+
+    return wrong
+
+
+def mutated_input(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = fn(x, *args, **kwargs)
+        x.add_(1)
+        return y
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("gelu", unwritten_tail),
+        ("softmax", unwritten_tail),
+        ("attention", unwritten_tail),
+        ("layer_norm", wrong_eps),
+        ("layer_norm", half_inside),
+        ("attention", half_inside),
+        ("linear", half_inside),
+        ("gelu", mutated_input),
+        ("layer_norm", mutated_input),
+    ],
+)
+def test_a_planted_fault_is_found(name: str, fault: Callable[..., Any]) -> None:
+    card = registry()[name]
+    implementation = Implementation("planted", fault(card.eager))
+    broken = replace(card, implementations=[implementation, Implementation("eager", card.eager)])
+    findings = [f for f in verify(broken, [torch.float32]) if f.implementation == "planted"]
+    assert any(not f.ok for f in findings)

@@ -42,7 +42,7 @@ def imported_parts(file: Path, package: Path) -> Iterator[tuple[int, str]]:
             continue
         for name in names:
             root, *rest = name.split(".")
-            if root == "opsmith":
+            if root == "opsmith" and rest != ["__version__"]:  # a plain string, there before anything else
                 # `from opsmith import Config` takes a name from the public face, not a part of its own.
                 part = rest[0] if rest and exists(package, rest[0]) else "__init__"
                 yield node.lineno, part
@@ -93,7 +93,7 @@ def tree(tmp_path: Path) -> Path:
         "kernels/cpu/binding.cpp": "#include <torch/csrc/stable/library.h>\n",
         "ops/__init__.py": "from opsmith.operator import Operator\n",
         "ops/gelu.py": "from ..kernels import build\nfrom .common import rows\nfrom opsmith import measure\n",
-        "compiler/plan.py": "import opsmith.ops.gelu\n",
+        "compiler/plan.py": "import opsmith.ops.gelu\nfrom opsmith import __version__\n",
         "cli/ops.py": "from opsmith import Config\n",
     }.items():
         file = tmp_path / path

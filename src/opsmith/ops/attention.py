@@ -140,7 +140,7 @@ def _check(q: Any, k: Any, v: Any, mask: Any, window: Any, softcap: Any, out: An
         raise ValueError(
             f"attention: v must have shape [{batch}, {kv_heads}, {columns}, Dv] like k, got {tuple(v.shape)}"
         )
-    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+    if heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
             f"attention: q's {heads} heads must be a multiple of the {kv_heads} heads of k and v"
         )
@@ -312,7 +312,8 @@ def _samples(make: Make) -> Iterator[Sample]:
     ) -> tuple[torch.Tensor, ...]:
         return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, dv or d)
 
-    for b, h, l, s, d in ((1, 1, 1, 1, 1), (1, 2, 1, 77, 64), (2, 3, 17, 17, 32), (1, 2, 130, 67, 40)):
+    sizes = ((1, 1, 1, 1, 1), (1, 2, 1, 77, 64), (2, 3, 17, 17, 32), (2, 2, 130, 67, 40), (3, 2, 9, 20, 32))
+    for b, h, l, s, d in sizes:
         yield Sample(f"{b}x{h}x{l}x{s}x{d}", qkv(b, h, h, l, s, d))
         yield Sample(f"{b}x{h}x{l}x{s}x{d} causal", qkv(b, h, h, l, s, d), {"causal": True})
     yield Sample("grouped heads", qkv(2, 6, 2, 33, 33, 64), {"causal": True})

@@ -158,6 +158,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("1 id", (make.ids(1, high=7), make(7, 5)))
     yield Sample("2x9 of 50x130", (make.ids(2, 9, high=50), make(50, 130)))
     yield Sample("128 of 1000x384", (make.ids(128, high=1000), make(1000, 384)))
+    yield Sample("17 of 29x24", (make.ids(17, high=29), make(29, 24)))
     yield Sample("int32", (make.ids(3, 4, high=20).int(), make(20, 33)))
     yield Sample("one row often", (make.ids(200, high=2), make(2, 64)))
     yield Sample("padding", (make.ids(40, high=4), make(4, 17)), {"padding_idx": 2})

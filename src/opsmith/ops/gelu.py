@@ -154,7 +154,7 @@ def _bias_cost(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -> Co
 
 
 def _samples(make: Make) -> Iterator[Sample]:
-    for shape in ((384,), (3, 7), (2, 5, 130), (16, 1536)):
+    for shape in ((384,), (3, 7), (9, 33), (2, 5, 130), (16, 1536)):
         for tanh in (False, True):
             name = "x".join(map(str, shape)) + (" tanh" if tanh else "")
             yield Sample(name, (make(*shape, scale=3.0),), {"tanh": tanh})

@@ -15,6 +15,16 @@ struct Moments {
   float high, low, variance;
 };
 
+// As a tree: short chains, so that one block overlaps the next.
+template <int k>
+inline Vec add_up(const Vec* v) {
+  if constexpr (k == 1) {
+    return v[0];
+  } else {
+    return add_up<k / 2>(v) + add_up<k / 2>(v + k / 2);
+  }
+}
+
 // Statistics of a row in one pass. Each lane holds the mean and the summed squared deviation (m2) of what it saw,
 // both taken around a pivot near its mean. A block of vectors gets its own two moments first (exact, the values are
 // still in registers) and is merged by Chan's formula, which is Welford's update for a block:
@@ -29,22 +39,16 @@ inline Moments moments(int64_t n, Value&& value) {
     Vec v[k];
 #pragma GCC unroll 8
     for (int j = 0; j < k; ++j) v[j] = value((first + j) * W, Full{});
-    if (first == 0) {
-      for (int j = 0; j < k; ++j) pivot += v[j];
-      pivot *= 1.0f / k;
-    }
-    Vec sum{}, squares{};
+    if (first == 0) pivot = add_up<k>(v) * (1.0f / k);
 #pragma GCC unroll 8
-    for (int j = 0; j < k; ++j) {
-      v[j] -= pivot;
-      sum += v[j];
-    }
-    const Vec block_mean = sum * (1.0f / k);
+    for (int j = 0; j < k; ++j) v[j] -= pivot;
+    const Vec block_mean = add_up<k>(v) * (1.0f / k);
 #pragma GCC unroll 8
     for (int j = 0; j < k; ++j) {
       const Vec d = v[j] - block_mean;
-      squares = fma(d, d, squares);
+      v[j] = d * d;
     }
+    const Vec squares = add_up<k>(v);
     const float share = float(k) / float(count + k);
     const Vec delta = block_mean - mean;
     mean = fma(delta, share, mean);
@@ -82,25 +86,27 @@ void forward(const View& x, const View& residual, const P* weight, const P* bias
              const View& summed, float* mean, float* rstd) {
   const int64_t rows = x.sizes[0], n = x.sizes[1];
   const bool past_cache = outlives_cache(rows * n * int64_t(sizeof(T)));
+  // While one row is worked on, the next is on its way: half of it is asked for in each of the two looks.
   parallel_for(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* xr = x.as<T>() + r * x.strides[0];
       const T* ar = residual.defined() ? residual.as<T>() + r * residual.strides[0] : nullptr;
       T* sr = summed.defined() ? summed.as<T>() + r * summed.strides[0] : nullptr;
       T* yr = y.as<T>() + r * y.strides[0];
-      auto sum_at = [&](int64_t i, auto k) { return round_to<T>(load(xr + i, k) + load(ar + i, k)); };
+      // By value, here and below: a reference would be read again after every store.
+      auto sum_at = [=](int64_t i, auto k) { return round_to<T>(load(xr + i, k) + load(ar + i, k)); };
       auto write = [&](Moments m, auto&& value) {
         const float scale = 1.0f / std::sqrt(m.variance + eps);
         if (mean) mean[r] = m.high + m.low;
         if (rstd) rstd[r] = scale;
-        auto normalized = [&](int64_t i, auto k) { return (value(i, k) - m.high - m.low) * scale; };
+        auto normalized = [=](int64_t i, auto k) { return (value(i, k) - m.high - m.low) * scale; };
         const bool streaming = past_cache && can_stream(yr);
         if (weight && bias) {
-          for_lanes(n, [&](int64_t i, auto k) {
+          for_lanes(n, [=](int64_t i, auto k) {
             put(yr + i, fma(normalized(i, k), load(weight + i, k), load(bias + i, k)), k, streaming);
           });
         } else {
-          for_lanes(n, [&](int64_t i, auto k) {
+          for_lanes(n, [=](int64_t i, auto k) {
             Vec v = normalized(i, k);
             if (weight) v *= load(weight + i, k);
             if (bias) v += load(bias + i, k);
@@ -110,9 +116,12 @@ void forward(const View& x, const View& residual, const P* weight, const P* bias
       };
       auto stored = [](const T* p) { return [p](int64_t i, auto k) { return load(p + i, k); }; };
       if (!ar) {
-        write(moments(n, stored(xr)), stored(xr));
+        const T* const next = r + 1 < end ? xr + x.strides[0] : xr;
+        auto first = [=](int64_t i, auto k) { return prefetch(next + i / 2), load(xr + i, k); };
+        auto second = [=](int64_t i, auto k) { return prefetch(next + (n + i) / 2), load(xr + i, k); };
+        write(moments(n, first), second);
       } else if (sr) {
-        const Moments m = moments(n, [&](int64_t i, auto k) {
+        const Moments m = moments(n, [=](int64_t i, auto k) {
           const Vec s = sum_at(i, k);
           store(sr + i, s, k);
           return s;

@@ -22,14 +22,26 @@ constexpr float safe_maximum = 60.0f;
 
 inline float exp1(float x) { return exp(splat(x))[0]; }
 
+// e^(z - top), as precise as T can show.
+template <class T>
+inline Vec exp_above(Vec z, float top) {
+  if constexpr (std::is_same_v<T, float>) {
+    return exp(z - top);
+  } else {
+    return exp2_coarse((z - top) * 1.44269504088896341f);
+  }
+}
+
 // z = x * scale + bias, where bias (float32, -inf where masked) may be missing.
 template <class T>
 struct Scores {
   const T* x;
+  const T* next;  // the row after this one, asked for ahead of time: half of it in each of the two scans
   const float* bias;
   float scale;
   template <class Lanes>
   Vec operator()(int64_t i, Lanes k) const {
+    prefetch(next + i / 2);
     const Vec z = load(x + i, k) * scale;
     return bias ? z + load(bias + i, k) : z;
   }
@@ -37,12 +49,12 @@ struct Scores {
 
 // e^z of a row into `terms`. Returns the maximum of z; the sum of the terms in `sum`.
 template <class T>
-inline float scan_fast(Scores<T> z, int64_t n, float* terms, float& sum) {
+inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, float& sum) {
   Vec total[4] = {}, top[4] = {splat(-infinity), splat(-infinity), splat(-infinity), splat(-infinity)};
   for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
     const Vec v = keep(z(i, k), k, -infinity);
     top[u] = max(top[u], v);
-    const Vec e = exp(v);
+    const Vec e = exp_above<T>(v, 0.0f);
     total[u] += e;
     store(terms + i, e);
   });
@@ -72,7 +84,7 @@ inline float scan_stable(Scores<T> z, int64_t n, float* terms, float* tops, floa
     *tops++ = top;
     Vec part[2] = {};
     for_lanes_unrolled<2>(size, [&](int64_t i, int u, auto) {
-      const Vec e = exp(load(terms + first + i) - top);
+      const Vec e = exp_above<T>(load(terms + first + i), top);
       part[u] += e;
       store(terms + first + i, e);
     });
@@ -99,11 +111,15 @@ inline void row(Scores<T> z, int64_t n, int64_t length, bool masked, int64_t met
   float inverse = 1.0f / sum;
   if (sum == 0 && masked) inverse = 0;
   if (!subtracted) {
-    for_lanes(n, [&](int64_t i, auto k) { put(y + i, load(terms + i) * inverse, k, streaming); });
+    for_lanes(n, [=](int64_t i, auto k) { 
+      prefetch(z.next + (n + i) / 2);
+      put(y + i, load(terms + i) * inverse, k, streaming);
+    });
   } else {
     for (int64_t first = 0; first < n; first += block) {
       const float top = tops[first / block], factor = top == maximum ? inverse : exp1(top - maximum) * inverse;
-      for_lanes(std::min<int64_t>(block, n - first), [&](int64_t i, auto k) {
+      for_lanes(std::min<int64_t>(block, n - first), [=](int64_t i, auto k) {
+        prefetch(z.next + (n + first + i) / 2);
         put(y + first + i, load(terms + first + i) * factor, k, streaming);
       });
     }
@@ -149,7 +165,8 @@ void forward(const View& x, const View& mask, float scale, bool causal, int64_t 
         unpacked = offset;
       }
       T* const out = y.as<T>() + o * y.strides[0] + l * y.strides[1];
-      const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], mask.defined() ? bias : nullptr, scale};
+      const T* const in = x.as<T>() + o * x.strides[0] + l * x.strides[1];
+      const Scores<T> z{in, l + 1 < L ? in + x.strides[1] : in, mask.defined() ? bias : nullptr, scale};
       row(z, n, S, mask.defined() || causal, method, try_fast, terms, bias + width, out, past_cache && can_stream(out));
     }
     if (past_cache) stream_fence();

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from opsmith.compiler import Plan as Plan
     from opsmith.compiler import optimize as optimize
     from opsmith.compiler import restore as restore
+    from opsmith import operator as operator
     from opsmith.operator import Operator as Operator
-    from opsmith.operator import operator as operator
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Operator", "Plan", "operator", "ops", "optimize", "restore"]
@@ -27,7 +27,7 @@ _HOMES = {
     "optimize": "opsmith.compiler",
     "restore": "opsmith.compiler",
     "Operator": "opsmith.operator",
-    "operator": "opsmith.operator",
+    "operator": "opsmith.operator",  # the module, which is callable: `@opsmith.operator(...)`
     "ops": "opsmith.ops",
 }
 
@@ -36,6 +36,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'opsmith' has no attribute {name!r}")
     module = importlib.import_module(_HOMES[name])
-    value = module if name == "ops" else getattr(module, name)
+    value = module if name in ("ops", "operator") else getattr(module, name)
     globals()[name] = value
     return value

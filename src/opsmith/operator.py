@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -317,3 +319,13 @@ def operator(
         )
 
     return decorate
+
+
+class _CallableModule(types.ModuleType):
+    """`opsmith.operator` is this module and the decorator both: `@opsmith.operator(kind=...)` works."""
+
+    def __call__(self, **card: Any) -> Callable[[Callable[..., Any]], Operator]:
+        return operator(**card)
+
+
+sys.modules[__name__].__class__ = _CallableModule

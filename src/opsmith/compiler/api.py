@@ -115,7 +115,9 @@ def optimize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize: model must be a torch.nn.Module, got {type(model).__name__}")
     if quantize is not None:
-        raise ValueError(f"optimize: no weight format is available in this version, got quantize={quantize!r}; leave it out")
+        raise ValueError(
+            f"optimize: no weight format is available in this version, got quantize={quantize!r}; leave it out"
+        )
     settings = _settings(config, dtype, verify)
     saved = Plan.load(plan) if isinstance(plan, str | Path) else plan
     calls = _calls(example_inputs)
@@ -152,7 +154,9 @@ def restore(model: nn.Module) -> nn.Module:
     model._compiled_call_impl = None
     del model.opsmith
     if session.before is not None:
-        own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        own = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
         for name, tensor in session.before.items():
             own[name].data = tensor
     return model
@@ -197,7 +201,9 @@ def _calls(example_inputs: Any) -> list[Call]:
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Cast the floating-point parameters and buffers; what they were is kept for `restore`."""
     before: dict[str, torch.Tensor] = {}
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype != dtype:
             before[name] = tensor.data

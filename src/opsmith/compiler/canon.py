@@ -24,7 +24,15 @@ MAX_DEPTH = 28
 # An operator that feeds another is a boundary; softmax and matmul are not, for they are parts of attention.
 BOUNDARIES = frozenset(
     f"aten::{n}"
-    for n in ("linear", "layer_norm", "native_layer_norm", "gelu", "scaled_dot_product_attention", "embedding", "addmm")
+    for n in (
+        "linear",
+        "layer_norm",
+        "native_layer_norm",
+        "gelu",
+        "scaled_dot_product_attention",
+        "embedding",
+        "addmm",
+    )
 )
 
 
@@ -153,7 +161,12 @@ def last_axis(node: Node, dim: Any) -> bool:
     x = node.args[0]
     rank = len(shape_of(x))
     dims = [dim] if isinstance(dim, int) else dim
-    return isinstance(dims, list | tuple) and len(dims) == 1 and isinstance(dims[0], int) and dims[0] % max(rank, 1) == rank - 1
+    return (
+        isinstance(dims, list | tuple)
+        and len(dims) == 1
+        and isinstance(dims[0], int)
+        and dims[0] % max(rank, 1) == rank - 1
+    )
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -270,7 +283,9 @@ def _reduce(c: Canon, node: Node, name: str, x: Any, dim: Any, keepdim: bool) ->
     if not last_axis(node if node.target is not _getitem else node.args[0], dim):  # type: ignore[arg-type]
         # Another axis: an atom of its own, so that no law for the last axis applies and the report can name it.
         kept = "sum" if any(m.expo for m, _ in c(x).terms) else "mean"
-        size = 1.0 if kept == name or not isinstance(dim, int) or not isinstance(shape[dim], int) else shape[dim]
+        size = (
+            1.0 if kept == name or not isinstance(dim, int) or not isinstance(shape[dim], int) else shape[dim]
+        )
         return c.space.scale(c.space.fn(kept, (c(x),), shape_of(node), ("dim", str(dim))), float(size))
     result = c.space.reduce(name, c(x), shape[-1])
     return result if keepdim else views.reshape(c.space, result, (*shape[:-1], 1), shape[:-1])
@@ -289,7 +304,13 @@ def _amax(c: Canon, node: Node, self: Any, dim: Any = (), keepdim: bool = False)
 
 @rule("var", "std")
 def _var(
-    c: Canon, node: Node, self: Any, dim: Any = None, unbiased: Any = None, correction: Any = None, keepdim: bool = False
+    c: Canon,
+    node: Node,
+    self: Any,
+    dim: Any = None,
+    unbiased: Any = None,
+    correction: Any = None,
+    keepdim: bool = False,
 ) -> Poly:
     shape, s = shape_of(self), c.space
     if correction is None:
@@ -341,7 +362,14 @@ def _log_softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
 
 @rule("layer_norm", "native_layer_norm")
 def _layer_norm(
-    c: Canon, node: Node, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, **_: Any
+    c: Canon,
+    node: Node,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    **_: Any,
 ) -> Poly:
     if len(normalized_shape) != 1:
         raise Unreadable
@@ -366,7 +394,9 @@ def _dropout(c: Canon, node: Node, input: Any, p: float, train: bool) -> Poly:
 @rule("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh_copy")
 def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     source = self.meta.get("val")
-    if not (isinstance(source, torch.Tensor) and (source.is_floating_point() or op_name(self) == "aten::one_hot")):
+    if not (
+        isinstance(source, torch.Tensor) and (source.is_floating_point() or op_name(self) == "aten::one_hot")
+    ):
         raise Unreadable
     return c(self)
 
@@ -416,4 +446,14 @@ def _not(c: Canon, node: Node, self: Any) -> Poly:
     return c.space.fn("not", (c(self),), shape_of(node))
 
 
-__all__ = ["Canon", "RULES", "Unreadable", "arguments", "dim_of", "is_row_constant", "op_name", "rule", "shape_of"]
+__all__ = [
+    "RULES",
+    "Canon",
+    "Unreadable",
+    "arguments",
+    "dim_of",
+    "is_row_constant",
+    "op_name",
+    "rule",
+    "shape_of",
+]

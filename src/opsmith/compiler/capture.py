@@ -31,13 +31,17 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         symbolic = context.tensor_to_context.get(value) if context is not None else None
         if symbolic is None:
             return mode.from_tensor(value, static_shapes=True)
-        return mode.from_tensor(value, static_shapes=False, symbolic_context=symbolic, source=symbolic.tensor_source)
+        return mode.from_tensor(
+            value, static_shapes=False, symbolic_context=symbolic, source=symbolic.tensor_source
+        )
 
     def run(*values: Any) -> Any:
         return fx.Interpreter(gm).run(*values)
 
     with torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
-        traced = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(*[fake(v) for v in example_inputs])
+        traced = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *[fake(v) for v in example_inputs]
+        )
     note_constants(traced)
     tidy(traced.graph)
     traced.recompile()
@@ -51,7 +55,11 @@ def note_constants(gm: fx.GraphModule) -> None:
             value = getattr(gm, node.target, None)
             if isinstance(value, torch.Tensor):
                 node.meta.setdefault("val", value)
-                if value.numel() == 1 and not value.requires_grad and not isinstance(value, torch.nn.Parameter):
+                if (
+                    value.numel() == 1
+                    and not value.requires_grad
+                    and not isinstance(value, torch.nn.Parameter)
+                ):
                     node.meta["constant"] = float(value)
 
 

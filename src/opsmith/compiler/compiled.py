@@ -54,7 +54,13 @@ class GraphReport:
 class CompiledGraph:
     """The callable that Dynamo runs in place of a captured graph."""
 
-    def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], selector: Selector, progress: Progress | None = None):
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        selector: Selector,
+        progress: Progress | None = None,
+    ):
         self.original = gm
         self.selector = selector
         self.packer = Packer()
@@ -76,7 +82,9 @@ class CompiledGraph:
         self._lock = threading.RLock()
         self._progress = progress
         self._placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        self._symbols = [i for i, n in enumerate(self._placeholders) if not isinstance(n.meta.get("val"), torch.Tensor)]
+        self._symbols = [
+            i for i, n in enumerate(self._placeholders) if not isinstance(n.meta.get("val"), torch.Tensor)
+        ]
         self._weights = [i for i, e in enumerate(examples) if isinstance(e, torch.nn.Parameter)]
         self._versions: list[int] = []
 
@@ -159,8 +167,12 @@ class CompiledGraph:
     def _worth(self, program: Program, args: Sequence[Any]) -> tuple[bool, str]:
         """Whether the program as a whole beats the graph as it was; measured, and eager keeps a tie it wins."""
         if not self.selector.config.tune or not self.sites:
-            return bool(self.sites), "not timed as a whole" if self.sites else "no operator of ours in this graph"
-        result = measure.quick({"opsmith": lambda: program(args), "eager": lambda: self.original(*args)}, budget_s=0.3)
+            return bool(
+                self.sites
+            ), "not timed as a whole" if self.sites else "no operator of ours in this graph"
+        result = measure.quick(
+            {"opsmith": lambda: program(args), "eager": lambda: self.original(*args)}, budget_s=0.3
+        )
         ratio = result.median("eager") / result.median("opsmith")
         note = f"opsmith {result.median('opsmith') * 1e3:.3f} ms, eager {result.median('eager') * 1e3:.3f} ms"
         return ratio >= 1.0, f"{note}: {ratio:.2f}x" if ratio >= 1.0 else f"{note}: eager is faster and runs"
@@ -170,7 +182,9 @@ class CompiledGraph:
         site = self.sites[name]
         key = (name, signature(site.card, call))
         if key not in self._choices:
-            self._choices[key] = self.selector.choose(site.card, name, call, self.packer, may_measure=may_measure)
+            self._choices[key] = self.selector.choose(
+                site.card, name, call, self.packer, may_measure=may_measure
+            )
         return self._choices[key]
 
     def _training(self, args: Sequence[Any]) -> Any:
@@ -192,7 +206,9 @@ class _Study:
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.env: dict[Node, Any] = {}
         self.at: dict[Node, list[str]] = {}
-        self.last: dict[Node, int] = {n: max((self.order[u] for u in n.users), default=self.order[n]) for n in self.nodes}
+        self.last: dict[Node, int] = {
+            n: max((self.order[u] for u in n.users), default=self.order[n]) for n in self.nodes
+        }
         for name, site in owner.sites.items():
             end = max(site.outputs, key=self.order.__getitem__)
             self.at.setdefault(end, []).append(name)

@@ -78,7 +78,13 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any = None)
     inner = [i for i in left if i in right and i not in output]
     rows = [i for i in left if i not in right and i in output]
     cols = [i for i in right if i not in left and i in output]
-    if len(inner) != 1 or len(cols) != 1 or not rows or (len(rows) > 1 and batch) or len(output) != len(batch + rows + cols):
+    if (
+        len(inner) != 1
+        or len(cols) != 1
+        or not rows
+        or (len(rows) > 1 and batch)
+        or len(output) != len(batch + rows + cols)
+    ):
         raise Unreadable
     s = c.space
     a = views.permute(s, c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
@@ -91,9 +97,14 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any = None)
 
 def _name_ellipsis(left: str, right: str, output: str, ranks: list[int]) -> tuple[str, str, str]:
     """Each `...` spelled out with capital letters, aligned to the right as broadcasting does."""
-    extra = [rank - len(p.replace("...", "")) if "..." in p else 0 for p, rank in zip((left, right), ranks, strict=True)]
+    extra = [
+        rank - len(p.replace("...", "")) if "..." in p else 0
+        for p, rank in zip((left, right), ranks, strict=True)
+    ]
     names = "ABCDEFGH"
-    spelled = [p.replace("...", names[8 - n :] if n else "") for p, n in zip((left, right), extra, strict=True)]
+    spelled = [
+        p.replace("...", names[8 - n :] if n else "") for p, n in zip((left, right), extra, strict=True)
+    ]
     widest = max(extra)
     return spelled[0], spelled[1], output.replace("...", names[8 - widest :] if widest else "")
 
@@ -127,7 +138,9 @@ def _sdpa(
     scores = s.scale(s.matmul(c(query), views.permute(s, c(key), swap), scores_shape), float(scale))
     if is_causal:
         # PyTorch aligns a rectangle to its upper left corner; only a square means what `causal` means here.
-        scores = s.add(scores, s.fn("keep", (s.fn("causal" if q[-2] == k[-2] else "upper_left", (), ()),), ()))
+        square = (q[-2], k[-2])
+        causal = s.fn("causal" if q[-2] == k[-2] else "upper_left", (), square)
+        scores = s.add(scores, s.fn("keep", (causal,), square))
     if attn_mask is not None:
         boolean = not attn_mask.meta["val"].is_floating_point()
         scores = s.add(scores, boolean_mask(c, attn_mask, False, -math.inf) if boolean else c(attn_mask))
@@ -141,7 +154,7 @@ def _tril(c: Canon, node: Node, self: Any, diagonal: int = 0) -> Poly:
     full = isinstance(self, Node) and op_name(self) == "aten::full" and self.args[1] in (1, True)
     if diagonal != 0 or len(shape) < 2 or shape[-1] != shape[-2] or not (ones or full):
         raise Unreadable
-    return c.space.fn("causal", (), ())
+    return c.space.fn("causal", (), shape[-2:])
 
 
 @rule("triu")
@@ -151,10 +164,12 @@ def _triu(c: Canon, node: Node, self: Any, diagonal: int = 0) -> Poly:
     if diagonal != 1 or len(shape) < 2 or shape[-1] != shape[-2] or not isinstance(self, Node):
         raise Unreadable
     s = c.space
-    if name in ("aten::ones", "aten::ones_like", "aten::new_ones") or (name == "aten::full" and self.args[1] in (1, True)):
-        return s.fn("not", (s.fn("causal", (), ()),), ())
+    if name in ("aten::ones", "aten::ones_like", "aten::new_ones") or (
+        name == "aten::full" and self.args[1] in (1, True)
+    ):
+        return s.fn("not", (s.fn("causal", (), shape[-2:]),), shape[-2:])
     if name == "aten::full" and self.args[1] == -math.inf:
-        return s.fn("keep", (s.fn("causal", (), ()),), ())
+        return s.fn("keep", (s.fn("causal", (), shape[-2:]),), shape[-2:])
     raise Unreadable
 
 
@@ -178,15 +193,12 @@ def _index(c: Canon, node: Node, self: Any, indices: Any) -> Poly:
 def _index_select(c: Canon, node: Node, self: Any, dim: int, index: Any) -> Poly:
     if dim != 0 or len(shape_of(self)) != 2 or len(shape_of(index)) != 1:
         raise Unreadable
-    s, ids = c.space, index
-    flat = s.fn("gather", (c(self), c(ids)), shape_of(node))
-    source = ids
+    source = index
     while op_name(source) in ("aten::view", "aten::reshape", "aten::flatten"):
         source = source.args[0]
-    if source is ids:
-        return flat
-    wide = (*shape_of(source), shape_of(node)[-1])
-    return s.fn("reshape", (s.fn("gather", (c(self), c(source)), wide),), shape_of(node), (shape_of(node),))
+    ids = views.reshape(c.space, c(source), shape_of(source), shape_of(index))
+    c.nodes.setdefault(ids, []).append(index)
+    return c.space.fn("gather", (c(self), ids), shape_of(node))
 
 
 def _is_boolean(node: Node) -> bool:

@@ -21,7 +21,9 @@ from opsmith.compiler.views import inverse, permute
 from opsmith.operator import Operator, Pattern
 
 Binding = dict[str, "Poly | float"]
-RTOL = 2e-5  # constants written with six digits are the same constant; an unbiased variance is not a biased one
+RTOL = (
+    2e-5  # constants written with six digits are the same constant; an unbiased variance is not a biased one
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Template:
     holes: dict[str, float]
     names: frozenset[str]
     variables: tuple[str, ...]
-    cut: str | None  # the variable to look for among the root's ancestors, where the pattern is no contraction
+    cut: (
+        str | None
+    )  # the variable to look for among the root's ancestors, where the pattern is no contraction
 
     @classmethod
     def trace(cls, space: Space, card: Operator, pattern: Pattern) -> Template:
@@ -64,7 +68,9 @@ class Template:
             if isinstance(spec, int | float):
                 holes[name] = float(spec)
                 continue
-            shape = [d if isinstance(d, int) else sizes.setdefault(d, 0) or _size(sizes, d, primes) for d in spec]
+            shape = [
+                d if isinstance(d, int) else sizes.setdefault(d, 0) or _size(sizes, d, primes) for d in spec
+            ]
             dtype = {"ids": torch.int64, "bool": torch.bool}.get(pattern.dtypes.get(name, ""), torch.float32)
             tensors[name] = torch.zeros(shape, dtype=dtype)
 
@@ -115,13 +121,14 @@ class Matcher:
     space: Space
     template: Template
     mismatch: Mismatch = field(default_factory=Mismatch)
+    level: int = 0  # how deep in the pattern the matching stands: a failure further in came closer
 
     def match(self, term: Poly, known: Binding | None = None) -> Binding | None:
         """The bindings under which the template equals `term`, or None (then `mismatch` says where they part)."""
         return self._poly(self.template.term, term, dict(known or {}))
 
-    def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom, depth: int = 0) -> None:
-        score = len(env)
+    def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom) -> None:
+        score = 4 * len(env) + self.level
         if score > self.mismatch.score:
             text = expected if isinstance(expected, str) else show(expected)
             self.mismatch = Mismatch(score, text, show(got), got)
@@ -163,7 +170,12 @@ class Matcher:
         return leaf.name if isinstance(leaf, Var) else None
 
     def _monos(
-        self, todo: list[tuple[Mono, float]], left: list[tuple[Mono, float]], env: Binding, absorbs: bool, whole: Poly
+        self,
+        todo: list[tuple[Mono, float]],
+        left: list[tuple[Mono, float]],
+        env: Binding,
+        absorbs: bool,
+        whole: Poly,
     ) -> Binding | None:
         if not todo:
             return env if not left else None
@@ -182,7 +194,9 @@ class Matcher:
 
     def _mono(self, pm: Mono, pc: float, tm: Mono, tc: float, env: Binding) -> Binding | None:
         term = self.space._poly({tm: tc})
-        hole = next((n for n, v in self.template.holes.items() if math.isclose(abs(pc), v, rel_tol=1e-9)), None)
+        hole = next(
+            (n for n, v in self.template.holes.items() if math.isclose(abs(pc), v, rel_tol=1e-9)), None
+        )
         if hole is not None:
             bound = self._bind(env, hole, tc if pc > 0 else -tc, term)
             if bound is None:
@@ -199,7 +213,11 @@ class Matcher:
         found = self._factors(todo, list(tm.factors), env)
         if found is None or pm.expo is None or tm.expo is None:
             return found
-        return self._poly(pm.expo, tm.expo, found)
+        self.level += 1
+        try:
+            return self._poly(pm.expo, tm.expo, found)
+        finally:
+            self.level -= 1
 
     def _factors(
         self, todo: list[tuple[Atom, float]], left: list[tuple[Atom, float]], env: Binding
@@ -209,7 +227,8 @@ class Matcher:
         (pa, pp), *rest = todo
         for i, (ta, tp) in enumerate(left):
             if not math.isclose(pp, tp, rel_tol=RTOL):
-                self._fail(env, f"the power {pp:g} of {show(pa)}", ta)
+                if pa.name == ta.name and pa.leaf is None:
+                    self._fail(env, f"the power {pp:g} of {show(pa)}", ta)
                 continue
             found = self._atom(pa, ta, env)
             if found is not None:
@@ -231,12 +250,16 @@ class Matcher:
         if p.attrs != t.attrs and p.name != "reshape":
             self._fail(env, p, t)
             return None
-        for pa, ta in zip(p.args, t.args, strict=True):
-            found = self._poly(pa, ta, env)
-            if found is None:
-                return None
-            env = found
-        return env
+        self.level += 1
+        try:
+            for pa, ta in zip(p.args, t.args, strict=True):
+                found = self._poly(pa, ta, env)
+                if found is None:
+                    return None
+                env = found
+            return env
+        finally:
+            self.level -= 1
 
     def _permuted(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
         """A pattern's transposed variable against any permutation: the variable takes the remaining permutation."""

@@ -73,9 +73,13 @@ class Plan:
             raise ValueError(f"plan: {path} is not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"plan: {path} has schema {found!r}, this version reads {SCHEMA}; make the plan again")
+            raise ValueError(
+                f"plan: {path} has schema {found!r}, this version reads {SCHEMA}; make the plan again"
+            )
         try:
-            shapes = [ShapePlan(**{**s, "steps": [PlanStep(**step) for step in s["steps"]]}) for s in data["shapes"]]
+            shapes = [
+                ShapePlan(**{**s, "steps": [PlanStep(**step) for step in s["steps"]]}) for s in data["shapes"]
+            ]
             return cls(shapes, str(data.get("machine", "")), dict(data.get("versions", {})))
         except (KeyError, TypeError) as error:
             raise ValueError(f"plan: {path} is damaged: {error}; make the plan again") from None
@@ -103,8 +107,13 @@ class Plan:
                 groups.setdefault((step.operator, step.implementation, step.signature), []).append(step)
             for (operator, implementation, _), steps in groups.items():
                 first = steps[0]
-                times = ", ".join(f"{n} {t:.0f} us" for n, t in sorted(first.microseconds.items(), key=lambda i: i[1]))
-                lines.append(f"  {len(steps):3d} x {operator:<12} {implementation:<8} {first.reason}" + (f"  [{times}]" if times else ""))
+                times = ", ".join(
+                    f"{n} {t:.0f} us" for n, t in sorted(first.microseconds.items(), key=lambda i: i[1])
+                )
+                lines.append(
+                    f"  {len(steps):3d} x {operator:<12} {implementation:<8} {first.reason}"
+                    + (f"  [{times}]" if times else "")
+                )
         return "\n".join(lines)
 
     def __str__(self) -> str:

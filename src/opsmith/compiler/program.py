@@ -75,7 +75,12 @@ def record(
 
 class _Recorder:
     def __init__(
-        self, graph: fx.Graph, attributes: Callable[[str], Any], args: Sequence[Any], choose: Chooser, packer: Packer
+        self,
+        graph: fx.Graph,
+        attributes: Callable[[str], Any],
+        args: Sequence[Any],
+        choose: Chooser,
+        packer: Packer,
     ):
         self.nodes = list(graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
@@ -228,7 +233,10 @@ class _Recorder:
             parts = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
             return f"{bind(node.target, _target_name(node.target))}({', '.join(parts)})"
         implementation, swapped = self.calls[node]
-        arguments = {k: bind(swapped[k], f"{node.name}_{k}") if k in swapped else text(v) for k, v in node.kwargs.items()}
+        arguments = {
+            k: bind(swapped[k], f"{node.name}_{k}") if k in swapped else text(v)
+            for k, v in node.kwargs.items()
+        }
         parts = [f"{k}={v}" for k, v in arguments.items()]
         if node in buffers:
             parts.append(f"out=buffers[{buffers[node]}]")

@@ -28,7 +28,17 @@ MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone ta
 # Operators that can bring a function into a term: without one of them nearby a template need not be tried.
 TRIGGERS = {
     "erf": {"erf", "special_erf", "erfc", "special_erfc", "special_ndtr", "gelu"},
-    "exp": {"exp", "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "sigmoid", "tanh", "silu"}
+    "exp": {
+        "exp",
+        "softmax",
+        "_softmax",
+        "_safe_softmax",
+        "log_softmax",
+        "_log_softmax",
+        "sigmoid",
+        "tanh",
+        "silu",
+    }
     | {"gelu", "scaled_dot_product_attention"},
     "mean": {"mean", "sum", "var", "std", "var_mean", "layer_norm", "native_layer_norm"},
     "matmul": {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "einsum", "scaled_dot_product_attention"},
@@ -107,7 +117,7 @@ class _Finder:
         # The richest pattern first: attention before softmax, an affine norm before a plain one.
         self.templates = sorted(templates, key=lambda t: (-len(t.names), -_size(t.term), -len(t.variables)))
         self.consumed: set[Node] = set()
-        self.near: dict[Node, tuple[int, Template, Mismatch, Canon]] = {}
+        self.near: dict[Node, tuple[tuple[int, int], Template, Mismatch, Canon]] = {}
 
     def run(self) -> Recognition:
         result = Recognition()
@@ -147,7 +157,8 @@ class _Finder:
 
     def _try(self, template: Template, canon: Canon, root: Node, known: Binding) -> Site | None:
         term = canon(root)
-        if not template.names <= function_names(term):
+        # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
+        if not template.names - {"permute"} <= function_names(term):
             return None
         matcher = Matcher(self.space, template)
         binding = matcher.match(term, known)
@@ -156,15 +167,21 @@ class _Finder:
             outcome = self._bind(template, canon, root, binding)
             if isinstance(outcome, Site):
                 return outcome
-            problem = Mismatch(len(binding) + 1, *outcome)
+            problem = Mismatch(4 * len(binding) + 100, *outcome)
         written_out = template.cut is None or len(_between(root, _cut_nodes(known))) >= MIN_COMPOSITE
         if problem is not None and problem.score >= 0 and written_out:
             best = self.near.get(root)
-            if best is None or problem.score > best[0]:
-                self.near[root] = (problem.score, template, problem, canon)
+            rank = (
+                len(template.names),
+                problem.score,
+            )  # attention that failed says more than a matmul that did
+            if best is None or rank > best[0]:
+                self.near[root] = (rank, template, problem, canon)
         return None
 
-    def _bind(self, template: Template, canon: Canon, root: Node, binding: Binding) -> Site | tuple[str, str, Any]:
+    def _bind(
+        self, template: Template, canon: Canon, root: Node, binding: Binding
+    ) -> Site | tuple[str, str, Any]:
         """The site, or (expected, got, where) of the reason why the operator can't stand here."""
         call: dict[str, Any] = dict(template.pattern.fixed)
         layouts: dict[str, tuple[int, ...]] = {}
@@ -206,7 +223,16 @@ class _Finder:
                 continue
             at = _node_at(problem.at, canon) or root
             covered |= _ancestors(root, self.consumed)
-            misses.append(Miss(template.card.name, root.name, problem.expected, problem.got, at.name, where(at)))
+            misses.append(
+                Miss(
+                    template.card.name,
+                    root.name,
+                    problem.expected,
+                    problem.got,
+                    at.name,
+                    where(at) or where(root),
+                )
+            )
         return misses[::-1]
 
 
@@ -293,7 +319,9 @@ def _node_at(at: Any, canon: Canon) -> Node | None:
         return found
     for mono, _ in poly.terms:
         for atom, _p in mono.factors:
-            inner = canon.node_of(canon.space.from_atom(atom)) or (atom.leaf if isinstance(atom.leaf, Node) else None)
+            inner = canon.node_of(canon.space.from_atom(atom)) or (
+                atom.leaf if isinstance(atom.leaf, Node) else None
+            )
             if inner is not None:
                 return inner
     return None
@@ -327,7 +355,11 @@ def _unrepeated(value: Any) -> Any:
     if len(small) != 5 or small[2] != 1 or (*small[:2], *small[3:]) != (*big[:2], *big[3:]):
         return value
     source = narrow.args[0]
-    if op_name(narrow) == "aten::unsqueeze" and isinstance(source, Node) and shape_of(source) == (*small[:2], *small[3:]):
+    if (
+        op_name(narrow) == "aten::unsqueeze"
+        and isinstance(source, Node)
+        and shape_of(source) == (*small[:2], *small[3:])
+    ):
         return source
     return Made(torch.ops.aten.squeeze.dim, (narrow, 2), (*small[:2], *small[3:]))
 
@@ -390,7 +422,9 @@ def _absorb_residual(site: Site) -> None:
         return
     if any(x < node for name, v in site.arguments.items() if name != "x" for node in nodes_in(v)):
         return  # a weight computed after the addition: the call could not stand where its results are needed
-    grown = Site(site.card, site.pattern, {**site.arguments, "x": a, "residual": b}, (site.root, x), site.region | {x})
+    grown = Site(
+        site.card, site.pattern, {**site.arguments, "x": a, "residual": b}, (site.root, x), site.region | {x}
+    )
     if _check(grown) is None:
         site.arguments, site.outputs, site.region = grown.arguments, grown.outputs, grown.region
 

@@ -33,9 +33,11 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
             call = {k: insert(v, graph, new.__getitem__) for k, v in site.arguments.items()}
             node = graph.call_function(site.card.function, (), call)
             node.meta["site"] = name
-            results = [node] if len(targets) == 1 else [
-                graph.call_function(operator.getitem, (node, i)) for i in range(len(targets))
-            ]
+            results = (
+                [node]
+                if len(targets) == 1
+                else [graph.call_function(operator.getitem, (node, i)) for i in range(len(targets))]
+            )
             if site.unsqueezed:
                 results = [graph.call_function(torch.ops.aten.squeeze.dim, (r, 0)) for r in results]
         for target, result in zip(targets, results, strict=True):

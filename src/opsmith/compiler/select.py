@@ -46,14 +46,18 @@ def signature(card: Operator, call: Mapping[str, Any]) -> str:
 class Selector:
     """Chooses implementations under a Config, by measurement where it may take the time."""
 
-    def __init__(self, config: Config, cache: TuningCache | None = None, fixed: Mapping[str, str] | None = None):
+    def __init__(
+        self, config: Config, cache: TuningCache | None = None, fixed: Mapping[str, str] | None = None
+    ):
         self.config = config
         self.cache = cache if cache is not None else TuningCache()
         self.fixed = dict(fixed or {})  # from a saved plan: implementation by signature
         self._inductor: dict[str, Implementation] = {}
         self._inductor_left = config.inductor_seconds
 
-    def choose(self, card: Operator, site: str, call: dict[str, Any], packed: Packer, *, may_measure: bool) -> Choice:
+    def choose(
+        self, card: Operator, site: str, call: dict[str, Any], packed: Packer, *, may_measure: bool
+    ) -> Choice:
         """The implementation for this call of this site."""
         accepted, refused = card.candidates(**call)
         banned = {*self.config.forbid.get(card.name, ()), *self.config.forbid.get(site, ())}
@@ -67,7 +71,10 @@ class Selector:
             card.implementation(pinned)  # an unknown name is an error, not a wish
             if pinned in names:
                 return Choice(pinned, "pinned by the configuration", {}, refused)
-            refused = {**refused, "pin": f"{pinned} can't run this call: {refused.get(pinned, 'not available')}"}
+            refused = {
+                **refused,
+                "pin": f"{pinned} can't run this call: {refused.get(pinned, 'not available')}",
+            }
         key = signature(card, call)
         if self.fixed.get(key) in names:
             return Choice(self.fixed[key], "from the saved plan", {}, refused)
@@ -110,7 +117,9 @@ class Selector:
             if best is None or distance < best[0]:
                 best = (distance, min(known, key=lambda n: times[n]))
         if best is None:
-            return Choice(accepted[0].name, "first able in the card's order (nothing measured yet)", {}, refused)
+            return Choice(
+                accepted[0].name, "first able in the card's order (nothing measured yet)", {}, refused
+            )
         return Choice(best[1], "fastest at the nearest shape measured", {}, refused)
 
     def _enter_inductor(
@@ -128,7 +137,9 @@ class Selector:
             if not may_compile or self._inductor_left <= 0:
                 refused["inductor"] = "not tried: the time for Inductor's compilations is spent"
                 return
-            self._inductor[card.name] = Implementation("inductor", torch.compile(card.reference, dynamic=True))
+            self._inductor[card.name] = Implementation(
+                "inductor", torch.compile(card.reference, dynamic=True)
+            )
         candidate = self._inductor[card.name]
         start = time.monotonic()
         try:
@@ -154,7 +165,11 @@ class Packer:
     def __call__(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
         """The call as this implementation wants it."""
         weight = call.get("weight")
-        if implementation.prepack is None or not isinstance(weight, torch.Tensor) or id(weight) not in self.constants:
+        if (
+            implementation.prepack is None
+            or not isinstance(weight, torch.Tensor)
+            or id(weight) not in self.constants
+        ):
             return call
         key = (id(weight), implementation.name)
         if key not in self._packed:

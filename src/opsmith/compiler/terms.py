@@ -143,7 +143,7 @@ class Space:
         return self.from_atom(self._fn_atom(name, args, shape, attrs))
 
     def _fn_atom(self, name: str, args: Sequence[Poly], shape: Shape, attrs: tuple[Any, ...] = ()) -> Atom:
-        key = (name, attrs, tuple(a.uid for a in args))
+        key = (name, attrs, tuple(a.uid for a in args), () if args else shape)
         if key not in self._atoms:
             self._atoms[key] = Atom(len(self._atoms), name, attrs, tuple(args), shape)
         return self._atoms[key]

@@ -55,8 +55,17 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly 
             left = reshape(s, a, a.shape, (*new[:-2], *a.shape[-2:]))
             right = reshape(s, b, b.shape, (*new[:-2], *b.shape[-2:]))
             return s.matmul(left, right, new)
+    swap = (*range(len(old) - 2), len(old) - 1, len(old) - 2)
+    if atom.name == "permute" and atom.attrs == swap and atom.shape == old and old[-2:] == new[-2:]:
+        inner = atom.args[0]
+        unfolded = reshape(s, inner, inner.shape, (*new[:-2], new[-1], new[-2]))
+        return permute(s, unfolded, (*range(len(new) - 2), len(new) - 1, len(new) - 2))
+    if atom.name == "gather" and atom.shape == old and same_last:
+        table, ids = atom.args
+        return s.fn("gather", (table, reshape(s, ids, ids.shape, new[:-1])), new)
     if atom.name in ("sum", "mean", "max") and same_last and atom.shape == (*old[:-1], 1):
-        inner = _through(s, atom.args[0], old, new)
+        wide = atom.args[0].shape
+        inner = _through(s, atom.args[0], wide, (*new[:-1], wide[-1])) if len(wide) == len(old) else None
         return None if inner is None else s.fn(atom.name, (inner,), (*new[:-1], 1))
     if atom.name == "base" and atom.shape in (old, (*old[:-1], 1)):
         target = new if atom.shape == old else (*new[:-1], 1)
@@ -76,7 +85,9 @@ def permute(s: Space, p: Poly, perm: tuple[int, ...]) -> Poly:
         if mono.expo is None and len(mono.factors) == 1 and mono.factors[0][1] == 1:
             atom = mono.factors[0][0]
             return s.scale(_permute_atom(s, atom, perm), coef)
-    return s.fn("permute", (p,), tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape, perm)
+    return s.fn(
+        "permute", (p,), tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape, perm
+    )
 
 
 def _permute_atom(s: Space, atom: Atom, perm: tuple[int, ...]) -> Poly:

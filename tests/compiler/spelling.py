@@ -1,0 +1,267 @@
+"""Ways in which models write the operators, as plain PyTorch; and ways that look alike and are not the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+N = 24
+_X = (2, 5, N)
+_W = (N,)
+_Q = (2, 3, 6, 8)
+
+
+def _ln_definition(x: Any, w: Any, b: Any) -> Any:
+    mean = x.mean(-1, keepdim=True)
+    var = ((x - mean) ** 2).mean(-1, keepdim=True)
+    return (x - mean) / torch.sqrt(var + 1e-5) * w + b
+
+
+def _ln_rsqrt(x: Any, w: Any, b: Any) -> Any:
+    mean = torch.mean(x, dim=-1, keepdim=True)
+    centered = x - mean
+    return b + w * (centered * torch.rsqrt(centered.square().mean(-1, True) + 1e-5))
+
+
+def _ln_var(x: Any, w: Any, b: Any) -> Any:
+    var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
+    return torch.addcmul(b, (x - mean) * (var + 1e-5).pow(-0.5), w)
+
+
+def _ln_moments(x: Any, w: Any, b: Any) -> Any:
+    mean = x.sum(-1).unsqueeze(-1) / x.shape[-1]
+    var = (x * x).mean(-1, keepdim=True) - mean * mean
+    return w * ((x - mean) / (var + 1e-5) ** 0.5) + b
+
+
+def _ln_std(x: Any, w: Any, b: Any) -> Any:
+    mean = x.mean(-1, keepdim=True)
+    return (x - mean) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5) * w + b
+
+
+def _ln_upcast(x: Any, w: Any, b: Any) -> Any:
+    h = x.float()
+    mean = h.mean(-1, keepdim=True)
+    return ((h - mean) * torch.rsqrt((h - mean).pow(2).mean(-1, keepdim=True) + 1e-5) * w + b).to(x.dtype)
+
+
+def _ln_residual(x: Any, r: Any, w: Any, b: Any) -> Any:
+    s = x + r
+    mean = s.mean(-1, keepdim=True)
+    var = ((s - mean) ** 2).mean(-1, keepdim=True)
+    return (s - mean) / torch.sqrt(var + 1e-5) * w + b, s
+
+
+def _sm_definition(x: Any) -> Any:
+    e = torch.exp(x - x.max(-1, keepdim=True).values)
+    return e / e.sum(-1, keepdim=True)
+
+
+def _sm_amax(x: Any) -> Any:
+    e = (x - x.amax(dim=-1, keepdim=True)).exp()
+    return e * e.sum(dim=-1, keepdim=True).reciprocal()
+
+
+def _sm_log(x: Any) -> Any:
+    return torch.exp(x - torch.logsumexp(x, -1, keepdim=True))
+
+
+def _sm_logsoftmax(x: Any) -> Any:
+    return F.log_softmax(x, dim=-1).exp()
+
+
+def _attn_definition(q: Any, k: Any, v: Any) -> Any:
+    return torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), -1) @ v
+
+
+def _attn_einsum(q: Any, k: Any, v: Any) -> Any:
+    scores = torch.einsum("bhld,bhsd->bhls", q * 8**-0.5, k)
+    return torch.einsum("bhls,bhsd->bhld", F.softmax(scores, dim=-1), v)
+
+
+def _attn_bmm(q: Any, k: Any, v: Any) -> Any:
+    b, h, n, d = q.shape
+    fold = [t.reshape(b * h, -1, d) for t in (q, k, v)]
+    scores = torch.bmm(fold[0], fold[1].transpose(1, 2)) * (d**-0.5)
+    p = torch.exp(scores - scores.amax(-1, keepdim=True))
+    p = p / p.sum(-1, keepdim=True)
+    return torch.bmm(p, fold[2]).view(b, h, n, d)
+
+
+def _attn_late_division(q: Any, k: Any, v: Any) -> Any:
+    scores = torch.matmul(q, k.mT) * 0.35
+    p = torch.exp(scores - scores.max(dim=-1, keepdim=True)[0])
+    return (p @ v) / p.sum(-1, keepdim=True)
+
+
+def _attn_sequence_first(q: Any, k: Any, v: Any) -> Any:
+    """[B, L, H, D] in and out, K transposed in one permutation."""
+    scores = q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1) * 0.25
+    return (scores.softmax(-1) @ v.permute(0, 2, 1, 3)).transpose(1, 2)
+
+
+def _attn_additive(q: Any, k: Any, v: Any, m: Any) -> Any:
+    return (
+        F.softmax(torch.matmul(q, k.transpose(2, 3)) * 0.5 + m, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+    )
+
+
+def _attn_fill(q: Any, k: Any, v: Any, m: Any) -> Any:
+    return (q @ k.transpose(-1, -2) * 0.5).masked_fill(~m, float("-inf")).softmax(-1) @ v
+
+
+def _attn_where(q: Any, k: Any, v: Any, m: Any) -> Any:
+    scores = torch.where(m, q @ k.transpose(-1, -2) * 0.5, torch.finfo(q.dtype).min)
+    return scores.softmax(-1) @ v
+
+
+def _attn_tril(q: Any, k: Any, v: Any) -> Any:
+    scores = q @ k.transpose(-1, -2) * 0.5
+    causal = torch.tril(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device))
+    return scores.masked_fill(causal.logical_not(), float("-inf")).softmax(-1) @ v
+
+
+def _attn_repeat(q: Any, k: Any, v: Any) -> Any:
+    b, h, n, d = k.shape
+    wide = [t[:, :, None].expand(b, h, 3, n, d).reshape(b, 3 * h, n, d) for t in (k, v)]
+    return (q @ wide[0].transpose(-1, -2) * 0.5).softmax(-1) @ wide[1]
+
+
+SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("layer_norm", "definition", _ln_definition, (_X, _W, _W)),
+    ("layer_norm", "rsqrt", _ln_rsqrt, (_X, _W, _W)),
+    ("layer_norm", "var_mean", _ln_var, (_X, _W, _W)),
+    ("layer_norm", "moments", _ln_moments, (_X, _W, _W)),
+    ("layer_norm", "var", _ln_std, (_X, _W, _W)),
+    ("layer_norm", "upcast", _ln_upcast, (_X, _W, _W)),
+    ("layer_norm", "residual", _ln_residual, (_X, _X, _W, _W)),
+    ("layer_norm", "no bias", lambda x, w: F.layer_norm(x, (N,), w), (_X, _W)),
+    ("softmax", "definition", _sm_definition, (_X,)),
+    ("softmax", "amax", _sm_amax, (_X,)),
+    ("softmax", "logsumexp", _sm_log, (_X,)),
+    ("softmax", "log_softmax", _sm_logsoftmax, (_X,)),
+    ("gelu", "erf", lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))), (_X,)),
+    ("gelu", "ndtr", lambda x: x * torch.special.ndtr(x), (_X,)),
+    ("gelu", "erfc", lambda x: 0.5 * x * torch.erfc(-x * 0.7071067811865476), (_X,)),
+    ("gelu", "distributed", lambda x: 0.5 * x + 0.5 * x * torch.erf(x * 0.70710678), (_X,)),
+    (
+        "gelu",
+        "tanh",
+        lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        (_X,),
+    ),
+    (
+        "gelu",
+        "tanh, factored",
+        lambda x: x * (0.5 + 0.5 * torch.tanh(0.7978845608 * x * (1 + 0.044715 * x * x))),
+        (_X,),
+    ),
+    ("gelu", "sigmoid", lambda x: x * torch.sigmoid(1.5957691216 * (x + 0.044715 * torch.pow(x, 3))), (_X,)),
+    ("bias_gelu", "erf", lambda x, b: (x + b) * 0.5 * (1 + torch.erf((x + b) / math.sqrt(2))), (_X, _W)),
+    ("bias_gelu", "aten", lambda x, b: F.gelu(b + x), (_X, _W)),
+    ("bias_gelu", "tanh", lambda x, b: F.gelu(x + b, approximate="tanh"), (_X, _W)),
+    ("embedding", "functional", lambda t, i: F.embedding(i, t), ((11, N), "ids")),
+    ("embedding", "index", lambda t, i: t[i], ((11, N), "ids")),
+    (
+        "embedding",
+        "index_select",
+        lambda t, i: torch.index_select(t, 0, i.reshape(-1)).view(*i.shape, N),
+        ((11, N), "ids"),
+    ),
+    ("embedding", "one_hot", lambda t, i: F.one_hot(i, 11).to(t.dtype) @ t, ((11, N), "ids")),
+    ("linear", "functional", lambda x, w, b: F.linear(x, w, b), (_X, (7, N), (7,))),
+    ("linear", "matmul", lambda x, w, b: x @ w.t() + b, (_X, (7, N), (7,))),
+    (
+        "linear",
+        "addmm",
+        lambda x, w, b: torch.addmm(b, x.view(-1, N), w.T).view(*x.shape[:-1], 7),
+        (_X, (7, N), (7,)),
+    ),
+    ("linear", "einsum", lambda x, w, b: torch.einsum("bln,on->blo", x, w) + b, (_X, (7, N), (7,))),
+    ("linear", "gelu", lambda x, w, b: F.gelu(F.linear(x, w, b)), (_X, (7, N), (7,))),
+    ("attention", "definition", _attn_definition, (_Q, _Q, _Q)),
+    ("attention", "einsum", _attn_einsum, (_Q, _Q, _Q)),
+    ("attention", "bmm", _attn_bmm, (_Q, _Q, _Q)),
+    ("attention", "late division", _attn_late_division, (_Q, _Q, _Q)),
+    ("attention", "sequence first", _attn_sequence_first, ((2, 6, 3, 8),) * 3),
+    (
+        "attention",
+        "sdpa",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        (_Q, _Q, _Q),
+    ),
+    ("attention", "additive", _attn_additive, (_Q, _Q, _Q, (2, 1, 6, 6))),
+    ("attention", "masked_fill", _attn_fill, (_Q, _Q, _Q, "mask")),
+    ("attention", "where", _attn_where, (_Q, _Q, _Q, "mask")),
+    ("attention", "tril", _attn_tril, (_Q, _Q, _Q)),
+    ("attention", "repeated heads", _attn_repeat, ((2, 6, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))),
+]
+
+
+def _ln_wrong_axis(x: Any, w: Any, b: Any) -> Any:
+    mean = x.mean(1, keepdim=True)
+    var = ((x - mean) ** 2).mean(1, keepdim=True)
+    return (x - mean) / torch.sqrt(var + 1e-5) * w + b
+
+
+def _ln_unbiased(x: Any, w: Any, b: Any) -> Any:
+    return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5) * w + b
+
+
+def _ln_eps_outside(x: Any, w: Any, b: Any) -> Any:
+    mean = x.mean(-1, keepdim=True)
+    return (x - mean) / (torch.sqrt(((x - mean) ** 2).mean(-1, keepdim=True)) + 1e-5) * w + b
+
+
+def _sm_wrong_axis(x: Any) -> Any:
+    e = torch.exp(x - x.amax(-1, keepdim=True))
+    return e / e.sum(1, keepdim=True)
+
+
+def _attn_wrong_axis(q: Any, k: Any, v: Any) -> Any:
+    return torch.softmax(q @ k.transpose(-2, -1) * 0.5, dim=-2) @ v
+
+
+def _attn_multiplied(q: Any, k: Any, v: Any, m: Any) -> Any:
+    return torch.softmax((q @ k.transpose(-2, -1)) * 0.5 * m, dim=-1) @ v
+
+
+def _attn_permuted(q: Any, k: Any, v: Any) -> Any:
+    """[B, L, H, D] with L == H: the shapes fit, the axes of K do not."""
+    scores = q.permute(0, 2, 1, 3) @ k.permute(0, 1, 3, 2) * 0.25
+    return scores.softmax(-1) @ v.permute(0, 2, 1, 3)
+
+
+def _attn_not_transposed(q: Any, k: Any, v: Any) -> Any:
+    return torch.softmax(q @ k * 0.5, dim=-1) @ v
+
+
+NEAR_MISSES: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("layer_norm", "wrong axis", _ln_wrong_axis, (_X, _W, _W)),
+    ("layer_norm", "unbiased variance", _ln_unbiased, (_X, _W, _W)),
+    ("layer_norm", "eps outside the root", _ln_eps_outside, (_X, _W, _W)),
+    ("softmax", "wrong axis", _sm_wrong_axis, (_X,)),
+    ("gelu", "another constant", lambda x: x * 0.5 * (1 + torch.erf(x / 1.5)), (_X,)),
+    ("attention", "softmax over queries", _attn_wrong_axis, (_Q, _Q, _Q)),
+    ("attention", "mask multiplied", _attn_multiplied, (_Q, _Q, _Q, (2, 1, 6, 6))),
+    ("attention", "K permuted", _attn_permuted, ((2, 6, 6, 8),) * 3),
+    ("attention", "K not transposed", _attn_not_transposed, ((2, 3, 8, 8),) * 3),
+]
+
+
+def inputs(specs: tuple[Any, ...], seed: int = 0) -> list[torch.Tensor]:
+    """Tensors for a spelling's input specification."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for spec in specs:
+        if spec == "ids":
+            made.append(torch.randint(0, 11, (2, 5), generator=g))
+        elif spec == "mask":
+            made.append((torch.rand(2, 1, 6, 6, generator=g) < 0.7) | torch.eye(6, dtype=torch.bool))
+        else:
+            made.append(torch.randn(spec, generator=g))
+    return made

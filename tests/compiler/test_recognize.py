@@ -1,0 +1,62 @@
+"""Operators are found by their arithmetic, in every spelling, and what only looks alike is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import opsmith.ops  # noqa: F401  the cards
+from opsmith.compiler.capture import capture
+from opsmith.compiler.recognize import Recognition, recognize
+from opsmith.operator import registry
+from tests.compiler.spelling import NEAR_MISSES, SPELLINGS, inputs
+
+
+def _recognize(fn: Callable[..., Any], values: list[torch.Tensor], dynamic: bool) -> Recognition:
+    found: list[Recognition] = []
+
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        found.append(recognize(capture(gm, example_inputs).graph, registry().values()))
+        return gm.forward
+
+    torch._dynamo.reset()
+    for value in values:  # as `optimize` does: the size of a feature vector is the model's, not the input's
+        if value.is_floating_point():
+            torch._dynamo.mark_static(value, value.dim() - 1)
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*values)
+    assert len(found) == 1
+    return found[0]
+
+
+def _ids(cases: list[tuple[str, str, Any, Any]]) -> list[str]:
+    return [f"{c[0]}-{c[1]}" for c in cases]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("case", SPELLINGS, ids=_ids(SPELLINGS))
+def test_every_spelling_is_found(case: tuple[str, str, Any, Any], dynamic: bool) -> None:
+    operator, _, fn, specs = case
+    found = _recognize(fn, inputs(specs), dynamic)
+    assert [s.card.name for s in found.sites] == [operator], [str(m) for m in found.misses]
+    if operator == "linear" and case[1] == "gelu":
+        assert found.sites[0].arguments["activation"] == "gelu"
+    if operator == "layer_norm" and case[1] == "residual":
+        assert "residual" in found.sites[0].arguments
+    if case[1] in ("sdpa", "tril"):
+        assert found.sites[0].arguments["causal"] is True
+
+
+@pytest.mark.parametrize("case", NEAR_MISSES, ids=_ids(NEAR_MISSES))
+def test_near_misses_are_not_found_and_are_reported(case: tuple[str, str, Any, Any]) -> None:
+    operator, _, fn, specs = case
+    found = _recognize(fn, inputs(specs), False)
+    assert operator not in [s.card.name for s in found.sites]
+    misses = [m for m in found.misses if m.operator == operator]
+    assert misses, "a near miss must be reported"
+    assert misses[0].expected
+    assert misses[0].got
+    assert "spelling.py:" in misses[0].where

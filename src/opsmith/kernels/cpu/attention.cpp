@@ -194,14 +194,14 @@ class Attention {
     }
     const float base = largest == -kInfinity ? 0.0f : largest;
     Vec total = load(totals);
-    if (p_.plain) {
+    if (p_.plain && !precise) {
       const float shift = -base * exponent;
       for (int64_t v = 0; v < vecs; ++v) {
         const Vec w = exp2<precise>(fma(load(s + v * W), exponent, shift));
         total += w;
         store(weights + v * W, w);
       }
-    } else {  // the mask may hold the lowest float: the difference comes before the factor
+    } else {  // exact at the maximum, and safe where a mask holds the lowest float
       for (int64_t v = 0; v < vecs; ++v) {
         const Vec w = exp2<precise>((load(s + v * W) - base) * exponent);
         total += w;

@@ -68,7 +68,7 @@ class AttentionBackward {
  private:
   // What a thread needs. Rows are padded by ROWS: a product reads and writes whole groups of them.
   struct Buffers {
-    float *q, *dout, *q_rows, *dout_rows, *dq, *lse, *delta, *k, *k_rows, *v, *scores, *gradients, *slope, *p, *ds,
+    float *q, *dout, *q_rows, *dout_rows, *dq, *lse, *delta, *k, *k_rows, *v, *outs, *scores, *gradients, *slope, *p, *ds,
         *p_rows, *ds_rows, *sums;
     int64_t floats;
 
@@ -84,6 +84,7 @@ class AttentionBackward {
       k = carve.take(a.tile_ * a.depth_);
       k_rows = carve.take(a.tile_ / pack * a.width_);
       v = carve.take(a.tile_ * a.value_depth_);
+      outs = carve.take(ROWS * a.value_depth_);
       scores = carve.take(ROWS * kStride);
       gradients = carve.take(ROWS * kStride);
       slope = carve.take(kStride);
@@ -133,13 +134,8 @@ class AttentionBackward {
     Element* dout = reinterpret_cast<Element*>(to.dout);
     for (int64_t r = 0; r < at.rows; ++r) {
       const int64_t head = p_.head(at.kv_head, at.row + r), query = p_.query(at.row + r);
-      const T* gradient = row_of<T>(x_.dout, at.batch, head, query);
-      const T* out = row_of<T>(x_.out, at.batch, head, query);
       pack_row<Units>(row_of<T>(x_.q, at.batch, head, query), p_.dim, q + r * length, length);
-      pack_row<Units>(gradient, p_.value_dim, dout + r * value_length, value_length);
-      Vec delta{};
-      for_lanes(p_.value_dim, [&](int64_t c, auto lanes) { delta = fma(load(gradient + c, lanes), load(out + c, lanes), delta); });
-      to.delta[r] = reduce_add(delta);
+      pack_row<Units>(row_of<T>(x_.dout, at.batch, head, query), p_.value_dim, dout + r * value_length, value_length);
       to.lse[r] = *row_of<float>(x_.lse, at.batch, head, query);
     }
     std::fill(q + at.rows * length, q + padded * length, Element{});
@@ -147,6 +143,22 @@ class AttentionBackward {
     set_lanes(to.dq, 0, padded * width_);
     pack_rows<Units>(q, length, at.rows, p_.dim, to.q_rows, width_);
     pack_rows<Units>(dout, value_length, at.rows, p_.value_dim, to.dout_rows, value_width_);
+    for (int64_t r = 0; r < at.rows; r += ROWS) sum_deltas(at, to, r, int(std::min<int64_t>(ROWS, at.rows - r)));
+  }
+
+  // delta = dout . out, added up in the order in which dout . v is: where a row sees one key, and out is v, the
+  // difference is exactly zero.
+  void sum_deltas(const Block& at, const Buffers& to, int64_t r, int rows) const {
+    for (int i = 0; i < rows; ++i) {
+      const int64_t row = at.row + r + i;
+      pack_row<Units>(row_of<T>(x_.out, at.batch, p_.head(at.kv_head, row), p_.query(row)), p_.value_dim,
+                      reinterpret_cast<Element*>(to.outs) + i * p_.value_dim, p_.value_dim);
+    }
+    const int64_t vecs = ceil_div(rows, W);
+    pack_transposed<Units>(reinterpret_cast<const Element*>(to.outs), p_.value_dim, rows, p_.value_dim, to.v);
+    product<Units>(rows, vecs, value_depth_, {to.dout + r * value_depth_, value_depth_, 1}, to.v, PANEL,
+                   value_depth_ * PANEL, to.scores, kStride, false);
+    for (int i = 0; i < rows; ++i) to.delta[r + i] = to.scores[i * kStride + i];
   }
 
   void tile(const Block& at, const Buffers& to, int64_t t) const {
@@ -218,17 +230,15 @@ class AttentionBackward {
                      int i) const {
     Element* p = reinterpret_cast<Element*>(to.p + i * kStride);
     Element* ds = reinterpret_cast<Element*>(to.ds + i * kStride);
-    const float lse = to.lse[row], delta = to.delta[row], exponent = p_.exponent;
+    const float lse = to.lse[row], delta = to.delta[row], scale = p_.plain ? p_.options.scale : 1.0f;
     if (lse == -kInfinity) {  // the row sees nothing
       std::fill(p, p + vecs * W, Element{});
       std::fill(ds, ds + vecs * W, Element{});
       return;
     }
     const bool capped = p_.options.softcap > 0;
-    const float shift = -lse * kLog2E;
     for (int64_t j = 0; j < vecs * W; j += W) {
-      const Vec x = p_.plain ? fma(load(scores + j), exponent, shift) : (load(scores + j) - lse) * exponent;
-      const Vec weight = exp2<precise>(x);
+      const Vec weight = exp2<precise>(fma(load(scores + j), scale, -lse) * kLog2E);
       Vec gradient = weight * (load(gradients + j) - delta);
       if (capped) gradient *= load(to.slope + j);
       store(p + j, weight);

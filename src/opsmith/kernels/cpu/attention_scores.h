@@ -136,7 +136,7 @@ struct Strip {
     int64_t from = n, until = 0;
     for (int i = 0; i < rows; ++i) {
       first[i] = p.first(row + i) - key;
-      last[i] = p.last(row + i) - key;
+      last[i] = std::min(p.last(row + i) - key, n - 1);
       from = std::min(from, first[i]);
       until = std::max(until, last[i] + 1);
     }

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "rows.h"
 #include "simd.h"
 
 namespace opsmith {
@@ -18,10 +19,9 @@ namespace opsmith {
 constexpr int ROWS = 6;                   // of C in registers: with VECS columns, 24 (AVX-512) or 12 accumulators
 constexpr int VECS = W == 16 ? 4 : 2;
 constexpr int PANEL = VECS * W;
-constexpr int64_t kSummed = 128;  // units that one accumulator sums before it is added to C
+constexpr int64_t kSummed = 64;    // units that one accumulator sums before it is added to C
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 inline void set_lanes(float* p, float x, int64_t n) { std::fill(p, p + n, x); }
 

@@ -158,12 +158,12 @@ inline Vec load(const float* p, Full) {
   return v;
 }
 template <class T>
-inline Vec load(const T* p, Full) {
+__attribute__((noinline)) Vec load(const T* p, Full) {  // called, as inlining this everywhere takes long to compile
   return Vec{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
 }
 inline void store(float* p, Vec v, Full) { std::memcpy(p, &v, sizeof v); }
 template <class T>
-inline void store(T* p, Vec v, Full) {
+__attribute__((noinline)) void store(T* p, Vec v, Full) {
   for (int i = 0; i < W; ++i) p[i] = from_float<T>(v[i]);
 }
 template <class T>
@@ -219,7 +219,7 @@ inline float reduce_min(Vec v) {
 
 #endif
 
-inline double reduce_add(DVec v) {
+inline double reduce_add(const DVec& v) {
   double lane[W];
   std::memcpy(lane, &v, sizeof v);
   for (int h = W / 2; h > 0; h /= 2) {

@@ -112,7 +112,7 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The CPU kernel, without autograd."""
-    y = torch.empty((*ids.shape, table.shape[1]), dtype=table.dtype) if out is None else out
+    y = table.new_empty(*ids.shape, table.shape[1]) if out is None else out
     flat, rows = ids.reshape(-1), out_rows(y) if y.dim() > 1 else y.view(1, -1)
     if torch.compiler.is_compiling():
         torch.ops.opsmith.embedding.default(flat, table, y=rows)

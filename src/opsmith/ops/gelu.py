@@ -10,11 +10,13 @@ import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.common import (
+    alike,
     as_rows,
     check_float,
     check_like,
     check_out,
     dense,
+    fresh,
     native,
     nbytes,
     needs_grad,
@@ -68,8 +70,8 @@ def bias_gelu(
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
     check_float("bias_gelu", x)
-    check_like("bias_gelu", bias, x, "bias", x.shape[-1:], "the size of x's last dimension")
-    if bias.dtype != x.dtype:
+    if not alike(bias, x, x.shape[-1:]):
+        check_like("bias_gelu", bias, x, "bias", x.shape[-1:], "the size of x's last dimension")
         raise TypeError(
             f"bias_gelu: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
         )
@@ -101,7 +103,7 @@ def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tens
 def _forward(
     x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None
 ) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    y = fresh(x) if out is None else out
     torch.ops.opsmith.gelu.default(_rows(x), dense(bias), tanh, y=_rows(y, out_rows))
     return y
 
@@ -135,7 +137,7 @@ class _Gelu(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        dx = torch.empty(x.shape, dtype=x.dtype)
+        dx = fresh(x)
         torch.ops.opsmith.gelu_backward.default(_rows(dy), _rows(x), dense(bias), ctx.tanh, dx=_rows(dx))
         db = _rows(dx).sum(0) if bias is not None and ctx.needs_input_grad[1] else None
         return dx if ctx.needs_input_grad[0] else None, db, None

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.common import (
+    alike,
     as_rows,
     check_float,
     check_like,
     check_out,
     dense,
+    fresh,
     native,
     needs_grad,
     out_rows,
@@ -90,19 +92,17 @@ def reference(
 
 def _check(x: Any, weight: Any, bias: Any, residual: Any, out: Any) -> None:
     check_float("layer_norm", x)
+    vector = (x.shape[-1],)
     for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None:
+        if t is not None and not alike(t, x, vector):
             check_like("layer_norm", t, x, name, x.shape[-1:], "the size of x's last dimension")
             if t.dtype not in (x.dtype, torch.float32):
                 raise TypeError(
                     f"layer_norm: {name} must be {short(x.dtype)} or float32, got {short(t.dtype)}"
                 )
-    if residual is not None:
+    if residual is not None and not alike(residual, x, x.shape):
         check_like("layer_norm", residual, x, "residual", x.shape, "the shape of x")
-        if residual.dtype != x.dtype:
-            raise TypeError(
-                f"layer_norm: residual must be {short(x.dtype)} like x, got {short(residual.dtype)}"
-            )
+        raise TypeError(f"layer_norm: residual must be {short(x.dtype)} like x, got {short(residual.dtype)}")
     if out is not None:
         pair = out if isinstance(out, tuple) else (out,)
         if len(pair) != (1 if residual is None else 2):
@@ -134,12 +134,12 @@ def _native(
     """The CPU kernel, without autograd."""
     y, summed = out if isinstance(out, tuple) else (out, None)
     if y is None:
-        y = torch.empty(x.shape, dtype=x.dtype)
+        y = fresh(x)
     if residual is None:
         torch.ops.opsmith.layer_norm.default(as_rows(x), None, dense(weight), dense(bias), eps, y=out_rows(y))
         return y
     if summed is None:
-        summed = torch.empty(x.shape, dtype=x.dtype)
+        summed = fresh(x)
     torch.ops.opsmith.layer_norm.default(
         as_rows(x), as_rows(residual), dense(weight), dense(bias), eps, y=out_rows(y), summed=out_rows(summed)
     )
@@ -159,9 +159,9 @@ class _LayerNorm(torch.autograd.Function):
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = as_rows(x)
-        y = torch.empty(x.shape, dtype=x.dtype)
+        y = fresh(x)
         mean, rstd = torch.empty(2, rows.shape[0], dtype=torch.float32).unbind()
-        s = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
+        s = x if residual is None else fresh(x)
         torch.ops.opsmith.layer_norm.default(
             rows,
             None if residual is None else as_rows(residual),
@@ -185,7 +185,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor, dsummed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         s, mean, rstd, weight, bias = ctx.saved_tensors
         need_x, need_w, need_b, _, need_r = ctx.needs_input_grad
-        dx = torch.empty(s.shape, dtype=s.dtype) if need_x or need_r else None
+        dx = fresh(s) if need_x or need_r else None
         dw = torch.empty(weight.shape, dtype=weight.dtype) if need_w else None
         db = torch.empty(bias.shape, dtype=bias.dtype) if need_b else None
         torch.ops.opsmith.layer_norm_backward.default(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.common import check_float, check_mask, check_out, native, nbytes, needs_grad, spread
+from opsmith.ops.common import check_float, check_mask, check_out, fresh, native, nbytes, needs_grad, spread
 
 METHODS = {"auto": 0, "stable": 1, "fast": 2}
 
@@ -129,7 +129,7 @@ def _forward(
     method: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    y = out if out is not None and out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
+    y = out if out is not None and out.is_contiguous() else fresh(x)
     if mask is not None:
         mask = spread(mask, x.shape)
     if x.numel():
@@ -190,7 +190,7 @@ class _Softmax(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (y,) = ctx.saved_tensors
-        dx = torch.empty(y.shape, dtype=y.dtype)
+        dx = fresh(y)
         shape = (1, -1, y.shape[-1]) if y.numel() else (1, 0, max(y.shape[-1], 1))
         rows = dy.reshape(shape)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -41,7 +41,7 @@ struct Scores {
   float scale;
   template <class Lanes>
   Vec operator()(int64_t i, Lanes k) const {
-    prefetch(next + i / 2);
+    prefetch(next + (i >> 1));
     const Vec z = load(x + i, k) * scale;
     return bias ? z + load(bias + i, k) : z;
   }
@@ -108,18 +108,19 @@ inline void row(Scores<T> z, int64_t n, int64_t length, bool masked, int64_t met
   try_fast = maximum >= 0 && maximum <= safe_maximum;  // the next row is probably like this one
 
   // Every term is 0 only where every score is -inf: nothing to attend to gives zeros, or NaN where nobody masked.
+  const T* const half = z.next + n / 2;
   float inverse = 1.0f / sum;
   if (sum == 0 && masked) inverse = 0;
   if (!subtracted) {
     for_lanes(n, [=](int64_t i, auto k) { 
-      prefetch(z.next + (n + i) / 2);
+      prefetch(half + (i >> 1));
       put(y + i, load(terms + i) * inverse, k, streaming);
     });
   } else {
     for (int64_t first = 0; first < n; first += block) {
       const float top = tops[first / block], factor = top == maximum ? inverse : exp1(top - maximum) * inverse;
       for_lanes(std::min<int64_t>(block, n - first), [=](int64_t i, auto k) {
-        prefetch(z.next + (n + first + i) / 2);
+        prefetch(half + ((first + i) >> 1));
         put(y + first + i, load(terms + first + i) * factor, k, streaming);
       });
     }

@@ -235,10 +235,11 @@ class Recorder(TorchDispatchMode):
 def test_opcheck_of_the_native_operators(card: Operator) -> None:
     with Recorder() as recorder:
         for sample in samples(card):
-            card.function(*sample.args, **sample.kwargs)
             run_both_ways(card.function, sample)
+            for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
+                implementation.fn(*sample.args, **sample.kwargs)
     called = {call[0]._schema.name.removeprefix("opsmith::") for call in recorder.calls.values()}
-    assert called == {schema.partition("(")[0] for schema in card.schemas}
+    assert called >= {schema.partition("(")[0] for schema in card.schemas}
     for func, args, kwargs in recorder.calls.values():
         torch.library.opcheck(func, args, kwargs)
 

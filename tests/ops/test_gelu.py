@@ -1,0 +1,66 @@
+"""What is particular to gelu and bias_gelu: the ends of the curve, working in place, their errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opsmith.ops import bias_gelu, gelu
+from opsmith.ops.gelu import reference
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_the_ends_of_the_curve(tanh: bool) -> None:
+    x = torch.tensor([0.0, -0.0, 60.0, -60.0, torch.inf, torch.nan, 3e38, -3e38] * 5)
+    y = gelu(x, tanh=tanh)
+    expected = reference(x.double(), tanh=tanh).float()  # eager float32 gives NaN at infinity and inf at 3e38
+    torch.testing.assert_close(y, expected, equal_nan=True, rtol=0, atol=0)
+
+
+def test_the_two_forms_differ_where_they_should() -> None:
+    x = torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(gelu(x), torch.tensor([0.8413447, 1.9544997]))
+    torch.testing.assert_close(gelu(x, tanh=True), torch.tensor([0.8411920, 1.9545977]))
+
+
+def test_in_place() -> None:
+    x = torch.randn(5, 33)
+    expected = gelu(x)
+    assert gelu(x, out=x) is x
+    assert torch.equal(x, expected)
+
+
+def test_bias_is_added_before() -> None:
+    x, bias = torch.randn(2, 3, 33), torch.randn(33)
+    torch.testing.assert_close(bias_gelu(x, bias), gelu(x + bias), rtol=1e-6, atol=1e-6)
+
+
+def test_the_bias_alone_may_learn() -> None:
+    x, bias = torch.randn(6, 5), torch.randn(5, requires_grad=True)
+    bias_gelu(x, bias).sum().backward()
+    wanted = bias.detach().clone().requires_grad_()
+    torch.nn.functional.gelu(x + wanted).sum().backward()
+    torch.testing.assert_close(bias.grad, wanted.grad)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: gelu(2.0), TypeError, "gelu: x must be a tensor, got float"),
+        (lambda x: gelu(x.long()), TypeError, "gelu: x must be a floating-point tensor, got int64"),
+        (lambda x: bias_gelu(x, x[0, :3]), ValueError, r"bias_gelu: bias must have shape \(8,\).*got \(3,\)"),
+        (
+            lambda x: bias_gelu(x, x[0].half()),
+            TypeError,
+            "bias_gelu: bias must be float32 like x, got float16",
+        ),
+        (
+            lambda x: bias_gelu(x, x[0].to("meta")),
+            ValueError,
+            "bias_gelu: bias is on meta, x on cpu; move one",
+        ),
+    ],
+)
+def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call(torch.randn(2, 8))

@@ -1,0 +1,92 @@
+"""What is particular to layer_norm: its accuracy far from zero, the residual pair, its errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opsmith.ops import layer_norm
+from opsmith.ops.layer_norm import CARD, reference
+
+
+def test_the_residual_sum_is_rounded_once_and_returned() -> None:
+    x, r = torch.randn(3, 40).bfloat16(), torch.randn(3, 40).bfloat16()
+    y, s = layer_norm(x, residual=r)
+    assert torch.equal(s, x + r)
+    torch.testing.assert_close(y, reference(s), rtol=1e-2, atol=1e-2)
+
+
+def test_a_constant_row_gives_the_bias() -> None:
+    y = layer_norm(torch.full((2, 30), 7.0), torch.rand(30), torch.arange(30.0))
+    assert torch.equal(y, torch.arange(30.0).expand(2, 30))
+
+
+def test_variance_survives_a_large_mean() -> None:
+    x = torch.randn(8, 1024, dtype=torch.float64) + 1e4
+    error = (layer_norm(x.float()) - reference(x.float().double())).abs().max()
+    assert error < 2e-3  # E[s^2] - E[s]^2 in float32 would be off by about 8
+
+
+def test_float32_weights_serve_bfloat16() -> None:
+    x, w, b = torch.randn(4, 50).bfloat16(), torch.randn(50), torch.randn(50)
+    y = layer_norm(x, w, b)
+    exact = reference(x.double(), w.double(), b.double())
+    assert y.dtype == torch.bfloat16
+    assert (y.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+
+
+def test_infinity_and_nan_spread_over_their_row_only() -> None:
+    x = torch.randn(3, 20)
+    x[1, 4] = torch.inf
+    y = layer_norm(x)
+    assert y[1].isnan().any()
+    assert y[[0, 2]].isfinite().all()
+
+
+def test_gradients_only_where_they_are_asked_for() -> None:
+    x, w, b = torch.randn(4, 9), torch.ones(9, requires_grad=True), torch.zeros(9, requires_grad=True)
+    layer_norm(x, w, b).sum().backward()
+    assert x.grad is None
+    assert torch.equal(b.grad, torch.full((9,), 4.0))
+    assert w.grad is not None
+
+
+def test_cost_counts_each_tensor_once() -> None:
+    x, w = torch.empty(6, 8), torch.empty(8)
+    assert CARD.cost(x, w, w).min_bytes == 2 * 6 * 8 * 4 + 2 * 8 * 4
+    assert CARD.cost(x, residual=x).min_bytes == 4 * 6 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: layer_norm([1.0]), TypeError, "x must be a tensor, got list"),
+        (
+            lambda x: layer_norm(x.long()),
+            TypeError,
+            "x must be a floating-point tensor, got int64; cast it first",
+        ),
+        (lambda x: layer_norm(torch.tensor(1.0)), ValueError, r"at least 1 dimension\(s\), got shape \(\)"),
+        (lambda x: layer_norm(x, torch.ones(7)), ValueError, r"weight must have shape \(8,\).*got \(7,\)"),
+        (
+            lambda x: layer_norm(x, bias=torch.ones(1, 8)),
+            ValueError,
+            r"bias must have shape \(8,\).*got \(1, 8\)",
+        ),
+        (
+            lambda x: layer_norm(x, torch.ones(8).half()),
+            TypeError,
+            "weight must be float32 or float32, got float16",
+        ),
+        (lambda x: layer_norm(x, residual=x[:1]), ValueError, r"residual must have shape \(2, 8\)"),
+        (
+            lambda x: layer_norm(x, residual=x.half()),
+            TypeError,
+            "residual must be float32 like x, got float16",
+        ),
+        (lambda x: layer_norm(x, residual=x, out=x), ValueError, "out must be one tensor, or a pair"),
+    ],
+)
+def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
+    with pytest.raises(error, match=f"layer_norm: .*{message}"):
+        call(torch.randn(2, 8))

@@ -1,0 +1,88 @@
+"""What is particular to linear: epilogues on every implementation, packed weights, its errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opsmith.ops import linear
+from opsmith.ops.linear import ACTIVATIONS, CARD
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_epilogues_in_their_order(activation: str | None, residual: bool) -> None:
+    x, w, b, r = torch.randn(3, 16), torch.randn(9, 16), torch.randn(9), torch.randn(3, 9)
+    y = x.double() @ w.double().T + b.double()
+    y = y if activation is None else ACTIVATIONS[activation](y)
+    y = y + r.double() if residual else y
+    options = {"activation": activation, "residual": r if residual else None}
+    for fn in (linear, *(i.fn for i in CARD.candidates(x, w, b, **options)[0])):
+        torch.testing.assert_close(fn(x, w, b, **options).double(), y, rtol=1e-5, atol=1e-5)
+
+
+def test_every_implementation_is_tried_for_gelu() -> None:
+    accepted, _ = CARD.candidates(torch.randn(4, 16), torch.randn(8, 16), activation="gelu")
+    assert "eager" in {i.name for i in accepted}
+    assert any(i.prepack for i in CARD.implementations)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_give_the_same_result(dtype: torch.dtype) -> None:
+    x, w, b = torch.randn(5, 48).to(dtype), torch.randn(33, 48).to(dtype), torch.randn(33).to(dtype)
+    for implementation in CARD.candidates(x, w, b)[0]:
+        if implementation.prepack is not None:
+            packed = implementation.prepack(w, 5)
+            for rows in (5, 1, 3):  # packed for five rows, it still serves others
+                exact = x[:rows].double() @ w.double().T + b.double()
+                error = (implementation.fn(x[:rows], packed, b).double() - exact).abs().max()
+                bound = 2 * (torch.nn.functional.linear(x[:rows], w, b).double() - exact).abs().max()
+                assert error <= bound + exact.abs().max() * torch.finfo(dtype).eps
+
+
+def test_the_residual_is_left_as_it_was() -> None:
+    x, w, r = torch.randn(2, 4), torch.randn(3, 4), torch.randn(2, 3)
+    before = r.clone()
+    for activation in (None, "gelu", "relu"):
+        linear(x, w, activation=activation, residual=r)
+        assert torch.equal(r, before)
+
+
+def test_cost_counts_the_multiplications() -> None:
+    cost = CARD.cost(torch.empty(2, 3, 8), torch.empty(5, 8))
+    assert cost.flops == 2 * 6 * 8 * 5
+    assert cost.min_bytes == 4 * (48 + 40 + 30)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda x, w: linear(x, w[:, :7]),
+            ValueError,
+            r"weight must have shape \[N, 8\] for x \(2, 8\), got \(5, 7\)",
+        ),
+        (lambda x, w: linear(x, w[0]), ValueError, r"weight must have shape \[N, 8\].*got \(8,\)"),
+        (
+            lambda x, w: linear(x, w.half()),
+            TypeError,
+            "weight must be float32 like x, got float16; cast it first",
+        ),
+        (lambda x, w: linear(x, w, w[0]), ValueError, r"bias must have shape \(5,\).*got \(8,\)"),
+        (
+            lambda x, w: linear(x, w, residual=x),
+            ValueError,
+            r"residual must have shape \(2, 5\).*got \(2, 8\)",
+        ),
+        (
+            lambda x, w: linear(x, w, activation="tanh"),
+            ValueError,
+            "activation must be None or one of gelu, .*'tanh'",
+        ),
+        (lambda x, w: linear(x, w.to("meta")), ValueError, "weight is on meta, x on cpu; move one of them"),
+        (lambda x, w: linear(x, w, out=x), ValueError, r"out must be float32 \(2, 5\)"),
+    ],
+)
+def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
+    with pytest.raises(error, match=f"linear: {message}"):
+        call(torch.randn(2, 8), torch.randn(5, 8))

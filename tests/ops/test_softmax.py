@@ -1,0 +1,107 @@
+"""What is particular to softmax: methods, masks of every layout, rows in which nothing is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opsmith.ops import softmax
+from opsmith.ops.softmax import CARD, reference
+
+
+def test_narrow_rows_of_large_numbers_do_not_overflow() -> None:
+    x = torch.linspace(1000, 1001, 50).expand(3, 50)
+    assert torch.allclose(softmax(x), torch.softmax(x, -1))
+    assert torch.allclose(softmax(-x), torch.softmax(-x, -1))
+
+
+@pytest.mark.parametrize("method", ["auto", "stable"])
+@pytest.mark.parametrize("spread", [0.1, 30.0, 3000.0])
+def test_methods_agree_with_float64_for_any_range(method: str, spread: float) -> None:
+    x = torch.randn(6, 200) * spread
+    exact = reference(x.double())
+    error = (softmax(x, method=method).double() - exact).abs().max()
+    assert error <= 2 * (torch.softmax(x, -1).double() - exact).abs().max() + 2**-24
+
+
+def test_fully_masked_rows_are_zeros_and_have_no_gradient() -> None:
+    x = torch.randn(3, 7, requires_grad=True)
+    mask = torch.ones(3, 7, dtype=torch.bool)
+    mask[1] = False
+    y = softmax(x, mask=mask)
+    assert torch.equal(y[1], torch.zeros(7))
+    torch.testing.assert_close(y[[0, 2]].sum(-1), torch.ones(2))
+    y.square().sum().backward()
+    assert torch.equal(x.grad[1], torch.zeros(7))
+    assert x.grad.isfinite().all()
+
+
+def test_causal_is_aligned_to_the_end() -> None:
+    y = softmax(torch.zeros(2, 4), causal=True)
+    assert torch.equal(y > 0, torch.tensor([[True, True, True, False], [True, True, True, True]]))
+    assert torch.equal(softmax(torch.zeros(3, 2), causal=True)[0], torch.zeros(2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [(5,), (4, 1), (1, 1, 1, 5), (2, 1, 1, 5), (2, 1, 4, 5), (1, 3, 1, 5), (2, 3, 4, 5), (2, 3, 4, 1), ()],
+)
+def test_a_mask_of_any_broadcast_shape(shape: tuple[int, ...], causal: bool) -> None:
+    x = torch.randn(2, 3, 4, 5)
+    for mask in (torch.rand(shape) < 0.7, torch.randn(shape)):
+        expected = reference(
+            x.double(), mask=mask if mask.dtype == torch.bool else mask.double(), causal=causal
+        )
+        torch.testing.assert_close(
+            softmax(x, mask=mask, causal=causal).double(), expected, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_float32_mask_serves_bfloat16_and_learns() -> None:
+    x, mask = torch.randn(4, 30).bfloat16(), torch.randn(4, 30, requires_grad=True)
+    y = softmax(x, mask=mask)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert mask.grad.abs().max() > 0
+
+
+def test_other_dimensions_go_through_pytorch_and_say_so() -> None:
+    x = torch.randn(4, 5)
+    assert torch.equal(softmax(x, 0), torch.softmax(x, 0))
+    assert CARD.candidates(x, 0)[1]["native"] == "the kernel works on the last dimension, not on dim 0"
+
+
+def test_out_with_gaps_is_written_through() -> None:
+    x, out = torch.randn(4, 6), torch.full((6, 4), torch.nan).t()
+    assert softmax(x, out=out) is out
+    torch.testing.assert_close(out, torch.softmax(x, -1))
+
+
+def test_cost_counts_the_mask_once_however_it_is_broadcast() -> None:
+    x = torch.empty(2, 3, 4, 5)
+    small = torch.empty(2, 1, 1, 5, dtype=torch.bool)
+    assert CARD.cost(x, mask=small).min_bytes == 2 * 120 * 4 + 10
+    assert CARD.cost(x, mask=small.expand(2, 3, 4, 5)).min_bytes == 2 * 120 * 4 + 10
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: softmax(x, 2), ValueError, r"dim must be in \[-2, 2\) for shape \(4, 5\), got 2"),
+        (
+            lambda x: softmax(x, method="quick"),
+            ValueError,
+            "method must be one of auto, stable, fast, got 'quick'",
+        ),
+        (lambda x: softmax(x, 0, causal=True), ValueError, "causal needs x .* and the last dimension"),
+        (lambda x: softmax(x[0], causal=True), ValueError, "causal needs x .* and the last dimension"),
+        (lambda x: softmax(x, mask=x[:3]), ValueError, r"mask must broadcast to \(4, 5\).*got \(3, 5\)"),
+        (lambda x: softmax(x, mask=x[None]), ValueError, r"mask must broadcast to \(4, 5\).*got \(1, 4, 5\)"),
+        (lambda x: softmax(x, mask=x.long()), TypeError, "mask must be bool .* float32, got int64"),
+        (lambda x: softmax(x, mask=1.0), TypeError, "mask must be a tensor, got float"),
+    ],
+)
+def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
+    with pytest.raises(error, match=f"softmax: .*{message}"):
+        call(torch.randn(4, 5))

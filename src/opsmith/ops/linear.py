@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.common import as_rows, check_float, check_like, check_out, native, nbytes, needs_grad, short
+from opsmith.ops.common import (
+    as_rows,
+    check_float,
+    check_like,
+    check_out,
+    dense,
+    native,
+    nbytes,
+    needs_grad,
+    out_rows,
+    short,
+)
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -166,6 +177,41 @@ if _ONEDNN_DTYPES and not torch._C._dispatch_has_kernel_for_dispatch_key(_BINARY
     _META.impl("_linear_pointwise.binary", _fake_binary)
 
 
+_CODES = {name: code for code, name in enumerate((None, *ACTIVATIONS))}
+
+
+def _pack(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
+    """The weight as our kernel reads it, [1, N, K], K rounded up to pairs in bfloat16; the same for all rows."""
+    n, k = weight.shape
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    packed = weight.new_empty(1, n, k + k % 2 if weight.dtype == torch.bfloat16 else k)
+    torch.ops.opsmith.linear_pack.default(weight, packed=packed)
+    return packed
+
+
+def _native(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Our kernel, which sums K in blocks and so is more accurate than the libraries; the weight plain or packed."""
+    packed = weight if weight.dim() == 3 else _pack(weight)
+    y = x.new_empty((*x.shape[:-1], packed.shape[1])) if out is None else out
+    rows, added = as_rows(x), None if residual is None else as_rows(residual)
+    torch.ops.opsmith.linear_packed.default(
+        rows, packed, dense(bias), added, _CODES[activation], y=out_rows(y) if y.dim() > 1 else y.unsqueeze(0)
+    )
+    return y
+
+
+def _supports_native(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    return native(x)
+
+
 _GELUS = {"gelu": False, "gelu_tanh": True}
 
 
@@ -242,6 +288,7 @@ CARD = register(
         workloads=_workloads,
         implementations=[
             Implementation("onednn", _onednn, "cpu", _supports_onednn, prepack=_prepack),
+            Implementation("native", _native, "cpu", _supports_native, takes_out=True, prepack=_pack),
             Implementation("split", _split, "cpu", _supports_split, takes_out=True),
             Implementation("eager", reference),
         ],
@@ -256,6 +303,11 @@ CARD = register(
                 lambda x, weight: F.linear(x, weight),
                 {"x": ("B", "K"), "weight": ("N", "K")},
             ),
+        ),
+        schemas=(
+            "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
+            "linear_packed(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int activation, *, "
+            "Tensor(a!) y) -> ()",
         ),
         source="oneDNN matmul with post-operations",
     )

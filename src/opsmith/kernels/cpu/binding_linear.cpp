@@ -1,0 +1,51 @@
+// Registers the linear layer on packed weights, and checks what its memory safety needs.
+#include "binding.h"
+#include "linear.h"
+
+namespace opsmith {
+namespace {
+
+void check_matrix(const char* name, const Tensor& t, const Tensor& like, int64_t rows, int64_t columns) {
+  STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == rows && t.size(1) == columns && (columns < 2 || t.stride(1) == 1),
+                  "linear: ", name, " must be [", rows, ", ", columns, "] with a contiguous last dimension");
+  STD_TORCH_CHECK(t.scalar_type() == like.scalar_type(), "linear: ", name, " and x must have one dtype");
+}
+
+void check_packed(const Tensor& packed, const Tensor& like, int64_t n, int64_t k) {
+  const int64_t unit = elements_per_unit(dtype_of(like)), depth = (k + unit - 1) / unit * unit;
+  STD_TORCH_CHECK(packed.dim() == 3 && packed.size(0) == 1 && packed.size(1) == n && packed.size(2) == depth &&
+                      packed.is_contiguous() && packed.scalar_type() == like.scalar_type(),
+                  "linear: a packed weight must be a contiguous [1, ", n, ", ", depth, "] in x's dtype");
+}
+
+void linear_pack_op(const Tensor& weight, const Tensor& packed) {
+  STD_TORCH_CHECK(weight.dim() == 2, "linear: weight must be [N, K]");
+  check_matrix("weight", weight, packed, weight.size(0), weight.size(1));
+  check_packed(packed, weight, weight.size(0), weight.size(1));
+  linear_pack(view_of(weight), view_of(packed));
+}
+
+void linear_packed_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& residual, int64_t activation, const Tensor& y) {
+  STD_TORCH_CHECK(x.dim() == 2 && packed.dim() == 3, "linear: x must be [M, K] and the packed weight have 3 dimensions");
+  const int64_t m = x.size(0), k = x.size(1), n = packed.size(1);
+  check_matrix("x", x, x, m, k);
+  check_packed(packed, x, n, k);
+  check_matrix("y", y, x, m, n);
+  if (residual) check_matrix("residual", *residual, x, m, n);
+  if (bias) {
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n && (n < 2 || bias->stride(0) == 1) &&
+                        bias->scalar_type() == x.scalar_type(),
+                    "linear: bias must be a contiguous [", n, "] in x's dtype");
+  }
+  STD_TORCH_CHECK(0 <= activation && activation <= int64_t(Activation::silu), "linear: no activation ", activation);
+  linear_packed(view_of(x), view_of(packed), view_of(bias), view_of(residual), Activation(activation), view_of(y));
+}
+
+}  // namespace
+}  // namespace opsmith
+
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
+  m.impl("linear_pack", TORCH_BOX(&opsmith::linear_pack_op));
+  m.impl("linear_packed", TORCH_BOX(&opsmith::linear_packed_op));
+}

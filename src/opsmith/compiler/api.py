@@ -212,24 +212,29 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
-    """The model's call through Dynamo, sizes dynamic from the start and numbers of the model constants."""
+    """The model's call through Dynamo: sizes dynamic from the start, except what belongs to the model.
+
+    An epsilon or a dropout rate is part of the model, and so is the length of a feature vector (the last
+    dimension of a floating-point input): as inputs they would hide the arithmetic.
+    """
     compiled = torch.compile(model._call_impl, backend=session.backend, dynamic=True)
+    seen: set[tuple[Any, ...]] = set()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _numbers_are_constants() if not _settled() else contextlib.nullcontext():
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+        key = (torch.is_grad_enabled(), *[t.shape for t in tensors])
+        if key in seen:
             return compiled(*args, **kwargs)
-
-    def _settled() -> bool:
-        return bool(torch._dynamo.config.specialize_float)
+        # Sizes not seen before may be captured anew, and only capturing asks for these settings.
+        for t in tensors:
+            if t.is_floating_point() and t.dim() > 1:
+                torch._dynamo.mark_static(t, t.dim() - 1)
+        with torch._dynamo.config.patch(specialize_float=True):
+            result = compiled(*args, **kwargs)
+        seen.add(key)
+        return result
 
     return call
-
-
-@contextlib.contextmanager
-def _numbers_are_constants() -> Iterator[None]:
-    """An epsilon or a dropout rate is part of the model; as an input it would hide the arithmetic."""
-    with torch._dynamo.config.patch(specialize_float=True):
-        yield
 
 
 def _eager_problem(model: nn.Module, calls: list[Call]) -> str | None:

@@ -92,15 +92,17 @@ class _Recorder:
         self.steps: dict[Node, Step] = {}
         self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
         self.candidates: dict[Node, tuple[torch.Tensor, ...]] = {}
+        self.constant: dict[Node, Any] = {}
 
     def run(self) -> tuple[Program, Any]:
         result = self._execute()
+        self._fold()
         last = self._last_uses(result)
         layouts, slots = self._place(last)
         source, names = self._source(set(layouts))
         code = compile(source, "<opsmith plan>", "exec")
         exec(code, names)  # the text above, made of node names and bound objects only
-        steps = [self.steps[n] for n in self.nodes if n in self.steps]
+        steps = [self.steps[n] for n in self.nodes if n in self.steps and n not in self.constant]
         return Program(steps, source, slots, names["run"], list(layouts.values())), result
 
     def _execute(self) -> Any:
@@ -133,6 +135,21 @@ class _Recorder:
         if implementation.takes_out:
             self.candidates[node] = result if isinstance(result, tuple) else (result,)
         return result
+
+    def _fold(self) -> None:
+        """What follows from the sizes alone (positions, causal masks) is computed once: it is in `env` already."""
+        escaping = {n for o in self.nodes if o.op == "output" for n in o.all_input_nodes}
+        for node in self.nodes:
+            if node.op != "call_function" or node in self.calls or node in escaping or not _is_pure(node):
+                continue
+            if all(source in self.constant or _is_size(source) for source in node.all_input_nodes):
+                self.constant[node] = self.env[node]
+        # A constant that is changed in place, or seen through a view that is, is none.
+        for node in self.nodes:
+            if node.op == "output" or (node.op == "call_function" and not _is_pure(node)):
+                memory = {_memory(self.env.get(n)) for n in node.all_input_nodes}
+                for n in [n for n, v in self.constant.items() if _memory(v) in memory]:
+                    del self.constant[n]
 
     def _last_uses(self, result: Any) -> dict[Node, int]:
         """For each result that could be a buffer, the last step that reads its memory; absent if it escapes."""
@@ -218,6 +235,11 @@ class _Recorder:
         for node in self.nodes:
             if node.op == "get_attr":
                 lines.append(f"    {node.name} = {bind(self.env[node], node.name + '_value')}")
+            elif node in self.constant:
+                if any(user not in self.constant for user in node.users):
+                    lines.append(f"    {node.name} = {bind(self.env[node], node.name + '_value')}")
+                else:
+                    continue
             elif node.op == "call_function" and node.target is operator.getitem:
                 lines.append(f"    {node.name} = {text(node.args[0])}[{text(node.args[1])}]")
             elif node.op == "call_function":
@@ -248,11 +270,27 @@ class _Recorder:
         for node in self.nodes:
             if node.op != "call_function":
                 continue
-            users = [u for u in node.users]
+            users = [u for u in node.users if u not in self.constant]
+            if node in self.constant and not users:
+                continue
             end = max(users, key=self.order.__getitem__) if users else node
             if end.op != "output":
                 dead.setdefault(end, []).append(node.name)
         return dead
+
+
+def _is_size(node: Node) -> bool:
+    return node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_pure(node: Node) -> bool:
+    """True for an ATen call that neither writes to an input nor draws random numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem or getattr(node.target, "__module__", "") in (
+            "_operator",
+            "math",
+        )
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -40,9 +40,14 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
             )
             if site.unsqueezed:
                 results = [graph.call_function(torch.ops.aten.squeeze.dim, (r, 0)) for r in results]
-        for target, result in zip(targets, results, strict=True):
+        for old, target, result in zip(site.outputs, targets, results, strict=True):
             target.replace_all_uses_with(result)
-            new[next(k for k, v in new.items() if v is target)] = result
+            new[old] = result
+        # Dead-code elimination keeps what it takes for impure (attention draws a seed for its dropout).
+        inner = [new[n] for n in site.region if n not in site.outputs and n in new]
+        for dead in sorted({*targets, *inner}, reverse=True):
+            if not dead.users and "site" not in dead.meta:
+                graph.erase_node(dead)
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(gm, graph)

@@ -187,8 +187,10 @@ inline void transform_scores(float* s, int64_t n, const AttentionOptions& option
 // The mask on the scores of keys key..key+n-1.
 inline void mask_scores(float* s, int64_t n, int64_t key, const MaskRow& mask) {
   switch (mask.dtype) {
-    case DType::boolean: return add_mask(s, n, reinterpret_cast<const bool*>(mask.data) + key * mask.stride, mask.stride);
-    case DType::f32: return add_mask(s, n, reinterpret_cast<const float*>(mask.data) + key * mask.stride, mask.stride);
+    case DType::boolean:
+      return add_mask(s, n, reinterpret_cast<const bool*>(mask.data) + key * mask.stride, mask.stride);
+    case DType::f32:
+      return add_mask(s, n, reinterpret_cast<const float*>(mask.data) + key * mask.stride, mask.stride);
     case DType::bf16:
       return add_mask(s, n, reinterpret_cast<const bfloat16*>(mask.data) + key * mask.stride, mask.stride);
     default: return add_mask(s, n, reinterpret_cast<const float16*>(mask.data) + key * mask.stride, mask.stride);

@@ -253,7 +253,8 @@ class _Attention(torch.autograd.Function):
         softcap: float,
     ) -> torch.Tensor:
         y = _like_q(q, v)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32)
+        # Two numbers a query: the logarithm, and what rounding it to float32 lost, which every weight would feel.
+        lse = torch.empty((*q.shape[:3], 2), dtype=torch.float32)
         ctx.settings = (scale, causal, window, softcap)
         torch.ops.opsmith.attention.default(
             _last(q), _last(k), _last(v), _full(mask, q, k), *ctx.settings, y=y, lse=lse
@@ -328,7 +329,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     ) -> tuple[torch.Tensor, ...]:
         return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, dv or d)
 
-    sizes = ((1, 1, 1, 1, 1), (1, 2, 1, 77, 64), (2, 3, 17, 17, 32), (2, 2, 130, 67, 40), (3, 2, 9, 20, 32))
+    sizes = ((1, 1, 1, 1, 1), (4, 4, 1, 77, 64), (2, 3, 17, 17, 32), (2, 2, 130, 67, 40), (3, 2, 9, 20, 32))
     for b, h, l, s, d in sizes:
         yield Sample(f"{b}x{h}x{l}x{s}x{d}", qkv(b, h, h, l, s, d))
         yield Sample(f"{b}x{h}x{l}x{s}x{d} causal", qkv(b, h, h, l, s, d), {"causal": True})

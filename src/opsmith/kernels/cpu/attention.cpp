@@ -221,7 +221,10 @@ class Attention {
     }
     if (lse_.defined()) {
       float* lse = row_of<float>(lse_, b, head, query);
-      *lse = total == 0 ? -kInfinity : largest * (p_.plain ? p_.options.scale : 1.0f) + std::log(total);
+      const double exact =
+          total == 0 ? -kInfinity : double(largest) * (p_.plain ? p_.options.scale : 1.0f) + std::log(double(total));
+      lse[0] = float(exact);
+      if (lse_.dim == 4) lse[1] = total == 0 ? 0 : float(exact - lse[0]);
     }
   }
 

@@ -1,8 +1,9 @@
 // Attention: what the binding calls.
 //
-// q [B, H, L, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], out [B, H, L, Dv], lse float32 [B, H, L] or undefined,
-// mask boolean (true: attend) or additive [B, H, L, S], or undefined; any strides, the last dimension of all but
-// the mask contiguous. Query i stands at key position i + S - L.
+// q [B, H, L, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], out [B, H, L, Dv]; mask boolean (true: attend) or additive
+// [B, H, L, S], or undefined; lse float32 [B, H, L], or [B, H, L, 2] where the second number is what rounding the
+// first one lost, or undefined; any strides, the last dimension of all but the mask contiguous. Query i stands at
+// key position i + S - L.
 #pragma once
 
 #include "types.h"

@@ -68,7 +68,7 @@ class AttentionBackward {
  private:
   // What a thread needs. Rows are padded by ROWS: a product reads and writes whole groups of them.
   struct Buffers {
-    float *q, *dout, *q_rows, *dout_rows, *dq, *lse, *delta, *k, *k_rows, *v, *outs, *scores, *gradients, *slope, *p, *ds,
+    float *q, *dout, *q_rows, *dout_rows, *dq, *lse, *lse_rest, *delta, *k, *k_rows, *v, *outs, *scores, *gradients, *slope, *p, *ds,
         *p_rows, *ds_rows, *sums;
     int64_t floats;
 
@@ -80,6 +80,7 @@ class AttentionBackward {
       dout_rows = carve.take(kBlock / pack * a.value_width_ + ROWS);
       dq = carve.take(kBlock * a.width_);
       lse = carve.take(kBlock);
+      lse_rest = carve.take(kBlock);
       delta = carve.take(kBlock);
       k = carve.take(a.tile_ * a.depth_);
       k_rows = carve.take(a.tile_ / pack * a.width_);
@@ -136,7 +137,9 @@ class AttentionBackward {
       const int64_t head = p_.head(at.kv_head, at.row + r), query = p_.query(at.row + r);
       pack_row<Units>(row_of<T>(x_.q, at.batch, head, query), p_.dim, q + r * length, length);
       pack_row<Units>(row_of<T>(x_.dout, at.batch, head, query), p_.value_dim, dout + r * value_length, value_length);
-      to.lse[r] = *row_of<float>(x_.lse, at.batch, head, query);
+      const float* lse = row_of<float>(x_.lse, at.batch, head, query);
+      to.lse[r] = lse[0];
+      to.lse_rest[r] = x_.lse.dim == 4 ? lse[1] * kLog2E : 0;
     }
     std::fill(q + at.rows * length, q + padded * length, Element{});
     std::fill(dout + at.rows * value_length, dout + padded * value_length, Element{});
@@ -230,7 +233,7 @@ class AttentionBackward {
                      int i) const {
     Element* p = reinterpret_cast<Element*>(to.p + i * kStride);
     Element* ds = reinterpret_cast<Element*>(to.ds + i * kStride);
-    const float lse = to.lse[row], delta = to.delta[row], scale = p_.plain ? p_.options.scale : 1.0f;
+    const float lse = to.lse[row], rest = -to.lse_rest[row], delta = to.delta[row], scale = p_.plain ? p_.options.scale : 1.0f;
     if (lse == -kInfinity) {  // the row sees nothing
       std::fill(p, p + vecs * W, Element{});
       std::fill(ds, ds + vecs * W, Element{});
@@ -238,7 +241,7 @@ class AttentionBackward {
     }
     const bool capped = p_.options.softcap > 0;
     for (int64_t j = 0; j < vecs * W; j += W) {
-      const Vec weight = exp2<precise>(fma(load(scores + j), scale, -lse) * kLog2E);
+      const Vec weight = exp2<precise>(fma(fma(load(scores + j), scale, -lse), kLog2E, rest));
       Vec gradient = weight * (load(gradients + j) - delta);
       if (capped) gradient *= load(to.slope + j);
       store(p + j, weight);

@@ -45,6 +45,8 @@ class Output:
         self.json_to = json_to
         if json_to not in (None, "-") and Path(json_to or "").is_dir():
             raise CommandError(f"--json: {json_to} is a folder; name a file in it")
+        if json_to not in (None, "-"):
+            check_folder("--json", Path(json_to or ""))
         width = None if sys.stdout.isatty() else 160  # a file or pipe has no width of its own
         self.console: Console = Console(quiet=json_to == "-", highlight=False, width=width)
 
@@ -62,6 +64,14 @@ class Output:
             raise CommandError(
                 f"--json: cannot write {self.json_to} ({error.strerror}); name another file"
             ) from error
+
+
+def check_folder(option: str, file: Path) -> None:
+    """Refuse a file whose folder does not exist before the work is done, not after it."""
+    if not file.parent.is_dir():
+        raise CommandError(
+            f"{option}: cannot write {file} (there is no folder {file.parent}); name another file"
+        )
 
 
 def _plain(value: Any) -> Any:

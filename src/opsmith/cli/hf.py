@@ -1,0 +1,125 @@
+"""Local Hugging Face folders: what loads, and one clear line for each reason why one does not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from opsmith.cli import CommandError
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars and advice off the terminal; its errors still come."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def load(folder: Path) -> tuple[nn.Module, Any]:
+    """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration.
+
+    Nothing is downloaded, no code from the folder runs, and weights are read from safetensors only.
+
+    Raises:
+        CommandError: when there is no such folder, or no model in it that can be loaded.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise CommandError('optimize: transformers is not installed: pip install "opsmith[hf]"') from error
+    _check(folder)
+    local = {"local_files_only": True, "trust_remote_code": False}
+    with quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, **local)
+        except Exception as error:  # transformers raises whatever a damaged file leads to
+            raise CommandError(f"optimize: {folder / 'config.json'}: {_first_line(error)}") from error
+        causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
+        family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        try:
+            model, info = family.from_pretrained(
+                folder, use_safetensors=True, dtype="auto", output_loading_info=True, **local
+            )
+        except Exception as error:
+            raise CommandError(f"optimize: {folder} does not load: {_first_line(error)}") from error
+    if info["missing_keys"] and len(info["missing_keys"]) == len(model.state_dict()):
+        raise CommandError(
+            f"optimize: no weight in {folder} belongs to a {type(model).__name__}; "
+            "are config.json and the weights of one model?"
+        )
+    return model.eval(), config
+
+
+def _check(folder: Path) -> None:
+    """What can be said of a folder before transformers looks at it."""
+    if not folder.exists():
+        raise CommandError(f"optimize: there is no folder {folder}; name one that save_pretrained wrote")
+    if not folder.is_dir():
+        raise CommandError(f"optimize: {folder} is a file; name the folder it lies in")
+    config = folder / "config.json"
+    if not config.is_file():
+        raise CommandError(
+            f"optimize: {folder} holds no model: config.json is missing; name a folder that "
+            "save_pretrained wrote"
+        )
+    try:
+        data = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandError(f"optimize: {config} is not readable JSON: {error}") from error
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise CommandError(f"optimize: {config} names no model_type, so what model it is stays unknown")
+    known = _known_types()
+    if data["model_type"] not in known:
+        hint = "it runs code of its own, which is never loaded" if "auto_map" in data else "update it"
+        raise CommandError(
+            f"optimize: model type {data['model_type']!r} is unknown to the installed transformers: {hint}, "
+            "or load the model yourself and call opsmith.optimize"
+        )
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise CommandError(
+            f"optimize: {folder} has no *.safetensors, the only weights that are read; "
+            "convert them with save_pretrained"
+        )
+    for file in weights:
+        _check_weights(file)
+
+
+def _known_types() -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING
+
+
+def _check_weights(file: Path) -> None:
+    """A damaged file is named before the model is built; only its header is read here."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise CommandError(
+            f"optimize: {file} is damaged ({_first_line(error)}); copy or download it again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

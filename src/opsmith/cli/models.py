@@ -1,0 +1,246 @@
+"""What `opsmith demo` and `opsmith optimize` say about a model: what was found and chosen, errors, times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+import torch
+
+from opsmith import measure
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from opsmith.compiler.api import Session
+    from opsmith.compiler.plan import Plan
+
+Batch = Mapping[str, torch.Tensor]
+Call = Callable[[Batch], torch.Tensor]
+
+EAGER, COMPILED, OPSMITH = "eager", "torch.compile", "opsmith"
+# Of rolled back sites and near misses a terminal shows this many, this wide.
+_LINES, _WIDTH = 8, 220
+
+
+@dataclass(frozen=True)
+class Found:
+    """How often an operator stands in a model, and what was fused into it."""
+
+    operator: str
+    count: int
+    fused: dict[str, int]
+
+    def __str__(self) -> str:
+        fused = ", ".join(f"{n} with {what}" for what, n in self.fused.items())
+        return f"{self.count} {self.operator}" + (f" ({fused})" if fused else "")
+
+
+def found(session: Session) -> list[Found]:
+    """The operators of a model with what each took in; graphs of one model at other sizes count once."""
+    everything = max(session.plan.shapes, key=lambda shape: len(shape.steps), default=None)
+    steps = everything.steps if everything is not None else []
+    fused: dict[str, Counter[str]] = {}
+    for step in steps:
+        into = fused.setdefault(step.operator, Counter())
+        if " residual=" in step.signature:
+            into["residual"] += 1
+        if activation := re.search(r" activation=(\w+)", step.signature):
+            into[activation[1]] += 1
+    return [Found(name, n, dict(fused.get(name, {}))) for name, n in session.report.found.items()]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Sites of one operator that run alike at one set of sizes, and why."""
+
+    sizes: str
+    operator: str
+    count: int
+    implementation: str
+    reason: str
+
+
+def chosen(plan: Plan) -> list[Chosen]:
+    """The plan with equal rows together: at each set of sizes, who runs an operator and why (the first reason)."""
+    rows: list[Chosen] = []
+    for shape in plan.shapes:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for step in shape.steps:
+            groups.setdefault((step.operator, step.implementation), []).append(step.reason)
+        for (operator, implementation), reasons in groups.items():
+            rows.append(
+                Chosen(
+                    _sizes(shape.sizes),
+                    operator,
+                    len(reasons),
+                    implementation,
+                    _most_common(reasons),
+                )
+            )
+    return rows
+
+
+def _sizes(text: str) -> str:
+    """Sizes without the names that the tracer gave them: "s52=12, s27=22" is 12 × 22."""
+    distinct = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
+    return " × ".join(distinct.values()) or "fixed"
+
+
+def _most_common(reasons: Sequence[str]) -> str:
+    return Counter(reasons).most_common(1)[0][0]
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a result is from the exact one.
+
+    Attributes:
+        rms: root of the mean squared error, over the root mean square of the exact result.
+        worst: the largest absolute error.
+        cosine: the smallest cosine similarity of two rows.
+    """
+
+    rms: float
+    worst: float
+    cosine: float
+
+
+def error_of(got: torch.Tensor, exact: torch.Tensor) -> Error:
+    """The error of `got`, held against a float64 tensor of the same shape.
+
+    >>> error_of(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.float64)).worst
+    0.0
+    """
+    if got.shape != exact.shape:
+        raise ValueError(f"error_of: expected shape {tuple(exact.shape)}, got {tuple(got.shape)}")
+    got = got.double()
+    difference = got - exact
+    scale = exact.square().mean().sqrt().item() or 1.0
+    cosine = torch.nn.functional.cosine_similarity(got, exact, dim=-1).min().item()
+    return Error(difference.square().mean().sqrt().item() / scale, difference.abs().max().item(), cosine)
+
+
+def race(
+    contestants: Mapping[str, Call],
+    batches: Sequence[Batch],
+    exact: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    rounds: int = 40,
+    budget_s: float = 4.0,
+) -> measure.Comparison:
+    """Time whole models against each other, interleaved, each held to the exact result first.
+
+    A contestant's error may be twice eager's own, plus one unit in the last place of the dtype, both as the
+    root mean square over the result.
+
+    Args:
+        contestants: by name; "eager" among them. Each gets a batch and gives its result.
+        batches: batches of one shape, used in turn.
+        exact: the float64 result for the first batch; None leaves out the check.
+        dtype: the dtype that the models compute in.
+        rounds: samples of each, at most.
+        budget_s: seconds after which no further round starts, seven rounds at least.
+
+    Raises:
+        WrongResult: a contestant computed something else; nothing was timed.
+    """
+    check = None
+    if exact is not None:
+        bound = 2 * error_of(contestants[EAGER](batches[0]), exact).rms + torch.finfo(dtype).eps
+        wide = exact
+
+        def check(got: torch.Tensor) -> str | None:
+            error = error_of(got, wide)
+            return None if error.rms <= bound else f"relative error {error.rms:.2e} above {bound:.2e}"
+
+    return measure.compare(
+        {name: _rotating(call, batches) for name, call in contestants.items()},
+        check=check,
+        rounds=rounds,
+        min_rounds=7,
+        warmup=1,
+        budget_s=budget_s,
+        notes={"inputs": f"{len(batches)} batches of random tokens in turn", "outputs": "freshly allocated"},
+    )
+
+
+def _rotating(call: Call, batches: Sequence[Batch]) -> Callable[[], torch.Tensor]:
+    turn = itertools.cycle(batches)
+    return lambda: call(next(turn))
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean.
+
+    >>> round(geometric_mean([2.0, 8.0]), 9)
+    4.0
+    """
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def print_sites(console: Console, session: Session) -> None:
+    """What was found, what was chosen and why, what came close, and what was rolled back."""
+    from rich.table import Table
+
+    console.print("found: " + (", ".join(map(str, found(session))) or "no operator of ours"), markup=False)
+    table = Table("sizes", "sites", "operator", "runs on", "why", box=None, pad_edge=False)
+    previous = ""
+    for row in chosen(session.plan):
+        table.add_row(
+            "" if row.sizes == previous else row.sizes,
+            str(row.count),
+            row.operator,
+            row.implementation,
+            row.reason,
+        )
+        previous = row.sizes
+    console.print(table)
+    for what, lines in (("rolled back", session.report.rolled_back), ("near miss", session.report.misses)):
+        for line in lines[:_LINES]:
+            console.print(f"{what}: {shorten(line, _WIDTH)}", style="yellow", markup=False)
+        if len(lines) > _LINES:
+            console.print(f"{what}: {len(lines) - _LINES} more, all of them in the JSON", style="yellow")
+
+
+def print_times(console: Console, title: str, results: Mapping[str, measure.Comparison]) -> None:
+    """Times by shape, with how many times faster opsmith is than each other contestant, and its interval."""
+    from rich.table import Table
+
+    others = [name for name in next(iter(results.values())).names if name != OPSMITH]
+    heads = (title, *others, OPSMITH, *(f"× {name}" for name in others))
+    table = Table(*heads, box=None, pad_edge=False)
+    for shape, result in results.items():
+        times = [milliseconds(result.median(name)) for name in (*others, OPSMITH)]
+        table.add_row(shape, *times, *(_speedup(result, name) for name in others))
+    if len(results) > 1:
+        means = [f"{mean_speedup(results.values(), name):.2f}" for name in others]
+        table.add_row("geometric mean", *([""] * (len(others) + 1)), *means)
+    console.print(table)
+
+
+def mean_speedup(results: Iterable[measure.Comparison], base: str) -> float:
+    """How many times faster opsmith is than `base`, as the geometric mean over shapes."""
+    return geometric_mean(result.ratio(OPSMITH, base).speedup for result in results)
+
+
+def _speedup(result: measure.Comparison, base: str) -> str:
+    ratio = result.ratio(OPSMITH, base)
+    return f"{ratio.speedup:.2f} [{1 / ratio.hi:.2f}, {1 / ratio.lo:.2f}] {ratio.verdict}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, with three digits.
+
+    >>> milliseconds(0.0123)
+    '12.3 ms'
+    """
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"

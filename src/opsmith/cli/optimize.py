@@ -1,0 +1,150 @@
+"""`opsmith optimize`: a local Hugging Face model, made faster, proved and timed."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opsmith.cli import CommandError
+from opsmith.cli.common import Json, Output, check_folder
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from opsmith.cli.models import Batch
+
+# A float64 copy of the model may take this part of the memory.
+_MEMORY_SHARE = 0.4
+
+
+def run(
+    path: Annotated[Path, typer.Argument(metavar="FOLDER", help="What save_pretrained wrote.")],
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Run in this dtype.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="An opsmith.toml.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan there.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in the example input.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in each of them.")] = 128,
+    json: Json = None,
+) -> None:
+    """Optimize the model in a Hugging Face folder on random tokens: what is found, chosen, proved, gained.
+
+    Nothing is downloaded, no code from the folder runs, and the folder stays as it is.
+
+    Example: opsmith optimize ./my-model --dtype bfloat16 --plan plan.json
+    """
+    import torch
+
+    import opsmith
+    from opsmith import measure
+    from opsmith.cli import hf, models
+
+    output = Output(json)
+    console = output.console
+    if plan is not None:
+        check_folder("--plan", plan)
+    settings = opsmith.Config.load(config) if config is not None else opsmith.Config()
+    with console.status("loading the model"):
+        model, architecture = hf.load(path)
+        examples = [_tokens(architecture, batch, length, seed) for seed in range(3)]
+    parameters = sum(p.numel() for p in model.parameters())
+    console.print(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters", markup=False)
+    with torch.no_grad():
+        exact, without = _exact(model, examples[0], parameters)
+        if without:
+            console.print(without, style="yellow", markup=False)
+        start = time.perf_counter()
+        opsmith.optimize(model, dict(examples[0]), config=settings, dtype=dtype)
+        seconds = time.perf_counter() - start
+        session: Any = model.opsmith
+        console.print(f"optimized in {seconds:.1f} s")
+        models.print_sites(console, session)
+        calls = {
+            models.EAGER: lambda tokens: _result(model.forward, tokens),
+            models.OPSMITH: lambda tokens: _result(model, tokens),
+        }
+        errors = {}
+        if exact is not None:
+            errors = {name: models.error_of(call(examples[0]), exact) for name, call in calls.items()}
+            for name, error in errors.items():
+                console.print(
+                    f"{name}: relative error {error.rms:.2e} against float64, largest {error.worst:.2e}, "
+                    f"cosine similarity at least {error.cosine:.9f}"
+                )
+        try:
+            with console.status("timing"):
+                result = models.race(calls, examples, exact, _dtype_of(model))
+        except measure.WrongResult as wrong:
+            raise CommandError(f"optimize: {wrong}; nothing was saved") from wrong
+    shape = f"{batch}×{length}"
+    models.print_times(console, str(_dtype_of(model)).removeprefix("torch."), {shape: result})
+    for message in result.messages:
+        console.print(f"  {message}", style="yellow", markup=False)
+    if plan is not None:
+        console.print(f"plan saved to {session.plan.save(plan)}", markup=False)
+    output.finish(
+        {
+            "model": type(model).__name__,
+            "parameters": parameters,
+            "found": {f.operator: {"sites": f.count, "with": f.fused} for f in models.found(session)},
+            "chosen": [asdict(row) for row in models.chosen(session.plan)],
+            "report": session.report.to_dict(),
+            "errors": {name: asdict(error) for name, error in errors.items()},
+            "times": {shape: result.to_json()},
+            "ratios": {shape: {models.EAGER: result.ratio(models.OPSMITH, models.EAGER).to_json()}},
+            "seconds": seconds,
+            "machine": measure.describe().to_json(),
+            "plan": asdict(session.plan),
+        }
+    )
+
+
+def _tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:
+    """Random tokens that this model takes: `[batch, length]`."""
+    import torch
+
+    text = architecture.get_text_config()
+    vocabulary = getattr(text, "vocab_size", None)
+    if not vocabulary:
+        raise CommandError(
+            f"optimize: a {architecture.model_type} model takes no tokens (its configuration has no "
+            "vocab_size); call opsmith.optimize(model, example_inputs) with inputs of its own"
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest and length > longest:
+        raise CommandError(f"optimize: --length {length} is more than the model's {longest} positions")
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
+    tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if architecture.is_encoder_decoder:
+        tokens["decoder_input_ids"] = ids
+    return tokens
+
+
+def _exact(model: nn.Module, tokens: Batch, parameters: int) -> tuple[torch.Tensor | None, str]:
+    """The float64 result, or None and the reason."""
+    from opsmith import measure
+
+    needed, memory = 8 * parameters, measure.describe().memory_bytes
+    if memory and needed > _MEMORY_SHARE * memory:
+        return None, (
+            f"not held against float64 as a whole: a copy would take {needed / 2**30:.1f} GiB of "
+            f"{memory / 2**30:.1f}; each operator was"
+        )
+    return _result(copy.deepcopy(model).double(), tokens), ""
+
+
+def _result(call: Any, tokens: Batch) -> torch.Tensor:
+    """Logits where the model has them, else its last hidden states."""
+    output = call(**tokens)
+    first: torch.Tensor = output[0] if "logits" not in output else output.logits
+    return first
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -1,0 +1,202 @@
+"""`opsmith optimize`: tiny models of two families, and one clear line for every folder that is none."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opsmith.cli import main
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def without_compiled_code() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models as save_pretrained writes them."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    bert = transformers.BertModel(transformers.BertConfig(**SIZES))
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2))
+    for name, model in (("bert", bert), ("llama", llama)):
+        model.save_pretrained(root / name)
+    return {name: root / name for name in ("bert", "llama")}
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "found"),
+    [
+        ("bert", "float32", {"attention": 1, "layer_norm": 3, "embedding": 3}),
+        ("llama", "bfloat16", {"attention": 1, "embedding": 1}),
+    ],
+)
+def test_a_model_is_optimized_and_its_folder_left_alone(
+    folders: dict[str, Path], tmp_path: Path, name: str, dtype: str, found: dict[str, int]
+) -> None:
+    before = digest(folders[name])
+    plan, out = tmp_path / "plan.json", tmp_path / "out.json"
+    options = ["--dtype", dtype, "--batch", "2", "--length", "8", "--plan", str(plan), "--json", str(out)]
+    assert main(["optimize", str(folders[name]), *options]) == 0
+    data = json.loads(out.read_text())
+    assert data["model"] == {"bert": "BertModel", "llama": "LlamaForCausalLM"}[name]
+    assert {operator: data["found"][operator]["sites"] for operator in found} == found
+    assert data["found"]["linear"]["sites"] > 0
+    assert data["times"]["2×8"]["checked"]
+    bound = 2 * data["errors"]["eager"]["rms"] + torch.finfo(getattr(torch, dtype)).eps
+    assert data["errors"]["opsmith"]["rms"] <= bound
+    assert dtype in next(iter(step["signature"] for step in data["plan"]["shapes"][0]["steps"]))
+    from opsmith import Plan
+
+    assert Plan.load(plan).choices()
+    assert digest(folders[name]) == before
+
+
+def test_a_configuration_is_obeyed(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "opsmith.toml"
+    config.write_text('tune = false\n[pin]\nattention = "eager"\n')
+    args = ["optimize", str(folders["bert"]), "--length", "8", "--config", str(config)]
+    assert main([*args, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["chosen"]
+    assert {r["implementation"] for r in rows if r["operator"] == "attention"} == {"eager"}
+    assert "pinned by the configuration" in {r["reason"] for r in rows}
+
+
+Damage = Callable[[Path], None]
+
+
+def edit(**changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        file = folder / "config.json"
+        data = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+
+    return damage
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def of_another_model(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"elsewhere": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (shutil.rmtree, "there is no folder"),
+        (lambda folder: (folder / "config.json").unlink(), "holds no model: config.json is missing"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not readable JSON"),
+        (edit(model_type=None), "names no model_type"),
+        (edit(model_type="zonk"), "model type 'zonk' is unknown to the installed transformers: update it"),
+        (
+            edit(model_type="zonk", auto_map={"AutoModel": "code.Zonk"}),
+            "code of its own, which is never loaded",
+        ),
+        (edit(hidden_size=48), "does not load"),
+        (edit(hidden_size="many"), "config.json"),
+        (cut, "model.safetensors is damaged"),
+        (garbage, "model.safetensors is damaged"),
+        (pickled, "has no *.safetensors, the only weights that are read"),
+        (of_another_model, "no weight in"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_one_line(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Damage,
+    expected: str,
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["bert"], folder)
+    damage(folder)
+    assert main(["optimize", str(folder), "--length", "8"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("opsmith: optimize: ")
+    assert expected in err
+    assert err.count("\n") == 1
+    assert "--debug" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--length", "65"], "--length 65 is more than the model's 64 positions"),
+        (["--dtype", "int3", "--length", "8"], "dtype must be one of float32, bfloat16, float16, got int3"),
+        (["--config", "none.toml"], "none.toml can't be read"),
+        (["--batch", "0"], "see `opsmith optimize --help`"),
+        (["--plan", "/no/such/folder/plan.json"], "--plan: cannot write /no/such/folder/plan.json"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str], options: list[str], expected: str
+) -> None:
+    assert main(["optimize", str(folders["bert"]), *options]) == 1
+    err = capsys.readouterr().err
+    assert expected in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_is_not_a_folder(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimize", str(folders["bert"] / "config.json")]) == 1
+    assert "is a file; name the folder it lies in" in capsys.readouterr().err
+
+
+def test_code_in_the_folder_does_not_run(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders["bert"], folder)
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    edit(auto_map={"AutoModel": "code.Zonk", "AutoConfig": "code.Zonk"})(folder)
+    main(["optimize", str(folder), "--length", "8"])
+    capsys.readouterr()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_that_takes_no_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vision = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32
+    )
+    transformers.ViTModel(vision).save_pretrained(tmp_path / "vit")
+    assert main(["optimize", str(tmp_path / "vit")]) == 1
+    assert "a vit model takes no tokens" in capsys.readouterr().err

@@ -19,7 +19,6 @@ namespace opsmith {
 constexpr int ROWS = 6;                   // of C in registers: with VECS columns, 24 (AVX-512) or 12 accumulators
 constexpr int VECS = W == 16 ? 4 : 2;
 constexpr int PANEL = VECS * W;
-constexpr int64_t kSummed = 64;    // units that one accumulator sums before it is added to C
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -30,6 +29,7 @@ inline void set_lanes(float* p, float x, int64_t n) { std::fill(p, p + n, x); }
 struct FloatUnits {
   using Element = float;
   static constexpr int per_unit = 1;
+  static constexpr int64_t chain = 32;  // products that one accumulator sums before it is added to C
   static Vec broadcast(const float* unit) { return splat(*unit); }
   static Vec mac(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 };
@@ -38,6 +38,7 @@ struct FloatUnits {
 struct BFloatUnits {
   using Element = bfloat16;
   static constexpr int per_unit = 2;
+  static constexpr int64_t chain = 128;  // longer than a float's: bfloat16 inputs leave less to lose
   static Vec broadcast(const float* unit) { return _mm512_set1_ps(*unit); }
   static Vec mac(Vec a, Vec b, Vec c) { return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
 };
@@ -108,11 +109,11 @@ inline int padded_rows(int m) { return m <= 2 ? m : m <= 4 ? 4 : ROWS; }
 template <class Units>
 inline void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride,
                     float* c, int64_t ldc, bool add) {
-  while (depth > kSummed) {  // one long chain of additions would lose accuracy
-    product<Units>(m, vecs, kSummed, a, b, ldb, panel_stride, c, ldc, add);
-    a.data += kSummed * a.step;
-    b += kSummed * ldb;
-    depth -= kSummed;
+  while (depth > Units::chain) {  // one long chain of additions would lose accuracy
+    product<Units>(m, vecs, Units::chain, a, b, ldb, panel_stride, c, ldc, add);
+    a.data += Units::chain * a.step;
+    b += Units::chain * ldb;
+    depth -= Units::chain;
     add = true;
   }
   for (int64_t v = 0; v < vecs; v += VECS, b += panel_stride, c += PANEL) {

@@ -40,17 +40,24 @@ class Report:
         """Sites whose result was not accurate enough, with error and bound."""
         return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status != "kept"]
 
+    @property
+    def overruled(self) -> list[str]:
+        """Sites where the fastest implementation was not accurate enough and another one runs."""
+        return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status == "kept" and s.why]
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "found": self.found,
             "misses": self.misses,
             "rolled_back": self.rolled_back,
+            "overruled": self.overruled,
             "graphs": [asdict(g) for g in self.graphs],
         }
 
     def __str__(self) -> str:
         lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
         lines += [f"rolled back: {line}" for line in self.rolled_back]
+        lines += [f"not the fastest: {line}" for line in self.overruled]
         lines += [f"near miss: {line}" for line in self.misses]
         return "\n".join(lines)

@@ -52,6 +52,7 @@ class Selector:
         self.config = config
         self.cache = cache if cache is not None else TuningCache()
         self.fixed = dict(fixed or {})  # from a saved plan: implementation by signature
+        self._measured: dict[str, dict[str, float]] = {}
         self._inductor: dict[str, Implementation] = {}
         self._inductor_left = config.inductor_seconds
 
@@ -84,23 +85,27 @@ class Selector:
             return Choice(accepted[0].name, "the only one able", {}, refused)
         if not self.config.tune:
             return Choice(accepted[0].name, "first able in the card's order (tuning is off)", {}, refused)
-        times = self.cache.get(key)
+        times = self._measured.get(key) or self.cache.get(key)
         if times is None or not {c.name for c in accepted} <= set(times):
             if not may_measure:
                 return self._nearest(card, call, accepted, refused)
-            times = self._measure(card, call, accepted, packed)
-            self.cache.put(key, times)
+            times, steady = self._measure(card, call, accepted, packed)
+            self._measured[key] = times
+            if steady:
+                self.cache.put(key, times)
         best = min((c.name for c in accepted), key=lambda n: times.get(n, math.inf))
         return Choice(best, _why(best, times), times, refused)
 
     def _measure(
         self, card: Operator, call: dict[str, Any], accepted: list[Implementation], packed: Packer
-    ) -> dict[str, float]:
-        contestants = {}
-        for candidate in accepted:
-            contestants[candidate.name] = _bound(candidate, packed(candidate, call))
+    ) -> tuple[dict[str, float], bool]:
+        """Seconds by implementation, and whether the machine was quiet enough to remember them."""
+        contestants = {c.name: _bound(c, packed(c, call)) for c in accepted}
         result = measure.quick(contestants, budget_s=0.12)
-        return {name: result.median(name) for name in contestants}
+        if all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in contestants):
+            return {name: result.median(name) for name in contestants}, True
+        # Other work disturbs the machine: the least disturbed sample of each is the best guess, for this run only.
+        return {name: min(result.samples[name]) for name in contestants}, False
 
     def _nearest(
         self, card: Operator, call: dict[str, Any], accepted: list[Implementation], refused: dict[str, str]

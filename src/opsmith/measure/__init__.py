@@ -6,10 +6,11 @@ from .comparison import Comparison
 from .machine import Cache, Machine, describe
 from .pool import CacheFlush, Pool, cold_bytes
 from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs, roof_fraction
-from .stats import Ratio, paired_ratio, spread
+from .stats import CONCLUDES_NOTHING, Ratio, paired_ratio, spread
 from .timing import columns, compare, measure_roofs, quick
 
 __all__ = [
+    "CONCLUDES_NOTHING",
     "KINDS",
     "Cache",
     "CacheFlush",

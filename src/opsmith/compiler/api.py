@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class Session:
     def report(self) -> Report:
         """What was found, proven, rolled back and missed."""
         return Report([graph.report for graph in self.graphs])
+
+    def close(self) -> None:
+        """Let go of all weights; a graph that is called again begins anew."""
+        for graph in self.graphs:
+            graph.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model carries its plan, not its programs: it is optimized again where it lands.
@@ -130,6 +135,7 @@ def optimize(
         session.before = _cast(model, settings.torch_dtype)
     model._compiled_call_impl = _entry(model, session)  # type: ignore[assignment]
     model.opsmith = session  # type: ignore[assignment]
+    weakref.finalize(model, session.close).atexit = False
     try:
         for args, kwargs in calls:
             with torch.no_grad():
@@ -153,6 +159,7 @@ def restore(model: nn.Module) -> nn.Module:
         return model
     model._compiled_call_impl = None
     del model.opsmith
+    session.close()
     if session.before is not None:
         own = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)

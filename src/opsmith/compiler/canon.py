@@ -60,9 +60,16 @@ def op_name(node: Node) -> str:
 class Canon:
     """Terms of the nodes of one graph, relative to `cut` (nodes that are leaves whatever they compute)."""
 
-    def __init__(self, space: Space, cut: Mapping[Node, Poly] | None = None, root: Node | None = None):
+    def __init__(
+        self,
+        space: Space,
+        cut: Mapping[Node, Poly] | None = None,
+        root: Node | None = None,
+        opaque: frozenset[Node] = frozenset(),
+    ):
         self.space = space
         self.root = root
+        self.opaque = opaque  # changed in place: not what their formulas say
         self.memo: dict[Node, Poly] = dict(cut or {})
         self.nodes: dict[Poly, list[Node]] = {}
         for node, poly in self.memo.items():
@@ -99,7 +106,7 @@ class Canon:
         if node.op == "get_attr":
             constant = node.meta.get("constant")
             return self.space.const(constant) if constant is not None else self.leaf(node)
-        if node.op != "call_function":
+        if node.op != "call_function" or (node in self.opaque and node is not self.root):
             return self.leaf(node)
         if node.target is _getitem:
             return self._getitem(node)

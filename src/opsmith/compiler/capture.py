@@ -12,6 +12,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from opsmith.compiler.canon import arguments, op_name, shape_of
+from opsmith.compiler.mutation import localize
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -65,6 +66,7 @@ def note_constants(gm: fx.GraphModule) -> None:
 
 def tidy(graph: fx.Graph) -> None:
     """Drop what returns its input: dropout out of training, casts and views to what a value already is."""
+    localize(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from opsmith import measure
+from opsmith.compiler.mutation import effects
 from opsmith.compiler.operands import evaluate, nodes_in
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
 from opsmith.compiler.program import Program, record
@@ -21,7 +22,7 @@ from opsmith.compiler.prove import prove
 from opsmith.compiler.recognize import Miss, Recognition, Site, recognize, where
 from opsmith.compiler.rewrite import rewrite
 from opsmith.compiler.select import Choice, Packer, Selector, signature
-from opsmith.operator import Implementation, registry
+from opsmith.operator import Implementation, Verdict, registry
 
 MAX_PROGRAMS = 64
 Progress = Callable[[str, int, int], None]
@@ -85,8 +86,13 @@ class CompiledGraph:
         self._symbols = [
             i for i, n in enumerate(self._placeholders) if not isinstance(n.meta.get("val"), torch.Tensor)
         ]
-        self._weights = [i for i, e in enumerate(examples) if isinstance(e, torch.nn.Parameter)]
-        self._versions: list[int] = []
+        self._weights = [
+            i for i, e in enumerate(examples) if isinstance(e, torch.nn.Parameter) and not e.is_inference()
+        ]
+        self._stamps: list[tuple[int, int]] = []
+        self._packed_from: list[torch.Tensor] = []
+        self._effects = effects(gm.graph)
+        self._changed = self._effects.inputs(gm.graph)
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
@@ -105,24 +111,47 @@ class CompiledGraph:
                 self._repack(args)
             if key in self._programs and self._programs[key] is None:
                 return self.original(*args)
-            if self._rewritten is None:
-                self.study(args)
-            return self._record(key, args)
+            if not self._changed and not self._effects.random:
+                return self._prepare(key, args)
+            # What a run changes, weights and random numbers included, must change once: all this is on copies.
+            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                self._prepare(key, self._copies(args))
+            program = self._programs[key]
+            return self.original(*args) if program is None else program(args)
+
+    def _prepare(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+        if self._rewritten is None:
+            self.study(args)
+        return self._record(key, args)
+
+    def _copies(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of a rehearsal: copies of those that a run changes."""
+        return [a.clone() if i in self._changed else a for i, a in enumerate(args)]
 
     def _weights_changed(self, args: Sequence[Any]) -> bool:
-        """True when a packed weight is no longer what was packed: loaded anew, trained, or moved."""
-        return [args[i]._version for i in self._weights] != self._versions
+        """True when a packed weight is no longer what was packed: loaded anew, trained, replaced or moved."""
+        return [(args[i]._version, args[i].data_ptr()) for i in self._weights] != self._stamps
 
     def _repack(self, args: Sequence[Any]) -> None:
         weights = [args[i] for i in self._weights]
-        self._versions = [w._version for w in weights]
+        self._stamps = [(w._version, w.data_ptr()) for w in weights]
+        # While these are held, no other weight can come to stand at the same address.
+        self._packed_from = [w.detach() for w in weights]
         self.packer.forget()
         self.packer.constants = {id(w): w for w in weights}
         self._programs.clear()
 
+    def close(self) -> None:
+        """Let go of the weights: Dynamo may keep this graph long after its model is gone."""
+        with self._lock:
+            self.packer.forget()
+            self.packer.constants = {}
+            self._stamps, self._packed_from = [], []
+            self._programs.clear()
+
     def study(self, args: Sequence[Any]) -> None:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
-        if not self._versions and self._weights:
+        if not self._stamps and self._weights:
             self._repack(args)
         with torch.no_grad():
             kept = _Study(self, args).run()
@@ -187,11 +216,16 @@ class CompiledGraph:
             )
         return self._choices[key]
 
+    def overrule(self, name: str, call: dict[str, Any], choice: Choice) -> None:
+        """Another choice for a site and a call than the fastest."""
+        self._choices[(name, signature(self.sites[name].card, call))] = choice
+
     def _training(self, args: Sequence[Any]) -> Any:
         """With gradients: the rewritten graph on the public functions, which differentiate."""
         with self._lock:
             if self._rewritten is None:
-                self.study(args)
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    self.study(self._copies(args))
         assert self._rewritten is not None
         return self._rewritten(*args)
 
@@ -249,23 +283,42 @@ class _Study:
         return self.env[node]
 
     def _site(self, name: str, report: SiteReport) -> bool:
-        """Choose and prove one site; False rolls it back."""
+        """Choose and prove one site: what is not accurate enough gives way to the next fastest that is.
+
+        False rolls the site back to the model's own nodes.
+        """
         owner = self.owner
         site = owner.sites[name]
         call = {k: evaluate(v, self.value) for k, v in site.arguments.items()}
         choice = owner.choice(name, call, may_measure=True)
         if not owner.selector.config.verify:
             return True
-        implementation = owner.selector.implementation(site.card, choice.implementation)
+        by_time = sorted(choice.times, key=lambda n: choice.times[n])
+        accepted, _ = site.card.candidates(**call)
+        others = [c.name for c in accepted if c.name not in by_time]
+        failures: list[str] = []
+        for candidate in dict.fromkeys((choice.implementation, *by_time, *others)):
+            verdict = self._prove(site, candidate, call)
+            if verdict.ok:
+                report.error, report.bound = verdict.error, verdict.bound
+                if failures:
+                    reason = f"{choice.implementation} is not accurate enough here"
+                    owner.overrule(name, call, replace(choice, implementation=candidate, reason=reason))
+                    report.why = "; ".join(failures)
+                return True
+            failures.append(f"{candidate}: {verdict.why}")
+            report.error, report.bound = verdict.error, verdict.bound
+        report.status, report.why = "rolled back", "; ".join(failures)
+        return False
+
+    def _prove(self, site: Site, candidate: str, call: dict[str, Any]) -> Verdict:
+        owner = self.owner
+        implementation = owner.selector.implementation(site.card, candidate)
         result = implementation.fn(**owner.packer(implementation, call))
         results = result if isinstance(result, tuple) else (result,)
         if site.unsqueezed:
             results = tuple(r.squeeze(0) for r in results)
-        verdict = prove(site, self.value, results)
-        report.error, report.bound = verdict.error, verdict.bound
-        if not verdict.ok:
-            report.status, report.why = "rolled back", verdict.why
-        return verdict.ok
+        return prove(site, self.value, results)
 
 
 def _attribute(gm: Any, name: str) -> Any:

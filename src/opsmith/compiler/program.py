@@ -200,6 +200,7 @@ class _Recorder:
 
     def _source(self, buffered: set[Node]) -> tuple[str, dict[str, Any]]:
         names: dict[str, Any] = {}
+        local = {"args", "buffers", "slice", *(n.name for n in self.nodes)}
         bound: dict[int, str] = {}
         dead = self._dead_after()
         buffers = {n: i for i, n in enumerate(n for n in self.nodes if n in buffered)}
@@ -211,7 +212,7 @@ class _Recorder:
         def bind(value: Any, hint: str) -> str:
             if id(value) not in bound:
                 name = "".join(c if c.isalnum() else "_" for c in hint)
-                while name in names:
+                while name in names or name in local:
                     name += "_"
                 bound[id(value)], names[name] = name, value
             return bound[id(value)]

@@ -9,7 +9,7 @@ it, a linear layer the activation behind it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from opsmith.compiler.canon import BOUNDARIES, Canon, arguments, op_name, shape_of
 from opsmith.compiler.match import Binding, Matcher, Mismatch, Template, function_names
+from opsmith.compiler.mutation import effects
 from opsmith.compiler.operands import Made, Operand, materialize, nodes_in
 from opsmith.compiler.terms import Atom, Poly, Space
 from opsmith.operator import Kind, Operator
@@ -80,7 +81,8 @@ class Miss:
     where: str
 
     def __str__(self) -> str:
-        return f"{self.operator} at {self.node}: expected {self.expected}, found {self.got} at {self.at} {self.where}".strip()
+        found = f"found {self.got} at {self.at} {self.where}".strip()
+        return f"{self.operator} at {self.node}: expected {self.expected}, {found}"
 
 
 @dataclass
@@ -113,6 +115,8 @@ class _Finder:
         self.graph = graph
         self.space = Space()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.effects = effects(graph)
+        self.opaque = self.effects.opaque()
         templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
         # The richest pattern first: attention before softmax, an affine norm before a plain one.
         self.templates = sorted(templates, key=lambda t: (-len(t.names), -_size(t.term), -len(t.variables)))
@@ -130,7 +134,7 @@ class _Finder:
                 self.consumed |= site.region
         result.sites.reverse()
         result.misses = self._misses()
-        result.sites = _absorb(result.sites)
+        result.sites = _absorb(result.sites, self._disturbed)
         return result
 
     def _site(self, root: Node) -> Site | None:
@@ -142,14 +146,14 @@ class _Finder:
                 continue
             if template.cut is None:
                 if plain is None:
-                    plain = Canon(self.space, None, root)
+                    plain = Canon(self.space, None, root, self.opaque)
                 site = self._try(template, plain, root, {})
                 if site is not None:
                     return site
                 continue
             for candidate in _cuts(root, region, template):
                 leaf = self.space.leaf(candidate, shape_of(candidate))
-                canon = Canon(self.space, {candidate: leaf}, root)
+                canon = Canon(self.space, {candidate: leaf}, root, self.opaque)
                 site = self._try(template, canon, root, {template.cut: leaf})
                 if site is not None:
                     return site
@@ -210,8 +214,17 @@ class _Finder:
             unsqueezed = True
         region = _between(root, [n for v in call.values() for n in nodes_in(v)])
         site = Site(template.card, template.pattern.name, call, (root,), region, unsqueezed)
-        refusal = _check(site)
+        refusal = (
+            ("values that stay as they are", "one changed in place")
+            if self._disturbed(site)
+            else _check(site)
+        )
         return site if refusal is None else (*refusal, root)
+
+    def _disturbed(self, site: Site) -> bool:
+        """True when a change in place stands between what the site reads and where its call would stand."""
+        inputs = [n for v in site.arguments.values() for n in nodes_in(v)]
+        return self.effects.disturbed({*site.region, *site.outputs}, inputs, self.order)
 
     def _misses(self) -> list[Miss]:
         """The near misses that stand outside every site, the closest for each root, inner ones dropped."""
@@ -396,20 +409,20 @@ def _check(site: Site) -> tuple[str, str] | None:
     return None
 
 
-def _absorb(sites: list[Site]) -> list[Site]:
+def _absorb(sites: list[Site], disturbed: Callable[[Site], bool]) -> list[Site]:
     """Let norms take in the addition before them and linear layers the activation behind them."""
     by_root = {s.root: s for s in sites}
     gone: set[int] = set()
     for site in sites:
         if site.card.epilogue is not None:
-            _absorb_activation(site, by_root, gone)
+            _absorb_activation(site, by_root, gone, disturbed)
     for site in sites:
         if site.card.kind is Kind.NORM and "residual" in inspect.signature(site.card.function).parameters:
-            _absorb_residual(site)
+            _absorb_residual(site, disturbed)
     return [s for s in sites if id(s) not in gone]
 
 
-def _absorb_residual(site: Site) -> None:
+def _absorb_residual(site: Site, disturbed: Callable[[Site], bool]) -> None:
     x = site.arguments.get("x")
     if not isinstance(x, Node) or op_name(x) != "aten::add" or "residual" in site.arguments:
         return
@@ -425,11 +438,13 @@ def _absorb_residual(site: Site) -> None:
     grown = Site(
         site.card, site.pattern, {**site.arguments, "x": a, "residual": b}, (site.root, x), site.region | {x}
     )
-    if _check(grown) is None:
+    if _check(grown) is None and not disturbed(grown):
         site.arguments, site.outputs, site.region = grown.arguments, grown.outputs, grown.region
 
 
-def _absorb_activation(site: Site, by_root: dict[Node, Site], gone: set[int]) -> None:
+def _absorb_activation(
+    site: Site, by_root: dict[Node, Site], gone: set[int], disturbed: Callable[[Site], bool]
+) -> None:
     assert site.card.epilogue is not None
     source = by_root.get(site.arguments.get("x"))  # type: ignore[arg-type]
     if source is None or "activation" not in inspect.signature(source.card.function).parameters:
@@ -440,7 +455,11 @@ def _absorb_activation(site: Site, by_root: dict[Node, Site], gone: set[int]) ->
     activation = site.card.epilogue(**extras)
     if activation is None:
         return
-    source.arguments["activation"] = activation
-    source.outputs = site.outputs
-    source.region |= site.region
+    call = {**source.arguments, "activation": activation}
+    grown = Site(
+        source.card, source.pattern, call, site.outputs, source.region | site.region, source.unsqueezed
+    )
+    if disturbed(grown):
+        return
+    source.arguments, source.outputs, source.region = grown.arguments, grown.outputs, grown.region
     gone.add(id(site))

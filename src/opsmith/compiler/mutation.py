@@ -1,0 +1,143 @@
+"""Changes in place: made into values where nobody else can see them, and otherwise kept in mind.
+
+A captured graph keeps the model's in-place operators. `x = a @ b; x += c` changes memory that only `x` knows,
+which is the same as a new value, so it is written as one. What is left (a cache, a counter, a write through a
+view) is a fact that recognition, the study and the timing of a graph have to respect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+
+@dataclass
+class Effects:
+    """What a graph does besides computing its results."""
+
+    memory: dict[Node, int] = field(default_factory=dict)  # nodes of one number share memory
+    writes: dict[Node, frozenset[int]] = field(default_factory=dict)  # the memory that a node writes to
+    random: bool = False
+
+    @property
+    def changed(self) -> frozenset[int]:
+        """All memory that is written to."""
+        return frozenset().union(*self.writes.values())
+
+    def inputs(self, graph: fx.Graph) -> list[int]:
+        """The positions of the inputs that a run changes."""
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        return [i for i, n in enumerate(placeholders) if self.memory.get(n) in self.changed]
+
+    def opaque(self) -> frozenset[Node]:
+        """Nodes whose value is not what their formula says: their memory is changed at some time."""
+        changed = self.changed
+        return frozenset(n for n, m in self.memory.items() if m in changed)
+
+    def disturbed(self, region: Iterable[Node], inputs: Iterable[Node], order: Mapping[Node, int]) -> bool:
+        """True when one call at the end of the region could see other values than the region's nodes did."""
+        if not self.writes:
+            return False
+        region = set(region)
+        memory = {self.memory.get(n) for n in (*region, *inputs)}
+        first, last = min(order[n] for n in region), max(order[n] for n in region)
+        return any(
+            node in region or (written & memory and first < order[node] < last)
+            for node, written in self.writes.items()
+        )
+
+
+def effects(graph: fx.Graph) -> Effects:
+    """The effects of a graph."""
+    found = Effects({n: m for n in graph.nodes if (m := _memory(n)) is not None})
+    for node in graph.nodes:
+        written = frozenset(found.memory[n] for n in _written(node) if n in found.memory)
+        if written:
+            found.writes[node] = written
+        found.random |= _draws(node)
+    return found
+
+
+def _draws(node: Node) -> bool:
+    """True for a call that draws random numbers; attention without dropout is tagged so, and draws none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [a.name for a in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def localize(graph: fx.Graph) -> None:
+    """Write every in-place operator on memory that has one name only as the operator that returns a new value."""
+    nodes = list(graph.nodes)
+    order = {n: i for i, n in enumerate(nodes)}
+    memory = {n: _memory(n) for n in nodes}
+    for node in nodes:
+        pure, target = _functional(node), node.args[0] if node.args else None
+        if pure is None or not isinstance(target, Node) or target.op != "call_function":
+            continue
+        shared = [n for n, m in memory.items() if m is not None and m == memory[target]]
+        if any(order[n] < order[node] and n is not target for n in shared):
+            continue
+        with graph.inserting_before(node):
+            value = graph.call_function(pure, node.args, node.kwargs)
+        value.meta = dict(node.meta)
+        order[value] = order[node]
+        # From here on the old name stands for the new value.
+        target.replace_all_uses_with(value, lambda user, at=order[node]: order[user] > at)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+        del memory[node]
+        for n in (value, *(n for n in shared if n in memory and order[n] > order[value])):
+            memory[n] = n.meta["memory"] = -1 - order[value]
+
+
+def _memory(node: Node) -> int | None:
+    """A number for the memory behind a node's value: that of its fake storage, unless it was made a value here."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return int(node.meta.get("memory", value.untyped_storage()._cdata))
+
+
+def _written(node: Node) -> list[Node]:
+    """The arguments that a node changes."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written: list[Node] = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            several = value if isinstance(value, list | tuple) else (value,)
+            written += [v for v in several if isinstance(v, Node)]
+    return written
+
+
+def _functional(node: Node) -> torch._ops.OpOverload | None:
+    """The operator that returns what this one writes over its first argument."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    name = target._schema.name.partition("::")[2]
+    if not name.endswith("_") or name.endswith("__") or _written(node) != [node.args[0]]:
+        return None
+    dtype = node.meta["val"].dtype
+    for value in (n.meta.get("val") for n in node.all_input_nodes):
+        # The operator in place keeps its dtype where the other one would promote.
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim()
+            and torch.promote_types(dtype, value.dtype) != dtype
+        ):
+            return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    pure = getattr(packet, target._overloadname, None) if packet is not None else None
+    same = pure is not None and [a.name for a in pure._schema.arguments] == [
+        a.name for a in target._schema.arguments
+    ]
+    return pure if same and not pure._schema.is_mutable else None

@@ -1,0 +1,615 @@
+"""`optimize` gives the same model back, faster inside: the same results, state and methods, and all of it undone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opsmith
+from opsmith.compiler import Config
+from tests.compiler.models import (
+    UNTIMED,
+    VOCABULARY,
+    WIDTH,
+    Encoder,
+    Feed,
+    Truth,
+    bert,
+    gpt2,
+    ids,
+    llama,
+    numbers,
+    padding,
+    seeded,
+)
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def _optimized(model: Any, *example: Any, **options: Any) -> Any:
+    return opsmith.optimize(model, example or None, config=UNTIMED, **options)
+
+
+# --- the same model ----------------------------------------------------------------------------------------
+
+
+def test_a_written_out_encoder_is_recognized_and_right_at_every_size() -> None:
+    model = seeded(Encoder)
+    truth = Truth(model)
+    _optimized(model, ids(3, 9), padding(3, 9))
+    assert model.opsmith.report.found == {
+        "attention": 2,
+        "layer_norm": 5,
+        "linear": 12,
+        "embedding": 2,
+    }
+    assert model.opsmith.report.rolled_back == []
+    for batch, length in [(3, 9), (2, 5), (7, 31), (4, 16), (3, 9)]:
+        with torch.no_grad():
+            got = model(ids(batch, length), padding(batch, length))
+        truth.check(got, ids(batch, length), padding(batch, length))
+    assert len(model.opsmith.graphs) == 1  # one graph for all of them
+
+
+def test_sizes_of_zero_and_one_cost_a_graph_each_at_most() -> None:
+    model = seeded(lambda: Encoder(layers=1))
+    truth = Truth(model)
+    _optimized(model, ids(3, 9))
+    for batch, length in [(1, 9), (1, 5), (3, 1), (1, 1), (5, 7)]:
+        with torch.no_grad():
+            truth.check(model(ids(batch, length)), ids(batch, length))
+    assert len(model.opsmith.graphs) <= 4
+    with torch.no_grad():
+        assert model(ids(0, 5)).shape == (0, 5, WIDTH)
+        assert model(ids(0, 5)).shape == (0, 5, WIDTH)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama], ids=["bert", "gpt2", "llama"])
+def test_hugging_face_models_give_the_same_results(make: Callable[[], Any]) -> None:
+    model = seeded(make)
+    truth = Truth(model)
+    kind, keys = type(model), list(model.state_dict())
+    inputs = {"input_ids": ids(2, 8), "attention_mask": padding(2, 8).long()}
+    returned = opsmith.optimize(model, inputs, config=UNTIMED)
+    assert returned is model
+    assert type(model) is kind
+    assert list(model.state_dict()) == keys
+    assert model.opsmith.report.found["attention"] == 2
+    for batch, length in [(2, 8), (3, 13)]:
+        inputs = {"input_ids": ids(batch, length), "attention_mask": padding(batch, length).long()}
+        with torch.no_grad():
+            truth.check(model(**inputs, return_dict=False), **inputs, return_dict=False)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
+def test_generate_gives_the_tokens_of_eager(make: Callable[[], Any]) -> None:
+    model = seeded(make)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = model.generate(ids(2, 7), **options)
+    _optimized(model, ids(2, 7))
+    got = model.generate(ids(2, 7), **options)
+    assert got.tolist() == want.tolist()
+    assert len(model.opsmith.graphs) <= 4  # the prompt and the steps, however many steps there are
+
+
+def test_state_and_files_are_those_of_the_model(tmp_path: Path) -> None:
+    model = seeded(bert)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    _optimized(model, ids(2, 8))
+    state = model.state_dict()
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], t) for name, t in before.items())
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.load_state_dict(state).missing_keys == []
+    assert not hasattr(again, "opsmith")
+    with torch.no_grad():
+        want = seeded(bert)(ids(2, 8), return_dict=False)[0]
+        assert torch.equal(again.eval()(ids(2, 8), return_dict=False)[0], want)
+
+
+# --- undone, done twice, copied ----------------------------------------------------------------------------
+
+
+def test_restore_gives_the_model_back_exactly() -> None:
+    model = seeded(Feed)
+    attributes = set(vars(model))
+    state = model.state_dict()
+    values, memory = {n: t.clone() for n, t in state.items()}, {n: t.data_ptr() for n, t in state.items()}
+    x = numbers(4, 6, WIDTH)
+    with torch.no_grad():
+        want = model(x)
+    _optimized(model, x.bfloat16(), dtype="bfloat16")
+    assert model.up.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert model(x.bfloat16()).dtype == torch.bfloat16
+    assert opsmith.restore(model) is model
+    for name, t in model.state_dict().items():
+        assert t.dtype == values[name].dtype
+        assert torch.equal(t, values[name])
+        assert t.data_ptr() == memory[name]
+    assert set(vars(model)) - {"_compiled_call_impl"} == attributes - {"_compiled_call_impl"}
+    with torch.no_grad():
+        assert torch.equal(model(x), want)
+    assert opsmith.restore(model) is model  # nothing left to undo
+
+
+def test_bfloat16_is_as_accurate_as_eager_bfloat16() -> None:
+    model = seeded(Encoder)
+    truth = Truth(model)
+    truth.eager.bfloat16()
+    _optimized(model, ids(3, 9), dtype=torch.bfloat16)
+    with torch.no_grad():
+        truth.check(model(ids(2, 12)), ids(2, 12))
+
+
+def test_optimizing_twice_starts_from_the_original() -> None:
+    model = seeded(Feed)
+    truth = Truth(model)
+    x = numbers(4, 6, WIDTH)
+    _optimized(model, x.bfloat16(), dtype="bfloat16")
+    first = model.opsmith
+    _optimized(model, x)
+    assert model.opsmith is not first
+    assert model.up.weight.dtype == torch.float32
+    with torch.no_grad():
+        truth.check(model(x), x)
+
+
+def test_a_copy_and_a_pickled_model_run_on_their_own_weights() -> None:
+    model = seeded(Feed)
+    x = numbers(4, 6, WIDTH)
+    _optimized(model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other.norm.bias.fill_(7.0)
+            other.norm.weight.zero_()
+            assert torch.equal(other(x), torch.full_like(x, 7.0))
+            assert not torch.equal(model(x), other(x))
+        assert not isinstance(getattr(other, "opsmith", None), type(model.opsmith))
+        _optimized(other, x)
+        with torch.no_grad():
+            assert torch.equal(other(x), torch.full_like(x, 7.0))
+
+
+def test_a_restored_model_is_not_kept_alive() -> None:
+    model = seeded(Feed)
+    _optimized(model, numbers(4, 6, WIDTH))
+    alive = weakref.ref(model.up.weight)
+    opsmith.restore(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+# --- weights that change -----------------------------------------------------------------------------------
+
+
+def _load(model: Feed) -> None:
+    state = {name: t * 1.5 for name, t in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def _assign(model: Feed) -> None:
+    model.load_state_dict({name: t * 1.5 for name, t in model.state_dict().items()}, assign=True)
+
+
+def _add(model: Feed) -> None:
+    with torch.no_grad():
+        model.up.weight.add_(0.5)
+
+
+def _swap(model: Feed) -> None:
+    model.down.weight.data = model.down.weight.data * 2
+
+
+def _replace(model: Feed) -> None:
+    model.up.weight = nn.Parameter(model.up.weight.detach() * 3)
+
+
+def _there_and_back(model: Feed) -> None:
+    model.to(torch.bfloat16)
+    model.to(torch.float32)
+
+
+CHANGES = [_load, _assign, _add, _swap, _replace, _there_and_back]
+
+
+@pytest.fixture(scope="module")
+def x() -> torch.Tensor:
+    return numbers(5, 6, WIDTH)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
+def test_changed_weights_are_seen(change: Callable[[Feed], None], x: torch.Tensor) -> None:
+    model = seeded(Feed)
+    _optimized(model, x)
+    with torch.no_grad():
+        before = model(x)
+    for _ in range(2):
+        change(model)
+        with torch.no_grad():
+            Truth(model).check(model(x), x)
+            assert not torch.equal(model(x), before)
+
+
+def test_swapping_weights_back_and_forth_is_seen(x: torch.Tensor) -> None:
+    """Storage that was given back may come again at the same address with other numbers."""
+    model = seeded(Feed)
+    _optimized(model, x)
+    for i in range(6):
+        model.up.weight.data = numbers(48, WIDTH, seed=i)
+        with torch.no_grad():
+            Truth(model).check(model(x), x)
+
+
+def test_weights_changed_in_every_step_stay_right() -> None:
+    model = seeded(Feed)
+    x = numbers(3, 4, WIDTH)
+    _optimized(model, x)
+    for step in range(3):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.0 + 0.1 * step)
+            Truth(model).check(model(x), x)
+
+
+# --- what else a model may be ------------------------------------------------------------------------------
+
+
+class _Broken(nn.Module):
+    """A graph break, and control flow on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Feed(), Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        if float(y.detach().sum()) > 1e9:
+            y = y * 0
+        y = self.b(y)
+        torch._dynamo.graph_break()
+        return y * 2
+
+
+def test_graph_breaks_are_bridged() -> None:
+    model = seeded(_Broken)
+    truth = Truth(model)
+    x = numbers(3, 4, WIDTH)
+    _optimized(model, x)
+    assert len(model.opsmith.graphs) >= 2
+    assert sum(s.operator == "layer_norm" for s in model.opsmith.report.sites) == 2
+    with torch.no_grad():
+        truth.check(model(x), x)
+        truth.check(model(numbers(5, 6, WIDTH)), numbers(5, 6, WIDTH))
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return dy * 3 * x**2
+
+
+@torch.library.custom_op("opsmith_tests::halve", mutates_args=())
+def _halve(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5
+
+
+@_halve.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _Unknown(nn.Module):
+    def __init__(self, unknown: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = Feed(), Feed()
+        self.unknown = unknown
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(self.unknown(self.a(x)))
+        return y
+
+
+@pytest.mark.parametrize("unknown", [_Cube.apply, _halve], ids=["autograd.Function", "custom_op"])
+def test_unknown_operators_run_as_before(unknown: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = seeded(lambda: _Unknown(unknown))
+    x = numbers(3, 4, WIDTH)
+    with torch.no_grad():
+        want = model(x)
+    _optimized(model, x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), want)
+    assert model.opsmith.report.found["layer_norm"] == 2
+
+
+class _Structured(nn.Module):
+    """Takes a dictionary and a tuple, gives a dictionary with a tuple, None and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+
+    def forward(
+        self, batch: dict[str, torch.Tensor], pair: tuple[torch.Tensor, float], flag: bool = True
+    ) -> dict[str, Any]:
+        y = self.feed(batch["x"])
+        z = self.feed(pair[0]) * pair[1] if flag else pair[0]
+        return {"y": y, "both": (y + z, z), "none": None, "rows": batch["x"].shape[0]}
+
+
+def test_structured_inputs_and_outputs() -> None:
+    model = seeded(_Structured)
+    eager = copy.deepcopy(model)
+    x, z = numbers(3, 4, WIDTH), numbers(3, 4, WIDTH, seed=5)
+    opsmith.optimize(model, ({"x": x}, (z, 2.0)), config=UNTIMED)
+    for flag in (True, False):
+        with torch.no_grad():
+            got, want = model({"x": x}, (z, 2.0), flag=flag), eager({"x": x}, (z, 2.0), flag=flag)
+        assert got.keys() == want.keys()
+        assert got["none"] is None
+        assert got["rows"] == 3
+        torch.testing.assert_close(got, want)
+
+
+class _Tied(nn.Module):
+    """The embedding's table is the weight of the last layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.feed = Feed()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.feed(self.table(token_ids)))
+        return y
+
+
+def test_shared_weights_stay_shared() -> None:
+    model = seeded(_Tied)
+    memory = model.table.weight.data_ptr()
+    truth = Truth(model)
+    truth.eager.bfloat16()
+    _optimized(model, ids(3, 5), dtype="bfloat16")
+    assert model.head.weight is model.table.weight
+    with torch.no_grad():
+        truth.check(model(ids(2, 7)), ids(2, 7))
+    opsmith.restore(model)
+    assert model.head.weight is model.table.weight
+    assert model.table.weight.data_ptr() == memory
+
+
+def test_strided_inputs() -> None:
+    model = seeded(Feed)
+    truth = Truth(model)
+    _optimized(model, numbers(3, 4, WIDTH))
+    wide = numbers(6, 8, 2 * WIDTH)
+    for x in (
+        wide[::2, ::3, :WIDTH],
+        wide[..., ::2],
+        wide.transpose(0, 1)[..., 5 : 5 + WIDTH],
+        wide[:1, :, WIDTH:].expand(4, 8, WIDTH),
+    ):
+        with torch.no_grad():
+            truth.check(model(x), x)
+            truth.check(model(x), x)
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+class _Views(nn.Module):
+    """Results that are views of results, of inputs, and of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.feed(x)
+        z = self.feed(y)
+        return y[:, 1:], z.transpose(0, 1), x[0], x, self.feed.norm.weight[:3], z.view(-1)[:7]
+
+
+def test_results_are_not_overwritten_by_the_next_call() -> None:
+    model = seeded(_Views)
+    eager = copy.deepcopy(model)
+    x, other = numbers(3, 4, WIDTH), numbers(3, 4, WIDTH, seed=9)
+    _optimized(model, x)
+    with torch.no_grad():
+        first = model(x)
+        kept = [t.clone() for t in first]
+        model(other)
+        model(other)
+        want = eager(x)
+    for got, copied, right in zip(first, kept, want, strict=True):
+        assert torch.equal(got, copied)
+        torch.testing.assert_close(got, right)
+    assert first[3] is x
+    assert first[2].data_ptr() == x.data_ptr()
+    assert first[4].data_ptr() == model.feed.norm.weight.data_ptr()
+    first[1].zero_()  # a result may be changed in place without hurting the next call
+    with torch.no_grad():
+        torch.testing.assert_close(model(x)[1], want[1])
+
+
+def test_threads_do_not_share_buffers() -> None:
+    model = seeded(Encoder)
+    inputs = [ids(3, 9, seed=s) for s in range(4)]
+    _optimized(model, inputs[0])
+    with torch.no_grad():
+        want = [model(x).clone() for x in inputs]
+    wrong: list[int] = []
+    start = threading.Barrier(len(inputs))
+
+    def work(i: int) -> None:
+        start.wait()
+        for _ in range(25):
+            with torch.no_grad():
+                if not torch.equal(model(inputs[i]), want[i]):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert wrong == []
+
+
+class _Counting(nn.Module):
+    """State that every call changes: a count of calls, and a cache that is written in place."""
+
+    calls: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(3, 4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.feed(x)
+        self.cache.mul_(0.5).add_(y)
+        return self.feed(self.cache) + self.calls
+
+
+@pytest.mark.parametrize("tune", [False, True], ids=["untimed", "timed"])
+def test_state_changes_once_a_call(tune: bool) -> None:
+    """Studying and timing a graph must not be seen in the model's state."""
+    model = seeded(_Counting)
+    eager = copy.deepcopy(model)
+    x = numbers(3, 4, WIDTH)
+    opsmith.optimize(model, x, config=Config(tune=tune))
+    with torch.no_grad():
+        eager(x)
+        for _ in range(3):
+            torch.testing.assert_close(model(x), eager(x))
+    assert float(model.calls) == float(eager.calls) == 4.0
+    torch.testing.assert_close(model.cache, eager.cache)
+
+
+def test_inputs_are_not_changed_and_changes_in_place_are() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.feed = Feed()
+
+        def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            y = self.feed(x)
+            h = y * 2
+            h += x  # of no one else's memory
+            view = h[:, 0]
+            view.zero_()  # through a view
+            out.copy_(self.feed(h))
+            return h
+
+    model = seeded(InPlace)
+    eager = copy.deepcopy(model)
+    x = numbers(3, 4, WIDTH)
+    before = x.clone()
+    outs = torch.zeros(2, 3, 4, WIDTH)
+    _optimized(model, x, outs[0])
+    for _ in range(2):
+        outs.zero_()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, outs[0]), eager(x, outs[1]))
+        torch.testing.assert_close(outs[0], outs[1])
+        assert torch.equal(x, before)
+
+
+class _Rewritten(nn.Module):
+    """A value that is read, changed in place, and read again: what was recognized must not mix the two."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x * 3
+        before = torch.softmax(h, -1)
+        h[..., 0] = 5.0
+        h.add_(1.0)
+        view = h[..., 1:]
+        e = torch.exp(h - h.amax(-1, keepdim=True))
+        e.add_(2.0)
+        view.mul_(0.5)
+        return before, e / e.sum(-1, keepdim=True) + torch.softmax(h, -1)
+
+
+def test_changes_in_place_within_the_graph_are_respected() -> None:
+    model = seeded(_Rewritten)
+    x = numbers(3, 4, WIDTH)
+    want = model(x)
+    _optimized(model, x)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), want)
+
+
+def test_inference_mode_and_no_grad_mix() -> None:
+    model = seeded(Feed)
+    truth = Truth(model)
+    x = numbers(3, 4, WIDTH)
+    with torch.inference_mode():
+        _optimized(model, x)
+        truth.check(model(x), x)
+    with torch.no_grad():
+        truth.check(model(x), x)
+    with torch.inference_mode():
+        truth.check(model(numbers(2, 4, WIDTH)), numbers(2, 4, WIDTH))
+    with torch.no_grad():
+        truth.check(model(numbers(2, 4, WIDTH)), numbers(2, 4, WIDTH))
+
+
+def test_a_model_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = seeded(Feed)
+        x = numbers(3, 4, WIDTH)
+        want = model(x)
+        _optimized(model, x)
+        torch.testing.assert_close(model(x), want)
+
+
+def test_without_examples_the_first_call_is_the_example() -> None:
+    model = seeded(Feed)
+    truth = Truth(model)
+    opsmith.optimize(model, config=UNTIMED)
+    assert model.opsmith.graphs == []
+    x = numbers(3, 4, WIDTH)
+    with torch.no_grad():
+        truth.check(model(x), x)
+    assert model.opsmith.report.found["layer_norm"] == 1
+
+
+def test_hooks_still_run() -> None:
+    model = seeded(Feed)
+    seen: list[int] = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    x = numbers(3, 4, WIDTH)
+    _optimized(model, x)
+    seen.clear()
+    with torch.no_grad():
+        model(x)
+    assert seen == [1]

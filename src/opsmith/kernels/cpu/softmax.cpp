@@ -12,6 +12,7 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr float lowest = -std::numeric_limits<float>::max();
 constexpr int64_t task = 8192;
 constexpr int block = 8 * W;  // elements between two looks at the running maximum
+constexpr int piece = 8 * block;  // elements summed before the sum is added to the row's
 
 enum Method : int64_t { automatic = 0, stable = 1, fast = 2 };
 
@@ -47,18 +48,23 @@ struct Scores {
   }
 };
 
-// e^z of a row into `terms`. Returns the maximum of z; the sum of the terms in `sum`.
+// e^z of a row into `terms`. Returns the maximum of z; the sum of the terms in `sum`, added up in blocks, since each
+// addition to a sum that holds a dominating term loses half a unit of that term.
 template <class T>
 inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, float& sum) {
-  Vec total[4] = {}, top[4] = {splat(-infinity), splat(-infinity), splat(-infinity), splat(-infinity)};
-  for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
-    const Vec v = keep(z(i, k), k, -infinity);
-    top[u] = max(top[u], v);
-    const Vec e = exp_above<T>(v, 0.0f);
-    total[u] += e;
-    store(terms + i, e);
-  });
-  sum = float(reduce_add(to_double((total[0] + total[1]) + (total[2] + total[3]))));
+  Vec total{}, top[4] = {splat(-infinity), splat(-infinity), splat(-infinity), splat(-infinity)};
+  for (int64_t first = 0; first < n; first += piece) {
+    Vec part[4] = {};
+    for_lanes_unrolled<4>(std::min<int64_t>(piece, n - first), [&](int64_t i, int u, auto k) {
+      const Vec v = keep(z(first + i, k), k, -infinity);
+      top[u] = max(top[u], v);
+      const Vec e = exp_above<T>(v, 0.0f);
+      part[u] += e;
+      store(terms + first + i, e);
+    });
+    total += (part[0] + part[1]) + (part[2] + part[3]);
+  }
+  sum = float(reduce_add(to_double(total)));
   return reduce_max(max(max(top[0], top[1]), max(top[2], top[3])));
 }
 

@@ -182,6 +182,13 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
         (_X, (7, N), (7,)),
     ),
     ("linear", "einsum", lambda x, w, b: torch.einsum("bln,on->blo", x, w) + b, (_X, (7, N), (7,))),
+    (
+        "linear",
+        "Conv1D",
+        lambda x, w, b: torch.addmm(b, x.view(-1, N), w).view(*x.shape[:-1], 7),
+        (_X, (N, 7), (7,)),
+    ),
+    ("linear", "of a scaled input", lambda x, w: (x * x.mean(-1, keepdim=True)) @ w.t(), (_X, (7, N))),
     ("linear", "gelu", lambda x, w, b: F.gelu(F.linear(x, w, b)), (_X, (7, N), (7,))),
     ("attention", "definition", _attn_definition, (_Q, _Q, _Q)),
     ("attention", "einsum", _attn_einsum, (_Q, _Q, _Q)),

@@ -80,6 +80,8 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -
     >>> fast = torch.compile(model, backend="opsmith")
     """
     config = Config.parse(options.get("options", options) or {}, "torch.compile options")
+    if config.dtype is not None or config.device is not None:
+        raise ValueError("torch.compile options: only opsmith.optimize changes a model's dtype or device")
     return Session(config).backend(gm, example_inputs)
 
 
@@ -136,16 +138,23 @@ def optimize(
     model._compiled_call_impl = _entry(model, session)  # type: ignore[assignment]
     model.opsmith = session  # type: ignore[assignment]
     weakref.finalize(model, session.close).atexit = False
+    session.selector.learning = True
     try:
         for args, kwargs in calls:
             with torch.no_grad():
                 model(*args, **kwargs)
+        if calls and not session.graphs:
+            raise RuntimeError(
+                "optimize: PyTorch captured no graph of this model; run with TORCH_LOGS=dynamo to see why"
+            )
     except Exception as error:
         restore(model)
         problem = _eager_problem(model, calls)
         if problem is not None:
             raise ValueError(f"optimize: the model does not accept the example inputs: {problem}") from error
         raise
+    finally:
+        session.selector.learning = False
     return model
 
 
@@ -236,7 +245,10 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         for t in tensors:
             if t.is_floating_point() and t.dim() > 1:
                 torch._dynamo.mark_static(t, t.dim() - 1)
-        with torch._dynamo.config.patch(specialize_float=True):
+        # The limit on recompilations counts every model of the process; these are one for each kind of sizes.
+        with torch._dynamo.config.patch(
+            specialize_float=True, recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16
+        ):
             result = compiled(*args, **kwargs)
         seen.add(key)
         return result

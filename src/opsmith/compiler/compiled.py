@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from opsmith.compiler.program import Program, record
 from opsmith.compiler.prove import prove
 from opsmith.compiler.recognize import Miss, Recognition, Site, recognize, where
 from opsmith.compiler.rewrite import rewrite
-from opsmith.compiler.select import Choice, Packer, Selector, signature
+from opsmith.compiler.select import Choice, Packer, Selector, raised, signature
 from opsmith.operator import Implementation, Verdict, registry
 
 MAX_PROGRAMS = 64
 Progress = Callable[[str, int, int], None]
+_UNSEEN: Any = object()
 
 
 @dataclass
@@ -78,7 +80,9 @@ class CompiledGraph:
             )
         self.plans: dict[tuple[int, ...], ShapePlan] = {}
         self._choices: dict[tuple[str, str], Choice] = {}
+        self._unfit: dict[str, dict[str, str]] = {}  # by site: implementations that failed its proof, and why
         self._programs: dict[tuple[int, ...], Program | None] = {}
+        self._worths: dict[tuple[int, ...], tuple[bool, str]] = {}
         self._rewritten: fx.GraphModule | None = None
         self._lock = threading.RLock()
         self._progress = progress
@@ -98,10 +102,10 @@ class CompiledGraph:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._training(args)
         key = tuple(args[i] for i in self._symbols)
-        program = self._programs.get(key)
-        if program is None or self._weights_changed(args):
+        program = self._programs.get(key, _UNSEEN)
+        if program is _UNSEEN or self._weights_changed(args):
             return self._first(key, args)
-        return program(args)
+        return self.original(*args) if program is None else program(args)
 
     # --- the first call at new sizes -----------------------------------------------------------------------
 
@@ -109,8 +113,6 @@ class CompiledGraph:
         with self._lock, torch.no_grad():
             if self._weights_changed(args):
                 self._repack(args)
-            if key in self._programs and self._programs[key] is None:
-                return self.original(*args)
             if not self._changed and not self._effects.random:
                 return self._prepare(key, args)
             # What a run changes, weights and random numbers included, must change once: all this is on copies.
@@ -120,9 +122,15 @@ class CompiledGraph:
             return self.original(*args) if program is None else program(args)
 
     def _prepare(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
-        if self._rewritten is None:
+        tuning = self._rewritten is None or self.selector.tuning
+        if tuning:
             self.study(args)
-        return self._record(key, args)
+        try:
+            return self._record(key, args, tuning)
+        except Exception as error:
+            result = self.original(*args)  # where the model itself can't run, its own error is the one to see
+            self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, f"{raised(error)}: eager runs"))
+            return result
 
     def _copies(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of a rehearsal: copies of those that a run changes."""
@@ -158,7 +166,7 @@ class CompiledGraph:
         self.selector.cache.save()
         self._rewritten = rewrite(self.original, kept)
 
-    def _record(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+    def _record(self, key: tuple[int, ...], args: Sequence[Any], tuning: bool) -> Any:
         assert self._rewritten is not None
         steps: list[PlanStep] = []
 
@@ -184,21 +192,40 @@ class CompiledGraph:
         slots = {s.site: s.slot for s in program.steps if s.site is not None}
         for step in steps:
             step.slot = slots.get(step.site)
-        used, note = self._worth(program, args)
-        if len(self._programs) >= MAX_PROGRAMS:
-            self._programs.pop(next(iter(self._programs)))
-        self._programs[key] = program if used else None
-        names = [str(self._placeholders[i].meta.get("val")) for i in self._symbols]
-        sizes = ", ".join(f"{n}={v}" for n, v in zip(names, key, strict=True))
-        self.plans[key] = ShapePlan(sizes, steps, sum(program.slots), used, note, program.source)
+        if tuning:
+            self._worths[key] = self._worth(program, args)
+        used, note = self._worth_nearby(key)
+        plan = ShapePlan(self._sizes(key), steps, sum(program.slots), used, note, program.source)
+        self._keep(key, program if used else None, plan)
         return result
+
+    def _keep(self, key: tuple[int, ...], program: Program | None, plan: ShapePlan) -> None:
+        if len(self._programs) >= MAX_PROGRAMS:
+            oldest = next(iter(self._programs))
+            del self._programs[oldest], self.plans[oldest]
+        self._programs[key], self.plans[key] = program, plan
+
+    def _sizes(self, key: tuple[int, ...]) -> str:
+        names = [str(self._placeholders[i].meta.get("val")) for i in self._symbols]
+        return ", ".join(f"{n}={v}" for n, v in zip(names, key, strict=True))
+
+    def _worth_nearby(self, key: tuple[int, ...]) -> tuple[bool, str]:
+        """What was found at the nearest sizes measured: only an example is worth the time of measuring."""
+
+        def distance(other: tuple[int, ...]) -> float:
+            return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(key, other, strict=True))
+
+        nearest = min(self._worths, key=distance, default=None)
+        if nearest is None:
+            return bool(self.sites), "not timed as a whole"
+        used, note = self._worths[nearest]
+        return used, note if nearest == key else f"as at {self._sizes(nearest)}"
 
     def _worth(self, program: Program, args: Sequence[Any]) -> tuple[bool, str]:
         """Whether the program as a whole beats the graph as it was; measured, and eager keeps a tie it wins."""
         if not self.selector.config.tune or not self.sites:
-            return bool(
-                self.sites
-            ), "not timed as a whole" if self.sites else "no operator of ours in this graph"
+            note = "not timed as a whole" if self.sites else "no operator of ours in this graph"
+            return bool(self.sites), note
         result = measure.quick(
             {"opsmith": lambda: program(args), "eager": lambda: self.original(*args)}, budget_s=0.3
         )
@@ -212,13 +239,19 @@ class CompiledGraph:
         key = (name, signature(site.card, call))
         if key not in self._choices:
             self._choices[key] = self.selector.choose(
-                site.card, name, call, self.packer, may_measure=may_measure
+                site.card,
+                name,
+                call,
+                self.packer,
+                may_measure=may_measure,
+                unfit=self._unfit.get(name, {}),
             )
         return self._choices[key]
 
-    def overrule(self, name: str, call: dict[str, Any], choice: Choice) -> None:
-        """Another choice for a site and a call than the fastest."""
-        self._choices[(name, signature(self.sites[name].card, call))] = choice
+    def reject(self, name: str, implementation: str, why: str) -> None:
+        """Never again choose this implementation for this site, at whatever sizes."""
+        self._unfit.setdefault(name, {})[implementation] = why
+        self._choices = {key: choice for key, choice in self._choices.items() if key[0] != name}
 
     def _training(self, args: Sequence[Any]) -> Any:
         """With gradients: the rewritten graph on the public functions, which differentiate."""
@@ -273,7 +306,8 @@ class _Study:
                 done += 1
                 if owner._progress is not None:
                     owner._progress(name, done, len(owner.sites))
-                if self._site(name, reports[name]):
+                # What failed at other sizes stays out: one rewritten graph serves all.
+                if reports[name].status == "kept" and self._site(name, reports[name]):
                     kept.append((name, owner.sites[name]))
             for finished in ending.get(i, ()):
                 self.env.pop(finished, None)
@@ -293,28 +327,28 @@ class _Study:
         choice = owner.choice(name, call, may_measure=True)
         if not owner.selector.config.verify:
             return True
-        by_time = sorted(choice.times, key=lambda n: choice.times[n])
-        accepted, _ = site.card.candidates(**call)
-        others = [c.name for c in accepted if c.name not in by_time]
         failures: list[str] = []
-        for candidate in dict.fromkeys((choice.implementation, *by_time, *others)):
-            verdict = self._prove(site, candidate, call)
-            if verdict.ok:
-                report.error, report.bound = verdict.error, verdict.bound
-                if failures:
-                    reason = f"{choice.implementation} is not accurate enough here"
-                    owner.overrule(name, call, replace(choice, implementation=candidate, reason=reason))
-                    report.why = "; ".join(failures)
-                return True
-            failures.append(f"{candidate}: {verdict.why}")
+        while True:
+            verdict = self._prove(site, choice.implementation, call)
             report.error, report.bound = verdict.error, verdict.bound
-        report.status, report.why = "rolled back", "; ".join(failures)
-        return False
+            if not verdict.ok:
+                failures.append(f"{choice.implementation}: {verdict.why}")
+            report.why = "; ".join(failures)
+            if verdict.ok:
+                return True
+            if choice.implementation == "eager":
+                report.status = "rolled back"
+                return False
+            owner.reject(name, choice.implementation, verdict.why)
+            choice = owner.choice(name, call, may_measure=True)
 
     def _prove(self, site: Site, candidate: str, call: dict[str, Any]) -> Verdict:
         owner = self.owner
         implementation = owner.selector.implementation(site.card, candidate)
-        result = implementation.fn(**owner.packer(implementation, call))
+        try:
+            result = implementation.fn(**owner.packer(implementation, call))
+        except Exception as error:  # the model itself has run: an implementation that can't is refused
+            return Verdict(False, math.inf, 0.0, raised(error))
         results = result if isinstance(result, tuple) else (result,)
         if site.unsqueezed:
             results = tuple(r.squeeze(0) for r in results)

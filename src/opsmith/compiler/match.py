@@ -242,6 +242,9 @@ class Matcher:
             return self._bind(env, p.leaf.name, self.space.from_atom(t), t)
         if p is t:
             return env
+        if p.name == "permute" and t.name != "permute" and self._may_transpose(p, t):
+            # The model keeps the matrix the other way round (a Conv1D): the variable is its transpose.
+            return self._poly(p.args[0], permute(self.space, self.space.from_atom(t), inverse(p.attrs)), env)
         if p.name != t.name or len(p.args) != len(t.args) or p.leaf is not None:
             self._fail(env, p, t)
             return None
@@ -260,6 +263,15 @@ class Matcher:
             return env
         finally:
             self.level -= 1
+
+    def _may_transpose(self, p: Atom, t: Atom) -> bool:
+        """True for a matrix that need not reach the operator in the layout of other inputs."""
+        name = self._variable(p.args[0])
+        return (
+            name is not None
+            and name not in self.template.pattern.aligned
+            and len(t.shape) == len(p.attrs) == 2
+        )
 
     def _permuted(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
         """A pattern's transposed variable against any permutation: the variable takes the remaining permutation."""

@@ -47,6 +47,16 @@ TRIGGERS = {
 }
 
 
+LEFT_OPERAND = {
+    "aten::linear": 0,
+    "aten::matmul": 0,
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+}
+
+
 @dataclass
 class Site:
     """One operator found in the graph."""
@@ -157,6 +167,21 @@ class _Finder:
                 site = self._try(template, canon, root, {template.cut: leaf})
                 if site is not None:
                     return site
+        return self._shallow(root, region)
+
+    def _shallow(self, root: Node, region: set[Node]) -> Site | None:
+        """A matmul whose left operand is taken as it is: a scale on it belongs to what computed it."""
+        for node in (root, *(n for n in root.all_input_nodes if n in region)):
+            position = LEFT_OPERAND.get(op_name(node))
+            left = node.args[position] if position is not None else None
+            if not isinstance(left, Node):
+                continue
+            canon = Canon(self.space, {left: self.space.leaf(left, shape_of(left))}, root)
+            for template in self.templates:
+                if "matmul" in template.names and "exp" not in template.names:
+                    site = self._try(template, canon, root, {})
+                    if site is not None:
+                        return site
         return None
 
     def _try(self, template: Template, canon: Canon, root: Node, known: Binding) -> Site | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from opsmith import measure
 from opsmith.compiler.config import Config
 from opsmith.compiler.tuning import TuningCache
-from opsmith.operator import Implementation, Kind, Operator
+from opsmith.operator import Implementation, Kind, Operator, registry
 
 # Inductor generates code of its own for these; for the rest it calls the library that eager calls.
 INDUCTOR_KINDS = (Kind.NORM, Kind.SOFTMAX, Kind.ACTIVATION)
@@ -49,60 +50,76 @@ class Selector:
     def __init__(
         self, config: Config, cache: TuningCache | None = None, fixed: Mapping[str, str] | None = None
     ):
+        _check_names(config)
         self.config = config
+        self.tuning = False  # while `optimize` runs its examples: every size is measured and proven
         self.cache = cache if cache is not None else TuningCache()
         self.fixed = dict(fixed or {})  # from a saved plan: implementation by signature
+        self.learning = False  # while `optimize` shows its examples: each one is studied
         self._measured: dict[str, dict[str, float]] = {}
         self._inductor: dict[str, Implementation] = {}
         self._inductor_left = config.inductor_seconds
 
     def choose(
-        self, card: Operator, site: str, call: dict[str, Any], packed: Packer, *, may_measure: bool
+        self,
+        card: Operator,
+        site: str,
+        call: dict[str, Any],
+        packed: Packer,
+        *,
+        may_measure: bool,
+        unfit: Mapping[str, str] = MappingProxyType({}),
     ) -> Choice:
-        """The implementation for this call of this site."""
+        """The implementation for this call of this site; `unfit` ones failed the site's proof, and why."""
         accepted, refused = card.candidates(**call)
-        banned = {*self.config.forbid.get(card.name, ()), *self.config.forbid.get(site, ())}
-        for candidate in list(accepted):
-            if candidate.name in banned and candidate.name != "eager":
-                accepted.remove(candidate)
-                refused[candidate.name] = "forbidden by the configuration"
-        names = [c.name for c in accepted]
-        pinned = self.config.pin.get(site) or self.config.pin.get(card.name)
-        if pinned is not None:
-            card.implementation(pinned)  # an unknown name is an error, not a wish
-            if pinned in names:
-                return Choice(pinned, "pinned by the configuration", {}, refused)
-            refused = {
-                **refused,
-                "pin": f"{pinned} can't run this call: {refused.get(pinned, 'not available')}",
-            }
-        key = signature(card, call)
-        if self.fixed.get(key) in names:
-            return Choice(self.fixed[key], "from the saved plan", {}, refused)
-        if self.config.inductor:
+        key, config = signature(card, call), self.config
+        pinned, fixed = config.pin.get(site) or config.pin.get(card.name), self.fixed.get(key)
+        if config.inductor or "inductor" in (pinned, fixed):
             self._enter_inductor(card, call, accepted, refused, may_measure)
-        if len(accepted) == 1:
-            return Choice(accepted[0].name, "the only one able", {}, refused)
-        if not self.config.tune:
-            return Choice(accepted[0].name, "first able in the card's order (tuning is off)", {}, refused)
+        for name in (*config.forbid.get(card.name, ()), *config.forbid.get(site, ())):
+            _refuse(name, "forbidden by the configuration", accepted, refused)
+        for name, why in unfit.items():
+            _refuse(name, why, accepted, refused)
+        names = [c.name for c in accepted]
+        if pinned in names:
+            return Choice(pinned, "pinned by the configuration", {}, refused)
+        if pinned is not None:
+            refused["pin"] = f"{pinned} can't run this call: {refused.get(pinned, 'not available')}"
+        if fixed in names:
+            return Choice(fixed, "from the saved plan", {}, refused)
+        if len(accepted) > 1 and not config.tune:
+            return Choice(names[0], "first able in the card's order (tuning is off)", {}, refused)
         times = self._measured.get(key) or self.cache.get(key)
-        if times is None or not {c.name for c in accepted} <= set(times):
+        if len(accepted) > 1 and (times is None or not set(names) <= set(times)):
             if not may_measure:
                 return self._nearest(card, call, accepted, refused)
-            times, steady = self._measure(card, call, accepted, packed)
+            times, steady = self._measure(call, accepted, refused, packed)
             self._measured[key] = times
             if steady:
                 self.cache.put(key, times)
-        best = min((c.name for c in accepted), key=lambda n: times.get(n, math.inf))
-        return Choice(best, _why(best, times), times, refused)
+        if len(accepted) == 1 or times is None:
+            return Choice(accepted[0].name, "the only one able", {}, refused)
+        best = min((c.name for c in accepted), key=lambda n: times[n])
+        return Choice(best, _why(best, {c.name: times[c.name] for c in accepted}), times, refused)
 
     def _measure(
-        self, card: Operator, call: dict[str, Any], accepted: list[Implementation], packed: Packer
+        self, call: dict[str, Any], accepted: list[Implementation], refused: dict[str, str], packed: Packer
     ) -> tuple[dict[str, float], bool]:
-        """Seconds by implementation, and whether the machine was quiet enough to remember them."""
-        contestants = {c.name: _bound(c, packed(c, call)) for c in accepted}
+        """Seconds by implementation, and whether the machine was quiet enough to remember them.
+
+        An implementation that raises leaves the contest.
+        """
+        contestants = {}
+        for candidate in list(accepted):
+            try:
+                contestants[candidate.name] = _bound(candidate, packed(candidate, call))
+                contestants[candidate.name]()
+            except Exception as error:  # whatever it raises is its reason for not taking part
+                contestants.pop(candidate.name, None)
+                _refuse(candidate.name, raised(error), accepted, refused)
         result = measure.quick(contestants, budget_s=0.12)
-        if all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in contestants):
+        steady = all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in contestants)
+        if steady and set(contestants) == {c.name for c in accepted}:
             return {name: result.median(name) for name in contestants}, True
         # Other work disturbs the machine: the least disturbed sample of each is the best guess, for this run only.
         return {name: min(result.samples[name]) for name in contestants}, False
@@ -114,7 +131,7 @@ class Selector:
         names = {c.name for c in accepted}
         work = _work(card, call)
         best: tuple[float, str] | None = None
-        for key, times in self.cache.items():
+        for key, times in {**dict(self.cache.items()), **self._measured}.items():
             known = names & set(times)
             if not key.startswith(card.name + " ") or not known or _kind(key) != _kind(signature(card, call)):
                 continue
@@ -150,7 +167,7 @@ class Selector:
         try:
             candidate.fn(**call)
         except Exception as error:  # whatever a foreign compiler raises is its reason for not taking part
-            refused["inductor"] = f"failed to compile: {str(error).splitlines()[0][:120]}"
+            refused["inductor"] = f"failed to compile: {raised(error)}"
             return
         self._inductor_left -= time.monotonic() - start
         accepted.append(candidate)
@@ -186,6 +203,40 @@ class Packer:
     def forget(self) -> None:
         """Drop everything packed: a weight has changed."""
         self._packed.clear()
+
+
+def _check_names(config: Config) -> None:
+    """Pins and forbids name sites or operators, and implementations that these have."""
+    cards = registry()
+    wanted = [("pin", where, [name]) for where, name in config.pin.items()]
+    wanted += [("forbid", where, names) for where, names in config.forbid.items()]
+    for what, where, names in wanted:
+        card = cards.get(where) or cards.get(where.rpartition("_")[0])
+        if card is None or (where not in cards and not where.rpartition("_")[2].isdigit()):
+            raise ValueError(
+                f"config: {what}: there is no operator {where!r}; the operators are {', '.join(cards)}, "
+                f"and a site is an operator with a number, as in attention_0"
+            )
+        known = [i.name for i in card.implementations] + ["inductor"]
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"config: {what}: {card.name} has no implementation {name!r}; it has {', '.join(known)}"
+                )
+
+
+def _refuse(name: str, why: str, accepted: list[Implementation], refused: dict[str, str]) -> None:
+    """Take an implementation out of the contest; eager, which can't fail where the model does not, stays."""
+    found = next((c for c in accepted if c.name == name != "eager"), None)
+    if found is not None:
+        accepted.remove(found)
+        refused[name] = why
+
+
+def raised(error: Exception) -> str:
+    """An exception as a reason: its kind and the first line of what it says."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"raised {type(error).__name__}: {lines[0][:120]}"
 
 
 def _bound(implementation: Implementation, call: dict[str, Any]) -> Any:
@@ -224,8 +275,3 @@ def _kind(key: str) -> tuple[tuple[str, ...], ...]:
         head, _, sizes = part.partition("[")
         kinds.append((head, str(sizes.count(","))) if sizes else (head,))
     return tuple(kinds)
-
-
-def as_plan_choice(choice: Choice, implementation: str, reason: str) -> Choice:
-    """The same choice, overruled."""
-    return replace(choice, implementation=implementation, reason=reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -83,4 +84,9 @@ def _slug(text: str) -> str:
 
 
 def _is_times(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(isinstance(v, int | float) for v in value.values())
+    # Also refuses NaN, and True, which is an int.
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(v, float) and 0.0 < v < math.inf for v in value.values())
+    )

@@ -16,12 +16,12 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kPanel = 64;     // columns
-constexpr int64_t kBlock = 128;     // units of K of a panel that the nearest cache holds
-constexpr int64_t kSum = 32;        // of these, what one accumulator sums
-constexpr int64_t kMostRows = 192;  // of x that share a visit to a block of the weight, and that have sums in cache
-constexpr int64_t kStep = 8;       // units of K between two groups of prefetches
-constexpr int64_t kLine = 64;      // bytes
+constexpr int64_t kPanel = 64;      // columns
+constexpr int64_t kSum = 64;        // units of K that one accumulator sums
+constexpr int64_t kBlock = 256;     // units of K of a panel that the rows share while they are in cache
+constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in cache
+constexpr int kStep = 8;            // units of K between two groups of prefetches
+constexpr int64_t kLine = 64;       // bytes
 
 struct Pair {  // two bfloat16
   float bits;
@@ -126,7 +126,8 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
         for (int n = 0; n < N; ++n) sum[u][r][n] = Vec{};
       }
     }
-    auto add_unit = [&](int u) __attribute__((always_inline)) {
+    auto add_unit = [&](int i) __attribute__((always_inline)) {
+      const int u = i % chains;
 #pragma GCC unroll 2
       for (int step = 0; step < Format::steps; ++step) {
         Vec column[N];
@@ -135,23 +136,22 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
         column[N - 1] = Format::column(columns + (N - 1) * W, step, lanes);
 #pragma GCC unroll 8
         for (int r = 0; r < M; ++r) {
-          const Vec a = Format::broadcast(x[r] + k * Format::steps + step);
+          const Vec a = Format::broadcast(x[r] + (k + i) * Format::steps + step);
 #pragma GCC unroll 8
           for (int n = 0; n < N; ++n) sum[u][r][n] = Format::mac(a, column[n], sum[u][r][n]);
         }
       }
-      ++k;
       columns += t.ldb;
     };
-    for (const int64_t until = std::min(k + kSum, t.depth); k < until;) {
-      for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) prefetch(ahead);
-      const int64_t end = std::min(k + kStep, until);
-      while (k + chains <= end) {
-#pragma GCC unroll 4
-        for (int u = 0; u < chains; ++u) add_unit(u);
+    const int64_t until = std::min(k + kSum, t.depth);
+    for (; k + kStep <= until; k += kStep) {
+      for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
+        __builtin_prefetch(ahead, 0, 2);  // not to the nearest cache, where it would push out what is in use
       }
-      while (k < end) add_unit(0);
+#pragma GCC unroll 8
+      for (int i = 0; i < kStep; ++i) add_unit(i);
     }
+    for (; k < until; ++k) add_unit(0);
 #pragma GCC unroll 8
     for (int r = 0; r < M; ++r) {
 #pragma GCC unroll 8
@@ -290,8 +290,8 @@ void product(const typename FormatOf<T>::type::X* x, int64_t x_stride, int64_t m
         t.ldb = width;
         t.x_stride = x_stride;
         t.first = k == 0;
-        const int64_t bytes = t.depth * width * int64_t(sizeof(*weight)), step_bytes = kStep * width * int64_t(sizeof(*weight));
-        t.ahead = reinterpret_cast<const char*>(t.columns) + bytes;
+        t.ahead = reinterpret_cast<const char*>(t.columns + t.depth * width);  // the weight is read in order
+        const int64_t step_bytes = kStep * width * int64_t(sizeof(*weight));
         const int64_t share = std::max<int64_t>(1, step_bytes / (kLine * tiles));
         for (int64_t i = 0; i < tiles; ++i) {
           const int64_t r = i * rows / tiles;

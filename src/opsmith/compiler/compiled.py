@@ -53,6 +53,11 @@ class GraphReport:
     misses: list[Miss] = field(default_factory=list)
     nodes: int = 0
 
+    @property
+    def kept(self) -> list[SiteReport]:
+        """The sites that no proof has rolled back."""
+        return [s for s in self.sites if s.status == "kept"]
+
 
 class CompiledGraph:
     """The callable that Dynamo runs in place of a captured graph."""
@@ -146,7 +151,7 @@ class CompiledGraph:
         # While these are held, no other weight can come to stand at the same address.
         self._packed_from = [w.detach() for w in weights]
         self.packer.forget()
-        self.packer.constants = {id(w): w for w in weights}
+        self.packer.constants = {w.data_ptr(): w for w in weights}
         self._programs.clear()
 
     def close(self) -> None:
@@ -161,9 +166,12 @@ class CompiledGraph:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
         if not self._stamps and self._weights:
             self._repack(args)
+        before = len(self.report.kept)
         with torch.no_grad():
             kept = _Study(self, args).run()
         self.selector.cache.save()
+        if len(self.report.kept) < before:
+            self._programs.clear()  # those of examples seen earlier still have the site
         self._rewritten = rewrite(self.original, kept)
 
     def _record(self, key: tuple[int, ...], args: Sequence[Any], tuning: bool) -> Any:

@@ -99,10 +99,13 @@ class _Recorder:
         self._fold()
         last = self._last_uses(result)
         layouts, slots = self._place(last)
-        source, names = self._source(set(layouts))
+        needed = self._needed()
+        source, names = self._source(set(layouts), needed)
         code = compile(source, "<opsmith plan>", "exec")
         exec(code, names)  # the text above, made of node names and bound objects only
-        steps = [self.steps[n] for n in self.nodes if n in self.steps and n not in self.constant]
+        steps = [
+            self.steps[n] for n in self.nodes if n in self.steps and n in needed and n not in self.constant
+        ]
         return Program(steps, source, slots, names["run"], list(layouts.values())), result
 
     def _execute(self) -> Any:
@@ -198,11 +201,11 @@ class _Recorder:
             self.steps[node].slot = specs[0][0]
         return layouts, [-(-s // 64) * 64 for s in sizes]
 
-    def _source(self, buffered: set[Node]) -> tuple[str, dict[str, Any]]:
+    def _source(self, buffered: set[Node], needed: set[Node]) -> tuple[str, dict[str, Any]]:
         names: dict[str, Any] = {}
         local = {"args", "buffers", "slice", *(n.name for n in self.nodes)}
         bound: dict[int, str] = {}
-        dead = self._dead_after()
+        dead = self._dead_after(needed)
         buffers = {n: i for i, n in enumerate(n for n in self.nodes if n in buffered)}
         lines = ["def run(args, buffers):"]
         placeholders = [n.name for n in self.nodes if n.op == "placeholder"]
@@ -234,13 +237,10 @@ class _Recorder:
             return bind(value, str(value))
 
         for node in self.nodes:
-            if node.op == "get_attr":
+            if node not in needed:
+                continue
+            if node.op == "get_attr" or node in self.constant:
                 lines.append(f"    {node.name} = {bind(self.env[node], node.name + '_value')}")
-            elif node in self.constant:
-                if any(user not in self.constant for user in node.users):
-                    lines.append(f"    {node.name} = {bind(self.env[node], node.name + '_value')}")
-                else:
-                    continue
             elif node.op == "call_function" and node.target is operator.getitem:
                 lines.append(f"    {node.name} = {text(node.args[0])}[{text(node.args[1])}]")
             elif node.op == "call_function":
@@ -265,15 +265,38 @@ class _Recorder:
             parts.append(f"out=buffers[{buffers[node]}]")
         return f"{bind(implementation.fn, f'{_target_name(node.target)}_{implementation.name}')}({', '.join(parts)})"
 
-    def _dead_after(self) -> dict[Node, list[str]]:
+    def _needed(self) -> set[Node]:
+        """The nodes whose values the program reads, and those that do more than return one."""
+        needed: set[Node] = set()
+        for node in reversed(self.nodes):
+            effect = node.op in ("output", "placeholder") or (
+                node.op == "call_function" and not _is_pure(node)
+            )
+            if node in self.calls:
+                effect = False
+            if not effect and not any(node in self._reads(u) for u in node.users if u in needed):
+                continue
+            needed.add(node)
+        return needed
+
+    def _reads(self, node: Node) -> set[Node]:
+        """What a node's line in the program mentions: not the weights that were packed."""
+        if node in self.constant:
+            return set()
+        if node not in self.calls:
+            return set(node.all_input_nodes)
+        swapped = self.calls[node][1]
+        read: set[Node] = set()
+        map_arg({k: v for k, v in node.kwargs.items() if k not in swapped}, read.add)
+        return read
+
+    def _dead_after(self, needed: set[Node]) -> dict[Node, list[str]]:
         """Names to forget after each step, so that memory is given back as early as eager would."""
         dead: dict[Node, list[str]] = {}
         for node in self.nodes:
-            if node.op != "call_function":
+            if node.op != "call_function" or node not in needed:
                 continue
-            users = [u for u in node.users if u not in self.constant]
-            if node in self.constant and not users:
-                continue
+            users = [u for u in node.users if u in needed and node in self._reads(u)]
             end = max(users, key=self.order.__getitem__) if users else node
             if end.op != "output":
                 dead.setdefault(end, []).append(node.name)

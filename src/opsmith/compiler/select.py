@@ -181,19 +181,19 @@ class Packer:
     """Swaps a constant weight for its packed form, once for each weight and implementation."""
 
     def __init__(self) -> None:
-        self._packed: dict[tuple[int, str], torch.Tensor] = {}
-        self.constants: dict[int, torch.Tensor] = {}  # by identity: the weights a plan may pack
+        self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.constants: dict[
+            int, torch.Tensor
+        ] = {}  # by address: the weights a plan may pack, views of them too
 
     def __call__(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
         """The call as this implementation wants it."""
         weight = call.get("weight")
-        if (
-            implementation.prepack is None
-            or not isinstance(weight, torch.Tensor)
-            or id(weight) not in self.constants
-        ):
+        if implementation.prepack is None or not isinstance(weight, torch.Tensor):
             return call
-        key = (id(weight), implementation.name)
+        if weight.data_ptr() not in self.constants:
+            return call
+        key = (weight.data_ptr(), weight.shape, weight.stride(), implementation.name)
         if key not in self._packed:
             x = call["x"]
             rows = x.numel() // max(x.shape[-1], 1)

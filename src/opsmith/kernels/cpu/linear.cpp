@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kPanel = 64;      // columns
 constexpr int64_t kSum = 64;        // units of K that one accumulator sums
-constexpr int64_t kBlock = 256;     // units of K of a panel that the rows share while they are in cache
+constexpr int64_t kBlock = 384;     // units of K of a panel, at most, that the rows share while they are in cache
 constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in cache
 constexpr int kStep = 8;            // units of K between two groups of prefetches
 constexpr int64_t kLine = 64;       // bytes
@@ -277,15 +277,16 @@ void product(const typename FormatOf<T>::type::X* x, int64_t x_stride, int64_t m
   using Format = typename FormatOf<T>::type;
   const auto* weight = packed.as<typename Format::Unit>();
   const Split s = split(m, ceil_div(n, kPanel), depth);
+  const int64_t some = std::max(depth, kSum), length = round_up(ceil_div(some, ceil_div(some, kBlock)), kSum);
   parallel_for(s.row_blocks * s.panels, s.grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(kMostRows * kPanel);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task / s.panels, column = task % s.panels * kPanel;
       const int64_t row = block * m / s.row_blocks, rows = (block + 1) * m / s.row_blocks - row;
       const int64_t width = std::min(kPanel, n - column), tiles = ceil_div(rows, ROWS);
-      for (int64_t k = 0; k == 0 || k < depth; k += kBlock) {
+      for (int64_t k = 0; k == 0 || k < depth; k += length) {
         Tile<Format> t;
-        t.depth = std::min(kBlock, depth - k);
+        t.depth = std::min(length, depth - k);
         t.columns = weight + column * depth + k * width;
         t.ldb = width;
         t.x_stride = x_stride;
@@ -301,7 +302,7 @@ void product(const typename FormatOf<T>::type::X* x, int64_t x_stride, int64_t m
           t.lines = i * share * kLine < step_bytes ? share : 0;
           multiply_block(count, width, t);
           t.ahead += share * kLine * (t.depth / kStep);
-          if (k + kBlock >= depth) epilogue(row + r, count, column, width, t.sums);
+          if (k + length >= depth) epilogue(row + r, count, column, width, t.sums);
         }
       }
     }

@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 
 from opsmith.cli import main
-from opsmith.cli.models import Error, error_of, geometric_mean, race
+from opsmith.cli.models import Chosen, Error, chosen, error_of, geometric_mean, race
+from opsmith.compiler.plan import Plan, PlanStep, ShapePlan
 from opsmith.measure import WrongResult
 
 transformers = pytest.importorskip("transformers")
@@ -77,8 +78,6 @@ def test_times_come_with_samples_and_machine(quick: dict[str, Any]) -> None:
 
 
 def test_the_plan_is_saved_and_loads(quick: dict[str, Any]) -> None:
-    from opsmith import Plan
-
     plan = Plan.load(quick["plan"])
     assert plan.choices()
     assert plan.versions["torch"] == torch.__version__
@@ -173,3 +172,22 @@ def test_a_race_with_a_wrong_contestant_is_not_timed() -> None:
 
 def test_geometric_mean() -> None:
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def test_the_plan_condensed() -> None:
+    def shape(sizes: str, *steps: tuple[str, str, str]) -> ShapePlan:
+        return ShapePlan(sizes, [PlanStep("site", op, "", by, why) for op, by, why in steps], 0, True, "")
+
+    near = "fastest at the nearest shape measured"
+    plan = Plan(
+        [
+            shape("s1=2, s7=9", ("linear", "native", near), ("linear", "eager", "2x as fast as native")),
+            shape("s3=9, s3=9", ("linear", "native", "3x as fast as eager"), ("linear", "native", near)),
+            shape("", ("gelu", "native", "the only one able")),
+        ]
+    )
+    assert chosen(plan) == [
+        Chosen("gelu", "native", (1, 1), ("fixed",), "the only one able"),
+        Chosen("linear", "native", (1, 2), ("2×9", "9"), "3x as fast as eager"),
+        Chosen("linear", "eager", (1, 1), ("2×9",), "2x as fast as native"),
+    ]

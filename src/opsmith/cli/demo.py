@@ -138,9 +138,6 @@ class Demo:
         times = self._times(mini, exact, eager, fast, dtype)
         self.console.print()
         models.print_times(self.console, f"{name}, batch × tokens", times)
-        for shape, result in times.items():
-            for message in result.messages:
-                self.console.print(f"  {shape}: {message}", style="yellow", markup=False)
         bases = [other for other in next(iter(times.values())).names if other != models.OPSMITH]
         data = {
             "found": {f.operator: {"sites": f.count, "with": f.fused} for f in models.found(session)},
@@ -185,17 +182,20 @@ class Demo:
             )
         before = minilm.ranking(embeddings[models.EAGER][1], embeddings[models.EAGER][0])
         after = minilm.ranking(embeddings[models.OPSMITH][1], embeddings[models.OPSMITH][0])
-        for query, order, now in zip(minilm.QUERIES, before, after, strict=True):
-            self.console.print(f"\n  {query}", style="bold", markup=False)
-            for place, (index, new) in enumerate(zip(order[:3], now[:3], strict=True), 1):
-                mark = "" if index == new else f"   <- now: {minilm.DOCUMENTS[new]}"
-                self.console.print(f"    {place}. {minilm.DOCUMENTS[index]}{mark}", markup=False)
+        if name == self.dtypes[0]:
+            for query, order in zip(minilm.QUERIES, after, strict=True):
+                self.console.print(f"\n  {query}", style="bold", markup=False)
+                for place, index in enumerate(order[:3], 1):
+                    self.console.print(f"    {place}. {minilm.DOCUMENTS[index]}", markup=False)
+            self.console.print()
         if before == after:
-            self.console.print("\n  ranking of all sentences before and after: the same", style="green")
+            self.console.print(
+                f"search: {len(before)} queries rank all {len(before[0])} sentences as before", style="green"
+            )
         else:
             first = next(i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
             self.faults.append(f"the ranking in {name} changed for the query {minilm.QUERIES[first]!r}")
-            self.console.print(f"\n  {self.faults[-1]}", style="red", markup=False)
+            self.console.print(f"search: {self.faults[-1]}", style="red", markup=False)
         return errors, {"before": before, "after": after, "same": before == after}
 
     def _times(

@@ -60,43 +60,44 @@ def found(session: Session) -> list[Found]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Sites of one operator that run alike at one set of sizes, and why."""
+    """What runs an operator's sites, at which sizes, and why.
 
-    sizes: str
+    Attributes:
+        sites: how many of them, at the sizes where there are fewest and most.
+        reason: the commonest that was measured, if any was.
+    """
+
     operator: str
-    count: int
     implementation: str
+    sites: tuple[int, int]
+    sizes: tuple[str, ...]
     reason: str
 
 
 def chosen(plan: Plan) -> list[Chosen]:
-    """The plan with equal rows together: at each set of sizes, who runs an operator and why (the first reason)."""
-    rows: list[Chosen] = []
+    """The plan condensed: one row for each operator and implementation, over all sizes."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    reasons: dict[tuple[str, str], Counter[str]] = {}
     for shape in plan.shapes:
-        groups: dict[tuple[str, str], list[str]] = {}
         for step in shape.steps:
-            groups.setdefault((step.operator, step.implementation), []).append(step.reason)
-        for (operator, implementation), reasons in groups.items():
-            rows.append(
-                Chosen(
-                    _sizes(shape.sizes),
-                    operator,
-                    len(reasons),
-                    implementation,
-                    _most_common(reasons),
-                )
-            )
+            key = (step.operator, step.implementation)
+            counts.setdefault(key, Counter())[_sizes(shape.sizes)] += 1
+            reasons.setdefault(key, Counter())[step.reason] += 1
+    rows = []
+    for (operator, implementation), at in sorted(counts.items(), key=lambda item: item[0][0]):
+        why = reasons[operator, implementation]
+        measured = [reason for reason, _ in why.most_common() if "nearest" not in reason]
+        sites = (min(at.values()), max(at.values()))
+        rows.append(
+            Chosen(operator, implementation, sites, tuple(at), measured[0] if measured else next(iter(why)))
+        )
     return rows
 
 
 def _sizes(text: str) -> str:
-    """Sizes without the names that the tracer gave them: "s52=12, s27=22" is 12 × 22."""
+    """Sizes without the names that the tracer gave them: "s52=12, s27=22" is 12×22."""
     distinct = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
-    return " × ".join(distinct.values()) or "fixed"
-
-
-def _most_common(reasons: Sequence[str]) -> str:
-    return Counter(reasons).most_common(1)[0][0]
+    return "×".join(distinct.values()) or "fixed"
 
 
 @dataclass(frozen=True)
@@ -197,17 +198,17 @@ def print_sites(console: Console, session: Session) -> None:
     from rich.table import Table
 
     console.print("found: " + (", ".join(map(str, found(session))) or "no operator of ours"), markup=False)
-    table = Table("sizes", "sites", "operator", "runs on", "why", box=None, pad_edge=False)
-    previous = ""
+    every = {_sizes(shape.sizes) for shape in session.plan.shapes}
+    table = Table("operator", "runs on", "sites", "at sizes", "why", box=None, pad_edge=False)
     for row in chosen(session.plan):
+        few, many = row.sites
         table.add_row(
-            "" if row.sizes == previous else row.sizes,
-            str(row.count),
             row.operator,
             row.implementation,
+            str(many) if few == many else f"{few} to {many}",
+            "all" if len(every) > 1 and set(row.sizes) == every else ", ".join(row.sizes),
             row.reason,
         )
-        previous = row.sizes
     console.print(table)
     report = session.report
     remarks = {
@@ -238,6 +239,14 @@ def print_times(console: Console, title: str, results: Mapping[str, measure.Comp
         means = [f"{mean_speedup(results.values(), name):.2f}" for name in others]
         table.add_row("geometric mean", *([""] * (len(others) + 1)), *means)
     console.print(table)
+    loud = [
+        f"{shape} {name} {result.spread(name):.0%}"
+        for shape, result in results.items()
+        for name in result.names
+        if result.spread(name) > measure.CONCLUDES_NOTHING
+    ]
+    if loud:
+        console.print(f"samples spread too far to conclude from: {', '.join(loud)}", style="yellow")
 
 
 def mean_speedup(results: Iterable[measure.Comparison], base: str) -> float:

@@ -83,8 +83,6 @@ def run(
             raise CommandError(f"optimize: {wrong}; nothing was saved") from wrong
     shape = f"{batch}×{length}"
     models.print_times(console, str(_dtype_of(model)).removeprefix("torch."), {shape: result})
-    for message in result.messages:
-        console.print(f"  {message}", style="yellow", markup=False)
     if plan is not None:
         console.print(f"plan saved to {session.plan.save(plan)}", markup=False)
     output.finish(

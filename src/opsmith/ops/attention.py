@@ -19,6 +19,7 @@ from opsmith.ops.common import (
     nbytes,
     needs_grad,
     short,
+    small,
     spread,
 )
 
@@ -63,7 +64,11 @@ def attention(
     """
     _check(q, k, v, mask, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)
-    if native(q) is not True or (wants_grad and mask is not None and mask.requires_grad):
+    if (
+        small(q.numel() + k.numel())
+        or native(q) is not True
+        or (wants_grad and mask is not None and mask.requires_grad)
+    ):
         y = _eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
     elif wants_grad:
         y = _Attention.apply(q, k, v, mask, *_settings(q, causal, scale, window, softcap))

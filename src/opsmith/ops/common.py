@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from opsmith.kernels import build
+
+SMALL = 4096  # elements up to which PyTorch's own kernel is done before a call of ours has begun
+_small = ContextVar("opsmith_small", default=SMALL)
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,6 +36,21 @@ def native(x: torch.Tensor) -> bool | str:
     if not native_library():
         return "the native library is not available (see `opsmith doctor`)"
     return True
+
+
+def small(elements: int) -> bool:
+    """True for a call that PyTorch finishes sooner than our dispatch begins; never inside a compiled graph."""
+    return not torch.compiler.is_dynamo_compiling() and elements <= _small.get()
+
+
+@contextmanager
+def always_native() -> Iterator[None]:
+    """Public functions take our kernels for the smallest call too: what verification and tests are about."""
+    token = _small.set(-1)
+    try:
+        yield
+    finally:
+        _small.reset(token)
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

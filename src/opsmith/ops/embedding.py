@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.common import as_rows, check_float, check_out, native, needs_grad, out_rows, short
+from opsmith.ops.common import as_rows, check_float, check_out, native, needs_grad, out_rows, short, small
 
 
 class IdError(IndexError, ValueError):
@@ -43,7 +43,7 @@ def embedding(
     Source: Mikolov et al., "Efficient Estimation of Word Representations in Vector Space", 2013.
     """
     padding = _check(ids, table, padding_idx, out)
-    if _supports(ids, table) is not True:
+    if small(ids.numel() * table.shape[1]) or _supports(ids, table) is not True:
         y = reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
     elif needs_grad(table):
         y = _Embedding.apply(ids, table, padding, sparse_grad)

@@ -22,6 +22,7 @@ from opsmith.ops.common import (
     needs_grad,
     out_rows,
     short,
+    small,
 )
 
 
@@ -91,7 +92,7 @@ def bias_reference(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -
 
 
 def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None) -> torch.Tensor:
-    if native(x) is not True:
+    if small(x.numel()) or native(x) is not True:
         y = reference(x if bias is None else x + bias, tanh=tanh)
     elif needs_grad(x, bias):
         y = _Gelu.apply(x, bias, tanh)

@@ -21,6 +21,7 @@ from opsmith.ops.common import (
     needs_grad,
     out_rows,
     short,
+    small,
 )
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -62,7 +63,7 @@ def layer_norm(
     Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; Welford 1962; Chan, Golub, LeVeque 1979.
     """
     _check(x, weight, bias, residual, out)
-    if native(x) is not True:
+    if native(x) is not True or small(x.numel()):
         return _store(reference(x, weight, bias, eps, residual=residual), out)
     if needs_grad(x, weight, bias, residual):
         y, s = _LayerNorm.apply(x, weight, bias, eps, residual)

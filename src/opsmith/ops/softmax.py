@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.common import check_float, check_mask, check_out, fresh, native, nbytes, needs_grad, spread
+from opsmith.ops.common import (
+    check_float,
+    check_mask,
+    check_out,
+    fresh,
+    native,
+    nbytes,
+    needs_grad,
+    small,
+    spread,
+)
 
 METHODS = {"auto": 0, "stable": 1, "fast": 2}
 
@@ -50,7 +60,11 @@ def softmax(
     """
     _check(x, dim, mask, causal, method, out)
     wants_grad = needs_grad(x, mask)
-    if _supports(x, dim) is not True or (wants_grad and mask is not None and mask.requires_grad):
+    if (
+        small(x.numel())
+        or _supports(x, dim) is not True
+        or (wants_grad and mask is not None and mask.requires_grad)
+    ):
         y = reference(x, dim, scale=scale, mask=mask, causal=causal)
     elif wants_grad:
         y = _Softmax.apply(x, scale, mask, causal, METHODS[method])

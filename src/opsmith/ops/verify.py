@@ -18,7 +18,7 @@ import torch
 from opsmith.measure.checks import WrongResult, check_call
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample
-from opsmith.ops.common import short
+from opsmith.ops.common import always_native, short
 
 __all__ = ["Finding", "verify"]
 
@@ -88,7 +88,8 @@ def _finding(
             if into
             else []
         )
-        seen = check_call(fn, inputs, truth, truth.tolerance, outs=outs, name=f"{card.name} {name}")
+        with always_native():
+            seen = check_call(fn, inputs, truth, truth.tolerance, outs=outs, name=f"{card.name} {name}")
     except WrongResult as wrong:
         return report(False, wrong.error, wrong.allowed, str(wrong))
     except Exception as raised:

@@ -233,7 +233,12 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     An epsilon or a dropout rate is part of the model, and so is the length of a feature vector (the last
     dimension of a floating-point input): as inputs they would hide the arithmetic.
     """
-    compiled = torch.compile(model._call_impl, backend=session.backend, dynamic=True)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A frame of our own: Dynamo starts at none of PyTorch's, and a model may be one of its modules.
+        return model._call_impl(*args, **kwargs)
+
+    compiled = torch.compile(forward, backend=session.backend, dynamic=True)
     seen: set[tuple[Any, ...]] = set()
 
     def call(*args: Any, **kwargs: Any) -> Any:

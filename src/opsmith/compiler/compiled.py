@@ -127,7 +127,7 @@ class CompiledGraph:
             return self.original(*args) if program is None else program(args)
 
     def _prepare(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
-        tuning = self._rewritten is None or self.selector.tuning
+        tuning = self._rewritten is None or self.selector.learning
         if tuning:
             self.study(args)
         try:

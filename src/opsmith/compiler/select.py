@@ -52,7 +52,6 @@ class Selector:
     ):
         _check_names(config)
         self.config = config
-        self.tuning = False  # while `optimize` runs its examples: every size is measured and proven
         self.cache = cache if cache is not None else TuningCache()
         self.fixed = dict(fixed or {})  # from a saved plan: implementation by signature
         self.learning = False  # while `optimize` shows its examples: each one is studied

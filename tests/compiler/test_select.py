@@ -1,0 +1,270 @@
+"""Implementations are chosen by measurement, remembered, pinned and forbidden; the rest are refused with reasons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opsmith
+from opsmith import measure
+from opsmith.compiler import Config
+from opsmith.compiler.select import Packer, Selector, signature
+from opsmith.compiler.tuning import TuningCache
+from opsmith.operator import Implementation, registry
+from tests.compiler.models import WIDTH, Feed, Truth, numbers, seeded
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def _call(rows: int = 6) -> dict[str, Any]:
+    return {"x": numbers(rows, WIDTH), "weight": numbers(WIDTH), "bias": numbers(WIDTH)}
+
+
+class _Measured:
+    """Counts measurements, and answers with times of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
+        self.calls = 0
+        self.times = times
+        monkeypatch.setattr(Selector, "_measure", self._measure)
+
+    def _measure(self, call: Any, accepted: list[Implementation], *_: Any) -> tuple[dict[str, float], bool]:
+        self.calls += 1
+        return {c.name: self.times.get(c.name, 1.0) for c in accepted}, True
+
+
+def _choose(selector: Selector, call: dict[str, Any], may_measure: bool = True) -> Any:
+    return selector.choose(registry()["layer_norm"], "layer_norm_0", call, Packer(), may_measure=may_measure)
+
+
+def test_the_fastest_wins_and_the_reason_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    for winner, loser in (("native", "eager"), ("eager", "native")):
+        _Measured(monkeypatch, {winner: 1e-3, loser: 3e-3})
+        choice = _choose(Selector(Config(), TuningCache(Path("/nonexistent/tuning.json"))), _call())
+        assert choice.implementation == winner
+        assert choice.reason == f"3.00x as fast as {loser}"
+        assert choice.times == {winner: 1e-3, loser: 3e-3}
+
+
+def test_real_measurements_name_every_contestant() -> None:
+    choice = _choose(Selector(Config()), _call())
+    assert choice.implementation in choice.times
+    assert set(choice.times) == {i.name for i in registry()["layer_norm"].candidates(**_call())[0]}
+    assert all(0 < t < 1 for t in choice.times.values())
+
+
+def test_what_was_measured_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch, tuning_cache: Path) -> None:
+    counter = _Measured(monkeypatch, {"native": 1e-3})
+    first = Selector(Config())
+    _choose(first, _call())
+    first.cache.save()
+    again = Selector(Config())
+    assert _choose(again, _call()).implementation == "native"
+    assert counter.calls == 1
+    _choose(again, _call(rows=7))  # other sizes are another call
+    assert counter.calls == 2
+    (file,) = tuning_cache.glob("*.json")
+    assert signature(registry()["layer_norm"], _call()) in json.loads(file.read_text())["entries"]
+
+
+def test_sizes_that_may_not_be_measured_use_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = _Measured(monkeypatch, {"native": 2.0, "eager": 1.0})
+    selector = Selector(Config())
+    untouched = _choose(selector, _call(), may_measure=False)
+    assert untouched.implementation == "native"
+    assert "nothing measured yet" in untouched.reason
+    _choose(selector, _call(rows=4))
+    counter.times = {"native": 1.0, "eager": 2.0}
+    _choose(selector, _call(rows=400))
+    assert _choose(selector, _call(rows=6), may_measure=False).implementation == "eager"
+    assert _choose(selector, _call(rows=300), may_measure=False).implementation == "native"
+    # Nothing is known of another dtype.
+    half = {name: t.bfloat16() for name, t in _call(rows=300).items()}
+    assert "nothing measured yet" in _choose(selector, half, may_measure=False).reason
+    assert counter.calls == 2
+
+
+def test_a_disturbed_measurement_serves_this_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "CONCLUDES_NOTHING", -1.0)
+    selector = Selector(Config())
+    assert _choose(selector, _call()).times
+    assert selector.cache.items() == []
+    monkeypatch.setattr(Selector, "_measure", None)  # measuring again would raise
+    assert _choose(selector, _call()).times
+    assert _choose(selector, _call(rows=9), may_measure=False).reason.startswith("fastest at the nearest")
+
+
+# --- the file ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"schema": 99, "entries": {}}',
+        '{"schema": 1, "scope": "SCOPE", "entries": []}',
+        '{"schema": 1, "scope": "SCOPE", "entries": {"KEY": {}}}',
+        '{"schema": 1, "scope": "SCOPE", "entries": {"KEY": {"native": "fast"}}}',
+        '{"schema": 1, "scope": "SCOPE", "entries": {"KEY": {"native": 0.0, "eager": NaN}}}',
+        '{"schema": 1, "scope": "SCOPE", "entries": {"KEY": {"native": -1.0, "eager": true}}}',
+        '{"schema": 1, "scope": "elsewhere", "entries": {"KEY": {"native": 1.0, "eager": 2.0}}}',
+        "\x00\x01",
+    ],
+)
+def test_a_damaged_file_counts_as_empty(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    counter = _Measured(monkeypatch, {"eager": 0.5})
+    path = tmp_path / "tuning.json"
+    key = json.dumps(signature(registry()["layer_norm"], _call()))[1:-1]
+    path.write_text(text.replace("SCOPE", TuningCache(path)._scope).replace("KEY", key))
+    selector = Selector(Config(), TuningCache(path))
+    assert _choose(selector, _call()).implementation == "eager"
+    assert counter.calls == 1
+    selector.cache.save()
+    assert TuningCache(path).get(signature(registry()["layer_norm"], _call())) is not None
+
+
+def test_a_file_that_says_otherwise_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The counterpart of the test above: the same file, undamaged."""
+    counter = _Measured(monkeypatch, {})
+    path = tmp_path / "tuning.json"
+    entries = {signature(registry()["layer_norm"], _call()): {"native": 2.0, "eager": 1.0}}
+    path.write_text(json.dumps({"schema": 1, "scope": TuningCache(path)._scope, "entries": entries}))
+    assert _choose(Selector(Config(), TuningCache(path)), _call()).implementation == "eager"
+    assert counter.calls == 0
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    cache = TuningCache(tmp_path / "file" / "tuning.json")
+    cache.put("a call", {"native": 1.0})
+    cache.save()
+    assert cache.get("a call") == {"native": 1.0}
+
+
+def test_two_writers_keep_each_others_results(tmp_path: Path) -> None:
+    one, two = TuningCache(tmp_path / "t.json"), TuningCache(tmp_path / "t.json")
+    one.put("a", {"native": 1.0})
+    two.put("b", {"native": 2.0})
+    one.save()
+    two.save()
+    assert dict(TuningCache(tmp_path / "t.json").items()) == {"a": {"native": 1.0}, "b": {"native": 2.0}}
+
+
+# --- pins, forbids, Inductor -------------------------------------------------------------------------------
+
+
+def test_pins_and_forbids_by_operator_and_by_site() -> None:
+    def chosen(**options: Any) -> Any:
+        return _choose(Selector(Config(tune=False, **options)), _call())
+
+    assert chosen().implementation == "native"
+    for where in ("layer_norm", "layer_norm_0"):
+        pinned = chosen(pin={where: "eager"})
+        assert (pinned.implementation, pinned.reason) == ("eager", "pinned by the configuration")
+        forbidden = chosen(forbid={where: ["native"]})
+        assert forbidden.implementation == "eager"
+        assert forbidden.refused["native"] == "forbidden by the configuration"
+    assert chosen(pin={"layer_norm_7": "eager"}).implementation == "native"
+    # Eager runs whatever the model runs; a model can't be left without an implementation.
+    assert chosen(forbid={"layer_norm": ["native", "eager"]}).implementation == "eager"
+    assert chosen(pin={"layer_norm": "eager", "layer_norm_0": "native"}).implementation == "native"
+
+
+def test_a_pin_that_cannot_run_says_so() -> None:
+    call = {name: t.double() for name, t in _call().items()}
+    choice = _choose(Selector(Config(tune=False, pin={"layer_norm": "native"})), call)
+    assert choice.implementation == "eager"
+    assert choice.refused["pin"].startswith("native can't run this call: the CPU kernels take float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"pin": {"layer_norm": "fastest"}},
+            "pin: layer_norm has no implementation 'fastest'; it has native",
+        ),
+        ({"pin": {"layernorm": "native"}}, "pin: there is no operator 'layernorm'; the operators are"),
+        ({"forbid": {"linear_0": ["mkl"]}}, "forbid: linear has no implementation 'mkl'; it has"),
+        ({"forbid": {"linear_first": ["native"]}}, "forbid: there is no operator 'linear_first'"),
+    ],
+)
+def test_unknown_names_are_errors_before_anything_is_done(options: Any, message: str) -> None:
+    model = seeded(Feed)
+    with pytest.raises(ValueError, match=message):
+        opsmith.optimize(model, numbers(3, 4, WIDTH), config=Config(**options), dtype="bfloat16")
+    assert not hasattr(model, "opsmith")
+    assert model.up.weight.dtype == torch.float32
+
+
+def test_an_optimized_model_measures_once_and_then_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = _Measured(monkeypatch, {})
+    for _ in range(2):
+        model = opsmith.optimize(seeded(Feed), numbers(3, 4, WIDTH), config=Config())
+        assert counter.calls == 3  # linear with gelu, linear, layer_norm
+        opsmith.restore(model)
+
+
+def test_every_example_is_measured_and_other_sizes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = _Measured(monkeypatch, {})
+    model = seeded(Feed)
+    truth = Truth(model)
+    opsmith.optimize(model, [numbers(3, 4, WIDTH), numbers(5, 6, WIDTH)], config=Config())
+    assert counter.calls == 6
+    assert len(model.opsmith.graphs) == 1
+    with torch.no_grad():
+        truth.check(model(numbers(7, 2, WIDTH)), numbers(7, 2, WIDTH))
+    assert counter.calls == 6
+    assert len(model.opsmith.plan.shapes) == 3
+    assert model.opsmith.plan.shapes[2].note.startswith("as at ")
+
+
+def test_inductor_competes() -> None:
+    """With a real compilation; the operators that it has no code of its own for say so."""
+    model, x = seeded(Feed), numbers(3, 4, WIDTH)
+    truth = Truth(model)
+    opsmith.optimize(model, x, config=Config(inductor=True))
+    steps = {s.operator: s for s in model.opsmith.plan.shapes[0].steps}
+    assert "inductor" in steps["layer_norm"].microseconds
+    assert "the same library" in steps["linear"].refused["inductor"]
+    with torch.no_grad():
+        truth.check(model(x), x)
+    opsmith.restore(model)
+    pinned = Config(tune=False, pin={"layer_norm": "inductor"})
+    opsmith.optimize(model, x, config=pinned)
+    (step,) = [s for s in model.opsmith.plan.shapes[0].steps if s.operator == "layer_norm"]
+    assert step.implementation == "inductor"
+    saved = model.opsmith.plan
+    with torch.no_grad():
+        truth.check(model(x), x)
+        truth.check(model(numbers(5, 6, WIDTH)), numbers(5, 6, WIDTH))
+    opsmith.optimize(model, x, config=Config(tune=False), plan=saved)
+    assert saved.diff(model.opsmith.plan)[1:] == saved.diff(model.opsmith.plan)[:0]
+
+
+def test_inductor_that_fails_or_has_no_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        def run(**___: Any) -> None:
+            raise RuntimeError("no compiler\nanywhere")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", broken)
+    selector = Selector(Config(inductor=True, tune=False))
+    assert _choose(selector, _call()).refused["inductor"] == (
+        "failed to compile: raised RuntimeError: no compiler"
+    )
+    late = Selector(Config(inductor=True, tune=False, inductor_seconds=0.0))
+    assert "is spent" in _choose(late, _call()).refused["inductor"]

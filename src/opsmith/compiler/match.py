@@ -82,8 +82,7 @@ class Template:
         root = output[0] if isinstance(output, list | tuple) else output
         cut = {}
         for placeholder, name in zip((n for n in graph.nodes if n.op == "placeholder"), tensors, strict=True):
-            shape = tuple(int(d) for d in tensors[name].shape)
-            cut[placeholder] = space.leaf(Var(name), shape)
+            cut[placeholder] = space.leaf(Var(name), tuple(int(d) for d in tensors[name].shape))
         term = Canon(space, cut, root)(root)
         names = frozenset(function_names(term))
         first = next(iter(tensors))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import fx
@@ -69,7 +70,11 @@ def _draws(node: Node) -> bool:
         return False
     names = [a.name for a in target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
+
+
+def _comes_after(order: Mapping[Node, int], position: int, user: Node) -> bool:
+    return order[user] > position
 
 
 def localize(graph: fx.Graph) -> None:
@@ -89,7 +94,8 @@ def localize(graph: fx.Graph) -> None:
         value.meta = dict(node.meta)
         order[value] = order[node]
         # From here on the old name stands for the new value.
-        target.replace_all_uses_with(value, lambda user, at=order[node]: order[user] > at)
+        later = partial(_comes_after, order, order[node])
+        target.replace_all_uses_with(value, later)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
         del memory[node]
@@ -137,7 +143,7 @@ def _functional(node: Node) -> torch._ops.OpOverload | None:
             return None
     packet = getattr(torch.ops.aten, name[:-1], None)
     pure = getattr(packet, target._overloadname, None) if packet is not None else None
-    same = pure is not None and [a.name for a in pure._schema.arguments] == [
-        a.name for a in target._schema.arguments
-    ]
+    if pure is None:
+        return None
+    same = [a.name for a in pure._schema.arguments] == [a.name for a in target._schema.arguments]
     return pure if same and not pure._schema.is_mutable else None

@@ -280,7 +280,8 @@ class Space:
         varying = tuple(f for f in mono.factors if not is_row_constant(f[0].shape))
         if mono.expo is None:
             return self._mono(constant, None), self._mono(varying, None)
-        fixed, moving = {}, {}
+        fixed: dict[Mono, float] = {}
+        moving: dict[Mono, float] = {}
         for inner, c in mono.expo.terms:
             still = all(is_row_constant(a.shape) for a, _ in inner.factors) and (
                 inner.expo is None or is_row_constant(inner.expo.shape)

@@ -27,15 +27,15 @@ def _through(s: Space, p: Poly, old: Shape, new: Shape) -> Poly | None:
     for mono, coef in p.terms:
         term = s.const(coef)
         for atom, power in mono.factors:
-            inner = _atom(s, atom, old, new, alone=single and len(mono.factors) == 1 and mono.expo is None)
-            if inner is None:
+            factor = _atom(s, atom, old, new, alone=single and len(mono.factors) == 1 and mono.expo is None)
+            if factor is None:
                 return None
-            term = s.mul(term, s.power(inner, power))
+            term = s.mul(term, s.power(factor, power))
         if mono.expo is not None:
-            inner = _through(s, mono.expo, old, new)
-            if inner is None:
+            exponent = _through(s, mono.expo, old, new)
+            if exponent is None:
                 return None
-            term = s.mul(term, s.exp(inner))
+            term = s.mul(term, s.exp(exponent))
         result = s.add(result, term)
     return result
 
@@ -65,12 +65,12 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly 
         return s.fn("gather", (table, reshape(s, ids, ids.shape, new[:-1])), new)
     if atom.name in ("sum", "mean", "max") and same_last and atom.shape == (*old[:-1], 1):
         wide = atom.args[0].shape
-        inner = _through(s, atom.args[0], wide, (*new[:-1], wide[-1])) if len(wide) == len(old) else None
-        return None if inner is None else s.fn(atom.name, (inner,), (*new[:-1], 1))
+        body = _through(s, atom.args[0], wide, (*new[:-1], wide[-1])) if len(wide) == len(old) else None
+        return None if body is None else s.fn(atom.name, (body,), (*new[:-1], 1))
     if atom.name == "base" and atom.shape in (old, (*old[:-1], 1)):
         target = new if atom.shape == old else (*new[:-1], 1)
-        inner = _through(s, atom.args[0], atom.shape, target) if same_last or atom.shape == old else None
-        return None if inner is None else s.fn("base", (inner,), target)
+        body = _through(s, atom.args[0], atom.shape, target) if same_last or atom.shape == old else None
+        return None if body is None else s.fn("base", (body,), target)
     if atom.shape == old and (alone or same_last):
         return s.fn("reshape", (s.from_atom(atom),), new, (new,))
     return None

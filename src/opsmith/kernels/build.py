@@ -118,12 +118,12 @@ def _open(path: Path, tier: str) -> Path:
     import torch
 
     try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(path)
         return path
     except OSError:  # intact, yet not for this process: a home shared with another system, say
         path = build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=tier, force=True)
     try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(path)
         return path
     except OSError as error:
         raise BuildError(f"opsmith: the native kernels were built but do not load: {error}") from error

@@ -16,7 +16,7 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kPanel = 64;      // columns
+constexpr int64_t kPanel = kLinearPanel;
 constexpr int64_t kSum = 64;        // units of K that one accumulator sums
 constexpr int64_t kBlock = 384;     // units of K of a panel, at most, that the rows share while they are in cache
 constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in cache
@@ -343,63 +343,7 @@ void run(const View& x, const View& packed, const Epilogue<T>& epilogue) {
   product<T>(wide.get(), columns, m, packed, n, depth, epilogue);
 }
 
-// --- packing -------------------------------------------------------------------------------------------------------
-
-// W units of a row from unit `at` on, zeros past its k elements.
-inline Vec units(const float* row, int64_t at, int64_t k) {
-  const int64_t count = std::min<int64_t>(W, k - at);
-  return count == W ? load(row + at) : load(row + at, Part{int(count)});
-}
-inline Vec units(const float16* row, int64_t at, int64_t k) {
-  const int64_t count = std::min<int64_t>(W, k - at);
-  return count == W ? load(row + at) : load(row + at, Part{int(count)});
-}
-inline Vec units(const bfloat16* row, int64_t at, int64_t k) {
-  Vec pairs = {};
-  std::memcpy(&pairs, row + 2 * at, size_t(2 * std::min<int64_t>(2 * W, k - 2 * at)));
-  return pairs;
-}
-
-inline float* as_floats(float* p) { return p; }
-inline float* as_floats(Pair* p) { return &p->bits; }
-inline float16* as_floats(float16* p) { return p; }
-
-template <class T>
-void pack_panel(const T* from, int64_t stride, int64_t columns, int64_t k, int64_t depth,
-                typename FormatOf<T>::type::Unit* to) {
-  for (int64_t j = 0; j < columns; j += W) {
-    const int64_t count = std::min<int64_t>(W, columns - j);
-    for (int64_t d = 0; d < depth; d += W) {
-      Vec v[W];
-      for (int64_t i = 0; i < W; ++i) v[i] = i < count ? units(from + (j + i) * stride, d, k) : Vec{};
-      transpose(v);
-      for (int64_t i = 0; i < std::min<int64_t>(W, depth - d); ++i) {
-        auto* p = as_floats(to + (d + i) * columns + j);
-        if (count == W) {
-          store(p, v[i]);
-        } else {
-          store(p, v[i], Part{int(count)});
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
-
-void linear_pack(View weight, View packed) {
-  const int64_t n = weight.sizes[0], k = weight.sizes[1];
-  const int64_t depth = packed.sizes[2] / elements_per_unit(weight.dtype);
-  with_float_type(weight.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    parallel_for(ceil_div(n, kPanel), row_grain(kPanel * k, 16384), [&](int64_t begin, int64_t end) {
-      for (int64_t column = begin * kPanel; column < std::min(n, end * kPanel); column += kPanel) {
-        pack_panel(weight.as<T>() + column * weight.strides[0], weight.strides[0], std::min(kPanel, n - column), k,
-                   depth, packed.as<typename FormatOf<T>::type::Unit>() + column * depth);
-      }
-    });
-  });
-}
 
 void linear_packed(View x, View packed, View bias, View residual, Activation activation, View y) {
   if (y.sizes[0] == 0 || y.sizes[1] == 0) return;

@@ -7,6 +7,8 @@
 
 namespace opsmith {
 
+constexpr int64_t kLinearPanel = 64;  // columns of the packed weight that lie together
+
 enum class Activation { none, gelu, gelu_tanh, relu, silu };
 
 // Elements of a weight that a unit of the packed form holds along K: bfloat16 are packed in pairs.

@@ -145,7 +145,7 @@ def test_the_models_own_errors_are_not_hidden() -> None:
     model = seeded(lambda: torch.nn.Embedding(5, 8))
     opsmith.optimize(model, torch.tensor([[1, 2, 3]]), config=UNTIMED)
     for size in (3, 4):
-        with torch.no_grad(), pytest.raises((IndexError, RuntimeError), match="range|id"):
+        with torch.no_grad(), pytest.raises((IndexError, RuntimeError), match=r"out of range|outside"):
             model(torch.full((2, size), 9))
     with torch.no_grad():
         assert torch.equal(model(torch.full((2, 3), 4)), model.weight[4].expand(2, 3, 8))

@@ -128,9 +128,11 @@ def optimize(
     settings = _settings(config, dtype, verify)
     saved = Plan.load(plan) if isinstance(plan, str | Path) else plan
     calls = _calls(example_inputs)
+    if saved is not None and not isinstance(saved, Plan):
+        raise TypeError(f"optimize: plan must be an opsmith.Plan or a path, got {type(saved).__name__}")
+    session = Session(settings, saved)
     if isinstance(getattr(model, "opsmith", None), Session):
         restore(model)
-    session = Session(settings, saved)
     if settings.device is not None:
         model.to(settings.device)
     if settings.torch_dtype is not None:
@@ -152,6 +154,11 @@ def optimize(
         problem = _eager_problem(model, calls)
         if problem is not None:
             raise ValueError(f"optimize: the model does not accept the example inputs: {problem}") from error
+        if settings.dtype is not None and "dtype" in str(error):
+            raise ValueError(
+                f"optimize: in {settings.dtype} the model does not accept the example inputs: {_line(error)}; "
+                f"cast them to {settings.dtype}"
+            ) from error
         raise
     finally:
         session.selector.learning = False
@@ -268,8 +275,13 @@ def _eager_problem(model: nn.Module, calls: list[Call]) -> str | None:
             with torch.no_grad():
                 model(*args, **kwargs)
         except Exception as error:  # any exception of a user's model is the answer here
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return _line(error)
     return None
+
+
+def _line(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _progress() -> Progress | None:

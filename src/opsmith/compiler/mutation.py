@@ -47,7 +47,7 @@ class Effects:
         memory = {self.memory.get(n) for n in (*region, *inputs)}
         first, last = min(order[n] for n in region), max(order[n] for n in region)
         return any(
-            node in region or (written & memory and first < order[node] < last)
+            node in region or (bool(written & memory) and first < order[node] < last)
             for node, written in self.writes.items()
         )
 
@@ -59,7 +59,7 @@ def effects(graph: fx.Graph) -> Effects:
         written = frozenset(found.memory[n] for n in _written(node) if n in found.memory)
         if written:
             found.writes[node] = written
-        found.random |= _draws(node)
+        found.random = found.random or _draws(node)
     return found
 
 
@@ -111,12 +111,27 @@ def _memory(node: Node) -> int | None:
     return int(node.meta.get("memory", value.untyped_storage()._cdata))
 
 
+# Whose schemas do not say that they update the running statistics, in training.
+_STATISTICS = {
+    "aten::batch_norm": "training",
+    "aten::native_batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+}
+
+
 def _written(node: Node) -> list[Node]:
     """The arguments that a node changes."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    schema = node.target._schema
+    if schema.name in _STATISTICS:
+        given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+        running = (given.get("running_mean"), given.get("running_var"))
+        return [n for n in running if isinstance(n, Node) and given.get(_STATISTICS[schema.name])]
+    if not schema.is_mutable:
         return []
     written: list[Node] = []
-    for i, argument in enumerate(node.target._schema.arguments):
+    for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             several = value if isinstance(value, list | tuple) else (value,)

@@ -1,0 +1,207 @@
+"""An optimized model trains as before, and so does `torch.compile(model, backend="opsmith")`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opsmith
+from opsmith.compiler import Config
+from tests.compiler.models import (
+    UNTIMED,
+    WHOLE_MODEL,
+    WIDTH,
+    Encoder,
+    Feed,
+    Truth,
+    ids,
+    numbers,
+    padding,
+    seeded,
+    widened,
+)
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def _gradients(model: Any, run: Callable[..., torch.Tensor], *inputs: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    y = run(*inputs)
+    weight = torch.sin(torch.arange(y.numel(), dtype=torch.float64)).view_as(y)
+    (y * weight.to(y.dtype)).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _check_gradients(truth: Truth, got: dict[str, torch.Tensor], *inputs: Any) -> None:
+    eager = _gradients(truth.eager, truth.eager, *inputs)
+    exact = _gradients(truth.exact, truth.exact, *[widened(i) for i in inputs])
+    assert got.keys() == eager.keys() == exact.keys()
+    scale = max(float(t.abs().max()) for t in exact.values())
+    for name, gradient in got.items():
+        # A gradient that is zero but for rounding (a key's bias) is measured by what it is rounded from.
+        floor = torch.full((1,), scale * 1e-2, dtype=torch.float64)
+        padded = [
+            torch.cat([t.detach().flatten().double(), floor]) for t in (gradient, eager[name], exact[name])
+        ]
+        verdict = WHOLE_MODEL.check(padded[0].to(gradient.dtype), padded[1].to(gradient.dtype), padded[2])
+        assert verdict.ok, f"{name}: {verdict.why}"
+
+
+def _optimize(model: Any, *inputs: Any) -> Any:
+    return opsmith.optimize(model, inputs, config=UNTIMED)
+
+
+def _compile(model: Any, *inputs: Any) -> Any:
+    return torch.compile(model, backend="opsmith", options={"tune": False})
+
+
+@pytest.mark.parametrize("how", [_optimize, _compile], ids=["optimize", "torch.compile"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_gradients_are_those_of_eager(how: Callable[..., Any], training: bool) -> None:
+    model = seeded(lambda: Encoder(layers=1)).train(training)
+    truth = Truth(model)
+    inputs = (ids(3, 9), padding(3, 9))
+    fast = how(model, *inputs)
+    for batch, length in [(3, 9), (2, 6)]:
+        inputs = (ids(batch, length), padding(batch, length))
+        _check_gradients(truth, _gradients(model, fast, *inputs), *inputs)
+    with torch.no_grad():
+        truth.check(fast(*inputs), *inputs)
+
+
+def test_gradients_of_inputs_and_of_frozen_parts() -> None:
+    model = seeded(Feed)
+    model.up.requires_grad_(False)
+    truth = Truth(model)
+    x = numbers(3, 4, WIDTH)
+    _optimize(model, x)
+    got = _gradients(model, model, x)
+    assert set(got) == {"down.weight", "down.bias", "norm.weight", "norm.bias"}
+    _check_gradients(truth, got, x)
+    leaves = [x.clone().requires_grad_() for _ in range(2)] + [x.double().requires_grad_()]
+    for leaf, m in zip(leaves, (model, truth.eager, truth.exact), strict=True):
+        m(leaf).square().sum().backward()
+    verdict = WHOLE_MODEL.check(leaves[0].grad, leaves[1].grad, leaves[2].grad)
+    assert verdict.ok, verdict.why
+
+
+def test_training_steps_follow_eager_and_the_trained_model_infers() -> None:
+    model = seeded(Feed).train()
+    eager = copy.deepcopy(model)
+    x, target = numbers(8, 4, WIDTH), numbers(8, 4, WIDTH, seed=7)
+    _optimize(model, x)
+    losses: list[list[float]] = []
+    for m in (model, eager):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+        seen = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(m(x), target)
+            loss.backward()
+            optimizer.step()
+            seen.append(float(loss.detach()))
+        losses.append(seen)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    model.eval()
+    with torch.no_grad():
+        Truth(model).check(model(x), x)  # on the trained weights, not on those that were packed
+
+
+def test_inference_between_training_steps_sees_every_step() -> None:
+    model, x = seeded(Feed), numbers(3, 4, WIDTH)
+    _optimize(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        with torch.no_grad():
+            Truth(model).check(model(x), x)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def test_dropout_draws_what_eager_draws() -> None:
+    model = seeded(lambda: Encoder(layers=1, dropout=0.4)).train()
+    eager = copy.deepcopy(model)
+    inputs = (ids(3, 9), padding(3, 9))
+    torch.manual_seed(5)
+    _optimize(model, *inputs)
+    for grad in (False, True, False):
+        results = []
+        for m in (model, eager):
+            torch.manual_seed(11)
+            with torch.set_grad_enabled(grad):
+                results.append([m(*inputs).detach() for _ in range(2)])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(results[0][0], results[0][1])
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(*inputs), model(*inputs))
+        torch.testing.assert_close(model(*inputs), eager.eval()(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_batch_statistics_are_updated_once_a_step() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+
+    model = seeded(make).train()
+    eager = copy.deepcopy(model)
+    x = numbers(6, WIDTH)
+    _optimize(model, x)
+    with torch.no_grad():
+        eager(x)
+    for _ in range(2):
+        for m in (model, eager):
+            m(x).square().mean().backward()
+        torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+        assert int(model[1].num_batches_tracked) == int(eager[1].num_batches_tracked)
+
+
+# --- torch.compile's own door ------------------------------------------------------------------------------
+
+
+def test_the_backend_is_registered_and_takes_options() -> None:
+    assert "opsmith" in torch._dynamo.list_backends(exclude_tags=())
+    model, x = seeded(Feed), numbers(3, 4, WIDTH)
+    truth = Truth(model)
+    fast = torch.compile(model, backend="opsmith", options={"tune": False, "pin": {"layer_norm": "eager"}})
+    with torch.no_grad():
+        truth.check(fast(x), x)
+        truth.check(fast(numbers(5, 6, WIDTH)), numbers(5, 6, WIDTH))
+    assert not hasattr(model, "opsmith")
+    plain = torch.compile(lambda t: torch.softmax(t, -1) * 2, backend="opsmith", dynamic=True)
+    torch.testing.assert_close(plain(x), torch.softmax(x, -1) * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tun": False}, "torch.compile options: tun: .*; the fields are dtype"),
+        ({"pin": {"layer_norm": "best"}}, "layer_norm has no implementation 'best'"),
+        ({"dtype": "bfloat16"}, "only opsmith.optimize changes a model's dtype"),
+    ],
+)
+def test_wrong_options_are_errors(options: Any, message: str) -> None:
+    fast = torch.compile(seeded(Feed), backend="opsmith", options=options)
+    with torch.no_grad(), pytest.raises(Exception, match=message):
+        fast(numbers(3, 4, WIDTH))
+
+
+def test_configuration_for_training_and_for_inference_is_one() -> None:
+    """A pin is kept in both, and the plan shows what inference runs."""
+    model, x = seeded(Feed), numbers(3, 4, WIDTH)
+    opsmith.optimize(model, x, config=Config(tune=False, pin={"layer_norm": "eager"}))
+    model(x).sum().backward()
+    assert {
+        s.implementation for p in model.opsmith.plan.shapes for s in p.steps if s.operator == "layer_norm"
+    } == {"eager"}

@@ -29,7 +29,8 @@ inline void set_lanes(float* p, float x, int64_t n) { std::fill(p, p + n, x); }
 struct FloatUnits {
   using Element = float;
   static constexpr int per_unit = 1;
-  static constexpr int64_t chain = 32;  // products that one accumulator sums before it is added to C
+  // Products that one accumulator sums before it is added to C; fewer where each product is rounded by itself.
+  static constexpr int64_t chain = W == 4 ? 8 : 32;
   static Vec broadcast(const float* unit) { return splat(*unit); }
   static Vec mac(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 };

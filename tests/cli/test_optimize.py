@@ -131,8 +131,8 @@ def of_another_model(folder: Path) -> None:
             edit(model_type="zonk", auto_map={"AutoModel": "code.Zonk"}),
             "code of its own, which is never loaded",
         ),
-        (edit(hidden_size=48), "does not load"),
-        (edit(hidden_size="many"), "config.json"),
+        (edit(hidden_size=48), "in the file and [48] by config.json"),
+        (edit(hidden_size="many"), "config.json: Validation error for field 'hidden_size': "),
         (cut, "model.safetensors is damaged"),
         (garbage, "model.safetensors is damaged"),
         (pickled, "has no *.safetensors, the only weights that are read"),
@@ -174,6 +174,7 @@ def test_a_wrong_option_is_one_line(
     err = capsys.readouterr().err
     assert expected in err
     assert err.count("\n") == 1
+    assert "--debug" not in err
 
 
 def test_a_file_is_not_a_folder(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from torch import nn
@@ -49,15 +50,26 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
         try:
             config = transformers.AutoConfig.from_pretrained(folder, **local)
         except Exception as error:  # transformers raises whatever a damaged file leads to
-            raise CommandError(f"optimize: {folder / 'config.json'}: {_first_line(error)}") from error
+            raise CommandError(f"optimize: {folder / 'config.json'}: {_one_line(error)}") from error
         causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
         family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         try:
             model, info = family.from_pretrained(
-                folder, use_safetensors=True, dtype="auto", output_loading_info=True, **local
+                folder,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                **local,
             )
         except Exception as error:
-            raise CommandError(f"optimize: {folder} does not load: {_first_line(error)}") from error
+            raise CommandError(f"optimize: {folder} does not load: {_one_line(error)}") from error
+    if info["mismatched_keys"]:
+        name, there, wanted = min(info["mismatched_keys"])
+        raise CommandError(
+            f"optimize: config.json and the weights in {folder} do not belong together: {name} is "
+            f"{list(there)} in the file and {list(wanted)} by config.json"
+        )
     if info["missing_keys"] and len(info["missing_keys"]) == len(model.state_dict()):
         raise CommandError(
             f"optimize: no weight in {folder} belongs to a {type(model).__name__}; "
@@ -116,10 +128,9 @@ def _check_weights(file: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise CommandError(
-            f"optimize: {file} is damaged ({_first_line(error)}); copy or download it again"
+            f"optimize: {file} is damaged ({_one_line(error)}); copy or download it again"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _one_line(error: Exception) -> str:
+    return shorten(str(error), 240) or type(error).__name__

@@ -48,7 +48,10 @@ def run(
     console = output.console
     if plan is not None:
         check_folder("--plan", plan)
-    settings = opsmith.Config.load(config) if config is not None else opsmith.Config()
+    try:
+        settings = opsmith.Config.load(config) if config is not None else opsmith.Config()
+    except ValueError as refusal:
+        raise CommandError(str(refusal)) from refusal
     with console.status("loading the model"):
         model, architecture = hf.load(path)
         examples = [_tokens(architecture, batch, length, seed) for seed in range(3)]
@@ -59,7 +62,10 @@ def run(
         if without:
             console.print(without, style="yellow", markup=False)
         start = time.perf_counter()
-        opsmith.optimize(model, dict(examples[0]), config=settings, dtype=dtype)
+        try:
+            opsmith.optimize(model, dict(examples[0]), config=settings, dtype=dtype)
+        except ValueError as refusal:  # complete in itself: what was expected, and what came
+            raise CommandError(str(refusal)) from refusal
         seconds = time.perf_counter() - start
         session: Any = model.opsmith
         console.print(f"optimized in {seconds:.1f} s")

@@ -1,0 +1,188 @@
+"""A program's buffers: reused where nothing reads them any more, never where a caller or a later step could see it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opsmith
+from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, gpt2, ids, numbers, padding, seeded
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def _programs(model: Any) -> list[Any]:
+    return [p for graph in model.opsmith.graphs for p in graph._programs.values()]
+
+
+def test_buffers_are_shared_by_steps_that_do_not_meet() -> None:
+    model = seeded(lambda: Encoder(layers=3))
+    truth = Truth(model)
+    inputs = (ids(3, 9), padding(3, 9))
+    opsmith.optimize(model, inputs, config=UNTIMED)
+    (program,) = _programs(model)
+    slots = [s.slot for s in program.steps if s.slot is not None]
+    assert len(slots) >= 6  # the norms, the attentions
+    assert len(program.slots) < len(slots)
+    (shape,) = model.opsmith.plan.shapes
+    assert shape.buffer_bytes == sum(program.slots)
+    # What the recording run gave away is not needed again: poisoned buffers do not show.
+    with torch.no_grad():
+        model(*inputs)
+        for buffers in program._free:
+            for b in buffers:
+                for t in b if isinstance(b, tuple) else (b,):
+                    t.fill_(float("nan"))
+        truth.check(model(*inputs), *inputs)
+
+
+def test_a_call_in_flight_has_buffers_of_its_own() -> None:
+    model = seeded(Feed)
+    x = numbers(3, 4, WIDTH)
+    opsmith.optimize(model, x, config=UNTIMED)
+    (program,) = _programs(model)
+    with torch.no_grad():
+        model(x)
+    assert len(program._free) == 1
+    program._free.clear()  # as while another call has them
+    with torch.no_grad():
+        model(x)
+        model(x)
+    assert len(program._free) == 1
+
+
+class _Reused(nn.Module):
+    """One result is needed at once, after a while, and as a view at the very end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList([Feed() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.feeds[0](x)
+        view = first.view(-1, 2, WIDTH // 2).transpose(0, 1)
+        y = first
+        for feed in self.feeds:
+            y = feed(y)
+        total: torch.Tensor = y + first + view.sum() + torch.softmax(view, -1).sum()
+        return total
+
+
+def test_a_buffer_lives_as_long_as_a_view_of_it() -> None:
+    model = seeded(_Reused)
+    truth = Truth(model)
+    x = numbers(3, 4, WIDTH)
+    opsmith.optimize(model, x, config=UNTIMED)
+    for seed in range(3):
+        x = numbers(3, 4, WIDTH, seed=seed)
+        with torch.no_grad():
+            truth.check(model(x), x)
+
+
+class _Positions(nn.Module):
+    """Results that follow from the sizes alone, one of them as a view."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        positions = torch.arange(x.shape[1])
+        mask = torch.ones(x.shape[1], x.shape[1]).tril()
+        return torch.softmax(x + mask.sum(), -1), positions.view(1, -1), mask[0], positions * 2
+
+
+def test_what_follows_from_the_sizes_is_new_for_every_caller() -> None:
+    model = _Positions()
+    x = numbers(3, 4, WIDTH)
+    want = model(x)
+    opsmith.optimize(model, x, config=UNTIMED)
+    for _ in range(3):
+        with torch.no_grad():
+            got = model(x)
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w)
+        for t in got:
+            t.zero_()
+
+
+class _Sizes(nn.Module):
+    """Arithmetic on sizes, whose names are those of Python's own functions."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        b, n, d = x.shape
+        rows = x.reshape(b * n, d)[: (b + n) // 2 * 2 - 1]
+        part = rows[: rows.shape[0] % 7 + 1] * (n / b) + float(y.shape[0] - b)
+        return torch.softmax(part, -1) + part.new_full((), max(b, n) ** 2)
+
+
+def test_arithmetic_on_sizes() -> None:
+    model = _Sizes()
+    x, y = numbers(3, 4, WIDTH), numbers(6, 5)
+    eager = copy.deepcopy(model)
+    opsmith.optimize(model, (x, y), config=UNTIMED)
+    for b, n in [(3, 4), (4, 5), (5, 9), (3, 4)]:
+        x, y = numbers(b, n, WIDTH), numbers(b + n, 5)
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(model(x, y), eager(x, y))
+    assert len(model.opsmith.plan.shapes) >= 3
+
+
+class _Constants(nn.Module):
+    """Infinities, slices, dtypes, devices, strings, lists and None as arguments."""
+
+    def forward(self, x: torch.Tensor) -> list[Any]:
+        y = torch.nn.functional.pad(x, (1, 2), value=float("-inf"))
+        z = torch.nan_to_num(y, nan=0.0, posinf=float("inf"), neginf=-1.0).to(torch.float64)
+        e = torch.einsum("bld,bmd->blm", x, x)
+        w = torch.nn.functional.gelu(x, approximate="tanh")
+        parts = torch.split(x, [8, WIDTH - 8], dim=-1)
+        flipped = torch.roll(x, shifts=(1, -1), dims=(0, 1)).clamp(min=None, max=0.5)
+        return [y, z, e, w, *parts, flipped, torch.zeros(2, dtype=torch.int8, device=x.device), None, "text"]
+
+
+def test_every_kind_of_argument_is_written_out_right() -> None:
+    model = _Constants()
+    x = numbers(3, 4, WIDTH)
+    opsmith.optimize(model, x, config=UNTIMED)
+    with torch.no_grad():
+        for _ in range(2):
+            for got, want in zip(model(x), _Constants()(x), strict=True):
+                if isinstance(want, torch.Tensor):
+                    torch.testing.assert_close(got, want)
+                else:
+                    assert got == want
+
+
+def test_many_sizes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opsmith.compiler.compiled.MAX_PROGRAMS", 5)
+    model = seeded(Feed)
+    truth = Truth(model)
+    opsmith.optimize(model, numbers(2, 4, WIDTH), config=UNTIMED)
+    for _ in range(2):
+        for batch in range(2, 12):
+            with torch.no_grad():
+                truth.check(model(numbers(batch, 4, WIDTH)), numbers(batch, 4, WIDTH))
+    assert len(_programs(model)) <= 5
+    assert len(model.opsmith.plan.shapes) <= 5
+
+
+def test_a_growing_cache_needs_no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opsmith import measure
+
+    model = seeded(gpt2)
+    opsmith.optimize(model, ids(2, 7))
+    calls: list[int] = []
+    quick = measure.quick
+    monkeypatch.setattr(measure, "quick", lambda *a, **k: (calls.append(1), quick(*a, **k))[1])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(ids(2, 7), max_new_tokens=4, **options)
+    first = len(calls)
+    model.generate(ids(2, 7), max_new_tokens=12, **options)
+    assert len(calls) == first

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 SCHEMA = 1
 
 
@@ -77,12 +79,13 @@ class Plan:
                 f"plan: {path} has schema {found!r}, this version reads {SCHEMA}; make the plan again"
             )
         try:
-            shapes = [
-                ShapePlan(**{**s, "steps": [PlanStep(**step) for step in s["steps"]]}) for s in data["shapes"]
-            ]
-            return cls(shapes, str(data.get("machine", "")), dict(data.get("versions", {})))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"plan: {path} is damaged: {error}; make the plan again") from None
+            return _PLAN.validate_python({k: v for k, v in data.items() if k != "schema"})
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(p) for p in first["loc"])
+            raise ValueError(
+                f"plan: {path} is damaged: {place}: {first['msg']}; make the plan again"
+            ) from None
 
     def diff(self, other: Plan) -> list[str]:
         """One line for each call whose implementation differs, or that only one plan has."""
@@ -118,6 +121,9 @@ class Plan:
 
     def __str__(self) -> str:
         return self.table()
+
+
+_PLAN = TypeAdapter(Plan)
 
 
 def microseconds(times: Mapping[str, float]) -> dict[str, float]:

@@ -219,7 +219,7 @@ class Space:
         if len(a.terms) == 1:
             mono, coef = a.terms[0]
             whole = float(r).is_integer()
-            if whole or (coef > 0 and all(self._positive(f) for f in mono.factors)):
+            if whole or (coef > 0 and self._separable(mono)):
                 factors = tuple((atom, p * r) for atom, p in mono.factors)
                 expo = self.scale(mono.expo, r) if mono.expo else None
                 return self._poly({self._mono(factors, expo): coef**r})
@@ -229,9 +229,21 @@ class Space:
         return self.scale(self.from_atom(base, r), content**r)
 
     @staticmethod
-    def _positive(factor: tuple[Atom, float]) -> bool:
-        atom, _ = factor
-        return atom.name == "base" or (atom.name == "sum" and all(m.expo for m, _ in atom.args[0].terms))
+    def _separable(mono: Mono) -> bool:
+        """True when roots and logarithms may be taken factor by factor, wherever they have a value.
+
+        One factor of unknown sign is positive where the product is; two need not be, and an even power hides
+        its sign: the root of a square is no identity.
+        """
+        unknown = 0
+        for atom, power in mono.factors:
+            of_exponentials = atom.name == "sum" and all(m.expo for m, _ in atom.args[0].terms)
+            if of_exponentials or not float(power).is_integer():
+                continue
+            if power % 2 == 0:
+                return False
+            unknown += 1
+        return unknown <= 1
 
     def exp(self, a: Poly) -> Poly:
         """e ** a, with logarithms undone and constants taken out."""
@@ -249,7 +261,7 @@ class Space:
 
     def log(self, a: Poly) -> Poly:
         """log a; a product becomes a sum."""
-        if len(a.terms) != 1 or a.terms[0][1] <= 0:
+        if len(a.terms) != 1 or a.terms[0][1] <= 0 or not self._separable(a.terms[0][0]):
             return self.fn("log", (a,), a.shape)
         mono, coef = a.terms[0]
         result = self.const(math.log(coef))
@@ -306,7 +318,7 @@ class Space:
             if moving is not self.one:
                 inner = self.fn(kept, (self._poly({moving: 1.0}),), shape)
             elif kept == "sum":
-                inner = self.fn(kept, (self.const(1),), shape)
+                inner = self.fn(kept, (self.const(1),), shape, (size,))
             result = self.add(result, self.mul(outer, inner))
         return result
 

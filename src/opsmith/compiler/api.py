@@ -137,7 +137,7 @@ def optimize(
         model.to(settings.device)
     if settings.torch_dtype is not None:
         session.before = _cast(model, settings.torch_dtype)
-    model._compiled_call_impl = _entry(model, session)  # type: ignore[assignment]
+    model._compiled_call_impl = _entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
     weakref.finalize(model, session.close).atexit = False
     session.selector.learning = True

@@ -314,7 +314,7 @@ class _Study:
                 self.env[node] = _attribute(owner.original, str(node.target))
             elif node.op == "call_function":
                 args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
-                self.env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                self.env[node] = node.target(*args, **kwargs)
             for name in self.at.get(node, ()):
                 done += 1
                 if owner._progress is not None:

@@ -73,7 +73,14 @@ class Selector:
         accepted, refused = card.candidates(**call)
         key, config = signature(card, call), self.config
         pinned, fixed = config.pin.get(site) or config.pin.get(card.name), self.fixed.get(key)
-        if config.inductor or "inductor" in (pinned, fixed):
+        known = self._measured.get(key) or self.cache.get(key) or {}
+        if (
+            "inductor" not in (pinned, fixed)
+            and "inductor" in known
+            and min(known, key=known.__getitem__) != "inductor"
+        ):
+            refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
+        elif config.inductor or "inductor" in (pinned, fixed):
             self._enter_inductor(card, call, accepted, refused, may_measure)
         for name in (*config.forbid.get(card.name, ()), *config.forbid.get(site, ())):
             _refuse(name, "forbidden by the configuration", accepted, refused)
@@ -88,7 +95,7 @@ class Selector:
             return Choice(fixed, "from the saved plan", {}, refused)
         if len(accepted) > 1 and not config.tune:
             return Choice(names[0], "first able in the card's order (tuning is off)", {}, refused)
-        times = self._measured.get(key) or self.cache.get(key)
+        times: Mapping[str, float] | None = known or None
         if len(accepted) > 1 and (times is None or not set(names) <= set(times)):
             if not may_measure:
                 return self._nearest(card, call, accepted, refused)

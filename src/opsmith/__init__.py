@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from opsmith import operator as operator
     from opsmith import ops as ops
     from opsmith.compiler import Config as Config
     from opsmith.compiler import Plan as Plan
     from opsmith.compiler import optimize as optimize
     from opsmith.compiler import restore as restore
-    from opsmith import operator as operator
     from opsmith.operator import Operator as Operator
 
 __version__ = "0.1.0"

@@ -57,7 +57,8 @@ class Block(nn.Module):
         x = self.first(x + self.dropout(self.out(context)))
         h = self.up(x)
         h = 0.5 * h * (1 + torch.erf(h / math.sqrt(2)))
-        return self.second(x + self.dropout(self.down(h)))
+        y: torch.Tensor = self.second(x + self.dropout(self.down(h)))
+        return y
 
 
 class Encoder(nn.Module):
@@ -69,7 +70,7 @@ class Encoder(nn.Module):
         self.norm = Norm()
         self.blocks = nn.ModuleList([Block(dropout) for _ in range(layers)])
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         x = self.words(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         x = self.norm(x)
         for block in self.blocks:

@@ -159,7 +159,7 @@ def test_a_row_that_is_masked_wholly_is_no_reason_to_roll_back() -> None:
 
     q, mask = numbers(2, 3, 6, 8), torch.ones(2, 1, 6, 6, dtype=torch.bool)
     mask[0, 0, 2] = False
-    model = opsmith.optimize(Masked(), (q, mask), config=UNTIMED)
+    model: Any = opsmith.optimize(Masked(), (q, mask), config=UNTIMED)
     assert model.opsmith.report.found == {"attention": 1}
     with torch.no_grad():
         got = model(q, mask)

@@ -90,7 +90,8 @@ def test_gradients_of_inputs_and_of_frozen_parts() -> None:
     leaves = [x.clone().requires_grad_() for _ in range(2)] + [x.double().requires_grad_()]
     for leaf, m in zip(leaves, (model, truth.eager, truth.exact), strict=True):
         m(leaf).square().sum().backward()
-    verdict = WHOLE_MODEL.check(leaves[0].grad, leaves[1].grad, leaves[2].grad)
+    gradients: list[Any] = [leaf.grad for leaf in leaves]
+    verdict = WHOLE_MODEL.check(*gradients)
     assert verdict.ok, verdict.why
 
 
@@ -174,7 +175,8 @@ def test_the_backend_is_registered_and_takes_options() -> None:
     assert "opsmith" in torch._dynamo.list_backends(exclude_tags=())
     model, x = seeded(Feed), numbers(3, 4, WIDTH)
     truth = Truth(model)
-    fast = torch.compile(model, backend="opsmith", options={"tune": False, "pin": {"layer_norm": "eager"}})
+    options: Any = {"tune": False, "pin": {"layer_norm": "eager"}}
+    fast = torch.compile(model, backend="opsmith", options=options)
     with torch.no_grad():
         truth.check(fast(x), x)
         truth.check(fast(numbers(5, 6, WIDTH)), numbers(5, 6, WIDTH))

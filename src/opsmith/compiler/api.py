@@ -250,7 +250,14 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-        key = (torch.is_grad_enabled(), *[t.shape for t in tensors])
+        others = [v for v in (*args, *kwargs.values()) if v is None or isinstance(v, bool | str)]
+        key = (
+            torch.is_grad_enabled(),
+            model.training,
+            *kwargs,
+            *others,
+            *[(t.shape, t.dtype, t.requires_grad) for t in tensors],
+        )
         if key in seen:
             return compiled(*args, **kwargs)
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.

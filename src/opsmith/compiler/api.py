@@ -98,7 +98,9 @@ def optimize(
     """Make a model faster in place: recognize its operators, choose the fastest implementations, prove each.
 
     The class, `state_dict`, `generate` and `save_pretrained` stay as they are; `opsmith.restore(model)` undoes
-    everything. `model.opsmith.plan` and `model.opsmith.report` say what was done.
+    everything. `model.opsmith.plan` and `model.opsmith.report` say what was done. Weights may change afterwards
+    (training, `load_state_dict`, `to`); only a change that PyTorch itself does not count, in place through `.data`,
+    has to be followed by another `optimize`.
 
     >>> model = opsmith.optimize(model, {"input_ids": ids, "attention_mask": mask})
     >>> print(model.opsmith.plan)

@@ -1,0 +1,281 @@
+"""Weights that change, memory that is shared, state that a call changes: what an optimized model must respect."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opsmith
+from opsmith.compiler import Config
+from tests.compiler.models import (
+    UNTIMED,
+    WIDTH,
+    Encoder,
+    Feed,
+    Truth,
+    ids,
+    numbers,
+    seeded,
+)
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def _optimized(model: Any, *example: Any, **options: Any) -> Any:
+    return opsmith.optimize(model, example or None, config=UNTIMED, **options)
+
+
+# --- weights that change -----------------------------------------------------------------------------------
+
+
+def _load(model: Feed) -> None:
+    state = {name: t * 1.5 for name, t in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def _assign(model: Feed) -> None:
+    model.load_state_dict({name: t * 1.5 for name, t in model.state_dict().items()}, assign=True)
+
+
+def _add(model: Feed) -> None:
+    with torch.no_grad():
+        model.up.weight.add_(0.5)
+
+
+def _swap(model: Feed) -> None:
+    model.down.weight.data = model.down.weight.data * 2
+
+
+def _replace(model: Feed) -> None:
+    model.up.weight = nn.Parameter(model.up.weight.detach() * 3)
+
+
+def _there_and_back(model: Feed) -> None:
+    model.to(torch.bfloat16)
+    model.to(torch.float32)
+
+
+CHANGES = [_load, _assign, _add, _swap, _replace, _there_and_back]
+
+
+@pytest.fixture(scope="module")
+def x() -> torch.Tensor:
+    return numbers(5, 6, WIDTH)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
+def test_changed_weights_are_seen(change: Callable[[Feed], None], x: torch.Tensor) -> None:
+    model = seeded(Feed)
+    _optimized(model, x)
+    with torch.no_grad():
+        before = model(x)
+    for _ in range(2):
+        change(model)
+        with torch.no_grad():
+            Truth(model).check(model(x), x)
+            assert not torch.equal(model(x), before)
+
+
+def test_swapping_weights_back_and_forth_is_seen(x: torch.Tensor) -> None:
+    """Storage that was given back may come again at the same address with other numbers."""
+    model = seeded(Feed)
+    _optimized(model, x)
+    for i in range(6):
+        model.up.weight.data = numbers(48, WIDTH, seed=i)
+        with torch.no_grad():
+            Truth(model).check(model(x), x)
+
+
+def test_weights_changed_in_every_step_stay_right() -> None:
+    model = seeded(Feed)
+    x = numbers(3, 4, WIDTH)
+    _optimized(model, x)
+    for step in range(3):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.0 + 0.1 * step)
+            Truth(model).check(model(x), x)
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+class _Views(nn.Module):
+    """Results that are views of results, of inputs, and of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.feed(x)
+        z = self.feed(y)
+        return y[:, 1:], z.transpose(0, 1), x[0], x, self.feed.norm.weight[:3], z.view(-1)[:7]
+
+
+def test_results_are_not_overwritten_by_the_next_call() -> None:
+    model = seeded(_Views)
+    eager = copy.deepcopy(model)
+    x, other = numbers(3, 4, WIDTH), numbers(3, 4, WIDTH, seed=9)
+    _optimized(model, x)
+    with torch.no_grad():
+        first = model(x)
+        kept = [t.clone() for t in first]
+        model(other)
+        model(other)
+        want = eager(x)
+    for got, copied, right in zip(first, kept, want, strict=True):
+        assert torch.equal(got, copied)
+        torch.testing.assert_close(got, right)
+    assert first[3] is x
+    assert first[2].data_ptr() == x.data_ptr()
+    assert first[4].data_ptr() == model.feed.norm.weight.data_ptr()
+    first[1].zero_()  # a result may be changed in place without hurting the next call
+    with torch.no_grad():
+        torch.testing.assert_close(model(x)[1], want[1])
+
+
+def test_threads_do_not_share_buffers() -> None:
+    model = seeded(Encoder)
+    inputs = [ids(3, 9, seed=s) for s in range(4)]
+    _optimized(model, inputs[0])
+    with torch.no_grad():
+        want = [model(x).clone() for x in inputs]
+    wrong: list[int] = []
+    start = threading.Barrier(len(inputs))
+
+    def work(i: int) -> None:
+        start.wait()
+        for _ in range(25):
+            with torch.no_grad():
+                if not torch.equal(model(inputs[i]), want[i]):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert wrong == []
+
+
+class _Counting(nn.Module):
+    """State that every call changes: a count of calls, and a cache that is written in place."""
+
+    calls: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(3, 4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        y = self.feed(x)
+        self.cache.mul_(0.5).add_(y)
+        return self.feed(self.cache) + self.calls
+
+
+@pytest.mark.parametrize("tune", [False, True], ids=["untimed", "timed"])
+def test_state_changes_once_a_call(tune: bool) -> None:
+    """Studying and timing a graph must not be seen in the model's state."""
+    model = seeded(_Counting)
+    eager = copy.deepcopy(model)
+    x = numbers(3, 4, WIDTH)
+    opsmith.optimize(model, x, config=Config(tune=tune))
+    with torch.no_grad():
+        eager(x)
+        for _ in range(3):
+            torch.testing.assert_close(model(x), eager(x))
+    assert float(model.calls) == float(eager.calls) == 4.0
+    torch.testing.assert_close(model.cache, eager.cache)
+
+
+def test_inputs_are_not_changed_and_changes_in_place_are() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.feed = Feed()
+
+        def forward(self, x: torch.Tensor, out: torch.Tensor) -> Any:
+            y = self.feed(x)
+            h = y * 2
+            h += x  # of no one else's memory
+            view = h[:, 0]
+            view.zero_()  # through a view
+            out.copy_(self.feed(h))
+            return h
+
+    model = seeded(InPlace)
+    eager = copy.deepcopy(model)
+    x = numbers(3, 4, WIDTH)
+    before = x.clone()
+    outs = torch.zeros(2, 3, 4, WIDTH)
+    _optimized(model, x, outs[0])
+    for _ in range(2):
+        outs.zero_()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, outs[0]), eager(x, outs[1]))
+        torch.testing.assert_close(outs[0], outs[1])
+        assert torch.equal(x, before)
+
+
+class _Rewritten(nn.Module):
+    """A value that is read, changed in place, and read again: what was recognized must not mix the two."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x * 3
+        before = torch.softmax(h, -1)
+        h[..., 0] = 5.0
+        h.add_(1.0)
+        view = h[..., 1:]
+        e = torch.exp(h - h.amax(-1, keepdim=True))
+        e.add_(2.0)
+        view.mul_(0.5)
+        return before, e / e.sum(-1, keepdim=True) + torch.softmax(h, -1)
+
+
+def test_changes_in_place_within_the_graph_are_respected() -> None:
+    model = seeded(_Rewritten)
+    x = numbers(3, 4, WIDTH)
+    want = model(x)
+    _optimized(model, x)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), want)
+
+
+def test_inference_mode_and_no_grad_mix() -> None:
+    model = seeded(Feed)
+    truth = Truth(model)
+    x = numbers(3, 4, WIDTH)
+    with torch.inference_mode():
+        _optimized(model, x)
+        truth.check(model(x), x)
+    with torch.no_grad():
+        truth.check(model(x), x)
+    with torch.inference_mode():
+        truth.check(model(numbers(2, 4, WIDTH)), numbers(2, 4, WIDTH))
+    with torch.no_grad():
+        truth.check(model(numbers(2, 4, WIDTH)), numbers(2, 4, WIDTH))
+
+
+def test_a_model_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = seeded(Feed)
+        x = numbers(3, 4, WIDTH)
+        want = model(x)
+        _optimized(model, x)
+        torch.testing.assert_close(model(x), want)

@@ -342,8 +342,7 @@ inline Vec exp(Vec x) {
 // 2^x to 3e-6 of itself, for results that are rounded to 16 bits: half the arithmetic of exp. 0 at -inf, NaN at NaN.
 inline Vec exp2_coarse(Vec x) {
 #if defined(OPSMITH_AVX512)
-  x = max(-160.0f, min(160.0f, x));
-  const Vec n = x;  // scalef takes the floor itself
+  const Vec n = x;  // scalef takes the floor itself, and both know what to do with infinities
   const Vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 #else
   x = max(-160.0f, min(160.0f, x));

@@ -16,9 +16,11 @@ constexpr int piece = 8 * block;  // elements summed before the sum is added to 
 
 enum Method : int64_t { automatic = 0, stable = 1, fast = 2 };
 
-// Without subtraction, a row is safe if its maximum is in [0, safe_maximum]: e^60 times any row length is far from
-// overflow, and since the sum is at least 1, terms too small for a float are as negligible as they are after
-// subtracting the maximum. A narrow range alone would not do: 1000..1001 overflows, -1001..-1000 is lost.
+// Without subtraction, a row is safe if its sum shows that nothing overflowed and nothing was lost: up to safe_sum no
+// term came near float's end, and with a sum of at least 1, terms too small for a float are as negligible as they are
+// after subtracting the maximum. A narrow range alone would not do: 1000..1001 overflows, -1001..-1000 is lost. After a
+// row that was subtracted, the next one is tried without if the maximum was in [0, safe_maximum].
+constexpr float safe_sum = 1e30f;
 constexpr float safe_maximum = 60.0f;
 
 inline float exp1(float x) { return exp(splat(x))[0]; }
@@ -48,24 +50,29 @@ struct Scores {
   }
 };
 
-// e^z of a row into `terms`. Returns the maximum of z; the sum of the terms in `sum`, added up in blocks, since each
-// addition to a sum that holds a dominating term loses half a unit of that term.
+// Whether the second of two half-row prefetches is due at vector u of four: one for each line of 64 bytes.
 template <class T>
-inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, float& sum) {
-  Vec total{}, top[4] = {splat(-infinity), splat(-infinity), splat(-infinity), splat(-infinity)};
-  for (int64_t first = 0; first < n; first += piece) {
-    Vec part[4] = {};
-    for_lanes_unrolled<4>(std::min<int64_t>(piece, n - first), [&](int64_t i, int u, auto k) {
-      const Vec v = keep(z(first + i, k), k, -infinity);
-      top[u] = max(top[u], v);
-      const Vec e = exp_above<T>(v, 0.0f);
-      part[u] += e;
-      store(terms + first + i, e);
-    });
-    total += (part[0] + part[1]) + (part[2] + part[3]);
-  }
-  sum = float(reduce_add(to_double(total)));
-  return reduce_max(max(max(top[0], top[1]), max(top[2], top[3])));
+constexpr bool next_line(int u) {
+  return u * W * int(sizeof(T)) / 2 % 64 == 0;
+}
+
+// e^z of a row into `terms`. Returns their sum.
+template <class T, bool biased>
+inline float scan_fast(const Scores<T> z, int64_t n, float* const terms) {
+  constexpr bool exact = std::is_same_v<T, float>;
+  constexpr float unit = exact ? 1.0f : 1.44269504088896341f;  // rounded results are good enough in powers of two
+  const float factor = z.scale * unit;
+  Vec total[4] = {};
+  for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
+    if (next_line<T>(u)) prefetch(z.next + (i >> 1));
+    Vec v = load(z.x + i, k) * factor;
+    if constexpr (biased) v = fma(load(z.bias + i, k), unit, v);
+    v = keep(v, k, -infinity);
+    const Vec e = exact ? exp(v) : exp2_coarse(v);
+    total[u] += e;
+    store(terms + i, e);
+  });
+  return float(reduce_add(to_double((total[0] + total[1]) + (total[2] + total[3]))));
 }
 
 // The same, against a running maximum, which `tops` records per block of the row; when it grows, the sum so far is
@@ -107,19 +114,22 @@ inline void row(Scores<T> z, int64_t n, int64_t length, bool masked, int64_t met
   float sum = 0, maximum = 0;
   bool subtracted = method == stable || (method == automatic && !try_fast);
   if (!subtracted) {
-    maximum = scan_fast(z, n, terms, sum);
-    subtracted = method == automatic && !(maximum >= 0 && maximum <= safe_maximum);
+    sum = z.bias ? scan_fast<T, true>(z, n, terms) : scan_fast<T, false>(z, n, terms);
+    try_fast = sum >= 1.0f && sum <= safe_sum;
+    subtracted = method == automatic && !try_fast;
   }
-  if (subtracted) maximum = scan_stable(z, n, terms, tops, sum);
-  try_fast = maximum >= 0 && maximum <= safe_maximum;  // the next row is probably like this one
+  if (subtracted) {
+    maximum = scan_stable(z, n, terms, tops, sum);
+    try_fast = maximum >= 0 && maximum <= safe_maximum;  // the next row is probably like this one
+  }
 
   // Every term is 0 only where every score is -inf: nothing to attend to gives zeros, or NaN where nobody masked.
   const T* const half = z.next + n / 2;
   float inverse = 1.0f / sum;
   if (sum == 0 && masked) inverse = 0;
   if (!subtracted) {
-    for_lanes(n, [=](int64_t i, auto k) { 
-      prefetch(half + (i >> 1));
+    for_lanes_unrolled<4>(n, [=](int64_t i, int u, auto k) {
+      if (next_line<T>(u)) prefetch(half + (i >> 1));
       put(y + i, load(terms + i) * inverse, k, streaming);
     });
   } else {

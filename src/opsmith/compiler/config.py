@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,8 @@ class Config(BaseModel):
         device: where the model is to run; None leaves it where it is.
         pin: the implementation to use, by operator ("attention") or by site ("attention_3").
         forbid: implementations never to use, by operator or by site.
-        inductor: let PyTorch's Inductor compete for the operators it generates code for.
+        inductor: let PyTorch's Inductor compete for the operators it generates code for; OPSMITH_INDUCTOR=0
+            turns the default off.
         inductor_seconds: time its compilations may take in all; what does not fit is reported as not tried.
         tune: measure the contestants; False takes the first that is able, in the card's order.
         verify: prove every site on the example inputs, and roll back what fails.
@@ -38,7 +40,7 @@ class Config(BaseModel):
     device: str | None = None
     pin: dict[str, str] = Field(default_factory=dict)
     forbid: dict[str, list[str]] = Field(default_factory=dict)
-    inductor: bool = False
+    inductor: bool = Field(default_factory=lambda: os.environ.get("OPSMITH_INDUCTOR") != "0")
     inductor_seconds: float = 20.0
     tune: bool = True
     verify: bool = True

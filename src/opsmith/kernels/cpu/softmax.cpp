@@ -56,23 +56,29 @@ constexpr bool next_line(int u) {
   return u * W * int(sizeof(T)) / 2 % 64 == 0;
 }
 
-// e^z of a row into `terms`. Returns their sum.
+// e^z of a row into `terms`. Returns their sum, added up in pieces, since each addition to a sum that holds a
+// dominating term loses half a unit of that term.
 template <class T, bool biased>
 inline float scan_fast(const Scores<T> z, int64_t n, float* const terms) {
   constexpr bool exact = std::is_same_v<T, float>;
   constexpr float unit = exact ? 1.0f : 1.44269504088896341f;  // rounded results are good enough in powers of two
   const float factor = z.scale * unit;
-  Vec total[4] = {};
-  for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
-    if (next_line<T>(u)) prefetch(z.next + (i >> 1));
-    Vec v = load(z.x + i, k) * factor;
-    if constexpr (biased) v = fma(load(z.bias + i, k), unit, v);
-    v = keep(v, k, -infinity);
-    const Vec e = exact ? exp(v) : exp2_coarse(v);
-    total[u] += e;
-    store(terms + i, e);
-  });
-  return float(reduce_add(to_double((total[0] + total[1]) + (total[2] + total[3]))));
+  Vec total{};
+  for (int64_t first = 0; first < n; first += piece) {
+    Vec part[4] = {};
+    for_lanes_unrolled<4>(std::min<int64_t>(piece, n - first), [&](int64_t at, int u, auto k) {
+      const int64_t i = first + at;
+      if (next_line<T>(u)) prefetch(z.next + (i >> 1));
+      Vec v = load(z.x + i, k) * factor;
+      if constexpr (biased) v = fma(load(z.bias + i, k), unit, v);
+      v = keep(v, k, -infinity);
+      const Vec e = exact ? exp(v) : exp2_coarse(v);
+      part[u] += e;
+      store(terms + i, e);
+    });
+    total += (part[0] + part[1]) + (part[2] + part[3]);
+  }
+  return float(reduce_add(to_double(total)));
 }
 
 // The same, against a running maximum, which `tops` records per block of the row; when it grows, the sum so far is

@@ -8,6 +8,7 @@ types, dropout out of training, copies and layout changes that cancel leave no t
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from opsmith.compiler import views
-from opsmith.compiler.terms import Poly, Shape, Space, TooLarge, is_row_constant
+from opsmith.compiler.terms import Poly, Shape, Space, TooLarge
 
 Rule = Callable[..., Poly]
 RULES: dict[str, Rule] = {}
@@ -108,7 +109,7 @@ class Canon:
             return self.space.const(constant) if constant is not None else self.leaf(node)
         if node.op != "call_function" or (node in self.opaque and node is not self.root):
             return self.leaf(node)
-        if node.target is _getitem:
+        if node.target is operator.getitem:
             return self._getitem(node)
         name = op_name(node)
         rule = RULES.get(name)
@@ -143,13 +144,6 @@ class Unreadable(Exception):
     """This call has no meaning in the algebra (another axis, a rounding division): its node is a leaf."""
 
 
-def _getitem_fn() -> Any:
-    import operator
-
-    return operator.getitem
-
-
-_getitem = _getitem_fn()
 _BOOLEAN = frozenset({"aten::tril", "aten::triu", "aten::one_hot", "aten::logical_not", "aten::bitwise_not"})
 
 
@@ -287,7 +281,7 @@ def _reduce(c: Canon, node: Node, name: str, x: Any, dim: Any, keepdim: bool) ->
     if dim is None or not isinstance(x, Node):
         raise Unreadable
     shape = shape_of(x)
-    if not last_axis(node if node.target is not _getitem else node.args[0], dim):  # type: ignore[arg-type]
+    if not last_axis(node if node.target is not operator.getitem else node.args[0], dim):  # type: ignore[arg-type]
         # Another axis: an atom of its own, so that no law for the last axis applies and the report can name it.
         kept = "sum" if any(m.expo for m, _ in c(x).terms) else "mean"
         size = (
@@ -459,7 +453,6 @@ __all__ = [
     "Unreadable",
     "arguments",
     "dim_of",
-    "is_row_constant",
     "op_name",
     "rule",
     "shape_of",

@@ -161,7 +161,7 @@ class _Finder:
                 if site is not None:
                     return site
                 continue
-            for candidate in _cuts(root, region, template):
+            for candidate in _cuts(root, region):
                 leaf = self.space.leaf(candidate, shape_of(candidate))
                 canon = Canon(self.space, {candidate: leaf}, root, self.opaque)
                 site = self._try(template, canon, root, {template.cut: leaf})
@@ -176,7 +176,7 @@ class _Finder:
             left = node.args[position] if position is not None else None
             if not isinstance(left, Node):
                 continue
-            canon = Canon(self.space, {left: self.space.leaf(left, shape_of(left))}, root)
+            canon = Canon(self.space, {left: self.space.leaf(left, shape_of(left))}, root, self.opaque)
             for template in self.templates:
                 if "matmul" in template.names and "exp" not in template.names:
                     site = self._try(template, canon, root, {})
@@ -302,7 +302,7 @@ def _ancestors(root: Node, stop: set[Node]) -> set[Node]:
     return region
 
 
-def _cuts(root: Node, region: set[Node], template: Template) -> list[Node]:
+def _cuts(root: Node, region: set[Node]) -> list[Node]:
     """The values that could be the operator's main input: of the root's shape and dtype, nearest first."""
     shape, dtype = shape_of(root), root.meta["val"].dtype
     near: dict[Node, None] = {}

@@ -57,6 +57,7 @@ class Selector:
         self.learning = False  # while `optimize` shows its examples: each one is studied
         self._measured: dict[str, dict[str, float]] = {}
         self._inductor: dict[str, Implementation] = {}
+        self._inductor_ran: set[str] = set()
         self._inductor_left = config.inductor_seconds
 
     def choose(
@@ -81,7 +82,8 @@ class Selector:
         ):
             refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
         elif config.inductor or "inductor" in (pinned, fixed):
-            self._enter_inductor(card, call, accepted, refused, may_measure)
+            forced = "inductor" in (pinned, fixed)
+            self._enter_inductor(card, call, key, accepted, refused, may_measure or forced)
         for name in (*config.forbid.get(card.name, ()), *config.forbid.get(site, ())):
             _refuse(name, "forbidden by the configuration", accepted, refused)
         for name, why in unfit.items():
@@ -135,7 +137,7 @@ class Selector:
     ) -> Choice:
         """Of the calls measured before, the one closest in work and of the same kind decides."""
         names = {c.name for c in accepted}
-        work = _work(card, call)
+        work = _work(call)
         best: tuple[float, str] | None = None
         for key, times in {**dict(self.cache.items()), **self._measured}.items():
             known = names & set(times)
@@ -154,10 +156,12 @@ class Selector:
         self,
         card: Operator,
         call: dict[str, Any],
+        key: str,
         accepted: list[Implementation],
         refused: dict[str, str],
         may_compile: bool,
     ) -> None:
+        """Let Inductor compete where it may compile, or has run this very call: a model at work never waits for it."""
         if card.kind not in INDUCTOR_KINDS:
             refused["inductor"] = "Inductor calls the same library as eager for this operator"
             return
@@ -169,6 +173,12 @@ class Selector:
                 "inductor", torch.compile(card.reference, dynamic=True)
             )
         candidate = self._inductor[card.name]
+        if key in self._inductor_ran:
+            accepted.append(candidate)
+            return
+        if not may_compile:
+            refused["inductor"] = "not tried at sizes that were no example"
+            return
         start = time.monotonic()
         try:
             candidate.fn(**call)
@@ -176,6 +186,7 @@ class Selector:
             refused["inductor"] = f"failed to compile: {raised(error)}"
             return
         self._inductor_left -= time.monotonic() - start
+        self._inductor_ran.add(key)
         accepted.append(candidate)
 
     def implementation(self, card: Operator, name: str) -> Implementation:
@@ -261,7 +272,7 @@ def _why(best: str, times: Mapping[str, float]) -> str:
     return f"{others[second] / times[best]:.2f}x as fast as {second}"
 
 
-def _work(card: Operator, call: Mapping[str, Any]) -> int:
+def _work(call: Mapping[str, Any]) -> int:
     return sum(v.numel() for v in call.values() if isinstance(v, torch.Tensor))
 
 

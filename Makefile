@@ -24,8 +24,9 @@ demo: $(VENV)/.installed  ## Make a real model faster, proved equal, with times
 	$(call timed,$(BIN)/opsmith demo $(ARGS))
 
 .PHONY: test
-test: $(VENV)/.installed  ## The whole test suite
-	$(call timed,$(BIN)/python -m pytest $(ARGS))
+test: $(VENV)/.installed  ## The whole test suite, then the Triton kernels through its interpreter
+	$(call timed,{ $(BIN)/python -m pytest $(ARGS) && \
+	  { test -n "$(ARGS)" || TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/ops/test_cards.py; }; })
 
 .PHONY: lint
 lint: $(VENV)/.installed  ## Style, format, types and import order

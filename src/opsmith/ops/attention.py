@@ -15,6 +15,7 @@ from opsmith.ops.common import (
     check_float,
     check_mask,
     check_out,
+    kernels,
     native,
     nbytes,
     needs_grad,
@@ -66,7 +67,7 @@ def attention(
     wants_grad = needs_grad(q, k, v, mask)
     if (
         small(q.numel() + k.numel())
-        or native(q) is not True
+        or native(q, "attention") is not True
         or (wants_grad and mask is not None and mask.requires_grad)
     ):
         y = _eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
@@ -396,7 +397,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         implementations=[
-            Implementation("native", _native, "cpu", lambda q, *a, **k: native(q), takes_out=True),
+            *kernels(_native, lambda q, *a, **k: native(q, "attention")),
             Implementation("eager", _eager),
         ],
         patterns=(

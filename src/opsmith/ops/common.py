@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from opsmith.kernels import build
+from opsmith.kernels import build, triton
+from opsmith.operator import Implementation, Supports
 
 SMALL = 4096  # elements up to which PyTorch's own kernel is done before a call of ours has begun
 _small = ContextVar("opsmith_small", default=SMALL)
@@ -27,15 +28,39 @@ def native_library() -> bool:
 native_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def native(x: torch.Tensor) -> bool | str:
-    """True when the CPU kernels can take this tensor, else the reason why not."""
-    if not x.is_cpu:
-        return f"CPU kernels only, the input is on {x.device}"
+def native(x: torch.Tensor, op: str) -> bool | str:
+    """True when a kernel of ours, `torch.ops.opsmith.op`, can take this tensor, else the reason why not."""
     if x.dtype not in NATIVE_DTYPES:
-        return f"the CPU kernels take float32, bfloat16 and float16, not {short(x.dtype)}"
-    if not native_library():
-        return "the native library is not available (see `opsmith doctor`)"
-    return True
+        return f"the kernels take float32, bfloat16 and float16, not {short(x.dtype)}"
+    if x.is_cuda or (triton.INTERPRETED and x.is_cpu):
+        return triton.offers(op)
+    if not x.is_cpu:
+        return f"there are kernels for CPU and GPU, the input is on {x.device}"
+    return native_library() or "the native library is not available (see `opsmith doctor`)"
+
+
+def kernels(
+    fn: Callable[..., Any], supports: Callable[..., Supports], *, takes_out: bool = True, **more: Any
+) -> list[Implementation]:
+    """The implementations of a function that calls `torch.ops.opsmith`: C++ on a CPU, Triton on a GPU.
+
+    Under Triton's interpreter the CPU is Triton's too.
+    """
+    device = "cpu" if triton.INTERPRETED else "cuda"
+
+    def on_cpu() -> Supports:
+        return not triton.INTERPRETED or "TRITON_INTERPRET=1 gives the CPU to Triton's interpreter"
+
+    return [
+        Implementation("native", fn, "cpu", supports, on_cpu, takes_out=takes_out, **more),
+        Implementation("triton", fn, device, supports, _gpu, takes_out=takes_out),
+    ]
+
+
+def _gpu() -> Supports:
+    if not (triton.INTERPRETED or torch.cuda.is_available()):
+        return "there is no GPU here"
+    return triton.installed()
 
 
 def small(elements: int) -> bool:

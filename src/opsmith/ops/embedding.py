@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.common import as_rows, check_float, check_out, native, needs_grad, out_rows, short, small
+from opsmith.ops.common import (
+    as_rows,
+    check_float,
+    check_out,
+    kernels,
+    native,
+    needs_grad,
+    out_rows,
+    short,
+    small,
+)
 
 
 class IdError(IndexError, ValueError):
@@ -100,7 +110,7 @@ def _bad_id(ids: torch.Tensor, rows: int) -> IdError:
 def _supports(ids: torch.Tensor, table: torch.Tensor, **options: Any) -> bool | str:
     if table.shape[1] > 1 and table.stride(1) != 1:
         return "the kernel gathers rows that are contiguous, this table is transposed"
-    return native(table)
+    return native(table, "embedding")
 
 
 def _native(
@@ -185,7 +195,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         implementations=[
-            Implementation("native", _native, "cpu", _supports, takes_out=True),
+            *kernels(_native, _supports),
             Implementation("eager", reference),
         ],
         patterns=(

@@ -17,6 +17,7 @@ from opsmith.ops.common import (
     check_out,
     dense,
     fresh,
+    kernels,
     native,
     nbytes,
     needs_grad,
@@ -92,7 +93,7 @@ def bias_reference(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -
 
 
 def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None) -> torch.Tensor:
-    if small(x.numel()) or native(x) is not True:
+    if small(x.numel()) or native(x, "gelu") is not True:
         y = reference(x if bias is None else x + bias, tanh=tanh)
     elif needs_grad(x, bias):
         y = _Gelu.apply(x, bias, tanh)
@@ -207,7 +208,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         implementations=[
-            Implementation("native", _native, "cpu", lambda x, **k: native(x), takes_out=True),
+            *kernels(_native, lambda x, **k: native(x, "gelu")),
             Implementation("eager", reference),
         ],
         patterns=(
@@ -237,7 +238,7 @@ BIAS_CARD = register(
         samples=_bias_samples,
         workloads=_bias_workloads,
         implementations=[
-            Implementation("native", _native_bias, "cpu", lambda x, bias, **k: native(x), takes_out=True),
+            *kernels(_native_bias, lambda x, bias, **k: native(x, "gelu")),
             Implementation("eager", bias_reference),
         ],
         patterns=(

@@ -17,6 +17,7 @@ from opsmith.ops.common import (
     check_out,
     dense,
     fresh,
+    kernels,
     native,
     needs_grad,
     out_rows,
@@ -63,7 +64,7 @@ def layer_norm(
     Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; Welford 1962; Chan, Golub, LeVeque 1979.
     """
     _check(x, weight, bias, residual, out)
-    if native(x) is not True or small(x.numel()):
+    if native(x, "layer_norm") is not True or small(x.numel()):
         return _store(reference(x, weight, bias, eps, residual=residual), out)
     if needs_grad(x, weight, bias, residual):
         y, s = _LayerNorm.apply(x, weight, bias, eps, residual)
@@ -242,7 +243,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         implementations=[
-            Implementation("native", _native, "cpu", lambda x, *a, **k: native(x), takes_out=True),
+            *kernels(_native, lambda x, *a, **k: native(x, "layer_norm")),
             Implementation("eager", reference),
         ],
         patterns=(

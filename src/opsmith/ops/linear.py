@@ -74,7 +74,7 @@ def linear(
     if not needs_grad(x, weight, bias, residual):
         if _supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
             fn = _onednn
-        elif activation in _GELUS and native(x) is True:
+        elif activation in _GELUS and native(x, "gelu") is True:
             return _split(x, weight, bias, activation=activation, residual=residual, out=out)
     y = fn(x, weight, bias, activation=activation, residual=residual)
     return y if out is None else out.copy_(y)
@@ -209,7 +209,7 @@ def _native(
 
 
 def _supports_native(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
-    return native(x)
+    return native(x, "linear_packed")
 
 
 _GELUS = {"gelu": False, "gelu_tanh": True}
@@ -218,7 +218,7 @@ _GELUS = {"gelu": False, "gelu_tanh": True}
 def _supports_split(x: torch.Tensor, *args: Any, activation: str | None = None, **options: Any) -> bool | str:
     if activation not in _GELUS:
         return f"no kernel of ours follows the matmul for activation={activation!r}"
-    return native(x)
+    return native(x, "gelu")
 
 
 def _split(

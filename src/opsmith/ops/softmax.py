@@ -15,6 +15,7 @@ from opsmith.ops.common import (
     check_mask,
     check_out,
     fresh,
+    kernels,
     native,
     nbytes,
     needs_grad,
@@ -118,7 +119,7 @@ def _check(x: Any, dim: int, mask: Any, causal: bool, method: str, out: Any) -> 
 def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
     if dim not in (-1, x.dim() - 1):
         return f"the kernel works on the last dimension, not on dim {dim}"
-    return native(x)
+    return native(x, "softmax")
 
 
 def _native(
@@ -260,7 +261,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         implementations=[
-            Implementation("native", _native, "cpu", _supports, takes_out=True),
+            *kernels(_native, _supports),
             Implementation("eager", reference),
         ],
         patterns=(

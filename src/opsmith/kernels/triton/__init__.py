@@ -1,0 +1,59 @@
+"""The Triton kernels: one file per stem, registered with PyTorch's dispatcher under the names the C++ kernels have.
+
+An operator's Python code calls `torch.ops.opsmith.NAME` and never learns which of them ran: C++ on a CPU, these on
+a GPU. With `TRITON_INTERPRET=1` in the environment they also take the CPU's place, run by Triton's interpreter,
+so that the whole test suite of the operators holds them to their cards on a machine without a GPU.
+
+A file defines `KERNELS`, a mapping from the name of an operator in `opsmith::` to a function of its schema.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import pkgutil
+
+import torch
+
+__all__ = ["INTERPRETED", "installed", "load", "offers"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+_HELPERS = {"common"}
+_LIBRARY = torch.library.Library("opsmith", "IMPL")
+
+
+@functools.cache
+def installed() -> bool | str:
+    """True when Triton can be imported, else what to do."""
+    return importlib.util.find_spec("triton") is not None or "Triton is not installed: pip install triton"
+
+
+@functools.cache
+def load() -> frozenset[str]:
+    """Register all Triton kernels, once; returns the names of the operators they implement."""
+    if installed() is not True:
+        return frozenset()
+    names: set[str] = set()
+    for module in pkgutil.iter_modules(__path__):
+        if module.name in _HELPERS:
+            continue
+        kernels = importlib.import_module(f"{__name__}.{module.name}").KERNELS
+        for name, function in kernels.items():
+            _LIBRARY.impl(name, function, "CPU" if INTERPRETED else "CUDA")
+        names.update(kernels)
+    return frozenset(names)
+
+
+def offers(name: str) -> bool | str:
+    """True when a Triton kernel implements this operator here, else the reason why not."""
+    found = installed()
+    if found is not True:
+        return found
+    return name in load() or f"{name} has no Triton kernel"
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import Dynamo, a second at every start.
+offers._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,51 @@
+"""What the Triton kernels share: how they are launched, and how they take the matrix units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from opsmith.kernels.triton import INTERPRETED
+
+# The interpreter keeps bfloat16 as raw bits and would multiply those: there, matrices are widened first.
+_WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """a @ b (+ acc) in float32, on the matrix units in the inputs' dtype."""
+    if _WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+def block_of(n: int, largest: int = 16384) -> int:
+    """The power of two that holds a row of n, at most `largest`."""
+    return int(min(max(triton.next_power_of_2(n), 16), largest))
+
+
+def warps_of(block: int) -> int:
+    """Warps for a program that holds `block` elements."""
+    return min(max(block // 512, 1), 16)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run a kernel on the device of its first tensor; an empty grid is no launch."""
+    if 0 in grid:
+        return
+    if INTERPRETED:
+        options.pop("num_warps", None)
+        options.pop("num_stages", None)
+        kernel[grid](*args, **options)
+        return
+    with torch.cuda.device(next(a for a in args if isinstance(a, torch.Tensor)).device):
+        kernel[grid](*args, **options)
+
+
+def processors(like: torch.Tensor) -> int:
+    """Multiprocessors of the device: how many programs a persistent grid has."""
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(like.device).multi_processor_count

@@ -17,7 +17,7 @@ timed = @status=0; $(1) || status=$$?; echo "make $@: $$(( $$(date +%s) - $(STAR
 
 .PHONY: help
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: $(VENV)/.installed  ## Make a real model faster, proved equal, with times
@@ -32,6 +32,15 @@ test: $(VENV)/.installed  ## The whole test suite, then the Triton kernels throu
 lint: $(VENV)/.installed  ## Style, format, types and import order
 	$(call timed,{ $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy \
 	  && $(BIN)/python -m pytest --noconftest -n 0 -q tests/test_layers.py; })
+
+# The portable kernels are looked at too, as their masked loads and stores are plain ones that a sanitizer understands.
+SANITIZED := $(BIN)/python -m pytest tests/ops -k "not compiled and not bench"
+.PHONY: sanitize
+sanitize: $(VENV)/.installed  ## The operators' tests on kernels that look for bad accesses, undefined behavior and races
+	$(call timed,{ export PYTHON=$(BIN)/python; \
+	  .ci/sanitize address,undefined $(SANITIZED) $(ARGS) && \
+	  OPSMITH_ISA=portable .ci/sanitize address,undefined $(SANITIZED) $(ARGS) && \
+	  .ci/sanitize thread $(SANITIZED) $(ARGS); })
 
 .PHONY: bench
 bench: $(VENV)/.installed  ## Verify, then time every operator against eager and torch.compile

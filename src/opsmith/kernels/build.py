@@ -245,6 +245,7 @@ class _Job:
                 f"opsmith: sources of {name} need different names, got {[s.name for s in sources]}"
             )
         folders = tuple(Path(folder).absolute() for folder in include_dirs)
+        flags = (*flags, *compiler.sanitizer_flags())
         units = []
         for source in sources:
             system, more = ((_torch_folder() / "include",), (_TORCH_ABI,)) if _binds(source) else ((), ())
@@ -309,7 +310,8 @@ class _Job:
         facts: dict[str, Any] = {"name": self.name, "tier": self.tier, "compiler": built_by.identity}
         if self.binds:
             facts["torch"] = _torch_version()
-        link_flags = [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"] if self.binds else []
+        link_flags = [*compiler.sanitizer_flags()]
+        link_flags += [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"] if self.binds else []
         try:
             with _progress(f"building {self.name} kernels ({self.tier})", len(todo) + 1) as progress:
                 compiler.compile_and_link(built_by, folder, todo, reused, link_flags, final.name, progress)

@@ -24,6 +24,7 @@ __all__ = [
     "find_compiler",
     "fingerprint",
     "finished",
+    "sanitizer_flags",
 ]
 
 _BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fdiagnostics-color=never", "-pipe")
@@ -32,6 +33,8 @@ _MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math")
 COMPILE_FLAGS = (*_BASE_FLAGS, *_MATH_FLAGS)
 # A symbol that nobody defines should fail here, by name, and not when the library is loaded.
 LINK_FLAGS = ("-shared", "-Wl,--no-undefined", "-Wl,--as-needed")
+
+_SANITIZERS = ("address", "undefined", "thread")
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.MULTILINE)
 _ERROR = re.compile(
@@ -100,6 +103,24 @@ def _find_compiler(chosen: str, path: str) -> Compiler | None:
             continue
         return Compiler(command, done.stdout.partition("\n")[0].strip())
     return None
+
+
+def sanitizer_flags() -> tuple[str, ...]:
+    """What builds kernels that watch themselves, where ``OPSMITH_SANITIZE`` asks for it: see ``make sanitize``.
+
+    Raises:
+        ValueError: ``OPSMITH_SANITIZE`` names a sanitizer that does not exist.
+    """
+    chosen = os.environ.get("OPSMITH_SANITIZE", "")
+    if not chosen:
+        return ()
+    if unknown := sorted(set(chosen.split(",")) - set(_SANITIZERS)):
+        raise ValueError(
+            f"OPSMITH_SANITIZE={chosen!r}: {', '.join(unknown)} is no sanitizer: expected some of "
+            f"{', '.join(_SANITIZERS)}, separated by commas, or unset it"
+        )
+    # Without optimization a vector kernel takes minutes; the first level keeps what a sanitizer looks at.
+    return (f"-fsanitize={chosen}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O1")
 
 
 def fingerprint(parts: Iterable[str]) -> str:

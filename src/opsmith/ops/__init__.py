@@ -1,10 +1,11 @@
 """The operator library: `opsmith.ops.NAME(...)`, one file per operator (family)."""
 
 from opsmith.ops.attention import attention
+from opsmith.ops.cross_entropy import cross_entropy
 from opsmith.ops.embedding import embedding
 from opsmith.ops.gelu import bias_gelu, gelu
 from opsmith.ops.layer_norm import layer_norm
 from opsmith.ops.linear import linear
 from opsmith.ops.softmax import softmax
 
-__all__ = ["attention", "bias_gelu", "embedding", "gelu", "layer_norm", "linear", "softmax"]
+__all__ = ["attention", "bias_gelu", "cross_entropy", "embedding", "gelu", "layer_norm", "linear", "softmax"]

@@ -1,0 +1,161 @@
+// Cross-entropy: the forward reads the logits once, the backward reads them once and writes the gradient.
+#include "cross_entropy.h"
+
+#include <vector>
+
+#include "exp_sum.h"
+
+namespace opsmith {
+namespace {
+
+constexpr int64_t task = 8192;
+
+template <class F>
+inline void with_id_type(DType dtype, F&& f) {
+  if (dtype == DType::i32) {
+    f(static_cast<int32_t*>(nullptr));
+  } else {
+    f(static_cast<int64_t*>(nullptr));
+  }
+}
+
+std::vector<int64_t> targets_of(const View& target) {
+  std::vector<int64_t> all(size_t(target.sizes[0]));
+  with_id_type(target.dtype, [&](auto* t) {
+    const auto* p = target.as<std::remove_pointer_t<decltype(t)>>();
+    for (size_t i = 0; i < all.size(); ++i) all[i] = int64_t(p[int64_t(i) * target.strides[0]]);
+  });
+  return all;
+}
+
+int64_t count_valid(const std::vector<int64_t>& targets, int64_t ignore_index) {
+  return int64_t(targets.size()) - std::count(targets.begin(), targets.end(), ignore_index);
+}
+
+// loss = (1 - smoothing) * (lse - z_target) + smoothing * (lse - mean(z)) + z_loss * lse^2, with lse = pivot +
+// log(total). Differences first: lse and z_target may both be 1e4, and the loss 1e-3.
+template <class T, bool smoothed>
+double row_loss(const T* x, int64_t n, int64_t target, const LossOptions& o, float* pivot, float* log_total) {
+  ExpSum s;
+  add_to_sum<T, smoothed>(s, x, n);
+  const double above = s.log_total();
+  *pivot = s.pivot;
+  *log_total = float(above);
+  double loss = (double(s.pivot) - double(to_float(x[target]))) + above;
+  if constexpr (smoothed) {
+    const double mean = (double(s.pivot) - s.values / double(n)) + above;
+    loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
+  }
+  const double lse = double(s.pivot) + above;
+  return o.z_loss == 0 ? loss : loss + o.z_loss * lse * lse;
+}
+
+template <class T>
+void forward(const View& logits, const std::vector<int64_t>& targets, const LossOptions& o, double* losses,
+             float* pivots, float* log_totals) {
+  const int64_t rows = logits.sizes[0], n = logits.sizes[1];
+  parallel_for(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t target = targets[size_t(r)];
+      float pivot = 0, log_total = 0;
+      losses[r] = 0;
+      if (target != o.ignore_index) {
+        const T* x = logits.as<T>() + r * logits.strides[0];
+        losses[r] = o.label_smoothing == 0 ? row_loss<T, false>(x, n, target, o, &pivot, &log_total)
+                                           : row_loss<T, true>(x, n, target, o, &pivot, &log_total);
+      }
+      if (pivots) pivots[r] = pivot, log_totals[r] = log_total;
+    }
+  });
+}
+
+// d = upstream * ((1 + 2 * z_loss * lse) * softmax - (1 - smoothing) * [j == target] - smoothing / n)
+template <class T>
+void row_gradient(const T* x, int64_t n, int64_t target, const LossOptions& o, float pivot, float log_total,
+                  double upstream, T* d, bool streaming) {
+  const double lse = double(pivot) + double(log_total);
+  const double weight = upstream * (1 + 2 * o.z_loss * lse);
+  const float factor = float(weight * std::exp(-double(log_total)));
+  const float everywhere = float(-upstream * o.label_smoothing / double(n));
+  const double z = double(to_float(x[target]));  // before it is overwritten
+  for_lanes_unrolled<4>(n, [=](int64_t i, int, auto k) {
+    prefetch(reinterpret_cast<const char*>(x + i) + kPrefetchBytes);
+    put(d + i, fma(exp_of(load(x + i, k) - pivot), factor, splat(everywhere)), k, streaming);
+  });
+  const double p = std::exp((z - double(pivot)) - double(log_total));
+  d[target] = from_float<T>(
+      float(weight * p - upstream * ((1 - o.label_smoothing) + o.label_smoothing / double(n))));
+}
+
+template <class T>
+void backward(const View& dloss, const View& logits, const std::vector<int64_t>& targets, const View& stats,
+              const LossOptions& o, const View& dlogits) {
+  const int64_t rows = logits.sizes[0], n = logits.sizes[1];
+  const float *pivots = stats.as<float>(), *log_totals = pivots + stats.strides[0];
+  const double share = o.reduction == Reduction::mean ? 1.0 / double(count_valid(targets, o.ignore_index)) : 1.0;
+  const bool elsewhere = logits.data != dlogits.data;
+  const bool past_cache = elsewhere && outlives_cache(rows * n * int64_t(sizeof(T)));
+  with_float_type(dloss.dtype, [&](auto* t) {
+    const auto* up = dloss.as<std::remove_pointer_t<decltype(t)>>();
+    const int64_t step = o.reduction == Reduction::none ? dloss.strides[0] : 0;
+    parallel_for(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        T* const d = dlogits.as<T>() + r * dlogits.strides[0];
+        if (targets[size_t(r)] == o.ignore_index) {
+          std::fill_n(d, n, T{});
+          continue;
+        }
+        row_gradient(logits.as<T>() + r * logits.strides[0], n, targets[size_t(r)], o, pivots[r], log_totals[r],
+                     share * double(to_float(up[r * step])), d, past_cache && can_stream(d));
+      }
+      if (past_cache) stream_fence();
+    });
+  });
+}
+
+}  // namespace
+
+int64_t first_bad_target(View target, int64_t classes, int64_t ignore_index) {
+  int64_t bad = -1;
+  with_id_type(target.dtype, [&](auto* t) {
+    const auto* id = target.as<std::remove_pointer_t<decltype(t)>>();
+    for (int64_t i = target.sizes[0] - 1; i >= 0; --i) {
+      const int64_t v = int64_t(id[i * target.strides[0]]);
+      if (v != ignore_index && uint64_t(v) >= uint64_t(classes)) bad = i;
+    }
+  });
+  return bad;
+}
+
+void cross_entropy(View logits, View target, const LossOptions& options, View loss, View stats) {
+  const std::vector<int64_t> targets = targets_of(target);
+  std::vector<double> losses(targets.size());
+  float* const pivots = stats.as<float>();
+  with_float_type(logits.dtype, [&](auto* t) {
+    forward<std::remove_pointer_t<decltype(t)>>(logits, targets, options, losses.data(), pivots,
+                                                pivots ? pivots + stats.strides[0] : nullptr);
+  });
+  with_float_type(loss.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    T* const out = loss.as<T>();
+    if (options.reduction == Reduction::none) {
+      for (size_t i = 0; i < losses.size(); ++i) out[int64_t(i) * loss.strides[0]] = from_float<T>(float(losses[i]));
+      return;
+    }
+    double total = 0;
+    for (double l : losses) total += l;
+    // Nothing but ignored targets: 0 / 0, as in PyTorch.
+    if (options.reduction == Reduction::mean) total /= double(count_valid(targets, options.ignore_index));
+    out[0] = from_float<T>(float(total));
+  });
+}
+
+void cross_entropy_backward(View dloss, View logits, View target, View stats, const LossOptions& options,
+                            View dlogits) {
+  const std::vector<int64_t> targets = targets_of(target);
+  with_float_type(logits.dtype, [&](auto* t) {
+    backward<std::remove_pointer_t<decltype(t)>>(dloss, logits, targets, stats, options, dlogits);
+  });
+}
+
+}  // namespace opsmith

@@ -1,0 +1,28 @@
+// Cross-entropy. Shapes and dtypes are the operator's contract (ops/cross_entropy.py).
+#pragma once
+
+#include <cstdint>
+
+#include "types.h"
+
+namespace opsmith {
+
+enum class Reduction : int64_t { none = 0, sum = 1, mean = 2 };
+
+struct LossOptions {
+  int64_t ignore_index;
+  double label_smoothing, z_loss;
+  Reduction reduction;
+};
+
+// The row of a target that is neither ignored nor in [0, classes), or -1.
+int64_t first_bad_target(View target, int64_t classes, int64_t ignore_index);
+
+// logits [N, V], target [N]; loss [N], or one number; stats [2, N] float32 for the backward, or undefined.
+void cross_entropy(View logits, View target, const LossOptions& options, View loss, View stats);
+
+// dloss as loss; dlogits [N, V], which may be the logits themselves.
+void cross_entropy_backward(View dloss, View logits, View target, View stats, const LossOptions& options,
+                            View dlogits);
+
+}  // namespace opsmith

@@ -1,0 +1,315 @@
+"""Cross-entropy over the last dimension, with label smoothing and z-loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops.common import as_rows, check_float, fresh, kernels, native, needs_grad, short, small
+
+REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
+
+
+class TargetError(IndexError, ValueError):
+    """A target that names no class: an IndexError as in PyTorch, and a ValueError as in opsmith."""
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> torch.Tensor:
+    """Negative log-likelihood of the targets under the softmax of the logits; reads the logits once.
+
+    `loss = lse - (1 - e) * logits[target] - e * mean(logits) + z_loss * lse^2`, with `lse = log(sum(exp(logits)))`
+    and `e = label_smoothing`; 0 where `target == ignore_index`. The mean is over the targets not ignored, and NaN
+    if there is none, as in PyTorch. Classes are the LAST dimension, however many come before it.
+
+    >>> logits = torch.randn(2, 128, 32000, requires_grad=True)
+    >>> cross_entropy(logits, torch.randint(0, 32000, (2, 128))).shape
+    torch.Size([])
+
+    Args:
+        logits: [..., V], float32, bfloat16 or float16 (float64 through PyTorch).
+        target: [...], int32 or int64, each in [0, V) or `ignore_index`.
+        ignore_index: targets of this value have no loss and no gradient.
+        label_smoothing: the part of the target's probability that is spread over all classes, in [0, 1].
+        z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
+        reduction: "mean", "sum" or "none" (a loss for each target).
+        dtype: of the loss, by default that of the logits. `torch.float32` on bfloat16 logits is what
+            `cross_entropy(logits.float(), ...)` computes, without the copy.
+        overwrite: the backward writes the gradient over the logits' own memory. They are destroyed by it, so
+            nothing else may need them: an operator that saved them refuses its own backward.
+
+    Raises:
+        TargetError: (an IndexError and a ValueError) a target is outside [0, V) and not ignored.
+        TypeError, ValueError: for a wrong dtype, shape, device, reduction or label smoothing.
+
+    Source: Szegedy et al., "Rethinking the Inception Architecture", 2015 (label smoothing); Chowdhery et al.,
+    "PaLM", 2022 (z-loss); Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    _check(logits, target, label_smoothing, reduction, dtype)
+    options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
+    if native(logits, "cross_entropy") is not True or (small(logits.numel()) and not overwrite):
+        return reference(
+            logits,
+            target,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+            dtype=dtype,
+        )
+    if needs_grad(logits):
+        loss: torch.Tensor = _CrossEntropy.apply(logits, target, options, dtype or logits.dtype, overwrite)
+        return loss
+    return _forward(logits, target, options, dtype or logits.dtype, None)
+
+
+def reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch."""
+    classes = logits.shape[-1]
+    if dtype is not None and logits.dtype != torch.float64:
+        logits = logits.to(dtype)
+    rows, flat = logits.reshape(-1, classes), target.reshape(-1).long()
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if not torch.compiler.is_compiling() and flat.is_cpu:
+        check_targets(target, classes, ignore_index)
+    if z_loss == 0 and reduction != "none":
+        return F.cross_entropy(rows, flat, reduction=reduction, **options)
+    loss = F.cross_entropy(rows, flat, reduction="none", **options)
+    if z_loss != 0:
+        valid = flat != ignore_index
+        loss = loss + z_loss * rows.logsumexp(-1).square().masked_fill(~valid, 0.0)
+        if reduction == "mean":
+            return loss.sum() / valid.sum()
+    return loss.sum() if reduction == "sum" else loss.view(target.shape)
+
+
+def _check(logits: Any, target: Any, label_smoothing: float, reduction: str, dtype: Any) -> None:
+    check_float("cross_entropy", logits, "logits")
+    check_target("cross_entropy", target, logits)
+    if target.shape != logits.shape[:-1]:
+        advice = f"expected {tuple(logits.shape[:-1])}"
+        if logits.dim() > 2 and target.shape == (logits.shape[0], *logits.shape[2:]):
+            advice = "classes are the last dimension here, not the second: pass logits.movedim(1, -1)"
+        raise ValueError(
+            f"cross_entropy: target must have the shape of logits {tuple(logits.shape)} without the last "
+            f"dimension, got {tuple(target.shape)}; {advice}"
+        )
+    check_options("cross_entropy", label_smoothing, reduction)
+    if logits.shape[-1] == 0 and target.numel():
+        raise ValueError(f"cross_entropy: logits must have at least one class, got {tuple(logits.shape)}")
+    if dtype is not None and dtype not in (logits.dtype, torch.float32):
+        raise TypeError(f"cross_entropy: dtype must be {short(logits.dtype)} or float32, got {dtype}")
+
+
+def check_target(op: str, target: Any, logits: torch.Tensor, name: str = "logits") -> None:
+    """Refuse targets that are no class numbers, or live elsewhere."""
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+    if target.dtype not in (torch.int64, torch.int32):
+        more = "; probabilities are not supported" if target.is_floating_point() else "; cast it first"
+        raise TypeError(f"{op}: target must hold classes as int64 or int32, got {short(target.dtype)}{more}")
+    if target.device != logits.device:
+        raise ValueError(f"{op}: target is on {target.device}, {name} on {logits.device}; move one of them")
+
+
+def check_options(op: str, label_smoothing: float, reduction: str) -> None:
+    """Refuse a reduction that does not exist, and a label smoothing that is no share."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
+
+
+def check_targets(target: torch.Tensor, classes: int, ignore_index: int, op: str = "cross_entropy") -> None:
+    """Refuse the first target outside [0, classes) that is not ignored, naming its position."""
+    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if not bool(bad.any()):
+        return
+    position: Any = tuple(int(i) for i in bad.nonzero()[0])
+    got = int(target[position])
+    position = position[0] if len(position) == 1 else position
+    raise TargetError(
+        f"{op}: targets must be in [0, {classes}) or ignore_index={ignore_index}, got {got} at position "
+        f"{position}; check the tokenizer's vocabulary against the size of the output layer"
+    )
+
+
+Options = tuple[int, float, float, int]
+
+
+def _forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    options: Options,
+    dtype: torch.dtype,
+    stats: torch.Tensor | None,
+) -> torch.Tensor:
+    shape = () if options[3] else target.shape
+    loss = torch.empty(shape, dtype=dtype, device=logits.device)
+    rows, flat = as_rows(logits), target.reshape(-1)
+    compiling = torch.compiler.is_compiling()
+    if not (compiling or flat.is_cpu or torch.cuda.is_current_stream_capturing()):
+        check_targets(target, logits.shape[-1], options[0])
+    try:
+        torch.ops.opsmith.cross_entropy.default(rows, flat, *options, loss=loss.view(-1), stats=stats)
+    except RuntimeError:
+        if not compiling:
+            check_targets(target, logits.shape[-1], options[0])
+        raise
+    return loss
+
+
+def _native(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> torch.Tensor:
+    """The kernel, without autograd."""
+    options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
+    return _forward(logits, target, options, dtype or logits.dtype, None)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Forward keeps two numbers a row, the pivot and the logarithm of the sum above it; backward is one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        options: Options,
+        dtype: torch.dtype,
+        overwrite: bool,
+    ) -> torch.Tensor:
+        stats = torch.empty(2, target.numel(), dtype=torch.float32, device=logits.device)
+        loss = _forward(logits, target, options, dtype, stats)
+        ctx.save_for_backward(logits, target, stats)
+        ctx.options, ctx.overwrite = options, overwrite
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, target, stats = ctx.saved_tensors
+        over = ctx.overwrite and logits.is_contiguous()
+        dlogits = logits.detach() if over else fresh(logits)
+        torch.ops.opsmith.cross_entropy_backward.default(
+            dloss.reshape(-1),
+            as_rows(logits),
+            target.reshape(-1),
+            stats,
+            *ctx.options,
+            dlogits=dlogits.view(target.numel(), logits.shape[-1]),
+        )
+        if over:
+            torch.autograd.graph.increment_version(logits)
+        return dlogits, None, None, None, None
+
+
+def _cost(logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **options: Any) -> Cost:
+    dtype = options.get("dtype") or logits.dtype
+    results = (target.numel() if reduction == "none" else 1) * (torch.finfo(dtype).bits // 8)
+    # Ignored rows need not be read, but how many there are is not known here: they are counted.
+    return Cost(9.0 * logits.numel(), logits.numel() * logits.element_size() + target.nbytes + results)
+
+
+def _targets(
+    make: Make, *shape: int, high: int, ignored: float = 0.0, ignore_index: int = -100
+) -> torch.Tensor:
+    target = make.ids(*shape, high=high)
+    return target.masked_fill(make.mask(*shape, keep=ignored), ignore_index)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    for rows, n in ((1, 1), (3, 7), (17, 33), (64, 512), (5, 4097), (2, 32003)):
+        yield Sample(f"{rows}x{n}", (make(rows, n, scale=2.0), make.ids(rows, high=n)))
+    x, target = make(2, 9, 130, scale=3.0), _targets(make, 2, 9, high=130, ignored=0.4)
+    yield Sample("ignored", (x, target))
+    yield Sample("sum", (x, target), {"reduction": "sum"})
+    yield Sample("none", (x, target), {"reduction": "none"})
+    yield Sample("label smoothing", (x, target), {"label_smoothing": 0.1})
+    yield Sample(
+        "all options",
+        (x, _targets(make, 2, 9, high=130, ignored=0.4, ignore_index=7)),
+        {"label_smoothing": 0.2, "z_loss": 1e-3, "ignore_index": 7},
+    )
+    yield Sample("z-loss", (make(6, 200), make.ids(6, high=200)), {"z_loss": 1e-4, "reduction": "none"})
+    yield Sample("logits near 1e4", (make(4, 300, shift=1e4), make.ids(4, high=300)), {"reduction": "none"})
+    yield Sample(
+        "logits up to 1e4", (make(4, 3000, scale=3e3), make.ids(4, high=3000)), {"reduction": "none"}
+    )
+    rising = make(3, 5000) + torch.linspace(-40, 400, 5000, dtype=torch.float64).to(make(1)).expand(3, 5000)
+    yield Sample("logits that rise", (rising, make.ids(3, high=5000)), {"reduction": "none"})
+    yield Sample("confident", _confident(make), {"reduction": "none"})
+    yield Sample("float32 loss", (x, target), {"dtype": torch.float32})
+    yield Sample("int32 targets", (make(8, 65), make.ids(8, high=65).int()))
+    yield Sample("vector", (make(19), make.ids(high=19)))
+    yield Sample("strided", (make(60, 12).t(), make.ids(12, high=60)))
+    yield Sample("sliced rows, strided targets", (make(8, 200)[:, 20:84], make.ids(8, 3, high=64)[:, 1]))
+    yield Sample("empty", (make(0, 16), make.ids(0, high=16)), {"reduction": "sum"})
+
+
+def _confident(make: Make) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows whose target stands far above the rest: a loss near zero."""
+    x, target = make(5, 90), make.ids(5, high=90)
+    return x.scatter_add(1, target[:, None], torch.full((5, 1), 12.0).to(x)), target
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x32000", (make(4096, 32000), _targets(make, 4096, high=32000, ignored=0.05)))
+    yield Sample("512x128256", (make(512, 128256), make.ids(512, high=128256)))
+    yield Sample("1x32000", (make(1, 32000), make.ids(1, high=32000)))
+
+
+CARD = register(
+    Operator(
+        name="cross_entropy",
+        kind=Kind.LOSS,
+        function=cross_entropy,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        implementations=[
+            *kernels(_native, lambda logits, *a, **k: native(logits, "cross_entropy"), takes_out=False),
+            Implementation("eager", reference),
+        ],
+        patterns=(),
+        schemas=(
+            "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, "
+            "int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",
+            "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor stats, int ignore_index, "
+            "float label_smoothing, float z_loss, int reduction, *, Tensor(a!) dlogits) -> ()",
+        ),
+        source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
+    )
+)

@@ -6,6 +6,17 @@ from opsmith.ops.embedding import embedding
 from opsmith.ops.gelu import bias_gelu, gelu
 from opsmith.ops.layer_norm import layer_norm
 from opsmith.ops.linear import linear
+from opsmith.ops.rms_norm import rms_norm
 from opsmith.ops.softmax import softmax
 
-__all__ = ["attention", "bias_gelu", "cross_entropy", "embedding", "gelu", "layer_norm", "linear", "softmax"]
+__all__ = [
+    "attention",
+    "bias_gelu",
+    "cross_entropy",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "softmax",
+]

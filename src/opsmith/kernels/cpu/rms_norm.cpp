@@ -1,0 +1,57 @@
+// RMSNorm: each row is read from memory once, while the row before it, still in cache, is written.
+#include "rms_norm.h"
+
+#include <cmath>
+
+#include "norm_backward.h"
+
+namespace opsmith {
+namespace {
+
+class SumOfSquares {
+ public:
+  template <int k>
+  void merge(Vec* v) {
+#pragma GCC unroll 8
+    for (int j = 0; j < k; ++j) v[j] *= v[j];
+    total_ += add_up<k>(v);
+  }
+  void merge_rest(Vec v, Part k) {
+    v = keep(v, k, 0.0f);
+    total_ += v * v;
+  }
+  float mean(int64_t n) const { return reduce_add(total_) / float(n); }
+
+ private:
+  Vec total_{};
+};
+
+}  // namespace
+
+void rms_norm(View x, View residual, View weight, double eps, double offset, bool round_first, View y, View summed,
+              View rstd) {
+  const int64_t n = x.sizes[1];
+  if (x.sizes[0] == 0 || n == 0) return;
+  with_float_type(x.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    with_parameter_type<T>(offset != 0.0, weight, View{}, [&](auto* p) {
+      using P = std::remove_pointer_t<decltype(p)>;
+      const Parameter<P> w(weight, n, 1.0f, float(offset));
+      norm_forward<T, SumOfSquares>(x, residual, y, summed, [&, w = w.data()](int64_t r, const SumOfSquares& stats) {
+        const float scale = 1.0f / std::sqrt(stats.mean(n) + float(eps));
+        if (rstd.defined()) rstd.as<float>()[r] = scale;
+        return [=](Vec v, int64_t i, auto k) {
+          v *= scale;
+          if (round_first) v = round_to<T>(v);
+          return v * load(w + i, k);
+        };
+      });
+    });
+  });
+}
+
+void rms_norm_backward(View dy, View dsummed, View s, View rstd, View weight, double offset, View dx, View dweight) {
+  norm_backward<false>({dy, dsummed, s, nullptr, rstd.as<float>(), dx}, weight, float(offset), dweight, View{});
+}
+
+}  // namespace opsmith

@@ -7,6 +7,8 @@ from opsmith.ops.gelu import bias_gelu, gelu
 from opsmith.ops.layer_norm import layer_norm
 from opsmith.ops.linear import linear
 from opsmith.ops.rms_norm import rms_norm
+from opsmith.ops.rope import rope, rope_qk
+from opsmith.ops.rope_table import rope_table
 from opsmith.ops.softmax import softmax
 
 __all__ = [
@@ -18,5 +20,8 @@ __all__ = [
     "layer_norm",
     "linear",
     "rms_norm",
+    "rope",
+    "rope_qk",
+    "rope_table",
     "softmax",
 ]

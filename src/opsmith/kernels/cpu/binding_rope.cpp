@@ -1,0 +1,78 @@
+// Registers the rotary embedding, and checks what its memory safety needs.
+#include "binding.h"
+#include "rope.h"
+
+namespace opsmith {
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+bool dense_rows(const Tensor& t) { return t.size(t.dim() - 1) < 2 || t.stride(t.dim() - 1) == 1; }
+
+void check_heads(const Tensor& t, const Tensor& like, bool same_heads) {
+  bool fits = t.dim() == like.dim() && t.scalar_type() == like.scalar_type() && dense_rows(t);
+  for (int64_t d = 0; fits && d < t.dim(); ++d) fits = t.size(d) == like.size(d) || (d == 1 && !same_heads);
+  STD_TORCH_CHECK(fits, "rope: tensors must have one dtype, x's sizes and a contiguous last dimension");
+}
+
+// What reads of the table depend on: its width, its rows, and the positions that choose among them.
+void check_table(const Tensor& cos, const Tensor& sin, const Optional& positions, const Tensor& x, int64_t dims) {
+  const int64_t size = x.size(x.dim() - 1), batch = x.dim() == 4 ? x.size(0) : 1, tokens = x.size(x.dim() == 4 ? 2 : 0);
+  STD_TORCH_CHECK(dims >= 0 && dims % 2 == 0 && dims <= size, "rope: ", dims, " dimensions cannot be rotated of ", size);
+  const DType dtype = dtype_of(cos);
+  STD_TORCH_CHECK((dtype == DType::f32 || dtype == dtype_of(x)) && dtype_of(sin) == dtype,
+                  "rope: cos and sin must both be float32, or both in x's dtype");
+  STD_TORCH_CHECK((cos.dim() == 2 || cos.dim() == 3) && sin.dim() == cos.dim() && dense_rows(cos) && dense_rows(sin),
+                  "rope: cos and sin must be [L, D] or [B, L, D] with a contiguous last dimension");
+  for (int64_t d = 0; d < cos.dim(); ++d) {
+    STD_TORCH_CHECK(cos.size(d) == sin.size(d), "rope: cos and sin must have one shape");
+  }
+  const int64_t width = cos.size(cos.dim() - 1), rows = cos.size(cos.dim() - 2), tables = cos.dim() == 3 ? cos.size(0) : 1;
+  STD_TORCH_CHECK(width == dims || width == dims / 2, "rope: cos must be ", dims, " or ", dims / 2, " wide, not ", width);
+  STD_TORCH_CHECK(tables == 1 || tables == batch, "rope: ", tables, " tables for a batch of ", batch);
+  if (!positions) {
+    STD_TORCH_CHECK(rows >= tokens, "rope: a table of ", rows, " rows for ", tokens, " tokens");
+    return;
+  }
+  const int64_t d = positions->dim();
+  STD_TORCH_CHECK(d == 1 || d == 2, "rope: positions must be [L] or [B, L]");
+  STD_TORCH_CHECK(positions->size(d - 1) == tokens && (d == 1 || positions->size(0) == 1 || positions->size(0) == batch),
+                  "rope: positions must be one for each token");
+  const View view = view_of(*positions);
+  STD_TORCH_CHECK(view.dtype == DType::i32 || view.dtype == DType::i64, "rope: positions must be int32 or int64");
+  const int64_t bad = first_bad_position(view, rows);
+  STD_TORCH_CHECK(bad < 0, "rope: positions must lie in [0, ", rows, "), the rows of the table; got ",
+                  bad < 0 ? 0 : position_at(view, bad / tokens, bad % tokens), " for token ", bad);
+}
+
+void rope_op(const Tensor& x, const Tensor& cos, const Tensor& sin, const Optional& positions, int64_t dims,
+             bool interleaved, bool inverse, const Tensor& y) {
+  STD_TORCH_CHECK(x.dim() == 3 || x.dim() == 4, "rope: x must be [B, H, L, D] or [T, H, D]");
+  check_heads(x, x, true);
+  check_heads(y, x, true);
+  check_table(cos, sin, positions, x, dims);
+  if (x.numel() == 0) return;
+  rope(view_of(x), View{}, view_of(cos), view_of(sin), view_of(positions), {dims, interleaved, inverse}, view_of(y),
+       View{});
+}
+
+void rope_qk_op(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, const Optional& positions,
+                int64_t dims, bool interleaved, bool inverse, const Tensor& yq, const Tensor& yk) {
+  STD_TORCH_CHECK(q.dim() == 3 || q.dim() == 4, "rope: q must be [B, H, L, D] or [T, H, D]");
+  check_heads(q, q, true);
+  check_heads(k, q, false);
+  check_heads(yq, q, true);
+  check_heads(yk, k, true);
+  check_table(cos, sin, positions, q, dims);
+  if (q.numel() == 0 && k.numel() == 0) return;
+  rope(view_of(q), view_of(k), view_of(cos), view_of(sin), view_of(positions), {dims, interleaved, inverse},
+       view_of(yq), view_of(yk));
+}
+
+}  // namespace
+}  // namespace opsmith
+
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
+  m.impl("rope", TORCH_BOX(&opsmith::rope_op));
+  m.impl("rope_qk", TORCH_BOX(&opsmith::rope_qk_op));
+}

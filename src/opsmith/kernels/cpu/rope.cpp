@@ -1,0 +1,140 @@
+// Rotary embedding, in place or not: every element of x is read once and written once.
+//
+// A task is a block of tokens, all their heads: the block's part of the table is read from memory once and then stays
+// in the nearest caches, while x streams past it in the order in which it lies in memory.
+#include "rope.h"
+
+#include "rope_row.h"
+
+namespace opsmith {
+namespace {
+
+constexpr int64_t kTableBytes = 128 << 10;  // of a block's table: a part of the second cache
+constexpr int64_t kTask = 16384;            // elements that are worth a thread's wake-up
+
+// [B, H, L, D] of either layout.
+struct Heads {
+  void* data;
+  int64_t batch, heads, tokens, dims;
+  int64_t batch_stride, head_stride, token_stride;
+
+  explicit Heads(const View& v) : data(v.data), dims(v.sizes[v.dim - 1]) {
+    const bool packed = v.dim == 3;  // [T, H, D]
+    batch = packed ? 1 : v.sizes[0];
+    heads = v.sizes[1];
+    tokens = v.sizes[packed ? 0 : 2];
+    batch_stride = packed ? 0 : v.strides[0];
+    head_stride = v.strides[1];
+    token_stride = v.strides[packed ? 0 : 2];
+  }
+  int64_t at(int64_t b, int64_t h, int64_t l) const { return b * batch_stride + h * head_stride + l * token_stride; }
+};
+
+template <class C>
+struct Table {
+  const View &cos, &sin, &positions;
+  int64_t half;
+
+  TableRow<C> row(int64_t b, int64_t l) const {
+    const int64_t p = positions.defined() ? position_at(positions, b, l) : l;
+    const C *c = place(cos, b, p), *s = place(sin, b, p);
+    const int64_t second = cos.sizes[cos.dim - 1] == half ? 0 : half;
+    return {c, s, c + second, s + second};
+  }
+
+ private:
+  static const C* place(const View& v, int64_t b, int64_t p) {
+    const int64_t of_batch = v.dim == 3 && v.sizes[0] > 1 ? b * v.strides[0] : 0;
+    return v.as<C>() + of_batch + p * v.strides[v.dim - 2];
+  }
+};
+
+template <bool interleaved, bool inverse, class T, class C>
+void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t b, int64_t begin, int64_t end,
+                  bool past_cache) {
+  const int64_t half = table.half, rest = x.dims - 2 * half;
+  const bool in_place = x.data == y.data;
+  auto row = [&](int64_t h, int64_t l, const TableRow<C>& t) {
+    const T* from = static_cast<const T*>(x.data) + x.at(b, h, l);
+    T* to = static_cast<T*>(y.data) + y.at(b, h, l);
+    const bool streaming = past_cache && can_stream(to) && (interleaved || can_stream(to + half));
+    rotate_row<interleaved, inverse>(from, to, t, half, streaming);
+    if (rest > 0 && !in_place) std::memcpy(to + 2 * half, from + 2 * half, size_t(rest) * sizeof(T));
+  };
+  if (x.head_stride >= x.token_stride) {
+    for (int64_t h = 0; h < x.heads; ++h) {
+      for (int64_t l = begin; l < end; ++l) row(h, l, table.row(b, l));
+    }
+  } else {
+    for (int64_t l = begin; l < end; ++l) {
+      const TableRow<C> t = table.row(b, l);
+      for (int64_t h = 0; h < x.heads; ++h) row(h, l, t);
+    }
+  }
+}
+
+template <bool interleaved, bool inverse, class T, class C>
+void rotate_all(const View& xv, const View& morev, const Table<C>& table, const View& yv, const View& more_yv) {
+  const Heads x(xv), y(yv);
+  const Heads more = morev.defined() ? Heads(morev) : x, more_y = morev.defined() ? Heads(more_yv) : y;
+  const int64_t heads = x.heads + (morev.defined() ? more.heads : 0);
+  const int64_t bytes = x.batch * heads * x.tokens * x.dims * int64_t(sizeof(T));
+  const bool past_cache = x.data != y.data && outlives_cache(bytes);
+  const int64_t row_bytes = std::max<int64_t>(1, 2 * table.cos.sizes[table.cos.dim - 1] * int64_t(sizeof(C)));
+  // Short enough for the table to stay in cache, and for every thread to have some.
+  const int64_t fair = (x.batch * x.tokens + 4 * num_threads() - 1) / (4 * num_threads());
+  const int64_t least = row_grain(heads * x.dims, kTask);
+  const int64_t block = std::min(std::max<int64_t>(1, x.tokens), std::max(least, std::min(kTableBytes / row_bytes, fair)));
+  const int64_t blocks = (x.tokens + block - 1) / block;
+  parallel_for(x.batch * blocks, std::max<int64_t>(1, least / block), [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t b = task / blocks, begin = task % blocks * block, end = std::min(x.tokens, begin + block);
+      rotate_block<interleaved, inverse, T>(x, y, table, b, begin, end, past_cache);
+      if (morev.defined()) rotate_block<interleaved, inverse, T>(more, more_y, table, b, begin, end, past_cache);
+    }
+    if (past_cache) stream_fence();
+  });
+}
+
+}  // namespace
+
+int64_t position_at(const View& positions, int64_t batch, int64_t token) {
+  const int64_t of_batch = positions.dim == 2 && positions.sizes[0] > 1 ? batch * positions.strides[0] : 0;
+  const int64_t place = of_batch + token * positions.strides[positions.dim - 1];
+  return positions.dtype == DType::i32 ? positions.as<int32_t>()[place] : positions.as<int64_t>()[place];
+}
+
+int64_t first_bad_position(View positions, int64_t rows) {
+  const int64_t tokens = positions.sizes[positions.dim - 1], batch = positions.dim == 2 ? positions.sizes[0] : 1;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t l = 0; l < tokens; ++l) {
+      const int64_t p = position_at(positions, b, l);
+      if (p < 0 || p >= rows) return b * tokens + l;
+    }
+  }
+  return -1;
+}
+
+void rope(View x, View more, View cos, View sin, View positions, Rotation rotation, View y, View more_y) {
+  const int64_t half = rotation.dims / 2;
+  auto run = [&](auto* t, auto* c) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    using C = std::remove_pointer_t<decltype(c)>;
+    const Table<C> table{cos, sin, positions, half};
+    if (rotation.interleaved) {
+      if (rotation.inverse) return rotate_all<true, true, T>(x, more, table, y, more_y);
+      return rotate_all<true, false, T>(x, more, table, y, more_y);
+    }
+    if (rotation.inverse) return rotate_all<false, true, T>(x, more, table, y, more_y);
+    return rotate_all<false, false, T>(x, more, table, y, more_y);
+  };
+  with_float_type(x.dtype, [&](auto* t) {
+    if (cos.dtype == DType::f32) {
+      run(t, static_cast<float*>(nullptr));
+    } else {
+      run(t, t);
+    }
+  });
+}
+
+}  // namespace opsmith

@@ -1,0 +1,25 @@
+// Rotary embedding. Shapes and dtypes are the operator's contract (ops/rope.py).
+#pragma once
+
+#include <cstdint>
+
+#include "types.h"
+
+namespace opsmith {
+
+struct Rotation {
+  int64_t dims;      // of a head that are rotated, the first ones; even
+  bool interleaved;  // pairs are neighbors; else the two halves of the rotated dimensions
+  bool inverse;      // the transposed rotation: the backward pass
+};
+
+// x and more [B, H, L, D] or [T, H, D], `more` with a number of heads of its own; y and more_y like them, or them.
+// cos, sin [rows, dims or dims / 2] or [B or 1, L, ...]; positions [L] or [B or 1, L], or undefined: 0, 1, 2, ...
+// Last dimensions are contiguous.
+void rope(View x, View more, View cos, View sin, View positions, Rotation rotation, View y, View more_y);
+
+// The place of a position outside [0, rows), counted over all of them, or -1.
+int64_t first_bad_position(View positions, int64_t rows);
+int64_t position_at(const View& positions, int64_t batch, int64_t token);
+
+}  // namespace opsmith

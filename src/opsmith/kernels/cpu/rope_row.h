@@ -1,0 +1,112 @@
+// The rotation of one head of one token, in registers.
+#pragma once
+
+#include <cstring>
+
+#include "rows.h"
+#include "simd.h"
+
+namespace opsmith {
+
+// The pairs (x1, x2) of a row become (x1 cos - x2 sin, x2 cos + x1 sin). The table may be as wide as the rotated
+// dimensions, with entries of their own for the first and the second of a pair, or half as wide, shared by both.
+template <class C>
+struct TableRow {
+  const C *cos1, *sin1, *cos2, *sin2;
+};
+
+template <bool inverse>
+inline void rotate(Vec x1, Vec x2, Vec cos1, Vec sin1, Vec cos2, Vec sin2, Vec& y1, Vec& y2) {
+  if constexpr (inverse) {  // the transpose: of tables whose two entries of a pair differ, too
+    y1 = fma(x1, cos1, x2 * sin2);
+    y2 = fma(x2, cos2, -(x1 * sin1));
+  } else {
+    y1 = fma(x1, cos1, -(x2 * sin1));
+    y2 = fma(x2, cos2, x1 * sin2);
+  }
+}
+
+// --- pairs that are neighbors in memory ------------------------------------------------------------------------------
+
+#if defined(__clang__)
+template <int... l>
+inline void part_pairs(Vec a, Vec b, Vec& even, Vec& odd, std::integer_sequence<int, l...>) {
+  even = __builtin_shufflevector(a, b, (2 * l)...);
+  odd = __builtin_shufflevector(a, b, (2 * l + 1)...);
+}
+template <int... l>
+inline void join_pairs(Vec even, Vec odd, Vec& a, Vec& b, std::integer_sequence<int, l...>) {
+  a = __builtin_shufflevector(even, odd, (l / 2 + l % 2 * W)...);
+  b = __builtin_shufflevector(even, odd, (W / 2 + l / 2 + l % 2 * W)...);
+}
+#else
+template <int... l>
+inline void part_pairs(Vec a, Vec b, Vec& even, Vec& odd, std::integer_sequence<int, l...>) {
+  even = __builtin_shuffle(a, b, IVec{(2 * l)...});
+  odd = __builtin_shuffle(a, b, IVec{(2 * l + 1)...});
+}
+template <int... l>
+inline void join_pairs(Vec even, Vec odd, Vec& a, Vec& b, std::integer_sequence<int, l...>) {
+  a = __builtin_shuffle(even, odd, IVec{(l / 2 + l % 2 * W)...});
+  b = __builtin_shuffle(even, odd, IVec{(W / 2 + l / 2 + l % 2 * W)...});
+}
+#endif
+
+// W pairs from p on.
+template <class T>
+inline void load_pairs(const T* p, Full, Vec& even, Vec& odd) {
+  part_pairs(load(p), load(p + W), even, odd, std::make_integer_sequence<int, W>{});
+}
+inline void load_pairs(const bfloat16* p, Full, Vec& even, Vec& odd) {
+  IVec both;  // a pair is one 32-bit lane, and a bfloat16 the upper half of a float
+  std::memcpy(&both, p, sizeof both);
+  even = as_float(both << 16);
+  odd = as_float(both & int32_t(0xffff0000));
+}
+template <class T>
+inline void load_pairs(const T* p, Part k, Vec& even, Vec& odd) {
+  T buffer[2 * W] = {};
+  std::memcpy(buffer, p, size_t(2 * k.count) * sizeof(T));
+  load_pairs(buffer, Full{}, even, odd);
+}
+
+template <class T>
+inline void put_pairs(T* p, Vec even, Vec odd, Full, bool streaming) {
+  Vec a, b;
+  join_pairs(even, odd, a, b, std::make_integer_sequence<int, W>{});
+  put(p, a, Full{}, streaming);
+  put(p + W, b, Full{}, streaming);
+}
+template <class T>
+inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
+  T buffer[2 * W];
+  put_pairs(buffer, even, odd, Full{}, false);
+  std::memcpy(p, buffer, size_t(2 * k.count) * sizeof(T));
+}
+
+// --- a row -----------------------------------------------------------------------------------------------------------
+
+// Rotates 2 * half elements; y may be x. `streaming` asks for stores past the cache.
+template <bool interleaved, bool inverse, class T, class C>
+inline void rotate_row(const T* x, T* y, TableRow<C> t, int64_t half, bool streaming) {
+  for_lanes(half, [=](int64_t i, auto k) {
+    const Vec cos1 = load(t.cos1 + i, k), sin1 = load(t.sin1 + i, k);
+    const Vec cos2 = load(t.cos2 + i, k), sin2 = load(t.sin2 + i, k);
+    Vec x1, x2, y1, y2;
+    if constexpr (interleaved) {
+      load_pairs(x + 2 * i, k, x1, x2);
+    } else {
+      x1 = load(x + i, k);
+      x2 = load(x + half + i, k);
+    }
+    rotate<inverse>(x1, x2, cos1, sin1, cos2, sin2, y1, y2);
+    if constexpr (interleaved) {
+      put_pairs(y + 2 * i, y1, y2, k, streaming);
+    } else {
+      put(y + i, y1, k, streaming);
+      put(y + half + i, y2, k, streaming);
+    }
+  });
+}
+
+}  // namespace opsmith

@@ -173,6 +173,18 @@ def test_infinities_in_their_place_pass() -> None:
     assert compare_outputs("ours", *overflow)[0] == 0.0
 
 
+def test_offsets_stay_offsets_when_the_values_change() -> None:
+    seen = []
+
+    def sums(x: Tensor, starts: Tensor) -> Tensor:
+        seen.append(starts.tolist())
+        return torch.stack([part.sum() for part in x.tensor_split(starts[1:-1])])
+
+    check_call(sums, (torch.randn(30), torch.tensor([0, 3, 3, 10, 30])), sums, 1e-4)
+    assert all(starts[0] == 0 and starts[-1] == 30 and starts == sorted(starts) for starts in seen)
+    assert len({tuple(starts) for starts in seen}) == 3
+
+
 def test_shape_and_number_of_outputs_count() -> None:
     with pytest.raises(WrongResult, match=r"\(2,\), expected \(3,\)"):
         compare_outputs("ours", torch.ones(2), torch.ones(3))

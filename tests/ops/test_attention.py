@@ -53,6 +53,23 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient() -> None:
     assert all(t.grad.isfinite().all() for t in (q, k, v))
 
 
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -torch.inf])
+def test_the_lowest_float_as_a_mask_leaves_no_row_without_weights(hidden: float) -> None:
+    """Added to every score of a row it hides nothing, as all are then equal; only -inf gives zeros."""
+    mask = torch.zeros(6, 9)
+    mask[2] = hidden
+    mask[4, 3:] = hidden
+    mine, wanted = ([t.detach().requires_grad_() for t in qkv(l=6, s=9)] for _ in range(2))
+    for a, b in zip(mine, wanted, strict=True):
+        b.data.copy_(a.data)
+    weights = torch.randn(2, 2, 6, 8)
+    (attention(*mine, mask=mask) * weights).sum().backward()
+    (reference(*wanted, mask=mask) * weights).sum().backward()
+    for a, b in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert (mine[2].grad.abs().sum() > 0).item()
+
+
 def test_key_heads_are_shared_by_neighbors() -> None:
     q, k, v = qkv(h=6, hkv=2)
     y = attention(q, k, v)

@@ -232,11 +232,23 @@ class _Copy:
                 continue
             done.add(storage.data_ptr())
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            order = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(turn))
-            other = flat[order.to(flat.device)]
+            generator = torch.Generator().manual_seed(turn)
+            if _are_offsets(flat):  # stay so: the steps between them change places
+                steps = flat.diff()
+                order = torch.randperm(steps.numel(), generator=generator)
+                flat[1:] = steps[order.to(flat.device)].cumsum(0)
+                continue
+            other = flat[torch.randperm(flat.numel(), generator=generator).to(flat.device)]
             if tensor.dtype.is_floating_point and torch.equal(other, flat):
                 other = other * 0.75 + 0.125
             flat.copy_(other)
+
+
+def _are_offsets(flat: torch.Tensor) -> bool:
+    """Integers from 0 that never decrease: where parts of something begin, which would mean nothing shuffled."""
+    if flat.dtype not in (torch.int32, torch.int64):
+        return False
+    return int(flat[0]) == 0 and bool((flat.diff() >= 0).all())
 
 
 def _exact(inputs: Inputs) -> Inputs:
@@ -280,7 +292,7 @@ def check_call(
             operators that cannot reach this.
         outs: output buffers that `fn` writes; only their shape, strides and dtype are used.
         other_inputs: arguments of the third call; the same values in another order by default, which keeps
-            indices in range and masks masks.
+            indices in range, masks masks, and offsets (integers from 0 that never decrease) offsets.
         name: the contestant, for the error.
 
     Raises:

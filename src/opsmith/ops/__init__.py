@@ -1,6 +1,7 @@
 """The operator library: `opsmith.ops.NAME(...)`, one file per operator (family)."""
 
 from opsmith.ops.attention import attention
+from opsmith.ops.attention_varlen import attention_varlen
 from opsmith.ops.cross_entropy import cross_entropy
 from opsmith.ops.embedding import embedding
 from opsmith.ops.gelu import bias_gelu, gelu
@@ -13,6 +14,7 @@ from opsmith.ops.softmax import softmax
 
 __all__ = [
     "attention",
+    "attention_varlen",
     "bias_gelu",
     "cross_entropy",
     "embedding",

@@ -70,9 +70,9 @@ def attention(
         or native(q, "attention") is not True
         or (wants_grad and mask is not None and mask.requires_grad)
     ):
-        y = _eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+        y = eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
     elif wants_grad:
-        y = _Attention.apply(q, k, v, mask, *_settings(q, causal, scale, window, softcap))
+        y = _Attention.apply(q, k, v, mask, *settings(q, causal, scale, window, softcap))
     else:
         return _native(
             q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap, out=out
@@ -126,7 +126,7 @@ def _default_scale(q: torch.Tensor) -> float:
     return 1.0 / math.sqrt(max(q.shape[-1], 1))
 
 
-def _settings(
+def settings(
     q: torch.Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None
 ) -> tuple[float, bool, int, float]:
     """scale, causal, window and softcap as the kernels take them, with 0 for none."""
@@ -140,14 +140,7 @@ def _check(q: Any, k: Any, v: Any, mask: Any, window: Any, softcap: Any, out: An
             raise ValueError(
                 f"attention: {name} must have 4 dimensions [B, heads, length, D], got {tuple(t.shape)}"
             )
-    if not (alike(k, q, k.shape) and alike(v, q, v.shape)):
-        for name, t in (("k", k), ("v", v)):
-            if t.dtype != q.dtype:
-                raise TypeError(
-                    f"attention: {name} must be {short(q.dtype)} like q, got {short(t.dtype)}; cast it first"
-                )
-            if t.device != q.device:
-                raise ValueError(f"attention: {name} is on {t.device}, q on {q.device}; move one of them")
+    check_alike("attention", q, k, v)
     batch, heads, rows, dim = q.shape
     kv_heads, columns = k.shape[1:3]
     if k.shape[0] != batch or k.shape[3] != dim:
@@ -158,21 +151,36 @@ def _check(q: Any, k: Any, v: Any, mask: Any, window: Any, softcap: Any, out: An
         raise ValueError(
             f"attention: v must have shape [{batch}, {kv_heads}, {columns}, Dv] like k, got {tuple(v.shape)}"
         )
-    if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(
-            f"attention: q's {heads} heads must be a multiple of the {kv_heads} heads of k and v"
-        )
+    check_options("attention", heads, kv_heads, window, softcap)
     if mask is not None:
         check_mask("attention", mask, q, (batch, heads, rows, columns), "[B, H, L, S]")
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window must be at least 1, got {window}; pass None for no window")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"attention: softcap must be positive, got {softcap}; pass None for no cap")
     if out is not None:
         check_out("attention", out, q, (batch, heads, rows, v.shape[3]))
 
 
-def _eager(
+def check_alike(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse keys and values in another dtype or on another device than the queries."""
+    if alike(k, q, k.shape) and alike(v, q, v.shape):
+        return
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise TypeError(
+                f"{op}: {name} must be {short(q.dtype)} like q, got {short(t.dtype)}; cast it first"
+            )
+        if t.device != q.device:
+            raise ValueError(f"{op}: {name} is on {t.device}, q on {q.device}; move one of them")
+
+
+def check_options(op: str, heads: int, kv_heads: int, window: Any, softcap: Any) -> None:
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"{op}: q's {heads} heads must be a multiple of the {kv_heads} heads of k and v")
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window must be at least 1, got {window}; pass None for no window")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be positive, got {softcap}; pass None for no cap")
+
+
+def eager(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -211,20 +219,25 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The CPU kernel, without autograd."""
-    y = out if out is not None and _dense_last(out) else _like_q(q, v)
+    y = out if out is not None and is_last_dense(out) else _like_q(q, v)
     torch.ops.opsmith.attention.default(
-        _last(q), _last(k), _last(v), _full(mask, q, k), *_settings(q, causal, scale, window, softcap), y=y
+        last_dense(q),
+        last_dense(k),
+        last_dense(v),
+        _full(mask, q, k),
+        *settings(q, causal, scale, window, softcap),
+        y=y,
     )
     return y if out is None or out is y else out.copy_(y)
 
 
-def _dense_last(t: torch.Tensor) -> bool:
+def is_last_dense(t: torch.Tensor) -> bool:
     return t.stride()[-1] == 1 or t.shape[-1] <= 1
 
 
-def _last(t: torch.Tensor) -> torch.Tensor:
+def last_dense(t: torch.Tensor) -> torch.Tensor:
     """`t` with a contiguous last dimension."""
-    return t if _dense_last(t) else t.contiguous()
+    return t if is_last_dense(t) else t.contiguous()
 
 
 def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
@@ -236,15 +249,15 @@ def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     batch, heads, rows, dim = q.shape
     if v.shape[3] == dim:
         y = torch.empty_like(q)  # keeps the order of the dimensions, and takes a third of the time of empty
-        if _dense_last(y):
+        if is_last_dense(y):
             return y
     if q.stride(1) < q.stride(2):
-        return torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype).transpose(1, 2)
-    return torch.empty((batch, heads, rows, v.shape[3]), dtype=q.dtype)
+        return torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
+    return torch.empty((batch, heads, rows, v.shape[3]), dtype=q.dtype, device=q.device)
 
 
 class _Attention(torch.autograd.Function):
-    """Forward keeps the log of each softmax's sum; backward recomputes the scores from it."""
+    """Forward keeps each softmax's maximum and sum; backward makes the weights again from them."""
 
     @staticmethod
     def forward(
@@ -259,27 +272,33 @@ class _Attention(torch.autograd.Function):
         softcap: float,
     ) -> torch.Tensor:
         y = _like_q(q, v)
-        # Two numbers a query: the logarithm, and what rounding it to float32 lost, which every weight would feel.
-        lse = torch.empty((*q.shape[:3], 2), dtype=torch.float32)
+        # Not the logarithm of the sum: added to a mask of -3e38 it would vanish, and every weight feels its rounding.
+        row_sums = torch.empty((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
         ctx.settings = (scale, causal, window, softcap)
         torch.ops.opsmith.attention.default(
-            _last(q), _last(k), _last(v), _full(mask, q, k), *ctx.settings, y=y, lse=lse
+            last_dense(q),
+            last_dense(k),
+            last_dense(v),
+            _full(mask, q, k),
+            *ctx.settings,
+            y=y,
+            row_sums=row_sums,
         )
-        ctx.save_for_backward(q, k, v, mask, y, lse)
+        ctx.save_for_backward(q, k, v, mask, y, row_sums)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, mask, y, lse = ctx.saved_tensors
-        dq, dk, dv = (torch.empty_like(_last(t)) for t in (q, k, v))
+        q, k, v, mask, y, row_sums = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(last_dense(t)) for t in (q, k, v))
         torch.ops.opsmith.attention_backward.default(
-            _last(dy),
-            _last(q),
-            _last(k),
-            _last(v),
+            last_dense(dy),
+            last_dense(q),
+            last_dense(k),
+            last_dense(v),
             y,
-            lse,
+            row_sums,
             _full(mask, q, k),
             *ctx.settings,
             dq=dq,
@@ -291,7 +310,7 @@ class _Attention(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-def _pairs(rows: int, columns: int, causal: bool, window: int | None) -> int:
+def visible_pairs(rows: int, columns: int, causal: bool, window: int | None) -> int:
     """How many (query, key) pairs are visible, exactly, for any L and S."""
 
     def ramp(m: int) -> int:  # the sum over n <= m of n held to [0, columns]
@@ -324,7 +343,7 @@ def _cost(
     softcap: float | None = None,
 ) -> Cost:
     batch, heads, rows, dim = q.shape
-    pairs = batch * heads * _pairs(rows, k.shape[2], causal, window)
+    pairs = batch * heads * visible_pairs(rows, k.shape[2], causal, window)
     result = batch * heads * rows * v.shape[3] * q.element_size()
     return Cost(2.0 * pairs * (dim + v.shape[3]), nbytes(q, k, v, mask) + result)
 
@@ -398,7 +417,7 @@ CARD = register(
         workloads=_workloads,
         implementations=[
             *kernels(_native, lambda q, *a, **k: native(q, "attention")),
-            Implementation("eager", _eager),
+            Implementation("eager", eager),
         ],
         patterns=(
             Pattern(
@@ -439,8 +458,8 @@ CARD = register(
         ),
         schemas=(
             "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "
-            "float softcap, *, Tensor(a!) y, Tensor(b!)? lse=None) -> ()",
-            "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+            "float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",
+            "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_sums, "
             "Tensor? mask, float scale, bool causal, int window, float softcap, *, "
             "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
         ),

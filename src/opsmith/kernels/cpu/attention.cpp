@@ -5,11 +5,10 @@
 // scores, weights and the weighted sum of values while all three are in that cache.
 #include "attention.h"
 
-#include <atomic>
 #include <cmath>
 
 #include "attention_scores.h"
-#include "parallel.h"
+#include "attention_sequences.h"
 
 namespace opsmith {
 namespace {
@@ -20,7 +19,6 @@ constexpr int64_t kTileBytes = 32 << 10;        // of packed keys and values, tw
 constexpr int64_t kBlockBytes = 400 << 10;      // of packed queries and sums, well inside a second-level cache
 constexpr int64_t kMinBlock = 96;               // rows for which packing a tile is cheap beside using it
 constexpr int64_t kMinSplit = 512;              // keys worth a thread of their own
-constexpr double kSerialCycles = 25000;         // of work that waking a thread would not shorten
 
 // Weights may exceed 1 by 2^8 before the running maximum is moved: sums stay exact, and moving it is work.
 constexpr float kSlack = 8;
@@ -36,48 +34,51 @@ class Attention {
   static constexpr bool precise = std::is_same_v<T, float>;
 
  public:
-  Attention(const Problem& p, const View& q, const View& k, const View& v, const View& out, const View& lse)
-      : p_(p), q_(q), k_(k), v_(v), out_(out), lse_(lse), depth_(ceil_div(p.dim, Units::per_unit)),
+  Attention(const Problem& p, const View& q, const View& k, const View& v, const View& out, const View& row_sums)
+      : p_(p), q_(q), k_(k), v_(v), out_(out), sums_(row_sums), depth_(ceil_div(p.dim, Units::per_unit)),
         width_(round_up(p.value_dim, W)) {
     const int64_t key_bytes = 4 * (depth_ + width_ / Units::per_unit);
     tile_ = std::clamp<int64_t>(kTileBytes / key_bytes / PANEL * PANEL, PANEL, kMaxTile);
     tile_ = std::min(tile_, round_up(p.keys, PANEL));
   }
 
-  void run() {
-    plan();
-    const int64_t items = p_.batch * p_.kv_heads * blocks_ * splits_;
-    if (splits_ > 1) {
-      partial_stride_ = width_ + 2;
-      partial_.reset(new float[size_t(items * block_ * partial_stride_)]);
-    }
-    std::atomic<int64_t> next{0};
-    const auto work = [&](int64_t, int64_t) {
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) block(i);
-    };
-    threads_ > 1 ? parallel_for(std::min(threads_, items), 1, work) : work(0, 1);
-    if (splits_ > 1) {
-      for (int64_t i = 0; i < items; i += splits_) combine(i);
-    }
-  }
+  double cycles() const { return double(heads()) * head_cycles(); }
 
- private:
-  void plan() {
-    const int64_t heads = p_.batch * p_.kv_heads, rows = p_.rows();
-    const double pairs = double(rows) * double(p_.keys) * (p_.options.causal ? 0.5 : 1.0);
-    const double per_head = pairs * double(p_.dim + p_.value_dim + 64) / 32 + double(p_.keys * (p_.dim + p_.value_dim)) / 2;
-    threads_ = double(heads) * per_head < kSerialCycles ? 1 : num_threads();
+  // Cuts the work into items: enough of them that `threads` threads share all of it, `total` cycles, evenly.
+  void plan(int64_t threads, double total) {
+    const int64_t rows = p_.rows();
+    const int64_t like = int64_t(total / head_cycles() + 0.5);  // heads like these would be the same work
     const int64_t most = std::clamp<int64_t>(kBlockBytes / (4 * (depth_ + width_)), kMinBlock, 768);
     blocks_ = ceil_div(rows, most);
-    if (const int64_t n = heads * blocks_; n % threads_ && n < 4 * threads_) {
-      blocks_ = std::max(blocks_, std::min(ceil_div(4 * threads_, heads), rows / kMinBlock));
+    if (const int64_t n = like * blocks_; n % threads && n < 4 * threads) {
+      blocks_ = std::max(blocks_, std::min(ceil_div(4 * threads, like), rows / kMinBlock));
     }
     block_ = round_up(ceil_div(rows, blocks_), ROWS);
     blocks_ = ceil_div(rows, block_);
     splits_ = 1;
-    if (heads * blocks_ < threads_) {
-      splits_ = std::clamp<int64_t>(std::min(ceil_div(2 * threads_, heads * blocks_), p_.keys / kMinSplit), 1, 64);
+    if (like * blocks_ < threads) {
+      splits_ = std::clamp<int64_t>(std::min(ceil_div(2 * threads, like * blocks_), p_.keys / kMinSplit), 1, 64);
     }
+    if (splits_ > 1) {
+      partial_stride_ = width_ + 2;
+      partial_.reset(new float[size_t(items() * block_ * partial_stride_)]);
+    }
+  }
+
+  int64_t items() const { return heads() * blocks_ * splits_; }
+
+  void run(int64_t i) const { block(i); }
+
+  void finish() const {
+    for (int64_t i = 0; splits_ > 1 && i < items(); i += splits_) combine(i);
+  }
+
+ private:
+  int64_t heads() const { return p_.batch * p_.kv_heads; }
+
+  double head_cycles() const {
+    const double pairs = double(p_.rows()) * double(p_.keys) * (p_.options.causal ? 0.5 : 1.0);
+    return pairs * double(p_.dim + p_.value_dim + 64) / 32 + double(p_.keys * (p_.dim + p_.value_dim)) / 2 + 1;
   }
 
   Item item(int64_t i) const {
@@ -130,7 +131,7 @@ class Attention {
     from = std::max(from, at.key) / W * W;
     until = std::min(until, at.key + at.keys);
     for (int64_t key = from; key < until; key += tile_) tile(at, to, key, std::min(tile_, until - key));
-    splits_ > 1 ? keep_partial(index, at, to) : finish(at, to);
+    splits_ > 1 ? keep_partial(index, at, to) : write(at, to);
   }
 
   void tile(const Item& at, const Buffers& to, int64_t key, int64_t keys) const {
@@ -219,16 +220,14 @@ class Attention {
     } else {
       for_lanes(p_.value_dim, [&](int64_t c, auto lanes) { store(out + c, load(sums + c) / total, lanes); });
     }
-    if (lse_.defined()) {
-      float* lse = row_of<float>(lse_, b, head, query);
-      const double exact =
-          total == 0 ? -kInfinity : double(largest) * (p_.plain ? p_.options.scale : 1.0f) + std::log(double(total));
-      lse[0] = float(exact);
-      if (lse_.dim == 4) lse[1] = total == 0 ? 0 : float(exact - lse[0]);
+    if (sums_.defined()) {
+      float* kept = row_of<float>(sums_, b, head, query);
+      kept[0] = largest;
+      kept[1] = total;
     }
   }
 
-  void finish(const Item& at, const Buffers& to) const {
+  void write(const Item& at, const Buffers& to) const {
     for (int64_t r = 0; r < at.rows; ++r) {
       write_row(at.batch, at.kv_head, at.row + r, to.sums + r * width_, reduce_add(load(to.totals + r * W)), to.largest[r]);
     }
@@ -264,22 +263,59 @@ class Attention {
     }
   }
 
-  const Problem& p_;
-  const View &q_, &k_, &v_, &out_, &lse_;
-  int64_t depth_, width_, tile_, threads_ = 1, blocks_ = 1, block_ = ROWS, splits_ = 1, partial_stride_ = 0;
+  Problem p_;
+  View q_, k_, v_, out_, sums_;
+  int64_t depth_, width_, tile_, blocks_ = 1, block_ = ROWS, splits_ = 1, partial_stride_ = 0;
   std::unique_ptr<float[]> partial_;
 };
 
 }  // namespace
 
+namespace {
+
+template <class T>
+void run(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options,
+         const View& out, const View& row_sums) {
+  std::vector<Attention<T>> one;
+  one.emplace_back(Problem(q, k, v, mask, options), q, k, v, out, row_sums);
+  run_all(one);
+}
+
+template <class T>
+void run(const View& q, const View& k, const View& v, const Sequences& sequences, const AttentionOptions& options,
+         const View& out, const View& row_sums) {
+  const Packed<T> queries(q), keys(k), values(v), outs(out);
+  const Packed<float> sums(row_sums);
+  std::vector<Attention<T>> each;
+  each.reserve(size_t(sequences.count));
+  for (int64_t i = 0; i < sequences.count; ++i) {
+    const Problem p(q, k, v, sequences.queries(i), sequences.keys(i), options);
+    if (p.queries == 0) continue;
+    const int64_t at = sequences.query(i), key = sequences.key(i);
+    each.emplace_back(p, queries.from(at), keys.from(key), values.from(key), outs.from(at), sums.from(at));
+  }
+  run_all(each);
+}
+
+}  // namespace
+
 void attention(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options,
-               const View& out, const View& lse) {
-  const Problem problem(q, k, v, mask, options);
-  if (problem.batch * problem.kv_heads * problem.rows() == 0) return;
+               const View& out, const View& row_sums) {
+  if (q.sizes[0] * q.sizes[1] * q.sizes[2] == 0) return;
   switch (q.dtype) {
-    case DType::f32: return Attention<float>(problem, q, k, v, out, lse).run();
-    case DType::bf16: return Attention<bfloat16>(problem, q, k, v, out, lse).run();
-    default: return Attention<float16>(problem, q, k, v, out, lse).run();
+    case DType::f32: return run<float>(q, k, v, mask, options, out, row_sums);
+    case DType::bf16: return run<bfloat16>(q, k, v, mask, options, out, row_sums);
+    default: return run<float16>(q, k, v, mask, options, out, row_sums);
+  }
+}
+
+void attention_varlen(const View& q, const View& k, const View& v, const Sequences& sequences,
+                      const AttentionOptions& options, const View& out, const View& row_sums) {
+  if (q.sizes[0] * q.sizes[1] == 0) return;
+  switch (q.dtype) {
+    case DType::f32: return run<float>(q, k, v, sequences, options, out, row_sums);
+    case DType::bf16: return run<bfloat16>(q, k, v, sequences, options, out, row_sums);
+    default: return run<float16>(q, k, v, sequences, options, out, row_sums);
   }
 }
 

@@ -1,15 +1,14 @@
-// Gradients of attention: the weights are computed again from the scores and the saved log-sum-exp, tile by tile.
+// Gradients of attention: the weights are computed again tile by tile, from the scores and what the
+// forward pass kept of each row.
 //
 // A block of query rows meets one tile of keys after another. ROWS rows at a time give their weights P and the
 // scores' gradient dS = P * (dout . v - delta), which at once adds to dq; both are kept for the block, and then
 //   dv^T += dout^T P      dk^T += q^T dS
 // add to the tile's sums, which stay transposed so that P and dS serve as they are. All blocks of a key head are
 // one thread's, in order; where there are more threads than heads, parts of them add to sums of their own.
-#include <atomic>
-
 #include "attention.h"
 #include "attention_scores.h"
-#include "parallel.h"
+#include "attention_sequences.h"
 
 namespace opsmith {
 namespace {
@@ -18,10 +17,9 @@ constexpr int64_t kMaxTile = 128;
 constexpr int64_t kStride = kMaxTile + W;     // rows a power of two apart would share cache sets
 constexpr int64_t kTileBytes = 32 << 10;      // of a packed tile, two thirds of a usual first-level cache
 constexpr int64_t kBlock = 42 * ROWS;         // query rows: amortizes packing a tile and touching its sums
-constexpr double kSerialCycles = 25000;       // of work that waking a thread would not shorten
 
 struct Tensors {
-  const View &dout, &q, &k, &v, &out, &lse, &dq, &dk, &dv;
+  View dout, q, k, v, out, row_sums, dq, dk, dv;
 };
 
 template <class T>
@@ -37,51 +35,59 @@ class AttentionBackward {
         width_(round_up(p.dim, W)), value_width_(round_up(p.value_dim, W)) {
     const int64_t key_bytes = 4 * (depth_ + width_ / pack + value_depth_);
     tile_ = std::clamp<int64_t>(kTileBytes / key_bytes / PANEL * PANEL, PANEL, kMaxTile);
+    tile_ = std::min(tile_, std::max<int64_t>(round_up(p.keys, PANEL), PANEL));
     tiles_ = ceil_div(p.keys, tile_);
+    block_ = std::min(kBlock, round_up(p.rows(), ROWS));
     sums_ = (round_up(p.dim, ROWS) + round_up(p.value_dim, ROWS)) * tile_;
   }
 
-  void run() {
-    const int64_t heads = p_.batch * p_.kv_heads, blocks = ceil_div(p_.rows(), kBlock);
-    const double pairs = double(p_.rows()) * double(p_.keys) * (p_.options.causal ? 0.5 : 1.0);
-    const bool serial = double(heads) * pairs * double(3 * p_.dim + 2 * p_.value_dim + 96) / 32 < kSerialCycles;
-    const int64_t threads = serial ? 1 : num_threads();
-    parts_ = 1;
-    if (heads % threads && heads < 4 * threads) {
-      parts_ = std::clamp<int64_t>(std::min(ceil_div(2 * threads, heads), blocks), 1, 16);
+  double cycles() const { return double(heads()) * head_cycles(); }
+
+  // Cuts the work into items: enough of them that `threads` threads share all of it, `total` cycles, evenly.
+  void plan(int64_t threads, double total) {
+    const int64_t like = int64_t(total / head_cycles() + 0.5);  // heads like these would be the same work
+    if (like % threads && like < 4 * threads) {
+      parts_ = std::clamp<int64_t>(std::min(ceil_div(2 * threads, like), ceil_div(p_.rows(), kBlock)), 1, 16);
     }
-    const int64_t items = heads * parts_;
-    std::unique_ptr<float[]> shared;
-    if (parts_ > 1) shared.reset(new float[size_t(items * tiles_ * sums_)]);
-    shared_ = shared.get();
-    const auto share = [&](int64_t n, const auto& work) {  // whoever is free takes the next
-      std::atomic<int64_t> next{0};
-      const auto loop = [&](int64_t, int64_t) {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) work(i);
-      };
-      threads > 1 ? parallel_for(std::min(threads, n), 1, loop) : loop(0, 1);
-    };
-    share(items, [&](int64_t i) { item(i); });
-    if (parts_ > 1) share(heads * tiles_, [&](int64_t i) { gather(i / tiles_, i % tiles_); });
+    if (parts_ > 1) shared_.reset(new float[size_t(items() * tiles_ * sums_)]);
+  }
+
+  int64_t items() const { return heads() * parts_; }
+
+  void run(int64_t i) const { item(i); }
+
+  void finish() const {
+    if (parts_ == 1) return;
+    const int64_t n = heads() * tiles_;
+    parallel_for(n, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) gather(i / tiles_, i % tiles_);
+    });
   }
 
  private:
+  int64_t heads() const { return p_.batch * p_.kv_heads; }
+
+  double head_cycles() const {
+    const double pairs = double(p_.rows()) * double(p_.keys) * (p_.options.causal ? 0.5 : 1.0);
+    return pairs * double(3 * p_.dim + 2 * p_.value_dim + 96) / 32 + 1;
+  }
+
   // What a thread needs. Rows are padded by ROWS: a product reads and writes whole groups of them.
   struct Buffers {
-    float *q, *dout, *q_rows, *dout_rows, *dq, *lse, *lse_rest, *delta, *k, *k_rows, *v, *outs, *scores, *gradients, *slope, *p, *ds,
-        *p_rows, *ds_rows, *sums;
+    float *q, *dout, *q_rows, *dout_rows, *dq, *largest, *inverse, *delta, *k, *k_rows, *v, *outs, *scores, *gradients, *slope, *p,
+        *ds, *p_rows, *ds_rows, *sums;
     int64_t floats;
 
     Buffers(float* base, const AttentionBackward& a) {
       Carver carve{base};
-      q = carve.take(kBlock * a.depth_);
-      dout = carve.take(kBlock * a.value_depth_);
-      q_rows = carve.take(kBlock / pack * a.width_ + ROWS);
-      dout_rows = carve.take(kBlock / pack * a.value_width_ + ROWS);
-      dq = carve.take(kBlock * a.width_);
-      lse = carve.take(kBlock);
-      lse_rest = carve.take(kBlock);
-      delta = carve.take(kBlock);
+      q = carve.take(a.block_ * a.depth_);
+      dout = carve.take(a.block_ * a.value_depth_);
+      q_rows = carve.take(a.block_ / pack * a.width_ + ROWS);
+      dout_rows = carve.take(a.block_ / pack * a.value_width_ + ROWS);
+      dq = carve.take(a.block_ * a.width_);
+      largest = carve.take(a.block_);
+      inverse = carve.take(a.block_);
+      delta = carve.take(a.block_);
       k = carve.take(a.tile_ * a.depth_);
       k_rows = carve.take(a.tile_ / pack * a.width_);
       v = carve.take(a.tile_ * a.value_depth_);
@@ -91,8 +97,8 @@ class AttentionBackward {
       slope = carve.take(kStride);
       p = carve.take(ROWS * kStride);
       ds = carve.take(ROWS * kStride);
-      p_rows = carve.take(kBlock / pack * a.tile_);
-      ds_rows = carve.take(kBlock / pack * a.tile_);
+      p_rows = carve.take(a.block_ / pack * a.tile_);
+      ds_rows = carve.take(a.block_ / pack * a.tile_);
       sums = a.shared_ ? nullptr : carve.take(a.tiles_ * a.sums_);
       floats = carve.used;
     }
@@ -104,10 +110,10 @@ class AttentionBackward {
 
   void item(int64_t i) const {
     Buffers to(Workspace::get(Buffers(nullptr, *this).floats), *this);
-    if (shared_) to.sums = shared_ + i * tiles_ * sums_;
+    if (shared_) to.sums = shared_.get() + i * tiles_ * sums_;
     set_lanes(to.sums, 0, tiles_ * sums_);
-    set_lanes(to.q_rows, 0, kBlock / pack * width_ + ROWS);
-    set_lanes(to.dout_rows, 0, kBlock / pack * value_width_ + ROWS);
+    set_lanes(to.q_rows, 0, block_ / pack * width_ + ROWS);
+    set_lanes(to.dout_rows, 0, block_ / pack * value_width_ + ROWS);
     set_lanes(to.p, 0, ROWS * kStride);
     set_lanes(to.ds, 0, ROWS * kStride);
     const int64_t head = i / parts_, part = i % parts_, blocks = ceil_div(p_.rows(), kBlock);
@@ -137,9 +143,9 @@ class AttentionBackward {
       const int64_t head = p_.head(at.kv_head, at.row + r), query = p_.query(at.row + r);
       pack_row<Units>(row_of<T>(x_.q, at.batch, head, query), p_.dim, q + r * length, length);
       pack_row<Units>(row_of<T>(x_.dout, at.batch, head, query), p_.value_dim, dout + r * value_length, value_length);
-      const float* lse = row_of<float>(x_.lse, at.batch, head, query);
-      to.lse[r] = lse[0];
-      to.lse_rest[r] = x_.lse.dim == 4 ? lse[1] * kLog2E : 0;
+      const float* sums = row_of<float>(x_.row_sums, at.batch, head, query);
+      to.largest[r] = sums[0];
+      to.inverse[r] = 1 / sums[1];
     }
     std::fill(q + at.rows * length, q + padded * length, Element{});
     std::fill(dout + at.rows * value_length, dout + padded * value_length, Element{});
@@ -229,19 +235,31 @@ class AttentionBackward {
                    to.dq + r * width_, width_, true);
   }
 
-  void differentiate(const float* scores, const float* gradients, int64_t vecs, const Buffers& to, int64_t row,
+  void differentiate(float* scores, const float* gradients, int64_t vecs, const Buffers& to, int64_t row,
                      int i) const {
     Element* p = reinterpret_cast<Element*>(to.p + i * kStride);
     Element* ds = reinterpret_cast<Element*>(to.ds + i * kStride);
-    const float lse = to.lse[row], rest = -to.lse_rest[row], delta = to.delta[row], scale = p_.plain ? p_.options.scale : 1.0f;
-    if (lse == -kInfinity) {  // the row sees nothing
+    const float largest = to.largest[row], inverse = to.inverse[row], exponent = p_.exponent;
+    float delta = to.delta[row];
+    if (inverse == kInfinity) {  // the row sees nothing
       std::fill(p, p + vecs * W, Element{});
       std::fill(ds, ds + vecs * W, Element{});
       return;
     }
     const bool capped = p_.options.softcap > 0;
+    // As the forward pass weighs, exact where a mask holds the lowest float.
+    const auto weigh = [&](int64_t j) { return exp2<precise>((load(scores + j) - largest) * exponent) * inverse; };
+    if (precise && tiles_ == 1) {  // the whole row is here: this delta has the rounding errors of what it is taken from
+      Vec sum{};
+      for (int64_t j = 0; j < vecs * W; j += W) {
+        const Vec weight = weigh(j);
+        store(scores + j, weight);
+        sum = fma(weight, load(gradients + j), sum);
+      }
+      delta = reduce_add(sum);
+    }
     for (int64_t j = 0; j < vecs * W; j += W) {
-      const Vec weight = exp2<precise>(fma(fma(load(scores + j), scale, -lse), kLog2E, rest));
+      const Vec weight = precise && tiles_ == 1 ? load(scores + j) : weigh(j);
       Vec gradient = weight * (load(gradients + j) - delta);
       if (capped) gradient *= load(to.slope + j);
       store(p + j, weight);
@@ -251,7 +269,7 @@ class AttentionBackward {
 
   // The parts' sums of one tile, in order, into the first, and out.
   void gather(int64_t head, int64_t t) const {
-    float* sums = shared_ + (head * parts_ * tiles_ + t) * sums_;
+    float* sums = shared_.get() + (head * parts_ * tiles_ + t) * sums_;
     for (int64_t part = 1; part < parts_; ++part) {
       const float* more = sums + part * tiles_ * sums_;
       for (int64_t j = 0; j < sums_; j += W) store(sums + j, load(sums + j) + load(more + j));
@@ -279,24 +297,58 @@ class AttentionBackward {
     }
   }
 
-  const Problem& p_;
-  const Tensors& x_;
-  int64_t depth_, value_depth_, width_, value_width_, tile_, tiles_, sums_, parts_ = 1;
-  float* shared_ = nullptr;
+  Problem p_;
+  Tensors x_;
+  int64_t depth_, value_depth_, width_, value_width_, tile_, tiles_, block_, sums_, parts_ = 1;
+  std::unique_ptr<float[]> shared_;
 };
+
+template <class T>
+void run(const Tensors& x, const View& mask, const AttentionOptions& options) {
+  std::vector<AttentionBackward<T>> one;
+  one.emplace_back(Problem(x.q, x.k, x.v, mask, options), x);
+  run_all(one);
+}
+
+template <class T>
+void run(const Tensors& x, const Sequences& sequences, const AttentionOptions& options) {
+  const Packed<T> dout(x.dout), q(x.q), k(x.k), v(x.v), out(x.out), dq(x.dq), dk(x.dk), dv(x.dv);
+  const Packed<float> row_sums(x.row_sums);
+  std::vector<AttentionBackward<T>> each;
+  each.reserve(size_t(sequences.count));
+  for (int64_t i = 0; i < sequences.count; ++i) {
+    const Problem p(x.q, x.k, x.v, sequences.queries(i), sequences.keys(i), options);
+    if (p.queries + p.keys == 0) continue;
+    const int64_t at = sequences.query(i), key = sequences.key(i);
+    each.emplace_back(p, Tensors{dout.from(at), q.from(at), k.from(key), v.from(key), out.from(at), row_sums.from(at),
+                                 dq.from(at), dk.from(key), dv.from(key)});
+  }
+  run_all(each);
+}
 
 }  // namespace
 
 void attention_backward(const View& dout, const View& q, const View& k, const View& v, const View& out,
-                        const View& lse, const View& mask, const AttentionOptions& options, const View& dq,
+                        const View& row_sums, const View& mask, const AttentionOptions& options, const View& dq,
                         const View& dk, const View& dv) {
-  const Problem problem(q, k, v, mask, options);
-  const Tensors tensors{dout, q, k, v, out, lse, dq, dk, dv};
-  if (problem.batch * problem.kv_heads == 0) return;
+  if (k.sizes[0] * k.sizes[1] == 0) return;
+  const Tensors x{dout, q, k, v, out, row_sums, dq, dk, dv};
   switch (q.dtype) {
-    case DType::f32: return AttentionBackward<float>(problem, tensors).run();
-    case DType::bf16: return AttentionBackward<bfloat16>(problem, tensors).run();
-    default: return AttentionBackward<float16>(problem, tensors).run();
+    case DType::f32: return run<float>(x, mask, options);
+    case DType::bf16: return run<bfloat16>(x, mask, options);
+    default: return run<float16>(x, mask, options);
+  }
+}
+
+void attention_varlen_backward(const View& dout, const View& q, const View& k, const View& v, const View& out,
+                               const View& row_sums, const Sequences& sequences, const AttentionOptions& options,
+                               const View& dq, const View& dk, const View& dv) {
+  if (k.sizes[1] == 0) return;
+  const Tensors x{dout, q, k, v, out, row_sums, dq, dk, dv};
+  switch (q.dtype) {
+    case DType::f32: return run<float>(x, sequences, options);
+    case DType::bf16: return run<bfloat16>(x, sequences, options);
+    default: return run<float16>(x, sequences, options);
   }
 }
 

@@ -92,6 +92,17 @@ struct Problem {
   Problem(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options)
       : batch(q.sizes[0]), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0),
         queries(q.sizes[2]), keys(k.sizes[2]), dim(q.sizes[3]), value_dim(v.sizes[3]), options(options), mask(mask) {
+    settle();
+  }
+
+  // One of the sequences packed into q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv].
+  Problem(const View& q, const View& k, const View& v, int64_t queries, int64_t keys, const AttentionOptions& options)
+      : batch(1), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0), queries(queries),
+        keys(keys), dim(q.sizes[2]), value_dim(v.sizes[2]), options(options) {
+    settle();
+  }
+
+  void settle() {
     plain = !(mask.defined() && mask.dtype != DType::boolean) && !(options.softcap > 0) && options.scale > 0;
     exponent = plain ? options.scale * kLog2E : kLog2E;
   }

@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "kernels.h"
-#include "rows.h"
+#include "pairs.h"
 
 namespace opsmith {
 namespace {
@@ -13,6 +13,8 @@ constexpr float lowest = -std::numeric_limits<float>::max();
 constexpr int64_t task = 8192;
 constexpr int block = 8 * W;  // elements between two looks at the running maximum
 constexpr int piece = 8 * block;  // elements summed before the sum is added to the row's
+constexpr int ahead = 2048;  // bytes from what is read to what is asked for, into the next row at a row's end
+constexpr int page = 4096;  // stores past the cache wait for the address of a new page: it is looked up one ahead
 
 enum Method : int64_t { automatic = 0, stable = 1, fast = 2 };
 
@@ -25,13 +27,22 @@ constexpr float safe_maximum = 60.0f;
 
 inline float exp1(float x) { return exp(splat(x))[0]; }
 
+// Every term is 0 only where every score is -inf: nothing to attend to gives zeros, or NaN where nobody masked.
+inline float inverse_of(float sum, bool masked) { return sum == 0 && masked ? 0.0f : 1.0f / sum; }
+
+// 2^x, as precise as T can show.
+template <class T>
+inline Vec exp2_for(Vec x) {
+  return exp2_coarse<std::is_same_v<T, bfloat16> ? 3 : 4>(x);
+}
+
 // e^(z - top), as precise as T can show.
 template <class T>
 inline Vec exp_above(Vec z, float top) {
   if constexpr (std::is_same_v<T, float>) {
     return exp(z - top);
   } else {
-    return exp2_coarse((z - top) * 1.44269504088896341f);
+    return exp2_for<T>((z - top) * 1.44269504088896341f);
   }
 }
 
@@ -39,44 +50,68 @@ inline Vec exp_above(Vec z, float top) {
 template <class T>
 struct Scores {
   const T* x;
-  const T* next;  // the row after this one, asked for ahead of time: half of it in each of the two scans
   const float* bias;
   float scale;
   template <class Lanes>
   Vec operator()(int64_t i, Lanes k) const {
-    prefetch(next + (i >> 1));
+    prefetch((const char*)(x + i) + ahead);
     const Vec z = load(x + i, k) * scale;
     return bias ? z + load(bias + i, k) : z;
   }
 };
 
-// Whether the second of two half-row prefetches is due at vector u of four: one for each line of 64 bytes.
+// A row whose terms stand in scratch, its result not yet written: that is done while the next row is read, so that
+// memory is read and written all the time, and the arithmetic of one row hides behind the traffic of the other.
 template <class T>
-constexpr bool next_line(int u) {
-  return u * W * int(sizeof(T)) / 2 % 64 == 0;
-}
+struct Unwritten {
+  T* y = nullptr;
+  float inverse = 0;  // of the sum
+  bool streaming = false;
+};
 
-// e^z of a row into `terms`. Returns their sum, added up in pieces, since each addition to a sum that holds a
-// dominating term loses half a unit of that term.
-template <class T, bool biased>
-inline float scan_fast(const Scores<T> z, int64_t n, float* const terms) {
+// Writes `done`'s result from `terms`, and e^z of a row in its place. Returns the sum of these, added up in pieces,
+// since each addition to a sum that holds a dominating term loses half a unit of that term.
+template <class T, bool writing, bool biased>
+inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const Unwritten<T> done) {
   constexpr bool exact = std::is_same_v<T, float>;
   constexpr float unit = exact ? 1.0f : 1.44269504088896341f;  // rounded results are good enough in powers of two
   const float factor = z.scale * unit;
+  auto power = [](Vec v) { return exact ? exp(v) : exp2_for<T>(v); };
   Vec total{};
   for (int64_t first = 0; first < n; first += piece) {
-    Vec part[4] = {};
-    for_lanes_unrolled<4>(std::min<int64_t>(piece, n - first), [&](int64_t at, int u, auto k) {
-      const int64_t i = first + at;
-      if (next_line<T>(u)) prefetch(z.next + (i >> 1));
-      Vec v = load(z.x + i, k) * factor;
-      if constexpr (biased) v = fma(load(z.bias + i, k), unit, v);
-      v = keep(v, k, -infinity);
-      const Vec e = exact ? exp(v) : exp2_coarse(v);
-      part[u] += e;
-      store(terms + i, e);
+    if constexpr (writing) prefetch((const char*)(done.y + first) + page);
+    Pair sums[2] = {};
+    int64_t i = first;
+    const int64_t end = std::min(first + piece, n);
+    constexpr int64_t step = 4 * W;
+    for (; !biased && i + step <= end; i += step) {
+      for (size_t line = 0; line < step * sizeof(T); line += 64) prefetch_once((const char*)(z.x + i) + line + ahead);
+      if constexpr (writing) {
+        for (int64_t j = i; j < i + step; j += 2 * W) {
+          const Pair before{load(terms + j), load(terms + j + W)};
+          put_pair(done.y + j, {before.a * done.inverse, before.b * done.inverse}, done.streaming);
+        }
+      }
+      for (int u = 0; u < 2; ++u) {
+        const int64_t j = i + u * 2 * W;
+        const Pair scores = load_pair(z.x + j);
+        const Pair e{power(scores.a * factor), power(scores.b * factor)};
+        sums[u].a += e.a;
+        sums[u].b += e.b;
+        store(terms + j, e.a);
+        store(terms + j + W, e.b);
+      }
+    }
+    for_lanes(end - i, [&](int64_t at, auto k) {
+      const int64_t j = i + at;
+      if constexpr (writing) store(done.y + j, load(terms + j) * done.inverse, k);
+      Vec v = load(z.x + j, k) * factor;
+      if constexpr (biased) v = fma(load(z.bias + j, k), unit, v);
+      const Vec e = power(keep(v, k, -infinity));
+      sums[0].a += e;
+      store(terms + j, e);
     });
-    total += (part[0] + part[1]) + (part[2] + part[3]);
+    total += (sums[0].a + sums[0].b) + (sums[1].a + sums[1].b);
   }
   return float(reduce_add(to_double(total)));
 }
@@ -113,42 +148,30 @@ inline float scan_stable(Scores<T> z, int64_t n, float* terms, float* tops, floa
   return top;
 }
 
-// One row: y[0..n) from x[0..n), and zeros in y[n..length), which causality hides.
-template <class T>
-inline void row(Scores<T> z, int64_t n, int64_t length, bool masked, int64_t method, bool& try_fast, float* terms,
-                float* tops, T* y, bool streaming) {
-  float sum = 0, maximum = 0;
-  bool subtracted = method == stable || (method == automatic && !try_fast);
-  if (!subtracted) {
-    sum = z.bias ? scan_fast<T, true>(z, n, terms) : scan_fast<T, false>(z, n, terms);
-    try_fast = sum >= 1.0f && sum <= safe_sum;
-    subtracted = method == automatic && !try_fast;
+template <class T, bool biased>
+inline void write_fast(const Unwritten<T> done, int64_t n, const float* const terms) {
+  const int64_t paired = biased ? 0 : n / (4 * W) * (4 * W);  // as scan_fast has left them
+  for (int64_t i = 0; i < paired; i += 2 * W) {
+    put_pair(done.y + i, {load(terms + i) * done.inverse, load(terms + i + W) * done.inverse}, done.streaming);
   }
-  if (subtracted) {
-    maximum = scan_stable(z, n, terms, tops, sum);
-    try_fast = maximum >= 0 && maximum <= safe_maximum;  // the next row is probably like this one
-  }
+  for_lanes(n - paired, [&](int64_t at, auto k) {
+    store(done.y + paired + at, load(terms + paired + at) * done.inverse, k);
+  });
+}
 
-  // Every term is 0 only where every score is -inf: nothing to attend to gives zeros, or NaN where nobody masked.
-  const T* const half = z.next + n / 2;
-  float inverse = 1.0f / sum;
-  if (sum == 0 && masked) inverse = 0;
-  if (!subtracted) {
-    for_lanes_unrolled<4>(n, [=](int64_t i, int u, auto k) {
-      if (next_line<T>(u)) prefetch(half + (i >> 1));
-      put(y + i, load(terms + i) * inverse, k, streaming);
+// A row with its maximum subtracted. Returns the maximum.
+template <class T>
+inline float row_stable(Scores<T> z, int64_t n, bool masked, float* terms, float* tops, T* y, bool streaming,
+                        float& sum) {
+  const float maximum = scan_stable(z, n, terms, tops, sum);
+  const float inverse = inverse_of(sum, masked);
+  for (int64_t first = 0; first < n; first += block) {
+    const float top = tops[first / block], factor = top == maximum ? inverse : exp1(top - maximum) * inverse;
+    for_lanes(std::min<int64_t>(block, n - first), [=](int64_t i, auto k) {
+      put(y + first + i, load(terms + first + i) * factor, k, streaming);
     });
-  } else {
-    for (int64_t first = 0; first < n; first += block) {
-      const float top = tops[first / block], factor = top == maximum ? inverse : exp1(top - maximum) * inverse;
-      for_lanes(std::min<int64_t>(block, n - first), [=](int64_t i, auto k) {
-        prefetch(half + ((first + i) >> 1));
-        put(y + first + i, load(terms + first + i) * factor, k, streaming);
-      });
-    }
   }
-  const Vec hidden = splat(sum == sum ? 0.0f : sum);
-  for_lanes(length - n, [&](int64_t i, auto k) { store(y + n + i, hidden, k); });
+  return maximum;
 }
 
 // The mask of a row as float32 to add: 0 or -inf for a boolean one.
@@ -169,51 +192,126 @@ inline void unpack_mask(const View& mask, int64_t offset, int64_t n, float* bias
   });
 }
 
-template <class T>
+template <class T, bool biased>
 void forward(const View& x, const View& mask, float scale, bool causal, int64_t method, const View& y) {
   const int64_t L = x.sizes[1], S = x.sizes[2], rows = x.sizes[0] * L;
   const int64_t width = round_up(S, W);
-  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T)));
+  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T))), masked = biased || causal;
   parallel_for(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
     float* const terms = scratch(2 * width + width / block + 1);
-    float* const bias = terms + width;  // then `tops`, one a block
+    float* const bias = terms + width;
+    float* const tops = bias + width;  // one a block
     int64_t unpacked = -1;  // the mask row that `bias` holds: a mask that broadcasts is unpacked once
-    bool try_fast = true;
+    bool try_fast = method != stable;
+    Unwritten<T> last;
     for (int64_t r = begin; r < end; ++r) {
       const int64_t o = r / L, l = r % L;
       const int64_t n = causal ? std::clamp<int64_t>(l + S - L + 1, 0, S) : S;
-      if (mask.defined()) {
+      if constexpr (biased) {
         const int64_t offset = o * mask.strides[0] + l * mask.strides[1];
         if (offset != unpacked) unpack_mask(mask, offset, S, bias);
         unpacked = offset;
       }
       T* const out = y.as<T>() + o * y.strides[0] + l * y.strides[1];
-      const T* const in = x.as<T>() + o * x.strides[0] + l * x.strides[1];
-      const Scores<T> z{in, l + 1 < L ? in + x.strides[1] : in, mask.defined() ? bias : nullptr, scale};
-      row(z, n, S, mask.defined() || causal, method, try_fast, terms, bias + width, out, past_cache && can_stream(out));
+      const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], biased ? bias : nullptr, scale};
+      const bool streaming = past_cache && can_stream_pairs(out);
+      float sum = 0;
+      bool done = false;
+      if (try_fast) {
+        sum = last.y ? scan_fast<T, true, biased>(z, n, terms, last) : scan_fast<T, false, biased>(z, n, terms, last);
+        last.y = nullptr;
+        const bool safe = sum >= 1.0f && sum <= safe_sum;
+        done = safe || method == fast;
+        try_fast = done;
+        if (done) last = {out, inverse_of(sum, masked), streaming};
+      } else if (last.y) {
+        write_fast<T, biased>(last, S, terms);
+        last.y = nullptr;
+      }
+      if (!done) {
+        const float maximum = row_stable(z, n, masked, terms, tops, out, streaming, sum);
+        // The next row is probably like this one.
+        try_fast = method == automatic && maximum >= 0 && maximum <= safe_maximum;
+      }
+      if (causal) {  // the next row has another length
+        if (last.y) write_fast<T, biased>(last, n, terms);
+        last.y = nullptr;
+        const Vec hidden = splat(sum == sum ? 0.0f : sum);
+        for_lanes(S - n, [&](int64_t i, auto k) { store(out + n + i, hidden, k); });
+      }
     }
+    if (last.y) write_fast<T, biased>(last, S, terms);
     if (past_cache) stream_fence();
   });
 }
 
-// dx = scale * y * (dy - sum(dy * y))
+// A row of the gradient: dx = scale * y * (dy - sum(dy * y)).
+template <class T>
+struct Gradient {
+  const T* dy = nullptr;
+  const T* y = nullptr;
+  T* dx = nullptr;
+  bool streaming = false;
+  float scale = 1, high = 0, low = 0;  // the sum is high + low, as dy - sum may cancel
+  Vec operator()(Vec g, Vec p) const { return (g - high - low) * p * scale; }
+};
+
+// Writes row `done`, which is in cache, and finds the sum of row `next`, which is in memory, as scan_fast does.
+template <class T, bool writing>
+inline double dot_and_write(const Gradient<T> next, int64_t n, const Gradient<T> done) {
+  constexpr int64_t step = 4 * W, piece = 8 * step;  // a few products in float, then their sum in double
+  DVec total{};
+  for (int64_t first = 0; first < n; first += piece) {
+    if constexpr (writing) prefetch((const char*)(done.dx + first) + page);
+    Pair sums[2] = {};
+    int64_t i = first;
+    const int64_t end = std::min(first + piece, n);
+    for (; i + step <= end; i += step) {
+      for (size_t line = 0; line < step * sizeof(T); line += 64) {
+        prefetch((const char*)(next.dy + i) + line + ahead);
+        prefetch((const char*)(next.y + i) + line + ahead);
+      }
+      for (int u = 0; u < 2; ++u) {
+        const int64_t j = i + u * 2 * W;
+        if constexpr (writing) {
+          const Pair g = load_pair(done.dy + j), p = load_pair(done.y + j);
+          put_pair(done.dx + j, {done(g.a, p.a), done(g.b, p.b)}, done.streaming);
+        }
+        const Pair g = load_pair(next.dy + j), p = load_pair(next.y + j);
+        sums[u].a = fma(g.a, p.a, sums[u].a);
+        sums[u].b = fma(g.b, p.b, sums[u].b);
+      }
+    }
+    for_lanes(end - i, [&](int64_t at, auto k) {
+      const int64_t j = i + at;
+      if constexpr (writing) store(done.dx + j, done(load(done.dy + j, k), load(done.y + j, k)), k);
+      total += to_double(load(next.dy + j, k)) * to_double(load(next.y + j, k));
+    });
+    total += (to_double(sums[0].a) + to_double(sums[0].b)) + (to_double(sums[1].a) + to_double(sums[1].b));
+  }
+  return reduce_add(total);
+}
+
 template <class T>
 void backward(const View& dy, const View& y, float scale, const View& dx) {
   const int64_t L = y.sizes[1], S = y.sizes[2], rows = y.sizes[0] * L;
+  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T)));
   parallel_for(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
+    Gradient<T> last;
     for (int64_t r = begin; r < end; ++r) {
       const int64_t o = r / L, l = r % L;
-      const T* gr = dy.as<T>() + o * dy.strides[0] + l * dy.strides[1];
-      const T* yr = y.as<T>() + o * y.strides[0] + l * y.strides[1];
-      T* xr = dx.as<T>() + o * dx.strides[0] + l * dx.strides[1];
-      DVec total{};  // in double, as dy - sum may cancel
-      for_lanes(S, [&](int64_t i, auto k) { total += to_double(load(gr + i, k)) * to_double(load(yr + i, k)); });
-      const double sum = reduce_add(total);
-      const float high = float(sum), low = float(sum - high);
-      for_lanes(S, [&](int64_t i, auto k) {
-        store(xr + i, (load(gr + i, k) - high - low) * load(yr + i, k) * scale, k);
-      });
+      Gradient<T> row{dy.as<T>() + o * dy.strides[0] + l * dy.strides[1],
+                      y.as<T>() + o * y.strides[0] + l * y.strides[1],
+                      dx.as<T>() + o * dx.strides[0] + l * dx.strides[1]};
+      row.streaming = past_cache && can_stream_pairs(row.dx);
+      const double sum = last.dx ? dot_and_write<T, true>(row, S, last) : dot_and_write<T, false>(row, S, last);
+      row.scale = scale;
+      row.high = float(sum);
+      row.low = float(sum - row.high);
+      last = row;
     }
+    for_lanes(S, [&](int64_t i, auto k) { store(last.dx + i, last(load(last.dy + i, k), load(last.y + i, k)), k); });
+    if (past_cache) stream_fence();
   });
 }
 
@@ -222,7 +320,9 @@ void backward(const View& dy, const View& y, float scale, const View& dx) {
 void softmax(View x, View mask, double scale, bool causal, int64_t method, View y) {
   if (x.sizes[2] == 0) return;
   with_float_type(x.dtype, [&](auto* t) {
-    forward<std::remove_pointer_t<decltype(t)>>(x, mask, float(scale), causal, method, y);
+    using T = std::remove_pointer_t<decltype(t)>;
+    const auto run = mask.defined() ? forward<T, true> : forward<T, false>;
+    run(x, mask, float(scale), causal, method, y);
   });
 }
 

@@ -4,6 +4,7 @@ from opsmith.ops.attention import attention
 from opsmith.ops.attention_varlen import attention_varlen
 from opsmith.ops.cross_entropy import cross_entropy
 from opsmith.ops.embedding import embedding
+from opsmith.ops.gated import gelu_mul, silu_mul
 from opsmith.ops.gelu import bias_gelu, gelu
 from opsmith.ops.layer_norm import layer_norm
 from opsmith.ops.linear import linear
@@ -19,11 +20,13 @@ __all__ = [
     "cross_entropy",
     "embedding",
     "gelu",
+    "gelu_mul",
     "layer_norm",
     "linear",
     "rms_norm",
     "rope",
     "rope_qk",
     "rope_table",
+    "silu_mul",
     "softmax",
 ]

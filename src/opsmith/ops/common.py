@@ -103,6 +103,16 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if n <= 1 or rows.stride()[1] == 1 else rows.contiguous()
 
 
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a kernel takes it whose binding reads a tensor of any dimensions as rows: itself, if contiguous."""
+    return x if x.is_contiguous() else as_rows(x)
+
+
+def flat_out(out: torch.Tensor) -> torch.Tensor:
+    """The same for an `out` to be written through; one that cannot be viewed as rows is refused."""
+    return out if out.is_contiguous() else out_rows(out)
+
+
 def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
     """A vector of weights as the kernels read it: its elements next to each other."""
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
@@ -140,13 +150,15 @@ def check_float(op: str, x: Any, name: str = "x", *, least_dim: int = 1) -> None
         )
 
 
-def check_like(op: str, t: Any, x: torch.Tensor, name: str, shape: Sequence[int], what: str) -> None:
+def check_like(
+    op: str, t: Any, x: torch.Tensor, name: str, shape: Sequence[int], what: str, like: str = "x"
+) -> None:
     """Refuse an argument that is not a floating-point tensor of this shape on x's device."""
     check_float(op, t, name, least_dim=0)
     if tuple(t.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)} ({what}), got {tuple(t.shape)}")
     if t.device != x.device:
-        raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them")
+        raise ValueError(f"{op}: {name} is on {t.device}, {like} on {x.device}; move one of them")
 
 
 def check_mask(op: str, mask: Any, x: torch.Tensor, shape: Sequence[int], what: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from opsmith.ops.common import (
     check_like,
     check_out,
     dense,
+    flat,
+    flat_out,
     fresh,
     kernels,
     native,
     nbytes,
     needs_grad,
-    out_rows,
     short,
     small,
 )
@@ -106,12 +107,8 @@ def _forward(
     x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None
 ) -> torch.Tensor:
     y = fresh(x) if out is None else out
-    torch.ops.opsmith.gelu.default(_rows(x), dense(bias), tanh, y=_rows(y, out_rows))
+    torch.ops.opsmith.gelu.default(flat(x), dense(bias), tanh, y=flat_out(y))
     return y
-
-
-def _rows(x: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor] = as_rows) -> torch.Tensor:
-    return view(x) if x.dim() else x.view(1, 1)
 
 
 def _native(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -140,8 +137,8 @@ class _Gelu(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         dx = fresh(x)
-        torch.ops.opsmith.gelu_backward.default(_rows(dy), _rows(x), dense(bias), ctx.tanh, dx=_rows(dx))
-        db = _rows(dx).sum(0) if bias is not None and ctx.needs_input_grad[1] else None
+        torch.ops.opsmith.gelu_backward.default(flat(dy), flat(x), dense(bias), ctx.tanh, dx=dx)
+        db = as_rows(dx).sum(0) if bias is not None and ctx.needs_input_grad[1] else None
         return dx if ctx.needs_input_grad[0] else None, db, None
 
 

@@ -61,12 +61,6 @@ void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
   softmax_backward(view_of(dy), view_of(y), scale, view_of(dx));
 }
 
-void gelu_op(Tensor x, Optional bias, bool tanh, Tensor y) { gelu(view_of(x), view_of(bias), tanh, view_of(y)); }
-
-void gelu_backward_op(Tensor dy, Tensor x, Optional bias, bool tanh, Tensor dx) {
-  gelu_backward(view_of(dy), view_of(x), view_of(bias), tanh, view_of(dx));
-}
-
 void check_ids(const View& ids, int64_t rows) {
   const int64_t at = first_bad_id(ids, rows);
   if (at < 0) return;
@@ -95,8 +89,6 @@ STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward_op));
   m.impl("softmax", TORCH_BOX(&softmax_op));
   m.impl("softmax_backward", TORCH_BOX(&softmax_backward_op));
-  m.impl("gelu", TORCH_BOX(&gelu_op));
-  m.impl("gelu_backward", TORCH_BOX(&gelu_backward_op));
   m.impl("embedding", TORCH_BOX(&embedding_op));
   m.impl("embedding_backward", TORCH_BOX(&embedding_backward_op));
 }

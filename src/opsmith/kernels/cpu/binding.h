@@ -36,4 +36,47 @@ inline View view_of(const Tensor& t) {
 
 inline View view_of(const std::optional<Tensor>& t) { return t ? view_of(*t) : View{}; }
 
+// A tensor as [rows, n], n being its last dimension, wherever its strides allow that: Python then makes no view. The
+// last dimension must be contiguous.
+class Rows {
+ public:
+  Rows(const char* op, const char* name, const Tensor& t) : data_(t.data_ptr()), dtype_(dtype_of(t)) {
+    const int64_t last = t.dim() - 1;
+    if (last < 0) return;
+    sizes_[1] = t.size(last);
+    strides_[0] = sizes_[1];
+    STD_TORCH_CHECK(sizes_[1] < 2 || t.stride(last) == 1, op, ": the last dimension of ", name, " must be contiguous");
+    bool first = true;
+    for (int64_t d = last - 1; d >= 0; --d) {
+      const int64_t size = t.size(d);
+      if (size != 1) {
+        STD_TORCH_CHECK(first || size == 0 || sizes_[0] == 0 || t.stride(d) == strides_[0] * sizes_[0], op, ": ", name,
+                        " must be viewable as rows");
+        if (first) strides_[0] = t.stride(d);
+        first = false;
+      }
+      sizes_[0] *= size;
+    }
+  }
+
+  int64_t rows() const { return sizes_[0]; }
+  int64_t n() const { return sizes_[1]; }
+  DType dtype() const { return dtype_; }
+  bool like(const Rows& other) const { return rows() == other.rows() && n() == other.n() && dtype_ == other.dtype_; }
+  View view() const { return View{data_, dtype_, 2, sizes_, strides_}; }
+
+  // The first or the second half of every row.
+  Rows half(bool second) const {
+    Rows part(*this);
+    part.sizes_[1] /= 2;
+    if (second) part.data_ = static_cast<char*>(data_) + part.sizes_[1] * (dtype_ == DType::f32 ? 4 : 2);
+    return part;
+  }
+
+ private:
+  void* data_;
+  DType dtype_;
+  int64_t sizes_[2] = {1, 1}, strides_[2] = {1, 1};
+};
+
 }  // namespace opsmith

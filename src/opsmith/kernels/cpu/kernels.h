@@ -17,10 +17,6 @@ void layer_norm_backward(View dy, View dsummed, View s, View mean, View rstd, Vi
 void softmax(View x, View mask, double scale, bool causal, int64_t method, View y);
 void softmax_backward(View dy, View y, double scale, View dx);
 
-// x, y [rows, n]; bias [n].
-void gelu(View x, View bias, bool tanh, View y);
-void gelu_backward(View dy, View x, View bias, bool tanh, View dx);
-
 // ids [T]; table [V, n]; y [T, n].
 int64_t first_bad_id(View ids, int64_t rows);  // the position of an id outside [0, rows), or -1
 void embedding(View ids, View table, View y);

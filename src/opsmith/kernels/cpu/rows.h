@@ -1,12 +1,12 @@
 // What the row-wise kernels share: dtype dispatch, scratch memory, how to split rows, when to write past the cache.
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstddef>
+#include <cstdio>
 #include <memory>
 #include <new>
+#include <string>
 
 #include "parallel.h"
 #include "simd.h"
@@ -44,15 +44,26 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 // Rows per task, so that a task is worth a thread's wake-up.
 inline int64_t row_grain(int64_t n, int64_t elements) { return std::max<int64_t>(1, elements / std::max<int64_t>(1, n)); }
 
+// Bytes of the last-level cache of the first core. From Linux itself: what sysconf says of it in virtual machines may be
+// ten times the truth.
+inline int64_t last_level_cache() {
+  int64_t found = 0;
+  for (int index = 0; index < 8; ++index) {
+    const std::string path = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size";
+    std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "r"), std::fclose);
+    long long size = 0;
+    char unit = 0;
+    if (!file || std::fscanf(file.get(), "%lld%c", &size, &unit) < 1) continue;
+    found = std::max<int64_t>(found, size << (unit == 'K' ? 10 : unit == 'M' ? 20 : 0));
+  }
+  return found > 0 ? found : int64_t{32} << 20;
+}
+
 // Whether results this large are gone from the cache before anyone reads them: then writing them past the cache
 // saves reading each line before it is overwritten.
 inline bool outlives_cache(int64_t bytes) {
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-  static const int64_t cache = std::max<int64_t>({sysconf(_SC_LEVEL3_CACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE), 0});
-#else
-  static const int64_t cache = 0;
-#endif
-  return bytes > (cache > 0 ? cache : int64_t{32} << 20) / 2;
+  static const int64_t cache = last_level_cache();
+  return bytes > cache / 2;
 }
 
 // Store, past the cache where the row allows it.

@@ -361,6 +361,15 @@ inline Vec exp2_coarse(Vec x) {
   }
 }
 
+// 1 / x to 7e-5 of itself, for results that are rounded to 16 bits; 0 at infinity.
+inline Vec reciprocal_coarse(Vec x) {
+#if defined(OPSMITH_AVX512)
+  return _mm512_rcp14_ps(x);
+#else
+  return 1.0f / x;
+#endif
+}
+
 // erf as an odd rational function, absolute error below 2e-7; exact at both ends, NaN at NaN.
 inline Vec erf(Vec x) {
   x = max(-4.0f, min(4.0f, x));

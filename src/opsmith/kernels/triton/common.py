@@ -23,6 +23,11 @@ def dot(a, b, acc=None):
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of any dimensions as [rows, n], a view: operators hand over what has one."""
+    return x if x.dim() == 2 else x.view(-1, x.shape[-1]) if x.numel() else x.view(0, 1)
+
+
 def block_of(n: int, largest: int = 16384) -> int:
     """The power of two that holds a row of n, at most `largest`."""
     return int(min(max(triton.next_power_of_2(n), 16), largest))

@@ -1,0 +1,50 @@
+// How elementwise kernels walk tensors of rows, and with which curve.
+#pragma once
+
+#include <initializer_list>
+
+#include "curves.h"
+#include "rows.h"
+
+namespace opsmith {
+
+// Row by row, or in equal pieces where all tensors are contiguous and rows do not matter.
+struct Walk {
+  static constexpr int64_t task = 8192, piece = 1024;  // elements
+  int64_t count, width, total;
+  bool flat;
+
+  Walk(std::initializer_list<const View*> tensors, bool may_ignore_rows = true) : flat(may_ignore_rows) {
+    const View& first = **tensors.begin();
+    const int64_t rows = first.sizes[0], n = first.sizes[1];
+    for (const View* v : tensors) flat = flat && (v->strides[0] == n || rows == 1);
+    total = rows * n;
+    count = flat ? (total + piece - 1) / piece : n > 0 ? rows : 0;
+    width = flat ? piece : n;
+  }
+
+  int64_t grain() const { return row_grain(width, task); }
+  int64_t size(int64_t r) const { return flat ? std::min(piece, total - r * piece) : width; }
+  template <class T>
+  T* row(const View& v, int64_t r) const {
+    return v.as<T>() + r * (flat ? piece : v.strides[0]);
+  }
+};
+
+// A vector takes long, so that without this few loads would be on their way.
+template <class T>
+inline void prefetch_ahead(const T* p) {
+  prefetch(reinterpret_cast<const char*>(p) + 1024);
+}
+
+// Calls f with a null pointer to the curve: 0 SiLU, 1 GELU, 2 its tanh form.
+template <class T, class F>
+void with_curve(int64_t activation, F&& f) {
+  switch (activation) {
+    case 1: return f(static_cast<Gelu<T>*>(nullptr));
+    case 2: return f(static_cast<GeluTanh<T>*>(nullptr));
+    default: return f(static_cast<Silu<T>*>(nullptr));
+  }
+}
+
+}  // namespace opsmith

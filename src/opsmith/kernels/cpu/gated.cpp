@@ -1,0 +1,73 @@
+// Gated activations: y = f(gate) * up in one pass, f the SiLU or a GELU; and their backward pass, also in one.
+#include "gated.h"
+
+#include "elementwise.h"
+
+namespace opsmith {
+namespace {
+
+template <class T, class F>
+void forward(const View& gate, const View& up, const View& y) {
+  const Walk walk({&gate, &up, &y});
+  const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)));
+  parallel_for(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* g = walk.row<T>(gate, r);
+      const T* u = walk.row<T>(up, r);
+      T* out = walk.row<T>(y, r);
+      const bool streaming = past_cache && can_stream(out);
+      // By value, here and below: a reference would be read again after every store.
+      for_lanes(walk.size(r), [=](int64_t i, auto k) {
+        prefetch_ahead(g + i);
+        prefetch_ahead(u + i);
+        put(out + i, F::value(load(g + i, k)) * load(u + i, k), k, streaming);
+      });
+    }
+    if (past_cache) stream_fence();
+  });
+}
+
+template <class T, class F>
+void backward(const View& dy, const View& gate, const View& up, const View& dgate, const View& dup) {
+  const Walk walk({&dy, &gate, &up, &dgate, &dup});
+  const bool past_cache = outlives_cache(2 * walk.total * int64_t(sizeof(T)));
+  parallel_for(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* d = walk.row<T>(dy, r);
+      const T* g = walk.row<T>(gate, r);
+      const T* u = walk.row<T>(up, r);
+      T* dg = walk.row<T>(dgate, r);
+      T* du = walk.row<T>(dup, r);
+      const bool streaming = past_cache && can_stream(dg) && can_stream(du);
+      for_lanes(walk.size(r), [=](int64_t i, auto k) {
+        prefetch_ahead(d + i);
+        prefetch_ahead(g + i);
+        prefetch_ahead(u + i);
+        const Vec seen = load(d + i, k);
+        const Both f = F::both(load(g + i, k));
+        put(dg + i, seen * load(u + i, k) * f.slope, k, streaming);
+        put(du + i, seen * f.value, k, streaming);
+      });
+    }
+    if (past_cache) stream_fence();
+  });
+}
+
+}  // namespace
+
+void gated(View gate, View up, int64_t activation, View y) {
+  with_float_type(y.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    with_curve<T>(activation, [&](auto* c) { forward<T, std::remove_pointer_t<decltype(c)>>(gate, up, y); });
+  });
+}
+
+void gated_backward(View dy, View gate, View up, int64_t activation, View dgate, View dup) {
+  with_float_type(dy.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    with_curve<T>(activation,
+                  [&](auto* c) { backward<T, std::remove_pointer_t<decltype(c)>>(dy, gate, up, dgate, dup); });
+  });
+}
+
+}  // namespace opsmith

@@ -1,0 +1,11 @@
+// GELU of x + bias, tensors [rows, n] contiguous in n, bias [n] or undefined.
+#pragma once
+
+#include "types.h"
+
+namespace opsmith {
+
+void gelu(View x, View bias, bool tanh, View y);
+void gelu_backward(View dy, View x, View bias, bool tanh, View dx);
+
+}  // namespace opsmith

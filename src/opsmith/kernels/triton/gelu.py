@@ -1,0 +1,154 @@
+"""GELU and the gated activations' curves: elementwise, a program a block of a row, or of everything."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from opsmith.kernels.triton.common import as_rows, launch
+
+BLOCK = 1024
+
+SILU: tl.constexpr = tl.constexpr(0)
+GELU: tl.constexpr = tl.constexpr(1)
+
+
+@triton.jit
+def _phi(x, gauss):
+    """The normal distribution's share below x, its lower tail as exact as `gauss` = exp(-x^2 / 2)."""
+    t = 1.0 / (1.0 + 0.35 * tl.abs(x))
+    q = -0.0291459318 * t + 0.143971711
+    q = q * t - 0.255714267
+    q = q * t + 0.159174174
+    q = q * t - 0.0231098365
+    q = q * t + 0.105508
+    q = q * t + 0.119832866
+    q = q * t + 0.139861867
+    q = q * t + 0.139621407
+    tail = gauss * t * q
+    return tl.where(x < 0, tail, 1.0 - tail)
+
+
+@triton.jit
+def _odds(z):
+    """e = exp(-|z|), which cannot overflow, and sigmoid(z) from it."""
+    e = tl.exp(-tl.abs(z))
+    return e, tl.where(z < 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def _tanh_form(x):
+    """z with Phi(x) = sigmoid(z) in GELU's tanh form."""
+    return x * (1.5957691216 + 0.0713548163 * x * x)
+
+
+@triton.jit
+def curve(x, CURVE: tl.constexpr):
+    """f(x) in float32: 0 SiLU, 1 GELU, 2 its tanh form."""
+    if CURVE == SILU:
+        _, s = _odds(x)
+        return x * s
+    elif CURVE == GELU:
+        return x * _phi(x, tl.exp(-0.5 * x * x))
+    else:
+        _, s = _odds(_tanh_form(x))
+        return x * s
+
+
+@triton.jit
+def curve_and_slope(x, CURVE: tl.constexpr):
+    """f(x) and f'(x); sigmoid's own slope is s (1 - s) = e / (1 + e)^2, without the cancellation."""
+    if CURVE == SILU:
+        e, s = _odds(x)
+        return x * s, s + x * e / ((1.0 + e) * (1.0 + e))
+    elif CURVE == GELU:
+        gauss = tl.exp(-0.5 * x * x)
+        p = _phi(x, gauss)
+        return x * p, p + 0.3989422804 * x * gauss
+    else:
+        e, s = _odds(_tanh_form(x))
+        rate = 1.5957691216 + 0.2140644488 * x * x
+        return x * s, s + x * rate * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def place(n, BLOCK: tl.constexpr):
+    """The row of this program, its columns, and which of them there are."""
+    blocks = tl.cdiv(n, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    at = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    return program // blocks, at, at < n
+
+
+def spread_out(*tensors: torch.Tensor, may_ignore_rows: bool = True) -> list[torch.Tensor]:
+    """The tensors as rows of one size: as one single row where all are contiguous."""
+    if may_ignore_rows and all(t.is_contiguous() for t in tensors):
+        return [t.view(1, -1) for t in tensors]
+    return [as_rows(t) for t in tensors]
+
+
+def programs(rows: torch.Tensor) -> tuple[int, ...]:
+    """The grid for `place`."""
+    return (rows.shape[0] * triton.cdiv(rows.shape[1], BLOCK),)
+
+
+@triton.jit
+def _forward(x, bias, y, n, xs, ys, CURVE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    row, at, mask = place(n, BLOCK)
+    v = tl.load(x + row * xs + at, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        v += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + row * ys + at, curve(v, CURVE).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward(dy, x, bias, dx, n, gs, xs, os, CURVE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    row, at, mask = place(n, BLOCK)
+    v = tl.load(x + row * xs + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(dy + row * gs + at, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        v += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+    _, slope = curve_and_slope(v, CURVE)
+    tl.store(dx + row * os + at, (g * slope).to(dx.dtype.element_ty), mask=mask)
+
+
+def gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, *, y: torch.Tensor) -> None:
+    x, y = spread_out(x, y, may_ignore_rows=bias is None)
+    launch(
+        _forward,
+        programs(x),
+        x,
+        bias,
+        y,
+        x.shape[1],
+        x.stride(0),
+        y.stride(0),
+        CURVE=1 + tanh,
+        BIAS=bias is not None,
+        BLOCK=BLOCK,
+    )
+
+
+def gelu_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, *, dx: torch.Tensor
+) -> None:
+    dy, x, dx = spread_out(dy, x, dx, may_ignore_rows=bias is None)
+    launch(
+        _backward,
+        programs(x),
+        dy,
+        x,
+        bias,
+        dx,
+        x.shape[1],
+        dy.stride(0),
+        x.stride(0),
+        dx.stride(0),
+        CURVE=1 + tanh,
+        BIAS=bias is not None,
+        BLOCK=BLOCK,
+    )
+
+
+KERNELS = {"gelu": gelu, "gelu_backward": gelu_backward}

@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Inductor compiles C++ for seconds; the tests that are about it ask for it.
 os.environ.setdefault("OPSMITH_INDUCTOR", "0")
+# PyTorch's profiler says on stderr that it starts and stops, unless its own log is told so before it is loaded.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import random
 import zlib

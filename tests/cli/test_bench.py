@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,24 +39,29 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Operator:
     return card
 
 
-QUICK = ("--no-compile", "--seconds", "0.01")
+QUICK = ("--against", "eager", "--no-backward", "--seconds", "0.01")
 
 
 def test_a_table_for_each_dtype(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "negate", *QUICK]) == 0
     out = capsys.readouterr().out
-    assert "negate 64x64, float32, 2 threads" in out
-    assert "negate 64x64, bfloat16, 2 threads" in out
+    assert "negate 64x64, float32, forward, 2 threads" in out
+    assert "negate 64x64, bfloat16, forward, 2 threads" in out
     assert "mine" in out
     assert "eager" in out
 
 
 def test_json(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--all", "--dtype", "bfloat16", "--json", *QUICK]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["benchmarks"]
+    found = json.loads(capsys.readouterr().out)
+    (result,) = found["benchmarks"]
+    assert found["machine"]["threads"] == 2
+    assert found["versions"]["torch"]
+    assert found["commit"] == found["machine"]["commit"]
     assert result["operator"] == "negate"
     assert result["dtype"] == "bfloat16"
-    assert result["cold"]["machine"]["threads"] == 2
+    assert result["columns"]["cold"]["contestants"]["mine"]["samples"]
+    assert result["peak_bytes"] == {"mine": 64 * 64 * 2, "eager": 64 * 64 * 2}
 
 
 def test_a_wrong_result_prints_no_time(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +92,58 @@ def test_an_impossible_time_is_a_fault(card: Operator, capsys: pytest.CaptureFix
     assert main(["bench", "--all", "--dtype", "float32", "--json", *QUICK]) == 1
     out, err = capsys.readouterr()
     result = json.loads(out)
-    assert result["benchmarks"][0]["roof_fraction"] == {"mine": None, "eager": None}
+    assert result["benchmarks"][0]["roof_fraction"] == {"cold": {}}
     assert "of what the roofs of this run allow" in result["faults"][0]
     assert "bench: 2 faults" in err
+
+
+def test_both_directions_and_a_summary(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "negate", "--against", "eager", "--seconds", "0.01", "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert "negate 64x64, float32, backward, 2 threads" in out
+    assert "Summary" in out
+    assert "× eager, float32, backward: geometric mean" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (
+            ["--against", "eagre"],
+            "--against: no baseline is called 'eagre'; there are: eager, compile, liger",
+        ),
+        (
+            ["--against", "liger"],
+            "--against: cannot compare against liger: Liger-Kernel is written in Triton",
+        ),
+        (["--device", "tpu"], "--device: no device is called 'tpu'; there are: cpu, cuda"),
+        (["--device", "cuda"], "--device: this PyTorch finds no GPU; leave --device out"),
+        (["--roofline", "roofs.pdf"], "--roofline: roofs.pdf is no .svg or .png file; name one"),
+        (["--roofline", "no/folder/roofs.svg"], "--roofline: cannot write no/folder/roofs.svg"),
+    ],
+)
+def test_a_wrong_option_is_one_line_before_anything_is_timed(
+    options: list[str],
+    complaint: str,
+    card: Operator,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "negate", *options]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_the_roofline_shows_every_operator_under_the_roofs(
+    card: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "roofs.svg"
+    assert main(["bench", "negate", *QUICK, "--roofline", str(picture)]) == 0
+    text = picture.read_text()
+    assert text.lstrip().startswith("<?xml")
+    assert ">negate</text>" in text
+    assert "copy: " in text
+    assert "operations per byte" in text

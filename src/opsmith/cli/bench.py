@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import All, Dtypes, Json, Names, Output, choose, dtypes_of
+from opsmith.cli.common import (
+    All,
+    Device,
+    Dtypes,
+    Json,
+    Names,
+    Output,
+    check_folder,
+    choose,
+    device_of,
+    dtypes_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from opsmith.ops.bench import Benchmark
 
@@ -19,72 +32,177 @@ def run(
     names: Names = None,
     everything: All = False,
     dtype: Dtypes = None,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile too.")] = True,
-    seconds: Annotated[float, typer.Option(min=0.01, help="For each comparison.")] = 3.0,
+    device: Device = "cpu",
+    against: Annotated[
+        str, typer.Option(metavar="NAMES", help="Baselines, with commas: eager, compile, liger (GPU).")
+    ] = "eager,compile",
+    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Time gradients too.")] = True,
+    seconds: Annotated[float, typer.Option(min=0.01, help="For each comparison.")] = 0.5,
+    roofline: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw a roofline into FILE (.svg or .png).")
+    ] = None,
     json: Json = None,
 ) -> None:
-    """Verify operators, then time them cold and warm against eager and torch.compile.
+    """Verify operators, then time them, forward and backward, against eager and torch.compile.
 
     Contestants run interleaved, beside probes of what memory and matmul reach at that moment: roof is the
-    part of it that was reached, cold. Float32 and bfloat16, unless --dtype says otherwise.
+    part of it that was reached. Float32 and bfloat16, unless --dtype says otherwise.
 
     Example: opsmith bench softmax --dtype bfloat16
     """
     from opsmith.measure import WrongResult
+    from opsmith.ops import baselines
     from opsmith.ops.bench import bench
 
     output = Output(json)
+    device_of(device)
+    chosen = [name.strip() for name in against.split(",") if name.strip()]
+    try:
+        baselines.choose(chosen, device)
+    except ValueError as error:
+        raise CommandError(f"--against: {error}") from error
+    if roofline is not None:
+        from opsmith.cli.roofline import check_file
+
+        check_file(roofline)
+        check_folder("--roofline", Path(roofline))
     results: list[Benchmark] = []
     faults: list[str] = []
-    for card in choose(names, everything):
-        for one in dtypes_of(card, dtype or ["float32", "bfloat16"]):
-            try:
-                with output.console.status(f"{card.name}, {str(one).removeprefix('torch.')}"):
-                    for result in bench(card, one, compiled=compiled, seconds=seconds):
-                        _print(output.console, result)
-                        results.append(result)
-                        faults += result.faults
-            except WrongResult as wrong:
-                output.console.print(f"{wrong}\n", style="red", markup=False)
-                faults.append(str(wrong))
-    output.finish(
-        {"ok": not faults, "faults": faults, "benchmarks": [result.to_json() for result in results]}
-    )
+    work = [
+        (card, one)
+        for card in choose(names, everything)
+        for one in dtypes_of(card, dtype or ["float32", "bfloat16"])
+    ]
+    for done, (card, one) in enumerate(work):
+        title = f"{card.name}, {str(one).removeprefix('torch.')} ({done + 1} of {len(work)})"
+        try:
+            with output.console.status(title):
+                timed = bench(card, one, against=chosen, device=device, backward=backward, seconds=seconds)
+                for result in timed:
+                    _print(output.console, result)
+                    results.append(result)
+                    faults += result.faults
+        except WrongResult as wrong:
+            output.console.print(f"{wrong}\n", style="red", markup=False)
+            faults.append(str(wrong))
+    if len(results) > 1:
+        _summarize(output.console, results)
+    if roofline is not None:
+        from opsmith.cli.roofline import draw
+
+        draw(results, Path(roofline))
+    output.finish(_as_json(results, faults))
     if faults:
         raise CommandError(f"bench: {len(faults)} faults, the first: {faults[0]}")
 
 
+def _as_json(results: list[Benchmark], faults: list[str]) -> dict[str, Any]:
+    """Machine, versions and commit once, then every benchmark with all its samples."""
+    import datetime
+    from importlib import metadata
+
+    from opsmith import __version__, measure
+
+    versions = {"opsmith": __version__}
+    for package in ("torch", "triton", "numpy", "liger-kernel"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    machine = measure.describe().to_json()
+    benchmarks = [result.to_json() for result in results]
+    for benchmark in benchmarks:
+        for column in benchmark["columns"].values():
+            del column["machine"]  # the same everywhere
+    return {
+        "ok": not faults,
+        "faults": faults,
+        "taken": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": machine["commit"],
+        "versions": versions,
+        "machine": machine,
+        "benchmarks": benchmarks,
+    }
+
+
 def _print(console: Console, result: Benchmark) -> None:
-    from rich.table import Table
-
-    from opsmith.ops.bench import COMPILED, EAGER
-
-    title = f"{result.operator} {result.workload}, {result.dtype}, {result.cold.machine.threads} threads"
-    table = Table(
-        "", "cold", "warm", "roof", "× eager", f"× {COMPILED}", title=title, title_justify="left", box=None
-    )
-    for name in sorted(result.cold.names, key=result.cold.median):
-        roof = result.roof[name]
-        table.add_row(
-            name,
-            _time(result.cold.median(name)),
-            _time(result.warm.median(name)),
-            "" if roof is None else f"{roof:.0%}",
-            _speedup(result, name, EAGER),
-            _speedup(result, name, COMPILED),
-        )
+    """One row for each contestant, one pair of columns for each comparison."""
+    some = next(iter(result.columns.values()))
+    where = f"{some.machine.threads} threads" if result.device == "cpu" else str(some.machine.gpu)
+    title = f"{result.operator} {result.workload}, {result.dtype}, {result.direction}, {where}"
+    heads = []
+    for column in result.columns:
+        heads += [column, "roof"] if column in result.roof else [column]
+    table = _table(title, "", *heads, *(f"× {base}" for base in result.baselines), "peak")
+    decides = deciding(result)
+    names = dict.fromkeys(name for compared in result.columns.values() for name in compared.names)
+    for name in names:
+        cells = [name]
+        for column, compared in result.columns.items():
+            here = name in compared.names
+            cells.append(_time(compared.median(name)) if here else "")
+            if column in result.roof:
+                part = result.roof[column].get(name)
+                cells.append("" if part is None else f"{part:.0%}")
+        cells += [_speedup(result, decides, name, base) for base in result.baselines]
+        table.add_row(*cells, _bytes(result.peak[name]))
     console.print(table)
     for note in (*result.notes, *result.faults):
         console.print(f"  {note}", style="yellow", markup=False)
     console.print()
 
 
-def _speedup(result: Benchmark, name: str, base: str) -> str:
-    """How many times faster than the baseline, cold, paired by round, with its interval."""
-    if base not in result.cold.names or name == base:
-        return ""
-    ratio: Any = result.cold.ratio(name, base)
-    return f"{ratio.speedup:.2f} [{1 / ratio.hi:.2f}, {1 / ratio.lo:.2f}] {ratio.verdict}"
+def deciding(result: Benchmark) -> str:
+    """The column whose ratios are shown: the one in which all contestants have memory alike."""
+    return "reused" if "reused" in result.columns else "cold"
+
+
+def _summarize(console: Console, results: list[Benchmark]) -> None:
+    """One row for each benchmark: the fastest of ours, its part of the roof, and its ratios."""
+    from statistics import geometric_mean
+
+    bases = list(dict.fromkeys(base for result in results for base in result.baselines))
+    heads = [head for base in bases for head in (f"× {base}", "fresh")]
+    table = _table("Summary", "operator", "workload", "dtype", "direction", "time", "roof", *heads, "peak")
+    gains: dict[tuple[str, str, str], list[float]] = {}
+    for result in results:
+        column = deciding(result)
+        best = result.best(column)
+        if best is None:
+            continue
+        part = result.roof.get(column, {}).get(best)
+        cells = [result.operator, result.workload, result.dtype, result.direction]
+        cells += [_time(result.columns[column].median(best)), "" if part is None else f"{part:.0%}"]
+        for base in bases:
+            alike = result.ratio(column, best, base)
+            mine = result.best("cold") if column != "cold" else None
+            fresh = result.ratio("cold", mine, base) if mine else None
+            cells += ["" if ratio is None else f"{ratio.speedup:.2f}" for ratio in (alike, fresh)]
+            if (ratio := fresh or alike) is not None:
+                gains.setdefault((base, result.dtype, result.direction), []).append(ratio.speedup)
+        table.add_row(*cells, _bytes(result.peak[best]))
+    console.print(table)
+    for (base, dtype, direction), speedups in gains.items():
+        console.print(
+            f"× {base}, {dtype}, {direction}: geometric mean {geometric_mean(speedups):.2f}, "
+            f"least {min(speedups):.2f}, over {len(speedups)} workloads, outputs fresh"
+        )
+
+
+def _table(title: str, *heads: str) -> Table:
+    from rich.table import Table
+
+    return Table(*heads, title=title, title_justify="left", box=None)
+
+
+def _speedup(result: Benchmark, column: str, name: str, base: str) -> str:
+    """How many times faster than the baseline, paired by round, with its interval."""
+    ratio = result.ratio(column, name, base)
+    return (
+        ""
+        if ratio is None
+        else f"{ratio.speedup:.2f} [{1 / ratio.hi:.2f}, {1 / ratio.lo:.2f}] {ratio.verdict}"
+    )
 
 
 def _time(seconds: float) -> str:
@@ -92,3 +210,10 @@ def _time(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def _bytes(size: int) -> str:
+    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size} B"

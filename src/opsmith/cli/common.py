@@ -32,6 +32,8 @@ Dtypes = Annotated[
     list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Only this dtype; may be repeated.")
 ]
 
+Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the operators run.")]
+
 
 class Output:
     """Tables for people on `console`; the same result as JSON where `--json` asked for it.
@@ -112,3 +114,14 @@ def dtypes_of(card: Operator, names: list[str] | None) -> list[torch.dtype]:
         if name not in known:
             raise CommandError(f"{card.name} takes no {name!r}; it takes {', '.join(known)}")
     return [known[name] for name in names or known]
+
+
+def device_of(name: str) -> str:
+    """The device of that name; one that is not here is an error."""
+    import torch
+
+    if name not in ("cpu", "cuda"):
+        raise CommandError(f"--device: no device is called {name!r}; there are: cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CommandError("--device: this PyTorch finds no GPU; leave --device out, or see `opsmith doctor`")
+    return name

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import All, Dtypes, Json, Names, Output, choose, dtypes_of
+from opsmith.cli.common import All, Device, Dtypes, Json, Names, Output, choose, device_of, dtypes_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from opsmith.ops.verify import Finding
 
 
-def run(names: Names = None, everything: All = False, dtype: Dtypes = None, json: Json = None) -> None:
+def run(
+    names: Names = None,
+    everything: All = False,
+    dtype: Dtypes = None,
+    device: Device = "cpu",
+    json: Json = None,
+) -> None:
     """Run implementations on the samples of their card and hold them to a float64 reference.
 
     Checked are values, out= and gradients, and that inputs stay unchanged.
@@ -24,11 +30,12 @@ def run(names: Names = None, everything: All = False, dtype: Dtypes = None, json
     from opsmith.ops.verify import verify
 
     output = Output(json)
+    device_of(device)
     findings: list[Finding] = []
     for card in choose(names, everything):
         for one in dtypes_of(card, dtype):
             with output.console.status(f"{card.name}, {str(one).removeprefix('torch.')}"):
-                found = list(verify(card, [one]))
+                found = list(verify(card, [one], device))
             _print(output.console, found)
             findings += found
     red = [finding for finding in findings if not finding.ok]

@@ -3,7 +3,9 @@
 from .checks import Checked, WrongResult, check_call, compare_outputs, poison, ulp
 from .clock import CudaStopwatch, WallStopwatch
 from .comparison import Comparison
+from .contestants import Prepared, Repeated, captured
 from .machine import Cache, Machine, describe
+from .memory import can_reuse_memory, peak_bytes, reused_memory
 from .pool import CacheFlush, Pool, cold_bytes
 from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs, roof_fraction
 from .stats import CONCLUDES_NOTHING, Ratio, paired_ratio, spread
@@ -20,13 +22,17 @@ __all__ = [
     "ImpossibleTime",
     "Machine",
     "Pool",
+    "Prepared",
     "Probe",
     "Ratio",
+    "Repeated",
     "Roof",
     "RoofProbes",
     "Roofs",
     "WallStopwatch",
     "WrongResult",
+    "can_reuse_memory",
+    "captured",
     "check_call",
     "cold_bytes",
     "columns",
@@ -35,8 +41,10 @@ __all__ = [
     "describe",
     "measure_roofs",
     "paired_ratio",
+    "peak_bytes",
     "poison",
     "quick",
+    "reused_memory",
     "roof_fraction",
     "spread",
     "ulp",

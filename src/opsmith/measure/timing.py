@@ -21,6 +21,7 @@ import torch
 from .checks import Tolerance, WrongResult, compare_outputs
 from .clock import Clock, Stopwatch, stopwatch_for
 from .comparison import Comparison, spread_messages
+from .contestants import Prepared, Repeated
 from .machine import describe
 from .pool import CacheFlush, Inputs, Pool
 from .roofs import RoofProbes, Roofs
@@ -30,6 +31,7 @@ __all__ = ["columns", "compare", "measure_roofs", "quick"]
 # One sample is at least this long, so that neither the clock's grain nor its call shows.
 _MIN_TIME = 200e-6
 _MAX_INNER = 1 << 14
+_MAX_PREPARED = 64  # what is prepared takes memory until it is called
 
 
 class _Runner:
@@ -44,6 +46,8 @@ class _Runner:
         flush: CacheFlush | None,
     ) -> None:
         self.call, self.inner = call, 1
+        self._times = call.times if isinstance(call, Repeated) else 1
+        self._most = _MAX_PREPARED if isinstance(call, Prepared) else _MAX_INNER
         self._stopwatch, self._pool, self._warm, self._flush = stopwatch, pool, warm, flush
 
     def inputs(self) -> Inputs:
@@ -51,13 +55,18 @@ class _Runner:
             return ()
         return self._pool[0] if self._warm else self._pool.take()
 
+    def _bound(self) -> Callable[[], object]:
+        if isinstance(self.call, Prepared):
+            return self.call.prepare(*self.inputs())
+        return functools.partial(self.call, *self.inputs())
+
     def sample(self) -> float:
         """Seconds per call."""
+        # Bound before the clock starts; preparation, and the rotation itself, are not part of the work.
+        calls = [self._bound() for _ in range(self.inner)]
         if self._flush is not None:
             self._flush()
-        # Bound before the clock starts; the rotation itself is not part of the work.
-        calls = [functools.partial(self.call, *self.inputs()) for _ in range(self.inner)]
-        return self._stopwatch.seconds(calls) / self.inner
+        return self._stopwatch.seconds(calls) / (self.inner * self._times)
 
     def settle(self, warmup: int, min_time: float) -> float:
         """Warms up, finds how many calls make a sample, and returns seconds per call as seen last."""
@@ -65,9 +74,11 @@ class _Runner:
             self.call(*self.inputs())
         seconds = self.sample()
         # After a flush the second call would be warm, so there a sample is one call, however short.
-        while self._flush is None and seconds * self.inner < min_time and self.inner < _MAX_INNER:
-            wanted = math.ceil(1.2 * min_time / seconds) if seconds > 0 else _MAX_INNER
-            self.inner = min(max(wanted, self.inner + 1), 10 * self.inner, _MAX_INNER)
+        while (
+            self._flush is None and seconds * self._times * self.inner < min_time and self.inner < self._most
+        ):
+            wanted = math.ceil(1.2 * min_time / (seconds * self._times)) if seconds > 0 else self._most
+            self.inner = min(max(wanted, self.inner + 1), 10 * self.inner, self._most)
             seconds = self.sample()
         return seconds
 
@@ -101,6 +112,7 @@ def compare(
 
     Args:
         contestants: callables by name; called with the pool's inputs, or with nothing when there is no pool.
+            `Prepared` ones are timed in part, `Repeated` ones count as several calls.
         pool: sets of inputs, rotated call by call over all contestants: cold.
         warm: use the pool's first set in every call instead.
         flush: evict the caches before each sample, which is then one call.

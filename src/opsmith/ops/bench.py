@@ -1,10 +1,10 @@
-"""Times an operator on its workloads: verified first, against eager and torch.compile, beside the roofs."""
+"""Times an operator on its workloads, forward and backward: verified first, against baselines, beside the roofs."""
 
 from __future__ import annotations
 
 import heapq
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,54 +13,91 @@ import torch
 
 from opsmith import measure
 from opsmith.measure.pool import tensors_of
-from opsmith.operator import Implementation, Kind, Make, Operator, Sample
+from opsmith.operator import Cost, Implementation, Make, Operator, Sample
+from opsmith.ops.baselines import Baseline, choose
 from opsmith.ops.common import short
+from opsmith.ops.passes import Backward, Forward
 from opsmith.ops.verify import verify
 
-__all__ = ["Benchmark", "bench", "workloads"]
+__all__ = ["AGAINST", "OURS", "Benchmark", "bench", "workloads"]
 
-EAGER, COMPILED = "eager", "torch.compile"
+AGAINST = ("eager", "compile")
+OURS = "opsmith"  # the public function, differentiated
 _LARGEST = 2  # samples that stand in for workloads where a card names none
 # Smaller inputs would have to be too many for their rotation to leave the caches: those are flushed instead.
-_LEAST_SHARE_OF_POOL = 1 / 256
-_SECONDS = 3.0
+_LEAST_SHARE_OF_POOL = {"cpu": 1 / 256, "cuda": 1 / 4096}
+# Outputs of this size are fresh pages at every call, unless the memory of earlier ones is kept.
+_FRESH_PAGES = 32 << 20
+# Above so many operations a byte, the matmul rate may be the roof; no operator bound by memory comes near it.
+_MATMUL_INTENSITY = 16.0
+# What float64 may take to check a workload, as a part of the memory.
+_CHECK_SHARE = 4
+_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One workload in one dtype: the cold and the warm comparison, and each contestant's part of the roof."""
+    """One workload in one dtype and one direction: its comparisons by column, and what became of each contestant.
+
+    Columns: "cold" (nothing in cache; on a CPU, large outputs on fresh pages), "reused" (the same, in memory that
+    earlier outputs have left), "warm" (everything in cache) and "graph" (cold, replayed by a CUDA graph).
+    """
 
     operator: str
     workload: str
     dtype: str
-    cold: measure.Comparison
-    warm: measure.Comparison
-    roof: Mapping[str, float | None]  # cold; None where the roofs of this dtype are not known
+    device: str
+    direction: str  # "forward", "backward", or "forward + backward"
+    cost: Cost
+    columns: Mapping[str, measure.Comparison]
+    roof: Mapping[
+        str, Mapping[str, float]
+    ]  # by column, then contestant; missing where no roof of the dtype is known
+    peak: Mapping[
+        str, int
+    ]  # bytes beyond the inputs; of forward and backward together, where it is a backward
+    ours: tuple[str, ...]
+    baselines: tuple[str, ...]
     notes: tuple[str, ...]
     faults: tuple[str, ...]  # times that the roofs do not allow: no records, but errors of formula or timer
+
+    def best(self, column: str) -> str | None:
+        """The fastest contestant of ours in a column."""
+        return min(self._there(self.ours, column), key=self.columns[column].median, default=None)
+
+    def ratio(self, column: str, name: str, base: str) -> measure.Ratio | None:
+        """The time of one over that of another, None where one of them has none."""
+        both = self._there((name, base), column) if column in self.columns else []
+        return self.columns[column].ratio(name, base) if len(set(both)) == 2 else None
+
+    def _there(self, names: Sequence[str], column: str) -> list[str]:
+        return [name for name in names if name in self.columns[column].names]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, samples included, as plain values."""
         ratios = {
             column: {
-                f"{name} / {base}": taken.ratio(name, base).to_json()
-                for base in (EAGER, COMPILED)
-                if base in taken.names
-                for name in taken.names
-                if name != base
+                f"{name} / {base}": ratio.to_json()
+                for base in self.baselines
+                for name in compared.names
+                if (ratio := self.ratio(column, name, base)) is not None
             }
-            for column, taken in (("cold", self.cold), ("warm", self.warm))
+            for column, compared in self.columns.items()
         }
         return {
             "operator": self.operator,
             "workload": self.workload,
             "dtype": self.dtype,
-            "roof_fraction": dict(self.roof),
+            "device": self.device,
+            "direction": self.direction,
+            "flops": self.cost.flops,
+            "min_bytes": self.cost.min_bytes,
+            "peak_bytes": dict(self.peak),
+            "roof_fraction": {column: dict(found) for column, found in self.roof.items()},
             "ratios": ratios,
             "notes": list(self.notes),
             "faults": list(self.faults),
-            "cold": self.cold.to_json(),
-            "warm": self.warm.to_json(),
+            "columns": {column: compared.to_json() for column, compared in self.columns.items()},
         }
 
 
@@ -73,83 +110,226 @@ def workloads(card: Operator, make: Make) -> list[Sample]:
 
 
 def bench(
-    card: Operator, dtype: torch.dtype, *, compiled: bool = True, seconds: float = _SECONDS
+    card: Operator,
+    dtype: torch.dtype,
+    *,
+    against: Sequence[str] = AGAINST,
+    device: str = "cpu",
+    backward: bool = True,
+    seconds: float = _SECONDS,
 ) -> Iterator[Benchmark]:
     """Verify an operator in one dtype, then time its workloads; a wrong result prints no time.
 
     Args:
         card: the operator.
         dtype: of the inputs.
-        compiled: let `torch.compile` of eager take part (it compiles for some seconds a workload).
-        seconds: for each comparison, warm-up aside.
+        against: baselines, of `opsmith.ops.baselines.BASELINES`.
+        device: "cpu" or "cuda".
+        backward: time the gradients too, where the operator has any.
+        seconds: for the comparison that counts, cold; the others get less. Warm-up aside.
 
     Raises:
         WrongResult: a check of the card failed; nothing was timed.
+        ValueError: a baseline that does not exist, or cannot run on this device.
     """
-    red = min((f for f in verify(card, [dtype]) if not f.ok), key=lambda f: f.elements, default=None)
+    baselines = choose(against, device)
+    red = min((f for f in verify(card, [dtype], device) if not f.ok), key=lambda f: f.elements, default=None)
     if red is not None:
         what = f"{red.check} of sample {red.sample!r}, {red.dtype}"
         raise measure.WrongResult(f"{card.name} {red.implementation}", what, red.why, red.error, red.bound)
-    for sample in workloads(card, Make(dtype)):
+    with measure.reused_memory():
+        pass  # from here on the allocator's own thresholds stand still, so that all workloads see the same
+    for sample in workloads(card, Make(dtype, device)):
+        run = _Run(card, sample, dtype, device, baselines, seconds)
+        yield run.forward()
+        if backward and card.differentiable:
+            yield run.backward()
+
+
+@dataclass(frozen=True)
+class _Run:
+    card: Operator
+    sample: Sample
+    dtype: torch.dtype
+    device: str
+    baselines: Sequence[Baseline]
+    seconds: float
+
+    def forward(self) -> Benchmark:
+        """The operator without gradients: every implementation that takes the sample, with and without `out=`."""
         with torch.no_grad():
-            yield _bench(card, sample, dtype, compiled, seconds)
+            notes: list[str] = []
+            one = Forward(self.card, self.sample)
+            mine: dict[str, Callable[..., Any]] = {}
+            into: dict[str, Callable[..., Any]] = {}
+            for implementation in self.card.candidates(*self.sample.args, **self.sample.kwargs)[0]:
+                if implementation.name == "eager":
+                    continue
+                mine[implementation.name] = partial(_call, implementation.fn)
+                if implementation.takes_out:
+                    into[f"{implementation.name}, out="] = partial(_call_into, implementation)
+            theirs = {title: partial(_call, fn) for title, fn in self._peers(notes)}
+            return self._measure(one, mine, into, theirs, notes)
 
+    def backward(self) -> Benchmark:
+        """The gradients of all inputs, from a forward that ran off the clock; of a loss, both together."""
+        notes: list[str] = []
+        one = Backward(self.card, self.sample)
+        mine = {OURS: one.contestant(self.card.function)}
+        theirs = {title: one.contestant(fn) for title, fn in self._peers(notes)}
+        return self._measure(one, mine, {}, theirs, notes)
 
-def _bench(card: Operator, sample: Sample, dtype: torch.dtype, compiled: bool, seconds: float) -> Benchmark:
-    notes: list[str] = []
-    contestants = _contestants(card, sample)
-    if compiled:
-        _add_compiled(card, sample, contestants, notes)
-    for name, call in contestants.items():
-        _check(card, sample, name, call)
-    inputs = partial(_copy, (sample.args, dict(sample.kwargs), _outs(card, sample)))
-    size = sum(t.nbytes for t in tensors_of(inputs()))
-    small = size < _LEAST_SHARE_OF_POOL * measure.cold_bytes()
-    # Two sets and a flush, or as many sets as leave the caches.
-    pool = measure.Pool(lambda i: inputs(), total_bytes=size if small else None)
-    matmul = card.kind in (Kind.MATMUL, Kind.ATTENTION) and f"matmul {short(dtype)}" in measure.KINDS
-    kinds = ("read", "copy", "update", *((f"matmul {short(dtype)}",) if matmul else ()))
-    options: dict[str, Any] = {
-        "budget_s": seconds,
-        "notes": {"outputs": "freshly allocated, unless the name says out="},
-    }
-    cold = measure.compare(
-        contestants,
-        pool=pool,
-        flush=measure.CacheFlush() if small else None,
-        roofs=measure.RoofProbes(kinds),
-        **options,
-    )
-    warm = measure.compare(contestants, pool=pool, warm=True, **options)
-    roof: dict[str, float | None] = dict.fromkeys(contestants)
-    faults = []
-    if matmul or card.kind not in (Kind.MATMUL, Kind.ATTENTION):
-        cost = card.cost(*sample.args, **sample.kwargs)
-        for name in contestants:
+    def _peers(self, notes: list[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+        for baseline in self.baselines:
+            found = baseline.of(self.card)
+            if isinstance(found, str):
+                notes.append(f"{baseline.title} takes no part: {found}")
+            else:
+                yield baseline.title, found
+
+    def _measure(
+        self,
+        one: Forward | Backward,
+        mine: Mapping[str, Callable[..., Any]],
+        into: Mapping[str, Callable[..., Any]],
+        theirs: Mapping[str, Callable[..., Any]],
+        notes: list[str],
+    ) -> Benchmark:
+        peak = {name: self._peak(one, call) for name, call in (*mine.items(), *into.items())}
+        taking_part = {}
+        for title, call in theirs.items():
             try:
-                roof[name] = cold.fraction(
-                    name,
-                    flops=cost.flops,
-                    bytes=cost.min_bytes,
-                    dtype=dtype if matmul else None,
-                    memory="copy",
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    peak[title] = self._peak(one, call)  # its first call: here it compiles, or cannot
+            except Exception as error:
+                reason = (str(error) or "no reason given").splitlines()[0]
+                notes.append(f"{title} takes no part: {type(error).__name__}: {reason}")
+            else:
+                taking_part[title] = call
+        theirs = taking_part
+        everyone = {**mine, **into, **theirs}
+        limit = measure.describe().memory_bytes // _CHECK_SHARE or 1 << 40
+        notes += one.check(everyone, limit if self.device == "cpu" else 1 << 62, peak)
+        columns = self._columns(one, mine, into, theirs, notes)
+        cost = one.cost()
+        roof: dict[str, dict[str, float]] = {}
+        faults = []
+        for column, compared in columns.items():
+            if compared.roofs is None or not self._judged(cost):
+                continue
+            roof[column] = {}
+            for name in compared.names:
+                try:
+                    roof[column][name] = compared.fraction(
+                        name,
+                        flops=cost.flops,
+                        bytes=cost.min_bytes,
+                        dtype=self.dtype if cost.intensity > _MATMUL_INTENSITY else None,
+                        memory="copy",
+                    )
+                except measure.ImpossibleTime as error:
+                    faults.append(
+                        f"{self.card.name} {self.sample.name}, {one.direction}, {column}, {name}: {error}"
+                    )
+        return Benchmark(
+            self.card.name,
+            self.sample.name,
+            short(self.dtype),
+            self.device,
+            one.direction,
+            cost,
+            columns,
+            roof,
+            peak,
+            (*mine, *into),
+            tuple(theirs),
+            tuple(dict.fromkeys((*notes, *(m for c in columns.values() for m in c.messages)))),
+            tuple(faults),
+        )
+
+    def _peak(self, one: Forward | Backward, call: Callable[..., Any]) -> int:
+        return measure.peak_bytes(partial(call, *one.inputs()), self.device)
+
+    def _columns(
+        self,
+        one: Forward | Backward,
+        mine: Mapping[str, Callable[..., Any]],
+        into: Mapping[str, Callable[..., Any]],
+        theirs: Mapping[str, Callable[..., Any]],
+        notes: list[str],
+    ) -> dict[str, measure.Comparison]:
+        fresh, everyone = {**mine, **theirs}, {**mine, **into, **theirs}
+        size = sum(t.nbytes for t in tensors_of(one.inputs()))
+        prepared = isinstance(
+            one, Backward
+        )  # its forward has just touched the inputs, so it is always flushed
+        small = size < _LEAST_SHARE_OF_POOL[self.device] * measure.cold_bytes(self.device)
+        large = self.device == "cpu" and one.largest_output >= _FRESH_PAGES and measure.can_reuse_memory()
+        # Two sets and a flush, or as many sets as leave the caches.
+        flushed = small or prepared
+        pool = measure.Pool(lambda i: one.inputs(), total_bytes=size if flushed else None, device=self.device)
+        flush = measure.CacheFlush(device=self.device) if flushed else None
+        cold = partial(
+            measure.compare,
+            pool=pool,
+            flush=flush,
+            roofs=measure.RoofProbes(self._roofs(one.cost()), device=self.device),
+            warmup=1,  # everyone has been called by now
+            min_rounds=3,
+            device=self.device,
+        )
+        # Like with like: what writes into memory of its own is compared where the others' memory is there already too.
+        outputs = "on fresh pages" if large else "as the allocator gives them"
+        found = {
+            "cold": cold(fresh if large else everyone, budget_s=self.seconds, notes={"outputs": outputs})
+        }
+        if large:
+            with measure.reused_memory():
+                found["reused"] = cold(
+                    everyone, budget_s=self.seconds, notes={"outputs": "in memory of earlier ones"}
                 )
-            except measure.ImpossibleTime as error:
-                faults.append(f"{card.name} {sample.name}, {name}: {error}")
-    return Benchmark(
-        card.name, sample.name, short(dtype), cold, warm, roof, (*notes, *cold.messages), tuple(faults)
-    )
+        else:
+            found["warm"] = measure.compare(
+                everyone,
+                pool=pool,
+                warm=True,
+                budget_s=self.seconds / 3,
+                warmup=1,
+                min_rounds=3,
+                device=self.device,
+            )
+        if self.device == "cuda" and not prepared:
+            found |= self._graphs(everyone, pool, notes)
+        return found
 
+    def _graphs(
+        self, contestants: Mapping[str, Callable[..., Any]], pool: measure.Pool, notes: list[str]
+    ) -> dict[str, measure.Comparison]:
+        """Every contestant as a CUDA graph over the whole pool; those that cannot be captured are named."""
+        sets = [pool[i] for i in range(len(pool))]
+        graphs: dict[str, Callable[..., object]] = {}
+        for name, call in contestants.items():
+            try:
+                graphs[name] = measure.captured(call, sets)
+            except RuntimeError as error:
+                notes.append(f"{name} cannot be captured in a CUDA graph: {str(error).splitlines()[0]}")
+        if not graphs:
+            return {}
+        roofs = measure.RoofProbes(("read", "copy", "update"), device=self.device)
+        return {
+            "graph": measure.compare(
+                graphs, roofs=roofs, budget_s=self.seconds, warmup=1, min_rounds=3, device=self.device
+            )
+        }
 
-def _contestants(card: Operator, sample: Sample) -> dict[str, Callable[..., Any]]:
-    """Every implementation that takes the sample, with a fresh output and, where it can, a reused one."""
-    found: dict[str, Callable[..., Any]] = {}
-    for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
-        found[implementation.name] = partial(_call, implementation.fn)
-        if implementation.takes_out:
-            found[f"{implementation.name}, out="] = partial(_call_into, implementation)
-    found.setdefault(EAGER, partial(_call, card.eager))
-    return found
+    def _judged(self, cost: Cost) -> bool:
+        return cost.intensity <= _MATMUL_INTENSITY or f"matmul {short(self.dtype)}" in measure.KINDS
+
+    def _roofs(self, cost: Cost) -> tuple[str, ...]:
+        memory = ("read", "copy", "update")
+        matmul = cost.intensity > _MATMUL_INTENSITY and self._judged(cost)
+        return (*memory, f"matmul {short(self.dtype)}") if matmul else memory
 
 
 def _call(fn: Callable[..., Any], args: Any, kwargs: Any, outs: Any) -> Any:
@@ -158,56 +338,3 @@ def _call(fn: Callable[..., Any], args: Any, kwargs: Any, outs: Any) -> Any:
 
 def _call_into(implementation: Implementation, args: Any, kwargs: Any, outs: Any) -> Any:
     return implementation.fn(*args, **kwargs, out=outs)
-
-
-def _add_compiled(
-    card: Operator, sample: Sample, contestants: dict[str, Callable[..., Any]], notes: list[str]
-) -> None:
-    """torch.compile of eager as a contestant; where it cannot compile, a note says why."""
-    torch._dynamo.reset()
-    call = partial(_call, torch.compile(card.eager, dynamic=False))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            call(sample.args, sample.kwargs, None)
-            _check(card, sample, COMPILED, call)
-    except Exception as error:
-        notes.append(f"{COMPILED} takes no part: {type(error).__name__}: {str(error).splitlines()[0]}")
-        return
-    contestants[COMPILED] = call
-
-
-def _check(card: Operator, sample: Sample, name: str, call: Callable[..., Any]) -> None:
-    """Hold a contestant to the card's tolerance on the very workload that is timed."""
-    outs = _outs(card, sample)
-    for out in tensors_of(outs):
-        measure.poison(out)
-    got = list(tensors_of(call(sample.args, sample.kwargs, outs)))
-    eager = list(tensors_of(card.eager(*sample.args, **sample.kwargs)))
-    for mine, theirs, exact in zip(got, eager, tensors_of(card.exact(sample)), strict=True):
-        verdict = card.tolerance.check(mine, theirs, exact)
-        if not verdict.ok:
-            where = f"wrong value in workload {sample.name!r}"
-            raise measure.WrongResult(f"{card.name} {name}", where, verdict.why, verdict.error, verdict.bound)
-
-
-def _outs(card: Operator, sample: Sample) -> Any:
-    """Outputs to be written into, one or a tuple, as the reference returns them."""
-    like = card.reference(*sample.args, **sample.kwargs)
-    outs = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors_of(like))
-    return outs if isinstance(like, tuple) else outs[0]
-
-
-def _copy(value: Any) -> Any:
-    """Nested values with tensors of their own, in the same strides."""
-    if isinstance(value, torch.Tensor):
-        if 0 in value.stride():  # expanded: nothing but the few elements behind it takes memory
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
-            value
-        )
-    if isinstance(value, tuple | list):
-        return type(value)(_copy(v) for v in value)
-    if isinstance(value, dict):
-        return {key: _copy(v) for key, v in value.items()}
-    return value

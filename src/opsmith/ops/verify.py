@@ -20,7 +20,7 @@ from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample
 from opsmith.ops.common import always_native, short
 
-__all__ = ["Finding", "verify"]
+__all__ = ["Finding", "verify", "with_leaves"]
 
 FUNCTION = "autograd"  # the name under which the public function's gradients are reported
 
@@ -145,6 +145,16 @@ def _backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tens
 
     The gradients of the outputs depend on the outputs' shapes alone, and are numbers that every dtype has.
     """
+    args, kwargs, leaves = with_leaves(args, kwargs)
+    outputs = [t for t in tensors_of(fn(*args, **kwargs)) if t.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    seeds = [(torch.randint(-8, 9, t.shape, generator=generator) / 8).to(t) for t in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if leaves and outputs else ()
+    return list(tensors_of(gradients))
+
+
+def with_leaves(args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+    """The call with its floating-point tensors (those that ask for gradients, where any does) as leaves, and these."""
     any_asks = any(t.requires_grad for t in tensors_of((args, kwargs)))
     leaves: list[torch.Tensor] = []
 
@@ -156,12 +166,7 @@ def _backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tens
         leaves.extend([value.requires_grad_()] if wanted else [])
         return value
 
-    outputs = fn(*map(leaf, args), **{name: leaf(value) for name, value in kwargs.items()})
-    outputs = [t for t in tensors_of(outputs) if t.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    seeds = [(torch.randint(-8, 9, t.shape, generator=generator) / 8).to(t) for t in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if leaves and outputs else ()
-    return list(tensors_of(gradients))
+    return tuple(map(leaf, args)), {name: leaf(value) for name, value in kwargs.items()}, leaves
 
 
 def _in_dtypes_of(value: Any, like: Any) -> Any:

@@ -1,0 +1,105 @@
+"""The picture behind `opsmith bench --roofline`: operations a second over operations a byte, under measured roofs."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opsmith.cli import CommandError
+
+if TYPE_CHECKING:
+    from opsmith.ops.bench import Benchmark
+
+_KINDS = (".svg", ".png")
+_MARKS = {"forward": "o", "backward": "s", "forward + backward": "D"}
+
+
+def check_file(name: str) -> None:
+    """Refuse what cannot be drawn before the work is done, not after it."""
+    if Path(name).suffix not in _KINDS:
+        raise CommandError(f"--roofline: {name} is no {' or '.join(_KINDS)} file; name one")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--roofline: matplotlib draws the picture; pip install 'opsmith[plots]'")
+
+
+def draw(results: list[Benchmark], file: Path) -> None:
+    """Draw the fastest of ours in each benchmark; what does no arithmetic has no place on a roofline."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9})
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    shown = [point for result in results if (point := _point(result)) is not None]
+    roofs = _roofs(results)
+    lowest, highest = _range([x for x, *_ in shown])
+    bandwidth = roofs.pop("copy", None)
+    for kind, rate in roofs.items():
+        ridge = rate / bandwidth if bandwidth else lowest
+        axes.plot([ridge, highest], [rate / 1e9] * 2, color="gray", linewidth=1)
+        axes.annotate(f"{kind}: {rate / 1e9:.0f} Gop/s", (highest, rate / 1e9), ha="right", va="bottom")
+    if bandwidth:
+        ends = [lowest, max([lowest * 10, *(rate / bandwidth for rate in roofs.values())])]
+        axes.plot(ends, [x * bandwidth / 1e9 for x in ends], color="gray", linewidth=1)
+        label = f"copy: {bandwidth / 1e9:.0f} GB/s"
+        axes.annotate(label, (lowest, lowest * bandwidth / 1e9), ha="left", va="bottom", rotation=35)
+    colors = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(p[2].operator for p in shown))}
+    for x, y, result in shown:
+        filled = result.dtype == "float32"
+        color = colors[result.operator]
+        axes.plot(
+            x, y, _MARKS[result.direction], color=color, fillstyle="full" if filled else "none", markersize=6
+        )
+    handles: list[Any] = [
+        axes.plot([], [], "o", color=color, label=name)[0] for name, color in colors.items()
+    ]
+    handles += [axes.plot([], [], mark, color="black", label=name)[0] for name, mark in _MARKS.items()]
+    handles.append(axes.plot([], [], "o", color="black", fillstyle="none", label="half precision")[0])
+    axes.legend(handles=handles, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="10⁹ operations per second")
+    axes.set_title(_title(results), fontsize=9)
+    axes.grid(which="major", color="0.9")
+    try:
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    except OSError as error:
+        raise CommandError(
+            f"--roofline: cannot write {file} ({error.strerror}); name another file"
+        ) from error
+    finally:
+        pyplot.close(figure)
+
+
+def _point(result: Benchmark) -> tuple[float, float, Benchmark] | None:
+    from opsmith.cli.bench import deciding
+
+    column = deciding(result)
+    best = result.best(column)
+    if best is None or not result.cost.flops or not result.cost.min_bytes:
+        return None
+    return result.cost.intensity, result.cost.flops / result.columns[column].median(best) / 1e9, result
+
+
+def _roofs(results: list[Benchmark]) -> dict[str, float]:
+    """The median of what each roof was measured at beside the benchmarks."""
+    rates: dict[str, list[float]] = {}
+    for result in results:
+        for compared in result.columns.values():
+            for kind, roof in compared.roofs.by_kind.items() if compared.roofs else ():
+                if kind == "copy" or kind.startswith("matmul"):
+                    rates.setdefault(kind, []).append(roof.rate)
+    return {kind: statistics.median(found) for kind, found in rates.items()}
+
+
+def _range(intensities: list[float]) -> tuple[float, float]:
+    return min([0.1, *intensities]) / 2, max([100.0, *intensities]) * 2
+
+
+def _title(results: list[Benchmark]) -> str:
+    if not results:
+        return "no operator was timed"
+    some = next(iter(results[0].columns.values()))
+    where = some.machine.gpu or f"{some.machine.cpu}, {some.machine.threads} threads"
+    return f"{where}, torch {some.machine.torch}, {some.taken[:10]}; roofs measured in the same run"

@@ -42,9 +42,12 @@ sanitize: $(VENV)/.installed  ## The operators' tests on kernels that look for b
 	  OPSMITH_ISA=portable .ci/sanitize address,undefined $(SANITIZED) $(ARGS) && \
 	  .ci/sanitize thread $(SANITIZED) $(ARGS); })
 
+# Named after the day and the processor; `make bench RESULT=build/try ARGS="softmax"` writes elsewhere, and less.
+CPU = $(shell lscpu 2>/dev/null | sed -n 's/^Model name: *//p' | head -1 | tr -cs 'A-Za-z0-9\n' '-' | sed 's/-*$$//')
+RESULT ?= benchmarks/results/$(shell date +%F)-$(or $(CPU),cpu)
 .PHONY: bench
 bench: $(VENV)/.installed  ## Verify, then time every operator against eager and torch.compile
-	$(call timed,$(BIN)/opsmith bench --all $(ARGS))
+	$(call timed,$(BIN)/opsmith bench $(or $(ARGS),--all) --json=$(RESULT).json --roofline $(RESULT).svg)
 
 .PHONY: docs
 docs: $(VENV)/.installed-docs  ## Build the documentation into site/

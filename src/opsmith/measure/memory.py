@@ -75,7 +75,9 @@ def _glibc() -> ctypes.CDLL | None:
         library.gnu_get_libc_version  # noqa: B018  there under glibc only
         library.mallopt.restype = library.malloc_trim.restype = ctypes.c_int
         library.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
-        library.malloc_trim.argtypes = [ctypes.c_size_t]
+        library.malloc_trim.argtypes = library.malloc.argtypes = [ctypes.c_size_t]
+        library.malloc.restype, library.free.restype = ctypes.c_void_p, None
+        library.free.argtypes = [ctypes.c_void_p]
         return library
     return None
 
@@ -86,15 +88,19 @@ def can_reuse_memory() -> bool:
 
 
 @contextlib.contextmanager
-def reused_memory() -> Iterator[None]:
+def reused_memory(spare: int = 0) -> Iterator[None]:
     """Inside, large blocks come from memory that freed ones have left, whose pages the system has given already.
 
     Outside, glibc asks the system for each block above 32 MB and gives it back at once, so every page of a large
     output is faulted in while it is written, which on a CPU takes longer than the arithmetic of an operator bound by
     memory. Programs that keep their buffers do not pay for that; this is how they are imitated, for any callable.
 
-    >>> with reused_memory():
+    >>> with reused_memory(spare=1 << 24):
     ...     y = torch.zeros(1 << 20) + 1
+
+    Args:
+        spare: bytes to have ready from the beginning. A freed block serves a new one of its size only if nothing has
+            settled at its edges, so a few times what a call holds at its peak.
     """
     library = _glibc()
     if library is None:
@@ -102,6 +108,9 @@ def reused_memory() -> Iterator[None]:
         return
     library.mallopt(_TRIM_THRESHOLD, -1)
     library.mallopt(_MMAP_MAX, 0)
+    if spare and (block := library.malloc(spare)):
+        ctypes.memset(block, 0, spare)
+        library.free(block)
     try:
         yield
     finally:

@@ -28,6 +28,8 @@ _LARGEST = 2  # samples that stand in for workloads where a card names none
 _LEAST_SHARE_OF_POOL = {"cpu": 1 / 256, "cuda": 1 / 4096}
 # Outputs of this size are fresh pages at every call, unless the memory of earlier ones is kept.
 _FRESH_PAGES = 32 << 20
+# How much of it is kept, in peaks of a call.
+_SPARE, _SPARE_AT_MOST = 3, 2 << 30
 # Above so many operations a byte, the matmul rate may be the roof; no operator bound by memory comes near it.
 _MATMUL_INTENSITY = 16.0
 # What float64 may take to check a workload, as a part of the memory.
@@ -211,7 +213,7 @@ class _Run:
         everyone = {**mine, **into, **theirs}
         limit = measure.describe().memory_bytes // _CHECK_SHARE or 1 << 40
         notes += one.check(everyone, limit if self.device == "cpu" else 1 << 62, peak)
-        columns = self._columns(one, mine, into, theirs, notes)
+        columns = self._columns(one, mine, into, theirs, peak, notes)
         cost = one.cost()
         roof: dict[str, dict[str, float]] = {}
         faults = []
@@ -257,6 +259,7 @@ class _Run:
         mine: Mapping[str, Callable[..., Any]],
         into: Mapping[str, Callable[..., Any]],
         theirs: Mapping[str, Callable[..., Any]],
+        peak: Mapping[str, int],
         notes: list[str],
     ) -> dict[str, measure.Comparison]:
         fresh, everyone = {**mine, **theirs}, {**mine, **into, **theirs}
@@ -285,7 +288,7 @@ class _Run:
             "cold": cold(fresh if large else everyone, budget_s=self.seconds, notes={"outputs": outputs})
         }
         if large:
-            with measure.reused_memory():
+            with measure.reused_memory(min(_SPARE * max(peak.values()), _SPARE_AT_MOST)):
                 found["reused"] = cold(
                     everyone, budget_s=self.seconds, notes={"outputs": "in memory of earlier ones"}
                 )

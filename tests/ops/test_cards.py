@@ -236,7 +236,8 @@ class Recorder(TorchDispatchMode):
 def test_opcheck_of_the_native_operators(card: Operator) -> None:
     with Recorder() as recorder:
         for sample in samples(card):
-            run_both_ways(card.function, sample)
+            if card.differentiable:
+                run_both_ways(card.function, sample)
             for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
                 implementation.fn(*sample.args, **sample.kwargs)
     called = {call[0]._schema.name.removeprefix("opsmith::") for call in recorder.calls.values()}

@@ -24,7 +24,10 @@ CALLS = {
     "layer_norm": lambda rows: opsmith.ops.layer_norm(torch.randn(rows, 64)),
     "softmax": lambda rows: opsmith.ops.softmax(torch.randn(rows, 64)),
     "gelu": lambda rows: opsmith.ops.gelu(torch.randn(rows, 64)),
-    "embedding": lambda rows: opsmith.ops.embedding(torch.arange(rows) % 8, torch.randn(8, 64)),
+    # Without a gradient, PyTorch's gather has nothing to gain until results leave the cache.
+    "embedding": lambda rows: opsmith.ops.embedding(
+        torch.arange(rows) % 8, torch.randn(8, 64, requires_grad=True)
+    ),
     "attention": lambda rows: opsmith.ops.attention(*torch.randn(3, 1, 1, rows, 64)),
 }
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.common import (
+    NATIVE_DTYPES,
+    _small,
     as_rows,
     check_float,
     check_out,
@@ -20,6 +23,13 @@ from opsmith.ops.common import (
     short,
     small,
 )
+
+_DTYPES = (*NATIVE_DTYPES, torch.float64)
+# PyTorch's gather is as fast as any while results stay in the cache: `small` ends at this many times its usual size.
+_IN_CACHE = 256
+# Malloc takes blocks of this size from the system each time, and gives them back.
+_FROM_SYSTEM = 32 << 20
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 class IdError(IndexError, ValueError):
@@ -52,10 +62,27 @@ def embedding(
 
     Source: Mikolov et al., "Efficient Estimation of Word Representations in Vector Space", 2013.
     """
+    if padding_idx is None and out is None and not sparse_grad and not _compiling():
+        # Looking at each argument would take as long as a short gather, so PyTorch does it on its way.
+        try:
+            if (
+                table.dtype in _DTYPES
+                and ids.is_cpu
+                and table.is_cpu
+                and not needs_grad(table)
+                and ids.numel() * table.shape[1] // _IN_CACHE <= _small.get()
+            ):
+                return torch.embedding(table, ids)
+        except (AttributeError, IndexError, RuntimeError):
+            _check(ids, table, None, None)
+            raise_bad_id("embedding", ids, table.shape[0])
+            raise
     padding = _check(ids, table, padding_idx, out)
-    if small(ids.numel() * table.shape[1]) or _supports(ids, table) is not True:
+    training = needs_grad(table)
+    elements = ids.numel() * table.shape[1] // (1 if training or out is not None else _IN_CACHE)
+    if small(elements) or _supports(ids, table) is not True:
         y = reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
-    elif needs_grad(table):
+    elif training:
         y = _Embedding.apply(ids, table, padding, sparse_grad)
     else:
         return _native(ids, table, out=out)
@@ -71,20 +98,14 @@ def reference(
     try:
         return F.embedding(ids, table, padding_idx, sparse=sparse_grad)
     except IndexError:
-        raise _bad_id(ids, table.shape[0]) from None
+        raise_bad_id("embedding", ids, table.shape[0])
+        raise
 
 
 def _check(ids: Any, table: Any, padding_idx: int | None, out: Any) -> int:
     """Refuse wrong arguments; the padding row, -1 for none."""
-    if not isinstance(ids, torch.Tensor):
-        raise TypeError(f"embedding: ids must be a tensor, got {type(ids).__name__}")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"embedding: ids must be int64 or int32, got {short(ids.dtype)}; cast them first")
+    check_ids("embedding", ids, table)
     check_float("embedding", table, "table")
-    if table.dim() != 2:
-        raise ValueError(f"embedding: table must have shape [V, N], got {tuple(table.shape)}")
-    if ids.device != table.device:
-        raise ValueError(f"embedding: ids are on {ids.device}, table on {table.device}; move one of them")
     if out is not None:
         check_out("embedding", out, table, shape=(*ids.shape, table.shape[1]))
     if padding_idx is None:
@@ -95,16 +116,43 @@ def _check(ids: Any, table: Any, padding_idx: int | None, out: Any) -> int:
     return int(padding_idx % rows)
 
 
-def _bad_id(ids: torch.Tensor, rows: int) -> IdError:
-    """The error that names the first id outside the table, and where it stands."""
+def check_ids(op: str, ids: Any, table: Any, name: str = "ids") -> None:
+    """Refuse what are no ids, and what is no table of rows on their device."""
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(ids).__name__}")
+    if ids.dtype is not torch.int64 and ids.dtype is not torch.int32:
+        raise TypeError(f"{op}: {name} must be int64 or int32, got {short(ids.dtype)}; cast them first")
+    if not isinstance(table, torch.Tensor):
+        raise TypeError(f"{op}: table must be a tensor, got {type(table).__name__}")
+    if table.dim() != 2:
+        raise ValueError(f"{op}: table must have shape [V, N], got {tuple(table.shape)}")
+    if ids.device != table.device:
+        raise ValueError(f"{op}: {name} are on {ids.device}, table on {table.device}; move one of them")
+
+
+def raise_bad_id(op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> None:
+    """Raise the error that names the first id outside the table and where it stands, if there is one."""
     flat = ids.reshape(-1)
-    first = int(((flat < 0) | (flat >= rows)).nonzero()[0])
+    bad = ((flat < 0) | (flat >= rows)).nonzero()
+    if not bad.numel():
+        return
+    first = int(bad[0])
     position: Any = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), ids.shape))
     position = position[0] if len(position) == 1 else position
-    return IdError(
-        f"embedding: ids must be in [0, {rows}) for a table of {rows} rows, got {int(flat[first])} "
+    raise IdError(
+        f"{op}: {name} must be in [0, {rows}) for a table of {rows} rows, got {int(flat[first])} "
         f"at position {position}; check the tokenizer's vocabulary against the table"
     )
+
+
+def flat_ids(ids: torch.Tensor) -> torch.Tensor:
+    """Ids as the kernels take them: a vector, or contiguous."""
+    return ids if ids.is_contiguous() else ids.reshape(-1)
+
+
+def rows_out(y: torch.Tensor) -> torch.Tensor:
+    """An output as the kernels take it: contiguous, or rows with a pitch."""
+    return y if y.is_contiguous() else out_rows(y)
 
 
 def _supports(ids: torch.Tensor, table: torch.Tensor, **options: Any) -> bool | str:
@@ -121,17 +169,15 @@ def _native(
     sparse_grad: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The CPU kernel, without autograd."""
-    y = table.new_empty(*ids.shape, table.shape[1]) if out is None else out
-    flat, rows = ids.reshape(-1), out_rows(y) if y.dim() > 1 else y.view(1, -1)
+    """The kernel, without autograd."""
+    y = table.new_empty((*ids.shape, table.shape[1])) if out is None else out
     if torch.compiler.is_compiling():
-        torch.ops.opsmith.embedding.default(flat, table, y=rows)
+        torch.ops.opsmith.embedding.default(flat_ids(ids), table, y=rows_out(y))
         return y
     try:
-        torch.ops.opsmith.embedding.default(flat, table, y=rows)
+        torch.ops.opsmith.embedding.default(flat_ids(ids), table, y=rows_out(y))
     except RuntimeError:
-        if bool(((flat < 0) | (flat >= table.shape[0])).any()):
-            raise _bad_id(ids, table.shape[0]) from None
+        raise_bad_id("embedding", ids, table.shape[0])
         raise
     return y
 
@@ -153,10 +199,22 @@ class _Embedding(torch.autograd.Function):
         if ctx.sparse:
             dtable = torch.ops.aten.embedding_sparse_backward(dy, ids, shape[0], ctx.padding, False)
             return None, dtable, None, None
-        dtable = torch.empty(shape, dtype=dtype)
-        dy = as_rows(dy) if dy.dim() > 1 else dy.reshape(1, -1)
-        torch.ops.opsmith.embedding_backward.default(dy, ids.reshape(-1), ctx.padding, dtable=dtable)
+        dtable, zeroed = _for_gradient(shape, dtype, dy.device)
+        dy = dy if dy.is_contiguous() else as_rows(dy)
+        torch.ops.opsmith.embedding_backward.default(dy, flat_ids(ids), ctx.padding, zeroed, dtable=dtable)
         return None, dtable, None, None
+
+
+def _for_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, bool]:
+    """Memory for a dense gradient, and whether it is zero already.
+
+    Most rows of a large table get no gradient. Memory that the system hands out is zero, and costs nothing where it
+    is never written: NumPy's zeros leave it so, where PyTorch's write every page.
+    """
+    size = shape.numel() * dtype.itemsize
+    if torch.compiler.is_compiling() or device.type != "cpu" or size < _FROM_SYSTEM:
+        return torch.empty(shape, dtype=dtype, device=device), False
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape), True
 
 
 def _cost(ids: torch.Tensor, table: torch.Tensor, **options: Any) -> Cost:
@@ -208,7 +266,8 @@ CARD = register(
         ),
         schemas=(
             "embedding(Tensor ids, Tensor table, *, Tensor(a!) y) -> ()",
-            "embedding_backward(Tensor dy, Tensor ids, int padding_idx, *, Tensor(a!) dtable) -> ()",
+            "embedding_backward(Tensor dy, Tensor ids, int padding_idx, bool zeroed, *, "
+            "Tensor(a!) dtable) -> ()",
         ),
         source="Mikolov et al., 2013",
     )

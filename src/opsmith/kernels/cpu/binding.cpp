@@ -61,25 +61,6 @@ void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
   softmax_backward(view_of(dy), view_of(y), scale, view_of(dx));
 }
 
-void check_ids(const View& ids, int64_t rows) {
-  const int64_t at = first_bad_id(ids, rows);
-  if (at < 0) return;
-  const int64_t place = at * ids.strides[0];
-  const int64_t id = ids.dtype == DType::i32 ? ids.as<int32_t>()[place] : ids.as<int64_t>()[place];
-  STD_TORCH_CHECK(false, "embedding: ids must lie in [0, ", rows, "), the rows of the table; got ", id,
-                  " at position ", at);
-}
-
-void embedding_op(Tensor ids, Tensor table, Tensor y) {
-  check_ids(view_of(ids), table.size(0));
-  embedding(view_of(ids), view_of(table), view_of(y));
-}
-
-void embedding_backward_op(Tensor dy, Tensor ids, int64_t padding_idx, Tensor dtable) {
-  check_ids(view_of(ids), dtable.size(0));
-  embedding_backward(view_of(dy), view_of(ids), padding_idx, view_of(dtable));
-}
-
 }  // namespace
 }  // namespace opsmith
 
@@ -89,6 +70,4 @@ STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward_op));
   m.impl("softmax", TORCH_BOX(&softmax_op));
   m.impl("softmax_backward", TORCH_BOX(&softmax_backward_op));
-  m.impl("embedding", TORCH_BOX(&embedding_op));
-  m.impl("embedding_backward", TORCH_BOX(&embedding_backward_op));
 }

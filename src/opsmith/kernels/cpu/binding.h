@@ -24,8 +24,9 @@ inline DType dtype_of(const Tensor& t) {
     case ScalarType::Bool: return DType::boolean;
     case ScalarType::Int: return DType::i32;
     case ScalarType::Long: return DType::i64;
+    case ScalarType::Char: return DType::i8;
     default:
-      STD_TORCH_CHECK(false, "opsmith: kernels take float32, bfloat16, float16, bool, int32 and int64, not ",
+      STD_TORCH_CHECK(false, "opsmith: kernels take float32, bfloat16, float16, bool, int8, int32 and int64, not ",
                       torch::headeronly::toString(t.scalar_type()), "; convert the tensor first");
   }
 }

@@ -2,25 +2,26 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels.h"
+#include "embedding.h"
 #include "rows.h"
 
 namespace opsmith {
 namespace {
 
 constexpr int64_t task_bytes = 1 << 16;
-constexpr int64_t ahead = 4;  // rows whose first lines are asked for before they are needed
-
-template <class F>
-inline void with_id_type(DType dtype, F&& f) {
-  if (dtype == DType::i32) {
-    f(static_cast<int32_t*>(nullptr));
-  } else {
-    f(static_cast<int64_t*>(nullptr));
-  }
-}
 
 inline int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// Copies a row, whatever it holds; past the cache in whole vectors where `streaming`, which takes an aligned `to`.
+inline void copy_row(char* to, const char* from, int64_t bytes, bool streaming) {
+  int64_t b = 0;
+  if (streaming) {
+    for (; b + int64_t(sizeof(Vec)) <= bytes; b += int64_t(sizeof(Vec))) {
+      stream(reinterpret_cast<float*>(to + b), load(reinterpret_cast<const float*>(from + b)));
+    }
+  }
+  std::memcpy(to + b, from + b, size_t(bytes - b));
+}
 
 template <class Id>
 void gather(const View& ids, const View& table, const View& y) {
@@ -29,14 +30,13 @@ void gather(const View& ids, const View& table, const View& y) {
   const char* rows = table.as<char>();
   char* out = y.as<char>();
   const Id* id = ids.as<Id>();
+  const bool streaming =
+      outlives_cache(tokens * bytes) && can_stream(reinterpret_cast<float*>(out)) && out_pitch % sizeof(Vec) == 0;
   parallel_for(tokens, row_grain(bytes, task_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      if (t + ahead < end) {
-        const char* next = rows + int64_t(id[(t + ahead) * step]) * pitch;
-        for (int64_t b = 0; b < std::min<int64_t>(bytes, 512); b += 64) prefetch(next + b);
-      }
-      std::memcpy(out + t * out_pitch, rows + int64_t(id[t * step]) * pitch, size_t(bytes));
+      copy_row(out + t * out_pitch, rows + int64_t(id[t * step]) * pitch, bytes, streaming);
     }
+    if (streaming) stream_fence();
   });
 }
 
@@ -58,7 +58,7 @@ Buckets bucket(const View& ids, int64_t rows) {
 }
 
 template <class T>
-void scatter(const Buckets& b, const View& dy, int64_t padding_idx, const View& dtable) {
+void scatter(const Buckets& b, const View& dy, int64_t padding_idx, bool zeroed, const View& dtable) {
   const int64_t rows = dtable.sizes[0], n = dtable.sizes[1];
   parallel_for(rows, row_grain(n * int64_t(sizeof(T)), task_bytes), [&](int64_t begin, int64_t end) {
     float* const sums = scratch(round_up(n, W));
@@ -66,7 +66,7 @@ void scatter(const Buckets& b, const View& dy, int64_t padding_idx, const View& 
       T* out = dtable.as<T>() + v * dtable.strides[0];
       const int64_t from = b.first[size_t(v)], to = b.first[size_t(v + 1)];
       if (from == to || v == padding_idx) {
-        std::memset(out, 0, size_t(n) * sizeof(T));
+        if (!zeroed) std::memset(out, 0, size_t(n) * sizeof(T));
         continue;
       }
       auto gradient = [&](int64_t j) { return dy.as<T>() + b.positions[size_t(j)] * dy.strides[0]; };
@@ -104,11 +104,11 @@ void embedding(View ids, View table, View y) {
   with_id_type(ids.dtype, [&](auto* t) { gather<std::remove_pointer_t<decltype(t)>>(ids, table, y); });
 }
 
-void embedding_backward(View dy, View ids, int64_t padding_idx, View dtable) {
+void embedding_backward(View dy, View ids, int64_t padding_idx, bool zeroed, View dtable) {
   with_id_type(ids.dtype, [&](auto* t) {
     const Buckets b = bucket<std::remove_pointer_t<decltype(t)>>(ids, dtable.sizes[0]);
     with_float_type(dtable.dtype, [&](auto* e) {
-      scatter<std::remove_pointer_t<decltype(e)>>(b, dy, padding_idx, dtable);
+      scatter<std::remove_pointer_t<decltype(e)>>(b, dy, padding_idx, zeroed, dtable);
     });
   });
 }

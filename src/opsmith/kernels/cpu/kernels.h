@@ -17,9 +17,4 @@ void layer_norm_backward(View dy, View dsummed, View s, View mean, View rstd, Vi
 void softmax(View x, View mask, double scale, bool causal, int64_t method, View y);
 void softmax_backward(View dy, View y, double scale, View dx);
 
-// ids [T]; table [V, n]; y [T, n].
-int64_t first_bad_id(View ids, int64_t rows);  // the position of an id outside [0, rows), or -1
-void embedding(View ids, View table, View y);
-void embedding_backward(View dy, View ids, int64_t padding_idx, View dtable);
-
 }  // namespace opsmith

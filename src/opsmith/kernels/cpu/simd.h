@@ -1,7 +1,7 @@
 // One vector of float lanes, whatever the instruction set: 16 lanes on AVX-512, 8 on AVX2, 4 elsewhere.
 //
 // `Vec` is a GCC/Clang vector type, so + - * / and comparisons are the language's own, and a scalar broadcasts.
-// Memory may hold float, bfloat16 or float16: load and store convert. Every access names its lanes, `Full` or
+// Memory may hold float, bfloat16 or float16: load and store convert; load also takes int8. Every access names its lanes, `Full` or
 // `Part`, and `for_lanes` hands them out, so that a loop's body and tail are one piece of code.
 #pragma once
 
@@ -92,6 +92,9 @@ inline Vec load(const float16* p, Full) { return _mm512_cvtph_ps(_mm256_loadu_si
 inline Vec load(const float* p, Part k) { return _mm512_maskz_loadu_ps(lane_mask(k), p); }
 inline Vec load(const bfloat16* p, Part k) { return widen_bfloat16(_mm256_maskz_loadu_epi16(lane_mask(k), p)); }
 inline Vec load(const float16* p, Part k) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lane_mask(k), p)); }
+inline Vec widen_int8(__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); }
+inline Vec load(const int8_t* p, Full) { return widen_int8(_mm_loadu_si128((const __m128i*)p)); }
+inline Vec load(const int8_t* p, Part k) { return widen_int8(_mm_maskz_loadu_epi8(lane_mask(k), p)); }
 
 inline void store(float* p, Vec v, Full) { _mm512_storeu_ps(p, v); }
 inline void store(bfloat16* p, Vec v, Full) { _mm256_storeu_si256((__m256i*)p, narrow_bfloat16(v)); }
@@ -136,6 +139,9 @@ constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 inline Vec load(const float* p, Full) { return _mm256_loadu_ps(p); }
 inline Vec load(const bfloat16* p, Full) { return widen_bfloat16(_mm_loadu_si128((const __m128i*)p)); }
 inline Vec load(const float16* p, Full) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline Vec load(const int8_t* p, Full) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 inline void store(float* p, Vec v, Full) { _mm256_storeu_ps(p, v); }
 inline void store(bfloat16* p, Vec v, Full) { _mm_storeu_si128((__m128i*)p, narrow_bfloat16(v)); }
 inline void store(float16* p, Vec v, Full) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, nearest)); }
@@ -161,6 +167,7 @@ template <class T>
 __attribute__((noinline)) Vec load(const T* p, Full) {  // called, as inlining this everywhere takes long to compile
   return Vec{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
 }
+inline Vec load(const int8_t* p, Full) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 inline void store(float* p, Vec v, Full) { std::memcpy(p, &v, sizeof v); }
 template <class T>
 __attribute__((noinline)) void store(T* p, Vec v, Full) {

@@ -6,8 +6,8 @@
 
 namespace opsmith {
 
-// The first three are what operators compute in; the others are masks and ids.
-enum class DType { f32, bf16, f16, boolean, i32, i64 };
+// The first three are what operators compute in; the others are masks, ids and quantized values.
+enum class DType { f32, bf16, f16, boolean, i32, i64, i8 };
 
 // A borrowed tensor. Sizes and strides are in elements and live as long as the tensor does.
 struct View {

@@ -8,6 +8,7 @@ from opsmith.ops.gated import gelu_mul, silu_mul
 from opsmith.ops.gelu import bias_gelu, gelu
 from opsmith.ops.layer_norm import layer_norm
 from opsmith.ops.linear import linear
+from opsmith.ops.linear_cross_entropy import linear_cross_entropy
 from opsmith.ops.quantized_embedding import quantized_embedding
 from opsmith.ops.rms_norm import rms_norm
 from opsmith.ops.rope import rope, rope_qk
@@ -24,6 +25,7 @@ __all__ = [
     "gelu_mul",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "quantized_embedding",
     "rms_norm",
     "rope",

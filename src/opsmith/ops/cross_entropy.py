@@ -93,7 +93,7 @@ def reference(
         logits = logits.to(dtype)
     rows, flat = logits.reshape(-1, classes), target.reshape(-1).long()
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    if not torch.compiler.is_compiling() and flat.is_cpu:
+    if type(flat) is torch.Tensor and flat.is_cpu and not torch.compiler.is_compiling():
         check_targets(target, classes, ignore_index)
     if z_loss == 0 and reduction != "none":
         return F.cross_entropy(rows, flat, reduction=reduction, **options)
@@ -170,13 +170,10 @@ def _forward(
     shape = () if options[3] else target.shape
     loss = torch.empty(shape, dtype=dtype, device=logits.device)
     rows, flat = as_rows(logits), target.reshape(-1)
-    compiling = torch.compiler.is_compiling()
-    if not (compiling or flat.is_cpu or torch.cuda.is_current_stream_capturing()):
-        check_targets(target, logits.shape[-1], options[0])
     try:
         torch.ops.opsmith.cross_entropy.default(rows, flat, *options, loss=loss.view(-1), stats=stats)
     except RuntimeError:
-        if not compiling:
+        if not torch.compiler.is_compiling():
             check_targets(target, logits.shape[-1], options[0])
         raise
     return loss
@@ -228,6 +225,8 @@ class _CrossEntropy(torch.autograd.Function):
             target.reshape(-1),
             stats,
             *ctx.options,
+            0,
+            logits.shape[-1],
             dlogits=dlogits.view(target.numel(), logits.shape[-1]),
         )
         if over:
@@ -308,7 +307,7 @@ CARD = register(
             "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, "
             "int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",
             "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor stats, int ignore_index, "
-            "float label_smoothing, float z_loss, int reduction, *, Tensor(a!) dlogits) -> ()",
+            "float label_smoothing, float z_loss, int reduction, int first, int classes, *, Tensor(a!) dlogits) -> ()",
         ),
         source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
     )

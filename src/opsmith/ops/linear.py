@@ -131,13 +131,13 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float32, *(dtype for dtype, supported in half.items() if supported())})
 
 
-_ONEDNN_DTYPES = _onednn_dtypes()
+ONEDNN_DTYPES = _onednn_dtypes()
 
 
 def _supports_onednn(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
     if not x.is_cpu:
         return f"oneDNN runs on the CPU, the input is on {x.device}"
-    if x.dtype not in _ONEDNN_DTYPES:
+    if x.dtype not in ONEDNN_DTYPES:
         return f"oneDNN does not multiply {short(x.dtype)} on this CPU"
     if not x.numel() or not weight.shape[0]:
         return "nothing to multiply"
@@ -173,7 +173,7 @@ def _fake_binary(
 # PyTorch knows the shape of the unary form only; without this one, a graph could not hold the addition.
 _META = torch.library.Library("mkldnn", "IMPL", "Meta")
 _BINARY = "mkldnn::_linear_pointwise.binary"
-if _ONEDNN_DTYPES and not torch._C._dispatch_has_kernel_for_dispatch_key(_BINARY, "Meta"):
+if ONEDNN_DTYPES and not torch._C._dispatch_has_kernel_for_dispatch_key(_BINARY, "Meta"):
     _META.impl("_linear_pointwise.binary", _fake_binary)
 
 

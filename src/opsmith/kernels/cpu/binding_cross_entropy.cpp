@@ -15,6 +15,11 @@ void check_rows(const char* name, const Tensor& t, int64_t rows, int64_t columns
                   "cross_entropy: ", name, " must be [", rows, ", ", columns, "] with a contiguous last dimension");
 }
 
+void check_floats(const char* name, const Tensor& t, int64_t rows, int64_t columns) {
+  check_rows(name, t, rows, columns);
+  STD_TORCH_CHECK(dtype_of(t) == DType::f32, "cross_entropy: ", name, " must be float32");
+}
+
 void check_targets(const Tensor& target, int64_t rows, int64_t classes, int64_t ignore_index) {
   STD_TORCH_CHECK(target.dim() == 1 && target.size(0) == rows, "cross_entropy: target must be [", rows, "]");
   const View v = view_of(target);
@@ -37,23 +42,48 @@ void cross_entropy_op(const Tensor& logits, const Tensor& target, int64_t ignore
   check_rows("logits", logits, rows, classes);
   check_targets(target, rows, classes, ignore_index);
   check_loss("loss", loss, rows, options.reduction);
-  if (stats) check_rows("stats", *stats, 2, rows);
+  if (stats) check_floats("stats", *stats, 2, rows);
   cross_entropy(view_of(logits), view_of(target), options, view_of(loss), view_of(stats));
 }
 
 void cross_entropy_backward_op(const Tensor& dloss, const Tensor& logits, const Tensor& target, const Tensor& stats,
                                int64_t ignore_index, double label_smoothing, double z_loss, int64_t reduction,
-                               const Tensor& dlogits) {
+                               int64_t first, int64_t classes, const Tensor& dlogits) {
   const LossOptions options = options_of(ignore_index, label_smoothing, z_loss, reduction);
   STD_TORCH_CHECK(logits.dim() == 2, "cross_entropy: logits must be [N, V]");
-  const int64_t rows = logits.size(0), classes = logits.size(1);
-  check_rows("logits", logits, rows, classes);
-  check_rows("dlogits", dlogits, rows, classes);
-  check_rows("stats", stats, 2, rows);
+  const int64_t rows = logits.size(0), some = logits.size(1);
+  check_rows("logits", logits, rows, some);
+  check_rows("dlogits", dlogits, rows, some);
+  check_floats("stats", stats, 2, rows);
   check_targets(target, rows, classes, ignore_index);
   check_loss("dloss", dloss, rows, options.reduction);
   STD_TORCH_CHECK(logits.scalar_type() == dlogits.scalar_type(), "cross_entropy: logits and dlogits differ in dtype");
-  cross_entropy_backward(view_of(dloss), view_of(logits), view_of(target), view_of(stats), options, view_of(dlogits));
+  cross_entropy_backward(view_of(dloss), view_of(logits), view_of(target), view_of(stats), options, first,
+                         classes, view_of(dlogits));
+}
+
+void cross_entropy_part_op(const Tensor& logits, const Tensor& target, int64_t ignore_index, double label_smoothing,
+                           int64_t first, int64_t classes, const Tensor& state) {
+  STD_TORCH_CHECK(logits.dim() == 2, "cross_entropy: logits must be [N, V]");
+  const int64_t rows = logits.size(0);
+  check_rows("logits", logits, rows, logits.size(1));
+  check_floats("state", state, kLossState, rows);
+  check_targets(target, rows, classes, ignore_index);
+  cross_entropy_part(view_of(logits), view_of(target), options_of(ignore_index, label_smoothing, 0, 0), first,
+                     view_of(state));
+}
+
+void cross_entropy_finish_op(const Tensor& state, const Tensor& target, int64_t ignore_index, double label_smoothing,
+                             double z_loss, int64_t reduction, int64_t classes, const Tensor& loss,
+                             const std::optional<Tensor>& stats) {
+  const LossOptions options = options_of(ignore_index, label_smoothing, z_loss, reduction);
+  STD_TORCH_CHECK(target.dim() == 1, "cross_entropy: target must be [N]");
+  const int64_t rows = target.size(0);
+  check_floats("state", state, kLossState, rows);
+  check_targets(target, rows, classes, ignore_index);
+  check_loss("loss", loss, rows, options.reduction);
+  if (stats) check_floats("stats", *stats, 2, rows);
+  cross_entropy_finish(view_of(state), view_of(target), options, classes, view_of(loss), view_of(stats));
 }
 
 }  // namespace
@@ -62,4 +92,6 @@ void cross_entropy_backward_op(const Tensor& dloss, const Tensor& logits, const 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   m.impl("cross_entropy", TORCH_BOX(&opsmith::cross_entropy_op));
   m.impl("cross_entropy_backward", TORCH_BOX(&opsmith::cross_entropy_backward_op));
+  m.impl("cross_entropy_part", TORCH_BOX(&opsmith::cross_entropy_part_op));
+  m.impl("cross_entropy_finish", TORCH_BOX(&opsmith::cross_entropy_finish_op));
 }

@@ -32,17 +32,22 @@ int64_t count_valid(const std::vector<int64_t>& targets, int64_t ignore_index) {
   return int64_t(targets.size()) - std::count(targets.begin(), targets.end(), ignore_index);
 }
 
+template <class T>
+void read_row(ExpSum& s, const T* x, int64_t n, const LossOptions& o) {
+  if (o.label_smoothing == 0) {
+    add_to_sum<T, false>(s, x, n);
+  } else {
+    add_to_sum<T, true>(s, x, n);
+  }
+}
+
 // loss = (1 - smoothing) * (lse - z_target) + smoothing * (lse - mean(z)) + z_loss * lse^2, with lse = pivot +
 // log(total). Differences first: lse and z_target may both be 1e4, and the loss 1e-3.
-template <class T, bool smoothed>
-double row_loss(const T* x, int64_t n, int64_t target, const LossOptions& o, float* pivot, float* log_total) {
-  ExpSum s;
-  add_to_sum<T, smoothed>(s, x, n);
+double row_loss(const ExpSum& s, float z_target, int64_t n, const LossOptions& o, float* pivot, float* log_total) {
   const double above = s.log_total();
-  *pivot = s.pivot;
-  *log_total = float(above);
-  double loss = (double(s.pivot) - double(to_float(x[target]))) + above;
-  if constexpr (smoothed) {
+  if (pivot) *pivot = s.pivot, *log_total = float(above);
+  double loss = (double(s.pivot) - double(z_target)) + above;
+  if (o.label_smoothing != 0) {
     const double mean = (double(s.pivot) - s.values / double(n)) + above;
     loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
   }
@@ -50,46 +55,101 @@ double row_loss(const T* x, int64_t n, int64_t target, const LossOptions& o, flo
   return o.z_loss == 0 ? loss : loss + o.z_loss * lse * lse;
 }
 
+// What the backward needs of every row: two rows of stats, or nothing.
+struct Stats {
+  float *pivots, *log_totals;
+  explicit Stats(const View& v) : pivots(v.as<float>()), log_totals(v.defined() ? pivots + v.strides[0] : nullptr) {}
+  float* pivot(int64_t r) const { return pivots ? pivots + r : nullptr; }
+  float* log_total(int64_t r) const { return pivots ? log_totals + r : nullptr; }
+  void ignore(int64_t r) const {
+    if (pivots) pivots[r] = log_totals[r] = 0;
+  }
+};
+
 template <class T>
 void forward(const View& logits, const std::vector<int64_t>& targets, const LossOptions& o, double* losses,
-             float* pivots, float* log_totals) {
+             Stats stats) {
   const int64_t rows = logits.sizes[0], n = logits.sizes[1];
   parallel_for(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t target = targets[size_t(r)];
-      float pivot = 0, log_total = 0;
-      losses[r] = 0;
-      if (target != o.ignore_index) {
-        const T* x = logits.as<T>() + r * logits.strides[0];
-        losses[r] = o.label_smoothing == 0 ? row_loss<T, false>(x, n, target, o, &pivot, &log_total)
-                                           : row_loss<T, true>(x, n, target, o, &pivot, &log_total);
+      if (target == o.ignore_index) {
+        losses[r] = 0;
+        stats.ignore(r);
+        continue;
       }
-      if (pivots) pivots[r] = pivot, log_totals[r] = log_total;
+      const T* x = logits.as<T>() + r * logits.strides[0];
+      ExpSum s;
+      read_row(s, x, n, o);
+      losses[r] = row_loss(s, to_float(x[target]), n, o, stats.pivot(r), stats.log_total(r));
     }
   });
 }
 
+// One loss for each row, or their sum or mean.
+void reduce(const std::vector<double>& losses, const std::vector<int64_t>& targets, const LossOptions& o,
+            const View& loss) {
+  with_float_type(loss.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    T* const out = loss.as<T>();
+    if (o.reduction == Reduction::none) {
+      for (size_t i = 0; i < losses.size(); ++i) out[int64_t(i) * loss.strides[0]] = from_float<T>(float(losses[i]));
+      return;
+    }
+    double total = 0;
+    for (double l : losses) total += l;
+    // Nothing but ignored targets: 0 / 0, as in PyTorch.
+    if (o.reduction == Reduction::mean) total /= double(count_valid(targets, o.ignore_index));
+    out[0] = from_float<T>(float(total));
+  });
+}
+
+// A row's sum between two parts of its logits; the doubles as two floats each.
+struct State {
+  float* data;
+  int64_t stride;
+  float& at(int field, int64_t r) const { return data[field * stride + r]; }
+  float& z_target(int64_t r) const { return at(5, r); }
+  ExpSum load(int64_t r) const {
+    ExpSum s;
+    s.pivot = at(0, r);
+    s.total = double(at(1, r)) + double(at(2, r));
+    s.values = double(at(3, r)) + double(at(4, r));
+    return s;
+  }
+  void store(int64_t r, const ExpSum& s) const {
+    at(0, r) = s.pivot;
+    at(1, r) = float(s.total);
+    at(2, r) = std::isfinite(s.total) ? float(s.total - double(float(s.total))) : 0.0f;
+    at(3, r) = float(s.values);
+    at(4, r) = std::isfinite(s.values) ? float(s.values - double(float(s.values))) : 0.0f;
+  }
+};
+
 // d = upstream * ((1 + 2 * z_loss * lse) * softmax - (1 - smoothing) * [j == target] - smoothing / n)
+// of which x and d hold the `some` classes from `first` on.
 template <class T>
-void row_gradient(const T* x, int64_t n, int64_t target, const LossOptions& o, float pivot, float log_total,
-                  double upstream, T* d, bool streaming) {
+void row_gradient(const T* x, int64_t some, int64_t first, int64_t n, int64_t target, const LossOptions& o, float pivot,
+                  float log_total, double upstream, T* d, bool streaming) {
   const double lse = double(pivot) + double(log_total);
   const double weight = upstream * (1 + 2 * o.z_loss * lse);
   const float factor = float(weight * std::exp(-double(log_total)));
   const float everywhere = float(-upstream * o.label_smoothing / double(n));
-  const double z = double(to_float(x[target]));  // before it is overwritten
-  for_lanes_unrolled<4>(n, [=](int64_t i, int, auto k) {
+  const int64_t at = target - first;
+  const bool here = 0 <= at && at < some;
+  const double z = here ? double(to_float(x[at])) : 0;  // before it is overwritten
+  for_lanes_unrolled<4>(some, [=](int64_t i, int, auto k) {
     prefetch(reinterpret_cast<const char*>(x + i) + kPrefetchBytes);
     put(d + i, fma(exp_of(load(x + i, k) - pivot), factor, splat(everywhere)), k, streaming);
   });
+  if (!here) return;
   const double p = std::exp((z - double(pivot)) - double(log_total));
-  d[target] = from_float<T>(
-      float(weight * p - upstream * ((1 - o.label_smoothing) + o.label_smoothing / double(n))));
+  d[at] = from_float<T>(float(weight * p - upstream * ((1 - o.label_smoothing) + o.label_smoothing / double(n))));
 }
 
 template <class T>
 void backward(const View& dloss, const View& logits, const std::vector<int64_t>& targets, const View& stats,
-              const LossOptions& o, const View& dlogits) {
+              const LossOptions& o, int64_t first, int64_t classes, const View& dlogits) {
   const int64_t rows = logits.sizes[0], n = logits.sizes[1];
   const float *pivots = stats.as<float>(), *log_totals = pivots + stats.strides[0];
   const double share = o.reduction == Reduction::mean ? 1.0 / double(count_valid(targets, o.ignore_index)) : 1.0;
@@ -105,8 +165,8 @@ void backward(const View& dloss, const View& logits, const std::vector<int64_t>&
           std::fill_n(d, n, T{});
           continue;
         }
-        row_gradient(logits.as<T>() + r * logits.strides[0], n, targets[size_t(r)], o, pivots[r], log_totals[r],
-                     share * double(to_float(up[r * step])), d, past_cache && can_stream(d));
+        row_gradient(logits.as<T>() + r * logits.strides[0], n, first, classes, targets[size_t(r)], o, pivots[r],
+                     log_totals[r], share * double(to_float(up[r * step])), d, past_cache && can_stream(d));
       }
       if (past_cache) stream_fence();
     });
@@ -130,32 +190,56 @@ int64_t first_bad_target(View target, int64_t classes, int64_t ignore_index) {
 void cross_entropy(View logits, View target, const LossOptions& options, View loss, View stats) {
   const std::vector<int64_t> targets = targets_of(target);
   std::vector<double> losses(targets.size());
-  float* const pivots = stats.as<float>();
   with_float_type(logits.dtype, [&](auto* t) {
-    forward<std::remove_pointer_t<decltype(t)>>(logits, targets, options, losses.data(), pivots,
-                                                pivots ? pivots + stats.strides[0] : nullptr);
+    forward<std::remove_pointer_t<decltype(t)>>(logits, targets, options, losses.data(), Stats(stats));
   });
-  with_float_type(loss.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    T* const out = loss.as<T>();
-    if (options.reduction == Reduction::none) {
-      for (size_t i = 0; i < losses.size(); ++i) out[int64_t(i) * loss.strides[0]] = from_float<T>(float(losses[i]));
-      return;
-    }
-    double total = 0;
-    for (double l : losses) total += l;
-    // Nothing but ignored targets: 0 / 0, as in PyTorch.
-    if (options.reduction == Reduction::mean) total /= double(count_valid(targets, options.ignore_index));
-    out[0] = from_float<T>(float(total));
-  });
+  reduce(losses, targets, options, loss);
 }
 
 void cross_entropy_backward(View dloss, View logits, View target, View stats, const LossOptions& options,
-                            View dlogits) {
+                            int64_t first, int64_t classes, View dlogits) {
   const std::vector<int64_t> targets = targets_of(target);
   with_float_type(logits.dtype, [&](auto* t) {
-    backward<std::remove_pointer_t<decltype(t)>>(dloss, logits, targets, stats, options, dlogits);
+    backward<std::remove_pointer_t<decltype(t)>>(dloss, logits, targets, stats, options, first, classes, dlogits);
   });
+}
+
+void cross_entropy_part(View logits, View target, const LossOptions& options, int64_t first, View state) {
+  const std::vector<int64_t> targets = targets_of(target);
+  const int64_t n = logits.sizes[1];
+  const State states{state.as<float>(), state.strides[0]};
+  with_float_type(logits.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    parallel_for(logits.sizes[0], row_grain(n, task), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const int64_t target = targets[size_t(r)], at = target - first;
+        if (target == options.ignore_index) continue;
+        const T* x = logits.as<T>() + r * logits.strides[0];
+        ExpSum s;
+        if (first > 0) s = states.load(r);
+        read_row(s, x, n, options);
+        states.store(r, s);
+        if (0 <= at && at < n) states.z_target(r) = to_float(x[at]);
+      }
+    });
+  });
+}
+
+void cross_entropy_finish(View state, View target, const LossOptions& options, int64_t classes, View loss,
+                          View stats) {
+  const std::vector<int64_t> targets = targets_of(target);
+  std::vector<double> losses(targets.size());
+  const State states{state.as<float>(), state.strides[0]};
+  const Stats kept(stats);
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const int64_t r = int64_t(i);
+    if (targets[i] == options.ignore_index) {
+      kept.ignore(r);
+    } else {
+      losses[i] = row_loss(states.load(r), states.z_target(r), classes, options, kept.pivot(r), kept.log_total(r));
+    }
+  }
+  reduce(losses, targets, options, loss);
 }
 
 }  // namespace opsmith

@@ -12,6 +12,36 @@ _MEAN = 2
 
 
 @triton.jit
+def _scan(x, n, top, shift, BLOCK: tl.constexpr, SMOOTHED: tl.constexpr):
+    """The row's maximum (or `top`, if that is higher), the sum of e^(x - it) in float64, and the sum of x - shift."""
+    lanes = tl.arange(0, BLOCK)
+    # Lanes add up apart and meet in float64: each addition beside a dominating term would cost half its unit.
+    lane_totals = tl.zeros((BLOCK,), tl.float32)
+    values = 0.0
+    for start in range(0, n, BLOCK):
+        at = start + lanes
+        mask = at < n
+        v = tl.load(x + at, mask=mask, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(v, 0))
+        lane_totals = lane_totals * tl.exp(top - higher) + tl.exp(v - higher)
+        top = higher
+        if SMOOTHED:
+            values += tl.sum(tl.where(mask, v - shift, 0.0), 0)
+    return top, tl.sum(lane_totals.to(tl.float64), 0), values
+
+
+@triton.jit
+def _loss(top, log_total, z, shift, values, classes, smoothing, z_loss, SMOOTHED: tl.constexpr):
+    """In float64, as log_total is: a few numbers a row."""
+    top = top.to(tl.float64)
+    loss = (top - z) + log_total
+    if SMOOTHED:
+        loss = (1.0 - smoothing) * loss + smoothing * ((top - shift) - values / classes + log_total)
+    lse = top + log_total
+    return loss + z_loss * lse * lse
+
+
+@triton.jit
 def _forward(
     logits,
     target,
@@ -31,39 +61,105 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(target + row * target_stride).to(tl.int64)
     x = logits + row * row_stride
-    if t == ignore_index:
-        tl.store(losses + row, 0.0)
-        if SAVE:
-            tl.store(pivots + row, 0.0)
-            tl.store(log_totals + row, 0.0)
-    else:
-        lanes = tl.arange(0, BLOCK)
-        first = tl.load(x).to(tl.float32)
-        top = -3.4028234663852886e38  # not -inf: -inf - -inf would be NaN
-        # Lanes add up apart and meet in float64: each addition beside a dominating term would cost half its unit.
-        lane_totals = tl.zeros((BLOCK,), tl.float32)
-        values = 0.0
-        for start in range(0, n, BLOCK):
-            at = start + lanes
-            mask = at < n
-            v = tl.load(x + at, mask=mask, other=-float("inf")).to(tl.float32)
-            higher = tl.maximum(top, tl.max(v, 0))
-            lane_totals = lane_totals * tl.exp(top - higher) + tl.exp(v - higher)
-            top = higher
-            if SMOOTHED:
-                values += tl.sum(tl.where(mask, v - first, 0.0), 0)
-        log_total = tl.log(tl.sum(lane_totals.to(tl.float64), 0)).to(tl.float32)
+    loss = tl.zeros((), tl.float64)
+    log_total = tl.zeros((), tl.float64)
+    top = 0.0
+    if t != ignore_index:
+        shift = tl.load(x).to(tl.float32)
+        lowest = -3.4028234663852886e38  # not -inf: -inf - -inf would be NaN
+        top, total, values = _scan(x, n, lowest, shift, BLOCK, SMOOTHED)
+        log_total = tl.log(total)
         # A target outside the classes reads nothing and gives NaN; where the host can look, it has refused it.
-        inside = (t >= 0) & (t < n)
-        z = tl.load(x + t, mask=inside, other=0.0).to(tl.float32)
-        loss = tl.where(inside, (top - z) + log_total, float("nan"))
-        if SMOOTHED:
-            loss = (1.0 - smoothing) * loss + smoothing * ((top - first) - values / n + log_total)
-        lse = top + log_total
-        tl.store(losses + row, loss + z_loss * lse * lse)
-        if SAVE:
-            tl.store(pivots + row, top)
-            tl.store(log_totals + row, log_total)
+        z = tl.load(x + t, mask=(t >= 0) & (t < n), other=float("nan")).to(tl.float32)
+        loss = _loss(top, log_total, z, shift, values, n, smoothing, z_loss, SMOOTHED)
+    tl.store(losses + row, loss)
+    if SAVE:
+        tl.store(pivots + row, top)
+        tl.store(log_totals + row, log_total.to(tl.float32))
+
+
+@triton.jit
+def _part(
+    logits,
+    target,
+    state,
+    n,
+    first,
+    row_stride,
+    target_stride,
+    state_stride,
+    ignore_index,
+    BLOCK: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BEGIN: tl.constexpr,
+):
+    """One part of a row's logits into its state: maximum, sum in two floats, shift, sum of values, target's logit."""
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.load(target + row * target_stride).to(tl.int64)
+    if t != ignore_index:
+        x = logits + row * row_stride
+        s = state + row
+        before = -3.4028234663852886e38
+        total = tl.zeros((1,), tl.float64)
+        shift = 0.0
+        values = 0.0
+        if BEGIN:
+            shift = tl.load(x).to(tl.float32)
+            tl.store(s + 3 * state_stride, shift)
+            tl.store(s + 5 * state_stride, float("nan"))  # stays where the target is no class
+        else:
+            before = tl.load(s)
+            high = tl.load(s + state_stride + tl.arange(0, 1)).to(tl.float64)
+            total = high + tl.load(s + 2 * state_stride + tl.arange(0, 1)).to(tl.float64)
+            shift = tl.load(s + 3 * state_stride)
+            values = tl.load(s + 4 * state_stride)
+        top, more, some = _scan(x, n, before, shift, BLOCK, SMOOTHED)
+        total = total * tl.exp(before - top).to(tl.float64) + more
+        high = total.to(tl.float32)
+        tl.store(s, top)
+        tl.store(s + state_stride + tl.arange(0, 1), high)
+        tl.store(s + 2 * state_stride + tl.arange(0, 1), (total - high.to(tl.float64)).to(tl.float32))
+        tl.store(s + 4 * state_stride, values + some)
+        at = t - first
+        if (at >= 0) & (at < n):
+            tl.store(s + 5 * state_stride, tl.load(x + at).to(tl.float32))
+
+
+@triton.jit
+def _finish(
+    state,
+    target,
+    losses,
+    pivots,
+    log_totals,
+    rows,
+    classes,
+    target_stride,
+    state_stride,
+    ignore_index,
+    smoothing,
+    z_loss,
+    BLOCK: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < rows
+    t = tl.load(target + row * target_stride, mask=mask, other=0).to(tl.int64)
+    valid = mask & (t != ignore_index)
+    s = state + row
+    top = tl.load(s, mask=valid, other=0.0)
+    total = tl.load(s + state_stride, mask=valid, other=1.0).to(tl.float64)
+    total += tl.load(s + 2 * state_stride, mask=valid, other=0.0).to(tl.float64)
+    shift = tl.load(s + 3 * state_stride, mask=valid, other=0.0)
+    values = tl.load(s + 4 * state_stride, mask=valid, other=0.0)
+    z = tl.load(s + 5 * state_stride, mask=valid, other=0.0)
+    log_total = tl.log(total)
+    loss = _loss(top, log_total, z, shift, values, classes, smoothing, z_loss, SMOOTHED)
+    tl.store(losses + row, tl.where(valid, loss, 0.0), mask=mask)
+    if SAVE:
+        tl.store(pivots + row, top, mask=mask)
+        tl.store(log_totals + row, log_total.to(tl.float32), mask=mask)
 
 
 @triton.jit
@@ -75,6 +171,8 @@ def _backward(
     log_totals,
     dlogits,
     n,
+    first,
+    classes,
     row_stride,
     target_stride,
     out_stride,
@@ -97,8 +195,17 @@ def _backward(
         log_total = tl.load(log_totals + row)
         v = tl.load(logits + row * row_stride + at, mask=mask, other=0.0).to(tl.float32)
         p = tl.exp(v - pivot) * (tl.exp(-log_total) * (1.0 + 2.0 * z_loss * (pivot + log_total)))
-        v = p - smoothing / n - tl.where(at == t, 1.0 - smoothing, 0.0)
+        v = p - smoothing / classes - tl.where(first + at == t, 1.0 - smoothing, 0.0)
         tl.store(d + at, (v * g).to(d.dtype.element_ty), mask=mask)
+
+
+def _refuse_bad(target: torch.Tensor, classes: int, ignore_index: int) -> None:
+    """A kernel cannot raise, so the host looks first; where it may not wait, the loss of a bad target is NaN."""
+    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if bool(bad.any()):
+        raise RuntimeError(f"cross_entropy: targets must lie in [0, {classes}) or be ignored")
 
 
 def cross_entropy(
@@ -113,7 +220,8 @@ def cross_entropy(
     stats: torch.Tensor | None = None,
 ) -> None:
     rows, n = logits.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _refuse_bad(target, n, ignore_index)
+    losses = torch.empty(rows, dtype=torch.float64, device=logits.device)
     block = block_of(n, 8192)
     launch(
         _forward,
@@ -134,11 +242,86 @@ def cross_entropy(
         SAVE=stats is not None,
         num_warps=warps_of(block),
     )
+    _reduce(losses, target, ignore_index, reduction, loss)
+
+
+def _reduce(
+    losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: int, loss: torch.Tensor
+) -> None:
     if reduction:
         total = losses.sum()
         loss.copy_(total / (target != ignore_index).sum() if reduction == _MEAN else total)
     else:
         loss.copy_(losses)
+
+
+def cross_entropy_part(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    first: int,
+    classes: int,
+    *,
+    state: torch.Tensor,
+) -> None:
+    rows, n = logits.shape
+    if first == 0:
+        _refuse_bad(target, classes, ignore_index)
+    block = block_of(n, 8192)
+    launch(
+        _part,
+        (rows,),
+        logits,
+        target,
+        state,
+        n,
+        first,
+        logits.stride(0),
+        target.stride(0),
+        state.stride(0),
+        ignore_index,
+        BLOCK=block,
+        SMOOTHED=label_smoothing != 0,
+        BEGIN=first == 0,
+        num_warps=warps_of(block),
+    )
+
+
+def cross_entropy_finish(
+    state: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
+    classes: int,
+    *,
+    loss: torch.Tensor,
+    stats: torch.Tensor | None = None,
+) -> None:
+    rows, block = target.shape[0], 256
+    losses = torch.empty(rows, dtype=torch.float64, device=state.device)
+    launch(
+        _finish,
+        (triton.cdiv(rows, block),),
+        state,
+        target,
+        losses,
+        None if stats is None else stats[0],
+        None if stats is None else stats[1],
+        rows,
+        classes,
+        target.stride(0),
+        state.stride(0),
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        BLOCK=block,
+        SMOOTHED=label_smoothing != 0,
+        SAVE=stats is not None,
+    )
+    _reduce(losses, target, ignore_index, reduction, loss)
 
 
 def cross_entropy_backward(
@@ -150,6 +333,8 @@ def cross_entropy_backward(
     label_smoothing: float,
     z_loss: float,
     reduction: int,
+    first: int,
+    classes: int,
     *,
     dlogits: torch.Tensor,
 ) -> None:
@@ -166,6 +351,8 @@ def cross_entropy_backward(
         stats[1],
         dlogits,
         n,
+        first,
+        classes,
         logits.stride(0),
         target.stride(0),
         dlogits.stride(0),
@@ -178,4 +365,9 @@ def cross_entropy_backward(
     )
 
 
-KERNELS = {"cross_entropy": cross_entropy, "cross_entropy_backward": cross_entropy_backward}
+KERNELS = {
+    "cross_entropy": cross_entropy,
+    "cross_entropy_backward": cross_entropy_backward,
+    "cross_entropy_part": cross_entropy_part,
+    "cross_entropy_finish": cross_entropy_finish,
+}

@@ -1,0 +1,212 @@
+"""What is particular to linear_cross_entropy: its memory, its chunks, targets, errors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsmith.ops import linear_cross_entropy
+from opsmith.ops.cross_entropy import TargetError
+from opsmith.ops.linear_cross_entropy import CARD, reference
+
+
+def test_it_is_linear_then_cross_entropy() -> None:
+    hidden, weight, target = torch.randn(9, 40), torch.randn(700, 40), torch.randint(0, 700, (9,))
+    for options in ({}, {"label_smoothing": 0.3}, {"reduction": "sum"}, {"reduction": "none"}):
+        got = linear_cross_entropy(hidden, weight, target, **options)
+        torch.testing.assert_close(got, F.cross_entropy(F.linear(hidden, weight), target, **options))
+
+
+def test_the_logits_never_exist_as_a_whole(peak_bytes: Any) -> None:
+    rows, k, classes = 128, 64, 32768
+    hidden = torch.randn(rows, k, requires_grad=True)
+    weight = (torch.randn(classes, k) * 0.1).requires_grad_()
+    target = torch.randint(0, classes, (rows,))
+    logits = rows * classes * 4
+    with torch.no_grad():
+        assert peak_bytes(lambda: linear_cross_entropy(hidden, weight, target)) <= logits / 8
+    loss = linear_cross_entropy(hidden, weight, target)
+    gradients = weight.nbytes + hidden.nbytes
+    assert peak_bytes(lambda: torch.autograd.grad(loss, (hidden, weight))) <= logits / 8 + gradients
+    with torch.no_grad():  # and the probe sees them where they do
+        assert peak_bytes(lambda: F.linear(hidden, weight)) >= logits
+
+
+@pytest.fixture
+def peak_bytes() -> Any:
+    """The most bytes that tensors took at once during a call, beyond those there were before."""
+
+    def measure(call: Any) -> int:
+        with torch.profiler.profile(profile_memory=True) as seen:
+            call()
+        now = peak = 0
+        for event in sorted(
+            (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),
+            key=lambda e: e.start_ns(),
+        ):
+            now += event.nbytes()
+            peak = max(peak, now)
+        return peak
+
+    return measure
+
+
+def test_several_chunks_give_what_one_gives() -> None:
+    hidden, target = torch.randn(64, 96), torch.randint(0, 5000, (64,))
+    weight, bias = torch.randn(5000, 96) * 0.2, torch.randn(5000)
+    grads = []
+    for fn, dtype in ((linear_cross_entropy, torch.float32), (reference, torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight, bias)]
+        loss = fn(leaves[0], leaves[1], target, bias=leaves[2], label_smoothing=0.1, z_loss=1e-3)
+        grads.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for mine, exact in zip(*grads, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_only_the_gradients_asked_for_are_computed(wanted: tuple[int, ...]) -> None:
+    leaves = [torch.randn(20, 32), torch.randn(300, 32), torch.randn(300)]
+    target = torch.randint(0, 300, (20,))
+    for i in wanted:
+        leaves[i].requires_grad_()
+    mine = torch.autograd.grad(
+        linear_cross_entropy(*leaves[:2], target, bias=leaves[2]), [leaves[i] for i in wanted]
+    )
+    theirs = torch.autograd.grad(reference(*leaves[:2], target, bias=leaves[2]), [leaves[i] for i in wanted])
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_weight_with_gaps_between_its_rows() -> None:
+    hidden, target = torch.randn(20, 1500), torch.randint(0, 300, (20,))
+    weight = torch.randn(300, 1600)[:, :1500]
+    got = linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(got, F.cross_entropy(F.linear(hidden, weight), target))
+
+
+def test_nothing_but_ignored_targets_is_what_pytorch_says() -> None:
+    hidden, weight = torch.randn(3, 40, requires_grad=True), torch.randn(300, 40)
+    target = torch.full((3,), -100)
+    assert linear_cross_entropy(hidden, weight, target).isnan()
+    linear_cross_entropy(hidden, weight, target, reduction="sum").backward()
+    assert torch.equal(hidden.grad, torch.zeros(3, 40))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
+    hidden, weight = torch.randn(3, 40), torch.randn(300, 40)
+    hidden[1, 5] = value
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([1, 2, 3]), reduction="none")
+    assert loss.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("bad", [-1, 300, 2**40])
+def test_a_target_outside_the_classes_is_named_with_its_position(bad: int) -> None:
+    message = rf"linear_cross_entropy: targets must be in \[0, 300\) .* got {bad} at position \(0, 1\)"
+    for wants_grad in (False, True):
+        with pytest.raises(TargetError, match=message):
+            linear_cross_entropy(
+                torch.randn(1, 3, 40, requires_grad=wants_grad),
+                torch.randn(300, 40),
+                torch.tensor([[1, bad, -100]]),
+            )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda h, w, t: linear_cross_entropy(h.long(), w, t),
+            TypeError,
+            "hidden must be a floating-point tensor",
+        ),
+        (lambda h, w, t: linear_cross_entropy(h, w.t(), t), ValueError, r"weight must have shape \[V, 8\]"),
+        (
+            lambda h, w, t: linear_cross_entropy(h, w.half(), t),
+            TypeError,
+            "weight must be float32 like hidden, got",
+        ),
+        (
+            lambda h, w, t: linear_cross_entropy(h, w, t.float()),
+            TypeError,
+            "target must hold classes as int64",
+        ),
+        (
+            lambda h, w, t: linear_cross_entropy(h, w, t[:2]),
+            ValueError,
+            r"without the last dimension, got \(2,\)",
+        ),
+        (
+            lambda h, w, t: linear_cross_entropy(h, w, t, bias=torch.zeros(3)),
+            ValueError,
+            r"bias must have shape \(20,\) \(the number of weight's rows\), got \(3,\)",
+        ),
+        (
+            lambda h, w, t: linear_cross_entropy(h, w, t, reduction="max"),
+            ValueError,
+            "reduction must be one of",
+        ),
+        (lambda h, w, t: linear_cross_entropy(h, w[:0], t), ValueError, "weight must have at least one row"),
+        (
+            lambda h, w, t: linear_cross_entropy(h, w.to("meta"), t),
+            ValueError,
+            "weight is on meta, hidden on cpu",
+        ),
+    ],
+)
+def test_errors_name_what_is_wrong(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
+        call(torch.randn(3, 8), torch.randn(20, 8), torch.tensor([1, 2, 3]))
+
+
+@given(
+    rows=st.integers(0, 9),
+    k=st.integers(1, 70),
+    classes=st.integers(1, 1300),
+    scale=st.sampled_from([1e-3, 1.0, 30.0]),
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    z_loss=st.sampled_from([0.0, 1e-4]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    dtype=st.sampled_from(CARD.dtypes),
+    biased=st.booleans(),
+    strided=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_call_agrees_with_the_definition(
+    rows: int,
+    k: int,
+    classes: int,
+    scale: float,
+    smoothing: float,
+    z_loss: float,
+    reduction: str,
+    dtype: torch.dtype,
+    biased: bool,
+    strided: bool,
+    seed: int,
+) -> None:
+    make = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, k, generator=make).to(dtype)
+    shape = (k, classes) if strided else (classes, k)
+    weight = (torch.randn(shape, generator=make) * scale * k**-0.5).to(dtype)
+    weight = weight.t() if strided else weight
+    bias = torch.randn(classes, generator=make).to(dtype) if biased else None
+    target = torch.randint(0, classes, (rows,), generator=make)
+    target[torch.rand(rows, generator=make) < 0.2] = -100
+    if reduction == "mean" and not bool((target != -100).any()):
+        return
+    options = {"label_smoothing": smoothing, "z_loss": z_loss, "reduction": reduction}
+    results = []
+    for fn, wide in ((linear_cross_entropy, dtype), (reference, dtype), (reference, torch.float64)):
+        leaves = [t.detach().to(wide).requires_grad_() for t in (hidden, weight, bias) if t is not None]
+        loss = fn(leaves[0], leaves[1], target, bias=leaves[2] if biased else None, **options)
+        results.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
+    for got, theirs, right in zip(*results, strict=True):
+        verdict = CARD.tolerance.check(got, theirs, right)
+        assert verdict.ok, verdict.why

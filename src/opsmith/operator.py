@@ -229,6 +229,9 @@ class Operator:
     epilogue: Callable[..., str | None] | None = (
         None  # an activation's name as a matmul's epilogue, given its arguments
     )
+    domain: Callable[..., bool] | None = (
+        None  # False for a call whose values the operator does not promise to get right; all calls, where None
+    )
     source: str = ""
 
     def implementation(self, name: str) -> Implementation:

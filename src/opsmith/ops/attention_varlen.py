@@ -14,6 +14,7 @@ from opsmith.ops.attention import (
     check_options,
     is_last_dense,
     last_dense,
+    promised,
     settings,
     visible_pairs,
 )
@@ -340,6 +341,7 @@ CARD = register(
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
+        domain=promised,
         implementations=[
             *kernels(_native, lambda q, *a, **k: native(q, "attention_varlen")),
             Implementation("eager", _eager),

@@ -97,7 +97,7 @@ def reference(
         return F.embedding(ids, table, padding_idx, sparse=sparse_grad)
     try:
         return F.embedding(ids, table, padding_idx, sparse=sparse_grad)
-    except IndexError:
+    except (IndexError, RuntimeError):
         raise_bad_id("embedding", ids, table.shape[0])
         raise
 

@@ -153,6 +153,7 @@ def _onednn(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """oneDNN's matmul with the epilogue in its registers; the weight plain or packed."""
+    bias = dense(bias)  # oneDNN takes it for contiguous, whatever its strides
     if residual is not None and activation is None:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")  # type: ignore[no-any-return]
     attribute, algorithm = _ONEDNN[activation]
@@ -267,6 +268,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("gelu and residual", (x, weight, bias), {"activation": "gelu", "residual": make(2, 9, 33)})
     yield Sample("vector", (make(48), weight, bias), {"activation": "gelu"})
     yield Sample("strided", (make(48, 6).t(), weight, bias))
+    yield Sample("strided bias", (x, weight, make(33, 2)[:, 0]))
     yield Sample("transposed weight", (x, make(48, 33, scale=0.2).t(), bias), {"activation": "relu"})
     yield Sample("empty", (make(0, 48), weight, bias), {"activation": "silu"})
 

@@ -46,7 +46,7 @@ class Rows {
     if (last < 0) return;
     sizes_[1] = t.size(last);
     strides_[0] = sizes_[1];
-    STD_TORCH_CHECK(sizes_[1] < 2 || t.stride(last) == 1, op, ": the last dimension of ", name, " must be contiguous");
+    STD_TORCH_CHECK(sizes_[1] < 2 || t.stride(last) == 1 || t.numel() == 0, op, ": the last dimension of ", name, " must be contiguous");
     bool first = true;
     for (int64_t d = last - 1; d >= 0; --d) {
       const int64_t size = t.size(d);

@@ -7,7 +7,9 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-bool dense_rows(const Tensor& t) { return t.size(t.dim() - 1) < 2 || t.stride(t.dim() - 1) == 1; }
+bool dense_rows(const Tensor& t) {
+  return t.size(t.dim() - 1) < 2 || t.stride(t.dim() - 1) == 1 || t.numel() == 0;
+}
 
 void check_heads(const Tensor& t, const Tensor& like, bool same_heads) {
   bool fits = t.dim() == like.dim() && t.scalar_type() == like.scalar_type() && dense_rows(t);

@@ -1,0 +1,195 @@
+"""Writes into the pages of the operators what their cards say, when the site is built: nothing is listed by hand.
+
+`<!-- operators -->` on a page becomes the table of all operators. A page `operators/STEM.md` gets the cards of
+`ops/STEM.py`, at `<!-- cards -->` or at its end, and the newest numbers of each machine in `benchmarks/results`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import opsmith.ops  # noqa: F401  registers the cards
+from opsmith.operator import Make, Operator, registry
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called by MkDocs for each page."""
+    markdown = markdown.replace("<!-- operators -->", overview(registry().values()))
+    folder, _, name = page.file.src_uri.rpartition("/")
+    stem = name.removesuffix(".md")
+    cards = [card for card in registry().values() if module_of(card) == stem]
+    if folder != "operators" or not cards:
+        return markdown
+    tables = "\n\n".join(described(card) for card in cards)
+    if "<!-- cards -->" in markdown:
+        return markdown.replace("<!-- cards -->", tables)
+    return f"{markdown.rstrip()}\n\n{tables}\n"
+
+
+def module_of(card: Operator) -> str:
+    """The stem of the file that defines the operator."""
+    return str(card.function.__module__).rpartition(".")[2]
+
+
+def overview(cards: Iterable[Operator]) -> str:
+    """One row for each operator: how it is called, what it does, what computes it."""
+    rows = [
+        (
+            f"[{card.name}]({page})" if (page := link(card)) else card.name,
+            f"`{signature(card)}`",
+            sentence(card),
+            card.kind.value,
+            "yes" if card.differentiable else "no",
+            ", ".join(implementation.name for implementation in card.implementations),
+            f"{card.tolerance.factor:g} × + {card.tolerance.ulps:g}",
+        )
+        for card in cards
+    ]
+    heads = (
+        "operator",
+        "call",
+        "what it does",
+        "kind",
+        "backward",
+        "implementations, as they are tried",
+        "error",
+    )
+    return table(heads, rows)
+
+
+def link(card: Operator) -> str:
+    """The page of the operator, if there is one, seen from its neighbors."""
+    page = f"{module_of(card)}.md"
+    return page if (Path(__file__).parent / "operators" / page).exists() else ""
+
+
+def described(card: Operator) -> str:
+    """The card as a section of its operator's page."""
+    patterns = "; ".join(f"`{pattern.name}`" for pattern in card.patterns)
+    where = {"any": "any device"}
+    facts = [
+        ("call", f"`opsmith.ops.{signature(card)}`"),
+        ("kind", card.kind.value),
+        ("dtypes", ", ".join(short(dtype) for dtype in card.dtypes)),
+        ("backward", "yes" if card.differentiable else "no"),
+        ("tolerance", tolerance(card)),
+        (
+            "implementations",
+            "; ".join(f"{i.name} ({where.get(i.device, i.device)})" for i in card.implementations),
+        ),
+        ("recognized in models as", patterns or "nothing: it is called by name"),
+        ("in the dispatcher", "<br>".join(f"`opsmith::{schema}`" for schema in card.schemas) or "nothing"),
+        ("source", card.source or "none"),
+    ]
+    parts = [f"## The card of `{card.name}`", table(("", ""), facts), *costs(card), *measured(card)]
+    return "\n\n".join(parts)
+
+
+def signature(card: Operator) -> str:
+    """The call as one writes it, without types."""
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(card.function).parameters.values()
+    ]
+    return f"{card.name}{inspect.Signature(parameters)}"
+
+
+def sentence(card: Operator) -> str:
+    return (inspect.getdoc(card.function) or "").partition("\n")[0].rstrip(".")
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tolerance(card: Operator) -> str:
+    rule = card.tolerance
+    return (
+        f"against float64, {rule.factor:g} × eager PyTorch's own error in the same dtype, plus {rule.ulps:g} unit in "
+        "the last place at the output's scale"
+    )
+
+
+def costs(card: Operator) -> Iterator[str]:
+    """The least work of each workload, as the card counts it; nothing is computed for this."""
+    if card.workloads is None:
+        return
+    with FakeTensorMode():
+        samples = list(card.workloads(Make(torch.bfloat16)))
+        found = [(sample.name, card.cost(*sample.args, **sample.kwargs)) for sample in samples]
+    rows = [
+        (name, f"{cost.flops / 1e6:,.3g}", f"{cost.min_bytes / 1e6:,.3g}", f"{cost.intensity:.3g}")
+        for name, cost in found
+    ]
+    yield "The least that its workloads cost, in bfloat16:"
+    yield table(("workload", "10⁶ operations", "MB read and written", "operations a byte"), rows)
+
+
+def measured(card: Operator) -> Iterator[str]:
+    """What the newest result of each machine says."""
+    newest: dict[str, tuple[str, dict[str, Any]]] = {}
+    for file in sorted(RESULTS.glob("*.json")):
+        found = json.loads(file.read_text())
+        newest[found["machine"]["gpu"] or found["machine"]["cpu"]] = (file.stem, found)
+    for name, found in newest.values():
+        rows = [row(b) for b in found["benchmarks"] if b["operator"] == card.name]
+        if not rows:
+            continue
+        bases = list(dict.fromkeys(base for *_, ratios in rows for base in ratios))
+        machine = found["machine"]
+        where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+        yield (
+            f"Measured on {found['taken'][:10]} on {where}, torch {found['versions']['torch']}, commit "
+            f"{found['commit']} ({name}.json): the fastest of ours, with nothing in cache; × is how many times "
+            "faster, a fresh output against a fresh output."
+        )
+        yield table(
+            ("workload", "dtype", "direction", "time", "of the roof", *(f"× {base}" for base in bases)),
+            [(*cells, *(ratios.get(base, "") for base in bases)) for *cells, ratios in rows],
+        )
+
+
+def row(benchmark: dict[str, Any]) -> tuple[Any, ...]:
+    """Time and part of the roof where memory is used again, if that was measured; ratios from the fresh column."""
+    ratios = benchmark["ratios"]["cold"]
+    bases = list(dict.fromkeys(name.partition(" / ")[2] for name in ratios))
+    medians = {
+        column: {
+            name: c["median"]
+            for name, c in found["contestants"].items()
+            if not name.startswith("roof: ") and name not in bases
+        }
+        for column, found in benchmark["columns"].items()
+    }
+    column = "reused" if "reused" in medians else "cold"
+    best = min(medians[column], key=medians[column].__getitem__)
+    fresh = min(medians["cold"], key=medians["cold"].__getitem__)
+    part = benchmark["roof_fraction"].get(column, {}).get(best)
+    return (
+        benchmark["workload"],
+        benchmark["dtype"],
+        benchmark["direction"],
+        f"{medians[column][best] * 1e3:.3g} ms",
+        "" if part is None else f"{part:.0%}",
+        {
+            base: f"{1 / ratios[f'{fresh} / {base}']['median']:.2f}"
+            for base in bases
+            if f"{fresh} / {base}" in ratios
+        },
+    )
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; a bar within a cell would end it."""
+    heads = list(heads)
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,87 @@
+"""The tables of the site come from the cards: each operator is there, with numbers where there are any."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import opsmith.ops  # noqa: F401  registers the cards
+from opsmith.operator import registry
+
+CARDS = Path(__file__).parents[1] / "docs" / "cards.py"
+
+
+@pytest.fixture(scope="module")
+def cards() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cards", CARDS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_overview_names_every_operator(cards: ModuleType) -> None:
+    text = cards.on_page_markdown("before\n\n<!-- operators -->\n\nafter", page_at("operators/index.md"))
+    for card in registry().values():
+        assert f"`{card.name}(" in text
+    assert text.startswith("before\n\n| operator | call |")
+    assert text.endswith("|\n\nafter")
+
+
+@pytest.mark.parametrize("name", [name for name, card in registry().items() if card.schemas])
+def test_a_page_ends_with_its_cards(cards: ModuleType, name: str) -> None:
+    card = registry()[name]
+    text = cards.on_page_markdown("# Title\n", page_at(f"operators/{cards.module_of(card)}.md"))
+    assert f"## The card of `{name}`" in text
+    assert f"`opsmith::{card.schemas[0]}`" in text
+    assert "plus 1 unit in the last place" in text or card.tolerance.ulps != 1
+    if card.workloads is not None:
+        assert "MB read and written" in text
+
+
+def test_the_cards_stand_where_a_page_wants_them(cards: ModuleType) -> None:
+    text = cards.on_page_markdown("# A\n\n<!-- cards -->\n\n## B\n", page_at("operators/softmax.md"))
+    assert text.index("## The card of `softmax`") < text.index("## B")
+    assert cards.on_page_markdown("# A", page_at("guide/softmax.md")) == "# A"
+
+
+def page_at(path: str) -> SimpleNamespace:
+    return SimpleNamespace(file=SimpleNamespace(src_uri=path))
+
+
+def test_the_newest_result_of_a_machine_is_shown(
+    cards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "RESULTS", tmp_path)
+    for day, seconds in (("2026-01-01", 9e-3), ("2026-02-02", 2e-3)):
+        cold = {"mine": seconds, "eager": 8e-3, "roof: copy": 1e-3}
+        result = {
+            "taken": f"{day}T00:00:00",
+            "commit": "abc",
+            "versions": {"torch": "2.13"},
+            "machine": {"gpu": None, "cpu": "A processor", "threads": 2},
+            "benchmarks": [
+                {
+                    "operator": "softmax",
+                    "workload": "4096x4096",
+                    "dtype": "float32",
+                    "direction": "forward",
+                    "roof_fraction": {"cold": {"mine": 0.3}, "reused": {"mine": 0.9, "mine, out=": 0.95}},
+                    "ratios": {"cold": {"mine / eager": {"median": seconds / 8e-3}}, "reused": {}},
+                    "columns": {
+                        "cold": {"contestants": {name: {"median": s} for name, s in cold.items()}},
+                        "reused": {
+                            "contestants": {"mine": {"median": 1.5e-3}, "mine, out=": {"median": 1e-3}}
+                        },
+                    },
+                }
+            ],
+        }
+        (tmp_path / f"{day}-a-processor.json").write_text(json.dumps(result))
+    text = cards.described(registry()["softmax"])
+    assert "Measured on 2026-02-02 on A processor, 2 threads, torch 2.13, commit abc" in text
+    assert "2026-01-01" not in text
+    assert "| 4096x4096 | float32 | forward | 1 ms | 95% | 4.00 |" in text

@@ -32,7 +32,7 @@ def native(x: torch.Tensor, op: str) -> bool | str:
     """True when a kernel of ours, `torch.ops.opsmith.op`, can take this tensor, else the reason why not."""
     if x.dtype not in NATIVE_DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {short(x.dtype)}"
-    if x.is_cuda or (triton.INTERPRETED and x.is_cpu):
+    if x.is_cuda or (x.is_cpu and triton.DEVICE == "cpu"):
         return triton.offers(op)
     if not x.is_cpu:
         return f"there are kernels for CPU and GPU, the input is on {x.device}"
@@ -46,19 +46,18 @@ def kernels(
 
     Under Triton's interpreter the CPU is Triton's too.
     """
-    device = "cpu" if triton.INTERPRETED else "cuda"
 
     def on_cpu() -> Supports:
-        return not triton.INTERPRETED or "TRITON_INTERPRET=1 gives the CPU to Triton's interpreter"
+        return triton.DEVICE != "cpu" or "TRITON_INTERPRET=1 gives the CPU to Triton's interpreter"
 
     return [
         Implementation("native", fn, "cpu", supports, on_cpu, takes_out=takes_out, **more),
-        Implementation("triton", fn, device, supports, _gpu, takes_out=takes_out),
+        Implementation("triton", fn, triton.DEVICE, supports, _gpu, takes_out=takes_out),
     ]
 
 
 def _gpu() -> Supports:
-    if not (triton.INTERPRETED or torch.cuda.is_available()):
+    if triton.DEVICE == "cuda" and not torch.cuda.is_available():
         return "there is no GPU here"
     return triton.installed()
 

@@ -17,9 +17,10 @@ import pkgutil
 
 import torch
 
-__all__ = ["INTERPRETED", "installed", "load", "offers"]
+__all__ = ["DEVICE", "INTERPRETED", "installed", "load", "offers"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"  # whose tensors these kernels take
 
 _HELPERS = {"common"}
 _LIBRARY = torch.library.Library("opsmith", "IMPL")
@@ -42,7 +43,7 @@ def load() -> frozenset[str]:
             continue
         kernels = importlib.import_module(f"{__name__}.{module.name}").KERNELS
         for name, function in kernels.items():
-            _LIBRARY.impl(name, function, "CPU" if INTERPRETED else "CUDA")
+            _LIBRARY.impl(name, function, DEVICE.upper())
         names.update(kernels)
     return frozenset(names)
 

@@ -1,0 +1,129 @@
+"""Compiles the Triton kernels for GPUs that need not be here, in every variant that the cards' samples ask for.
+
+Run by test_triton.py in a process of its own: the kernels take the CPU's place, and where one would be launched, it
+is compiled instead, down to machine code. Prints a line for each that does not compile; the last says how many did.
+
+    python tests/kernels/compile_triton.py [name of a card ...]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from opsmith.kernels import triton as kernels
+from opsmith.kernels.triton import common
+
+# Half the kernels' variants for each, so that both generations see every kernel.
+TARGETS = {torch.bfloat16: GPUTarget("cuda", 90, 32), torch.float32: GPUTarget("cuda", 80, 32)}
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float64: "*fp64",
+    torch.bool: "*i1",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+compiled: dict[Any, str | None] = {}  # a variant, and what was wrong with it
+target = TARGETS[torch.bfloat16]
+
+
+def kind(value: Any) -> str:
+    """The type that Triton's launcher would give an argument."""
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    if value is None or value is True or value is False or (isinstance(value, int) and value == 1):
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def compile_instead(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """What `common.launch` is replaced by."""
+    if 0 in grid:
+        return
+    names = [p.name for p in kernel.params]
+    values = dict(zip(names, args, strict=False))
+    settings = {k: options.pop(k) for k in ("num_warps", "num_stages") if k in options}
+    values.update(options)
+    signature, constants = {}, {}
+    for parameter in kernel.params:
+        value = values[parameter.name] if parameter.name in values else parameter.default
+        how = "constexpr" if parameter.is_constexpr else kind(value)
+        signature[parameter.name] = how
+        if how == "constexpr":
+            constants[parameter.name] = value
+    name = f"{kernel.__module__}.{kernel.__name__}"
+    key = (name, target.arch, tuple(signature.values()), tuple(map(str, constants.values())), str(settings))
+    if key in compiled:
+        return
+    compiled[key] = None
+    try:
+        triton.compile(ASTSource(kernel, signature, constants), target=target, options=settings)
+    except Exception as error:
+        compiled[key] = f"{name} for sm_{target.arch}, {constants}: {error}"
+
+
+def main(names: list[str]) -> int:
+    """Compile all that the cards launch, forward and backward."""
+    global target
+    common.launch = compile_instead
+    common.processors = lambda like: 132
+    kernels.DEVICE = "cpu"
+
+    import opsmith.ops  # noqa: F401  registers the cards
+    from opsmith.measure.pool import tensors_of
+    from opsmith.operator import Make, registry
+    from opsmith.ops.common import always_native
+
+    for card in registry().values():
+        if names and card.name not in names:
+            continue
+        for dtype, target in TARGETS.items():
+            for sample in card.samples(Make(dtype)):
+                leaves = [
+                    t.requires_grad_()
+                    for t in tensors_of((sample.args, dict(sample.kwargs)))
+                    if t.is_floating_point() and t.is_leaf and card.differentiable
+                ]
+                before = len(compiled)
+                try:
+                    with always_native():
+                        outputs = [
+                            t
+                            for t in tensors_of(card.function(*sample.args, **sample.kwargs))
+                            if t.requires_grad
+                        ]
+                        if leaves and outputs:
+                            torch.autograd.grad(
+                                outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True
+                            )
+                except (IndexError, RuntimeError) as error:
+                    # Nothing ran, so what a kernel reports about its inputs is whatever stood in memory.
+                    print(
+                        f"  {card.name}, {sample.name}: stopped after {len(compiled) - before} kernels: {str(error)[:100]}"
+                    )
+    wrong = [text for text in compiled.values() if text]
+    print("\n".join(wrong))
+    print(
+        f"compiled {len(compiled) - len(wrong)} of {len(compiled)} variants of {len({k[0] for k in compiled})} kernels"
+    )
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    sys.exit(main(sys.argv[1:]))

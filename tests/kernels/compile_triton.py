@@ -36,6 +36,14 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+# Before the operators are imported, which is when they learn where their kernels run.
+kernels.DEVICE = "cpu"
+import opsmith.ops  # noqa: F401  registers the cards
+from opsmith.measure.pool import tensors_of
+from opsmith.operator import Make, Operator, Sample, registry
+from opsmith.ops.common import always_native
+
 compiled: dict[Any, str | None] = {}  # a variant, and what was wrong with it
 target = TARGETS[torch.bfloat16]
 
@@ -61,7 +69,7 @@ def compile_instead(kernel: Any, grid: tuple[int, ...], *args: Any, **options: A
     values.update(options)
     signature, constants = {}, {}
     for parameter in kernel.params:
-        value = values[parameter.name] if parameter.name in values else parameter.default
+        value = values.get(parameter.name, parameter.default)
         how = "constexpr" if parameter.is_constexpr else kind(value)
         signature[parameter.name] = how
         if how == "constexpr":
@@ -77,50 +85,38 @@ def compile_instead(kernel: Any, grid: tuple[int, ...], *args: Any, **options: A
         compiled[key] = f"{name} for sm_{target.arch}, {constants}: {error}"
 
 
+def run(card: Operator, sample: Sample) -> None:
+    """A call, forward and backward. Nothing is computed, so what a kernel says of its inputs is no news."""
+    inputs = (sample.args, dict(sample.kwargs))
+    leaves = [t for t in tensors_of(inputs) if card.differentiable and t.is_floating_point() and t.is_leaf]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    try:
+        with always_native():
+            outputs = [t for t in tensors_of(card.function(*sample.args, **sample.kwargs)) if t.requires_grad]
+            if outputs:
+                seeds = [torch.ones_like(t) for t in outputs]
+                torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+    except (IndexError, RuntimeError) as error:
+        print(f"  {card.name}, {sample.name}, stopped: {str(error)[:90]}")
+
+
+common.launch = compile_instead
+common.processors = lambda like: 132
+
+
 def main(names: list[str]) -> int:
-    """Compile all that the cards launch, forward and backward."""
+    """Compile all that the cards launch."""
     global target
-    common.launch = compile_instead
-    common.processors = lambda like: 132
-    kernels.DEVICE = "cpu"
-
-    import opsmith.ops  # noqa: F401  registers the cards
-    from opsmith.measure.pool import tensors_of
-    from opsmith.operator import Make, registry
-    from opsmith.ops.common import always_native
-
     for card in registry().values():
-        if names and card.name not in names:
-            continue
-        for dtype, target in TARGETS.items():
+        for dtype, chosen in TARGETS.items() if not names or card.name in names else ():
+            target = chosen
             for sample in card.samples(Make(dtype)):
-                leaves = [
-                    t.requires_grad_()
-                    for t in tensors_of((sample.args, dict(sample.kwargs)))
-                    if t.is_floating_point() and t.is_leaf and card.differentiable
-                ]
-                before = len(compiled)
-                try:
-                    with always_native():
-                        outputs = [
-                            t
-                            for t in tensors_of(card.function(*sample.args, **sample.kwargs))
-                            if t.requires_grad
-                        ]
-                        if leaves and outputs:
-                            torch.autograd.grad(
-                                outputs, leaves, [torch.ones_like(t) for t in outputs], allow_unused=True
-                            )
-                except (IndexError, RuntimeError) as error:
-                    # Nothing ran, so what a kernel reports about its inputs is whatever stood in memory.
-                    print(
-                        f"  {card.name}, {sample.name}: stopped after {len(compiled) - before} kernels: {str(error)[:100]}"
-                    )
+                run(card, sample)
     wrong = [text for text in compiled.values() if text]
+    kernels_seen = {key[0] for key in compiled}
     print("\n".join(wrong))
-    print(
-        f"compiled {len(compiled) - len(wrong)} of {len(compiled)} variants of {len({k[0] for k in compiled})} kernels"
-    )
+    print(f"compiled {len(compiled) - len(wrong)} of {len(compiled)} variants of {len(kernels_seen)} kernels")
     return bool(wrong)
 
 

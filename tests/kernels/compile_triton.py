@@ -39,10 +39,10 @@ POINTERS = {
 
 # Before the operators are imported, which is when they learn where their kernels run.
 kernels.DEVICE = "cpu"
-import opsmith.ops  # noqa: F401  registers the cards
-from opsmith.measure.pool import tensors_of
-from opsmith.operator import Make, Operator, Sample, registry
-from opsmith.ops.common import always_native
+import opsmith.ops  # noqa: F401, E402  registers the cards
+from opsmith.measure.pool import tensors_of  # noqa: E402
+from opsmith.operator import Make, Operator, Sample, registry  # noqa: E402
+from opsmith.ops.common import always_native  # noqa: E402
 
 compiled: dict[Any, str | None] = {}  # a variant, and what was wrong with it
 target = TARGETS[torch.bfloat16]

@@ -89,8 +89,10 @@ def run(card: Operator, sample: Sample) -> None:
     """A call, forward and backward. Nothing is computed, so what a kernel says of its inputs is no news."""
     inputs = (sample.args, dict(sample.kwargs))
     leaves = [t for t in tensors_of(inputs) if card.differentiable and t.is_floating_point() and t.is_leaf]
-    for leaf in leaves:
-        leaf.requires_grad_()
+    if not any(t.requires_grad for t in tensors_of(inputs)):  # else a gradient is meant for those that ask
+        for leaf in leaves:
+            leaf.requires_grad_()
+    leaves = [t for t in leaves if t.requires_grad]
     try:
         with always_native():
             outputs = [t for t in tensors_of(card.function(*sample.args, **sample.kwargs)) if t.requires_grad]
@@ -114,6 +116,8 @@ def main(names: list[str]) -> int:
             for sample in card.samples(Make(dtype)):
                 run(card, sample)
     wrong = [text for text in compiled.values() if text]
+    if names:
+        print(*sorted({key[0] for key in compiled}), sep="\n")
     kernels_seen = {key[0] for key in compiled}
     print("\n".join(wrong))
     print(f"compiled {len(compiled) - len(wrong)} of {len(compiled)} variants of {len(kernels_seen)} kernels")

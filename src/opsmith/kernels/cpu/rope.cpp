@@ -9,8 +9,10 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kTableBytes = 128 << 10;  // of a block's table: a part of the second cache
+constexpr int64_t kTableBytes = 256 << 10;  // of a block's table: a part of the second cache
 constexpr int64_t kTask = 16384;            // elements that are worth a thread's wake-up
+constexpr int64_t kAhead = 2048;            // bytes of x between what is read and what is asked for
+constexpr int kTogether = 2;                // heads, for which a row of the table is read once
 
 // [B, H, L, D] of either layout.
 struct Heads {
@@ -27,7 +29,6 @@ struct Heads {
     head_stride = v.strides[1];
     token_stride = v.strides[packed ? 0 : 2];
   }
-  int64_t at(int64_t b, int64_t h, int64_t l) const { return b * batch_stride + h * head_stride + l * token_stride; }
 };
 
 template <class C>
@@ -42,6 +43,17 @@ struct Table {
     return {c, s, c + second, s + second};
   }
 
+  // Whether both of a pair have the same entries, as rope_table makes them: half as much to read for every head.
+  bool shared(int64_t b, int64_t begin, int64_t end) const {
+    if (cos.sizes[cos.dim - 1] == half) return true;
+    for (int64_t l = begin; l < end; ++l) {
+      const TableRow<C> t = row(b, l);
+      if (std::memcmp(t.cos1, t.cos2, size_t(half) * sizeof(C)) != 0) return false;
+      if (std::memcmp(t.sin1, t.sin2, size_t(half) * sizeof(C)) != 0) return false;
+    }
+    return true;
+  }
+
  private:
   static const C* place(const View& v, int64_t b, int64_t p) {
     const int64_t of_batch = v.dim == 3 && v.sizes[0] > 1 ? b * v.strides[0] : 0;
@@ -49,26 +61,44 @@ struct Table {
   }
 };
 
-template <bool interleaved, bool inverse, class T, class C>
+template <bool interleaved, bool inverse, bool shared, class T, class C>
 void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t b, int64_t begin, int64_t end,
                   bool past_cache) {
   const int64_t half = table.half, rest = x.dims - 2 * half;
   const bool in_place = x.data == y.data;
-  auto row = [&](int64_t h, int64_t l, const TableRow<C>& t) {
-    const T* from = static_cast<const T*>(x.data) + x.at(b, h, l);
-    T* to = static_cast<T*>(y.data) + y.at(b, h, l);
-    const bool streaming = past_cache && can_stream(to) && (interleaved || can_stream(to + half));
-    rotate_row<interleaved, inverse>(from, to, t, half, streaming);
-    if (rest > 0 && !in_place) std::memcpy(to + 2 * half, from + 2 * half, size_t(rest) * sizeof(T));
-  };
-  if (x.head_stride >= x.token_stride) {
-    for (int64_t h = 0; h < x.heads; ++h) {
-      for (int64_t l = begin; l < end; ++l) row(h, l, table.row(b, l));
+  const T* const xs = static_cast<const T*>(x.data) + b * x.batch_stride;
+  T* const ys = static_cast<T*>(y.data) + b * y.batch_stride;
+  auto rows = [&](auto count, int64_t h, int64_t l, const TableRow<C>& t, int64_t ahead) {
+    constexpr int n = decltype(count)::value;
+    const T* from = xs + h * x.head_stride + l * x.token_stride;
+    T* to = ys + h * y.head_stride + l * y.token_stride;
+    const bool streaming = past_cache && can_stream(to) && can_stream(to + (n - 1) * y.head_stride) &&
+                           (interleaved || can_stream(to + half));
+    rotate_row<interleaved, inverse, shared, n>(from, x.head_stride, to, y.head_stride, t, half, streaming, ahead);
+    for (int i = 0; i < n && rest > 0 && !in_place; ++i) {
+      std::memcpy(to + i * y.head_stride + 2 * half, from + i * x.head_stride + 2 * half, size_t(rest) * sizeof(T));
     }
+  };
+  constexpr std::integral_constant<int, kTogether> several;
+  constexpr std::integral_constant<int, 1> one;
+  if (x.head_stride >= x.token_stride) {
+    const int64_t far = std::min(end - begin, std::max<int64_t>(1, kAhead / (x.dims * int64_t(sizeof(T)))));
+    auto all = [&](auto count, int64_t h) {
+      const int64_t to_next = decltype(count)::value * x.head_stride - (end - begin) * x.token_stride;
+      for (int64_t l = begin; l < end; ++l) {
+        const int64_t ahead = far * x.token_stride + (l + far >= end ? to_next : 0);
+        rows(count, h, l, table.row(b, l), ahead);
+      }
+    };
+    int64_t h = 0;
+    for (; h + kTogether <= x.heads; h += kTogether) all(several, h);
+    for (; h < x.heads; ++h) all(one, h);
   } else {
     for (int64_t l = begin; l < end; ++l) {
       const TableRow<C> t = table.row(b, l);
-      for (int64_t h = 0; h < x.heads; ++h) row(h, l, t);
+      int64_t h = 0;
+      for (; h + kTogether <= x.heads; h += kTogether) rows(several, h, l, t, 2 * kTogether * x.head_stride);
+      for (; h < x.heads; ++h) rows(one, h, l, t, 0);
     }
   }
 }
@@ -89,8 +119,16 @@ void rotate_all(const View& xv, const View& morev, const Table<C>& table, const 
   parallel_for(x.batch * blocks, std::max<int64_t>(1, least / block), [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
       const int64_t b = task / blocks, begin = task % blocks * block, end = std::min(x.tokens, begin + block);
-      rotate_block<interleaved, inverse, T>(x, y, table, b, begin, end, past_cache);
-      if (morev.defined()) rotate_block<interleaved, inverse, T>(more, more_y, table, b, begin, end, past_cache);
+      auto turn = [&](auto shared) {
+        constexpr bool s = decltype(shared)::value;
+        rotate_block<interleaved, inverse, s, T>(x, y, table, b, begin, end, past_cache);
+        if (morev.defined()) rotate_block<interleaved, inverse, s, T>(more, more_y, table, b, begin, end, past_cache);
+      };
+      if (table.shared(b, begin, end)) {
+        turn(std::true_type{});
+      } else {
+        turn(std::false_type{});
+      }
     }
     if (past_cache) stream_fence();
   });

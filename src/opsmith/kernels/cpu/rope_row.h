@@ -86,25 +86,39 @@ inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
 
 // --- a row -----------------------------------------------------------------------------------------------------------
 
-// Rotates 2 * half elements; y may be x. `streaming` asks for stores past the cache.
-template <bool interleaved, bool inverse, class T, class C>
-inline void rotate_row(const T* x, T* y, TableRow<C> t, int64_t half, bool streaming) {
-  for_lanes(half, [=](int64_t i, auto k) {
+// Rotates 2 * half elements of N heads of one token, `x_step` and `y_step` apart; y may be x. `shared` says that both of
+// a pair have one entry in the table. `streaming` asks for stores past the cache. What lies `ahead` will be read soon.
+template <bool interleaved, bool inverse, bool shared, int N, class T, class C>
+inline __attribute__((always_inline)) void rotate_row(const T* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
+                                                      int64_t half, bool streaming, int64_t ahead) {
+  for_lanes(half, [=](int64_t i, auto k) __attribute__((always_inline)) {
     const Vec cos1 = load(t.cos1 + i, k), sin1 = load(t.sin1 + i, k);
-    const Vec cos2 = load(t.cos2 + i, k), sin2 = load(t.sin2 + i, k);
-    Vec x1, x2, y1, y2;
-    if constexpr (interleaved) {
-      load_pairs(x + 2 * i, k, x1, x2);
-    } else {
-      x1 = load(x + i, k);
-      x2 = load(x + half + i, k);
+    Vec cos2 = cos1, sin2 = sin1;
+    if constexpr (!shared) {
+      cos2 = load(t.cos2 + i, k);
+      sin2 = load(t.sin2 + i, k);
     }
-    rotate<inverse>(x1, x2, cos1, sin1, cos2, sin2, y1, y2);
-    if constexpr (interleaved) {
-      put_pairs(y + 2 * i, y1, y2, k, streaming);
-    } else {
-      put(y + i, y1, k, streaming);
-      put(y + half + i, y2, k, streaming);
+    const int64_t first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + W : half + i;
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const T* from = x + n * x_step;
+      T* to = y + n * y_step;
+      prefetch(from + ahead + first);
+      prefetch(from + ahead + second);
+      Vec x1, x2, y1, y2;
+      if constexpr (interleaved) {
+        load_pairs(from + first, k, x1, x2);
+      } else {
+        x1 = load(from + first, k);
+        x2 = load(from + second, k);
+      }
+      rotate<inverse>(x1, x2, cos1, sin1, cos2, sin2, y1, y2);
+      if constexpr (interleaved) {
+        put_pairs(to + first, y1, y2, k, streaming);
+      } else {
+        put(to + first, y1, k, streaming);
+        put(to + second, y2, k, streaming);
+      }
     }
   });
 }

@@ -9,6 +9,7 @@ from opsmith.ops.gelu import bias_gelu, gelu
 from opsmith.ops.layer_norm import layer_norm
 from opsmith.ops.linear import linear
 from opsmith.ops.linear_cross_entropy import linear_cross_entropy
+from opsmith.ops.linear_rope import linear_rope
 from opsmith.ops.quantized_embedding import quantized_embedding
 from opsmith.ops.rms_norm import rms_norm
 from opsmith.ops.rope import rope, rope_qk
@@ -26,6 +27,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_rope",
     "quantized_embedding",
     "rms_norm",
     "rope",

@@ -181,7 +181,7 @@ if ONEDNN_DTYPES and not torch._C._dispatch_has_kernel_for_dispatch_key(_BINARY,
 _CODES = {name: code for code, name in enumerate((None, *ACTIVATIONS))}
 
 
-def _pack(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
+def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
     """The weight as our kernel reads it, [1, N, K], K rounded up to pairs in bfloat16; the same for all rows."""
     n, k = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -200,7 +200,7 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Our kernel, which sums K in blocks and so is more accurate than the libraries; the weight plain or packed."""
-    packed = weight if weight.dim() == 3 else _pack(weight)
+    packed = weight if weight.dim() == 3 else pack_weight(weight)
     y = x.new_empty((*x.shape[:-1], packed.shape[1])) if out is None else out
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
     torch.ops.opsmith.linear_packed.default(
@@ -290,7 +290,7 @@ CARD = register(
         workloads=_workloads,
         implementations=[
             Implementation("onednn", _onednn, "cpu", _supports_onednn, prepack=_prepack),
-            Implementation("native", _native, "cpu", _supports_native, takes_out=True, prepack=_pack),
+            Implementation("native", _native, "cpu", _supports_native, takes_out=True, prepack=pack_weight),
             Implementation("split", _split, "cpu", _supports_split, takes_out=True),
             Implementation("eager", reference),
         ],

@@ -194,12 +194,27 @@ def _check(op: str, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int 
     shape = x.shape
     if len(shape) > 4:
         raise ValueError(f"{op}: expected [B, H, L, D] or [T, H, D], got shape {tuple(shape)}")
-    dims = shape[-1] if rotary_dim is None else rotary_dim
-    if dims % 2 or not 2 <= dims <= shape[-1]:
-        raise ValueError(
-            f"{op}: the rotated dimensions must be an even number in [2, {shape[-1]}], the head size, got {dims}"
-        )
     batch, tokens = (1, shape[0]) if len(shape) == 3 else (shape[0], shape[2])
+    return check_table(op, x, cos, sin, positions, rotary_dim, shape[-1], batch, tokens)
+
+
+def check_table(
+    op: str,
+    x: torch.Tensor,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    rotary_dim: int | None,
+    size: int,
+    batch: int,
+    tokens: int,
+) -> int:
+    """Refuse a table that does not serve these tokens' heads of this size; the number of rotated dimensions."""
+    dims = size if rotary_dim is None else rotary_dim
+    if dims % 2 or not 2 <= dims <= size:
+        raise ValueError(
+            f"{op}: the rotated dimensions must be an even number in [2, {size}], the head size, got {dims}"
+        )
     for name, t in (("cos", cos), ("sin", sin)):
         check_float(op, t, name, least_dim=2)
         if t.dtype not in (x.dtype, torch.float32):
@@ -266,7 +281,7 @@ def _check_key(q: torch.Tensor, k: Any) -> None:
         )
 
 
-def _dense(t: torch.Tensor) -> torch.Tensor:
+def dense_rows(t: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dimension contiguous; itself, where it is."""
     return t if t.stride()[-1] == 1 or t.shape[-1] <= 1 else t.contiguous()
 
@@ -285,13 +300,13 @@ def _native(
     """The kernel, without autograd; `inverse` turns the other way, which is the gradient."""
     y = fresh(x) if out is None else out
     dims = x.shape[-1] if rotary_dim is None else rotary_dim
-    target = _dense(y)
+    target = dense_rows(y)
     try:
         torch.ops.opsmith.rope.default(
-            _dense(x), _dense(cos), _dense(sin), positions, dims, interleaved, inverse, y=target
+            dense_rows(x), dense_rows(cos), dense_rows(sin), positions, dims, interleaved, inverse, y=target
         )
     except RuntimeError:
-        _name_bad_position(positions, cos)
+        name_bad_position(positions, cos)
         raise
     return y if target is y else y.copy_(target)
 
@@ -311,13 +326,13 @@ def _native_qk(
     """The kernel on both, without autograd."""
     yq, yk = (fresh(q), fresh(k)) if out is None else out
     dims = q.shape[-1] if rotary_dim is None else rotary_dim
-    tq, tk = _dense(yq), _dense(yk)
+    tq, tk = dense_rows(yq), dense_rows(yk)
     try:
         torch.ops.opsmith.rope_qk.default(
-            _dense(q),
-            _dense(k),
-            _dense(cos),
-            _dense(sin),
+            dense_rows(q),
+            dense_rows(k),
+            dense_rows(cos),
+            dense_rows(sin),
             positions,
             dims,
             interleaved,
@@ -326,12 +341,12 @@ def _native_qk(
             yk=tk,
         )
     except RuntimeError:
-        _name_bad_position(positions, cos)
+        name_bad_position(positions, cos)
         raise
     return yq if tq is yq else yq.copy_(tq), yk if tk is yk else yk.copy_(tk)
 
 
-def _name_bad_position(positions: torch.Tensor | None, table: torch.Tensor) -> None:
+def name_bad_position(positions: torch.Tensor | None, table: torch.Tensor) -> None:
     """What a refusal of the kernel was about, where it was a position."""
     rows = table.shape[-2]
     if positions is not None and bool(((positions < 0) | (positions >= rows)).any()):

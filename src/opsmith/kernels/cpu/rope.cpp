@@ -14,53 +14,6 @@ constexpr int64_t kTask = 16384;            // elements that are worth a thread'
 constexpr int64_t kAhead = 2048;            // bytes of x between what is read and what is asked for
 constexpr int kTogether = 2;                // heads, for which a row of the table is read once
 
-// [B, H, L, D] of either layout.
-struct Heads {
-  void* data;
-  int64_t batch, heads, tokens, dims;
-  int64_t batch_stride, head_stride, token_stride;
-
-  explicit Heads(const View& v) : data(v.data), dims(v.sizes[v.dim - 1]) {
-    const bool packed = v.dim == 3;  // [T, H, D]
-    batch = packed ? 1 : v.sizes[0];
-    heads = v.sizes[1];
-    tokens = v.sizes[packed ? 0 : 2];
-    batch_stride = packed ? 0 : v.strides[0];
-    head_stride = v.strides[1];
-    token_stride = v.strides[packed ? 0 : 2];
-  }
-};
-
-template <class C>
-struct Table {
-  const View &cos, &sin, &positions;
-  int64_t half;
-
-  TableRow<C> row(int64_t b, int64_t l) const {
-    const int64_t p = positions.defined() ? position_at(positions, b, l) : l;
-    const C *c = place(cos, b, p), *s = place(sin, b, p);
-    const int64_t second = cos.sizes[cos.dim - 1] == half ? 0 : half;
-    return {c, s, c + second, s + second};
-  }
-
-  // Whether both of a pair have the same entries, as rope_table makes them: half as much to read for every head.
-  bool shared(int64_t b, int64_t begin, int64_t end) const {
-    if (cos.sizes[cos.dim - 1] == half) return true;
-    for (int64_t l = begin; l < end; ++l) {
-      const TableRow<C> t = row(b, l);
-      if (std::memcmp(t.cos1, t.cos2, size_t(half) * sizeof(C)) != 0) return false;
-      if (std::memcmp(t.sin1, t.sin2, size_t(half) * sizeof(C)) != 0) return false;
-    }
-    return true;
-  }
-
- private:
-  static const C* place(const View& v, int64_t b, int64_t p) {
-    const int64_t of_batch = v.dim == 3 && v.sizes[0] > 1 ? b * v.strides[0] : 0;
-    return v.as<C>() + of_batch + p * v.strides[v.dim - 2];
-  }
-};
-
 template <bool interleaved, bool inverse, bool shared, class T, class C>
 void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t b, int64_t begin, int64_t end,
                   bool past_cache) {

@@ -18,6 +18,14 @@ struct Rotation {
 // Last dimensions are contiguous.
 void rope(View x, View more, View cos, View sin, View positions, Rotation rotation, View y, View more_y);
 
+// x [M, K] times a packed weight [H D + 2 Hkv D, K] (linear.h): q [B, H, L, D], k and v [B, Hkv, L, D] with M = B L, or
+// [T, H, D] with M = T; q and k rotated. Heads are computed `linear_rope_group(D)` panels at a time, at most
+// kMostGroup.
+constexpr int64_t kMostGroup = 8;
+int64_t linear_rope_group(int64_t head_dim);
+void linear_rope(View x, View packed, View bias, View cos, View sin, View positions, Rotation rotation, View q, View k,
+                 View v);
+
 // The place of a position outside [0, rows), counted over all of them, or -1.
 int64_t first_bad_position(View positions, int64_t rows);
 int64_t position_at(const View& positions, int64_t batch, int64_t token);

@@ -1,8 +1,9 @@
-// The rotation of one head of one token, in registers.
+// What the kernels that rotate share: views of heads and tables, and the rotation of a row in registers.
 #pragma once
 
 #include <cstring>
 
+#include "rope.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -13,6 +14,53 @@ namespace opsmith {
 template <class C>
 struct TableRow {
   const C *cos1, *sin1, *cos2, *sin2;
+};
+
+// [B, H, L, D] of either layout.
+struct Heads {
+  void* data;
+  int64_t batch, heads, tokens, dims;
+  int64_t batch_stride, head_stride, token_stride;
+
+  explicit Heads(const View& v) : data(v.data), dims(v.sizes[v.dim - 1]) {
+    const bool packed = v.dim == 3;  // [T, H, D]
+    batch = packed ? 1 : v.sizes[0];
+    heads = v.sizes[1];
+    tokens = v.sizes[packed ? 0 : 2];
+    batch_stride = packed ? 0 : v.strides[0];
+    head_stride = v.strides[1];
+    token_stride = v.strides[packed ? 0 : 2];
+  }
+};
+
+template <class C>
+struct Table {
+  const View &cos, &sin, &positions;
+  int64_t half;
+
+  TableRow<C> row(int64_t b, int64_t l) const {
+    const int64_t p = positions.defined() ? position_at(positions, b, l) : l;
+    const C *c = place(cos, b, p), *s = place(sin, b, p);
+    const int64_t second = cos.sizes[cos.dim - 1] == half ? 0 : half;
+    return {c, s, c + second, s + second};
+  }
+
+  // Whether both of a pair have the same entries, as rope_table makes them: half as much to read for every head.
+  bool shared(int64_t b, int64_t begin, int64_t end) const {
+    if (cos.sizes[cos.dim - 1] == half) return true;
+    for (int64_t l = begin; l < end; ++l) {
+      const TableRow<C> t = row(b, l);
+      if (std::memcmp(t.cos1, t.cos2, size_t(half) * sizeof(C)) != 0) return false;
+      if (std::memcmp(t.sin1, t.sin2, size_t(half) * sizeof(C)) != 0) return false;
+    }
+    return true;
+  }
+
+ private:
+  static const C* place(const View& v, int64_t b, int64_t p) {
+    const int64_t of_batch = v.dim == 3 && v.sizes[0] > 1 ? b * v.strides[0] : 0;
+    return v.as<C>() + of_batch + p * v.strides[v.dim - 2];
+  }
 };
 
 template <bool inverse>
@@ -88,8 +136,8 @@ inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
 
 // Rotates 2 * half elements of N heads of one token, `x_step` and `y_step` apart; y may be x. `shared` says that both of
 // a pair have one entry in the table. `streaming` asks for stores past the cache. What lies `ahead` will be read soon.
-template <bool interleaved, bool inverse, bool shared, int N, class T, class C>
-inline __attribute__((always_inline)) void rotate_row(const T* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
+template <bool interleaved, bool inverse, bool shared, int N, class S, class T, class C>
+inline __attribute__((always_inline)) void rotate_row(const S* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
                                                       int64_t half, bool streaming, int64_t ahead) {
   for_lanes(half, [=](int64_t i, auto k) __attribute__((always_inline)) {
     const Vec cos1 = load(t.cos1 + i, k), sin1 = load(t.sin1 + i, k);
@@ -101,7 +149,7 @@ inline __attribute__((always_inline)) void rotate_row(const T* x, int64_t x_step
     const int64_t first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + W : half + i;
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      const T* from = x + n * x_step;
+      const S* from = x + n * x_step;
       T* to = y + n * y_step;
       prefetch(from + ahead + first);
       prefetch(from + ahead + second);

@@ -106,7 +106,7 @@ def calls(draw: st.DrawFn, card: Operator, extremes: bool) -> Sample:
         for _ in range(draw(st.integers(0, 3))):
             where = (draw(st.sampled_from(floating)), draw(st.integers(0, MOST_ELEMENTS)))
             values.setdefault(where[0], []).append((where[1], draw(st.sampled_from(EXTREMES))))
-    scale = 2.0 ** draw(st.integers(-6, 6)) if draw(st.booleans()) else 1.0
+    scale = 2.0 ** draw(st.integers(-4, 3)) if draw(st.booleans()) else 1.0
     count = -1
 
     def change(value: Any) -> Any:

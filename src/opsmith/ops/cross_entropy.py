@@ -91,7 +91,7 @@ def reference(
     classes = logits.shape[-1]
     if dtype is not None and logits.dtype != torch.float64:
         logits = logits.to(dtype)
-    rows, flat = logits.reshape(-1, classes), target.reshape(-1).long()
+    rows, flat = logits.reshape(target.numel(), classes), target.reshape(-1).long()
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if type(flat) is torch.Tensor and flat.is_cpu and not torch.compiler.is_compiling():
         check_targets(target, classes, ignore_index)

@@ -34,7 +34,6 @@ _ONEDNN = {
     None: ("none", ""),
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
-    "relu": ("relu", ""),
     "silu": ("swish", ""),
 }
 
@@ -156,8 +155,10 @@ def _onednn(
     bias = dense(bias)  # oneDNN takes it for contiguous, whatever its strides
     if residual is not None and activation is None:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")  # type: ignore[no-any-return]
-    attribute, algorithm = _ONEDNN[activation]
+    attribute, algorithm = _ONEDNN.get(activation, _ONEDNN[None])
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, attribute, [], algorithm)
+    if activation == "relu":
+        y.relu_()  # oneDNN's own turns NaN into 0
     return y if residual is None else y.add_(residual)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from opsmith.ops import embedding
+from opsmith.ops.common import SMALL, _small
 from opsmith.ops.embedding import IdError
 
 
@@ -83,3 +88,67 @@ def test_many_equal_ids_are_summed_in_float32() -> None:
 def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
     with pytest.raises(error, match=f"embedding: {message}"):
         call(torch.tensor([1, 2, 3]), torch.randn(9, 4))
+
+
+@pytest.mark.parametrize("call", [[torch.tensor([1, 10])], [torch.tensor([[0], [-1]])]])
+def test_a_small_call_names_the_id_too(call: list[torch.Tensor]) -> None:
+    token = _small.set(SMALL)
+    try:
+        with pytest.raises(IdError, match=r"ids must be in \[0, 10\)"):
+            embedding(*call, torch.randn(10, 6))
+        with pytest.raises(TypeError, match="embedding: ids must be int64 or int32, got float32"):
+            embedding(torch.tensor([1.0]), torch.randn(10, 6))
+        with pytest.raises(ValueError, match=r"embedding: table must have shape \[V, N\], got \(10,\)"):
+            embedding(torch.tensor([1]), torch.randn(10))
+    finally:
+        _small.reset(token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_tables_gradient_is_zero_where_no_id_points(dtype: torch.dtype) -> None:
+    """Memory for so large a gradient comes from the system, zero already, and most of it stays untouched."""
+    table = torch.zeros(40_000, 512, dtype=dtype, requires_grad=True)
+    ids = torch.randint(0, 40_000, (300,))
+    embedding(ids, table, padding_idx=int(ids[0])).backward(torch.ones(300, 512, dtype=dtype))
+    expected = torch.bincount(ids, minlength=40_000).to(dtype)
+    expected[ids[0]] = 0
+    assert table.grad.dtype == dtype
+    assert torch.equal(table.grad, expected[:, None].expand(-1, 512))
+
+
+VALUES = [0.0, -0.0, 1e-40, 1.5, -3e38, math.inf, -math.inf, math.nan]
+
+
+@given(
+    shape=st.lists(st.integers(0, 6), max_size=3),
+    rows=st.integers(1, 30),
+    width=st.integers(0, 70),
+    id_dtype=st.sampled_from([torch.int32, torch.int64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    special=st.lists(st.sampled_from(VALUES), max_size=4),
+    layout=st.sampled_from(["contiguous", "columns", "transposed"]),
+    padding=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_any_value(shape, rows, width, id_dtype, dtype, special, layout, padding, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(rows, 2 * width, generator=generator).to(dtype)[:, :width]
+    if table.numel():
+        table[:, : len(special)] = torch.tensor(special, dtype=dtype)[:width]
+    if layout == "contiguous":
+        table = table.contiguous()
+    elif layout == "transposed":
+        table = table.t().contiguous().t()
+    ids = torch.randint(0, rows, shape, generator=generator).to(id_dtype)
+    dy = torch.randint(-8, 9, (*shape, width), generator=generator).to(dtype)
+    leaves = [table.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
+    padding_idx = rows - 1 if padding else None
+    y = embedding(ids, leaves[0], padding_idx=padding_idx)
+    expected = torch.nn.functional.embedding(ids, leaves[1].double(), padding_idx=padding_idx)
+    # Copies: bit for bit, the sign of zero included, apart from which NaN it is.
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y.nan_to_num(9.0), expected.to(dtype).nan_to_num(9.0))
+    y.backward(dy)
+    expected.backward(dy.double())
+    # Small whole numbers: their sums are exact in every dtype.
+    assert torch.equal(leaves[0].grad, leaves[1].grad)

@@ -11,12 +11,14 @@ from opsmith.ops.linear import linear
 from opsmith.ops.linear_cross_entropy import linear_cross_entropy
 from opsmith.ops.linear_rope import linear_rope
 from opsmith.ops.quantized_embedding import quantized_embedding
+from opsmith.ops.quantized_module import QuantizedEmbedding
 from opsmith.ops.rms_norm import rms_norm
 from opsmith.ops.rope import rope, rope_qk
 from opsmith.ops.rope_table import rope_table
 from opsmith.ops.softmax import softmax
 
 __all__ = [
+    "QuantizedEmbedding",
     "attention",
     "attention_varlen",
     "bias_gelu",

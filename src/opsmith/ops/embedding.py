@@ -69,7 +69,7 @@ def embedding(
                 table.dtype in _DTYPES
                 and ids.is_cpu
                 and table.is_cpu
-                and not needs_grad(table)
+                and not (table.requires_grad and torch.is_grad_enabled())
                 and ids.numel() * table.shape[1] // _IN_CACHE <= _small.get()
             ):
                 return torch.embedding(table, ids)

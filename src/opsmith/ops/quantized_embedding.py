@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels.triton import INTERPRETED
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import check_out, kernels, native, short
+from opsmith.ops.common import check_out, kernels, native, native_library, short
 from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OP = "quantized_embedding"
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 def quantized_embedding(
@@ -50,11 +52,27 @@ def quantized_embedding(
 
     Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019.
     """
+    if out is None and next_ids is None and not _compiling() and _plain(ids, table, scale, dtype, prefetch):
+        try:
+            y = torch.empty((*ids.shape, table.shape[1]), dtype=dtype)
+            torch.ops.opsmith.quantized_embedding.default(ids, table, scale, prefetch, None, None, None, y=y)
+            return y
+        except RuntimeError:  # what the kernel does not take, the checks below name, or bring into its form
+            pass
     _check(ids, table, scale, dtype, prefetch, next_ids, out)
     if _supports(ids, table, scale, dtype=dtype) is not True:
         y = reference(ids, table, scale, dtype=dtype)
         return y if out is None else out.copy_(y)
     return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids, out=out)
+
+
+def _plain(ids: Any, table: Any, scale: Any, dtype: Any, prefetch: Any) -> bool:
+    """True where the kernel itself may look at the arguments: for one token, looking at them here costs as much."""
+    try:
+        on_cpu = ids.is_cpu and table.is_cpu and scale.is_cpu
+        return bool(on_cpu and dtype in DTYPES and prefetch >= 0 and not INTERPRETED and native_library())
+    except (AttributeError, TypeError):
+        return False
 
 
 def reference(
@@ -152,6 +170,30 @@ def _native(
             raise_bad_id(_OP, next_ids, table.shape[0], "next_ids")
         raise
     return y
+
+
+def gather_cached(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    prefetch: int,
+    cache: tuple[torch.Tensor | None, ...],
+) -> torch.Tensor:
+    """`quantized_embedding` with a `RowCache`, which is left alone where no kernel can use it."""
+    _check(ids, table, scale, dtype, prefetch, None, None)
+    if _supports(ids, table, scale, dtype=dtype) is not True:
+        return reference(ids, table, scale, dtype=dtype)
+    return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, cache=cache)
+
+
+def prefetch_rows(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> None:
+    """Have the CPU fetch rows, where a kernel of ours can ask it to."""
+    check_ids("prefetch_rows", ids, table)
+    if _supports(ids, table, scale) is True:
+        none = torch.empty(0, dtype=torch.int64, device=ids.device)
+        _native(none, table, scale, next_ids=ids, out=scale.new_empty(0, table.shape[1]))
 
 
 def _cost(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> Cost:

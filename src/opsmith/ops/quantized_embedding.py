@@ -57,7 +57,10 @@ def quantized_embedding(
             y = torch.empty((*ids.shape, table.shape[1]), dtype=dtype)
             torch.ops.opsmith.quantized_embedding.default(ids, table, scale, prefetch, None, None, None, y=y)
             return y
-        except RuntimeError:  # what the kernel does not take, the checks below name, or bring into its form
+        except (
+            RuntimeError,
+            IndexError,
+        ):  # what the kernel does not take, the checks name, or bring into its form
             pass
     _check(ids, table, scale, dtype, prefetch, next_ids, out)
     if _supports(ids, table, scale, dtype=dtype) is not True:

@@ -70,7 +70,7 @@ class RowCache:
         kept_as: torch.dtype,
         prefetch: int,
     ) -> torch.Tensor:
-        """`quantized_embedding`, with rows from the cache where they are in this dtype; counts, and chooses when due."""
+        """`quantized_embedding`, with rows from the cache where they are in this dtype. Counts; chooses when due."""
         if self._counts is None:
             self._start(table)
         held = self._snapshot

@@ -20,12 +20,17 @@ from opsmith import measure
 from opsmith.measure.machine import describe
 from opsmith.operator import registry
 from opsmith.ops import QuantizedEmbedding, embedding
+from opsmith.ops.quantized_embedding import reference
 
 TABLES = ((32_000, 1024), (128_000, 1024), (1_000_000, 256))  # rows and their width: 1.5 GB in all at a time
+TRAINED = 32_000  # the table that is also trained
 TOKENS = 2048
 CALLS = 64  # id tensors, taken in turn
 CACHE_ROWS = (1024, 8192)
 PREFETCH = 8
+SAMPLE_SECONDS = (
+    4e-3  # some calls each, so that what ran before them, and left its memory in the caches, counts little
+)
 
 
 def ids_of(kind: str, rows: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -97,6 +102,7 @@ def many_tokens(
     found = measure.compare(
         {name: in_turn(fn, calls) for name, fn in contestants.items()},
         roofs=measure.RoofProbes(("copy",)),
+        min_time=SAMPLE_SECONDS,
         budget_s=seconds,
         notes={"outputs": "fresh, of a size that malloc reuses", "ids": f"{CALLS} x {TOKENS}, {kind}"},
     )
@@ -147,6 +153,7 @@ def one_token(table: torch.Tensor, quantized: QuantizedEmbedding, seconds: float
     found = measure.compare(
         {
             "PyTorch float32": in_turn(lambda ids: F.embedding(ids, table), cold),
+            "PyTorch int8": in_turn(lambda ids: reference(ids, quantized.table, quantized.scale), cold),
             "opsmith float32": in_turn(lambda ids: embedding(ids, table), cold),
             "int8": in_turn(quantized, cold),
             "int8, the same row each time": in_turn(quantized, cold[:1]),
@@ -164,6 +171,72 @@ def one_token(table: torch.Tensor, quantized: QuantizedEmbedding, seconds: float
     }
 
 
+def large_result(table: torch.Tensor, seconds: float) -> dict[str, Any]:
+    """A result that outlives the caches, in fresh memory and in memory that was used before."""
+    tokens = 4 * TOKENS
+    generator = torch.Generator().manual_seed(2)
+    calls = list(torch.randint(0, table.shape[0], (16, tokens), generator=generator).unbind())
+    out = torch.zeros(tokens, table.shape[1], dtype=table.dtype)
+    exact = F.embedding(calls[0], table)
+    contestants: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "PyTorch": lambda ids: F.embedding(ids, table),
+        "opsmith": lambda ids: embedding(ids, table),
+        "PyTorch, out=": lambda ids: torch.index_select(table, 0, ids, out=out),
+        "opsmith, out=": lambda ids: embedding(ids, table, out=out),
+    }
+    for name, fn in contestants.items():
+        check(name, fn(calls[0]), exact)
+    found = measure.compare(
+        {name: in_turn(fn, calls) for name, fn in contestants.items()},
+        roofs=measure.RoofProbes(("copy",)),
+        budget_s=seconds,
+        notes={"outputs": "fresh, unless the name says out=", "ids": f"16 x {tokens}, uniform"},
+    )
+    moved = registry()["embedding"].cost(calls[0], table).min_bytes
+    lines = {}
+    for name in found.names:
+        base = "PyTorch, out=" if "out=" in name else "PyTorch"
+        fraction = found.fraction(name, flops=0, bytes=moved, memory="copy")
+        ratio = None if name == base else found.ratio(name, base).to_json()
+        lines[name] = {"seconds": found.median(name), "roof_fraction": fraction, "ratio_to_pytorch": ratio}
+    return {**sizes(table, tokens, "a large result"), "contestants": lines, "comparison": found.to_json()}
+
+
+def training(rows: int, width: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+    """Forward and backward, with a dense gradient in fresh memory."""
+    table = torch.zeros(rows, width, dtype=dtype, requires_grad=True)
+    calls = ids_of("zipf", rows, torch.Generator().manual_seed(3))[:16]
+    dy = torch.ones(TOKENS, width, dtype=dtype)
+
+    def step(fn: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(fn(ids, table), table, dy)[0]
+
+    exact = torch.bincount(calls[0], minlength=rows)[:, None].expand(rows, width)
+    check("opsmith backward", step(embedding, calls[0]), exact.to(dtype))
+    found = measure.compare(
+        {
+            "PyTorch": in_turn(lambda ids: step(F.embedding, ids), calls),
+            "opsmith": in_turn(lambda ids: step(embedding, ids), calls),
+        },
+        budget_s=seconds,
+        notes={"outputs": "fresh", "ids": f"16 x {TOKENS}, zipf"},
+    )
+    lines: dict[str, Any] = {name: {"seconds": found.median(name)} for name in found.names}
+    lines["opsmith"]["ratio_to_pytorch"] = found.ratio("opsmith", "PyTorch").to_json()
+    return {
+        **sizes(table, TOKENS, "forward and backward"),
+        "contestants": lines,
+        "comparison": found.to_json(),
+    }
+
+
+def sizes(table: torch.Tensor, tokens: int, what: str) -> dict[str, Any]:
+    """What a result is about."""
+    kind = str(table.dtype).removeprefix("torch.")
+    return {"rows": table.shape[0], "width": table.shape[1], "tokens": tokens, "ids": f"{what}, {kind}"}
+
+
 def show(result: dict[str, Any]) -> None:
     title = f"{result['rows']} x {result['width']}, {result.get('ids', 'uniform')}, {result['tokens']} tokens"
     typer.echo(f"\n{title}")
@@ -171,12 +244,13 @@ def show(result: dict[str, Any]) -> None:
         ratio = line.get("ratio_to_pytorch")
         typer.echo(
             f"  {name:34} {line['seconds'] * 1e6:9.2f} µs"
-            + (f"  {line['roof_fraction']:4.0%} of copy" if "roof_fraction" in line else "")
+            + (f"  {line['roof_fraction']:4.0%} of copy" if line.get("roof_fraction") else "")
             + (f"  {1 / ratio['median']:.2f} x PyTorch, {ratio['verdict']}" if ratio else "")
             + (f"  hits {line['hit_rate']:.0%}" if line.get("hit_rate") else "")
         )
     if "autotune" in result:
-        typer.echo(f"  autotune: {result['autotune']['prefetch']=}, {result['autotune']['cache_rows']=}")
+        chosen = result["autotune"]
+        typer.echo(f"  autotune: prefetch={chosen['prefetch']}, cache_rows={chosen['cache_rows']}")
 
 
 def main(
@@ -197,6 +271,12 @@ def main(
                 show(results[-1])
             results.append(one_token(table, quantized, seconds / 2))
             show(results[-1])
+            if rows == TRAINED:
+                for dtype in (torch.float32, torch.bfloat16):
+                    results.append(large_result(table.to(dtype), seconds))
+                    show(results[-1])
+                    results.append(training(rows, width, dtype, seconds))
+                    show(results[-1])
             del table, quantized
     machine = describe()
     cpu = re.sub(r"[^a-z0-9]+", "-", machine.cpu.lower()).strip("-")

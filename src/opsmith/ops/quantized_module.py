@@ -19,6 +19,8 @@ _NAME = "QuantizedEmbedding"
 _LEVELS = 127
 _compiling = torch.compiler.is_dynamo_compiling
 _ROWS_AT_ONCE = 1 << 22  # elements quantized at a time: the float32 copies of a whole table need not fit
+# Some calls each, so that what the contestant before them left in the caches counts little.
+_SAMPLE_SECONDS = 2e-3
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -255,7 +257,7 @@ class QuantizedEmbedding(nn.Module):
                     twin(call)
                 twin._cache.refresh(self.table, self.scale, self.dtype)
             contestants[name] = _in_turn(twin, calls)
-        found = measure.quick(contestants, budget_s=budget_s)
+        found = measure.quick(contestants, budget_s=budget_s, min_time=_SAMPLE_SECONDS)
         self.prefetch, self.cache_rows = settings[found.best(prefer="neither")]
         return Tuning(self.prefetch, self.cache_rows, {name: found.median(name) for name in found.names})
 

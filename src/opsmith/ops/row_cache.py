@@ -10,8 +10,12 @@ import torch
 
 from opsmith.ops.quantized_embedding import gather_cached
 
-_FIRST = 4  # the first choice is made after this many lookups for each row of the cache,
-_LATER = 64  # later ones after up to this many
+# The first choice is made after this many lookups for each row of the cache, the next ones after twice as many each time,
+# up to so many for each row of the cache, or of the table: a choice reads all counts, and must cost little next to the
+# lookups between two of them.
+_FIRST = 4
+_PER_CACHED_ROW = 64
+_PER_ROW = 4
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class RowCache:
             return
         try:
             self._choose(table, scale, dtype)
-            self._due = min(2 * max(self._seen, self._due), _LATER * self.capacity)
+            most = max(_PER_CACHED_ROW * self.capacity, _PER_ROW * table.shape[0])
+            self._due = min(2 * max(self._seen, self._due), most)
             self._seen = 0
         finally:
             self._lock.release()

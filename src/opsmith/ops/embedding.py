@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.common import (
     NATIVE_DTYPES,
+    SMALL,
     _small,
     as_rows,
     check_float,
@@ -25,8 +26,9 @@ from opsmith.ops.common import (
 )
 
 _DTYPES = (*NATIVE_DTYPES, torch.float64)
-# PyTorch's gather is as fast as any while results stay in the cache: `small` ends at this many times its usual size.
-_IN_CACHE = 256
+# PyTorch's gather is as fast as any up to results of 16 MiB, which are still in a cache when they are read. Ours writes
+# larger ones past the cache. In bytes for each element of a call that is `small`:
+_IN_CACHE = (16 << 20) // SMALL
 # Malloc takes blocks of this size from the system each time, and gives them back.
 _FROM_SYSTEM = 32 << 20
 _compiling = torch.compiler.is_dynamo_compiling
@@ -70,7 +72,7 @@ def embedding(
                 and ids.is_cpu
                 and table.is_cpu
                 and not (table.requires_grad and torch.is_grad_enabled())
-                and ids.numel() * table.shape[1] // _IN_CACHE <= _small.get()
+                and ids.numel() * table.shape[1] * table.element_size() // _IN_CACHE <= _small.get()
             ):
                 return torch.embedding(table, ids)
         except (AttributeError, IndexError, RuntimeError):
@@ -79,7 +81,9 @@ def embedding(
             raise
     padding = _check(ids, table, padding_idx, out)
     training = needs_grad(table)
-    elements = ids.numel() * table.shape[1] // (1 if training or out is not None else _IN_CACHE)
+    elements = ids.numel() * table.shape[1]
+    if not training and out is None:
+        elements = elements * table.element_size() // _IN_CACHE
     if small(elements) or _supports(ids, table) is not True:
         y = reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
     elif training:

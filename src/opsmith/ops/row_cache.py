@@ -10,8 +10,8 @@ import torch
 
 from opsmith.ops.quantized_embedding import gather_cached
 
-# The first choice is made after this many lookups for each row of the cache, the next ones after twice as many each time,
-# up to so many for each row of the cache, or of the table: a choice reads all counts, and must cost little next to the
+# The first choice is made after this many lookups for each row of the cache, the next ones after twice as many each, up
+# to so many for each row of the cache, or of the table: a choice reads all counts, and must cost little next to the
 # lookups between two of them.
 _FIRST = 4
 _PER_CACHED_ROW = 64

@@ -237,8 +237,8 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 def _workloads(make: Make) -> Iterator[Sample]:
     to = {"dtype": make.dtype}
-    yield Sample("8192 of 128000x1024", (make.ids(8192, high=128000), *_table(make, 128000, 1024)), to)
-    yield Sample("1 of 128000x1024", (make.ids(1, 1, high=128000), *_table(make, 128000, 1024)), to)
+    yield Sample("4096 of 64000x512", (make.ids(4096, high=64000), *_table(make, 64000, 512)), to)
+    yield Sample("1 of 64000x512", (make.ids(1, 1, high=64000), *_table(make, 64000, 512)), to)
 
 
 CARD = register(

@@ -144,6 +144,8 @@ def measured(card: Operator) -> Iterator[str]:
     newest: dict[str, tuple[str, dict[str, Any]]] = {}
     for file in sorted(RESULTS.glob("*.json")):
         found = json.loads(file.read_text())
+        if "benchmarks" not in found:  # a question of its own, whose page shows its numbers
+            continue
         newest[found["machine"]["gpu"] or found["machine"]["cpu"]] = (file.stem, found)
     for name, found in newest.values():
         rows = [row(b) for b in found["benchmarks"] if b["operator"] == card.name]

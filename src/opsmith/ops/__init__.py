@@ -14,6 +14,7 @@ from opsmith.ops.quantized_embedding import quantized_embedding
 from opsmith.ops.quantized_module import QuantizedEmbedding
 from opsmith.ops.rms_norm import rms_norm
 from opsmith.ops.rope import rope, rope_qk
+from opsmith.ops.rope_int8 import rope_int8
 from opsmith.ops.rope_table import rope_table
 from opsmith.ops.softmax import softmax
 
@@ -33,6 +34,7 @@ __all__ = [
     "quantized_embedding",
     "rms_norm",
     "rope",
+    "rope_int8",
     "rope_qk",
     "rope_table",
     "silu_mul",

@@ -191,11 +191,18 @@ def _bad_position(positions: torch.Tensor, rows: int) -> PositionError:
 def _check(op: str, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int | None) -> int:
     """Refuse wrong arguments; the number of rotated dimensions."""
     check_float(op, x, "q" if op == "rope_qk" else "x", least_dim=3)
+    batch, tokens = check_heads(op, x)
+    return check_table(op, x, cos, sin, positions, rotary_dim, x.shape[-1], batch, tokens)
+
+
+def check_heads(op: str, x: torch.Tensor) -> tuple[int, int]:
+    """Refuse what is neither layout of heads; the batch and the tokens of a sequence."""
     shape = x.shape
-    if len(shape) > 4:
+    if len(shape) == 3:
+        return 1, shape[0]
+    if len(shape) != 4:
         raise ValueError(f"{op}: expected [B, H, L, D] or [T, H, D], got shape {tuple(shape)}")
-    batch, tokens = (1, shape[0]) if len(shape) == 3 else (shape[0], shape[2])
-    return check_table(op, x, cos, sin, positions, rotary_dim, shape[-1], batch, tokens)
+    return shape[0], shape[2]
 
 
 def check_table(
@@ -208,6 +215,7 @@ def check_table(
     size: int,
     batch: int,
     tokens: int,
+    dtypes: tuple[torch.dtype, ...] = (),
 ) -> int:
     """Refuse a table that does not serve these tokens' heads of this size; the number of rotated dimensions."""
     dims = size if rotary_dim is None else rotary_dim
@@ -217,8 +225,9 @@ def check_table(
         )
     for name, t in (("cos", cos), ("sin", sin)):
         check_float(op, t, name, least_dim=2)
-        if t.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"{op}: {name} must be {short(x.dtype)} or float32, got {short(t.dtype)}")
+        if t.dtype not in (dtypes or (x.dtype, torch.float32)):
+            known = " or ".join(short(d) for d in (dtypes or (x.dtype, torch.float32)))
+            raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} is on {t.device}, the input on {x.device}; move one of them")
     given = cos.shape

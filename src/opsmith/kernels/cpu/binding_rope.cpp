@@ -23,8 +23,9 @@ void check_table(const Tensor& cos, const Tensor& sin, const Optional& positions
   const int64_t size = x.size(x.dim() - 1), batch = x.dim() == 4 ? x.size(0) : 1, tokens = x.size(x.dim() == 4 ? 2 : 0);
   STD_TORCH_CHECK(dims >= 0 && dims % 2 == 0 && dims <= size, "rope: ", dims, " dimensions cannot be rotated of ", size);
   const DType dtype = dtype_of(cos);
-  STD_TORCH_CHECK((dtype == DType::f32 || dtype == dtype_of(x)) && dtype_of(sin) == dtype,
-                  "rope: cos and sin must both be float32, or both in x's dtype");
+  const bool fits = dtype == DType::f32 || dtype == dtype_of(x) ||
+                    (dtype_of(x) == DType::i8 && (dtype == DType::bf16 || dtype == DType::f16));
+  STD_TORCH_CHECK(fits && dtype_of(sin) == dtype, "rope: cos and sin must both be float32, or both in x's dtype");
   STD_TORCH_CHECK((cos.dim() == 2 || cos.dim() == 3) && sin.dim() == cos.dim() && dense_rows(cos) && dense_rows(sin),
                   "rope: cos and sin must be [L, D] or [B, L, D] with a contiguous last dimension");
   for (int64_t d = 0; d < cos.dim(); ++d) {
@@ -48,9 +49,15 @@ void check_table(const Tensor& cos, const Tensor& sin, const Optional& positions
                   bad < 0 ? 0 : position_at(view, bad / tokens, bad % tokens), " for token ", bad);
 }
 
+void check_float(const Tensor& x) {
+  const DType dtype = dtype_of(x);
+  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "rope: x must be floating-point");
+}
+
 void rope_op(const Tensor& x, const Tensor& cos, const Tensor& sin, const Optional& positions, int64_t dims,
              bool interleaved, bool inverse, const Tensor& y) {
   STD_TORCH_CHECK(x.dim() == 3 || x.dim() == 4, "rope: x must be [B, H, L, D] or [T, H, D]");
+  check_float(x);
   check_heads(x, x, true);
   check_heads(y, x, true);
   check_table(cos, sin, positions, x, dims);
@@ -62,6 +69,7 @@ void rope_op(const Tensor& x, const Tensor& cos, const Tensor& sin, const Option
 void rope_qk_op(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, const Optional& positions,
                 int64_t dims, bool interleaved, bool inverse, const Tensor& yq, const Tensor& yk) {
   STD_TORCH_CHECK(q.dim() == 3 || q.dim() == 4, "rope: q must be [B, H, L, D] or [T, H, D]");
+  check_float(q);
   check_heads(q, q, true);
   check_heads(k, q, false);
   check_heads(yq, q, true);
@@ -72,10 +80,31 @@ void rope_qk_op(const Tensor& q, const Tensor& k, const Tensor& cos, const Tenso
        view_of(yq), view_of(yk));
 }
 
+void check_scale(const Tensor& scale, const Tensor& x) {
+  bool fits = scale.dim() == x.dim() - 1 && dtype_of(scale) == DType::f32;
+  for (int64_t d = 0; fits && d < scale.dim(); ++d) fits = scale.size(d) == x.size(d);
+  STD_TORCH_CHECK(fits, "rope_int8: a scale must be float32, one for each row of x");
+}
+
+void rope_int8_op(const Tensor& x, const Tensor& scale, const Tensor& cos, const Tensor& sin, const Optional& positions,
+                  int64_t dims, bool interleaved, const Tensor& y, const Tensor& y_scale) {
+  STD_TORCH_CHECK((x.dim() == 3 || x.dim() == 4) && dtype_of(x) == DType::i8,
+                  "rope_int8: x must be [B, H, L, D] or [T, H, D] int8");
+  check_heads(x, x, true);
+  check_heads(y, x, true);
+  check_table(cos, sin, positions, x, dims);
+  check_scale(scale, x);
+  check_scale(y_scale, x);
+  if (x.numel() == 0) return;
+  rope_int8(view_of(x), view_of(scale), view_of(cos), view_of(sin), view_of(positions), {dims, interleaved, false},
+            view_of(y), view_of(y_scale));
+}
+
 void linear_rope_op(const Tensor& x, const Tensor& packed, const Optional& bias, const Tensor& cos, const Tensor& sin,
                     const Optional& positions, int64_t dims, bool interleaved, const Tensor& q, const Tensor& k,
                     const Tensor& v) {
   STD_TORCH_CHECK(q.dim() == 3 || q.dim() == 4, "linear_rope: q must be [B, H, L, D] or [T, H, D]");
+  check_float(q);
   check_heads(q, q, true);
   check_heads(k, q, false);
   check_heads(v, k, true);
@@ -105,5 +134,6 @@ void linear_rope_op(const Tensor& x, const Tensor& packed, const Optional& bias,
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   m.impl("rope", TORCH_BOX(&opsmith::rope_op));
   m.impl("rope_qk", TORCH_BOX(&opsmith::rope_qk_op));
+  m.impl("rope_int8", TORCH_BOX(&opsmith::rope_int8_op));
   m.impl("linear_rope", TORCH_BOX(&opsmith::linear_rope_op));
 }

@@ -18,6 +18,9 @@ struct Rotation {
 // Last dimensions are contiguous.
 void rope(View x, View more, View cos, View sin, View positions, Rotation rotation, View y, View more_y);
 
+// x, y int8 as above; scale, y_scale float32, a number for each row.
+void rope_int8(View x, View scale, View cos, View sin, View positions, Rotation rotation, View y, View y_scale);
+
 // x [M, K] times a packed weight [H D + 2 Hkv D, K] (linear.h): q [B, H, L, D], k and v [B, Hkv, L, D] with M = B L, or
 // [T, H, D] with M = T; q and k rotated. Heads are computed `linear_rope_group(D)` panels at a time, at most
 // kMostGroup.

@@ -22,8 +22,10 @@ struct Heads {
   int64_t batch, heads, tokens, dims;
   int64_t batch_stride, head_stride, token_stride;
 
-  explicit Heads(const View& v) : data(v.data), dims(v.sizes[v.dim - 1]) {
-    const bool packed = v.dim == 3;  // [T, H, D]
+  explicit Heads(const View& v) : Heads(v, v.dim) {}
+  // As if the tensor had `dim` dimensions: one more than its own where it has a number for each row.
+  Heads(const View& v, int64_t dim) : data(v.data), dims(v.sizes[v.dim - 1]) {
+    const bool packed = dim == 3;  // [T, H, D]
     batch = packed ? 1 : v.sizes[0];
     heads = v.sizes[1];
     tokens = v.sizes[packed ? 0 : 2];
@@ -31,6 +33,8 @@ struct Heads {
     head_stride = v.strides[1];
     token_stride = v.strides[packed ? 0 : 2];
   }
+
+  int64_t at(int64_t b, int64_t h, int64_t l) const { return b * batch_stride + h * head_stride + l * token_stride; }
 };
 
 template <class C>

@@ -95,6 +95,31 @@ def test_a_mask_of_any_broadcast_shape(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(attention(q, k, v, mask=mask), reference(q, k, v, mask=mask))
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"mask": torch.ones(6, 9, dtype=torch.bool)}, "does not promise zeros"),
+        ({"window": 3}, "neither window nor softcap"),
+        ({"softcap": 3.0}, "neither window nor softcap"),
+        ({"causal": True}, "aligns the causal rule to the first key"),
+        ({}, "none of PyTorch's fused kernels"),  # which have no GPU to run on here
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_pytorch_is_refused_with_a_reason_where_it_would_compute_something_else(options, reason) -> None:
+    sdpa = CARD.implementation("sdpa")
+    assert reason in str(sdpa.supports(*qkv(), **options))
+    assert "there is no GPU here" in str(sdpa.accepts(*qkv()))
+
+
+@pytest.mark.parametrize(("l", "s"), [(6, 6), (1, 9)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_goes_to_pytorch_on_a_gpu_is_the_same_function(causal: bool, l: int, s: int) -> None:
+    q, k, v = qkv(h=4, hkv=2, l=l, s=s)
+    mine = CARD.implementation("sdpa").fn(q, k, v, causal=causal, scale=0.3)
+    torch.testing.assert_close(mine, reference(q, k, v, causal=causal, scale=0.3))
+
+
 def test_a_learned_mask_gets_its_gradient() -> None:
     q, k, v = qkv()
     mask = torch.randn(6, 9, requires_grad=True)

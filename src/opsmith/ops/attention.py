@@ -71,6 +71,11 @@ def attention(
         or (wants_grad and mask is not None and mask.requires_grad)
     ):
         y = eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    elif (
+        q.is_cuda
+        and _sdpa_supports(q, k, v, mask=mask, causal=causal, window=window, softcap=softcap) is True
+    ):
+        y = _sdpa(q, k, v, causal=causal, scale=scale)
     elif wants_grad:
         y = _Attention.apply(q, k, v, mask, *settings(q, causal, scale, window, softcap))
     else:
@@ -206,6 +211,59 @@ def eager(
     )
 
 
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """PyTorch's fused attention on a GPU, for the calls that `_sdpa_supports`."""
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal and q.shape[2] > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _sdpa_supports(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> bool | str:
+    """True where PyTorch's flash, cuDNN or memory-efficient kernel computes this very call on a GPU."""
+    if mask is not None:
+        return "PyTorch does not promise zeros for a row that a mask hides wholly"
+    if window is not None or softcap is not None:
+        return "PyTorch's fused kernels know neither window nor softcap"
+    if causal and q.shape[2] not in (1, k.shape[2]):
+        return "PyTorch aligns the causal rule to the first key, opsmith to the last"
+    grouped = q.shape[1] != k.shape[1]
+    if torch.compiler.is_dynamo_compiling():  # which cannot ask PyTorch's kernels: what flash attention takes
+        flash = q.dtype != torch.float32 and q.shape[3] == v.shape[3] and q.shape[3] <= 256
+        return flash or "a compiled graph takes PyTorch's kernel for 16 bits and heads up to 256 only"
+    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal and q.shape[2] > 1, grouped)
+    fused = (
+        torch.backends.cuda.can_use_flash_attention(asked)
+        or torch.backends.cuda.can_use_cudnn_attention(asked)
+        or torch.backends.cuda.can_use_efficient_attention(asked)
+    )
+    return (
+        fused
+        or "none of PyTorch's fused kernels takes this call, and the unfused one builds the L x S matrix"
+    )
+
+
+def _has_gpu() -> bool | str:
+    return torch.cuda.is_available() or "there is no GPU here"
+
+
 def _native(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -218,7 +276,7 @@ def _native(
     softcap: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The CPU kernel, without autograd."""
+    """The kernel, without autograd."""
     y = out if out is not None and is_last_dense(out) else _like_q(q, v)
     torch.ops.opsmith.attention.default(
         last_dense(q),
@@ -412,6 +470,8 @@ def _workloads(make: Make) -> Iterator[Sample]:
 
 _Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")
 
+_CPU, _TRITON = kernels(_native, lambda q, *a, **k: native(q, "attention"))
+
 CARD = register(
     Operator(
         name="attention",
@@ -422,8 +482,11 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         domain=promised,
+        # On a GPU PyTorch's own kernels, written for each generation of them, come first where they do the same.
         implementations=[
-            *kernels(_native, lambda q, *a, **k: native(q, "attention")),
+            _CPU,
+            Implementation("sdpa", _sdpa, "cuda", _sdpa_supports, _has_gpu),
+            _TRITON,
             Implementation("eager", eager),
         ],
         patterns=(

@@ -1,4 +1,4 @@
-"""Attention, dense and packed, on inputs that nobody chose: held to the cards' tolerance, also where they are not finite."""
+"""Attention, dense and packed, on inputs that nobody chose, infinities and NaN among them."""
 
 from __future__ import annotations
 

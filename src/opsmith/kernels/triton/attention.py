@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton import INTERPRETED
-from opsmith.kernels.triton.common import dot, launch
+from opsmith.kernels.triton.common import dot, inner, launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _TRUNCATES = tl.constexpr(INTERPRETED)  # to bfloat16, where a GPU rounds
 
 
-@triton.jit
+@inner
 def narrow(p, like):
     """Weights in the dtype of the matrix that they multiply."""
     if _TRUNCATES:
@@ -27,7 +27,7 @@ def narrow(p, like):
     return p.to(like.dtype)
 
 
-@triton.jit
+@inner
 def place(
     q_starts,
     k_starts,
@@ -64,7 +64,7 @@ def place(
     return first, q0, n, k0, m
 
 
-@triton.jit
+@inner
 def load_rows(x, at, stride, limit, lanes, width, EVEN: tl.constexpr):
     """Rows `at` of a matrix, zeros from row `limit` and column `width` on."""
     p = x + at[:, None] * stride + lanes[None, :]
@@ -73,7 +73,7 @@ def load_rows(x, at, stride, limit, lanes, width, EVEN: tl.constexpr):
     return tl.load(p, mask=(at < limit)[:, None] & (lanes < width)[None, :], other=0.0)
 
 
-@triton.jit
+@inner
 def store_rows(x, at, stride, limit, lanes, width, value):
     p = x + at[:, None] * stride + lanes[None, :]
     if _TRUNCATES and x.dtype.element_ty == tl.bfloat16:
@@ -82,7 +82,7 @@ def store_rows(x, at, stride, limit, lanes, width, value):
     tl.store(p, value.to(x.dtype.element_ty), mask=(at < limit)[:, None] & (lanes < width)[None, :])
 
 
-@triton.jit
+@inner
 def saturate(x):
     """tanh, exact to an ulp or so near zero too: a softcap multiplies its error."""
     x2 = x * x
@@ -95,7 +95,7 @@ def saturate(x):
     return tl.where(tl.abs(x) < 0.35, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+@inner
 def visible(i, j, n, m, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Whether query i of n sees key j of m: both broadcast against each other."""
     seen = (i < n) & (j < m)
@@ -108,7 +108,7 @@ def visible(i, j, n, m, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     return seen
 
 
-@triton.jit
+@inner
 def masked(s, mask, i, j, n, m, m_l, m_s, MASK: tl.constexpr):
     """Scores under a mask: 1 is boolean, 2 additive. i and j are broadcast against each other."""
     if MASK == 1:
@@ -119,7 +119,7 @@ def masked(s, mask, i, j, n, m, m_l, m_s, MASK: tl.constexpr):
     return s
 
 
-@triton.jit
+@inner
 def key_range(first, n, m, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """The keys that some query of a tile sees."""
     begin = m * 0
@@ -134,7 +134,7 @@ def key_range(first, n, m, window, BM: tl.constexpr, CAUSAL: tl.constexpr, WINDO
     return begin, end
 
 
-@triton.jit
+@inner
 def _meet(
     acc,
     largest,
@@ -270,14 +270,14 @@ def _forward(
     whole = begin
     if WINDOW:
         here = tl.minimum(first + BM, n) - 1 + (m - n)
-        whole = tl.maximum(begin, tl.cdiv(tl.maximum(here - window + 1, 0), BN) * BN)
+        whole = tl.maximum(begin, (tl.maximum(here - window + 1, 0) + BN - 1) // BN * BN)
     until = m
     if CAUSAL:
         until = tl.minimum(m, first + (m - n) + 1)
     elif WINDOW:
         until = tl.minimum(m, first + (m - n) + window)
     until = tl.maximum(until, 0) // BN * BN
-    whole = tl.minimum(whole, tl.cdiv(tl.maximum(end, begin), BN) * BN)
+    whole = tl.minimum(whole, (tl.maximum(end, begin) + BN - 1) // BN * BN)
     until = tl.maximum(until, whole)
     if WINDOW:
         acc, largest, total = _meet(

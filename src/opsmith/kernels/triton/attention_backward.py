@@ -27,7 +27,7 @@ from opsmith.kernels.triton.attention import (
     strides,
     visible,
 )
-from opsmith.kernels.triton.common import dot, launch
+from opsmith.kernels.triton.common import dot, inner, launch
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _deltas(
     tl.store(delta + (b * H + h) * queries + i, tl.sum(g * y, 1), mask=i < queries)
 
 
-@triton.jit
+@inner
 def _weights(
     s,
     dp,

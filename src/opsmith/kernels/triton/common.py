@@ -14,7 +14,13 @@ from opsmith.kernels.triton import INTERPRETED
 _WIDEN = tl.constexpr(INTERPRETED)
 
 
-@triton.jit
+def inner(fn: Any) -> Any:
+    """`triton.jit` for what kernels call: the interpreter, which would prepare itself anew for each such call, is
+    spared that by plain functions."""
+    return fn if INTERPRETED else triton.jit(fn)
+
+
+@inner
 def dot(a, b, acc=None):
     """a @ b (+ acc) in float32, on the matrix units in the inputs' dtype."""
     if _WIDEN:

@@ -128,7 +128,7 @@ def _visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None)
 
 
 def _default_scale(q: torch.Tensor) -> float:
-    return 1.0 / math.sqrt(max(q.shape[-1], 1))
+    return 1.0 / math.sqrt(q.shape[-1] or 1)
 
 
 def settings(
@@ -139,6 +139,8 @@ def settings(
 
 
 def _check(q: Any, k: Any, v: Any, mask: Any, window: Any, softcap: Any, out: Any) -> None:
+    if mask is None and window is None and softcap is None and out is None and _fits(q, k, v):
+        return  # the usual call, found out in a third of the time
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_float("attention", t, name, least_dim=4)
         if t.dim() != 4:
@@ -161,6 +163,23 @@ def _check(q: Any, k: Any, v: Any, mask: Any, window: Any, softcap: Any, out: An
         check_mask("attention", mask, q, (batch, heads, rows, columns), "[B, H, L, S]")
     if out is not None:
         check_out("attention", out, q, (batch, heads, rows, v.shape[3]))
+
+
+def _fits(q: Any, k: Any, v: Any) -> bool:
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return False
+    shape, keys, values, dtype = q.shape, k.shape, v.shape, q.dtype
+    return (
+        len(shape) == len(keys) == len(values) == 4
+        and (keys == values or keys[:3] == values[:3])
+        and shape[0] == keys[0]
+        and shape[3] == keys[3]
+        and (shape[1] == keys[1] or (keys[1] > 0 and shape[1] % keys[1] == 0))
+        and dtype.is_floating_point
+        and k.dtype is dtype
+        and v.dtype is dtype
+        and q.device == k.device == v.device
+    )
 
 
 def check_alike(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -197,6 +216,8 @@ def eager(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """PyTorch's fused attention where it can express the call, else the definition."""
+    if mask is None and softcap is None and window is None and not causal and q.shape[1] == k.shape[1]:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)  # each argument more takes time to parse
     if softcap is not None:
         return reference(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
     plain_causal = causal and window is None and mask is None and q.shape[2] == k.shape[2]
@@ -290,7 +311,7 @@ def _native(
 
 
 def is_last_dense(t: torch.Tensor) -> bool:
-    return t.stride()[-1] == 1 or t.shape[-1] <= 1
+    return t.is_contiguous() or t.stride()[-1] == 1 or t.shape[-1] <= 1
 
 
 def last_dense(t: torch.Tensor) -> torch.Tensor:
@@ -304,6 +325,8 @@ def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.
 
 def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """An output laid out as q is: heads inside, if q has them there, so that joining the heads is a view."""
+    if q.is_contiguous() and v.shape[3] == q.shape[3]:
+        return torch.empty_like(q)
     batch, heads, rows, dim = q.shape
     if v.shape[3] == dim:
         y = torch.empty_like(q)  # keeps the order of the dimensions, and takes a third of the time of empty

@@ -125,8 +125,9 @@ class Attention {
 
     int64_t from = at.key + at.keys, until = at.key;
     for (int64_t r = at.row; r < at.row + at.rows; ++r) {
-      from = std::min(from, p_.first(r));
-      until = std::max(until, p_.last(r) + 1);
+      const int64_t position = p_.position(p_.query(r));
+      from = std::min(from, p_.first(position));
+      until = std::max(until, p_.last(position) + 1);
     }
     from = std::max(from, at.key) / W * W;
     until = std::min(until, at.key + at.keys);
@@ -211,8 +212,8 @@ class Attention {
     const float exponent = p_.exponent;
     if (any(most > splat(largest + kSlack / exponent))) {
       const float grown = std::max(largest, reduce_max(most));
-      const float shrink = std::exp2((largest - grown) * exponent);
       if (largest > -kInfinity) {
+        const float shrink = std::exp2((largest - grown) * exponent);
         store(totals, load(totals) * shrink);
         float* sums = to.sums + row * width_;
         for (int64_t c = 0; c < width_; c += W) store(sums + c, load(sums + c) * shrink);

@@ -111,13 +111,12 @@ struct Problem {
   int64_t head(int64_t kv_head, int64_t row) const { return kv_head * group + row / queries; }
   int64_t query(int64_t row) const { return row % queries; }
 
-  // Keys from first(row) to last(row), both included, are visible; last < first: none.
-  int64_t first(int64_t row) const {
-    return options.window > 0 ? std::max<int64_t>(0, position(row) - options.window + 1) : 0;
-  }
-  int64_t last(int64_t row) const {
-    if (options.causal) return std::min(position(row), keys - 1);
-    return options.window > 0 ? std::min(position(row) + options.window - 1, keys - 1) : keys - 1;
+  // A query at key position `at` sees the keys from first(at) to last(at), both included; last < first: none.
+  int64_t position(int64_t query) const { return query + keys - queries; }
+  int64_t first(int64_t at) const { return options.window > 0 ? std::max<int64_t>(0, at - options.window + 1) : 0; }
+  int64_t last(int64_t at) const {
+    if (options.causal) return std::min(at, keys - 1);
+    return options.window > 0 ? std::min(at + options.window - 1, keys - 1) : keys - 1;
   }
 
   MaskRow mask_row(int64_t b, int64_t kv_head, int64_t row) const {
@@ -132,9 +131,6 @@ struct Problem {
     return mask.defined() && mask.dtype == DType::boolean && (mask.strides[2] == 0 || queries == 1) &&
            (mask.strides[1] == 0 || row / queries == (row + n - 1) / queries);
   }
-
- private:
-  int64_t position(int64_t row) const { return query(row) + keys - queries; }
 };
 
 // Which of the keys `key` to `key + n - 1` each of up to ROWS rows sees, counted from `key`.
@@ -144,10 +140,10 @@ struct Strip {
   int64_t first[ROWS], last[ROWS];
 
   Strip(const Problem& p, int64_t row, int rows, int64_t key, int64_t n) : rows(rows) {
-    int64_t from = n, until = 0;
-    for (int i = 0; i < rows; ++i) {
-      first[i] = p.first(row + i) - key;
-      last[i] = std::min(p.last(row + i) - key, n - 1);
+    int64_t from = n, until = 0, query = p.query(row);  // one division for all rows
+    for (int i = 0; i < rows; ++i, query = query + 1 == p.queries ? 0 : query + 1) {
+      first[i] = p.first(p.position(query)) - key;
+      last[i] = std::min(p.last(p.position(query)) - key, n - 1);
       from = std::min(from, first[i]);
       until = std::max(until, last[i] + 1);
     }

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.attention import (
@@ -283,8 +284,10 @@ def _cost(
 
 
 def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    ends = torch.tensor((0, *lengths), dtype=dtype).cumsum(0)
-    return ends.to(device=device, dtype=dtype)
+    # Costs are also counted where tensors are fake, without values: the offsets keep theirs.
+    with _disable_current_modes():
+        ends = torch.tensor((0, *lengths), dtype=dtype).cumsum(0)
+        return ends.to(device=device, dtype=dtype)
 
 
 def _samples(make: Make) -> Iterator[Sample]:

@@ -146,7 +146,7 @@ class Attention {
     }
     const T* k = row_of<T>(k_, at.batch, at.kv_head, key);
     const T* v = row_of<T>(v_, at.batch, at.kv_head, key);
-    if (at.rows > 1) pack_transposed<Units>(k, k_.strides[2], keys, p_.dim, to.k);
+    if (p_.rows() > 1) pack_transposed<Units>(k, k_.strides[2], keys, p_.dim, to.k);
     const float* values = to.v;
     int64_t values_stride = width_;
     if constexpr (precise) {  // one strip uses each row once: as it lies
@@ -164,11 +164,12 @@ class Attention {
     const Strip s(p_, at.row + r, int(std::min<int64_t>(ROWS, at.rows - r)), key, keys);
     if (s.keys == 0) return;
     const int64_t vecs = ceil_div(s.keys, W);
-    if (at.rows > 1) {
+    if (p_.rows() > 1) {
       product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL, to.scores,
                      kScoreStride, false);
     } else {
-      score_one(at, key, s.keys, to.scores);
+      const T* q = row_of<T>(q_, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
+      score_alone<Units>(q, row_of<T>(k_, at.batch, at.kv_head, key), k_.strides[2], s.keys, p_.dim, to.scores);
     }
     for (int i = 0; i < s.rows; ++i) {
       float* scores = to.scores + i * kScoreStride;
@@ -179,28 +180,6 @@ class Attention {
     }
     product<Units>(s.rows, width_ / W, ceil_div(s.keys, Units::per_unit), {to.weights, kScoreStride, 1}, values,
                    values_stride, PANEL, to.sums + r * width_, width_, true);
-  }
-
-  // The scores of a lone query row, from the keys as they lie: nobody else would use them packed.
-  void score_one(const Item& at, int64_t key, int64_t keys, float* scores) const {
-    const T* q = row_of<T>(q_, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
-    for (int64_t j = 0; j < keys; j += W) {
-      const T* k = row_of<T>(k_, at.batch, at.kv_head, key + j);
-      const int count = int(std::min<int64_t>(W, keys - j));
-      Vec sum[W] = {};
-      for (int64_t c = 0; c < p_.dim; c += W * Units::per_unit) {
-        const Vec x = load_units<Units>(q, c, p_.dim);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) {
-          if (i < count) sum[i] = Units::mac(x, load_units<Units>(k + i * k_.strides[2], c, p_.dim), sum[i]);
-        }
-      }
-      transpose(sum);
-      for (int h = W / 2; h > 0; h /= 2) {
-        for (int i = 0; i < h; ++i) sum[i] += sum[i + h];
-      }
-      store(scores + j, sum[0]);
-    }
   }
 
   // Scores of one row to weights; when its maximum grows, what was summed so far is scaled down.

@@ -220,8 +220,13 @@ class AttentionBackward {
   // The weights and the scores' gradients of ROWS rows; adds to their dq.
   void strip(const Block& at, const Buffers& to, int64_t r, const Strip& s, int64_t key) const {
     const int64_t vecs = ceil_div(s.keys, W);
-    product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL, to.scores,
-                   kStride, false);
+    if (p_.rows() > 1) {
+      product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL, to.scores,
+                     kStride, false);
+    } else {  // as in the forward pass
+      const T* q = row_of<T>(x_.q, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
+      score_alone<Units>(q, row_of<T>(x_.k, at.batch, at.kv_head, key), x_.k.strides[2], s.keys, p_.dim, to.scores);
+    }
     product<Units>(s.rows, vecs, value_depth_, {to.dout + r * value_depth_, value_depth_, 1}, to.v, PANEL,
                    value_depth_ * PANEL, to.gradients, kStride, false);
     for (int i = 0; i < s.rows; ++i) {

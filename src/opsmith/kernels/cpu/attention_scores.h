@@ -159,6 +159,27 @@ inline T* row_of(const View& x, int64_t b, int64_t head, int64_t i) {
 
 // --- scores --------------------------------------------------------------------------------------------------
 
+// The scores of a query row that is alone, from the keys as they lie: no other row would use them packed.
+template <class Units, class T>
+void score_alone(const T* q, const T* k, int64_t stride, int64_t keys, int64_t dim, float* scores) {
+  for (int64_t j = 0; j < keys; j += W, k += W * stride) {
+    const int count = int(std::min<int64_t>(W, keys - j));
+    Vec sum[W] = {};
+    for (int64_t c = 0; c < dim; c += W * Units::per_unit) {
+      const Vec x = load_units<Units>(q, c, dim);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        if (i < count) sum[i] = Units::mac(x, load_units<Units>(k + i * stride, c, dim), sum[i]);
+      }
+    }
+    transpose(sum);
+    for (int h = W / 2; h > 0; h /= 2) {
+      for (int i = 0; i < h; ++i) sum[i] += sum[i + h];
+    }
+    store(scores + j, sum[0]);
+  }
+}
+
 template <class M>
 inline void add_mask(float* s, int64_t n, const M* mask, int64_t stride) {
   for_lanes(n, [&](int64_t j, auto lanes) {

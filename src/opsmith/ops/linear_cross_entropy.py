@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels.triton import INTERPRETED
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.common import (
     as_rows,
@@ -32,7 +37,7 @@ from opsmith.ops.linear import ONEDNN_DTYPES
 
 # Of the bytes that all logits would take, the part that may exist at a time, whatever that is for: logits, and in the
 # backward the sum of hidden's gradient. But a chunk no narrower than still multiplies well, and no larger than cache.
-_SHARE = 8
+_SHARE = 9  # an eighth is promised, and the libraries take some of it
 _NARROWEST = 256
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _STATE = 6  # float32 numbers a row between two chunks; see kernels/cpu/cross_entropy.h
@@ -213,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, target, bias, stats = ctx.saved_tensors
         need_h, need_w, _, need_b, *_ = ctx.needs_input_grad
         dh = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if need_h else None
-        dw = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_w else None
+        dw = _huge(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)) if need_w else None
         db = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if need_b else None
         torch.ops.opsmith.linear_cross_entropy_backward.default(
             dloss.reshape(-1),
@@ -228,6 +233,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dbias=db,
         )
         return dh, dw, None, db, None, None
+
+
+_HUGE_BYTES = 16 << 20
+_MADV_HUGEPAGE = 14
+
+
+@functools.cache
+def _madvise() -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+
+
+def _huge(t: torch.Tensor) -> torch.Tensor:
+    """Ask for huge pages behind a large tensor that nobody has written to: the first write then costs a quarter."""
+    madvise = _madvise()
+    if t.nbytes >= _HUGE_BYTES and type(t) is torch.Tensor and t.is_cpu and madvise is not None:
+        begin = -(-t.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(t.data_ptr() + t.nbytes - begin), _MADV_HUGEPAGE)
+    return t
 
 
 # --- the operators, in terms of chunks -----------------------------------------------------------------------------
@@ -247,7 +270,7 @@ class _Logits:
             _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"], self.classes * row // _SHARE - other_bytes
         )
         widest = budget // row // 64 * 64
-        if self.onednn:
+        if self.onednn:  # which sums a chunk in one chain in the gradient of hidden
             widest = min(widest, _ONEDNN_CHAIN)
         chunks = -(-self.classes // max(widest, _NARROWEST))
         self.width = -(-self.classes // max(chunks, 1) // 64) * 64 or 64
@@ -328,7 +351,7 @@ def _linear_cross_entropy_backward(
     total, other = None, 0
     if dhidden is not None:
         total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        other = 0 if hidden.dtype == torch.float32 else hidden.numel() * (4 + hidden.element_size())
+        other = hidden.numel() * (4 + hidden.element_size())  # and a chunk's part of it
     for first, part, logits in _Logits(hidden, weight, bias, other):
         torch.ops.opsmith.cross_entropy_backward.default(
             dloss, logits, target, stats, *options, first, weight.shape[0], dlogits=logits
@@ -340,21 +363,29 @@ def _linear_cross_entropy_backward(
             torch.sum(logits, 0, out=dbias[first:last])
         if total is not None:
             total = _add_product(total, logits, part)
+        del logits  # before the next chunk takes memory
     if dhidden is not None and total is not None:
         dhidden.copy_(total)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """total + a @ b, the total in float32."""
-    if onednn_multiplies(a) and a.shape[1] <= _ONEDNN_CHAIN:
+    if onednn_multiplies(a):
         return torch.ops.mkldnn._linear_pointwise.binary(a, total, b.contiguous().t(), None, "add")  # type: ignore[no-any-return]
     if a.dtype == torch.float32:
         return total.addmm_(a, b)
-    return total.add_(torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b))
+    if a.is_cuda:
+        return total.add_(torch.mm(a, b, out_dtype=torch.float32))
+    if INTERPRETED:
+        return total.add_(torch.mm(a, b))
+    # PyTorch's add_ would widen the product to float32 in memory first.
+    torch.ops.opsmith.add_to_total.default(torch.mm(a, b).view(-1), total=total.view(-1))
+    return total
 
 
 # What a chunk passes through. No graph sees these: only the two operators above call them.
 _LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
+_LIBRARY.define("add_to_total(Tensor part, *, Tensor(a!) total) -> ()")
 _LIBRARY.define(
     "cross_entropy_part(Tensor logits, Tensor target, int ignore_index, float label_smoothing, int first, "
     "int classes, *, Tensor(a!) state) -> ()"

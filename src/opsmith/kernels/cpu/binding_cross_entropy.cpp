@@ -86,12 +86,20 @@ void cross_entropy_finish_op(const Tensor& state, const Tensor& target, int64_t 
   cross_entropy_finish(view_of(state), view_of(target), options, classes, view_of(loss), view_of(stats));
 }
 
+void add_to_total_op(const Tensor& part, const Tensor& total) {
+  STD_TORCH_CHECK(part.dim() == 1 && total.dim() == 1 && part.size(0) == total.size(0) && part.is_contiguous() &&
+                      total.is_contiguous() && dtype_of(total) == DType::f32,
+                  "cross_entropy: part and total must be contiguous vectors of one length, total float32");
+  add_to_total(view_of(part), view_of(total));
+}
+
 }  // namespace
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   m.impl("cross_entropy", TORCH_BOX(&opsmith::cross_entropy_op));
   m.impl("cross_entropy_backward", TORCH_BOX(&opsmith::cross_entropy_backward_op));
+  m.impl("add_to_total", TORCH_BOX(&opsmith::add_to_total_op));
   m.impl("cross_entropy_part", TORCH_BOX(&opsmith::cross_entropy_part_op));
   m.impl("cross_entropy_finish", TORCH_BOX(&opsmith::cross_entropy_finish_op));
 }

@@ -242,4 +242,16 @@ void cross_entropy_finish(View state, View target, const LossOptions& options, i
   reduce(losses, targets, options, loss);
 }
 
+void add_to_total(View part, View total) {
+  with_float_type(part.dtype, [&](auto* t) {
+    const auto* p = part.as<std::remove_pointer_t<decltype(t)>>();
+    float* sums = total.as<float>();
+    parallel_for(part.sizes[0], 4 * task, [&](int64_t begin, int64_t end) {
+      for_lanes(end - begin, [&](int64_t i, auto k) {
+        store(sums + begin + i, load(sums + begin + i, k) + load(p + begin + i, k), k);
+      });
+    });
+  });
+}
+
 }  // namespace opsmith

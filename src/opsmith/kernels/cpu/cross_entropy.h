@@ -32,4 +32,7 @@ constexpr int64_t kLossState = 6;
 void cross_entropy_part(View logits, View target, const LossOptions& options, int64_t first, View state);
 void cross_entropy_finish(View state, View target, const LossOptions& options, int64_t classes, View loss, View stats);
 
+// total += part, float32 and any type, both [n].
+void add_to_total(View part, View total);
+
 }  // namespace opsmith

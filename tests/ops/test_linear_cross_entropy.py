@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from opsmith.ops import linear_cross_entropy
+from opsmith.ops import cross_entropy, linear_cross_entropy
 from opsmith.ops.cross_entropy import TargetError
 from opsmith.ops.linear_cross_entropy import CARD, reference
 
@@ -165,9 +165,8 @@ def test_errors_name_what_is_wrong(call: Any, error: type[Exception], message: s
         call(torch.randn(3, 8), torch.randn(20, 8), torch.tensor([1, 2, 3]))
 
 
-@settings(max_examples=50)  # each runs PyTorch in five orders
 @given(
-    rows=st.integers(0, 9),
+    rows=st.sampled_from([0, 1, 2, 9, 17, 33]),
     k=st.integers(1, 70),
     classes=st.integers(1, 1300),
     scale=st.sampled_from([1e-3, 1.0, 30.0]),
@@ -204,22 +203,29 @@ def test_any_call_agrees_with_the_definition(
         return
     options = {"label_smoothing": smoothing, "z_loss": z_loss, "reduction": reduction}
 
-    def results(fn: Any, dtype: torch.dtype, order: torch.Tensor) -> list[torch.Tensor]:
-        """Loss and gradients with the classes in another order, the gradients in this one again."""
-        back = torch.argsort(order)
-        parts = [hidden, weight[order], *([] if bias is None else [bias[order]])]
-        leaves = [t.detach().to(dtype).requires_grad_() for t in parts]
-        there = torch.where(target == -100, target, back[target.clamp(min=0)])
-        loss = fn(leaves[0], leaves[1], there, bias=leaves[2] if biased else None, **options)
-        grads = torch.autograd.grad(loss.sum(), leaves)
-        return [loss.detach(), grads[0], *(g[back] for g in grads[1:])]
+    def results(fn: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (hidden, weight, bias) if t is not None]
+        loss = fn(leaves[0], leaves[1], target, bias=leaves[2] if biased else None, **options)
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
 
-    as_it_is = torch.arange(classes)
-    mine = results(linear_cross_entropy, dtype, as_it_is)
-    exact = results(reference, torch.float64, as_it_is)
-    # PyTorch's error in one order of summation may be zero by luck: the yardstick is its largest in several.
-    orders = [as_it_is, *(torch.randperm(classes, generator=make) for _ in range(4))]
-    eager = [results(reference, dtype, order) for order in orders]
-    for i, (got, right) in enumerate(zip(mine, exact, strict=True)):
-        verdicts = [CARD.tolerance.check(got, theirs[i], right) for theirs in eager]
-        assert any(v.ok for v in verdicts), max(verdicts, key=lambda v: v.bound).why
+    mine, eager, exact = (
+        results(linear_cross_entropy, dtype),
+        results(reference, dtype),
+        results(reference, torch.float64),
+    )
+    # Each output is a sum of products, and its terms are rounded before they are added. On a handful of numbers
+    # PyTorch's own error can be zero by luck, so that much is allowed beside the policy.
+    h, w = hidden.double(), weight.double()
+    logits = torch.nn.functional.linear(h, w, None if bias is None else bias.double()).requires_grad_()
+    (d,) = torch.autograd.grad(cross_entropy(logits, target, **options).sum(), logits)
+    squares = [
+        h.square() @ w.t().square(),
+        d.square() @ w.square(),
+        d.t().square() @ h.square(),
+        d.square().sum(0),
+    ]
+    for got, theirs, right, terms in zip(mine, eager, exact, squares, strict=False):
+        if terms.numel():
+            verdict = CARD.tolerance.check(got, theirs, right)
+            rounding = 2 * torch.finfo(dtype).eps * float(terms.max().sqrt())
+            assert verdict.ok or verdict.error <= verdict.bound + rounding, verdict.why

@@ -41,6 +41,7 @@ _SHARE = 9  # an eighth is promised, and the libraries take some of it
 _NARROWEST = 256
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _STATE = 6  # float32 numbers a row between two chunks; see kernels/cpu/cross_entropy.h
+_ONEDNN_ROWS = 16
 _ONEDNN_CHAIN = 1024  # products that oneDNN may sum in one float32 chain and still be as exact as PyTorch
 
 
@@ -303,8 +304,13 @@ class _Logits:
 
 
 def onednn_multiplies(x: torch.Tensor) -> bool:
-    """True where oneDNN beats PyTorch's own choice: float32 on a CPU, which PyTorch gives to MKL."""
-    return x.is_cpu and x.dtype == torch.float32 and x.numel() > 0 and torch.float32 in ONEDNN_DTYPES
+    """True where oneDNN beats PyTorch's own choice, MKL: float32 on a CPU, and rows enough for a matrix product.
+
+    A few rows PyTorch multiplies in several shorter chains of additions, more exactly than oneDNN in one.
+    """
+    if x.dtype != torch.float32 or not x.is_cpu or x.shape[0] < _ONEDNN_ROWS or x.shape[1] == 0:
+        return False
+    return torch.float32 in ONEDNN_DTYPES
 
 
 def _linear_cross_entropy(

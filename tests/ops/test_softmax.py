@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -105,3 +107,14 @@ def test_cost_counts_the_mask_once_however_it_is_broadcast() -> None:
 def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
     with pytest.raises(error, match=f"softmax: .*{message}"):
         call(torch.randn(4, 5))
+
+
+@pytest.mark.parametrize("method", ["auto", "stable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_boolean_mask_hides_nan_and_infinity(method: str, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 70, dtype=dtype)
+    mask = torch.rand(5, 70) < 0.6
+    hidden = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=dtype).repeat(88)[:350].view(5, 70)
+    got = softmax(torch.where(mask, x, hidden), mask=mask, method=method)
+    assert torch.equal(got, softmax(x, mask=mask, method=method))
+    assert bool((got[~mask] == 0).all())

@@ -46,17 +46,20 @@ inline Vec exp_above(Vec z, float top) {
   }
 }
 
-// z = x * scale + bias, where bias (float32, -inf where masked) may be missing.
+// z = x * scale + bias in float32, which may be missing; or, `hiding`, z = -inf where bias is, whatever x holds there.
 template <class T>
 struct Scores {
   const T* x;
   const float* bias;
+  bool hiding;
   float scale;
   template <class Lanes>
   Vec operator()(int64_t i, Lanes k) const {
     prefetch((const char*)(x + i) + ahead);
     const Vec z = load(x + i, k) * scale;
-    return bias ? z + load(bias + i, k) : z;
+    if (!bias) return z;
+    const Vec b = load(bias + i, k);
+    return hiding ? select(b < 0.0f, b, z) : z + b;
   }
 };
 
@@ -106,7 +109,10 @@ inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const U
       const int64_t j = i + at;
       if constexpr (writing) store(done.y + j, load(terms + j) * done.inverse, k);
       Vec v = load(z.x + j, k) * factor;
-      if constexpr (biased) v = fma(load(z.bias + j, k), unit, v);
+      if constexpr (biased) {
+        const Vec b = load(z.bias + j, k);
+        v = z.hiding ? select(b < 0.0f, b, v) : fma(b, unit, v);
+      }
       const Vec e = power(keep(v, k, -infinity));
       sums[0].a += e;
       store(terms + j, e);
@@ -213,7 +219,7 @@ void forward(const View& x, const View& mask, float scale, bool causal, int64_t 
         unpacked = offset;
       }
       T* const out = y.as<T>() + o * y.strides[0] + l * y.strides[1];
-      const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], biased ? bias : nullptr, scale};
+      const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], biased ? bias : nullptr, mask.dtype == DType::boolean, scale};
       const bool streaming = past_cache && can_stream_pairs(out);
       float sum = 0;
       bool done = false;

@@ -195,3 +195,33 @@ def llama() -> Any:
             eos_token_id=0,
         )
     )
+
+
+def gemma() -> Any:
+    """A tiny Gemma: its norms' weights are kept less one."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return GemmaForCausalLM(
+        GemmaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=HEADS,
+            num_key_value_heads=2,
+            head_dim=WIDTH // HEADS,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def t5() -> Any:
+    """A tiny T5 encoder."""
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=HEADS)
+    )

@@ -56,6 +56,36 @@ def _ln_residual(x: Any, r: Any, w: Any, b: Any) -> Any:
     return (s - mean) / torch.sqrt(var + 1e-5) * w + b, s
 
 
+def _rms_llama(x: Any, w: Any) -> Any:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * h.to(x.dtype)
+
+
+def _rms_gemma(x: Any, w: Any) -> Any:
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (h * (1.0 + w.float())).type_as(x)
+
+
+def _rms_t5(x: Any, w: Any) -> Any:
+    return w * (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def _rms_division(x: Any, w: Any) -> Any:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + 1e-6) * w
+
+
+def _rms_residual(x: Any, r: Any, w: Any) -> Any:
+    s = x + r
+    return w * (s * (s**2).mean(-1, keepdim=True).add(1e-6).pow(-0.5)), s
+
+
+def _rms_residual_gemma(x: Any, r: Any, w: Any) -> Any:
+    s = r + x
+    return _rms_gemma(s, w), s
+
+
 def _sm_definition(x: Any) -> Any:
     e = torch.exp(x - x.max(-1, keepdim=True).values)
     return e / e.sum(-1, keepdim=True)
@@ -140,6 +170,15 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("layer_norm", "upcast", _ln_upcast, (_X, _W, _W)),
     ("layer_norm", "residual", _ln_residual, (_X, _X, _W, _W)),
     ("layer_norm", "no bias", lambda x, w: F.layer_norm(x, (N,), w), (_X, _W)),
+    ("rms_norm", "Llama", _rms_llama, (_X, _W)),
+    ("rms_norm", "Gemma", _rms_gemma, (_X, _W)),
+    ("rms_norm", "T5", _rms_t5, (_X, _W)),
+    ("rms_norm", "division", _rms_division, (_X, _W)),
+    ("rms_norm", "functional", lambda x, w: F.rms_norm(x, (N,), w, 1e-5), (_X, _W)),
+    ("rms_norm", "functional, default eps", lambda x, w: F.rms_norm(x, (N,), w), (_X, _W)),
+    ("rms_norm", "no weight", lambda x: F.rms_norm(x, (N,)), (_X,)),
+    ("rms_norm", "residual", _rms_residual, (_X, _X, _W)),
+    ("rms_norm", "Gemma, residual", _rms_residual_gemma, (_X, _X, _W)),
     ("softmax", "definition", _sm_definition, (_X,)),
     ("softmax", "amax", _sm_amax, (_X,)),
     ("softmax", "logsumexp", _sm_log, (_X,)),
@@ -224,6 +263,15 @@ def _ln_eps_outside(x: Any, w: Any, b: Any) -> Any:
     return (x - mean) / (torch.sqrt(((x - mean) ** 2).mean(-1, keepdim=True)) + 1e-5) * w + b
 
 
+def _rms_wrong_axis(x: Any, w: Any) -> Any:
+    return w * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6))
+
+
+def _rms_sum(x: Any, w: Any) -> Any:
+    """An L2 normalization: the sum of the squares, not their mean."""
+    return w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6))
+
+
 def _sm_wrong_axis(x: Any) -> Any:
     e = torch.exp(x - x.amax(-1, keepdim=True))
     return e / e.sum(1, keepdim=True)
@@ -251,6 +299,8 @@ NEAR_MISSES: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("layer_norm", "wrong axis", _ln_wrong_axis, (_X, _W, _W)),
     ("layer_norm", "unbiased variance", _ln_unbiased, (_X, _W, _W)),
     ("layer_norm", "eps outside the root", _ln_eps_outside, (_X, _W, _W)),
+    ("rms_norm", "wrong axis", _rms_wrong_axis, (_X, _W)),
+    ("rms_norm", "sum of squares", _rms_sum, (_X, _W)),
     ("softmax", "wrong axis", _sm_wrong_axis, (_X,)),
     ("gelu", "another constant", lambda x: x * 0.5 * (1 + torch.erf(x / 1.5)), (_X,)),
     ("attention", "softmax over queries", _attn_wrong_axis, (_Q, _Q, _Q)),

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import opsmith
+from opsmith.ops.common import native_library
 from tests.compiler.models import (
     UNTIMED,
     VOCABULARY,
@@ -23,12 +24,14 @@ from tests.compiler.models import (
     Feed,
     Truth,
     bert,
+    gemma,
     gpt2,
     ids,
     llama,
     numbers,
     padding,
     seeded,
+    t5,
 )
 
 
@@ -91,6 +94,28 @@ def test_hugging_face_models_give_the_same_results(make: Callable[[], Any]) -> N
         inputs = {"input_ids": ids(batch, length), "attention_mask": padding(batch, length).long()}
         with torch.no_grad():
             truth.check(model(**inputs, return_dict=False), **inputs, return_dict=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [llama, gemma, t5], ids=["llama", "gemma", "t5"])
+def test_every_rms_norm_is_found_with_the_addition_before_it(
+    make: Callable[[], Any], dtype: torch.dtype
+) -> None:
+    model = seeded(make).to(dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # as they are initialized, Gemma's would not show whether the one was added
+            torch.nn.init.uniform_(parameter, -0.5, 0.5, generator=torch.Generator().manual_seed(3))
+    truth = Truth(model)
+    inputs = {"input_ids": ids(2, 8), "attention_mask": padding(2, 8).long()}
+    opsmith.optimize(model, inputs, config=UNTIMED)
+    assert model.opsmith.report.rolled_back == []
+    norms = [s for shape in model.opsmith.plan.shapes for s in shape.steps if s.operator == "rms_norm"]
+    assert len(norms) == 5
+    assert sum("residual" in s.signature for s in norms) == 4  # all but the first have a sum before them
+    if native_library():
+        assert {s.implementation for s in norms} == {"native"}
+    with torch.no_grad():
+        truth.check(model(**inputs, return_dict=False), **inputs, return_dict=False)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])

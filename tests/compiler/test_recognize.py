@@ -44,8 +44,10 @@ def test_every_spelling_is_found(case: tuple[str, str, Any, Any], dynamic: bool)
     assert [s.card.name for s in found.sites] == [operator], [str(m) for m in found.misses]
     if operator == "linear" and case[1] == "gelu":
         assert found.sites[0].arguments["activation"] == "gelu"
-    if operator == "layer_norm" and case[1] == "residual":
-        assert "residual" in found.sites[0].arguments
+    if operator in ("layer_norm", "rms_norm"):
+        assert ("residual" in found.sites[0].arguments) == ("residual" in case[1])
+    if operator == "rms_norm":
+        assert found.sites[0].arguments.get("weight_offset", 0.0) == (1.0 if "Gemma" in case[1] else 0.0)
     if case[1] in ("sdpa", "tril"):
         assert found.sites[0].arguments["causal"] is True
 

@@ -29,6 +29,7 @@ BOUNDARIES = frozenset(
         "linear",
         "layer_norm",
         "native_layer_norm",
+        "rms_norm",
         "gelu",
         "scaled_dot_product_attention",
         "embedding",
@@ -380,6 +381,20 @@ def _layer_norm(
     y = s.mul(s.add(x, mean, -1), s.power(s.add(var, s.const(eps)), -0.5))
     y = y if weight is None else s.mul(y, c(weight))
     return y if bias is None else s.add(y, c(bias))
+
+
+@rule("rms_norm")
+def _rms_norm(
+    c: Canon, node: Node, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Poly:
+    if len(normalized_shape) != 1:
+        raise Unreadable
+    x, s = c(input), c.space
+    if eps is None:  # PyTorch takes that of the type it computes in
+        wide = torch.float64 if input.meta["val"].dtype == torch.float64 else torch.float32
+        eps = torch.finfo(wide).eps
+    y = s.mul(x, s.power(s.add(s.reduce("mean", s.mul(x, x), shape_of(input)[-1]), s.const(eps)), -0.5))
+    return y if weight is None else s.mul(y, c(weight))
 
 
 # --- what leaves values as they are ------------------------------------------------------------------------

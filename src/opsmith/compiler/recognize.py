@@ -41,7 +41,7 @@ TRIGGERS = {
         "silu",
     }
     | {"gelu", "scaled_dot_product_attention"},
-    "mean": {"mean", "sum", "var", "std", "var_mean", "layer_norm", "native_layer_norm"},
+    "mean": {"mean", "sum", "var", "std", "var_mean", "layer_norm", "native_layer_norm", "rms_norm"},
     "matmul": {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "einsum", "scaled_dot_product_attention"},
     "gather": {"embedding", "index", "index_select", "matmul", "mm"},
 }

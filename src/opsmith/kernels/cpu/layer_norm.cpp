@@ -13,23 +13,28 @@ struct Moments {
 };
 
 // Statistics of a row in one pass. Each lane holds the mean and the summed squared deviation (m2) of what it saw,
-// both taken around a pivot near its mean. A block of vectors gets its own two moments first (exact, the values are
+// the mean as its distance from a pivot near it (zero for the 16-bit types: no mean of theirs is too large for a float). A block of vectors gets its own two moments first (exact, the values are
 // still in registers) and is merged by Chan's formula, which is Welford's update for a block:
 //   delta = block_mean - mean,  mean += delta * k / (count + k),  m2 += block_m2 + delta^2 * count * k / (count + k)
+template <bool pivoted>
 class Welford {
  public:
   template <int k>
   void merge(Vec* v) {
-    if (count_ == 0) pivot_ = add_up<k>(v) * (1.0f / k);
+    if constexpr (pivoted) {
+      if (count_ == 0) pivot_ = add_up<k>(v) * (1.0f / k);
 #pragma GCC unroll 8
-    for (int j = 0; j < k; ++j) v[j] -= pivot_;
+      for (int j = 0; j < k; ++j) v[j] -= pivot_;
+    }
     const Vec block_mean = add_up<k>(v) * (1.0f / k);
+    constexpr int chains = k < 4 ? k : 4;
+    Vec part[chains] = {};
 #pragma GCC unroll 8
     for (int j = 0; j < k; ++j) {
       const Vec d = v[j] - block_mean;
-      v[j] = d * d;
+      part[j % chains] = fma(d, d, part[j % chains]);
     }
-    const Vec squares = add_up<k>(v);
+    const Vec squares = add_up<chains>(part);
     const float share = float(k) / float(count_ + k);
     const Vec delta = block_mean - mean_;
     mean_ = fma(delta, share, mean_);
@@ -46,7 +51,7 @@ class Welford {
     // Across lanes, all with the same count: Chan again, in one step.
     float high = 0, low = 0, sum2 = 0;
     if (count_ > 0) {
-      high = reduce_add(pivot_) * (1.0f / W);
+      high = reduce_add(pivoted ? pivot_ : mean_) * (1.0f / W);
       const Vec center = (pivot_ - high) + mean_;
       low = reduce_add(center) * (1.0f / W);
       const Vec off = center - low;
@@ -80,14 +85,16 @@ void layer_norm(View x, View residual, View weight, View bias, double eps, View 
     using T = std::remove_pointer_t<decltype(t)>;
     with_parameter_type<T>(false, weight, bias, [&](auto* p) {
       using P = std::remove_pointer_t<decltype(p)>;
-      const Parameter<P> w(weight, n, 1.0f), b(bias, n, 0.0f);
-      norm_forward<T, Welford>(x, residual, y, summed, [&, w = w.data(), b = b.data()](int64_t r, const Welford& stats) {
+      const Parameter<T, P> w(weight, n, 1.0f), b(bias, n, 0.0f);
+      using Stats = Welford<std::is_same_v<T, float>>;
+      norm_forward<T, Stats>(x, residual, y, summed, [&, w = w.data(), b = b.data()](int64_t r, const Stats& stats) {
         const Moments m = stats.moments(n);
         const float scale = 1.0f / std::sqrt(m.variance + float(eps));
         if (mean.defined()) mean.as<float>()[r] = m.high + m.low;
         if (rstd.defined()) rstd.as<float>()[r] = scale;
-        return [=](Vec v, int64_t i, auto k) {
-          return fma((v - m.high - m.low) * scale, load(w + i, k), load(b + i, k));
+        const float low = -m.low * scale;
+        return [=, high = m.high](auto v, int64_t i, auto k) {
+          return fma(fma(v - high, scale, low), load(w + i, k), load(b + i, k));
         };
       });
     });

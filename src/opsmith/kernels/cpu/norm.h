@@ -4,41 +4,37 @@
 #include <memory>
 #include <type_traits>
 
-#include "rows.h"
+#include "pair.h"
 
 namespace opsmith {
 
-constexpr int norm_block = 8;           // vectors that enter the statistics together
-constexpr int64_t norm_task = 16384;    // elements worth a thread
-constexpr int64_t norm_ahead = 1024;    // bytes by which the walk asks for memory ahead of its reading
+constexpr int64_t norm_task = 16384;   // elements worth a thread
+constexpr int64_t norm_ahead = 16384;  // bytes by which memory is asked for before it is read
 
-// A weight as P, [n]: as it is, converted where it came in another type, shifted by `offset`, or `missing` throughout.
-template <class P>
+// A weight of rows of T, read as P (T or float): as it is where it has that type and order, else a copy, with `offset`
+// added; `missing` throughout where there is none.
+template <class T, class P>
 class Parameter {
  public:
   Parameter(const View& v, int64_t n, float missing, float offset = 0.0f) {
-    if (v.defined() && offset == 0.0f && is<P>(v.dtype)) {
+    if (v.defined() && offset == 0.0f && std::is_same_v<T, P>) {
       data_ = v.as<P>();
       return;
     }
     memory_.reset(new P[size_t(n)]);
+    data_ = memory_.get();
     if (!v.defined()) {
       for (int64_t i = 0; i < n; ++i) memory_[i] = from_float<P>(missing);
-    } else {
+    } else if constexpr (std::is_same_v<P, float>) {
       with_float_type(v.dtype, [&](auto* t) {
-        const auto* from = v.as<std::remove_pointer_t<decltype(t)>>();
-        for_lanes(n, [&](int64_t i, auto k) { store(memory_.get() + i, load(from + i, k) + offset, k); });
+        in_pair_order<T>(v.as<std::remove_pointer_t<decltype(t)>>(), n, memory_.get());
       });
+      for_lanes(n, [&](int64_t i, auto k) { store(memory_.get() + i, load(memory_.get() + i, k) + offset, k); });
     }
-    data_ = memory_.get();
   }
   const P* data() const { return data_; }
 
  private:
-  template <class Q>
-  static bool is(DType dtype) {
-    return dtype == (std::is_same_v<Q, float> ? DType::f32 : std::is_same_v<Q, bfloat16> ? DType::bf16 : DType::f16);
-  }
   std::unique_ptr<P[]> memory_;
   const P* data_;
 };
@@ -64,26 +60,87 @@ inline Vec add_up(const Vec* v) {
   }
 }
 
+// Rows begin on lines of the cache, so that pairs may be stored past it.
+template <class T>
+inline bool can_stream_rows(const View& v) {
+  return reinterpret_cast<uintptr_t>(v.data) % 64 == 0 && v.strides[0] * int64_t(sizeof(T)) % 64 == 0;
+}
+
+// How far ahead of a row of `v` to fetch, in elements: whole rows, unless these stand one behind the other.
+template <class T>
+inline int64_t fetch_distance(const View& v) {
+  const int64_t n = v.sizes[1], far = norm_ahead / int64_t(sizeof(T));
+  return v.strides[0] == n ? far : std::max<int64_t>(1, far / n) * v.strides[0];
+}
+
+// All lines of the pair at p.
+template <class T>
+inline void fetch_pair(const T* p) {
+  for (int j = 0; j < 2 * W; j += 64 / int(sizeof(T))) prefetch_far(p + j);
+}
+
+// A row of x as it enters the statistics.
+template <class T>
+struct Row {
+  const T* x;
+  int64_t ahead;
+
+  template <class Lanes>
+  auto operator()(int64_t i, Lanes k) const {
+    if constexpr (std::is_same_v<Lanes, Both>) fetch_pair(x + ahead + i);
+    return load(x + i, k);
+  }
+};
+
+// A row of x + residual, rounded as it is stored: in `summed`, and in `kept`, where the second look finds it.
+template <class T, bool streaming>
+struct SumRow {
+  const T *x, *residual;
+  int64_t ahead, residual_ahead;
+  T *summed, *kept;
+
+  template <class Lanes>
+  auto operator()(int64_t i, Lanes k) const {
+    if constexpr (std::is_same_v<Lanes, Both>) {
+      fetch_pair(x + ahead + i);
+      fetch_pair(residual + residual_ahead + i);
+    }
+    const auto sum = load(x + i, k) + load(residual + i, k);
+    put(kept + i, sum, k, false);
+    put(summed + i, sum, k, streaming);
+    return round_to<T>(sum);
+  }
+};
+
 // One walk along a row: `value(i, k)` enters the statistics, `write(i, k)` does what it does; either may be nullptr.
 template <class Stats, class Value, class Write>
 inline __attribute__((always_inline)) void walk(int64_t n, Stats& stats, const Value& value, const Write& write) {
   constexpr bool reads = !std::is_null_pointer_v<Value>, writes = !std::is_null_pointer_v<Write>;
-  auto step = [&](int64_t first, auto size) __attribute__((always_inline)) {
-    constexpr int count = decltype(size)::value;
+  const int64_t pairs = paired(n);
+  int64_t i = 0;
+  for (; i < pairs; i += 8 * W) {
     if constexpr (reads) {
-      Vec v[count];
-#pragma GCC unroll 8
-      for (int j = 0; j < count; ++j) v[j] = value(first + j * W, Full{});
-      stats.template merge<count>(v);
+      Vec v[8];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const Pair pair = value(i + 2 * j * W, Both{});
+        v[2 * j] = pair.a;
+        v[2 * j + 1] = pair.b;
+      }
+      stats.template merge<8>(v);
     }
     if constexpr (writes) {
-#pragma GCC unroll 8
-      for (int j = 0; j < count; ++j) write(first + j * W, Full{});
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) write(i + 2 * j * W, Both{});
     }
-  };
-  int64_t i = 0;
-  for (; i + norm_block * W <= n; i += norm_block * W) step(i, std::integral_constant<int, norm_block>{});
-  for (; i + W <= n; i += W) step(i, std::integral_constant<int, 1>{});
+  }
+  for (; i + W <= n; i += W) {
+    if constexpr (reads) {
+      Vec v[1] = {value(i, Full{})};
+      stats.template merge<1>(v);
+    }
+    if constexpr (writes) write(i, Full{});
+  }
   if (i < n) {
     const Part k{int(n - i)};
     if constexpr (reads) stats.merge_rest(value(i, k), k);
@@ -91,59 +148,57 @@ inline __attribute__((always_inline)) void walk(int64_t n, Stats& stats, const V
   }
 }
 
-// The forward pass of a norm. The statistics of each row are taken in the walk in which the row before is written, so
-// that memory is read and written at all times and a row is still in cache when its turn to be written comes.
-// `normalizer(r, stats)` gives the function (value, i, k) that makes a row's output of its input; with a residual the
-// input is the sum, rounded as it is stored.
+// The forward pass of a norm over rows begin..end. The statistics of each row are taken in the walk in which the row
+// before is written, so that memory is read and written at all times and a row is still in cache when its turn to be
+// written comes. `normalizer(r, stats)` gives the function (value, i, k) that makes a row's output of its input.
+template <class T, class Stats, bool with_residual, bool streaming, class Normalizer>
+void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, const View& y, const View& summed,
+               const Normalizer& normalizer) {
+  const int64_t n = x.sizes[1], ahead = fetch_distance<T>(x);
+  const int64_t residual_ahead = with_residual ? fetch_distance<T>(residual) : 0, room = round_up(n, 64);
+  T* const kept = with_residual ? reinterpret_cast<T*>(scratch(2 * room)) : nullptr;
+  auto row = [](const View& v, int64_t r) { return v.as<T>() + r * v.strides[0]; };
+  auto value_of = [=](int64_t r) {
+    if constexpr (with_residual) {
+      return SumRow<T, streaming>{row(x, r),      row(residual, r), ahead,
+                                  residual_ahead, row(summed, r),   kept + (r & 1) * room};
+    } else {
+      return Row<T>{row(x, r), ahead};
+    }
+  };
+  auto writer_of = [=](int64_t r, const Stats& stats) {
+    const T* const from = with_residual ? kept + (r & 1) * room : row(x, r);
+    return [yr = row(y, r), from, normalized = normalizer(r, stats)](int64_t i, auto k) {
+      put(yr + i, normalized(load(from + i, k), i, k), k, streaming);
+    };
+  };
+  Stats stats;
+  walk(n, stats, value_of(begin), nullptr);
+  for (int64_t r = begin; r + 1 < end; ++r) {
+    const auto write = writer_of(r, stats);
+    Stats next;
+    walk(n, next, value_of(r + 1), write);
+    stats = next;
+  }
+  walk(n, stats, nullptr, writer_of(end - 1, stats));
+  if (streaming) stream_fence();
+}
+
 template <class T, class Stats, class Normalizer>
 void norm_forward(const View& x, const View& residual, const View& y, const View& summed,
                   const Normalizer& normalizer) {
   const int64_t rows = x.sizes[0], n = x.sizes[1];
-  const bool past_cache = outlives_cache(rows * n * int64_t(sizeof(T)));
-  auto row = [](const View& v, int64_t r) { return v.defined() ? v.as<T>() + r * v.strides[0] : nullptr; };
-  auto with_values = [&](const auto& value_of) {
-    auto writer_of = [&](int64_t r, const Stats& stats) {
-      T *const yr = row(y, r), *const sr = row(summed, r);
-      const bool stream_y = past_cache && can_stream(yr), stream_s = past_cache && can_stream(sr);
-      const auto value = value_of(r);
-      const auto normalized = normalizer(r, stats);
-      return [=](int64_t i, auto k) {
-        const Vec v = value(i, k);
-        if (sr) put(sr + i, v, k, stream_s);
-        put(yr + i, normalized(v, i, k), k, stream_y);
-      };
-    };
+  const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T))) && can_stream_rows<T>(y) &&
+                         (!summed.defined() || can_stream_rows<T>(summed));
+  auto run = [&](auto with_residual, auto past_cache) {
     parallel_for(rows, row_grain(n, norm_task), [&](int64_t begin, int64_t end) {
-      Stats stats;
-      walk(n, stats, value_of(begin), nullptr);
-      for (int64_t r = begin; r + 1 < end; ++r) {
-        const auto write = writer_of(r, stats);
-        Stats next;
-        walk(n, next, value_of(r + 1), write);
-        stats = next;
-      }
-      walk(n, stats, nullptr, writer_of(end - 1, stats));
-      if (past_cache) stream_fence();
+      norm_rows<T, Stats, with_residual.value, past_cache.value>(begin, end, x, residual, y, summed, normalizer);
     });
   };
-  if (!residual.defined()) {
-    with_values([&](int64_t r) {
-      const T* const xr = row(x, r);
-      return [=](int64_t i, auto k) {
-        prefetch(reinterpret_cast<const char*>(xr + i) + norm_ahead);
-        return load(xr + i, k);
-      };
-    });
-  } else {
-    with_values([&](int64_t r) {
-      const T *const xr = row(x, r), *const ar = row(residual, r);
-      return [=](int64_t i, auto k) {
-        prefetch(reinterpret_cast<const char*>(xr + i) + norm_ahead);
-        prefetch(reinterpret_cast<const char*>(ar + i) + norm_ahead);
-        return round_to<T>(load(xr + i, k) + load(ar + i, k));
-      };
-    });
-  }
+  auto with = [&](auto with_residual) {
+    streaming ? run(with_residual, std::true_type{}) : run(with_residual, std::false_type{});
+  };
+  residual.defined() ? with(std::true_type{}) : with(std::false_type{});
 }
 
 }  // namespace opsmith

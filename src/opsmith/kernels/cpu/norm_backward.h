@@ -8,100 +8,114 @@
 namespace opsmith {
 
 struct NormGradients {
-  View dy, dsummed, s;      // [rows, n]
+  View dy, dsummed, s;       // [rows, n]
   const float *mean, *rstd;  // [rows]
-  View dx;                  // [rows, n]
-  bool past_cache;
+  View dx;                   // [rows, n]
 };
 
-// One thread's share of the rows. The sums over its rows are kept in `dweight` and `dbias`, [n] float32.
-template <bool centered, class T, class P>
+// One thread's rows; the sums over them are added to `dweight` and `dbias`, [n] float32 in the order of pairs.
+// Rows go in groups, so that the columns' sums, and the weight, pass through registers once for all rows of a group. A
+// group is looked at twice; in both looks half of the next one is fetched, and both stay in the second-level cache.
+template <bool centered, bool with_sum, bool streaming, class T, class P>
 class NormBackward {
  public:
   NormBackward(const NormGradients& of, const P* weight, float* dweight, float* dbias)
       : of_(of), n_(of.s.sizes[1]), weight_(weight), dweight_(dweight), dbias_(dbias) {}
 
   void operator()(int64_t begin, int64_t end) const {
-    // Rows go in groups: the columns' sums pass through registers once for all rows of a group. A group and the one
-    // after it, which is fetched meanwhile, stay in the second-level cache.
     constexpr int group = 4;
     constexpr int64_t cache = int64_t{512} << 10;
     int64_t r = begin;
     if (2 * group * 2 * n_ * int64_t(sizeof(T)) <= cache) {
-      for (; r + group <= end; r += group) rows<group>(r, end);
+      for (; r + group <= end; r += group) rows<group>(r);
     }
-    for (; r < end; ++r) rows<1>(r, end);
-    if (of_.past_cache) stream_fence();
+    for (; r < end; ++r) rows<1>(r);
+    if (streaming) stream_fence();
   }
 
  private:
-  const T* row(const View& v, int64_t r) const { return v.defined() ? v.as<T>() + r * v.strides[0] : nullptr; }
-
   template <int group>
-  void rows(int64_t first, int64_t end) const {
-    const T *g[group], *s[group], *sum[group];
-    T* x[group];
-    float mean_g[group], mean_along[group], scale[group], center[group];
-    for (int j = 0; j < group; ++j) {
-      const int64_t r = first + j;
-      g[j] = row(of_.dy, r);
-      s[j] = row(of_.s, r);
-      sum[j] = row(of_.dsummed, r);
-      x[j] = const_cast<T*>(row(of_.dx, r));
-      scale[j] = of_.rstd[r];
-      center[j] = centered ? of_.mean[r] : 0.0f;
-      mean_g[j] = mean_along[j] = 0.0f;
-      if (x[j]) means(g[j], s[j], center[j], scale[j], mean_g[j], mean_along[j]);
-    }
-    const bool more = first + group < end;  // then the next group is fetched while this one is written
-    const int64_t next_g = more ? group * of_.dy.strides[0] : 0, next_s = more ? group * of_.s.strides[0] : 0;
-    const bool streaming = of_.past_cache && x[0] && can_stream(x[0]) && of_.dx.strides[0] % W == 0;
+  void rows(int64_t first) const {
+    const T *const g0 = row(of_.dy, first), *const s0 = row(of_.s, first);
+    const T* const sum0 = with_sum ? row(of_.dsummed, first) : nullptr;
+    T* const x0 = row(of_.dx, first);
+    const int64_t gs = of_.dy.strides[0], ss = of_.s.strides[0], xs = of_.dx.strides[0], n = n_;
+    const int64_t sums = with_sum ? of_.dsummed.strides[0] : 0;
     const P* const weight = weight_;
     float *const dweight = dweight_, *const dbias = dbias_;
-    for_lanes(n_, [&](int64_t i, auto k) {
-      const Vec w = load(weight + i, k);
-      Vec along{}, total{};
+    float scale[group], center[group], mean_g[group], along_scale[group];
+    for (int j = 0; j < group; ++j) {
+      scale[j] = of_.rstd[first + j];
+      center[j] = centered ? of_.mean[first + j] : 0.0f;
+      means(g0 + j * gs, s0 + j * ss, group, scale[j], center[j], mean_g[j], along_scale[j]);
+    }
+    lanes(n, [=](int64_t i, auto k) __attribute__((always_inline)) {
+      const auto w = load(weight + i, k);
+      auto along = load(dweight + i, k), total = load(dbias + i, k);
 #pragma GCC unroll 4
       for (int j = 0; j < group; ++j) {
-        prefetch(g[j] + next_g + i);
-        prefetch(s[j] + next_s + i);
-        const Vec d = load(g[j] + i, k);
-        Vec h = load(s[j] + i, k);
-        if constexpr (centered) h -= center[j];
-        h *= scale[j];
+        const T *const g = g0 + j * gs + i, *const s = s0 + j * ss + i;
+        if constexpr (std::is_same_v<decltype(k), Both>) fetch_half(g, s, i, n, group);
+        const auto d = load(g, k);
+        auto h = load(s, k);
+        if constexpr (centered) h = h - center[j];
+        h = h * scale[j];
         along = fma(d, h, along);
-        if constexpr (centered) total += d;
-        if (x[j]) {
-          Vec v = d * w;
-          if constexpr (centered) v -= mean_g[j];
-          v = (v - h * mean_along[j]) * scale[j];
-          if (sum[j]) v += load(sum[j] + i, k);
-          put(x[j] + i, v, k, streaming);
-        }
+        if constexpr (centered) total = total + d;
+        auto v = (d * w - mean_g[j]) * scale[j] - h * along_scale[j];
+        if constexpr (with_sum) v = v + load(sum0 + j * sums + i, k);
+        put(x0 + j * xs + i, v, k, streaming);
       }
-      if (dweight) store(dweight + i, load(dweight + i, k) + along, k);
-      if (dbias) store(dbias + i, load(dbias + i, k) + total, k);
+      store(dweight + i, along, k);
+      if constexpr (centered) store(dbias + i, total, k);
     });
   }
 
-  // The means of g and of g * xhat over one row.
-  void means(const T* g, const T* s, float center, float scale, float& mean_g, float& mean_along) const {
+  // What a row's gradient subtracts: mean(g), and mean(g * xhat) * rstd.
+  void means(const T* g, const T* s, int64_t group, float scale, float center, float& mean_g,
+             float& along_scale) const {
     const P* const weight = weight_;
-    Vec total[4] = {}, along[4] = {};
-    for_lanes_unrolled<4>(n_, [&](int64_t i, int u, auto k) {
-      prefetch(reinterpret_cast<const char*>(g + i) + norm_ahead);
-      prefetch(reinterpret_cast<const char*>(s + i) + norm_ahead);
-      const Vec v = load(g + i, k) * load(weight + i, k);
-      Vec h = load(s + i, k);
-      if constexpr (centered) {
-        h = keep(h - center, k, 0.0f);
-        total[u] += v;
+    const int64_t n = n_;
+    Vec total[2] = {}, along[2] = {};
+    lanes(n, [&](int64_t i, auto k) __attribute__((always_inline)) {
+      if constexpr (std::is_same_v<decltype(k), Both>) {
+        fetch_half(g + i, s + i, i, 0, group);
+        const Pair v = load(g + i, k) * load(weight + i, k);
+        const Pair h = centered ? load(s + i, k) - center : load(s + i, k);
+        along[0] = fma(v.a, h.a, along[0]);
+        along[1] = fma(v.b, h.b, along[1]);
+        if constexpr (centered) {
+          total[0] += v.a;
+          total[1] += v.b;
+        }
+      } else {
+        const Vec v = load(g + i, k) * load(weight + i, k), h = load(s + i, k);
+        along[0] = fma(v, centered ? keep(h - center, k, 0.0f) : h, along[0]);
+        if constexpr (centered) total[0] += v;
       }
-      along[u] = fma(v, h, along[u]);
     });
-    if constexpr (centered) mean_g = reduce_add(add_up<4>(total)) / float(n_);
-    mean_along = reduce_add(add_up<4>(along)) / float(n_) * scale;
+    mean_g = centered ? reduce_add(total[0] + total[1]) / float(n) : 0.0f;
+    along_scale = reduce_add(along[0] + along[1]) / float(n) * scale * scale;
   }
+
+  // Of the pair's row in the next group, the first half (from 0) or the second one (from n).
+  void fetch_half(const T* g, const T* s, int64_t i, int64_t from, int64_t group) const {
+    const int64_t back = (from + i) / 2 - i;
+    for (int64_t j = 0; j < W; j += 64 / int64_t(sizeof(T))) {
+      prefetch_far(g + group * of_.dy.strides[0] + back + j);
+      prefetch_far(s + group * of_.s.strides[0] + back + j);
+    }
+  }
+
+  template <class F>
+  static inline __attribute__((always_inline)) void lanes(int64_t n, const F& f) {
+    int64_t i = 0;
+    for (; i < paired(n); i += 2 * W) f(i, Both{});
+    for (; i + W <= n; i += W) f(i, Full{});
+    if (i < n) f(i, Part{int(n - i)});
+  }
+
+  static T* row(const View& v, int64_t r) { return v.as<T>() + r * v.strides[0]; }
 
   const NormGradients of_;
   const int64_t n_;
@@ -109,43 +123,74 @@ class NormBackward {
   float *const dweight_, *const dbias_;
 };
 
+// The sums over columns alone, where nobody asked for dx.
+template <bool centered, class T>
+void norm_column_sums(int64_t begin, int64_t end, const NormGradients& of, float* dweight, float* dbias) {
+  const int64_t n = of.s.sizes[1];
+  for (int64_t r = begin; r < end; ++r) {
+    const T *const g = of.dy.as<T>() + r * of.dy.strides[0], *const s = of.s.as<T>() + r * of.s.strides[0];
+    const float center = centered ? of.mean[r] : 0.0f, scale = of.rstd[r];
+    auto add = [=](int64_t i, auto k) {
+      const auto d = load(g + i, k), h = (load(s + i, k) - center) * scale;
+      store(dweight + i, fma(d, h, load(dweight + i, k)), k);
+      if constexpr (centered) store(dbias + i, d + load(dbias + i, k), k);
+    };
+    int64_t i = 0;
+    for (; i < paired(n); i += 2 * W) add(i, Both{});
+    for (; i + W <= n; i += W) add(i, Full{});
+    if (i < n) add(i, Part{int(n - i)});
+  }
+}
+
 // All of it: the rows in chunks over the threads, then the chunks' sums together. `offset` is added to the weight.
 template <bool centered>
-void norm_backward(NormGradients of, View weight, float offset, View dweight, View dbias) {
+void norm_backward(const NormGradients& of, const View& weight, float offset, const View& dweight, const View& dbias) {
   const int64_t rows = of.s.sizes[0], n = of.s.sizes[1];
   // The split into chunks, and so the order of every addition, depends on the shape and the thread count alone.
   const int64_t chunks = std::max<int64_t>(1, std::min(num_threads(), rows / row_grain(n, norm_task)));
-  const int64_t stride = round_up(n, W), width = dweight.defined() + dbias.defined();
-  std::unique_ptr<float[]> partial(new float[size_t(chunks * width * stride)]());
-  auto sums = [&](const View& of_this, int64_t c) {
-    const int64_t at = &of_this == &dbias && dweight.defined();
-    return of_this.defined() ? partial.get() + (c * width + at) * stride : nullptr;
-  };
+  const int64_t stride = round_up(n, 16) + 16;
+  std::unique_ptr<float[]> partial(new float[size_t(chunks * 2 * stride)]());  // dweight and dbias of each chunk
+  auto sums = [&](int64_t c, int which) { return partial.get() + (2 * c + which) * stride; };
   with_float_type(of.s.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    of.past_cache = outlives_cache(rows * n * int64_t(sizeof(T)));
-    with_parameter_type<T>(offset != 0.0f, weight, View{}, [&](auto* p) {
-      using P = std::remove_pointer_t<decltype(p)>;
-      const Parameter<P> w(weight, n, 1.0f, offset);
+    auto over_rows = [&](auto&& f) {
       parallel_for(n > 0 && rows > 0 ? chunks : 0, 1, [&](int64_t first, int64_t last) {
-        for (int64_t c = first; c < last; ++c) {
-          const NormBackward<centered, T, P> run(of, w.data(), sums(dweight, c), sums(dbias, c));
-          run(rows * c / chunks, rows * (c + 1) / chunks);
-        }
+        for (int64_t c = first; c < last; ++c) f(rows * c / chunks, rows * (c + 1) / chunks, sums(c, 0), sums(c, 1));
       });
-    });
+    };
+    if (of.dx.defined()) {
+      const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T))) && can_stream_rows<T>(of.dx);
+      with_parameter_type<T>(offset != 0.0f, weight, View{}, [&](auto* p) {
+        using P = std::remove_pointer_t<decltype(p)>;
+        const Parameter<T, P> w(weight, n, 1.0f, offset);
+        auto run = [&](auto with_sum, auto past_cache) {
+          over_rows([&](int64_t begin, int64_t end, float* dw, float* db) {
+            NormBackward<centered, with_sum.value, past_cache.value, T, P>(of, w.data(), dw, db)(begin, end);
+          });
+        };
+        auto with = [&](auto with_sum) {
+          streaming ? run(with_sum, std::true_type{}) : run(with_sum, std::false_type{});
+        };
+        of.dsummed.defined() ? with(std::true_type{}) : with(std::false_type{});
+      });
+    } else {
+      over_rows([&](int64_t begin, int64_t end, float* dw, float* db) {
+        norm_column_sums<centered, T>(begin, end, of, dw, db);
+      });
+    }
+    for (int which = 0; which < 2; ++which) {
+      const View& out = which ? dbias : dweight;
+      if (!out.defined()) continue;
+      for (int64_t c = 1; c < chunks; ++c) {
+        for_lanes(n, [total = sums(0, which), part = sums(c, which)](int64_t i, auto k) {
+          store(total + i, load(total + i, k) + load(part + i, k), k);
+        });
+      }
+      with_float_type(out.dtype, [&](auto* o) {
+        from_pair_order<T>(sums(0, which), n, out.as<std::remove_pointer_t<decltype(o)>>());
+      });
+    }
   });
-  for (const View* out : {&dweight, &dbias}) {
-    if (!out->defined()) continue;
-    with_float_type(out->dtype, [&](auto* t) {
-      auto* result = out->as<std::remove_pointer_t<decltype(t)>>();
-      for_lanes(n, [&](int64_t i, auto k) {
-        Vec total{};
-        for (int64_t c = 0; c < chunks; ++c) total += load(sums(*out, c) + i, k);
-        store(result + i, total, k);
-      });
-    });
-  }
 }
 
 }  // namespace opsmith

@@ -13,17 +13,16 @@ class SumOfSquares {
   template <int k>
   void merge(Vec* v) {
 #pragma GCC unroll 8
-    for (int j = 0; j < k; ++j) v[j] *= v[j];
-    total_ += add_up<k>(v);
+    for (int j = 0; j < k; ++j) total_[j % 4] = fma(v[j], v[j], total_[j % 4]);
   }
   void merge_rest(Vec v, Part k) {
     v = keep(v, k, 0.0f);
-    total_ += v * v;
+    total_[0] = fma(v, v, total_[0]);
   }
-  float mean(int64_t n) const { return reduce_add(total_) / float(n); }
+  float mean(int64_t n) const { return reduce_add(add_up<4>(total_)) / float(n); }
 
  private:
-  Vec total_{};
+  Vec total_[4] = {};
 };
 
 }  // namespace
@@ -36,16 +35,23 @@ void rms_norm(View x, View residual, View weight, double eps, double offset, boo
     using T = std::remove_pointer_t<decltype(t)>;
     with_parameter_type<T>(offset != 0.0, weight, View{}, [&](auto* p) {
       using P = std::remove_pointer_t<decltype(p)>;
-      const Parameter<P> w(weight, n, 1.0f, float(offset));
-      norm_forward<T, SumOfSquares>(x, residual, y, summed, [&, w = w.data()](int64_t r, const SumOfSquares& stats) {
-        const float scale = 1.0f / std::sqrt(stats.mean(n) + float(eps));
-        if (rstd.defined()) rstd.as<float>()[r] = scale;
-        return [=](Vec v, int64_t i, auto k) {
-          v *= scale;
-          if (round_first) v = round_to<T>(v);
-          return v * load(w + i, k);
-        };
-      });
+      const Parameter<T, P> w(weight, n, 1.0f, float(offset));
+      auto run = [&](auto round) {
+        norm_forward<T, SumOfSquares>(x, residual, y, summed, [&, w = w.data()](int64_t r, const SumOfSquares& stats) {
+          const float scale = 1.0f / std::sqrt(stats.mean(n) + float(eps));
+          if (rstd.defined()) rstd.as<float>()[r] = scale;
+          return [=](auto v, int64_t i, auto k) {
+            v = v * scale;
+            if constexpr (round.value) v = round_to<T>(v);
+            return v * load(w + i, k);
+          };
+        });
+      };
+      if (!std::is_same_v<T, float> && round_first) {
+        run(std::bool_constant<!std::is_same_v<T, float>>{});
+      } else {
+        run(std::false_type{});
+      }
     });
   });
 }

@@ -1,0 +1,145 @@
+// Two vectors of elements at a time, in the order in which memory gives them up fastest: a pair of bfloat16 vectors
+// holds the even elements and the odd ones, which takes one instruction each to read. For elementwise work and sums,
+// where the order does not matter as long as all that meet have the same: float vectors that meet such pairs are kept
+// in this order too (`in_pair_order`).
+#pragma once
+
+#include "rows.h"
+
+namespace opsmith {
+
+struct Pair {
+  Vec a, b;
+};
+
+struct Both {  // the lanes of a pair
+  static constexpr int count = 2 * W;
+};
+
+inline Pair operator+(Pair x, Pair y) { return {x.a + y.a, x.b + y.b}; }
+inline Pair operator-(Pair x, Pair y) { return {x.a - y.a, x.b - y.b}; }
+inline Pair operator*(Pair x, Pair y) { return {x.a * y.a, x.b * y.b}; }
+inline Pair operator-(Pair x, float y) { return {x.a - y, x.b - y}; }
+inline Pair operator*(Pair x, float y) { return {x.a * y, x.b * y}; }
+inline Pair fma(Pair x, Pair y, Pair z) { return {fma(x.a, y.a, z.a), fma(x.b, y.b, z.b)}; }
+inline Pair fma(Pair x, float y, float z) { return {fma(x.a, y, z), fma(x.b, y, z)}; }
+inline Pair fma(Pair x, float y, Pair z) { return {fma(x.a, y, z.a), fma(x.b, y, z.b)}; }
+
+template <class T>
+constexpr bool even_odd = std::is_same_v<T, bfloat16> && W > 4;
+
+#if defined(OPSMITH_AVX512)
+
+inline Pair unpack(__m512i h) {
+  return {(Vec)_mm512_slli_epi32(h, 16), (Vec)_mm512_and_si512(h, _mm512_set1_epi32(int(0xffff0000)))};
+}
+inline __m512i pack(Pair v) {
+#if defined(__AVX512BF16__)
+  const __m512i order = (__m512i)(lane_index() * 0x10001 + 0x100000);  // words 0, 16, 1, 17, ...
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(v.b, v.a));
+#else
+  auto rounded = [](Vec x) {
+    const __m512i u = (__m512i)x, odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i nan = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
+  };
+  const __m512i high = _mm512_and_si512(rounded(v.b), _mm512_set1_epi32(int(0xffff0000)));
+  return _mm512_or_si512(high, _mm512_srli_epi32(rounded(v.a), 16));
+#endif
+}
+inline __m512i packed_at(const bfloat16* p) { return _mm512_loadu_si512(p); }
+inline void store_packed(bfloat16* p, __m512i h, bool streaming) {
+  streaming ? _mm512_stream_si512((__m512i*)p, h) : _mm512_storeu_si512(p, h);
+}
+
+#elif defined(OPSMITH_AVX2)
+
+inline Pair unpack(__m256i h) {
+  return {(Vec)_mm256_slli_epi32(h, 16), (Vec)_mm256_and_si256(h, _mm256_set1_epi32(int(0xffff0000)))};
+}
+inline __m256i pack(Pair v) {
+  auto rounded = [](Vec x) {
+    const __m256i u = (__m256i)x, odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(up, nan, (__m256i)_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  };
+  const __m256i high = _mm256_and_si256(rounded(v.b), _mm256_set1_epi32(int(0xffff0000)));
+  return _mm256_or_si256(high, _mm256_srli_epi32(rounded(v.a), 16));
+}
+inline __m256i packed_at(const bfloat16* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void store_packed(bfloat16* p, __m256i h, bool streaming) {
+  streaming ? _mm256_stream_si256((__m256i*)p, h) : _mm256_storeu_si256((__m256i*)p, h);
+}
+
+#endif
+
+template <class T>
+inline Pair load(const T* p, Both) {
+  if constexpr (even_odd<T>) {
+    return unpack(packed_at(p));
+  } else {
+    return {load(p, Full{}), load(p + W, Full{})};
+  }
+}
+
+// Store, past the cache where asked to: `p` is aligned to 64 bytes then.
+template <class T>
+inline void put(T* p, Pair v, Both, bool streaming) {
+  if constexpr (even_odd<T>) {
+    store_packed(p, pack(v), streaming);
+  } else {
+    put(p, v.a, Full{}, streaming);
+    put(p + W, v.b, Full{}, streaming);
+  }
+}
+inline void store(float* p, Pair v, Both) {
+  store(p, v.a, Full{});
+  store(p + W, v.b, Full{});
+}
+
+// What a pair becomes when it is stored as T and read back.
+template <class T>
+inline Pair round_to(Pair v) {
+  if constexpr (even_odd<T>) {
+    return unpack(pack(v));
+  } else {
+    return {round_to<T>(v.a), round_to<T>(v.b)};
+  }
+}
+
+// How many of a row's elements are handled in pairs, four pairs at a time; the rest goes vector by vector.
+inline int64_t paired(int64_t n) { return n / (8 * W) * (8 * W); }
+
+// `from`, [n], as floats in the order in which pairs of T stand in vectors.
+template <class T, class From>
+inline void in_pair_order(const From* from, int64_t n, float* to) {
+  int64_t i = 0;
+  if constexpr (even_odd<T>) {
+    for (; i < paired(n); i += 2 * W) {
+      for (int j = 0; j < W; ++j) {
+        to[i + j] = to_float(from[i + 2 * j]);
+        to[i + W + j] = to_float(from[i + 2 * j + 1]);
+      }
+    }
+  }
+  for (; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+// And back.
+template <class T, class To>
+inline void from_pair_order(const float* from, int64_t n, To* to) {
+  int64_t i = 0;
+  if constexpr (even_odd<T>) {
+    for (; i < paired(n); i += 2 * W) {
+      for (int j = 0; j < W; ++j) {
+        to[i + 2 * j] = from_float<To>(from[i + j]);
+        to[i + 2 * j + 1] = from_float<To>(from[i + W + j]);
+      }
+    }
+  }
+  for (; i < n; ++i) to[i] = from_float<To>(from[i]);
+}
+
+}  // namespace opsmith

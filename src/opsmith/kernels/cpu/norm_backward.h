@@ -43,11 +43,11 @@ class NormBackward {
     const int64_t sums = with_sum ? of_.dsummed.strides[0] : 0;
     const P* const weight = weight_;
     float *const dweight = dweight_, *const dbias = dbias_;
-    float scale[group], center[group], mean_g[group], along_scale[group];
+    float scale[group], center[group], mean_g[group], mean_along[group];
     for (int j = 0; j < group; ++j) {
       scale[j] = of_.rstd[first + j];
       center[j] = centered ? of_.mean[first + j] : 0.0f;
-      means(g0 + j * gs, s0 + j * ss, group, scale[j], center[j], mean_g[j], along_scale[j]);
+      means(g0 + j * gs, s0 + j * ss, group, scale[j], center[j], mean_g[j], mean_along[j]);
     }
     lanes(n, [=](int64_t i, auto k) __attribute__((always_inline)) {
       const auto w = load(weight + i, k);
@@ -62,7 +62,9 @@ class NormBackward {
         h = h * scale[j];
         along = fma(d, h, along);
         if constexpr (centered) total = total + d;
-        auto v = (d * w - mean_g[j]) * scale[j] - h * along_scale[j];
+        auto v = d * w;
+        if constexpr (centered) v = v - mean_g[j];
+        v = (v - h * mean_along[j]) * scale[j];
         if constexpr (with_sum) v = v + load(sum0 + j * sums + i, k);
         put(x0 + j * xs + i, v, k, streaming);
       }
@@ -71,9 +73,9 @@ class NormBackward {
     });
   }
 
-  // What a row's gradient subtracts: mean(g), and mean(g * xhat) * rstd.
+  // mean(g) and mean(g * xhat) of a row.
   void means(const T* g, const T* s, int64_t group, float scale, float center, float& mean_g,
-             float& along_scale) const {
+             float& mean_along) const {
     const P* const weight = weight_;
     const int64_t n = n_;
     Vec total[2] = {}, along[2] = {};
@@ -95,7 +97,7 @@ class NormBackward {
       }
     });
     mean_g = centered ? reduce_add(total[0] + total[1]) / float(n) : 0.0f;
-    along_scale = reduce_add(along[0] + along[1]) / float(n) * scale * scale;
+    mean_along = reduce_add(along[0] + along[1]) / float(n) * scale;
   }
 
   // Of the pair's row in the next group, the first half (from 0) or the second one (from n).

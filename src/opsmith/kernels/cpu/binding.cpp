@@ -43,6 +43,7 @@ using Optional = std::optional<Tensor>;
 
 void layer_norm_op(Tensor x, Optional residual, Optional weight, Optional bias, double eps, Tensor y, Optional summed,
                    Optional mean, Optional rstd) {
+  STD_TORCH_CHECK(!residual || summed, "layer_norm: with a residual, summed must be given too");
   layer_norm(view_of(x), view_of(residual), view_of(weight), view_of(bias), eps, view_of(y), view_of(summed),
              view_of(mean), view_of(rstd));
 }

@@ -28,6 +28,7 @@ void rms_norm_op(const Tensor& x, const Optional& residual, const Optional& weig
   check_rows("y", y, x);
   check_rows("summed", summed, x);
   check_vector("rstd", rstd, x.size(0), true);
+  STD_TORCH_CHECK(!residual || summed, "rms_norm: with a residual, summed must be given too");
   rms_norm(view_of(x), view_of(residual), view_of(weight), eps, offset, round_first, view_of(y), view_of(summed),
            view_of(rstd));
 }

@@ -77,22 +77,14 @@ inline void store_packed(bfloat16* p, __m256i h, bool streaming) {
 
 template <class T>
 inline Pair load(const T* p, Both) {
-  if constexpr (even_odd<T>) {
-    return unpack(packed_at(p));
-  } else {
-    return {load(p, Full{}), load(p + W, Full{})};
-  }
+  return {load(p, Full{}), load(p + W, Full{})};
 }
 
 // Store, past the cache where asked to: `p` is aligned to 64 bytes then.
 template <class T>
 inline void put(T* p, Pair v, Both, bool streaming) {
-  if constexpr (even_odd<T>) {
-    store_packed(p, pack(v), streaming);
-  } else {
-    put(p, v.a, Full{}, streaming);
-    put(p + W, v.b, Full{}, streaming);
-  }
+  put(p, v.a, Full{}, streaming);
+  put(p + W, v.b, Full{}, streaming);
 }
 inline void store(float* p, Pair v, Both) {
   store(p, v.a, Full{});
@@ -102,12 +94,17 @@ inline void store(float* p, Pair v, Both) {
 // What a pair becomes when it is stored as T and read back.
 template <class T>
 inline Pair round_to(Pair v) {
-  if constexpr (even_odd<T>) {
-    return unpack(pack(v));
-  } else {
-    return {round_to<T>(v.a), round_to<T>(v.b)};
-  }
+  return {round_to<T>(v.a), round_to<T>(v.b)};
 }
+
+#if defined(OPSMITH_AVX512) || defined(OPSMITH_AVX2)
+inline Pair load(const bfloat16* p, Both) { return unpack(packed_at(p)); }
+inline void put(bfloat16* p, Pair v, Both, bool streaming) { store_packed(p, pack(v), streaming); }
+template <>
+inline Pair round_to<bfloat16>(Pair v) {
+  return unpack(pack(v));
+}
+#endif
 
 // How many of a row's elements are handled in pairs, four pairs at a time; the rest goes vector by vector.
 inline int64_t paired(int64_t n) { return n / (8 * W) * (8 * W); }

@@ -358,7 +358,7 @@ def _samples(make: Make) -> Iterator[Sample]:
 
     for batch, tokens, k in ((2, 2, 6), (3, 7, 33), (2, 20, 48)):
         yield sample(f"{batch}x{tokens}x{k}", make(batch, tokens, k), 4, 2, 16)
-    yield sample("1x1x5", make(1, 1, 5), 1, 1, 2)
+    yield sample("1x1x1", make(1, 1, 1), 1, 1, 2)
     x = make(2, 9, 40)
     for size in (48, 64, 80, 96, 128):
         yield sample(f"heads of {size}", x, 3, 1, size)

@@ -80,7 +80,9 @@ def main() -> None:
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     only = set(options.only.split(",")) - {""}
-    print(f"{'':32}{'ours':>8}{'eager':>8}{'ratio':>8}{'kernel':>8}{'above':>8}   {short(dtype)}, microseconds")
+    print(
+        f"{'':32}{'ours':>8}{'eager':>8}{'ratio':>8}{'kernel':>8}{'above':>8}   {short(dtype)}, microseconds"
+    )
     with torch.no_grad():
         for card in registry().values():
             if only and card.name not in only:

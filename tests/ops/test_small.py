@@ -1,10 +1,17 @@
 """Calls of a few elements are PyTorch's: its kernel is done before a call of ours has begun."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith
+from opsmith.measure.pool import tensors_of
+from opsmith.operator import Make, Sample, registry
 from opsmith.ops.common import SMALL, _small
 
 
@@ -23,7 +30,8 @@ class Recorded(TorchDispatchMode):
 CALLS = {
     "layer_norm": lambda rows: opsmith.ops.layer_norm(torch.randn(rows, 64)),
     "softmax": lambda rows: opsmith.ops.softmax(torch.randn(rows, 64)),
-    "gelu": lambda rows: opsmith.ops.gelu(torch.randn(rows, 64)),
+    "gelu": lambda rows: opsmith.ops.gelu(torch.randn(rows, 64), tanh=True),
+    "silu_mul": lambda rows: opsmith.ops.silu_mul(*torch.randn(2, rows, 64)),
     # Without a gradient, PyTorch's gather has nothing to gain until results leave the cache.
     "embedding": lambda rows: opsmith.ops.embedding(
         torch.arange(rows) % 8, torch.randn(8, 64, requires_grad=True)
@@ -32,13 +40,97 @@ CALLS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def as_users_call() -> Iterator[None]:
+    token = _small.set(SMALL)
+    yield
+    _small.reset(token)
+
+
 @pytest.mark.parametrize("name", list(CALLS))
 def test_only_small_calls_go_to_pytorch(name: str) -> None:
-    token = _small.set(SMALL)
-    try:
-        for rows, ours in ((2, False), (SMALL // 64 + 1, True)):
-            with Recorded() as seen:
-                CALLS[name](rows)
-            assert any(n.startswith("opsmith.") for n in seen.names) is ours
-    finally:
-        _small.reset(token)
+    for rows, ours in ((2, False), (SMALL // 64 + 1, True)):
+        with Recorded() as seen:
+            CALLS[name](rows)
+        assert any(n.startswith("opsmith.") for n in seen.names) is ours
+
+
+def test_a_small_gelu_is_ours_where_pytorch_calls_onednn() -> None:
+    for dtype, ours in ((torch.float32, True), (torch.bfloat16, False)):
+        with Recorded() as seen:
+            opsmith.ops.gelu(torch.randn(2, 64).to(dtype))
+        assert any(n.startswith("opsmith.") for n in seen.names) is ours
+
+
+def leaves(sample: Sample, grad: bool) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:
+    """The sample's arguments, with floating-point tensors that want gradients if asked."""
+    inputs: list[torch.Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if not (grad and isinstance(value, torch.Tensor) and value.is_floating_point()):
+            return value
+        inputs.append(value.detach().clone().requires_grad_())
+        return inputs[-1]
+
+    args = [leaf(a) for a in sample.args]
+    return args, {k: leaf(v) for k, v in sample.kwargs.items()}, inputs
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["values", "gradients"])
+@pytest.mark.parametrize(
+    "name", ["gelu", "bias_gelu", "silu_mul", "gelu_mul", "layer_norm", "softmax", "linear"]
+)
+def test_the_short_way_gives_what_the_reference_gives(name: str, grad: bool) -> None:
+    card = registry()[name]
+    for sample in card.samples(Make(torch.float32)):
+        args, kwargs, inputs = leaves(sample, grad)
+        got, want = card.function(*args, **kwargs), card.reference(*args, **kwargs)
+        for mine, value in zip(tensors_of(got), tensors_of(want), strict=True):
+            torch.testing.assert_close(mine, value, rtol=2e-5, atol=2e-5)
+            assert mine.requires_grad is value.requires_grad
+        if grad:
+            mine, value = (
+                torch.autograd.grad(sum(t.sum() for t in tensors_of(y)), inputs, allow_unused=True)
+                for y in (got, want)
+            )
+            torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-4)
+
+
+X, W = torch.randn(1, 8), torch.randn(3, 8)
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "gelu of numbers": (lambda: opsmith.ops.gelu(2.0), TypeError, "must be a tensor"),
+    "gelu of integers": (lambda: opsmith.ops.gelu(X.long(), tanh=True), TypeError, "floating-point"),
+    "bias that broadcasts": (lambda: opsmith.ops.bias_gelu(X, X[:, :1]), ValueError, "bias must have shape"),
+    "bias that promotes": (lambda: opsmith.ops.bias_gelu(X.half(), X[0]), TypeError, "bias must be float16"),
+    "up that broadcasts": (lambda: opsmith.ops.silu_mul(X, X[:, :1]), ValueError, "up must have shape"),
+    "up that promotes": (lambda: opsmith.ops.silu_mul(X.half(), X), TypeError, "up must be float16"),
+    "integers": (lambda: opsmith.ops.silu_mul(X.long(), X.long()), TypeError, "floating-point"),
+    "up elsewhere": (lambda: opsmith.ops.silu_mul(X, X.to("meta")), ValueError, "up is on meta"),
+    "up for a native call": (lambda: opsmith.ops.gelu_mul(X, X.to("meta")), ValueError, "up is on meta"),
+    "softmax of integers": (lambda: opsmith.ops.softmax(X.long()), TypeError, "floating-point"),
+    "softmax of a number": (lambda: opsmith.ops.softmax(torch.tensor(1.0)), ValueError, "dimension"),
+    "no such dim": (lambda: opsmith.ops.softmax(X, 2), ValueError, "dim must be in"),
+    "no such method": (lambda: opsmith.ops.softmax(X, method="best"), ValueError, "method must be one of"),
+    "norm of integers": (lambda: opsmith.ops.layer_norm(X.long()), TypeError, "floating-point"),
+    "norm of a number": (lambda: opsmith.ops.layer_norm(torch.tensor(1.0)), ValueError, "dimension"),
+    "a weight too long": (
+        lambda: opsmith.ops.layer_norm(X, X[0].repeat(2)),
+        ValueError,
+        "weight must have shape",
+    ),
+    "a weight of rows": (lambda: opsmith.ops.layer_norm(X, X), ValueError, "weight must have shape"),
+    "no weight at all": (lambda: opsmith.ops.layer_norm(X, 1.0), TypeError, "weight must be a tensor"),
+    "a vector as weight": (lambda: opsmith.ops.linear(X, W[0]), ValueError, "weight must have shape"),
+    "a bias of one": (lambda: opsmith.ops.linear(X, W, W[0, :1]), ValueError, "bias must have shape"),
+    "a bias of rows": (lambda: opsmith.ops.linear(X, W, W[:, :1].t()), ValueError, "bias must have shape"),
+    "another K": (lambda: opsmith.ops.linear(X[:, :7], W), ValueError, "weight must have shape"),
+    "linear of integers": (lambda: opsmith.ops.linear(X.long(), W.long()), TypeError, "floating-point"),
+    "another dtype": (lambda: opsmith.ops.linear(X, W.double()), TypeError, "weight must be float32"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_the_short_way_refuses_what_the_long_one_refuses(name: str) -> None:
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()

@@ -66,9 +66,35 @@ def _gpu() -> Supports:
     return triton.installed()
 
 
+_compiling = torch.compiler.is_dynamo_compiling
+
+
 def small(elements: int) -> bool:
     """True for a call that PyTorch finishes sooner than our dispatch begins; never inside a compiled graph."""
-    return not torch.compiler.is_dynamo_compiling() and elements <= _small.get()
+    return not _compiling() and elements <= _small.get()
+
+
+def at_once(x: Any) -> bool:
+    """True where PyTorch's function may be called before anything is checked: a plain tensor of a few elements.
+
+    The checks of a public function cost as much as such a call. What PyTorch refuses itself need not be looked
+    for: the function calls it, and runs its own checks only after an error, to raise one that says what to do.
+    What PyTorch would take in silence and the function does not (broadcasting, promotion) is tested before.
+    """
+    return not _compiling() and type(x) is torch.Tensor and x.numel() <= _small.get()
+
+
+def direct(x: Any) -> bool:
+    """True where a C++ kernel takes this tensor as it is: no view, no copy, no further check of this one."""
+    return (
+        not _compiling()
+        and type(x) is torch.Tensor
+        and x.is_cpu
+        and x.dtype in NATIVE_DTYPES
+        and x.is_contiguous()
+        and not triton.INTERPRETED
+        and build.load()
+    )
 
 
 @contextmanager

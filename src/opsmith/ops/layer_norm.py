@@ -12,6 +12,7 @@ from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern
 from opsmith.ops.common import (
     alike,
     as_rows,
+    at_once,
     check_float,
     check_like,
     check_out,
@@ -63,6 +64,18 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; Welford 1962; Chan, Golub, LeVeque 1979.
     """
+    if (
+        residual is None
+        and out is None
+        and at_once(x)
+        and (weight is None or (isinstance(weight, torch.Tensor) and weight.dtype is x.dtype))
+        and (bias is None or (isinstance(bias, torch.Tensor) and bias.dtype is x.dtype))
+    ):
+        try:
+            return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        except RuntimeError:  # the checks say why
+            _check(x, weight, bias, residual, out)
+            raise
     _check(x, weight, bias, residual, out)
     if native(x, "layer_norm") is not True or small(x.numel()):
         return _store(reference(x, weight, bias, eps, residual=residual), out)

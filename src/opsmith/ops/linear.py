@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.common import (
+    SMALL,
     as_rows,
+    at_once,
     check_float,
     check_like,
     check_out,
@@ -67,6 +69,13 @@ def linear(
 
     Source: Intel oneDNN's matmul with post-operations, through PyTorch.
     """
+    if activation is None and residual is None and out is None and at_once(x):
+        try:
+            if _one_row(x, weight, bias):
+                return F.linear(x, weight, bias)
+        except (RuntimeError, AttributeError):  # the checks say why
+            _check(x, weight, bias, activation, residual, out)
+            raise
     _check(x, weight, bias, activation, residual, out)
     fn = reference
     # One row in float32 is a matrix times a vector, bound by memory: oneDNN's set-up is dearer than its win.
@@ -119,6 +128,17 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any, out: 
         raise ValueError(f"linear: activation must be None or one of {known}, got {activation!r}")
     if out is not None:
         check_out("linear", out, x, shape)
+
+
+def _one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """True for one row times a matrix, where PyTorch's own choice is best; what it would broadcast is not here."""
+    return (
+        x.dim() > 0
+        and x.numel() == x.shape[-1]
+        and (x.dtype is torch.float32 or (x.is_floating_point() and weight.numel() <= SMALL))
+        and weight.dim() == 2
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
 
 
 def _onednn_dtypes() -> frozenset[torch.dtype]:

@@ -11,9 +11,11 @@ import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.common import (
+    at_once,
     check_float,
     check_mask,
     check_out,
+    direct,
     fresh,
     kernels,
     native,
@@ -59,6 +61,17 @@ def softmax(
 
     Source: Bridle, 1990; Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
+    if mask is None and out is None and not causal and method in METHODS:
+        if at_once(x) and x.dim():
+            try:
+                return torch.softmax(x if scale == 1.0 else x * scale, dim)
+            except (RuntimeError, IndexError):  # the checks say why
+                _check(x, dim, mask, causal, method, out)
+                raise
+        if direct(x) and dim == -1 and x.dim() and not needs_grad(x):
+            y = torch.empty_like(x)
+            SOFTMAX(x, None, scale, False, METHODS[method], y=y)
+            return y
     _check(x, dim, mask, causal, method, out)
     wants_grad = needs_grad(x, mask)
     if (
@@ -176,7 +189,7 @@ def _over_rows(
         None if t is None else t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
         for t in views[:2]
     ]
-    torch.ops.opsmith.softmax.default(rows[0], rows[1], scale, causal, method, y=views[2])
+    SOFTMAX(rows[0], rows[1], scale, causal, method, y=views[2])
 
 
 def _mergeable(t: torch.Tensor, split: int) -> bool:
@@ -287,3 +300,5 @@ CARD = register(
         source="Bridle, 1990; Milakov, Gimelshein, 2018",
     )
 )
+
+SOFTMAX = torch.ops.opsmith.softmax.default

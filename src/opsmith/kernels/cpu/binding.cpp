@@ -55,7 +55,14 @@ void layer_norm_backward_op(Tensor dy, Optional dsummed, Tensor s, Tensor mean, 
 }
 
 void softmax_op(Tensor x, Optional mask, double scale, bool causal, int64_t method, Tensor y) {
-  softmax(view_of(x), view_of(mask), scale, causal, method, view_of(y));
+  if (x.dim() == 3) return softmax(view_of(x), view_of(mask), scale, causal, method, view_of(y));
+  // Rows of any number of dimensions, in which nothing depends on the place of a row.
+  const Rows in("softmax", "x", x), out("softmax", "y", y);
+  STD_TORCH_CHECK(!mask && !causal && out.like(in), "softmax: with a mask or causality, x must be [outer, L, S]");
+  const View a = in.view(), b = out.view();
+  const int64_t sizes[] = {1, a.sizes[0], a.sizes[1]};
+  const int64_t x_strides[] = {0, a.strides[0], 1}, y_strides[] = {0, b.strides[0], 1};
+  softmax({a.data, a.dtype, 3, sizes, x_strides}, View{}, scale, false, method, {b.data, b.dtype, 3, sizes, y_strides});
 }
 
 void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {

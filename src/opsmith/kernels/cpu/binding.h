@@ -46,12 +46,13 @@ class Rows {
     if (last < 0) return;
     sizes_[1] = t.size(last);
     strides_[0] = sizes_[1];
+    // Strides of an empty tensor may be anything.
     STD_TORCH_CHECK(sizes_[1] < 2 || t.stride(last) == 1 || t.numel() == 0, op, ": the last dimension of ", name, " must be contiguous");
     bool first = true;
     for (int64_t d = last - 1; d >= 0; --d) {
       const int64_t size = t.size(d);
       if (size != 1) {
-        STD_TORCH_CHECK(first || size == 0 || sizes_[0] == 0 || t.stride(d) == strides_[0] * sizes_[0], op, ": ", name,
+        STD_TORCH_CHECK(first || t.numel() == 0 || t.stride(d) == strides_[0] * sizes_[0], op, ": ", name,
                         " must be viewable as rows");
         if (first) strides_[0] = t.stride(d);
         first = false;

@@ -10,7 +10,7 @@ namespace opsmith {
 
 // Row by row, or in equal pieces where all tensors are contiguous and rows do not matter.
 struct Walk {
-  static constexpr int64_t task = 8192, piece = 1024;  // elements
+  static constexpr int64_t task = 16384, piece = 1024;  // elements
   int64_t count, width, total;
   bool flat;
 

@@ -33,6 +33,7 @@ POINTERS = {
     torch.float64: "*fp64",
     torch.bool: "*i1",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }

@@ -441,7 +441,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     ) -> tuple[torch.Tensor, ...]:
         return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, dv or d)
 
-    sizes = ((1, 1, 1, 1, 1), (2, 2, 1, 77, 64), (2, 2, 17, 17, 32), (2, 1, 130, 67, 40), (3, 2, 9, 20, 32))
+    sizes = ((1, 1, 1, 1, 1), (2, 2, 1, 77, 64), (2, 2, 17, 17, 32), (2, 2, 130, 67, 40), (3, 2, 9, 20, 32))
     for b, h, l, s, d in sizes:
         yield Sample(f"{b}x{h}x{l}x{s}x{d}", qkv(b, h, h, l, s, d))
         yield Sample(f"{b}x{h}x{l}x{s}x{d} causal", qkv(b, h, h, l, s, d), {"causal": True})

@@ -121,14 +121,7 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
     """New contiguous memory for a result like x."""
     # empty_like takes a third of the time of empty with a shape.
     y = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if (
-        not torch.compiler.is_dynamo_compiling()
-        and y.nbytes >= _HUGE
-        and type(y) is torch.Tensor
-        and y.is_cpu
-    ):
-        _ask_for_huge_pages(y)
-    return y
+    return y if torch.compiler.is_dynamo_compiling() else in_huge_pages(y)
 
 
 _HUGE = 4 << 20  # bytes from which memory comes from the system, page by page
@@ -136,14 +129,13 @@ _PAGE = 4096
 _MADV_HUGEPAGE = 14
 
 
-def _ask_for_huge_pages(t: torch.Tensor) -> None:
+def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     """Let Linux back new memory with pages of 2 MB: most of a large result's time goes to its first touch."""
-    madvise = _madvise()
-    if madvise is not None:
+    if t.nbytes >= _HUGE and type(t) is torch.Tensor and t.is_cpu and (madvise := _madvise()) is not None:
         start = -(-t.data_ptr() // _PAGE) * _PAGE
-        madvise(
-            start, (t.data_ptr() + t.nbytes - start) // _PAGE * _PAGE, _MADV_HUGEPAGE
-        )  # a wish: may be refused
+        size = (t.data_ptr() + t.nbytes - start) // _PAGE * _PAGE
+        madvise(start, size, _MADV_HUGEPAGE)  # a wish: may be refused
+    return t
 
 
 @functools.cache

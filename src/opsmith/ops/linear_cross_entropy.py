@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import mmap
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +14,7 @@ from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
+    fresh,
     kernels,
     native,
     nbytes,
@@ -219,7 +216,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, target, bias, stats = ctx.saved_tensors
         need_h, need_w, _, need_b, *_ = ctx.needs_input_grad
         dh = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if need_h else None
-        dw = _huge(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)) if need_w else None
+        dw = fresh(weight) if need_w else None
         db = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if need_b else None
         torch.ops.opsmith.linear_cross_entropy_backward.default(
             dloss.reshape(-1),
@@ -234,24 +231,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dbias=db,
         )
         return dh, dw, None, db, None, None
-
-
-_HUGE_BYTES = 16 << 20
-_MADV_HUGEPAGE = 14
-
-
-@functools.cache
-def _madvise() -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-
-
-def _huge(t: torch.Tensor) -> torch.Tensor:
-    """Ask for huge pages behind a large tensor that nobody has written to: the first write then costs a quarter."""
-    madvise = _madvise()
-    if t.nbytes >= _HUGE_BYTES and type(t) is torch.Tensor and t.is_cpu and madvise is not None:
-        begin = -(-t.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(t.data_ptr() + t.nbytes - begin), _MADV_HUGEPAGE)
-    return t
 
 
 # --- the operators, in terms of chunks -----------------------------------------------------------------------------

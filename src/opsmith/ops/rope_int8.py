@@ -48,7 +48,7 @@ def rope_int8(
 
     Returns:
         y_q and y_scale, like x_q and x_scale. A row of zeros has scale 0; one that is not finite, a scale that
-        is not.
+        is not. Scales other than 0 should be above 1e-30, so that float32 holds the inverse.
 
     Raises:
         PositionError: a position has no row; nothing is read out of range.
@@ -135,6 +135,17 @@ def _native(
     return y_q if target is y_q else y_q.copy_(target), y_scale
 
 
+_LEAST_SCALE = 1e-30
+
+
+def _promised(x_q: torch.Tensor, x_scale: torch.Tensor, *table: torch.Tensor, **options: Any) -> bool:
+    """Finite calls, their scales 0 or far enough from it for a float32 to hold the inverse of the result's."""
+    size = x_scale.abs()
+    return all(bool(t.isfinite().all()) for t in (x_scale, *table)) and bool(
+        ((size == 0) | (size > _LEAST_SCALE)).all()
+    )
+
+
 def _cost(
     x_q: torch.Tensor, x_scale: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any
 ) -> Cost:
@@ -199,6 +210,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         tolerance=_Rounded(),
+        domain=_promised,
         implementations=[
             Implementation("native", _native, "cpu", _supports, takes_out=True),
             Implementation("eager", reference),

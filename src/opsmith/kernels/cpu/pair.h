@@ -86,6 +86,10 @@ inline void put(T* p, Pair v, Both, bool streaming) {
   put(p, v.a, Full{}, streaming);
   put(p + W, v.b, Full{}, streaming);
 }
+template <class T>
+inline bool can_stream_both(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % 64 == 0;
+}
 inline void store(float* p, Pair v, Both) {
   store(p, v.a, Full{});
   store(p + W, v.b, Full{});
@@ -103,6 +107,14 @@ inline void put(bfloat16* p, Pair v, Both, bool streaming) { store_packed(p, pac
 template <>
 inline Pair round_to<bfloat16>(Pair v) {
   return unpack(pack(v));
+}
+#endif
+
+#if defined(OPSMITH_AVX512)
+inline void put(float16* p, Pair v, Both, bool streaming) {  // two half lines as one
+  const __m512i low = _mm512_castsi256_si512(_mm512_cvtps_ph(v.a, nearest));
+  const __m512i line = _mm512_inserti64x4(low, _mm512_cvtps_ph(v.b, nearest), 1);
+  streaming ? _mm512_stream_si512((__m512i*)p, line) : _mm512_storeu_si512(p, line);
 }
 #endif
 

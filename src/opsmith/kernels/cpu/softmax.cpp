@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "kernels.h"
-#include "pairs.h"
+#include "pair.h"
 
 namespace opsmith {
 namespace {
@@ -91,18 +91,16 @@ inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const U
       for (size_t line = 0; line < step * sizeof(T); line += 64) prefetch_once((const char*)(z.x + i) + line + ahead);
       if constexpr (writing) {
         for (int64_t j = i; j < i + step; j += 2 * W) {
-          const Pair before{load(terms + j), load(terms + j + W)};
-          put_pair(done.y + j, {before.a * done.inverse, before.b * done.inverse}, done.streaming);
+          const Pair before = load(terms + j, Both{});
+          put(done.y + j, before * done.inverse, Both{}, done.streaming);
         }
       }
       for (int u = 0; u < 2; ++u) {
         const int64_t j = i + u * 2 * W;
-        const Pair scores = load_pair(z.x + j);
+        const Pair scores = load(z.x + j, Both{});
         const Pair e{power(scores.a * factor), power(scores.b * factor)};
-        sums[u].a += e.a;
-        sums[u].b += e.b;
-        store(terms + j, e.a);
-        store(terms + j + W, e.b);
+        sums[u] = sums[u] + e;
+        store(terms + j, e, Both{});
       }
     }
     for_lanes(end - i, [&](int64_t at, auto k) {
@@ -158,7 +156,7 @@ template <class T, bool biased>
 inline void write_fast(const Unwritten<T> done, int64_t n, const float* const terms) {
   const int64_t paired = biased ? 0 : n / (4 * W) * (4 * W);  // as scan_fast has left them
   for (int64_t i = 0; i < paired; i += 2 * W) {
-    put_pair(done.y + i, {load(terms + i) * done.inverse, load(terms + i + W) * done.inverse}, done.streaming);
+    put(done.y + i, load(terms + i, Both{}) * done.inverse, Both{}, done.streaming);
   }
   for_lanes(n - paired, [&](int64_t at, auto k) {
     store(done.y + paired + at, load(terms + paired + at) * done.inverse, k);
@@ -220,7 +218,7 @@ void forward(const View& x, const View& mask, float scale, bool causal, int64_t 
       }
       T* const out = y.as<T>() + o * y.strides[0] + l * y.strides[1];
       const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], biased ? bias : nullptr, mask.dtype == DType::boolean, scale};
-      const bool streaming = past_cache && can_stream_pairs(out);
+      const bool streaming = past_cache && can_stream_both(out);
       float sum = 0;
       bool done = false;
       if (try_fast) {
@@ -281,12 +279,10 @@ inline double dot_and_write(const Gradient<T> next, int64_t n, const Gradient<T>
       for (int u = 0; u < 2; ++u) {
         const int64_t j = i + u * 2 * W;
         if constexpr (writing) {
-          const Pair g = load_pair(done.dy + j), p = load_pair(done.y + j);
-          put_pair(done.dx + j, {done(g.a, p.a), done(g.b, p.b)}, done.streaming);
+          const Pair g = load(done.dy + j, Both{}), p = load(done.y + j, Both{});
+          put(done.dx + j, {done(g.a, p.a), done(g.b, p.b)}, Both{}, done.streaming);
         }
-        const Pair g = load_pair(next.dy + j), p = load_pair(next.y + j);
-        sums[u].a = fma(g.a, p.a, sums[u].a);
-        sums[u].b = fma(g.b, p.b, sums[u].b);
+        sums[u] = fma(load(next.dy + j, Both{}), load(next.y + j, Both{}), sums[u]);
       }
     }
     for_lanes(end - i, [&](int64_t at, auto k) {
@@ -310,7 +306,7 @@ void backward(const View& dy, const View& y, float scale, const View& dx) {
       Gradient<T> row{dy.as<T>() + o * dy.strides[0] + l * dy.strides[1],
                       y.as<T>() + o * y.strides[0] + l * y.strides[1],
                       dx.as<T>() + o * dx.strides[0] + l * dx.strides[1]};
-      row.streaming = past_cache && can_stream_pairs(row.dx);
+      row.streaming = past_cache && can_stream_both(row.dx);
       const double sum = last.dx ? dot_and_write<T, true>(row, S, last) : dot_and_write<T, false>(row, S, last);
       row.scale = scale;
       row.high = float(sum);

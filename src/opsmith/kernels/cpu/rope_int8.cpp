@@ -24,9 +24,10 @@ inline void store_rounded(int8_t* p, Vec v, Part k) {
   std::memcpy(p, buffer, size_t(k.count));
 }
 
-// Rotates a row into `turned` and writes it quantized; the factor from its integers to those of x is returned.
+// Rotates a row into `turned` and writes it quantized, times the sign of its scale (0 where that is 0); the factor from
+// its integers to those of x is returned.
 template <bool interleaved, bool shared, class C>
-inline float rotate_quantized(const int8_t* x, int8_t* y, const TableRow<C>& t, int64_t half, int64_t dims,
+inline float rotate_quantized(const int8_t* x, int8_t* y, const TableRow<C>& t, int64_t half, int64_t dims, float sign,
                               float* turned) {
   rotate_row<interleaved, false, shared, 1>(x, 0, turned, 0, t, half, false, 0);
   for_lanes(dims - 2 * half, [=](int64_t i, auto k) { store(turned + 2 * half + i, load(x + 2 * half + i, k), k); });
@@ -38,7 +39,7 @@ inline float rotate_quantized(const int8_t* x, int8_t* y, const TableRow<C>& t, 
     odd |= IVec(!(abs(v) <= 3.4e38f));  // a table may hold anything
   });
   const float largest = any(odd) ? NAN : reduce_max(most);
-  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  const float inverse = largest > 0 ? 127.0f / largest * sign : 0.0f;
   for_lanes(dims, [=](int64_t i, auto k) {
     const Vec v = load(turned + i, k) * inverse;
     store_rounded(y + i, select(abs(v) <= 127.5f, v, Vec{}), k);
@@ -65,10 +66,11 @@ void rotate_all(const View& xv, const View& scale, const Table<C>& table, const 
         for (int64_t l = begin; l < end; ++l) {
           const int8_t* from = static_cast<const int8_t*>(x.data) + x.at(b, h, l);
           int8_t* to = static_cast<int8_t*>(y.data) + y.at(b, h, l);
+          const float given = static_cast<const float*>(xs.data)[xs.at(b, h, l)], sign = (given > 0) - (given < 0);
           const float factor =
-              shared ? rotate_quantized<interleaved, true>(from, to, table.row(b, l), half, x.dims, turned)
-                     : rotate_quantized<interleaved, false>(from, to, table.row(b, l), half, x.dims, turned);
-          static_cast<float*>(ys.data)[ys.at(b, h, l)] = factor * static_cast<const float*>(xs.data)[xs.at(b, h, l)];
+              shared ? rotate_quantized<interleaved, true>(from, to, table.row(b, l), half, x.dims, sign, turned)
+                     : rotate_quantized<interleaved, false>(from, to, table.row(b, l), half, x.dims, sign, turned);
+          static_cast<float*>(ys.data)[ys.at(b, h, l)] = factor * std::fabs(given);
         }
       }
     }

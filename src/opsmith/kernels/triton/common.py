@@ -12,6 +12,7 @@ from opsmith.kernels.triton import INTERPRETED
 
 # The interpreter keeps bfloat16 as raw bits and would multiply those: there, matrices are widened first.
 _WIDEN = tl.constexpr(INTERPRETED)
+_TRUNCATES = tl.constexpr(INTERPRETED)  # to bfloat16, where a GPU rounds
 
 
 def inner(fn: Any) -> Any:
@@ -27,6 +28,15 @@ def dot(a, b, acc=None):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@inner
+def rounded(value, like):
+    """A float32 value in the dtype that pointer `like` points to, rounded to nearest under the interpreter too."""
+    if _TRUNCATES and like.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return value.to(like.dtype.element_ty)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -43,9 +43,8 @@ template <class T>
 struct Silu {
   static Vec value(Vec x) { return x * reciprocal_for<T>(1.0f + exp_for<T>(-x)); }
   static Both both(Vec x) {
-    const Vec c = max(-80.0f, x);  // the slope has vanished there, and e stays finite
-    const Vec e = exp_for<T>(-c), s = reciprocal_for<T>(1.0f + e);
-    return {x * s, fma(x * s, e * s, s)};
+    const Vec e = exp_for<T>(-x), s = reciprocal_for<T>(1.0f + e);
+    return {x * s, fma(x * s, min(3e38f, e) * s, s)};  // where e is infinite s is 0, and their product must be too
   }
 };
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,22 @@ def test_gradients_only_where_they_are_asked_for() -> None:
     rms_norm(x, w).sum().backward()
     assert w.grad is None
     assert x.grad is not None
+
+
+def test_the_weights_gradient_stays_exact_over_many_rows() -> None:
+    x, dy, w = torch.randn(8192, 96), torch.randn(8192, 96), torch.ones(96, requires_grad=True)
+
+    def gradient(fn: Callable[..., torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        weight = w.to(dtype)
+        return torch.autograd.grad(fn(x.to(dtype), weight), w if dtype == w.dtype else weight, dy.to(dtype))[
+            0
+        ]
+
+    exact = gradient(reference, torch.float64)
+    eager, ours = (
+        (gradient(fn, torch.float32) - exact).square().mean().sqrt() for fn in (reference, rms_norm)
+    )
+    assert ours <= 2 * eager
 
 
 def test_cost_counts_each_tensor_once() -> None:

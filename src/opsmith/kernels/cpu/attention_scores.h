@@ -13,7 +13,6 @@
 namespace opsmith {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLog2E = 1.44269504088896341f;
 
 // 2^x. `precise` is within 2e-9 before rounding; otherwise 4e-6, far below what 16-bit weights are rounded to.
 template <bool precise>
@@ -104,7 +103,7 @@ struct Problem {
 
   void settle() {
     plain = !(mask.defined() && mask.dtype != DType::boolean) && !(options.softcap > 0) && options.scale > 0;
-    exponent = plain ? options.scale * kLog2E : kLog2E;
+    exponent = plain ? options.scale * log2_e : log2_e;
   }
 
   int64_t rows() const { return group * queries; }

@@ -10,15 +10,6 @@ namespace {
 
 constexpr int64_t task = 8192;
 
-template <class F>
-inline void with_id_type(DType dtype, F&& f) {
-  if (dtype == DType::i32) {
-    f(static_cast<int32_t*>(nullptr));
-  } else {
-    f(static_cast<int64_t*>(nullptr));
-  }
-}
-
 std::vector<int64_t> targets_of(const View& target) {
   std::vector<int64_t> all(size_t(target.sizes[0]));
   with_id_type(target.dtype, [&](auto* t) {

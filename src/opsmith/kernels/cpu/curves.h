@@ -8,17 +8,9 @@
 
 namespace opsmith {
 
-struct Both {
+struct ValueAndSlope {
   Vec value, slope;
 };
-
-constexpr float log2_e = 1.44269504088896341f;
-
-// 2^x for results of type T: 8e-5 of itself for bfloat16, 3e-6 for float16.
-template <class T>
-inline Vec exp2_for(Vec x) {
-  return exp2_coarse<std::is_same_v<T, bfloat16> ? 3 : 4>(x);
-}
 
 // e^x, 1 / x: exact to a unit or so for float32, to 1e-4 of themselves or better for what is rounded to 16 bits.
 template <class T>
@@ -42,7 +34,7 @@ inline Vec reciprocal_for(Vec x) {
 template <class T>
 struct Silu {
   static Vec value(Vec x) { return x * reciprocal_for<T>(1.0f + exp_for<T>(-x)); }
-  static Both both(Vec x) {
+  static ValueAndSlope both(Vec x) {
     const Vec e = exp_for<T>(-x), s = reciprocal_for<T>(1.0f + e);
     return {x * s, fma(x * s, min(3e38f, e) * s, s)};  // where e is infinite s is 0, and their product must be too
   }
@@ -52,7 +44,7 @@ struct Silu {
 template <class T>
 struct Gelu {
   static Vec value(Vec x) { return x * phi(x, gauss(x)); }
-  static Both both(Vec x) {
+  static ValueAndSlope both(Vec x) {
     constexpr float root_half_over_pi = 0.39894228040143268f;
     const Vec g = gauss(x), p = phi(x, g);
     return {x * p, fma(x * root_half_over_pi, g, p)};
@@ -87,7 +79,7 @@ struct Gelu {
 template <>
 struct Gelu<bfloat16> {
   static Vec value(Vec x) { return from(x, tail(reach(x))); }
-  static Both both(Vec x) {
+  static ValueAndSlope both(Vec x) {
     const Vec a = reach(x), e = tail(a);
     Vec u = fma(a, 2.92284913e-5f, -0.00102041929f);
     u = fma(u, a, 0.013597385f);
@@ -118,7 +110,7 @@ struct Gelu<bfloat16> {
 template <class T>
 struct GeluTanh {
   static Vec value(Vec x) { return x * reciprocal_for<T>(1.0f + odds(x)); }
-  static Both both(Vec x) {
+  static ValueAndSlope both(Vec x) {
     const Vec c = max(-10.0f, min(10.0f, x));  // the ends are reached, and e stays finite
     const Vec e = odds(c), s = reciprocal_for<T>(1.0f + e);
     const Vec rate = fma(c * c, 6 * root_2_over_pi * cubic, 2 * root_2_over_pi);

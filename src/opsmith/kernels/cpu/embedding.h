@@ -1,21 +1,9 @@
 // Embedding: what the float and the quantized table share. Ids must be checked before anything is gathered.
 #pragma once
 
-#include <type_traits>
-
 #include "types.h"
 
 namespace opsmith {
-
-// Calls f with a null pointer of the ids' type, so that a lambda can name it: `[&](auto* t)`.
-template <class F>
-inline void with_id_type(DType dtype, F&& f) {
-  if (dtype == DType::i32) {
-    f(static_cast<int32_t*>(nullptr));
-  } else {
-    f(static_cast<int64_t*>(nullptr));
-  }
-}
 
 // ids [T]; table [V, n]; y [T, n].
 int64_t first_bad_id(View ids, int64_t rows);  // the position of an id outside [0, rows), or -1

@@ -14,11 +14,9 @@
 
 namespace opsmith {
 
-constexpr float kLog2E = 1.44269504088896341f;
-
 // e^x within 2 units in the last place or so, exactly 1 at 0; 0 far below, infinity far above, NaN at NaN.
 inline Vec exp_of(Vec x) {
-  const Vec t = x * kLog2E;
+  const Vec t = x * log2_e;
 #if defined(OPSMITH_AVX512)
   const Vec n = t;  // scalef takes the floor itself, and both know what to do with infinities
   const Vec r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);

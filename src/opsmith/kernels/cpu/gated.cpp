@@ -44,7 +44,7 @@ void backward(const View& dy, const View& gate, const View& up, const View& dgat
         prefetch_ahead(g + i);
         prefetch_ahead(u + i);
         const Vec seen = load(d + i, k);
-        const Both f = F::both(load(g + i, k));
+        const ValueAndSlope f = F::both(load(g + i, k));
         put(dg + i, seen * load(u + i, k) * f.slope, k, streaming);
         put(du + i, seen * f.value, k, streaming);
       });

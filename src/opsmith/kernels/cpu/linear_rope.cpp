@@ -88,13 +88,7 @@ void linear_rope(View x, View packed, View bias, View cos, View sin, View positi
     packed_product<T>(x, packed, group,
                       Projection<T, C>{bias.as<T>(), Heads(q), Heads(k), Heads(v), table, rotation});
   };
-  with_float_type(x.dtype, [&](auto* t) {
-    if (cos.dtype == DType::f32) {
-      run(t, static_cast<float*>(nullptr));
-    } else {
-      run(t, t);
-    }
-  });
+  with_table_type(x.dtype, cos.dtype, run);
 }
 
 }  // namespace opsmith

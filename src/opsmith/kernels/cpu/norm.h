@@ -63,7 +63,7 @@ inline Vec add_up(const Vec* v) {
 // Rows begin on lines of the cache, so that pairs may be stored past it.
 template <class T>
 inline bool can_stream_rows(const View& v) {
-  return reinterpret_cast<uintptr_t>(v.data) % 64 == 0 && v.strides[0] * int64_t(sizeof(T)) % 64 == 0;
+  return can_stream_both(v.as<T>()) && v.strides[0] * int64_t(sizeof(T)) % 64 == 0;
 }
 
 // How far ahead of a row of `v` to fetch, in elements: whole rows, unless these stand one behind the other.

@@ -119,13 +119,7 @@ void rope(View x, View more, View cos, View sin, View positions, Rotation rotati
     if (rotation.inverse) return rotate_all<false, true, T>(x, more, table, y, more_y);
     return rotate_all<false, false, T>(x, more, table, y, more_y);
   };
-  with_float_type(x.dtype, [&](auto* t) {
-    if (cos.dtype == DType::f32) {
-      run(t, static_cast<float*>(nullptr));
-    } else {
-      run(t, t);
-    }
-  });
+  with_table_type(x.dtype, cos.dtype, run);
 }
 
 }  // namespace opsmith

@@ -16,6 +16,18 @@ struct TableRow {
   const C *cos1, *sin1, *cos2, *sin2;
 };
 
+// Calls f with null pointers of the types of x and of the table: x's own, or float32.
+template <class F>
+inline void with_table_type(DType x, DType table, F&& f) {
+  with_float_type(x, [&](auto* t) {
+    if (table == DType::f32) {
+      f(t, static_cast<float*>(nullptr));
+    } else {
+      f(t, t);
+    }
+  });
+}
+
 // [B, H, L, D] of either layout.
 struct Heads {
   void* data;

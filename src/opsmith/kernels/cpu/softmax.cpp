@@ -30,19 +30,13 @@ inline float exp1(float x) { return exp(splat(x))[0]; }
 // Every term is 0 only where every score is -inf: nothing to attend to gives zeros, or NaN where nobody masked.
 inline float inverse_of(float sum, bool masked) { return sum == 0 && masked ? 0.0f : 1.0f / sum; }
 
-// 2^x, as precise as T can show.
-template <class T>
-inline Vec exp2_for(Vec x) {
-  return exp2_coarse<std::is_same_v<T, bfloat16> ? 3 : 4>(x);
-}
-
 // e^(z - top), as precise as T can show.
 template <class T>
 inline Vec exp_above(Vec z, float top) {
   if constexpr (std::is_same_v<T, float>) {
     return exp(z - top);
   } else {
-    return exp2_for<T>((z - top) * 1.44269504088896341f);
+    return exp2_for<T>((z - top) * log2_e);
   }
 }
 
@@ -77,7 +71,7 @@ struct Unwritten {
 template <class T, bool writing, bool biased>
 inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const Unwritten<T> done) {
   constexpr bool exact = std::is_same_v<T, float>;
-  constexpr float unit = exact ? 1.0f : 1.44269504088896341f;  // rounded results are good enough in powers of two
+  constexpr float unit = exact ? 1.0f : log2_e;  // rounded results are good enough in powers of two
   const float factor = z.scale * unit;
   auto power = [](Vec v) { return exact ? exp(v) : exp2_for<T>(v); };
   Vec total{};

@@ -22,6 +22,16 @@ struct View {
   T* as() const { return static_cast<T*>(data); }
 };
 
+// Calls f with a null pointer of the ids' type, so that a lambda can name it: `[&](auto* t)`.
+template <class F>
+inline void with_id_type(DType dtype, F&& f) {
+  if (dtype == DType::i32) {
+    f(static_cast<int32_t*>(nullptr));
+  } else {
+    f(static_cast<int64_t*>(nullptr));
+  }
+}
+
 // The 16-bit floating-point types, as bits, with their scalar conversions.
 struct bfloat16 {
   uint16_t bits;

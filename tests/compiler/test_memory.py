@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,26 +14,15 @@ from torch import nn
 import opsmith
 from opsmith.compiler import Config
 from tests.compiler.models import (
-    UNTIMED,
     WIDTH,
     Encoder,
     Feed,
     Truth,
     ids,
     numbers,
+    optimized,
     seeded,
 )
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-def _optimized(model: Any, *example: Any, **options: Any) -> Any:
-    return opsmith.optimize(model, example or None, config=UNTIMED, **options)
-
 
 # --- weights that change -----------------------------------------------------------------------------------
 
@@ -76,7 +65,7 @@ def x() -> torch.Tensor:
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
 def test_changed_weights_are_seen(change: Callable[[Feed], None], x: torch.Tensor) -> None:
     model = seeded(Feed)
-    _optimized(model, x)
+    optimized(model, x)
     with torch.no_grad():
         before = model(x)
     for _ in range(2):
@@ -89,7 +78,7 @@ def test_changed_weights_are_seen(change: Callable[[Feed], None], x: torch.Tenso
 def test_swapping_weights_back_and_forth_is_seen(x: torch.Tensor) -> None:
     """Storage that was given back may come again at the same address with other numbers."""
     model = seeded(Feed)
-    _optimized(model, x)
+    optimized(model, x)
     for i in range(6):
         model.up.weight.data = numbers(48, WIDTH, seed=i)
         with torch.no_grad():
@@ -99,7 +88,7 @@ def test_swapping_weights_back_and_forth_is_seen(x: torch.Tensor) -> None:
 def test_weights_changed_in_every_step_stay_right() -> None:
     model = seeded(Feed)
     x = numbers(3, 4, WIDTH)
-    _optimized(model, x)
+    optimized(model, x)
     for step in range(3):
         with torch.no_grad():
             for p in model.parameters():
@@ -127,7 +116,7 @@ def test_results_are_not_overwritten_by_the_next_call() -> None:
     model = seeded(_Views)
     eager = copy.deepcopy(model)
     x, other = numbers(3, 4, WIDTH), numbers(3, 4, WIDTH, seed=9)
-    _optimized(model, x)
+    optimized(model, x)
     with torch.no_grad():
         first = model(x)
         kept = [t.clone() for t in first]
@@ -148,7 +137,7 @@ def test_results_are_not_overwritten_by_the_next_call() -> None:
 def test_threads_do_not_share_buffers() -> None:
     model = seeded(Encoder)
     inputs = [ids(3, 9, seed=s) for s in range(4)]
-    _optimized(model, inputs[0])
+    optimized(model, inputs[0])
     with torch.no_grad():
         want = [model(x).clone() for x in inputs]
     wrong: list[int] = []
@@ -223,7 +212,7 @@ def test_inputs_are_not_changed_and_changes_in_place_are() -> None:
     x = numbers(3, 4, WIDTH)
     before = x.clone()
     outs = torch.zeros(2, 3, 4, WIDTH)
-    _optimized(model, x, outs[0])
+    optimized(model, x, outs[0])
     for _ in range(2):
         outs.zero_()
         with torch.no_grad():
@@ -251,7 +240,7 @@ def test_changes_in_place_within_the_graph_are_respected() -> None:
     model = seeded(_Rewritten)
     x = numbers(3, 4, WIDTH)
     want = model(x)
-    _optimized(model, x)
+    optimized(model, x)
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(model(x), want)
@@ -262,7 +251,7 @@ def test_inference_mode_and_no_grad_mix() -> None:
     truth = Truth(model)
     x = numbers(3, 4, WIDTH)
     with torch.inference_mode():
-        _optimized(model, x)
+        optimized(model, x)
         truth.check(model(x), x)
     with torch.no_grad():
         truth.check(model(x), x)
@@ -277,5 +266,5 @@ def test_a_model_made_in_inference_mode() -> None:
         model = seeded(Feed)
         x = numbers(3, 4, WIDTH)
         want = model(x)
-        _optimized(model, x)
+        optimized(model, x)
         torch.testing.assert_close(model(x), want)

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +29,11 @@ from tests.compiler.models import (
     ids,
     llama,
     numbers,
+    optimized,
     padding,
     seeded,
     t5,
 )
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-def _optimized(model: Any, *example: Any, **options: Any) -> Any:
-    return opsmith.optimize(model, example or None, config=UNTIMED, **options)
-
 
 # --- the same model ----------------------------------------------------------------------------------------
 
@@ -51,7 +41,7 @@ def _optimized(model: Any, *example: Any, **options: Any) -> Any:
 def test_a_written_out_encoder_is_recognized_and_right_at_every_size() -> None:
     model = seeded(Encoder)
     truth = Truth(model)
-    _optimized(model, ids(3, 9), padding(3, 9))
+    optimized(model, ids(3, 9), padding(3, 9))
     assert model.opsmith.report.found == {
         "attention": 2,
         "layer_norm": 5,
@@ -69,7 +59,7 @@ def test_a_written_out_encoder_is_recognized_and_right_at_every_size() -> None:
 def test_sizes_of_zero_and_one_cost_a_graph_each_at_most() -> None:
     model = seeded(lambda: Encoder(layers=1))
     truth = Truth(model)
-    _optimized(model, ids(3, 9))
+    optimized(model, ids(3, 9))
     for batch, length in [(1, 9), (1, 5), (3, 1), (1, 1), (5, 7)]:
         with torch.no_grad():
             truth.check(model(ids(batch, length)), ids(batch, length))
@@ -123,7 +113,7 @@ def test_generate_gives_the_tokens_of_eager(make: Callable[[], Any]) -> None:
     model = seeded(make)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     want = model.generate(ids(2, 7), **options)
-    _optimized(model, ids(2, 7))
+    optimized(model, ids(2, 7))
     got = model.generate(ids(2, 7), **options)
     assert got.tolist() == want.tolist()
     assert len(model.opsmith.graphs) <= 4  # the prompt and the steps, however many steps there are
@@ -132,7 +122,7 @@ def test_generate_gives_the_tokens_of_eager(make: Callable[[], Any]) -> None:
 def test_state_and_files_are_those_of_the_model(tmp_path: Path) -> None:
     model = seeded(bert)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    _optimized(model, ids(2, 8))
+    optimized(model, ids(2, 8))
     state = model.state_dict()
     assert state.keys() == before.keys()
     assert all(torch.equal(state[name], t) for name, t in before.items())
@@ -156,7 +146,7 @@ def test_restore_gives_the_model_back_exactly() -> None:
     x = numbers(4, 6, WIDTH)
     with torch.no_grad():
         want = model(x)
-    _optimized(model, x.bfloat16(), dtype="bfloat16")
+    optimized(model, x.bfloat16(), dtype="bfloat16")
     assert model.up.weight.dtype == torch.bfloat16
     with torch.no_grad():
         assert model(x.bfloat16()).dtype == torch.bfloat16
@@ -175,7 +165,7 @@ def test_bfloat16_is_as_accurate_as_eager_bfloat16() -> None:
     model = seeded(Encoder)
     truth = Truth(model)
     truth.eager.bfloat16()
-    _optimized(model, ids(3, 9), dtype=torch.bfloat16)
+    optimized(model, ids(3, 9), dtype=torch.bfloat16)
     with torch.no_grad():
         truth.check(model(ids(2, 12)), ids(2, 12))
 
@@ -184,9 +174,9 @@ def test_optimizing_twice_starts_from_the_original() -> None:
     model = seeded(Feed)
     truth = Truth(model)
     x = numbers(4, 6, WIDTH)
-    _optimized(model, x.bfloat16(), dtype="bfloat16")
+    optimized(model, x.bfloat16(), dtype="bfloat16")
     first = model.opsmith
-    _optimized(model, x)
+    optimized(model, x)
     assert model.opsmith is not first
     assert model.up.weight.dtype == torch.float32
     with torch.no_grad():
@@ -196,7 +186,7 @@ def test_optimizing_twice_starts_from_the_original() -> None:
 def test_a_copy_and_a_pickled_model_run_on_their_own_weights() -> None:
     model = seeded(Feed)
     x = numbers(4, 6, WIDTH)
-    _optimized(model, x)
+    optimized(model, x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             other.norm.bias.fill_(7.0)
@@ -204,14 +194,14 @@ def test_a_copy_and_a_pickled_model_run_on_their_own_weights() -> None:
             assert torch.equal(other(x), torch.full_like(x, 7.0))
             assert not torch.equal(model(x), other(x))
         assert not isinstance(getattr(other, "opsmith", None), type(model.opsmith))
-        _optimized(other, x)
+        optimized(other, x)
         with torch.no_grad():
             assert torch.equal(other(x), torch.full_like(x, 7.0))
 
 
 def test_a_restored_model_is_not_kept_alive() -> None:
     model = seeded(Feed)
-    _optimized(model, numbers(4, 6, WIDTH))
+    optimized(model, numbers(4, 6, WIDTH))
     alive = weakref.ref(model.up.weight)
     opsmith.restore(model)
     del model
@@ -242,7 +232,7 @@ def test_graph_breaks_are_bridged() -> None:
     model = seeded(_Broken)
     truth = Truth(model)
     x = numbers(3, 4, WIDTH)
-    _optimized(model, x)
+    optimized(model, x)
     assert len(model.opsmith.graphs) >= 2
     assert sum(s.operator == "layer_norm" for s in model.opsmith.report.sites) == 2
     with torch.no_grad():
@@ -289,7 +279,7 @@ def test_unknown_operators_run_as_before(unknown: Callable[[torch.Tensor], torch
     x = numbers(3, 4, WIDTH)
     with torch.no_grad():
         want = model(x)
-    _optimized(model, x)
+    optimized(model, x)
     with torch.no_grad():
         torch.testing.assert_close(model(x), want)
     assert model.opsmith.report.found["layer_norm"] == 2
@@ -344,7 +334,7 @@ def test_shared_weights_stay_shared() -> None:
     memory = model.table.weight.data_ptr()
     truth = Truth(model)
     truth.eager.bfloat16()
-    _optimized(model, ids(3, 5), dtype="bfloat16")
+    optimized(model, ids(3, 5), dtype="bfloat16")
     assert model.head.weight is model.table.weight
     with torch.no_grad():
         truth.check(model(ids(2, 7)), ids(2, 7))
@@ -356,7 +346,7 @@ def test_shared_weights_stay_shared() -> None:
 def test_strided_inputs() -> None:
     model = seeded(Feed)
     truth = Truth(model)
-    _optimized(model, numbers(3, 4, WIDTH))
+    optimized(model, numbers(3, 4, WIDTH))
     wide = numbers(6, 8, 2 * WIDTH)
     for x in (
         wide[::2, ::3, :WIDTH],
@@ -385,7 +375,7 @@ def test_hooks_still_run() -> None:
     seen: list[int] = []
     model.register_forward_hook(lambda *_: seen.append(1))
     x = numbers(3, 4, WIDTH)
-    _optimized(model, x)
+    optimized(model, x)
     seen.clear()
     with torch.no_grad():
         model(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ import opsmith
 from opsmith.compiler import Config, Plan
 from opsmith.compiler.select import Selector
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from torch import nn
 
 import opsmith
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, gpt2, ids, numbers, padding, seeded
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def _programs(model: Any) -> list[Any]:

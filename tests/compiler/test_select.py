@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ from opsmith.compiler.select import Packer, Selector, signature
 from opsmith.compiler.tuning import TuningCache
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import WIDTH, Feed, Truth, numbers, seeded
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def _call(rows: int = 6) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,12 +25,6 @@ from tests.compiler.models import (
     seeded,
     widened,
 )
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def _gradients(model: Any, run: Callable[..., torch.Tensor], *inputs: Any) -> dict[str, torch.Tensor]:

@@ -44,6 +44,7 @@ import opsmith.ops  # noqa: F401, E402  registers the cards
 from opsmith.measure.pool import tensors_of  # noqa: E402
 from opsmith.operator import Make, Operator, Sample, registry  # noqa: E402
 from opsmith.ops.common import always_native  # noqa: E402
+from opsmith.ops.verify import with_leaves  # noqa: E402
 
 compiled: dict[Any, str | None] = {}  # a variant, and what was wrong with it
 target = TARGETS[torch.bfloat16]
@@ -88,15 +89,11 @@ def compile_instead(kernel: Any, grid: tuple[int, ...], *args: Any, **options: A
 
 def run(card: Operator, sample: Sample) -> None:
     """A call, forward and backward. Nothing is computed, so what a kernel says of its inputs is no news."""
-    inputs = (sample.args, dict(sample.kwargs))
-    leaves = [t for t in tensors_of(inputs) if card.differentiable and t.is_floating_point() and t.is_leaf]
-    if not any(t.requires_grad for t in tensors_of(inputs)):  # else a gradient is meant for those that ask
-        for leaf in leaves:
-            leaf.requires_grad_()
-    leaves = [t for t in leaves if t.requires_grad]
+    call = (sample.args, dict(sample.kwargs))
+    args, kwargs, leaves = with_leaves(*call) if card.differentiable else (*call, [])
     try:
         with always_native():
-            outputs = [t for t in tensors_of(card.function(*sample.args, **sample.kwargs)) if t.requires_grad]
+            outputs = [t for t in tensors_of(card.function(*args, **kwargs)) if t.requires_grad]
             if outputs:
                 seeds = [torch.ones_like(t) for t in outputs]
                 torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)

@@ -19,7 +19,7 @@ from opsmith.kernels import build, triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample, registry
 from opsmith.ops.common import short
-from opsmith.ops.verify import verify
+from opsmith.ops.verify import verify, with_leaves
 
 CARDS = list(registry().values())
 DIFFERENTIABLE = [card for card in CARDS if card.differentiable]
@@ -67,17 +67,7 @@ def styles(card: Operator) -> Iterator[Sample]:
 
 def with_grad(sample: Sample) -> tuple[Sample, list[torch.Tensor]]:
     """A copy of the sample whose floating-point tensors (those that ask, if any) want gradients, and these."""
-    inputs = (sample.args, dict(sample.kwargs))
-    any_asks = any(t.requires_grad for t in tensors_of(inputs))
-    leaves: list[torch.Tensor] = []
-
-    def leaf(t: torch.Tensor) -> torch.Tensor:
-        wanted = t.is_floating_point() and (t.requires_grad or not any_asks)
-        t = t.detach()
-        leaves.extend([t.requires_grad_()] if wanted else [])
-        return t
-
-    args, kwargs = tree_map_only(torch.Tensor, leaf, inputs)
+    args, kwargs, leaves = with_leaves(sample.args, dict(sample.kwargs))
     return Sample(sample.name, args, kwargs), leaves
 
 
@@ -203,6 +193,29 @@ def test_compiled_as_one_graph_equals_eager(card: Operator) -> None:
             run_both_ways(compiled, sample), run_both_ways(card.function, sample), strict=True
         ):
             torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
+
+
+@by_name(DIFFERENTIABLE)
+def test_one_tensor_may_be_several_arguments_of_a_compiled_call(card: Operator) -> None:
+    for sample in reversed([*samples(card)]):
+        first: dict[Any, torch.Tensor] = {}
+        inputs = (sample.args, dict(sample.kwargs))
+        one = tree_map_only(
+            torch.Tensor,
+            lambda t: first.setdefault((t.shape, t.dtype, t.requires_grad), t),  # noqa: B023
+            inputs,
+        )
+        if any(a is not b for a, b in zip(tensors_of(one), tensors_of(inputs), strict=True)):
+            break
+    else:
+        pytest.skip("no two tensors of one shape and dtype among the arguments of any sample")
+    sample = Sample(sample.name, *one)
+    torch.compiler.reset()
+    compiled = torch.compile(card.function, fullgraph=True, backend="aot_eager", dynamic=False)
+    for mine, value in zip(
+        run_both_ways(compiled, sample), run_both_ways(card.function, sample), strict=True
+    ):
+        torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6)
 
 
 @by_name(CARDS)

@@ -19,6 +19,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    recorded,
     short,
     small,
     spread,
@@ -77,7 +78,7 @@ def attention(
     ):
         y = _sdpa(q, k, v, causal=causal, scale=scale)
     elif wants_grad:
-        y = _Attention.apply(q, k, v, mask, *settings(q, causal, scale, window, softcap))
+        y = recorded(_Attention, q, k, v, mask, *settings(q, causal, scale, window, softcap))
     else:
         return _native(
             q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap, out=out

@@ -28,6 +28,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    recorded,
     short,
 )
 
@@ -82,8 +83,14 @@ def attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale, window=window, softcap=softcap
         )
     elif needs_grad(q, k, v):
-        y = _AttentionVarlen.apply(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, *settings(q, causal, scale, window, softcap)
+        y = recorded(
+            _AttentionVarlen,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *settings(q, causal, scale, window, softcap),
         )
     else:
         return _native(

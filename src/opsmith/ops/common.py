@@ -117,6 +117,17 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
+def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, where two of the arguments may be one tensor."""
+    if _compiling():  # Dynamo traces no Function that gets the same tensor twice
+        distinct: list[Any] = []
+        for arg in args:
+            twice = isinstance(arg, torch.Tensor) and any(arg is other for other in distinct)
+            distinct.append(arg.view_as(arg) if twice else arg)
+        args = tuple(distinct)
+    return function.apply(*args)
+
+
 def fresh(x: torch.Tensor) -> torch.Tensor:
     """New contiguous memory for a result like x."""
     # empty_like takes a third of the time of empty with a shape.

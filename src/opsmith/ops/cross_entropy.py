@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import as_rows, check_float, fresh, kernels, native, needs_grad, short, small
+from opsmith.ops.common import (
+    as_rows,
+    check_float,
+    fresh,
+    kernels,
+    native,
+    needs_grad,
+    recorded,
+    short,
+    small,
+)
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
 
@@ -71,7 +81,9 @@ def cross_entropy(
             dtype=dtype,
         )
     if needs_grad(logits):
-        loss: torch.Tensor = _CrossEntropy.apply(logits, target, options, dtype or logits.dtype, overwrite)
+        loss: torch.Tensor = recorded(
+            _CrossEntropy, logits, target, options, dtype or logits.dtype, overwrite
+        )
         return loss
     return _forward(logits, target, options, dtype or logits.dtype, None)
 

@@ -21,6 +21,7 @@ from opsmith.ops.common import (
     native,
     needs_grad,
     out_rows,
+    recorded,
     short,
     small,
 )
@@ -87,7 +88,7 @@ def embedding(
     if small(elements) or _supports(ids, table) is not True:
         y = reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
     elif training:
-        y = _Embedding.apply(ids, table, padding, sparse_grad)
+        y = recorded(_Embedding, ids, table, padding, sparse_grad)
     else:
         return _native(ids, table, out=out)
     return y if out is None else out.copy_(y)

@@ -24,6 +24,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    recorded,
     short,
     small,
 )
@@ -140,7 +141,7 @@ def _gated(
     if small(gate.numel()) or native(gate, "gated") is not True:
         y = _reference(gate, up, curve)
     elif needs_grad(gate, up):
-        y = _Gated.apply(gate, up, curve)
+        y = recorded(_Gated, gate, up, curve)
     else:
         return _forward(gate, up, curve, out)
     return y if out is None else out.copy_(y)

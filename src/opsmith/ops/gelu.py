@@ -25,6 +25,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    recorded,
     short,
     small,
 )
@@ -118,7 +119,7 @@ def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tens
     if small(x.numel()) or native(x, "gelu") is not True:
         y = reference(x if bias is None else x + bias, tanh=tanh)
     elif needs_grad(x, bias):
-        y = _Gelu.apply(x, bias, tanh)
+        y = recorded(_Gelu, x, bias, tanh)
     else:
         return _forward(x, bias, tanh, out)
     return y if out is None else out.copy_(y)

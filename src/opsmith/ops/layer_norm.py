@@ -15,18 +15,17 @@ from opsmith.ops.common import (
     at_once,
     check_float,
     check_like,
-    check_out,
     dense,
     fresh,
     kernels,
     native,
     needs_grad,
     out_rows,
+    recorded,
     short,
     small,
 )
-
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+from opsmith.ops.norm import Result, check_pair, store
 
 
 def layer_norm(
@@ -78,10 +77,10 @@ def layer_norm(
             raise
     _check(x, weight, bias, residual, out)
     if native(x, "layer_norm") is not True or small(x.numel()):
-        return _store(reference(x, weight, bias, eps, residual=residual), out)
+        return store(reference(x, weight, bias, eps, residual=residual), out)
     if needs_grad(x, weight, bias, residual):
-        y, s = _LayerNorm.apply(x, weight, bias, eps, residual)
-        return _store((y, s) if residual is not None else y, out)
+        y, s = recorded(_LayerNorm, x, weight, bias, eps, residual)
+        return store((y, s) if residual is not None else y, out)
     return _native(x, weight, bias, eps, residual=residual, out=out)
 
 
@@ -115,26 +114,7 @@ def _check(x: Any, weight: Any, bias: Any, residual: Any, out: Any) -> None:
                 raise TypeError(
                     f"layer_norm: {name} must be {short(x.dtype)} or float32, got {short(t.dtype)}"
                 )
-    if residual is not None and not alike(residual, x, x.shape):
-        check_like("layer_norm", residual, x, "residual", x.shape, "the shape of x")
-        raise TypeError(f"layer_norm: residual must be {short(x.dtype)} like x, got {short(residual.dtype)}")
-    if out is not None:
-        pair = out if isinstance(out, tuple) else (out,)
-        if len(pair) != (1 if residual is None else 2):
-            raise ValueError("layer_norm: out must be one tensor, or a pair (y, sum) when residual is given")
-        for t in pair:
-            check_out("layer_norm", t, x)
-
-
-def _store(result: Result, out: Result | None) -> Result:
-    """Copy a computed result into `out` where one was asked for."""
-    if out is None:
-        return result
-    if isinstance(result, tuple) and isinstance(out, tuple):
-        return tuple(o.copy_(r) for o, r in zip(out, result, strict=True))  # type: ignore[return-value]
-    assert isinstance(out, torch.Tensor)
-    assert isinstance(result, torch.Tensor)
-    return out.copy_(result)
+    check_pair("layer_norm", x, residual, out)
 
 
 def _native(
@@ -175,7 +155,7 @@ class _LayerNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = as_rows(x)
         y = fresh(x)
-        mean, rstd = torch.empty(2, rows.shape[0], dtype=torch.float32).unbind()
+        mean, rstd = torch.empty(2, rows.shape[0], dtype=torch.float32, device=x.device).unbind()
         s = x if residual is None else fresh(x)
         torch.ops.opsmith.layer_norm.default(
             rows,
@@ -201,8 +181,8 @@ class _LayerNorm(torch.autograd.Function):
         s, mean, rstd, weight, bias = ctx.saved_tensors
         need_x, need_w, need_b, _, need_r = ctx.needs_input_grad
         dx = fresh(s) if need_x or need_r else None
-        dw = torch.empty(weight.shape, dtype=weight.dtype) if need_w else None
-        db = torch.empty(bias.shape, dtype=bias.dtype) if need_b else None
+        dw = fresh(weight) if need_w else None
+        db = fresh(bias) if need_b else None
         torch.ops.opsmith.layer_norm_backward.default(
             as_rows(dy),
             as_rows(dsummed) if ctx.has_residual else None,

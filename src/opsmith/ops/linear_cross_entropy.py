@@ -19,6 +19,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    recorded,
     short,
     small,
 )
@@ -94,8 +95,8 @@ def linear_cross_entropy(
         )
     options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
     if needs_grad(hidden, weight, bias):
-        loss: torch.Tensor = _LinearCrossEntropy.apply(
-            hidden, weight, target, bias, options, dtype or hidden.dtype
+        loss: torch.Tensor = recorded(
+            _LinearCrossEntropy, hidden, weight, target, bias, options, dtype or hidden.dtype
         )
         return loss
     return _forward(hidden, weight, target, bias, options, dtype or hidden.dtype, None)

@@ -19,6 +19,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    recorded,
     short,
 )
 from opsmith.ops.linear import linear, pack_weight
@@ -91,7 +92,7 @@ def linear_rope(
     if native(x, "rope_qk") is not True or needs_grad(cos, sin):
         y = reference(x, weight, bias, cos, sin, **options)
     elif needs_grad(x, weight, bias):
-        y = _LinearRope.apply(x, weight, bias, cos, sin, options)
+        y = recorded(_LinearRope, x, weight, bias, cos, sin, options)
     else:
         return _apart(x, weight, bias, cos, sin, **options, out=out)
     return y if out is None else _copy(y, out)

@@ -14,18 +14,17 @@ from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
-    check_out,
     dense,
     fresh,
     kernels,
     native,
     needs_grad,
     out_rows,
+    recorded,
     short,
     small,
 )
-
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+from opsmith.ops.norm import Result, check_pair, store
 
 
 def rms_norm(
@@ -68,23 +67,13 @@ def rms_norm(
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     _check(x, weight, residual, out)
-    how = (weight_offset, round_before_weight)
+    how: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
     if native(x, "rms_norm") is not True or small(x.numel()):
-        return _store(
-            eager(
-                x,
-                weight,
-                eps,
-                residual=residual,
-                weight_offset=weight_offset,
-                round_before_weight=round_before_weight,
-            ),
-            out,
-        )
+        return store(eager(x, weight, eps, residual=residual, **how), out)
     if needs_grad(x, weight, residual):
-        y, s = _RMSNorm.apply(x, weight, eps, residual, *how)
-        return _store((y, s) if residual is not None else y, out)
-    return _run(x, weight, eps, residual, *how, out)
+        y, s = recorded(_RMSNorm, x, weight, eps, residual, weight_offset, round_before_weight)
+        return store((y, s) if residual is not None else y, out)
+    return _native(x, weight, eps, residual=residual, **how, out=out)
 
 
 def reference(
@@ -141,39 +130,20 @@ def _check(x: Any, weight: Any, residual: Any, out: Any) -> None:
         if weight.dtype not in (x.dtype, torch.float32):
             either = " or ".join(dict.fromkeys((short(x.dtype), "float32")))
             raise TypeError(f"rms_norm: weight must be {either}, got {short(weight.dtype)}; cast it")
-    if residual is not None and not alike(residual, x, x.shape):
-        check_like("rms_norm", residual, x, "residual", x.shape, "the shape of x")
-        raise TypeError(
-            f"rms_norm: residual must be {short(x.dtype)} like x, got {short(residual.dtype)}; cast it"
-        )
-    if out is not None:
-        pair = out if isinstance(out, tuple) else (out,)
-        if len(pair) != (1 if residual is None else 2):
-            raise ValueError("rms_norm: out must be one tensor, or a pair (y, sum) when residual is given")
-        for t in pair:
-            check_out("rms_norm", t, x)
+    check_pair("rms_norm", x, residual, out)
 
 
-def _store(result: Result, out: Result | None) -> Result:
-    """Copy a computed result into `out` where one was asked for."""
-    if out is None:
-        return result
-    if isinstance(result, tuple) and isinstance(out, tuple):
-        return tuple(o.copy_(r) for o, r in zip(out, result, strict=True))  # type: ignore[return-value]
-    assert isinstance(out, torch.Tensor)
-    assert isinstance(result, torch.Tensor)
-    return out.copy_(result)
-
-
-def _run(
+def _native(
     x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-    weight_offset: float,
-    round_before_weight: bool,
-    out: Result | None,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    out: Result | None = None,
 ) -> Result:
+    """The kernel, without autograd."""
     y, summed = out if isinstance(out, tuple) else (out, None)
     if y is None:
         y = fresh(x)
@@ -195,20 +165,6 @@ def _run(
         summed=out_rows(summed),
     )
     return y, summed
-
-
-def _native(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    residual: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
-    round_before_weight: bool = False,
-    out: Result | None = None,
-) -> Result:
-    """The kernel, without autograd."""
-    return _run(x, weight, eps, residual, weight_offset, round_before_weight, out)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -253,7 +209,7 @@ class _RMSNorm(torch.autograd.Function):
         s, rstd, weight = ctx.saved_tensors
         need_x, need_w, _, need_r, *_ = ctx.needs_input_grad
         dx = fresh(s) if need_x or need_r else None
-        dw = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_w else None
+        dw = fresh(weight) if need_w else None
         torch.ops.opsmith.rms_norm_backward.default(
             as_rows(dy),
             as_rows(dsummed) if ctx.has_residual else None,

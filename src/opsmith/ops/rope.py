@@ -17,6 +17,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    recorded,
     short,
 )
 from opsmith.ops.rope_table import rope_table
@@ -73,7 +74,7 @@ def rope(
     if native(x, "rope") is not True or needs_grad(cos, sin):
         y = reference(x, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
     elif needs_grad(x):
-        y = _Rope.apply(x, cos, sin, interleaved, positions, dims)
+        y = recorded(_Rope, x, cos, sin, interleaved, positions, dims)
     else:
         return _native(x, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims, out=out)
     return y if out is None else out.copy_(y)
@@ -118,7 +119,7 @@ def rope_qk(
     if native(q, "rope_qk") is not True or needs_grad(cos, sin):
         y = reference_qk(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
     elif needs_grad(q, k):
-        y = _RopeQK.apply(q, k, cos, sin, interleaved, positions, dims)
+        y = recorded(_RopeQK, q, k, cos, sin, interleaved, positions, dims)
     else:
         return _native_qk(
             q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims, out=out

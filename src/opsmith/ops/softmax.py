@@ -21,6 +21,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    recorded,
     small,
     spread,
 )
@@ -81,7 +82,7 @@ def softmax(
     ):
         y = reference(x, dim, scale=scale, mask=mask, causal=causal)
     elif wants_grad:
-        y = _Softmax.apply(x, scale, mask, causal, METHODS[method])
+        y = recorded(_Softmax, x, scale, mask, causal, METHODS[method])
     else:
         return _forward(x, scale, mask, causal, METHODS[method], out)
     return y if out is None else out.copy_(y)

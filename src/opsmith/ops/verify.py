@@ -156,17 +156,17 @@ def _backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tens
 def with_leaves(args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
     """The call with its floating-point tensors (those that ask for gradients, where any does) as leaves, and these."""
     any_asks = any(t.requires_grad for t in tensors_of((args, kwargs)))
-    leaves: list[torch.Tensor] = []
+    seen: dict[int, torch.Tensor] = {}  # a tensor that is two of the arguments is so in the copy
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        wanted = value.requires_grad or not any_asks
-        value = value.detach()
-        leaves.extend([value.requires_grad_()] if wanted else [])
-        return value
+        if id(value) not in seen:
+            seen[id(value)] = value.detach().requires_grad_(value.requires_grad or not any_asks)
+        return seen[id(value)]
 
-    return tuple(map(leaf, args)), {name: leaf(value) for name, value in kwargs.items()}, leaves
+    copy = tuple(map(leaf, args)), {name: leaf(value) for name, value in kwargs.items()}
+    return *copy, [t for t in seen.values() if t.requires_grad]
 
 
 def _in_dtypes_of(value: Any, like: Any) -> Any:

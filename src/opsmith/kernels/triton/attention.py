@@ -13,18 +13,9 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton import INTERPRETED
-from opsmith.kernels.triton.common import dot, inner, launch
+from opsmith.kernels.triton.common import dot, inner, launch, narrow, rounded
 
 LOG2E = tl.constexpr(1.4426950408889634)
-_TRUNCATES = tl.constexpr(INTERPRETED)  # to bfloat16, where a GPU rounds
-
-
-@inner
-def narrow(p, like):
-    """Weights in the dtype of the matrix that they multiply."""
-    if _TRUNCATES:
-        return p
-    return p.to(like.dtype)
 
 
 @inner
@@ -76,10 +67,7 @@ def load_rows(x, at, stride, limit, lanes, width, EVEN: tl.constexpr):
 @inner
 def store_rows(x, at, stride, limit, lanes, width, value):
     p = x + at[:, None] * stride + lanes[None, :]
-    if _TRUNCATES and x.dtype.element_ty == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
-        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    tl.store(p, value.to(x.dtype.element_ty), mask=(at < limit)[:, None] & (lanes < width)[None, :])
+    tl.store(p, rounded(value, x), mask=(at < limit)[:, None] & (lanes < width)[None, :])
 
 
 @inner

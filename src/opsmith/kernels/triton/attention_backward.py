@@ -18,7 +18,6 @@ from opsmith.kernels.triton.attention import (
     load_rows,
     mask_arguments,
     masked,
-    narrow,
     options,
     packed,
     place,
@@ -27,7 +26,7 @@ from opsmith.kernels.triton.attention import (
     strides,
     visible,
 )
-from opsmith.kernels.triton.common import dot, inner, launch
+from opsmith.kernels.triton.common import dot, inner, launch, narrow
 
 
 @triton.jit

@@ -31,6 +31,14 @@ def dot(a, b, acc=None):
 
 
 @inner
+def narrow(a, like):
+    """A float32 matrix in the dtype of the one that it will multiply; as it is, where `dot` would widen it again."""
+    if _WIDEN:
+        return a
+    return a.to(like.dtype)
+
+
+@inner
 def rounded(value, like):
     """A float32 value in the dtype that pointer `like` points to, rounded to nearest under the interpreter too."""
     if _TRUNCATES and like.dtype.element_ty == tl.bfloat16:

@@ -6,16 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import block_of, launch, processors, warps_of
-
-
-@triton.jit
-def _sum_at(x, residual, xrow, rrow, at, mask, RESIDUAL: tl.constexpr):
-    v = tl.load(x + xrow + at, mask=mask, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        v += tl.load(residual + rrow + at, mask=mask, other=0.0).to(tl.float32)
-        v = v.to(x.dtype.element_ty).to(tl.float32)
-    return v
+from opsmith.kernels.triton.common import block_of, launch, warps_of
+from opsmith.kernels.triton.norm import COLUMN_TILE, column_grid, sum_at
 
 
 @triton.jit
@@ -58,14 +50,12 @@ def _forward(
     pivot = tl.load(x + row * xs).to(tl.float32)
     mean = 0.0
     m2 = 0.0
-    v = _sum_at(x, residual, row * xs, row * rs, lanes, lanes < n, RESIDUAL)
+    v = sum_at(x, residual, row * xs, row * rs, lanes, lanes < n, RESIDUAL)
     for start in range(0, n, BLOCK):
         at = start + lanes
         mask = at < n
         if not ONE:
-            v = _sum_at(x, residual, row * xs, row * rs, at, mask, RESIDUAL)
-        if SUMMED:
-            tl.store(summed + row * ss + at, v.to(summed.dtype.element_ty), mask=mask)
+            v = sum_at(x, residual, row * xs, row * rs, at, mask, RESIDUAL)
         # Chan's formula: the block's two moments, exact in registers, are merged with those of the blocks before.
         count = tl.minimum(n - start, BLOCK).to(tl.float32)
         d = tl.where(mask, v - pivot, 0.0)
@@ -79,13 +69,14 @@ def _forward(
     if SAVE:
         tl.store(means + row, pivot + mean)
         tl.store(rstds + row, rstd)
-    if ONE:
-        _write(y, row * ys, lanes, lanes < n, v - pivot, mean, rstd, weight, bias, WEIGHT, BIAS)
-    else:
-        for start in range(0, n, BLOCK):
-            at = start + lanes
-            v = _sum_at(x, residual, row * xs, row * rs, at, at < n, RESIDUAL)
-            _write(y, row * ys, at, at < n, v - pivot, mean, rstd, weight, bias, WEIGHT, BIAS)
+    # The sum is stored only now that it has been read for the last time: it may lie over x.
+    for start in range(0, n, BLOCK):
+        at = start + lanes
+        if not ONE:
+            v = sum_at(x, residual, row * xs, row * rs, at, at < n, RESIDUAL)
+        if SUMMED:
+            tl.store(summed + row * ss + at, v.to(summed.dtype.element_ty), mask=at < n)
+        _write(y, row * ys, at, at < n, v - pivot, mean, rstd, weight, bias, WEIGHT, BIAS)
 
 
 @triton.jit
@@ -259,9 +250,7 @@ def layer_norm_backward(
         )
     if dweight is None and dbias is None:
         return
-    tile_rows, tile_columns = 16, 64
-    blocks = triton.cdiv(n, tile_columns)
-    stripes = max(1, min(triton.cdiv(rows, tile_rows), 4 * processors(s) // max(blocks, 1)))
+    blocks, stripes = column_grid(s)
     partial = [
         None if t is None else torch.zeros((stripes, n), dtype=torch.float32, device=s.device)
         for t in (dweight, dbias)
@@ -279,8 +268,8 @@ def layer_norm_backward(
         n,
         dy.stride(0),
         s.stride(0),
-        ROWS=tile_rows,
-        COLUMNS=tile_columns,
+        ROWS=COLUMN_TILE[0],
+        COLUMNS=COLUMN_TILE[1],
         DWEIGHT=dweight is not None,
         DBIAS=dbias is not None,
     )

@@ -6,16 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import block_of, launch, processors, warps_of
-
-
-@triton.jit
-def _sum_at(x, residual, xrow, rrow, at, mask, RESIDUAL: tl.constexpr):
-    v = tl.load(x + xrow + at, mask=mask, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        v += tl.load(residual + rrow + at, mask=mask, other=0.0).to(tl.float32)
-        v = v.to(x.dtype.element_ty).to(tl.float32)
-    return v
+from opsmith.kernels.triton.common import block_of, launch, warps_of
+from opsmith.kernels.triton.norm import COLUMN_TILE, column_grid, sum_at
 
 
 @triton.jit
@@ -54,11 +46,11 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), tl.float32)
-    v = _sum_at(x, residual, row * xs, row * rs, lanes, lanes < n, RESIDUAL)
+    v = sum_at(x, residual, row * xs, row * rs, lanes, lanes < n, RESIDUAL)
     for start in range(0, n, BLOCK):
         at = start + lanes
         if not ONE:
-            v = _sum_at(x, residual, row * xs, row * rs, at, at < n, RESIDUAL)
+            v = sum_at(x, residual, row * xs, row * rs, at, at < n, RESIDUAL)
         squares += v * v
     rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / n + eps)
     if SAVE:
@@ -67,7 +59,7 @@ def _forward(
     for start in range(0, n, BLOCK):
         at = start + lanes
         if not ONE:
-            v = _sum_at(x, residual, row * xs, row * rs, at, at < n, RESIDUAL)
+            v = sum_at(x, residual, row * xs, row * rs, at, at < n, RESIDUAL)
         if SUMMED:
             tl.store(summed + row * ss + at, v.to(summed.dtype.element_ty), mask=at < n)
         _write(y, row * ys, at, at < n, v, rstd, weight, offset, WEIGHT, ROUND)
@@ -231,9 +223,7 @@ def rms_norm_backward(
         )
     if dweight is None:
         return
-    tile_rows, tile_columns = 16, 64
-    blocks = triton.cdiv(n, tile_columns)
-    stripes = max(1, min(triton.cdiv(rows, tile_rows), 4 * processors(s) // max(blocks, 1)))
+    blocks, stripes = column_grid(s)
     partial = torch.zeros((stripes, n), dtype=torch.float32, device=s.device)
     launch(
         _backward_columns,
@@ -246,8 +236,8 @@ def rms_norm_backward(
         n,
         dy.stride(0),
         s.stride(0),
-        ROWS=tile_rows,
-        COLUMNS=tile_columns,
+        ROWS=COLUMN_TILE[0],
+        COLUMNS=COLUMN_TILE[1],
     )
     dweight.copy_(partial.sum(0))
 

@@ -34,7 +34,8 @@ lint: $(VENV)/.installed  ## Style, format, types and import order
 	  && $(BIN)/python -m pytest --noconftest -n 0 -q tests/test_layers.py; })
 
 # The portable kernels are looked at too, as their masked loads and stores are plain ones that a sanitizer understands.
-SANITIZED := $(BIN)/python -m pytest tests/ops -k "not compiled and not bench"
+# What the undefined-behavior sanitizer says goes to standard error, which pytest must not swallow with a dying process.
+SANITIZED := $(BIN)/python -m pytest tests/ops -k "not compiled and not bench" --capture=sys
 .PHONY: sanitize
 sanitize: $(VENV)/.installed  ## The operators' tests on kernels that look for bad accesses, undefined behavior and races
 	$(call timed,{ export PYTHON=$(BIN)/python; \

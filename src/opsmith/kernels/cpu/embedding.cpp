@@ -101,10 +101,12 @@ int64_t first_bad_id(View ids, int64_t rows) {
 }
 
 void embedding(View ids, View table, View y) {
+  if (y.sizes[1] == 0) return;  // such tensors may have no memory, which not even a copy of nothing may touch
   with_id_type(ids.dtype, [&](auto* t) { gather<std::remove_pointer_t<decltype(t)>>(ids, table, y); });
 }
 
 void embedding_backward(View dy, View ids, int64_t padding_idx, bool zeroed, View dtable) {
+  if (dtable.sizes[1] == 0) return;
   with_id_type(ids.dtype, [&](auto* t) {
     const Buckets b = bucket<std::remove_pointer_t<decltype(t)>>(ids, dtable.sizes[0]);
     with_float_type(dtable.dtype, [&](auto* e) {

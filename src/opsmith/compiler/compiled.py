@@ -20,9 +20,10 @@ from opsmith.compiler.operands import evaluate, nodes_in
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
 from opsmith.compiler.program import Program, record
 from opsmith.compiler.prove import prove
-from opsmith.compiler.recognize import Miss, Recognition, Site, recognize, where
+from opsmith.compiler.recognize import Miss, Recognition, recognize
 from opsmith.compiler.rewrite import rewrite
 from opsmith.compiler.select import Choice, Packer, Selector, raised, signature
+from opsmith.compiler.site import Site, where
 from opsmith.operator import Implementation, Verdict, registry
 
 MAX_PROGRAMS = 64

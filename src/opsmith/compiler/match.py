@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opsmith.compiler import contractions as _contractions  # noqa: F401  registers its rules with canon
+from opsmith.compiler import arithmetic, contractions, layouts, reductions  # noqa: F401  register their rules
 from opsmith.compiler.canon import Canon
 from opsmith.compiler.terms import Atom, Mono, Poly, Space
 from opsmith.compiler.views import inverse, permute

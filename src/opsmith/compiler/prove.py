@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from opsmith.compiler.recognize import Site
+from opsmith.compiler.site import Site
 from opsmith.operator import Tolerance, Verdict
 
 

@@ -8,8 +8,7 @@ it, a linear layer the activation behind it.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +16,15 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from opsmith.compiler.canon import BOUNDARIES, Canon, arguments, op_name, shape_of
+from opsmith.compiler.canon import Canon, arguments, op_name, shape_of
+from opsmith.compiler.growth import grow
 from opsmith.compiler.match import Binding, Matcher, Mismatch, Template, function_names
 from opsmith.compiler.mutation import effects
 from opsmith.compiler.operands import Made, Operand, materialize, nodes_in
+from opsmith.compiler.site import Site, ancestors, between, check, cuts, where
 from opsmith.compiler.terms import Atom, Poly, Space
-from opsmith.operator import Kind, Operator
+from opsmith.operator import Operator
 
-MAX_REGION = 64
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
 # Operators that can bring a function into a term: without one of them nearby a template need not be tried.
 TRIGGERS = {
@@ -57,28 +57,6 @@ LEFT_OPERAND = {
 }
 
 
-@dataclass
-class Site:
-    """One operator found in the graph."""
-
-    card: Operator
-    pattern: str
-    arguments: dict[str, Any]  # the call of the card's function; tensors are Operands
-    outputs: tuple[Node, ...]  # the nodes that the call's results replace
-    region: set[Node]
-    unsqueezed: bool = False  # the model has no batch dimension, the operator wants one
-
-    @property
-    def root(self) -> Node:
-        """The node whose value is the operator's (first) result."""
-        return self.outputs[0]
-
-    @property
-    def composite(self) -> bool:
-        """True when the model wrote the operator as several calls."""
-        return len(self.region) > 1
-
-
 @dataclass(frozen=True)
 class Miss:
     """Something that looked like an operator and is not one."""
@@ -101,17 +79,6 @@ class Recognition:
 
     sites: list[Site] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
-
-
-def where(node: Node) -> str:
-    """The model's source line of a node, as `file.py:12`, or an empty string."""
-    trace = (node.stack_trace or "").strip().splitlines()
-    for line in reversed(trace):
-        if line.strip().startswith("File "):
-            parts = line.strip().split('"')
-            number = line.split("line ")[1].split(",")[0] if "line " in line else "?"
-            return f"({parts[1].rsplit('/', 1)[-1]}:{number})"
-    return ""
 
 
 def recognize(graph: fx.Graph, cards: Iterable[Operator]) -> Recognition:
@@ -144,11 +111,11 @@ class _Finder:
                 self.consumed |= site.region
         result.sites.reverse()
         result.misses = self._misses()
-        result.sites = _absorb(result.sites, self._disturbed)
+        result.sites = grow(result.sites, self._disturbed)
         return result
 
     def _site(self, root: Node) -> Site | None:
-        region = _ancestors(root, self.consumed)
+        region = ancestors(root, self.consumed)
         ops = {op_name(n).removeprefix("aten::") for n in region}
         plain: Canon | None = None
         for template in self.templates:
@@ -161,7 +128,7 @@ class _Finder:
                 if site is not None:
                     return site
                 continue
-            for candidate in _cuts(root, region):
+            for candidate in cuts(root, region):
                 leaf = self.space.leaf(candidate, shape_of(candidate))
                 canon = Canon(self.space, {candidate: leaf}, root, self.opaque)
                 site = self._try(template, canon, root, {template.cut: leaf})
@@ -197,7 +164,7 @@ class _Finder:
             if isinstance(outcome, Site):
                 return outcome
             problem = Mismatch(4 * len(binding) + 100, *outcome)
-        written_out = template.cut is None or len(_between(root, _cut_nodes(known))) >= MIN_COMPOSITE
+        written_out = template.cut is None or len(between(root, _cut_nodes(known))) >= MIN_COMPOSITE
         if problem is not None and problem.score >= 0 and written_out:
             best = self.near.get(root)
             rank = (
@@ -237,12 +204,10 @@ class _Finder:
         if len(_shape(call[main])) == ranks[main] - 1 and template.pattern.aligned:
             call = {n: _unsqueeze(v) if n in ranks else v for n, v in call.items()}
             unsqueezed = True
-        region = _between(root, [n for v in call.values() for n in nodes_in(v)])
+        region = between(root, [n for v in call.values() for n in nodes_in(v)])
         site = Site(template.card, template.pattern.name, call, (root,), region, unsqueezed)
         refusal = (
-            ("values that stay as they are", "one changed in place")
-            if self._disturbed(site)
-            else _check(site)
+            ("values that stay as they are", "one changed in place") if self._disturbed(site) else check(site)
         )
         return site if refusal is None else (*refusal, root)
 
@@ -260,7 +225,7 @@ class _Finder:
             if root in covered:
                 continue
             at = _node_at(problem.at, canon) or root
-            covered |= _ancestors(root, self.consumed)
+            covered |= ancestors(root, self.consumed)
             misses.append(
                 Miss(
                     template.card.name,
@@ -286,51 +251,6 @@ def _size(term: Poly) -> int:
 def _may_be_root(node: Node) -> bool:
     value = node.meta.get("val")
     return node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _ancestors(root: Node, stop: set[Node]) -> set[Node]:
-    """The call_function nodes that feed the root, up to boundaries, other sites and a size no operator reaches."""
-    region, queue = {root}, [root]
-    while queue and len(region) < MAX_REGION:
-        node = queue.pop(0)
-        if node is not root and op_name(node) in BOUNDARIES:
-            continue
-        for source in node.all_input_nodes:
-            if source not in region and source not in stop and source.op == "call_function":
-                region.add(source)
-                queue.append(source)
-    return region
-
-
-def _cuts(root: Node, region: set[Node]) -> list[Node]:
-    """The values that could be the operator's main input: of the root's shape and dtype, nearest first."""
-    shape, dtype = shape_of(root), root.meta["val"].dtype
-    near: dict[Node, None] = {}
-    queue = [root]
-    seen = {root}
-    while queue:
-        node = queue.pop(0)
-        for source in node.all_input_nodes:
-            value = source.meta.get("val")
-            if source in seen or not isinstance(value, torch.Tensor):
-                continue
-            seen.add(source)
-            if shape_of(source) == shape and value.dtype == dtype:
-                near[source] = None
-            if source in region:
-                queue.append(source)
-    return list(near)
-
-
-def _between(root: Node, inputs: Iterable[Node]) -> set[Node]:
-    """The nodes from the inputs (excluded) to the root (included)."""
-    stop, region, queue = set(inputs), {root}, [root]
-    while queue:
-        for source in queue.pop().all_input_nodes:
-            if source not in stop and source not in region and source.op == "call_function":
-                region.add(source)
-                queue.append(source)
-    return region
 
 
 def _layout(value: Poly) -> tuple[int, ...] | None:
@@ -400,91 +320,3 @@ def _unrepeated(value: Any) -> Any:
     ):
         return source
     return Made(torch.ops.aten.squeeze.dim, (narrow, 2), (*small[:2], *small[3:]))
-
-
-def _hint(value: Any) -> Any:
-    """A value without storage and without symbols, for a dry run of an operator."""
-    if isinstance(value, Made):
-        return value.target(*[_hint(a) for a in value.args])
-    if isinstance(value, Node):
-        value = value.meta["val"]
-    if isinstance(value, torch.Tensor):
-        sizes = [_number(d) for d in value.shape]
-        return torch.empty(sizes, dtype=value.dtype, device="meta")
-    return value
-
-
-def _number(d: Any) -> int:
-    return int(d.node.hint) if isinstance(d, torch.SymInt) and d.node.has_hint() else int(d)
-
-
-def _check(site: Site) -> tuple[str, str] | None:
-    """A dry run on the operator's own checks: None, or what it expected and what came."""
-    call = {n: _hint(v) for n, v in site.arguments.items()}
-    try:
-        result = site.card.function(**call)
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        return ("a call that the operator accepts", str(error).splitlines()[0])
-    results = result if isinstance(result, tuple) else (result,)
-    for got, node in zip(results, site.outputs, strict=True):
-        want = _hint(node)
-        shape = tuple(got.shape[1:]) if site.unsqueezed else tuple(got.shape)
-        if shape != tuple(want.shape) or got.dtype != want.dtype:
-            return (f"a result of {want.dtype} {tuple(want.shape)}", f"{got.dtype} {shape}")
-    return None
-
-
-def _absorb(sites: list[Site], disturbed: Callable[[Site], bool]) -> list[Site]:
-    """Let norms take in the addition before them and linear layers the activation behind them."""
-    by_root = {s.root: s for s in sites}
-    gone: set[int] = set()
-    for site in sites:
-        if site.card.epilogue is not None:
-            _absorb_activation(site, by_root, gone, disturbed)
-    for site in sites:
-        if site.card.kind is Kind.NORM and "residual" in inspect.signature(site.card.function).parameters:
-            _absorb_residual(site, disturbed)
-    return [s for s in sites if id(s) not in gone]
-
-
-def _absorb_residual(site: Site, disturbed: Callable[[Site], bool]) -> None:
-    x = site.arguments.get("x")
-    if not isinstance(x, Node) or op_name(x) != "aten::add" or "residual" in site.arguments:
-        return
-    args = arguments(x)
-    a, b = args["self"], args["other"]
-    nodes = isinstance(a, Node) and isinstance(b, Node) and args.get("alpha", 1) == 1
-    if not nodes or shape_of(a) != shape_of(x) or shape_of(b) != shape_of(x):
-        return
-    if a.meta["val"].dtype != x.meta["val"].dtype or b.meta["val"].dtype != x.meta["val"].dtype:
-        return
-    if any(x < node for name, v in site.arguments.items() if name != "x" for node in nodes_in(v)):
-        return  # a weight computed after the addition: the call could not stand where its results are needed
-    grown = Site(
-        site.card, site.pattern, {**site.arguments, "x": a, "residual": b}, (site.root, x), site.region | {x}
-    )
-    if _check(grown) is None and not disturbed(grown):
-        site.arguments, site.outputs, site.region = grown.arguments, grown.outputs, grown.region
-
-
-def _absorb_activation(
-    site: Site, by_root: dict[Node, Site], gone: set[int], disturbed: Callable[[Site], bool]
-) -> None:
-    assert site.card.epilogue is not None
-    source = by_root.get(site.arguments.get("x"))  # type: ignore[arg-type]
-    if source is None or "activation" not in inspect.signature(source.card.function).parameters:
-        return
-    if "activation" in source.arguments or not set(source.root.users) <= site.region:
-        return
-    extras = {n: v for n, v in site.arguments.items() if n != "x"}
-    activation = site.card.epilogue(**extras)
-    if activation is None:
-        return
-    call = {**source.arguments, "activation": activation}
-    grown = Site(
-        source.card, source.pattern, call, site.outputs, source.region | site.region, source.unsqueezed
-    )
-    if disturbed(grown):
-        return
-    source.arguments, source.outputs, source.region = grown.arguments, grown.outputs, grown.region
-    gone.add(id(site))

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from opsmith.compiler.operands import insert
-from opsmith.compiler.recognize import Site
+from opsmith.compiler.site import Site
 
 
 def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphModule:

@@ -128,6 +128,7 @@ class Space:
         self._polys: dict[Any, Poly] = {}
         self.one = self._mono((), None)
         self.zero = self._poly({})
+        self.i = self.fn("i", (), ())  # the imaginary unit
 
     # --- interning -----------------------------------------------------------------------------------------
 
@@ -197,15 +198,24 @@ class Space:
         terms: dict[Mono, float] = {}
         for ma, ca in a.terms:
             for mb, cb in b.terms:
-                _accumulate(terms, self._mono_mul(ma, mb), ca * cb)
+                mono, sign = self._mono_mul(ma, mb)
+                _accumulate(terms, mono, ca * cb * sign)
         return self._poly(terms)
 
-    def _mono_mul(self, a: Mono, b: Mono) -> Mono:
+    def _mono_mul(self, a: Mono, b: Mono) -> tuple[Mono, float]:
         powers: dict[Atom, float] = dict(a.factors)
         for atom, power in b.factors:
             powers[atom] = powers.get(atom, 0) + power
+        sign, unit = 1.0, self.i.atom
+        if unit is not None and powers.get(unit) == 2:
+            del powers[unit]
+            sign = -1.0
         expo = a.expo if b.expo is None else b.expo if a.expo is None else self.add(a.expo, b.expo)
-        return self._mono(tuple(powers.items()), expo)
+        return self._mono(tuple(powers.items()), expo), sign
+
+    def monomial(self, factors: tuple[tuple[Atom, float], ...], expo: Poly | None = None) -> Poly:
+        """A product of atoms to powers, times `exp(expo)`."""
+        return self._poly({self._mono(factors, expo): 1.0})
 
     def power(self, a: Poly, r: float) -> Poly:
         """a ** r: small whole powers are expanded, one monomial is taken apart, a sum becomes a base."""

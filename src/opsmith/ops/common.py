@@ -56,7 +56,7 @@ def kernels(
 
     return [
         Implementation("native", fn, "cpu", supports, on_cpu, takes_out=takes_out, **more),
-        Implementation("triton", fn, triton.DEVICE, supports, _gpu, takes_out=takes_out),
+        Implementation("triton", fn, triton.DEVICE, supports, _gpu, takes_out=takes_out, **more),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import triton
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.common import (
     as_rows,
@@ -16,6 +17,7 @@ from opsmith.ops.common import (
     check_like,
     check_out,
     dense,
+    kernels,
     native,
     nbytes,
     needs_grad,
@@ -28,7 +30,7 @@ from opsmith.ops.rope_table import rope_table
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _LONGEST = (
-    512  # least common multiple of a head's size and a panel of the packed weight, for the fused kernel
+    512  # least common multiple of a head's size and a panel of the packed weight, for the fused C++ kernel
 )
 
 
@@ -260,7 +262,7 @@ def _native(
 def _supports_native(
     x: torch.Tensor, weight: torch.Tensor, *args: Any, head_dim: int, **options: Any
 ) -> bool | str:
-    if math.lcm(head_dim, 64) > _LONGEST:
+    if x.device.type != triton.DEVICE and math.lcm(head_dim, 64) > _LONGEST:
         return f"the fused kernel has no tile for heads of {head_dim}"
     return native(x, "linear_rope")
 
@@ -396,14 +398,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         implementations=[
-            Implementation(
-                "native",
-                _native,
-                "cpu",
-                _supports_native,
-                takes_out=True,
-                prepack=lambda w, rows: pack_weight(w),
-            ),
+            *kernels(_native, _supports_native, prepack=lambda w, rows: pack_weight(w)),
             Implementation("apart", _apart, "any", lambda x, *a, **k: native(x, "rope_qk"), takes_out=True),
             Implementation("eager", reference),
         ],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
-from opsmith.ops.common import check_out, native, nbytes, short
+from opsmith.ops.common import check_out, kernels, native, nbytes, short
 from opsmith.ops.rope import CARD as FLOATING
 from opsmith.ops.rope import check_heads, check_table, dense_rows, name_bad_position
 from opsmith.ops.rope_table import rope_table
@@ -212,7 +212,7 @@ CARD = register(
         tolerance=_Rounded(),
         domain=_promised,
         implementations=[
-            Implementation("native", _native, "cpu", _supports, takes_out=True),
+            *kernels(_native, _supports),
             Implementation("eager", reference),
         ],
         schemas=(

@@ -47,6 +47,32 @@ def rounded(value, like):
     return value.to(like.dtype.element_ty)
 
 
+@triton.jit
+def report(bad, token, inside):
+    """Keeps the first position whose row lies outside the table."""
+    if inside == 0:
+        tl.atomic_min(bad, token)
+
+
+def flag(ids: torch.Tensor) -> torch.Tensor:
+    """Where a kernel reports the first position whose row lies outside the table."""
+    return torch.full((1,), ids.numel(), dtype=torch.int64, device=ids.device)
+
+
+def check(bad: torch.Tensor, op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> None:
+    """Raise if a row was outside the table. Waits for the kernel, except while a CUDA graph is captured.
+
+    PyTorch's own kernel stops the device in that case, and with it the process.
+    """
+    if bad.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    at = int(bad)
+    if at < ids.numel():
+        raise RuntimeError(
+            f"{op}: {name} must lie in [0, {rows}), the rows of the table; position {at} does not"
+        )
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """A tensor of any dimensions as [rows, n], a view: operators hand over what has one."""
     return x if x.dim() == 2 else x.view(-1, x.shape[-1]) if x.numel() else x.view(0, 1)

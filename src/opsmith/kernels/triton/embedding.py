@@ -7,16 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import block_of, launch, warps_of
+from opsmith.kernels.triton.common import block_of, check, flag, launch, report, warps_of
 
 _CHUNK = 32  # sorted positions that one program adds up
-
-
-@triton.jit
-def report(bad, token, inside):
-    """Keeps the first position whose id lies outside the table."""
-    if inside == 0:
-        tl.atomic_min(bad, token)
 
 
 @triton.jit
@@ -115,25 +108,6 @@ def flat(ids: torch.Tensor) -> tuple[torch.Tensor, int]:
 def pitch(y: torch.Tensor, n: int) -> int:
     """Elements from one row to the next of a tensor that is contiguous or a matrix."""
     return y.stride(0) if y.dim() == 2 else n
-
-
-def flag(ids: torch.Tensor) -> torch.Tensor:
-    """Where a kernel reports the first id outside the table."""
-    return torch.full((1,), ids.numel(), dtype=torch.int64, device=ids.device)
-
-
-def check(bad: torch.Tensor, op: str, ids: torch.Tensor, rows: int) -> None:
-    """Raise if an id was outside the table. Waits for the kernel, except while a CUDA graph is captured.
-
-    PyTorch's own kernel stops the device in that case, and with it the process.
-    """
-    if bad.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    at = int(bad)
-    if at < ids.numel():
-        raise RuntimeError(
-            f"{op}: ids must lie in [0, {rows}), the rows of the table; position {at} does not"
-        )
 
 
 def embedding(ids: torch.Tensor, table: torch.Tensor, *, y: torch.Tensor) -> None:

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import block_of, launch, warps_of
-from opsmith.kernels.triton.embedding import check, flag, flat, pitch, report
+from opsmith.kernels.triton.common import block_of, check, flag, launch, report, warps_of
+from opsmith.kernels.triton.embedding import flat, pitch
 
 
 @triton.jit

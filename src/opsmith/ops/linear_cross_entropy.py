@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels.triton import INTERPRETED
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import logit_chunks
 from opsmith.ops.common import (
     as_rows,
     check_float,
@@ -31,16 +31,9 @@ from opsmith.ops.cross_entropy import (
     check_targets,
 )
 from opsmith.ops.cross_entropy import reference as loss_of
-from opsmith.ops.linear import ONEDNN_DTYPES
 
-# Of the bytes that all logits would take, the part that may exist at a time, whatever that is for: logits, and in the
-# backward the sum of hidden's gradient. But a chunk no narrower than still multiplies well, and no larger than cache.
-_SHARE = 9  # an eighth is promised, and the libraries take some of it
-_NARROWEST = 256
-_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-_STATE = 6  # float32 numbers a row between two chunks; see kernels/cpu/cross_entropy.h
-_ONEDNN_ROWS = 16
-_ONEDNN_CHAIN = 1024  # products that oneDNN may sum in one float32 chain and still be as exact as PyTorch
+# By what the gradients are too large until the backward, where float16 would else lose what is small in them.
+_HALF_SCALE = 128.0
 
 
 def linear_cross_entropy(
@@ -57,9 +50,10 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Cross-entropy of a linear layer's output, which is never in memory as a whole.
 
-    `loss = cross_entropy(hidden @ weight.T + bias, target)`, chunk by chunk over the classes. The backward computes
-    each chunk of logits again, turns it into its gradient, and multiplies that into both gradients while it is in
-    cache. Between the passes two numbers a row are kept.
+    `loss = cross_entropy(hidden @ weight.T + bias, target)`, chunk by chunk over the classes. Where autograd records
+    a mean or a sum, the gradients are computed at once, and the backward multiplies them by the one number that
+    arrives: a loss that is never differentiated belongs under `torch.no_grad()`, where it costs a third. With
+    reduction="none" the backward computes each chunk of logits again.
 
     >>> hidden, weight = torch.randn(2, 128, 64), torch.randn(32000, 64)
     >>> linear_cross_entropy(hidden, weight, torch.randint(0, 32000, (2, 128))).shape
@@ -95,9 +89,8 @@ def linear_cross_entropy(
         )
     options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
     if needs_grad(hidden, weight, bias):
-        loss: torch.Tensor = recorded(
-            _LinearCrossEntropy, hidden, weight, target, bias, options, dtype or hidden.dtype
-        )
+        function = _Reduced if options[3] else _Each
+        loss: torch.Tensor = recorded(function, hidden, weight, target, bias, options, dtype or hidden.dtype)
         return loss
     return _forward(hidden, weight, target, bias, options, dtype or hidden.dtype, None)
 
@@ -163,16 +156,21 @@ def _forward(
     stats: torch.Tensor | None,
 ) -> torch.Tensor:
     loss = torch.empty(() if options[3] else target.shape, dtype=dtype, device=hidden.device)
-    rows, flat, classes = as_rows(hidden), target.reshape(-1), weight.shape[0]
+    rows, flat = as_rows(hidden), target.reshape(-1)
     try:
         torch.ops.opsmith.linear_cross_entropy.default(
             rows, weight, flat, bias, *options, loss=loss.view(-1), stats=stats
         )
     except RuntimeError:
-        if not torch.compiler.is_compiling():
-            check_targets(target, classes, options[0], "linear_cross_entropy")
+        _explain(target, weight, options)
         raise
     return loss
+
+
+def _explain(target: torch.Tensor, weight: torch.Tensor, options: Options) -> None:
+    """Name the target that a kernel refused."""
+    if not torch.compiler.is_compiling():
+        check_targets(target, weight.shape[0], options[0], "linear_cross_entropy")
 
 
 def _native(
@@ -192,8 +190,8 @@ def _native(
     return _forward(hidden, weight, target, bias, options, dtype or hidden.dtype, None)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward keeps two numbers a row; backward computes the logits again, a chunk at a time."""
+class _Each(torch.autograd.Function):
+    """A loss for each row: forward keeps two numbers a row; backward computes the logits again, a chunk at a time."""
 
     @staticmethod
     def forward(
@@ -216,9 +214,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, target, bias, stats = ctx.saved_tensors
         need_h, need_w, _, need_b, *_ = ctx.needs_input_grad
-        dh = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if need_h else None
-        dw = fresh(weight) if need_w else None
-        db = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if need_b else None
+        dh, dw, db = _empty_gradients((hidden, need_h), (weight, need_w), (bias, need_b))
         torch.ops.opsmith.linear_cross_entropy_backward.default(
             dloss.reshape(-1),
             as_rows(hidden),
@@ -227,159 +223,78 @@ class _LinearCrossEntropy(torch.autograd.Function):
             bias,
             stats,
             *ctx.options,
-            dhidden=None if dh is None else dh.view(target.numel(), hidden.shape[-1]),
+            dhidden=_rows_of(dh),
             dweight=dw,
             dbias=db,
         )
         return dh, dw, None, db, None, None
 
 
-# --- the operators, in terms of chunks -----------------------------------------------------------------------------
+class _Reduced(torch.autograd.Function):
+    """One loss: forward computes the gradients while it has the logits; backward multiplies them by a number."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: Options,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        need_h, need_w, _, need_b, *_ = ctx.needs_input_grad
+        dh, dw, db = _empty_gradients((hidden, need_h), (weight, need_w), (bias, need_b))
+        loss = torch.empty((), dtype=dtype, device=hidden.device)
+        ctx.scale = _HALF_SCALE if hidden.dtype == torch.float16 and options[3] == REDUCTIONS["mean"] else 1.0
+        try:
+            torch.ops.opsmith.linear_cross_entropy_and_gradients.default(
+                as_rows(hidden),
+                weight,
+                target.reshape(-1),
+                bias,
+                *options,
+                ctx.scale,
+                loss=loss.view(-1),
+                dhidden=_rows_of(dh),
+                dweight=dw,
+                dbias=db,
+            )
+        except RuntimeError:
+            _explain(target, weight, options)
+            raise
+        ctx.save_for_backward(dh, dw, db)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dh, dw, db = _times(dloss, 1.0 / ctx.scale, ctx.saved_tensors)
+        return dh, dw, None, db, None, None
 
 
-class _Logits:
-    """Chunks of hidden @ weight.T + bias; each lives until the next one is asked for."""
-
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, other_bytes: int = 0
-    ):
-        self.weight, self.bias = weight, bias
-        self.rows, self.classes = hidden.shape[0], weight.shape[0]
-        self.onednn = onednn_multiplies(hidden)
-        row = max(self.rows, 1) * hidden.element_size()
-        budget = min(
-            _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"], self.classes * row // _SHARE - other_bytes
-        )
-        widest = budget // row // 64 * 64
-        if self.onednn:  # which sums a chunk in one chain in the gradient of hidden
-            widest = min(widest, _ONEDNN_CHAIN)
-        chunks = -(-self.classes // max(widest, _NARROWEST))
-        self.width = -(-self.classes // max(chunks, 1) // 64) * 64 or 64
-        if self.onednn:
-            self.parts = [part.contiguous() for part in hidden.split(_ONEDNN_CHAIN, 1)]
-        else:
-            self.hidden, self._memory = hidden, hidden.new_empty(self.rows * min(self.width, self.classes))
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for first in range(0, self.classes, self.width):
-            weight = self.weight[first : first + self.width]
-            bias = None if self.bias is None else self.bias[first : first + self.width]
-            yield first, weight, self._onednn(weight, bias) if self.onednn else self._mm(weight, bias)
-
-    def _mm(self, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        some = weight.shape[0]
-        out = self._memory[: self.rows * some].view(self.rows, some)
-        if bias is None:
-            return torch.mm(self.hidden, weight.t(), out=out)
-        return torch.addmm(bias, self.hidden, weight.t(), out=out)
-
-    def _onednn(self, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        linear = torch.ops.mkldnn._linear_pointwise
-        # A weight with gaps between its rows would take oneDNN's slowest path.
-        first, *more = (part.contiguous() for part in weight.split(_ONEDNN_CHAIN, 1))
-        y: torch.Tensor = linear.default(self.parts[0], first, bias, "none", [], "")
-        for x, w in zip(self.parts[1:], more, strict=True):
-            y = linear.binary(x, y, w, None, "add")
-        return y
+def _empty_gradients(*wanted: tuple[torch.Tensor | None, bool]) -> list[torch.Tensor | None]:
+    """Contiguous memory for the gradient of each tensor that wants one."""
+    return [fresh(t) if t is not None and needed else None for t, needed in wanted]
 
 
-def onednn_multiplies(x: torch.Tensor) -> bool:
-    """True where oneDNN beats PyTorch's own choice, MKL: float32 on a CPU, and rows enough for a matrix product.
-
-    A few rows PyTorch multiplies in several shorter chains of additions, more exactly than oneDNN in one.
-    """
-    if x.dtype != torch.float32 or not x.is_cpu or x.shape[0] < _ONEDNN_ROWS or x.shape[1] == 0:
-        return False
-    return torch.float32 in ONEDNN_DTYPES
+def _rows_of(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.view(-1, t.shape[-1])
 
 
-def _linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: int,
-    *,
-    loss: torch.Tensor,
-    stats: torch.Tensor | None = None,
-) -> None:
-    ops, classes = torch.ops.opsmith, weight.shape[0]
-    state = torch.empty(_STATE, target.shape[0], dtype=torch.float32, device=hidden.device)
-    for first, _, logits in _Logits(hidden, weight, bias):
-        ops.cross_entropy_part.default(
-            logits, target, ignore_index, label_smoothing, first, classes, state=state
-        )
-    ops.cross_entropy_finish.default(
-        state, target, ignore_index, label_smoothing, z_loss, reduction, classes, loss=loss, stats=stats
-    )
-
-
-def _linear_cross_entropy_backward(
-    dloss: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    stats: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: int,
-    *,
-    dhidden: torch.Tensor | None = None,
-    dweight: torch.Tensor | None = None,
-    dbias: torch.Tensor | None = None,
-) -> None:
-    options = (ignore_index, label_smoothing, z_loss, reduction)
-    total, other = None, 0
-    if dhidden is not None:
-        total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        other = hidden.numel() * (4 + hidden.element_size())  # and a chunk's part of it
-    for first, part, logits in _Logits(hidden, weight, bias, other):
-        torch.ops.opsmith.cross_entropy_backward.default(
-            dloss, logits, target, stats, *options, first, weight.shape[0], dlogits=logits
-        )
-        last = first + part.shape[0]
-        if dweight is not None:
-            torch.mm(logits.t(), hidden, out=dweight[first:last])
-        if dbias is not None:
-            torch.sum(logits, 0, out=dbias[first:last])
-        if total is not None:
-            total = _add_product(total, logits, part)
-        del logits  # before the next chunk takes memory
-    if dhidden is not None and total is not None:
-        dhidden.copy_(total)
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a @ b, the total in float32."""
-    if onednn_multiplies(a):
-        return torch.ops.mkldnn._linear_pointwise.binary(a, total, b.contiguous().t(), None, "add")  # type: ignore[no-any-return]
-    if a.dtype == torch.float32:
-        return total.addmm_(a, b)
-    if a.is_cuda:
-        return total.add_(torch.mm(a, b, out_dtype=torch.float32))
-    if INTERPRETED:
-        return total.add_(torch.mm(a, b))
-    # PyTorch's add_ would widen the product to float32 in memory first.
-    torch.ops.opsmith.add_to_total.default(torch.mm(a, b).view(-1), total=total.view(-1))
-    return total
-
-
-# What a chunk passes through. No graph sees these: only the two operators above call them.
-_LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
-_LIBRARY.define("add_to_total(Tensor part, *, Tensor(a!) total) -> ()")
-_LIBRARY.define(
-    "cross_entropy_part(Tensor logits, Tensor target, int ignore_index, float label_smoothing, int first, "
-    "int classes, *, Tensor(a!) state) -> ()"
-)
-_LIBRARY.define(
-    "cross_entropy_finish(Tensor state, Tensor target, int ignore_index, float label_smoothing, "
-    "float z_loss, int reduction, int classes, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()"
-)
+def _times(
+    dloss: torch.Tensor, factor: float, gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The gradients times a number; in their own memory where no second backward through the graph may follow."""
+    if torch.compiler.is_compiling() or type(dloss) is not torch.Tensor or not dloss.is_cpu:
+        by = dloss.float() * factor
+        return [None if g is None else g * by for g in gradients]
+    number = float(dloss) * factor
+    if number == 1.0:
+        return [*gradients]
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return [None if g is None else g * number for g in gradients]
+    return [None if g is None else g.mul_(number) for g in gradients]
 
 
 def _cost(
@@ -440,6 +355,9 @@ CARD = register(
         schemas=(
             "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
             "float label_smoothing, float z_loss, int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",
+            "linear_cross_entropy_and_gradients(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
+            "int ignore_index, float label_smoothing, float z_loss, int reduction, float scale, *, Tensor(a!) loss, "
+            "Tensor(b!)? dhidden=None, Tensor(c!)? dweight=None, Tensor(d!)? dbias=None) -> ()",
             "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
             "Tensor stats, int ignore_index, float label_smoothing, float z_loss, int reduction, *, "
             "Tensor(a!)? dhidden=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
@@ -447,6 +365,8 @@ CARD = register(
         source="Wijmans et al., 2024; Hsu et al., 2024",
     )
 )
+_LIBRARY = torch.library.Library("opsmith", "IMPL")
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("linear_cross_entropy", _linear_cross_entropy, _key)
-    _LIBRARY.impl("linear_cross_entropy_backward", _linear_cross_entropy_backward, _key)
+    _LIBRARY.impl("linear_cross_entropy", logit_chunks.forward, _key)
+    _LIBRARY.impl("linear_cross_entropy_and_gradients", logit_chunks.forward_with_gradients, _key)
+    _LIBRARY.impl("linear_cross_entropy_backward", logit_chunks.backward, _key)

@@ -1,4 +1,4 @@
-"""What a small call costs: every operator on one row, its public function against eager PyTorch, in microseconds.
+"""What a small call costs: every operator on one row or token, its public function against eager PyTorch.
 
     python benchmarks/overhead.py [--only silu_mul,gelu] [--dtype bfloat16] [--seconds 0.5]
 
@@ -21,8 +21,9 @@ from opsmith import measure
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample, registry
 from opsmith.ops.common import short
+from opsmith.ops.rope_table import rope_table
 
-MOST = 200_000  # elements of the largest input: beyond this the kernel's own time hides the rest
+MOST = 200_000  # elements of the largest input of a card: beyond this the kernel's own time hides the rest
 
 
 class Recorder(TorchDispatchMode):
@@ -40,8 +41,81 @@ class Recorder(TorchDispatchMode):
         return result
 
 
+def tokens(make: Make) -> dict[str, list[Sample]]:
+    """One token as a model of usual size decodes it, by operator; and the smallest call of those with heads."""
+    cos, sin = rope_table(128, 1, dtype=make.dtype)
+    tiny = rope_table(2, 1, dtype=make.dtype)
+    q, k = make(1, 32, 1, 128), make(1, 8, 1, 128)
+    at = {"positions": torch.zeros(1, dtype=torch.long)}
+    x_q = torch.randint(-127, 128, (1, 32, 1, 128), dtype=torch.int8)
+    starts = torch.tensor([0, 1]), torch.tensor([0, 512])
+    hidden = make(1, 1, 1024)
+    table = make.ids(32000, 1024, high=255).to(torch.int8)
+    return {
+        "softmax": [Sample("1x1x4096", (make(1, 1, 4096),))],
+        "linear": [
+            Sample("1x384x1536", (make(1, 384), make(1536, 384), make(1536))),
+            Sample("1x1x384x1536", (make(1, 1, 384), make(1536, 384), make(1536))),
+            Sample("1x384x1536 gelu", (make(1, 384), make(1536, 384), make(1536)), {"activation": "gelu"}),
+        ],
+        "layer_norm": [
+            Sample("1x1x768", (make(1, 1, 768), make(768), make(768))),
+            Sample(
+                "1x1x768 residual", (make(1, 1, 768), make(768), make(768)), {"residual": make(1, 1, 768)}
+            ),
+        ],
+        "rms_norm": [
+            Sample("1x1x4096", (make(1, 1, 4096), make(4096))),
+            Sample("1x1x4096 residual", (make(1, 1, 4096), make(4096)), {"residual": make(1, 1, 4096)}),
+        ],
+        "silu_mul": [Sample("1x1x11008 packed", (make(1, 1, 22016),))],
+        "gelu_mul": [Sample("1x1x11008 tanh", (make(1, 1, 11008), make(1, 1, 11008)), {"tanh": True})],
+        "embedding": [Sample("[1, 1] of 32000x1024", (make.ids(1, 1, high=32000), make(32000, 1024)))],
+        "quantized_embedding": [
+            Sample(
+                "[1, 1] of 32000x1024",
+                (make.ids(1, 1, high=32000), table, torch.rand(32000)),
+                {"dtype": make.dtype},
+            )
+        ],
+        "rope": [
+            Sample("1x1x1x2", (make(1, 1, 1, 2), *tiny)),
+            Sample("1x32x1x128", (q, cos, sin)),
+            Sample("1x32x1x128 at a position", (q, cos, sin), at),
+        ],
+        "rope_qk": [
+            Sample("1x1x1x2", (make(1, 1, 1, 2), make(1, 1, 1, 2), *tiny)),
+            Sample("32 and 8 heads x1x128", (q, k, cos, sin)),
+            Sample("32 and 8 heads x1x128 at a position", (q, k, cos, sin), at),
+        ],
+        "rope_int8": [Sample("1x32x1x128", (x_q, torch.rand(1, 32, 1), cos, sin))],
+        "attention": [
+            Sample("1x12x1x512x64", (make(1, 12, 1, 64), make(1, 12, 512, 64), make(1, 12, 512, 64))),
+            Sample(
+                "1x12x1x512x64 causal",
+                (make(1, 12, 1, 64), make(1, 12, 512, 64), make(1, 12, 512, 64)),
+                {"causal": True},
+            ),
+        ],
+        "attention_varlen": [
+            Sample("1 of 512x12x64", (make(1, 12, 64), make(512, 12, 64), make(512, 12, 64), *starts))
+        ],
+        "cross_entropy": [Sample("1x32000", (make(1, 32000), make.ids(1, high=32000)))],
+        "linear_cross_entropy": [
+            Sample("1x256x1000", (make(1, 256), make(1000, 256, scale=0.06), make.ids(1, high=1000)))
+        ],
+        "linear_rope": [
+            Sample(
+                "1x1x1024, 8 and 2 heads",
+                (hidden, make(12 * 128, 1024, scale=0.03), None, cos, sin),
+                {"heads": 8, "kv_heads": 2, "head_dim": 128},
+            )
+        ],
+    }
+
+
 def one_row(card: Operator, dtype: torch.dtype) -> Iterator[Sample]:
-    """The card's samples and workloads that are one row or one token, smallest first."""
+    """The card's samples and workloads that are one row, smallest first, then the tokens of usual models."""
     found = {}
     for sample in (*card.samples(Make(dtype)), *(card.workloads(Make(dtype)) if card.workloads else ())):
         first = next(iter(tensors_of(sample.args)))
@@ -51,6 +125,7 @@ def one_row(card: Operator, dtype: torch.dtype) -> Iterator[Sample]:
     largest = partial(max, default=0)
     sizes = {key: largest(t.numel() for t in tensors_of(s.args)) for key, s in found.items()}
     yield from (found[key] for key in sorted(found, key=sizes.__getitem__) if sizes[key] <= MOST)
+    yield from tokens(Make(dtype)).get(card.name, ())
 
 
 def times(card: Operator, sample: Sample, seconds: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsmith.ops import embedding
-from opsmith.ops.common import SMALL, _small
+from opsmith.ops.common import SMALL, small_up_to
 from opsmith.ops.embedding import IdError
 
 
@@ -92,16 +92,13 @@ def test_errors_name_what_was_expected_and_what_came(call, error, message) -> No
 
 @pytest.mark.parametrize("call", [[torch.tensor([1, 10])], [torch.tensor([[0], [-1]])]])
 def test_a_small_call_names_the_id_too(call: list[torch.Tensor]) -> None:
-    token = _small.set(SMALL)
-    try:
+    with small_up_to(SMALL):
         with pytest.raises(IdError, match=r"ids must be in \[0, 10\)"):
             embedding(*call, torch.randn(10, 6))
         with pytest.raises(TypeError, match="embedding: ids must be int64 or int32, got float32"):
             embedding(torch.tensor([1.0]), torch.randn(10, 6))
         with pytest.raises(ValueError, match=r"embedding: table must have shape \[V, N\], got \(10,\)"):
             embedding(torch.tensor([1]), torch.randn(10))
-    finally:
-        _small.reset(token)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from opsmith.ops import QuantizedEmbedding, quantized_embedding
-from opsmith.ops.common import SMALL, _small, native
+from opsmith.ops.common import SMALL, native, small_up_to
 from opsmith.ops.embedding import IdError
 from opsmith.ops.quantized_embedding import reference
 from opsmith.ops.row_cache import RowCache
@@ -241,12 +241,9 @@ def test_prefetching_a_row_that_does_not_exist_is_an_error() -> None:
 @pytest.mark.parametrize("bad", [-1, 10, 2**40])
 def test_an_id_outside_the_table_is_named(bad: int, cache_rows: int, small: int) -> None:
     made = QuantizedEmbedding.from_float(torch.randn(10, 6), cache_rows=cache_rows)
-    token = _small.set(small)
-    try:
-        with pytest.raises(IdError, match=rf"ids must be in \[0, 10\) .* got {bad} at position \(0, 1\)"):
-            made(torch.tensor([[1, bad]]))
-    finally:
-        _small.reset(token)
+    match = rf"ids must be in \[0, 10\) .* got {bad} at position \(0, 1\)"
+    with small_up_to(small), pytest.raises(IdError, match=match):
+        made(torch.tensor([[1, bad]]))
 
 
 def test_an_empty_table_has_no_id() -> None:

@@ -1,4 +1,23 @@
-"""What every operator's file needs: the checks, the views, and whether native kernels can run."""
+"""What every operator's file needs: the checks, the views, and whether native kernels can run.
+
+How a public function begins, so that a call of one token costs what its kernel costs. A question to a tensor takes
+50 to 100 ns, a helper or a ContextVar 30 to 50, and a small kernel of PyTorch a microsecond; so each question is asked
+at most once, and of the arguments that PyTorch or the kernel refuses itself nothing is asked before:
+
+    if OTHER_OPTIONS_ARE_DEFAULT and not compiling() and type(x) is Tensor and x.numel() <= common.limit:
+        try:
+            return PYTORCHS_BUILTIN(x, ...)    # where it is done before a call of ours begins: not F's wrapper of it
+        except RuntimeError:                   # what it refuses, the checks name
+            _check(x, ...)
+            raise
+    if out is None and direct(x, weight):      # a kernel of ours, in one call, whatever the size
+        ...
+    _check(x, ...)                             # views, copies, autograd, other devices, float64
+
+What the builtin or the kernel would take in silence and the function does not (broadcasting, promotion, another
+device) is tested on the way. Which of the two an operator takes, and up to which size, is measured:
+`benchmarks/overhead.py`, docs/guide/small-calls.md.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +27,7 @@ import math
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,15 +35,22 @@ import torch
 from opsmith.kernels import build, triton
 from opsmith.operator import Implementation, Supports
 
+Tensor = torch.Tensor
+PLAIN = (Tensor, torch.nn.Parameter)
+
 SMALL = 4096  # elements up to which PyTorch's own kernel is done before a call of ours has begun
-_small = ContextVar("opsmith_small", default=SMALL)
+limit = SMALL  # the same, or what `small_up_to` says; read as `common.limit`, for it changes
+_ready = False  # whether C++ kernels can be called without asking: known after the first call that asked
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def native_library() -> bool:
     """True once the native library is loaded (built at the first call); a constant in a compiled graph."""
-    return build.load()
+    global _ready
+    loaded = build.load()
+    _ready = loaded and not triton.INTERPRETED
+    return loaded
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import Dynamo, a second at every start.
@@ -66,50 +91,55 @@ def _gpu() -> Supports:
     return triton.installed()
 
 
-_compiling = torch.compiler.is_dynamo_compiling
+compiling = torch.compiler.is_dynamo_compiling
 
 
 def small(elements: int) -> bool:
     """True for a call that PyTorch finishes sooner than our dispatch begins; never inside a compiled graph."""
-    return not _compiling() and elements <= _small.get()
+    return not compiling() and elements <= limit
 
 
-def at_once(x: Any) -> bool:
-    """True where PyTorch's function may be called before anything is checked: a plain tensor of a few elements.
+def direct(x: Any, weight: Any = None, other: Any = None) -> bool:
+    """True where a C++ kernel takes x as it is, with no view, copy, gradient or further check.
 
-    The checks of a public function cost as much as such a call. What PyTorch refuses itself need not be looked
-    for: the function calls it, and runs its own checks only after an error, to raise one that says what to do.
-    What PyTorch would take in silence and the function does not (broadcasting, promotion) is tested before.
+    Of the others, which may be None, this says only that they are tensors on the CPU and want no gradient; their
+    shapes and dtypes are for the operator's binding to refuse.
     """
-    return not _compiling() and type(x) is torch.Tensor and x.numel() <= _small.get()
-
-
-def direct(x: Any) -> bool:
-    """True where a C++ kernel takes this tensor as it is: no view, no copy, no further check of this one."""
     return (
-        not _compiling()
-        and type(x) is torch.Tensor
-        and x.is_cpu
-        and x.dtype in NATIVE_DTYPES
+        not compiling()
+        and _ready
+        and type(x) is Tensor
         and x.is_contiguous()
-        and not triton.INTERPRETED
-        and build.load()
+        and x.dtype in NATIVE_DTYPES
+        and x.is_cpu
+        and (weight is None or (type(weight) in PLAIN and weight.is_cpu))
+        and (other is None or (type(other) in PLAIN and other.is_cpu))
+        and not (recording() and needs_grad(x, weight, other))
     )
 
 
+recording = torch.is_grad_enabled
+
+
 @contextmanager
-def always_native() -> Iterator[None]:
-    """Public functions take our kernels for the smallest call too: what verification and tests are about."""
-    token = _small.set(-1)
+def small_up_to(elements: int) -> Iterator[None]:
+    """Public functions give calls of at most so many elements to PyTorch, in all threads."""
+    global limit
+    before, limit = limit, elements
     try:
         yield
     finally:
-        _small.reset(token)
+        limit = before
+
+
+def always_native() -> AbstractContextManager[None]:
+    """Public functions take our kernels for the smallest call too: what verification and tests are about."""
+    return small_up_to(-1)
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """True when autograd is recording and one of the tensors takes part."""
-    if not torch.is_grad_enabled():
+    if not recording():
         return False
     for t in tensors:  # noqa: SIM110  at every call; any() over a generator costs three times as much
         if t is not None and t.requires_grad:
@@ -119,7 +149,7 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, where two of the arguments may be one tensor."""
-    if _compiling():  # Dynamo traces no Function that gets the same tensor twice
+    if compiling():  # Dynamo traces no Function that gets the same tensor twice
         distinct: list[Any] = []
         for arg in args:
             twice = isinstance(arg, torch.Tensor) and any(arg is other for other in distinct)
@@ -132,7 +162,7 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
     """New contiguous memory for a result like x."""
     # empty_like takes a third of the time of empty with a shape.
     y = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return y if torch.compiler.is_dynamo_compiling() else in_huge_pages(y)
+    return y if compiling() else in_huge_pages(y)
 
 
 _HUGE = 4 << 20  # bytes from which memory comes from the system, page by page

@@ -10,18 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops import common
 from opsmith.ops.common import (
     NATIVE_DTYPES,
     SMALL,
-    _small,
     as_rows,
     check_float,
     check_out,
+    compiling,
     kernels,
     native,
     needs_grad,
     out_rows,
     recorded,
+    recording,
     short,
     small,
 )
@@ -30,9 +32,10 @@ _DTYPES = (*NATIVE_DTYPES, torch.float64)
 # PyTorch's gather is as fast as any up to results of 16 MiB, which are still in a cache when they are read. Ours writes
 # larger ones past the cache. In bytes for each element of a call that is `small`:
 _IN_CACHE = (16 << 20) // SMALL
+_FEW = 64  # ids whose rows are in a cache afterwards, however long
 # Malloc takes blocks of this size from the system each time, and gives them back.
 _FROM_SYSTEM = 32 << 20
-_compiling = torch.compiler.is_dynamo_compiling
+_gather = torch.embedding
 
 
 class IdError(IndexError, ValueError):
@@ -65,19 +68,23 @@ def embedding(
 
     Source: Mikolov et al., "Efficient Estimation of Word Representations in Vector Space", 2013.
     """
-    if padding_idx is None and out is None and not sparse_grad and not _compiling():
+    if out is None and not compiling():
         # Looking at each argument would take as long as a short gather, so PyTorch does it on its way.
         try:
             if (
-                table.dtype in _DTYPES
+                not (recording() and table.requires_grad)
+                and (padding_idx is None or -(rows := table.shape[0]) <= padding_idx < rows)
+                and table.dtype in _DTYPES
                 and ids.is_cpu
                 and table.is_cpu
-                and not (table.requires_grad and torch.is_grad_enabled())
-                and ids.numel() * table.shape[1] * table.element_size() // _IN_CACHE <= _small.get()
+                and (
+                    (n := ids.numel()) <= _FEW <= common.limit
+                    or n * table.shape[1] * table.element_size() // _IN_CACHE <= common.limit
+                )
             ):
-                return torch.embedding(table, ids)
-        except (AttributeError, IndexError, RuntimeError):
-            _check(ids, table, None, None)
+                return _gather(table, ids)
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            _check(ids, table, padding_idx, None)
             raise_bad_id("embedding", ids, table.shape[0])
             raise
     padding = _check(ids, table, padding_idx, out)

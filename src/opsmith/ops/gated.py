@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops import common
 from opsmith.ops.common import (
+    Tensor,
     alike,
-    at_once,
+    as_rows,
     check_float,
     check_like,
     check_out,
+    compiling,
     direct,
     flat,
     flat_out,
@@ -25,6 +28,7 @@ from opsmith.ops.common import (
     nbytes,
     needs_grad,
     recorded,
+    recording,
     short,
     small,
 )
@@ -35,6 +39,9 @@ _CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.gelu,
     partial(F.gelu, approximate="tanh"),
 )
+
+_silu = torch._C._nn.silu
+_REFUSED = (RuntimeError, TypeError, IndexError)  # by PyTorch, or by the kernel's binding
 
 
 def silu_mul(
@@ -60,6 +67,26 @@ def silu_mul(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
+    if out is None:
+        try:
+            if (
+                up is not None
+                and not compiling()
+                and type(gate) is Tensor
+                and 1 < gate.numel() <= common.limit >> 1  # one number may have no dimension
+                and gate.is_same_size(up)
+                and gate.dtype is up.dtype
+                and gate.is_cpu
+                and up.is_cpu
+            ):
+                y = _silu(gate)
+                return y * up if recording() else y.mul_(up)
+            if direct(gate, up):
+                y = torch.empty_like(gate) if up is not None else _empty_half(gate)
+                _kernel(gate, up, SILU, y=y)
+                return y
+        except _REFUSED:  # the checks say why
+            pass
     return _gated("silu_mul", gate, up, SILU, out)
 
 
@@ -89,7 +116,15 @@ def gelu_mul(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _gated("gelu_mul", gate, up, GELU_TANH if tanh else GELU, out)
+    curve = GELU_TANH if tanh else GELU
+    if out is None and direct(gate, up):
+        try:
+            y = torch.empty_like(gate) if up is not None else _empty_half(gate)
+            _kernel(gate, up, curve, y=y)
+            return y
+        except _REFUSED:  # the checks say why
+            pass
+    return _gated("gelu_mul", gate, up, curve, out)
 
 
 def silu_reference(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
@@ -111,36 +146,11 @@ def _reference(gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch
 def _gated(
     op: str, gate: torch.Tensor, up: torch.Tensor | None, curve: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    if out is None:
-        # The plain GELU in float32 is oneDNN's in PyTorch, whose set-up takes four times as long as our call.
-        if at_once(gate) and (curve != GELU or gate.dtype is not torch.float32):
-            if (
-                type(up) is torch.Tensor
-                and gate.shape == up.shape
-                and gate.dtype is up.dtype
-                and gate.is_cpu
-                and up.is_cpu
-            ):
-                try:
-                    y = _CURVES[curve](gate)
-                    return y * up if needs_grad(gate, up) else y.mul_(up)
-                except RuntimeError:  # the checks say why
-                    _check(op, gate, up, out)
-                    raise
-        elif direct(gate):
-            if up is None:
-                if gate.dim() and gate.shape[-1] % 2 == 0 and not needs_grad(gate):
-                    y = gate.new_empty(_half(gate.shape))
-                    GATED(gate, None, curve, y=y)
-                    return y
-            elif alike(up, gate, gate.shape) and up.is_contiguous() and not needs_grad(gate, up):
-                y = torch.empty_like(gate)
-                GATED(gate, up, curve, y=y)
-                return y
     _check(op, gate, up, out)
-    if small(gate.numel()) or native(gate, "gated") is not True:
+    training = needs_grad(gate, up)
+    if native(gate, "gated") is not True or (training and small(gate.numel())):
         y = _reference(gate, up, curve)
-    elif needs_grad(gate, up):
+    elif training:
         y = recorded(_Gated, gate, up, curve)
     else:
         return _forward(gate, up, curve, out)
@@ -168,14 +178,27 @@ def _half(shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:-1], shape[-1] // 2))
 
 
+def _empty_half(gate: torch.Tensor) -> torch.Tensor:
+    """Memory for the result of a packed call."""
+    *leading, n = gate.shape
+    return gate.new_empty(*leading, n // 2)  # sizes one by one are parsed in half the time of a tuple's
+
+
 def _forward(
     gate: torch.Tensor, up: torch.Tensor | None, curve: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     y = out
     if y is None:
-        y = fresh(gate) if up is not None else gate.new_empty(_half(gate.shape))
-    GATED(flat(gate), None if up is None else flat(up), curve, y=flat_out(y))
+        y = fresh(gate) if up is not None else _empty_half(gate)
+    GATED(*_flat(gate, up), curve, y=flat_out(y))
     return y
+
+
+def _flat(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both as the kernel takes them: of one shape, which its binding holds them to."""
+    if up is None:
+        return flat(gate), None
+    return (gate, up) if gate.is_contiguous() and up.is_contiguous() else (as_rows(gate), as_rows(up))
 
 
 def _native_silu(
@@ -210,9 +233,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dgate, dup = fresh(gate), None if up is None else fresh(up)
-        torch.ops.opsmith.gated_backward.default(
-            flat(dy), flat(gate), None if up is None else flat(up), ctx.curve, dgate=dgate, dup=dup
-        )
+        torch.ops.opsmith.gated_backward.default(flat(dy), *_flat(gate, up), ctx.curve, dgate=dgate, dup=dup)
         return dgate, dup, None
 
 
@@ -303,3 +324,4 @@ GELU_CARD = register(
 )
 
 GATED = torch.ops.opsmith.gated.default
+_kernel = GATED._op

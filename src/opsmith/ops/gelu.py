@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops import common
 from opsmith.ops.common import (
+    Tensor,
     alike,
     as_rows,
-    at_once,
     check_float,
     check_like,
     check_out,
+    compiling,
     dense,
     direct,
     flat,
@@ -29,6 +31,8 @@ from opsmith.ops.common import (
     short,
     small,
 )
+
+_gelu = torch._C._nn.gelu
 
 
 def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,16 +55,16 @@ def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
     if out is None:
-        # The plain form in float32 is oneDNN's in PyTorch, whose set-up takes four times as long as our call.
-        if at_once(x) and (tanh or x.dtype is not torch.float32):
+        # The plain form is oneDNN's in PyTorch, whose set-up takes four times as long as our call.
+        if tanh and not compiling() and type(x) is Tensor and 4 * x.numel() <= common.limit:
             try:
-                return F.gelu(x, approximate="tanh" if tanh else "none")
+                return _gelu(x, approximate="tanh")
             except RuntimeError:  # the checks say why
                 check_float("gelu", x, least_dim=0)
                 raise
-        if direct(x) and not needs_grad(x):
+        if direct(x):
             y = torch.empty_like(x)
-            GELU(x, None, tanh, y=y)
+            _kernel(x, None, tanh, y=y)
             return y
     check_float("gelu", x, least_dim=0)
     if out is not None:
@@ -87,13 +91,13 @@ def bias_gelu(
 
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    if out is None and type(x) is torch.Tensor and x.dim() and alike(bias, x, x.shape[-1:]):
-        if at_once(x) and (tanh or x.dtype is not torch.float32) and x.is_floating_point():
-            return F.gelu(x + bias, approximate="tanh" if tanh else "none")
-        if direct(x) and not needs_grad(x, bias) and bias.is_contiguous():
+    if out is None and bias is not None and direct(x, bias):
+        try:
             y = torch.empty_like(x)
-            GELU(x, bias, tanh, y=y)
+            _kernel(x, bias, tanh, y=y)
             return y
+        except RuntimeError:  # the checks say why
+            pass
     check_float("bias_gelu", x)
     if not alike(bias, x, x.shape[-1:]):
         check_like("bias_gelu", bias, x, "bias", x.shape[-1:], "the size of x's last dimension")
@@ -116,9 +120,10 @@ def bias_reference(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -
 
 
 def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None) -> torch.Tensor:
-    if small(x.numel()) or native(x, "gelu") is not True:
+    training = needs_grad(x, bias)
+    if native(x, "gelu") is not True or (training and small(x.numel())):
         y = reference(x if bias is None else x + bias, tanh=tanh)
-    elif needs_grad(x, bias):
+    elif training:
         y = recorded(_Gelu, x, bias, tanh)
     else:
         return _forward(x, bias, tanh, out)
@@ -276,3 +281,4 @@ BIAS_CARD = register(
 )
 
 GELU = torch.ops.opsmith.gelu.default
+_kernel = GELU._op

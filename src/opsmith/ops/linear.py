@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops import common
 from opsmith.ops.common import (
     SMALL,
+    Tensor,
     as_rows,
-    at_once,
     check_float,
     check_like,
     check_out,
+    compiling,
     dense,
     native,
     nbytes,
@@ -25,6 +27,7 @@ from opsmith.ops.common import (
     short,
 )
 
+_linear = torch._C._nn.linear
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -69,11 +72,17 @@ def linear(
 
     Source: Intel oneDNN's matmul with post-operations, through PyTorch.
     """
-    if activation is None and residual is None and out is None and at_once(x):
+    if activation is None and residual is None and out is None and not compiling() and type(x) is Tensor:
         try:
-            if _one_row(x, weight, bias):
-                return F.linear(x, weight, bias)
-        except (RuntimeError, AttributeError):  # the checks say why
+            n, k = weight.shape
+            # One row times a matrix, where PyTorch's own choice is best, and nothing that it would broadcast.
+            if (
+                x.numel() == k <= common.limit
+                and (x.dtype is torch.float32 or (n * k <= SMALL and x.is_floating_point()))
+                and (bias is None or bias.shape == (n,))
+            ):
+                return _linear(x, weight, bias)
+        except (RuntimeError, AttributeError, ValueError):  # the checks say why
             _check(x, weight, bias, activation, residual, out)
             raise
     _check(x, weight, bias, activation, residual, out)
@@ -128,17 +137,6 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any, out: 
         raise ValueError(f"linear: activation must be None or one of {known}, got {activation!r}")
     if out is not None:
         check_out("linear", out, x, shape)
-
-
-def _one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """True for one row times a matrix, where PyTorch's own choice is best; what it would broadcast is not here."""
-    return (
-        x.dim() > 0
-        and x.numel() == x.shape[-1]
-        and (x.dtype is torch.float32 or (x.is_floating_point() and weight.numel() <= SMALL))
-        and weight.dim() == 2
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
 
 
 def _onednn_dtypes() -> frozenset[torch.dtype]:

@@ -15,6 +15,7 @@ from opsmith.ops.common import (
     check_float,
     check_like,
     dense,
+    direct,
     fresh,
     kernels,
     native,
@@ -22,7 +23,6 @@ from opsmith.ops.common import (
     out_rows,
     recorded,
     short,
-    small,
 )
 from opsmith.ops.norm import Result, check_pair, store
 
@@ -66,9 +66,20 @@ def rms_norm(
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
+    if out is None and direct(x, weight, residual):
+        try:
+            y = torch.empty_like(x)
+            if residual is None:
+                _kernel(x, None, weight, eps, weight_offset, round_before_weight, y=y)
+                return y
+            s = torch.empty_like(x)
+            _kernel(x, residual, weight, eps, weight_offset, round_before_weight, y=y, summed=s)
+            return y, s
+        except RuntimeError:  # the checks say why
+            pass
     _check(x, weight, residual, out)
     how: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
-    if native(x, "rms_norm") is not True or small(x.numel()):
+    if native(x, "rms_norm") is not True:
         return store(eager(x, weight, eps, residual=residual, **how), out)
     if needs_grad(x, weight, residual):
         y, s = recorded(_RMSNorm, x, weight, eps, residual, weight_offset, round_before_weight)
@@ -148,13 +159,11 @@ def _native(
     if y is None:
         y = fresh(x)
     if residual is None:
-        torch.ops.opsmith.rms_norm.default(
-            as_rows(x), None, dense(weight), eps, weight_offset, round_before_weight, y=out_rows(y)
-        )
+        RMS_NORM(as_rows(x), None, dense(weight), eps, weight_offset, round_before_weight, y=out_rows(y))
         return y
     if summed is None:
         summed = fresh(x)
-    torch.ops.opsmith.rms_norm.default(
+    RMS_NORM(
         as_rows(x),
         as_rows(residual),
         dense(weight),
@@ -184,7 +193,7 @@ class _RMSNorm(torch.autograd.Function):
         y = fresh(x)
         rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
         s = x if residual is None else fresh(x)
-        torch.ops.opsmith.rms_norm.default(
+        RMS_NORM(
             rows,
             None if residual is None else as_rows(residual),
             dense(weight),
@@ -315,3 +324,6 @@ CARD = register(
         source="Zhang, Sennrich, 2019",
     )
 )
+
+RMS_NORM = torch.ops.opsmith.rms_norm.default
+_kernel = RMS_NORM._op

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops import common
 from opsmith.ops.common import (
-    at_once,
+    Tensor,
     check_float,
     check_mask,
     check_out,
+    compiling,
     direct,
     fresh,
     kernels,
@@ -27,6 +29,7 @@ from opsmith.ops.common import (
 )
 
 METHODS = {"auto": 0, "stable": 1, "fast": 2}
+_softmax = torch._softmax  # what torch.softmax calls
 
 
 def softmax(
@@ -63,15 +66,21 @@ def softmax(
     Source: Bridle, 1990; Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     if mask is None and out is None and not causal and method in METHODS:
-        if at_once(x) and x.dim():
+        if (
+            scale == 1.0
+            and not compiling()
+            and type(x) is Tensor
+            and (n := x.numel()) <= common.limit
+            and (n > 1 or x.dim())  # PyTorch takes what has no dimension
+        ):
             try:
-                return torch.softmax(x if scale == 1.0 else x * scale, dim)
+                return _softmax(x, dim, False)
             except (RuntimeError, IndexError):  # the checks say why
                 _check(x, dim, mask, causal, method, out)
                 raise
-        if direct(x) and dim == -1 and x.dim() and not needs_grad(x):
+        if dim == -1 and direct(x) and x.dim():
             y = torch.empty_like(x)
-            SOFTMAX(x, None, scale, False, METHODS[method], y=y)
+            _kernel(x, None, scale, False, METHODS[method], y=y)
             return y
     _check(x, dim, mask, causal, method, out)
     wants_grad = needs_grad(x, mask)
@@ -303,3 +312,4 @@ CARD = register(
 )
 
 SOFTMAX = torch.ops.opsmith.softmax.default
+_kernel = SOFTMAX._op

@@ -7,6 +7,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "types.h"
@@ -36,6 +37,11 @@ inline View view_of(const Tensor& t) {
 }
 
 inline View view_of(const std::optional<Tensor>& t) { return t ? view_of(*t) : View{}; }
+
+inline bool same_sizes(const Tensor& a, const Tensor& b) {
+  const auto one = a.sizes(), other = b.sizes();
+  return one.size() == other.size() && std::equal(one.begin(), one.end(), other.begin());
+}
 
 // A tensor as [rows, n], n being its last dimension, wherever its strides allow that: Python then makes no view. The
 // last dimension must be contiguous.

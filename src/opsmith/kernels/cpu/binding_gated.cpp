@@ -13,7 +13,11 @@ struct Pair {
 
   Pair(const char* op, const char* name, const Tensor& a, const Optional& b)
       : first(op, name, a), second(b ? Rows(op, name, *b) : first) {
-    if (b) return;
+    STD_TORCH_CHECK(a.dim() > 0, op, ": ", name, " must have a dimension");
+    if (b) {
+      STD_TORCH_CHECK(same_sizes(a, *b), op, ": ", name, " must be two tensors of one shape");
+      return;
+    }
     STD_TORCH_CHECK(first.n() % 2 == 0, op, ": packed rows must have an even size, got ", first.n());
     second = first.half(true);
     first = first.half(false);

@@ -7,26 +7,27 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-void check(const char* op, const Rows& x, const Optional& bias, std::initializer_list<const Rows*> others) {
+void check(const char* op, int64_t dims, const Rows& x, const Optional& bias,
+           std::initializer_list<const Rows*> others) {
   for (const Rows* r : others) {
     STD_TORCH_CHECK(r->like(x), op, ": all tensors must have one shape and dtype");
   }
   if (!bias) return;
-  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == x.n() && (x.n() < 2 || bias->stride(0) == 1) &&
+  STD_TORCH_CHECK(dims > 0 && bias->dim() == 1 && bias->size(0) == x.n() && (x.n() < 2 || bias->stride(0) == 1) &&
                       dtype_of(*bias) == x.dtype(),
                   op, ": bias must be a contiguous [", x.n(), "] in x's dtype");
 }
 
 void gelu_op(const Tensor& x, const Optional& bias, bool tanh, const Tensor& y) {
   const Rows in("gelu", "x", x), out("gelu", "y", y);
-  check("gelu", in, bias, {&out});
+  check("gelu", x.dim(), in, bias, {&out});
   gelu(in.view(), view_of(bias), tanh, out.view());
 }
 
 void gelu_backward_op(const Tensor& dy, const Tensor& x, const Optional& bias, bool tanh, const Tensor& dx) {
   const char* const op = "gelu_backward";
   const Rows slope(op, "dy", dy), in(op, "x", x), out(op, "dx", dx);
-  check(op, in, bias, {&slope, &out});
+  check(op, x.dim(), in, bias, {&slope, &out});
   gelu_backward(slope.view(), in.view(), view_of(bias), tanh, out.view());
 }
 

@@ -10,7 +10,7 @@ using Optional = std::optional<Tensor>;
 void check_rows(const char* name, const Optional& t, const Tensor& like) {
   if (!t) return;
   STD_TORCH_CHECK(t->dim() == 2 && like.dim() == 2 && t->size(0) == like.size(0) && t->size(1) == like.size(1) &&
-                      (t->size(1) < 2 || t->stride(1) == 1) && t->scalar_type() == like.scalar_type(),
+                      (t->size(1) < 2 || t->stride(1) == 1 || t->numel() == 0) && t->scalar_type() == like.scalar_type(),
                   "rms_norm: ", name, " must be [rows, n] like the input, with a contiguous last dimension");
 }
 
@@ -22,15 +22,18 @@ void check_vector(const char* name, const Optional& t, int64_t n, bool float32) 
 
 void rms_norm_op(const Tensor& x, const Optional& residual, const Optional& weight, double eps, double offset,
                  bool round_first, const Tensor& y, const Optional& summed, const Optional& rstd) {
-  check_rows("x", x, x);
-  check_rows("residual", residual, x);
-  check_vector("weight", weight, x.size(1), false);
-  check_rows("y", y, x);
-  check_rows("summed", summed, x);
-  check_vector("rstd", rstd, x.size(0), true);
-  STD_TORCH_CHECK(!residual || summed, "rms_norm: with a residual, summed must be given too");
-  rms_norm(view_of(x), view_of(residual), view_of(weight), eps, offset, round_first, view_of(y), view_of(summed),
-           view_of(rstd));
+  STD_TORCH_CHECK(x.dim() > 0 && (!residual || (summed && same_sizes(*residual, x))),
+                  "rms_norm: with a residual like x, summed must be given too");
+  const Rows in("rms_norm", "x", x), out("rms_norm", "y", y);
+  const Rows added = residual ? Rows("rms_norm", "residual", *residual) : in;
+  const Rows sum = summed ? Rows("rms_norm", "summed", *summed) : in;
+  STD_TORCH_CHECK(out.like(in) && added.like(in) && sum.like(in), "rms_norm: all rows must have one shape and dtype");
+  check_vector("weight", weight, in.n(), false);
+  STD_TORCH_CHECK(!weight || dtype_of(*weight) == in.dtype() || dtype_of(*weight) == DType::f32,
+                  "rms_norm: the weight must be float32 or in x's dtype");
+  check_vector("rstd", rstd, in.rows(), true);
+  rms_norm(in.view(), residual ? added.view() : View{}, view_of(weight), eps, offset, round_first, out.view(),
+           summed ? sum.view() : View{}, view_of(rstd));
 }
 
 void rms_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Tensor& s, const Tensor& rstd,

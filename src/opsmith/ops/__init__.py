@@ -10,6 +10,8 @@ from opsmith.ops.layer_norm import layer_norm
 from opsmith.ops.linear import linear
 from opsmith.ops.linear_cross_entropy import linear_cross_entropy
 from opsmith.ops.linear_rope import linear_rope
+from opsmith.ops.packed_linear import packed_linear
+from opsmith.ops.packed_module import PackedLinear
 from opsmith.ops.quantized_embedding import quantized_embedding
 from opsmith.ops.quantized_module import QuantizedEmbedding
 from opsmith.ops.rms_norm import rms_norm
@@ -19,6 +21,7 @@ from opsmith.ops.rope_table import rope_table
 from opsmith.ops.softmax import softmax
 
 __all__ = [
+    "PackedLinear",
     "QuantizedEmbedding",
     "attention",
     "attention_varlen",
@@ -31,6 +34,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_rope",
+    "packed_linear",
     "quantized_embedding",
     "rms_norm",
     "rope",

@@ -12,15 +12,17 @@ void check_matrix(const char* name, const Tensor& t, const Tensor& like, int64_t
 }
 
 void check_packed(const Tensor& packed, const Tensor& like, int64_t n, int64_t k) {
-  const int64_t unit = elements_per_unit(dtype_of(like)), depth = (k + unit - 1) / unit * unit;
+  const int64_t unit = elements_per_unit(dtype_of(packed)), depth = (k + unit - 1) / unit * unit;
   STD_TORCH_CHECK(packed.dim() == 3 && packed.size(0) == 1 && packed.size(1) == n && packed.size(2) == depth &&
-                      packed.is_contiguous() && packed.scalar_type() == like.scalar_type(),
-                  "linear: a packed weight must be a contiguous [1, ", n, ", ", depth, "] in x's dtype");
+                      packed.is_contiguous() &&
+                      (packed.scalar_type() == like.scalar_type() || dtype_of(packed) == DType::bf16),
+                  "linear: a packed weight must be a contiguous [1, ", n, ", ", depth, "] in x's dtype or bfloat16");
 }
 
 void linear_pack_op(const Tensor& weight, const Tensor& packed) {
   STD_TORCH_CHECK(weight.dim() == 2, "linear: weight must be [N, K]");
   check_matrix("weight", weight, packed, weight.size(0), weight.size(1));
+  STD_TORCH_CHECK(weight.scalar_type() == packed.scalar_type(), "linear: a weight is packed in its own dtype");
   check_packed(packed, weight, weight.size(0), weight.size(1));
   linear_pack(view_of(weight), view_of(packed));
 }

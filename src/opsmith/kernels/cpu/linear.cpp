@@ -60,9 +60,9 @@ void linear_packed(View x, View packed, View bias, View residual, Activation act
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     const int64_t residual_stride = residual.defined() ? residual.strides[0] : 0;
-    packed_product<T>(
-        x, packed, 1,
-        Epilogue<T>{bias.as<T>(), residual.as<T>(), residual_stride, y.as<T>(), y.strides[0], activation});
+    const Epilogue<T> epilogue{bias.as<T>(), residual.as<T>(), residual_stride, y.as<T>(), y.strides[0], activation};
+    if (packed.dtype == x.dtype) return packed_product<T>(x, packed, 1, epilogue);
+    packed_product<T, WideBFloatFormat>(x, packed, 1, epilogue);
   });
 }
 

@@ -17,6 +17,7 @@ inline int64_t elements_per_unit(DType dtype) { return dtype == DType::bf16 ? 2 
 // weight [N, K], any row stride; packed [1, N, K rounded up to whole units], contiguous.
 void linear_pack(View weight, View packed);
 
+// The packed weight in x's dtype or bfloat16.
 // x [M, K], residual and y [M, N], any row stride; bias [N]. y = activation(x weight^T + bias) + residual.
 void linear_packed(View x, View packed, View bias, View residual, Activation activation, View y);
 

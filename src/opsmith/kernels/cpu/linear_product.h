@@ -46,6 +46,16 @@ struct HalfFormat : FloatFormat {
   static Vec column(const float16* p, int, Lanes lanes) { return load(p, lanes); }
 };
 
+struct WideBFloatFormat : FloatFormat {
+  using Unit = Pair;
+  static constexpr int steps = 2;
+  template <class Lanes>
+  static Vec column(const Pair* p, int step, Lanes lanes) {
+    const IVec pair = as_int(load(&p->bits, lanes));
+    return as_float(step == 0 ? pair << 16 : pair & int32_t(0xffff0000));
+  }
+};
+
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 struct BFloatFormat {
   using Unit = Pair;
@@ -59,15 +69,7 @@ struct BFloatFormat {
   }
 };
 #else
-struct BFloatFormat : FloatFormat {
-  using Unit = Pair;
-  static constexpr int steps = 2;
-  template <class Lanes>
-  static Vec column(const Pair* p, int step, Lanes lanes) {
-    const IVec pair = as_int(load(&p->bits, lanes));
-    return as_float(step == 0 ? pair << 16 : pair & int32_t(0xffff0000));
-  }
-};
+using BFloatFormat = WideBFloatFormat;
 #endif
 
 template <class T>
@@ -222,10 +224,9 @@ inline Split split_product(int64_t m, int64_t most_rows, int64_t groups, int64_t
 
 // The epilogue gets rows of x with all their columns of one group of panels, `epilogue(row, rows, column, width, sums,
 // panel_step)`: column `column + c` of the r-th row is at sums[c / kPanel * panel_step + r * kPanel + c % kPanel].
-template <class T, class Epilogue>
-void product(const typename FormatOf<T>::type::X* x, int64_t x_stride, int64_t m, const View& packed, int64_t n,
-             int64_t depth, int64_t group, const Epilogue& epilogue) {
-  using Format = typename FormatOf<T>::type;
+template <class Format, class Epilogue>
+void product(const typename Format::X* x, int64_t x_stride, int64_t m, const View& packed, int64_t n, int64_t depth,
+             int64_t group, const Epilogue& epilogue) {
   const auto* weight = packed.as<typename Format::Unit>();
   const int64_t most_rows = group == 1 ? kMostRows : kMostRows / 2, panel_step = most_rows * kPanel;
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
@@ -268,9 +269,8 @@ void product(const typename FormatOf<T>::type::X* x, int64_t x_stride, int64_t m
 }
 
 // x as rows of `columns` numbers of the format, zeros past its own.
-template <class T>
-void expand(const View& x, typename FormatOf<T>::type::X* to, int64_t columns) {
-  using X = typename FormatOf<T>::type::X;
+template <class T, class X>
+void expand(const View& x, X* to, int64_t columns) {
   using Element = std::conditional_t<std::is_same_v<X, Pair>, T, float>;
   const int64_t k = x.sizes[1], width = columns * int64_t(sizeof(X) / sizeof(Element));
   parallel_for(x.sizes[0], row_grain(k, 8192), [&](int64_t begin, int64_t end) {
@@ -284,22 +284,21 @@ void expand(const View& x, typename FormatOf<T>::type::X* to, int64_t columns) {
 }
 
 // x [M, K] times the packed weight, in groups of panels that the epilogue gets together.
-template <class T, class Epilogue>
+template <class T, class Format = typename FormatOf<T>::type, class Epilogue>
 void packed_product(const View& x, const View& packed, int64_t group, const Epilogue& epilogue) {
-  using Format = typename FormatOf<T>::type;
   using X = typename Format::X;
   constexpr bool paired = std::is_same_v<X, Pair>;
   const int64_t m = x.sizes[0], k = x.sizes[1], n = packed.sizes[1];
   const int64_t depth = packed.sizes[2] / elements_per_unit(packed.dtype);
   if constexpr (std::is_same_v<T, float> || paired) {
-    if (!paired || (k % 2 == 0 && x.strides[0] % 2 == 0)) {
-      return product<T>(x.as<X>(), x.strides[0] / (paired ? 2 : 1), m, packed, n, depth, group, epilogue);
+    if (k == depth * (paired ? 2 : Format::steps) && (!paired || x.strides[0] % 2 == 0)) {
+      return product<Format>(x.as<X>(), x.strides[0] / (paired ? 2 : 1), m, packed, n, depth, group, epilogue);
     }
   }
   const int64_t columns = depth * Format::steps;
   const std::unique_ptr<X[]> wide(new X[size_t(m * columns)]);
   expand<T>(x, wide.get(), columns);
-  product<T>(wide.get(), columns, m, packed, n, depth, group, epilogue);
+  product<Format>(wide.get(), columns, m, packed, n, depth, group, epilogue);
 }
 
 }  // namespace opsmith

@@ -1,0 +1,273 @@
+// The linear layer on quantized weights: dot products of bytes, whatever x is made of.
+//
+// x becomes whole numbers (fixed_point.h), each one, two or four int8 digits, once. So the weight is used as it is
+// stored: no conversion, a vector instruction multiplies 64 weights by a digit, its 32-bit sums are exact, and a row of
+// bfloat16 costs two of them for 64 bytes from memory. Sums become float at the end of a block, where the block's factors
+// are multiplied in.
+//
+// The weight lies in panels of 32 columns, four (a nibble: eight) numbers of K of a column in each 32-bit lane.
+#include "packed_linear.h"
+
+#include "fixed_point.h"
+
+namespace opsmith {
+namespace {
+
+constexpr int64_t kChunk = 512;     // of K of a panel that the rows share while it is in the nearest cache
+constexpr int64_t kMostRows = 384;  // of x that do so
+constexpr int64_t kBlock = 128;     // of K that share a factor, where the weight names no groups
+constexpr int64_t kAhead = 16384;   // bytes from what is used to what is fetched
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Rows of x in a tile: as many as registers hold sums for, NV vectors of columns by D digits each.
+constexpr int kVectors = 2;
+constexpr int most_rows(int D) {
+  return W == 16 ? (D == 1 ? 12 : D == 2 ? 6 : 3) : (D == 1 ? 4 : D == 2 ? 2 : 1);
+}
+
+struct Tile {
+  const int8_t* digits;
+  int64_t row_stride, digit_stride;
+  const float* factor;   // [row][block]
+  const int32_t* start;  // [row][block][D]: what a sum begins with, times the zero if there is one
+  int64_t blocks;        // from one row of these to the next
+  const uint8_t* weight;
+  int64_t pitch;         // bytes of a step
+  int64_t depth, block;  // of K: here, and until a factor changes
+  const bfloat16* scale;  // of the columns, [block]; null if they have one for all blocks
+  const int8_t* zero;
+  int64_t groups_stride;
+  int64_t columns;  // that there are
+  float* sums;      // rows of kColumns
+  bool first;       // else it is added to the sums
+  int64_t ahead;    // bytes, 0 for what is in cache
+};
+
+template <class T>
+inline Vec load_some(const T* p, int64_t columns) {
+  return columns >= W ? load(p) : columns > 0 ? load(p, Part{int(columns)}) : Vec{};
+}
+
+template <int D, int R, int NV, bool nibbles>
+__attribute__((noinline)) void multiply(const Tile& t) {
+  const uint8_t* w = t.weight;
+  const int8_t* x[R];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) x[r] = t.digits + r * t.row_stride;
+  int64_t k = 0;
+  for (int64_t b = 0; k < t.depth; ++b) {
+    IVec sum[R][D][NV], zero[NV];
+    if (t.zero) {
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; ++n) zero[n] = to_int(load_some(t.zero + b * t.groups_stride + n * W, t.columns - n * W));
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int d = 0; d < D; ++d) {
+        const IVec start = t.start[(r * t.blocks + b) * D + d] - IVec{};
+#pragma GCC unroll 2
+        for (int n = 0; n < NV; ++n) sum[r][d][n] = start;
+        if (t.zero) {
+#pragma GCC unroll 2
+          for (int n = 0; n < NV; ++n) sum[r][d][n] = start * zero[n];
+        }
+      }
+    }
+    auto add = [&](const Bytes (&column)[NV], int64_t at) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int d = 0; d < D; ++d) {
+          const Four four = broadcast_four(x[r] + d * t.digit_stride + at);
+#pragma GCC unroll 2
+          for (int n = 0; n < NV; ++n) sum[r][d][n] = dot4(sum[r][d][n], column[n], four);
+        }
+      }
+    };
+    const int64_t until = std::min(k + t.block, t.depth);
+    for (; k < until; k += nibbles ? 8 : 4, w += t.pitch) {
+      IVec word[NV];
+      Bytes column[NV];
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; ++n) {
+        prefetch_far(w + t.ahead + n * 4 * W);
+        word[n] = load_words(w + n * 4 * W);
+      }
+      if constexpr (nibbles) {
+#pragma GCC unroll 2
+        for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n] & 0x0f0f0f0f);
+        add(column, k);
+#pragma GCC unroll 2
+        for (int n = 0; n < NV; ++n) column[n] = bytes_of((word[n] >> 4) & 0x0f0f0f0f);
+        add(column, k + 4);
+      } else {
+#pragma GCC unroll 2
+        for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n]);
+        add(column, k);
+      }
+    }
+    Vec scale[NV];
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; ++n) {
+      scale[n] = t.scale ? load_some(t.scale + b * t.groups_stride + n * W, t.columns - n * W) : splat(1.0f);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const float factor = t.factor[r * t.blocks + b];
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; ++n) {
+        Vec whole;
+        if constexpr (D == 1) whole = to_float(sum[r][0][n]);
+        if constexpr (D == 2) whole = to_float((sum[r][1][n] << 8) + sum[r][0][n]);
+        if constexpr (D == 4) {
+          whole = fma(to_float((sum[r][3][n] << 8) + sum[r][2][n]), 65536.0f, to_float((sum[r][1][n] << 8) + sum[r][0][n]));
+        }
+        float* p = t.sums + r * kColumns + n * W;
+        const Vec product = whole * (scale[n] * factor);
+        store(p, t.first && b == 0 ? product : load(p) + product);
+      }
+    }
+  }
+}
+
+template <int D, int NV, bool nibbles>
+inline void multiply_rows(int rows, const Tile& t) {
+  static_assert(most_rows(D) <= 12);
+  switch (std::min(rows, most_rows(D))) {
+    case 1: return multiply<D, 1, NV, nibbles>(t);
+    case 2: return multiply<D, std::min(2, most_rows(D)), NV, nibbles>(t);
+    case 3: return multiply<D, std::min(3, most_rows(D)), NV, nibbles>(t);
+    case 4: return multiply<D, std::min(4, most_rows(D)), NV, nibbles>(t);
+    case 5: return multiply<D, std::min(5, most_rows(D)), NV, nibbles>(t);
+    case 6: return multiply<D, std::min(6, most_rows(D)), NV, nibbles>(t);
+    case 7: return multiply<D, std::min(7, most_rows(D)), NV, nibbles>(t);
+    case 8: return multiply<D, std::min(8, most_rows(D)), NV, nibbles>(t);
+    case 9: return multiply<D, std::min(9, most_rows(D)), NV, nibbles>(t);
+    case 10: return multiply<D, std::min(10, most_rows(D)), NV, nibbles>(t);
+    case 11: return multiply<D, std::min(11, most_rows(D)), NV, nibbles>(t);
+    default: return multiply<D, most_rows(D), NV, nibbles>(t);
+  }
+}
+
+// sums [rows, width], width a multiple of kLeastPanel.
+template <int D, bool nibbles>
+inline void multiply_panel(int rows, int64_t width, Tile t) {
+  while (width >= kVectors * W) {
+    multiply_rows<D, kVectors, nibbles>(rows, t);
+    width -= kVectors * W;
+    t.weight += 4 * kVectors * W;
+    t.sums += kVectors * W;
+    t.columns -= kVectors * W;
+    if (t.scale) t.scale += kVectors * W;
+    if (t.zero) t.zero += kVectors * W;
+  }
+  if (width > 0) multiply_rows<D, 1, nibbles>(rows, t);
+}
+
+// Nibbles as bytes, so that several tiles of rows share the work.
+void unpack(const uint8_t* from, int64_t steps, int64_t step, uint8_t* to) {
+  for (int64_t s = 0; s < steps; ++s, from += step, to += 2 * step) {
+    for (int64_t i = 0; i < step; ++i) to[i] = from[i] & 15;
+    for (int64_t i = 0; i < step; ++i) to[step + i] = from[i] >> 4;
+  }
+}
+
+template <int D, class T>
+void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bias, T* y, int64_t y_stride) {
+  const int64_t m = x.rows, depth = x.depth, width_bits = p.bits;
+  const bool nibbles = width_bits == 4, grouped = p.group > 0;
+  // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
+  const int32_t middle = p.zero.defined() ? -1 : nibbles ? -8 : -128;
+  const std::unique_ptr<int32_t[]> start(new int32_t[size_t(m * x.blocks * D)]);
+  for (int64_t i = 0; i < m * x.blocks * D; ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
+
+  const int64_t panels = ceil_div(n, kColumns), threads = num_threads();
+  int64_t row_blocks = ceil_div(m, kMostRows);
+  while (row_blocks * panels % threads != 0 && row_blocks * panels < 8 * threads && m >= 2 * most_rows(D) * (row_blocks + 1)) {
+    ++row_blocks;
+  }
+  const int64_t cost = depth * kColumns * (ceil_div(m, row_blocks) + 4);
+  const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost));
+  const int64_t sums_size = std::min(m, kMostRows) * kColumns;
+  parallel_for(row_blocks * panels, grain, [&](int64_t begin, int64_t end) {
+    float* const sums = scratch(sums_size + kChunk * kColumns / int64_t(sizeof(float)));
+    uint8_t* const unpacked = reinterpret_cast<uint8_t*>(sums + sums_size);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task % panels * kColumns, block = task / panels;
+      const int64_t columns = std::min(kColumns, n - first), width = round_up(columns, kLeastPanel);
+      const int64_t row = block * m / row_blocks, rows = (block + 1) * m / row_blocks - row;
+      const int64_t tiles = ceil_div(rows, most_rows(D));
+      const uint8_t* const panel = p.weight.as<uint8_t>() + first * depth * width_bits / 8;
+      if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
+      for (int64_t k = 0; k < depth; k += kChunk) {
+        Tile t;
+        t.row_stride = D * depth;
+        t.digit_stride = depth;
+        t.blocks = x.blocks;
+        t.depth = std::min(kChunk, depth - k);
+        t.block = x.block;
+        t.weight = panel + k * width * width_bits / 8;
+        t.pitch = 4 * width;
+        t.groups_stride = n;
+        t.columns = columns;
+        t.scale = grouped ? p.scale.as<bfloat16>() + k / p.group * n + first : nullptr;
+        t.zero = p.zero.defined() ? p.zero.as<int8_t>() + k / p.group * n + first : nullptr;
+        t.first = k == 0;
+        t.ahead = kAhead;
+        const bool unpack_first = nibbles && tiles > 1;
+        if (unpack_first) {
+          unpack(t.weight, t.depth / kDepth, t.pitch, unpacked);
+          t.weight = unpacked;
+          t.ahead = 0;
+        }
+        for (int64_t i = 0; i < tiles; ++i) {
+          const int64_t r = i * rows / tiles;
+          const int count = int((i + 1) * rows / tiles - r);
+          t.digits = x.digits.get() + (row + r) * t.row_stride + k;
+          t.factor = x.factor.get() + (row + r) * x.blocks + k / x.block;
+          t.start = start.get() + ((row + r) * x.blocks + k / x.block) * D;
+          t.sums = sums + r * kColumns;
+          if (nibbles && !unpack_first) {
+            if constexpr (D > 1) multiply_panel<D, true>(count, width, t);
+          } else {
+            multiply_panel<D, false>(count, width, t);
+          }
+          t.ahead = 0;
+        }
+      }
+      const float* scale = grouped ? nullptr : p.scale.as<float>() + first;
+      const T* b = bias ? bias + first : nullptr;
+      for (int64_t r = 0; r < rows; ++r) {
+        T* const to = y + (row + r) * y_stride + first;
+        const float* const from = sums + r * kColumns;
+        for_lanes(columns, [&](int64_t c, auto lanes) {
+          Vec v = load(from + c, lanes);
+          if (scale) v *= load(scale + c, lanes);
+          if (b) v += load(b + c, lanes);
+          store(to + c, v, lanes);
+        });
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, View y) {
+  const int64_t n = y.sizes[1];
+  if (y.sizes[0] == 0 || n == 0) return;
+  with_float_type(x.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    auto run = [&](auto digits, int64_t block) {
+      constexpr int D = decltype(digits)::value;
+      product<D, T>(fixed_point<D, T>(x, block, kDepth), weight, n, bias.as<T>(), y.as<T>(), y.strides[0]);
+    };
+    if (dynamic) return run(std::integral_constant<int, 1>{}, kChunk);
+    constexpr int digits = std::is_same_v<T, float> ? 4 : 2;
+    run(std::integral_constant<int, digits>{}, weight.group > 0 ? weight.group : kBlock);
+  });
+}
+
+}  // namespace opsmith

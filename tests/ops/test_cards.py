@@ -25,16 +25,6 @@ CARDS = list(registry().values())
 DIFFERENTIABLE = [card for card in CARDS if card.differentiable]
 WITH_OUT = [card for card in CARDS if any(i.takes_out for i in card.implementations)]
 
-# What misses its bound, by how much and where: a defect to be mended, named so that nothing else hides behind it.
-KNOWN_MISSES = (
-    {
-        ("attention", torch.float32): ["2x2x1x77x64 causal, gradients"],  # 1.2 times what is allowed
-        ("attention_varlen", torch.float32): ["softcap, gradients"],  # 1.3 times
-    }
-    if triton.INTERPRETED
-    else {}
-)
-
 NO_DERIVATIVE = {"padding_idx"}  # options that withhold a part of the gradient on purpose
 
 native = pytest.mark.skipif(not build.load(), reason="the native library is not available")
@@ -91,12 +81,7 @@ def test_implementations_and_gradients_keep_the_tolerance(card: Operator, dtype:
     refused = {i.name for i in card.implementations if i.device == "cpu" and i.name != "triton"}
     expected = {i.name for i in card.implementations if i.available() is True} - {"onednn"}
     assert tried >= expected - (refused if triton.INTERPRETED else set())
-    known = KNOWN_MISSES.get((card.name, dtype), [])
-    failed = [
-        f"{f.implementation}, {f.sample}, {f.check}: {f.why}"
-        for f in findings
-        if not f.ok and f"{f.sample}, {f.check}" not in known
-    ]
+    failed = [f"{f.implementation}, {f.sample}, {f.check}: {f.why}" for f in findings if not f.ok]
     assert failed == []
 
 

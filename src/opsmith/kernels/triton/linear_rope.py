@@ -168,7 +168,7 @@ def _blocks(count: int, size: int, kv_heads: int, wide: bool) -> dict[str, int]:
     most = 16 if few else 64 if wide or count <= 64 else 128
     rows = min(most, max(16, 128 * 64 // lanes))
     large = rows * lanes >= 128 * 64
-    depth = 32 if wide else 128 if few and lanes <= 64 else 64
+    depth = 16 if wide else 128 if few and lanes <= 64 else 64
     if lanes > 64:
         depth = min(depth, 32)
     return {

@@ -76,9 +76,9 @@ def attention_varlen(
     Source: Dao et al., "FlashAttention", 2022 (the packed layout is that of its varlen interface).
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, out)
-    if q.is_meta:
-        return torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device="meta") if out is None else out
     if native(q, "attention_varlen") is not True:
+        if q.is_meta:
+            return _like_q(q, v) if out is None else out
         y = _eager(
             q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale, window=window, softcap=softcap
         )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from opsmith.ops import attention
-from opsmith.ops.attention import CARD, _visible, reference
+from opsmith.ops.attention import CARD, reference
+from opsmith.ops.attention_eager import visible
 
 
 def qkv(h: int = 2, hkv: int = 2, l: int = 6, s: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -37,8 +38,8 @@ def test_cost_counts_exactly_the_pairs_that_are_seen(
     l: int, s: int, causal: bool, window: int | None
 ) -> None:
     q, k, v = torch.empty(2, 4, l, 8), torch.empty(2, 2, s, 8), torch.empty(2, 2, s, 5)
-    visible = _visible(q, k, causal, window)
-    pairs = l * s if visible is None else int(visible.sum())
+    seen = visible(q, k, causal, window)
+    pairs = l * s if seen is None else int(seen.sum())
     cost = CARD.cost(q, k, v, causal=causal, window=window)
     assert cost.flops == 2 * (2 * 4) * pairs * (8 + 5)
     assert cost.min_bytes == 4 * (q.numel() + k.numel() + v.numel() + 2 * 4 * l * 5)

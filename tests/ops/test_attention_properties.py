@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from opsmith.kernels import triton
 from opsmith.operator import Make, Operator, Sample
 from opsmith.ops import attention, attention_varlen
-from opsmith.ops.attention import CARD, _visible, reference
+from opsmith.ops.attention import CARD, reference
+from opsmith.ops.attention_eager import visible
 from opsmith.ops.attention_varlen import CARD as VARLEN
 from opsmith.ops.verify import verify
 
@@ -122,8 +123,8 @@ def test_infinities_and_nan_stand_where_the_reference_has_them(
     )
     exact = reference(q.double(), k.double(), v.double(), causal=causal)
     # A row whose mask hides the spoiled key need not multiply it by zero, as the reference does.
-    visible = _visible(q, k, causal, None)
-    rows = torch.ones(l, dtype=torch.bool) if spoiled == 0 or visible is None else visible[:, key]
+    seen = visible(q, k, causal, None)
+    rows = torch.ones(l, dtype=torch.bool) if spoiled == 0 or seen is None else seen[:, key]
     for y in (mine, alone.transpose(0, 1)[None]):
         a, b = y[:, :, rows].double(), exact[:, :, rows]
         assert torch.equal(a.isnan(), b.isnan())

@@ -10,7 +10,8 @@ import torch
 from opsmith.kernels import triton
 from opsmith.ops import rope, rope_qk, rope_table
 from opsmith.ops.common import always_native
-from opsmith.ops.rope import CARD, CARD_QK, PositionError, reference
+from opsmith.ops.rope import CARD, CARD_QK, reference
+from opsmith.ops.rope_check import PositionError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -33,11 +33,11 @@ CALLS = {
     "softmax": lambda rows: opsmith.ops.softmax(torch.randn(rows, 64)),
     "gelu": lambda rows: opsmith.ops.gelu(torch.randn(rows, 64), tanh=True),
     "silu_mul": lambda rows: opsmith.ops.silu_mul(*torch.randn(2, rows, 64)),
+    "cross_entropy": lambda rows: opsmith.ops.cross_entropy(torch.randn(rows, 64), torch.arange(rows) % 64),
     # Without a gradient, PyTorch's gather has nothing to gain until results leave the cache.
     "embedding": lambda rows: opsmith.ops.embedding(
         torch.arange(rows) % 8, torch.randn(8, 64, requires_grad=True)
     ),
-    "attention": lambda rows: opsmith.ops.attention(*torch.randn(3, 1, 1, rows, 64)),
 }
 
 
@@ -61,6 +61,9 @@ OURS = {
     "bias_gelu": lambda x: opsmith.ops.bias_gelu(x, x[0]),
     "rms_norm": lambda x: opsmith.ops.rms_norm(x, x[0]),
     "rms_norm with a residual": lambda x: opsmith.ops.rms_norm(x, residual=x),
+    "attention": lambda x: opsmith.ops.attention(*[x[None, None]] * 3),
+    "rope": lambda x: opsmith.ops.rope(x[None], x, x),
+    "rope_qk": lambda x: opsmith.ops.rope_qk(x[None], x[None], x, x),
 }
 
 
@@ -71,7 +74,8 @@ def test_one_call_of_ours_is_faster_than_several_of_pytorch(name: str, dtype: to
     x = torch.randn(1, 64, dtype=dtype)
     with Recorded() as seen:
         OURS[name](x)
-    computed = {n for n in seen.names if "empty" not in n and not n.startswith("aten.select")}
+    inputs = {"aten.select.int", "aten.unsqueeze.default", "aten.lift_fresh.default"}
+    computed = {n for n in seen.names if "empty" not in n} - inputs
     assert len(computed) == 1
     assert all(n.startswith("opsmith.") for n in computed)
 
@@ -93,7 +97,20 @@ def leaves(sample: Sample, grad: bool) -> tuple[list[Any], dict[str, Any], list[
 @pytest.mark.parametrize("grad", [False, True], ids=["values", "gradients"])
 @pytest.mark.parametrize(
     "name",
-    ["gelu", "bias_gelu", "silu_mul", "gelu_mul", "layer_norm", "rms_norm", "softmax", "linear", "embedding"],
+    [
+        "gelu",
+        "bias_gelu",
+        "silu_mul",
+        "gelu_mul",
+        "layer_norm",
+        "rms_norm",
+        "softmax",
+        "linear",
+        "embedding",
+        "attention",
+        "rope",
+        "cross_entropy",
+    ],
 )
 def test_the_short_way_gives_what_the_reference_gives(name: str, grad: bool) -> None:
     card = registry()[name]
@@ -155,6 +172,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "residual must have shape",
     ),
+    "a number as residual": (
+        lambda: opsmith.ops.layer_norm(X, residual=1.0),
+        TypeError,
+        "residual must be a tensor",
+    ),
     "a residual to layer_norm": (
         lambda: opsmith.ops.layer_norm(X, residual=X[0]),
         ValueError,
@@ -164,6 +186,59 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: opsmith.ops.rms_norm(X, residual=X.half()),
         TypeError,
         "residual must be float32",
+    ),
+    "classes as floats": (
+        lambda: opsmith.ops.cross_entropy(X, torch.tensor([1.0])),
+        TypeError,
+        "target must hold classes",
+    ),
+    "probabilities": (lambda: opsmith.ops.cross_entropy(X, X), TypeError, "probabilities"),
+    "classes that come second": (
+        lambda: opsmith.ops.cross_entropy(X[None], torch.zeros(1, 8, dtype=torch.long)),
+        ValueError,
+        "classes are the last dimension",
+    ),
+    "no such class": (
+        lambda: opsmith.ops.cross_entropy(X, torch.tensor([8])),
+        ValueError,
+        "got 8 at position 0",
+    ),
+    "too many targets": (
+        lambda: opsmith.ops.cross_entropy(X, torch.tensor([1, 2])),
+        ValueError,
+        "target must have the shape",
+    ),
+    "loss of integers": (
+        lambda: opsmith.ops.cross_entropy(X.long(), torch.tensor([1])),
+        TypeError,
+        "floating-point",
+    ),
+    "too much smoothing": (
+        lambda: opsmith.ops.cross_entropy(X, torch.tensor([1]), label_smoothing=1.5),
+        ValueError,
+        "label_smoothing must be in",
+    ),
+    "attention to other heads": (
+        lambda: opsmith.ops.attention(
+            torch.randn(1, 3, 2, 8), torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
+        ),
+        ValueError,
+        "must be a multiple",
+    ),
+    "attention to keys elsewhere": (
+        lambda: opsmith.ops.attention(X[None, None], X[None, None].to("meta"), X[None, None]),
+        ValueError,
+        "k is on meta",
+    ),
+    "a rotation of nothing": (
+        lambda: opsmith.ops.rope(X[None], X, X, rotary_dim=0),
+        ValueError,
+        r"an even number in \[2, 8\].*got 0",
+    ),
+    "a table of int8": (
+        lambda: opsmith.ops.rope_int8(X[None].to(torch.int8), X[None, :, 0], *[X.to(torch.int8)] * 2),
+        TypeError,
+        "cos must be a floating-point tensor",
     ),
     "a padding row that is none": (
         lambda: opsmith.ops.embedding(torch.tensor([1]), W, padding_idx=3),
@@ -176,6 +251,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a bias of rows": (lambda: opsmith.ops.linear(X, W, W[:, :1].t()), ValueError, "bias must have shape"),
     "another K": (lambda: opsmith.ops.linear(X[:, :7], W), ValueError, "weight must have shape"),
     "linear of integers": (lambda: opsmith.ops.linear(X.long(), W.long()), TypeError, "floating-point"),
+    "a weight elsewhere": (lambda: opsmith.ops.linear(X, W.to("meta")), ValueError, "weight is on meta"),
+    "no such activation": (
+        lambda: opsmith.ops.linear(X, W, activation="tan"),
+        ValueError,
+        "activation must be",
+    ),
     "another dtype": (lambda: opsmith.ops.linear(X, W.double()), TypeError, "weight must be float32"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -10,20 +11,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.attention import (
-    check_alike,
-    check_options,
-    is_last_dense,
-    last_dense,
-    promised,
-    settings,
-    visible_pairs,
-)
-from opsmith.ops.attention import eager as eager_attention
-from opsmith.ops.attention import reference as attention_reference
+from opsmith.ops.attention import is_last_dense, last_dense, settings
+from opsmith.ops.attention_check import check_alike, check_options
+from opsmith.ops.attention_eager import eager as eager_attention
+from opsmith.ops.attention_eager import reference as attention_reference
+from opsmith.ops.attention_samples import promised, visible_pairs
 from opsmith.ops.common import (
     check_float,
     check_out,
+    direct,
     kernels,
     native,
     nbytes,
@@ -75,6 +71,15 @@ def attention_varlen(
 
     Source: Dao et al., "FlashAttention", 2022 (the packed layout is that of its varlen interface).
     """
+    if window is None and softcap is None and out is None and direct(q, k, v):
+        try:
+            if cu_seqlens_q.is_cpu and cu_seqlens_k.is_cpu:
+                y = torch.empty_like(q)
+                at = 1.0 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
+                _kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0, y=y)
+                return y
+        except (RuntimeError, AttributeError, IndexError):  # the checks say why
+            pass
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, out)
     if native(q, "attention_varlen") is not True:
         if q.is_meta:
@@ -222,9 +227,7 @@ def _native(
     """The kernel, without autograd."""
     y = out if out is not None and is_last_dense(out) else _like_q(q, v)
     q, k, v = last_dense(q), last_dense(k), last_dense(v)
-    torch.ops.opsmith.attention_varlen.default(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *settings(q, causal, scale, window, softcap), y=y
-    )
+    ATTENTION_VARLEN(q, k, v, cu_seqlens_q, cu_seqlens_k, *settings(q, causal, scale, window, softcap), y=y)
     return y if out is None or out is y else out.copy_(y)
 
 
@@ -244,7 +247,7 @@ class _AttentionVarlen(torch.autograd.Function):
         y = _like_q(q, v)
         row_sums = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
         ctx.settings = options
-        torch.ops.opsmith.attention_varlen.default(
+        ATTENTION_VARLEN(
             last_dense(q),
             last_dense(k),
             last_dense(v),
@@ -366,3 +369,6 @@ CARD = register(
         source="Dao et al., 2022",
     )
 )
+
+ATTENTION_VARLEN = torch.ops.opsmith.attention_varlen.default
+_kernel = ATTENTION_VARLEN._op

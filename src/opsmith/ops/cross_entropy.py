@@ -9,9 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import common
 from opsmith.ops.common import (
+    NATIVE_DTYPES,
+    Tensor,
     as_rows,
     check_float,
+    compiling,
+    direct,
     fresh,
     kernels,
     native,
@@ -22,6 +27,12 @@ from opsmith.ops.common import (
 )
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
+_REDUCED = {"sum": 1, "mean": 2}
+_OF_PYTORCH = {"none": 0, "mean": 1, "sum": 2}
+_FEW = 1024  # logits that PyTorch's two kernels have done with before one of ours has
+_loss = torch._C._nn.cross_entropy_loss  # what F.cross_entropy calls
+# To make a result like: torch.empty with a shape of no size takes twice the time.
+_NUMBERS = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in NATIVE_DTYPES}
 
 
 class TargetError(IndexError, ValueError):
@@ -68,6 +79,39 @@ def cross_entropy(
     Source: Szegedy et al., "Rethinking the Inception Architecture", 2015 (label smoothing); Chowdhery et al.,
     "PaLM", 2022 (z-loss); Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
+    if (
+        z_loss == 0
+        and dtype is None
+        and reduction in _OF_PYTORCH
+        and not compiling()
+        and type(logits) is Tensor
+    ):
+        try:
+            if (
+                logits.numel() <= _FEW <= common.limit
+                and logits.dim() < 3  # of more dimensions the second holds PyTorch's classes
+                and target.dtype is torch.int64
+                and logits.is_cpu
+                and target.is_cpu
+                and not overwrite
+            ):
+                code: Any = _OF_PYTORCH[reduction]
+                return _loss(logits, target, None, code, ignore_index, label_smoothing)
+        except (RuntimeError, IndexError, ValueError, AttributeError):  # the checks say why
+            _check(logits, target, label_smoothing, reduction, dtype)
+            check_targets(target, logits.shape[-1], ignore_index)
+            raise
+    if reduction in _REDUCED and 0.0 <= label_smoothing <= 1.0 and direct(logits, target):
+        try:
+            if dtype is None or dtype is torch.float32 or dtype is logits.dtype:
+                loss = torch.empty_like(_NUMBERS[dtype or logits.dtype])
+                rows, flat = logits, target
+                if logits.dim() != 2 and logits.shape[:-1] == target.shape:
+                    rows, flat = logits.view(-1, logits.shape[-1]), target.reshape(-1)
+                _kernel(rows, flat, ignore_index, label_smoothing, z_loss, _REDUCED[reduction], loss=loss)
+                return loss
+        except RuntimeError:  # the checks say why
+            pass
     _check(logits, target, label_smoothing, reduction, dtype)
     options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
     if native(logits, "cross_entropy") is not True or (small(logits.numel()) and not overwrite):
@@ -81,10 +125,8 @@ def cross_entropy(
             dtype=dtype,
         )
     if needs_grad(logits):
-        loss: torch.Tensor = recorded(
-            _CrossEntropy, logits, target, options, dtype or logits.dtype, overwrite
-        )
-        return loss
+        loss = recorded(_CrossEntropy, logits, target, options, dtype or logits.dtype, overwrite)
+        return loss  # type: ignore[no-any-return]
     return _forward(logits, target, options, dtype or logits.dtype, None)
 
 
@@ -104,12 +146,21 @@ def reference(
     if dtype is not None and logits.dtype != torch.float64:
         logits = logits.to(dtype)
     rows, flat = logits.reshape(target.numel(), classes), target.reshape(-1).long()
-    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    if type(flat) is torch.Tensor and flat.is_cpu and not torch.compiler.is_compiling():
-        check_targets(target, classes, ignore_index)
-    if z_loss == 0 and reduction != "none":
-        return F.cross_entropy(rows, flat, reduction=reduction, **options)
-    loss = F.cross_entropy(rows, flat, reduction="none", **options)
+    whole = z_loss == 0 and reduction != "none"
+    try:
+        loss = F.cross_entropy(
+            rows,
+            flat,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction if whole else "none",
+        )
+    except (IndexError, RuntimeError):
+        if type(target) is torch.Tensor:
+            check_targets(target, classes, ignore_index)
+        raise
+    if whole:
+        return loss
     if z_loss != 0:
         valid = flat != ignore_index
         loss = loss + z_loss * rows.logsumexp(-1).square().masked_fill(~valid, 0.0)
@@ -324,3 +375,5 @@ CARD = register(
         source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
     )
 )
+
+_kernel = torch.ops.opsmith.cross_entropy.default._op

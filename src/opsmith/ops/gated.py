@@ -41,6 +41,7 @@ _CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 _silu = torch._C._nn.silu
+_FEW = 2048  # elements that PyTorch's two kernels have done before one of ours has
 _REFUSED = (RuntimeError, TypeError, IndexError)  # by PyTorch, or by the kernel's binding
 
 
@@ -73,7 +74,7 @@ def silu_mul(
                 up is not None
                 and not compiling()
                 and type(gate) is Tensor
-                and 1 < gate.numel() <= common.limit >> 1  # one number may have no dimension
+                and 1 < gate.numel() <= _FEW <= common.limit  # one number may have no dimension
                 and gate.is_same_size(up)
                 and gate.dtype is up.dtype
                 and gate.is_cpu

@@ -33,6 +33,7 @@ from opsmith.ops.common import (
 )
 
 _gelu = torch._C._nn.gelu
+_FEW = 1024  # elements that PyTorch's tanh has done before a kernel of ours has begun
 
 
 def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,7 +57,7 @@ def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
     """
     if out is None:
         # The plain form is oneDNN's in PyTorch, whose set-up takes four times as long as our call.
-        if tanh and not compiling() and type(x) is Tensor and 4 * x.numel() <= common.limit:
+        if tanh and not compiling() and type(x) is Tensor and x.numel() <= _FEW <= common.limit:
             try:
                 return _gelu(x, approximate="tanh")
             except RuntimeError:  # the checks say why

@@ -73,7 +73,16 @@ def layer_norm(
         and x.numel() <= common.limit
         and (weight is None or (type(weight) in PLAIN and weight.dtype is x.dtype))
         and (bias is None or (type(bias) in PLAIN and bias.dtype is x.dtype))
-        and (residual is None or (alike(residual, x, x.shape)))
+        and (
+            residual is None
+            or (
+                type(residual) is Tensor
+                and x.is_same_size(residual)
+                and residual.dtype is x.dtype
+                and residual.is_cpu
+                and x.is_cpu
+            )
+        )
     ):
         try:
             if residual is None:

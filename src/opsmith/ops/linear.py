@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
 from opsmith.ops.common import (
-    SMALL,
+    NATIVE_DTYPES,
     Tensor,
     as_rows,
     check_float,
@@ -20,14 +20,17 @@ from opsmith.ops.common import (
     check_out,
     compiling,
     dense,
+    direct,
     native,
     nbytes,
     needs_grad,
     out_rows,
     short,
 )
+from opsmith.ops.gelu import GELU
 
 _linear = torch._C._nn.linear
+_gelu = GELU._op
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -72,22 +75,29 @@ def linear(
 
     Source: Intel oneDNN's matmul with post-operations, through PyTorch.
     """
-    if activation is None and residual is None and out is None and not compiling() and type(x) is Tensor:
+    if residual is None and out is None and not compiling() and type(x) is Tensor:
         try:
             n, k = weight.shape
-            # One row times a matrix, where PyTorch's own choice is best, and nothing that it would broadcast.
+            # One row times a matrix is bound by memory: oneDNN's set-up for an epilogue is dearer than its win.
             if (
                 x.numel() == k <= common.limit
-                and (x.dtype is torch.float32 or (n * k <= SMALL and x.is_floating_point()))
+                and x.dtype in NATIVE_DTYPES
+                and weight.is_cpu
                 and (bias is None or bias.shape == (n,))
+                and (activation is None or activation in ACTIVATIONS)
             ):
-                return _linear(x, weight, bias)
+                y = _linear(x, weight, bias)
+                if activation is None:
+                    return y
+                if activation in _GELUS and direct(y):
+                    _gelu(y, None, _GELUS[activation], y=y)
+                    return y
+                return ACTIVATIONS[activation](y)
         except (RuntimeError, AttributeError, ValueError):  # the checks say why
             _check(x, weight, bias, activation, residual, out)
             raise
     _check(x, weight, bias, activation, residual, out)
     fn = reference
-    # One row in float32 is a matrix times a vector, bound by memory: oneDNN's set-up is dearer than its win.
     if not needs_grad(x, weight, bias, residual):
         if _supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
             fn = _onednn

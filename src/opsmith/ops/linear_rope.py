@@ -25,7 +25,9 @@ from opsmith.ops.common import (
     short,
 )
 from opsmith.ops.linear import linear, pack_weight
-from opsmith.ops.rope import check_table, dense_rows, name_bad_position, reference_qk, rope_qk
+from opsmith.ops.rope import dense_rows, reference_qk
+from opsmith.ops.rope import native_qk as rotate
+from opsmith.ops.rope_check import check_table, name_bad_position
 from opsmith.ops.rope_table import rope_table
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -121,8 +123,8 @@ def reference(
 
 def _parts(y: torch.Tensor, heads: int, kv_heads: int, head_dim: int) -> Triple:
     """Views [B, H, L, D] of the projection [B, L, N], or [T, H, D] of [T, N]."""
-    y = y.unflatten(-1, (heads + 2 * kv_heads, head_dim))
-    q, k, v = y.split((heads, kv_heads, kv_heads), dim=-2)
+    y = y.view(*y.shape[:-1], heads + 2 * kv_heads, head_dim)
+    q, k, v = y.split_with_sizes((heads, kv_heads, kv_heads), -2)
     return (q, k, v) if y.dim() == 3 else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
@@ -137,7 +139,7 @@ def _shapes(
 
 def _fresh(x: torch.Tensor, heads: int, kv_heads: int, head_dim: int) -> Triple:
     of_q, of_kv = _shapes(x, heads, kv_heads, head_dim)
-    return x.new_empty(of_q), x.new_empty(of_kv), x.new_empty(of_kv)
+    return x.new_empty(*of_q), x.new_empty(*of_kv), x.new_empty(*of_kv)
 
 
 def _check(
@@ -212,7 +214,7 @@ def _apart(
     """The fastest product for a weight as it is, then one pass that rotates and lays out."""
     q, k, v = _parts(linear(x, weight, bias), heads, kv_heads, head_dim)
     out = _fresh(x, heads, kv_heads, head_dim) if out is None else out
-    rope_qk(q, k, cos, sin, **options, out=out[:2])
+    rotate(q, k, cos, sin, **options, out=out[:2])
     out[2].copy_(v)
     return out
 
@@ -383,9 +385,8 @@ def _workloads(make: Make) -> Iterator[Sample]:
         n = (heads + 2 * kv_heads) * 64
         table = rope_table(64, tokens, dtype=make.dtype, device=make.device)
         sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64}
-        yield Sample(
-            f"{tokens}x{k}x{n}", (make(1, tokens, k), make(n, k, scale=k**-0.5), make(n), *table), sizes
-        )
+        inputs = (make(1, tokens, k), make(n, k, scale=k**-0.5), make(n))
+        yield Sample(f"{tokens}x{k}x{n}", (*(t.requires_grad_() for t in inputs), *table), sizes)
 
 
 CARD = register(

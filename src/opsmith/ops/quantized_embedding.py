@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from opsmith.kernels.triton import INTERPRETED
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import check_out, kernels, native, native_library, short
+from opsmith.ops.common import check_out, direct, kernels, native, short
 from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OP = "quantized_embedding"
-_compiling = torch.compiler.is_dynamo_compiling
 
 
 def quantized_embedding(
@@ -52,30 +50,23 @@ def quantized_embedding(
 
     Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019.
     """
-    if out is None and next_ids is None and not _compiling() and _plain(ids, table, scale, dtype, prefetch):
+    if out is None and next_ids is None and dtype in DTYPES and direct(scale, ids, table):
         try:
-            y = torch.empty((*ids.shape, table.shape[1]), dtype=dtype)
-            torch.ops.opsmith.quantized_embedding.default(ids, table, scale, prefetch, None, None, None, y=y)
-            return y
+            if prefetch >= 0:
+                y = scale.new_empty(*ids.shape, table.shape[1], dtype=dtype)
+                _kernel(ids, table, scale, prefetch, None, None, None, y=y)
+                return y
         except (
             RuntimeError,
             IndexError,
-        ):  # what the kernel does not take, the checks name, or bring into its form
+            TypeError,
+        ):  # the checks say why, or bring them into the kernel's form
             pass
     _check(ids, table, scale, dtype, prefetch, next_ids, out)
     if _supports(ids, table, scale, dtype=dtype) is not True:
         y = reference(ids, table, scale, dtype=dtype)
         return y if out is None else out.copy_(y)
     return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids, out=out)
-
-
-def _plain(ids: Any, table: Any, scale: Any, dtype: Any, prefetch: Any) -> bool:
-    """True where the kernel itself may look at the arguments: for one token, looking at them here costs as much."""
-    try:
-        on_cpu = ids.is_cpu and table.is_cpu and scale.is_cpu
-        return bool(on_cpu and dtype in DTYPES and prefetch >= 0 and not INTERPRETED and native_library())
-    except (AttributeError, TypeError):
-        return False
 
 
 def reference(
@@ -261,3 +252,5 @@ CARD = register(
         source="Guan et al., 2019",
     )
 )
+
+_kernel = torch.ops.opsmith.quantized_embedding.default._op

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import (
-    check_float,
-    check_out,
-    fresh,
-    kernels,
-    native,
-    nbytes,
-    needs_grad,
-    recorded,
-    short,
-)
-from opsmith.ops.rope_table import rope_table
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class PositionError(IndexError, ValueError):
-    """A position that the table has no row for: an IndexError as in PyTorch, and a ValueError as in opsmith."""
+from opsmith.operator import Implementation, Kind, Operator, register
+from opsmith.ops.common import check_out, direct, fresh, kernels, native, needs_grad, recorded
+from opsmith.ops.rope_check import Pair, bad_position, check, check_key, chosen, name_bad_position
+from opsmith.ops.rope_samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
 
 
 def rope(
@@ -68,7 +52,16 @@ def rope(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    dims = _check("rope", x, cos, sin, positions, rotary_dim)
+    if out is None and direct(x, cos, sin) and (positions is None or chosen(positions, cos)):
+        try:
+            y = torch.empty_like(x)
+            dims = x.shape[-1] if rotary_dim is None else rotary_dim
+            if dims:
+                _kernel(x, cos, sin, positions, dims, interleaved, False, y=y)
+                return y
+        except (RuntimeError, IndexError):  # the checks say why
+            pass
+    dims = check("rope", x, cos, sin, positions, rotary_dim)
     if out is not None and out is not x:
         check_out("rope", out, x)
     if native(x, "rope") is not True or needs_grad(cos, sin):
@@ -109,8 +102,17 @@ def rope_qk(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    dims = _check("rope_qk", q, cos, sin, positions, rotary_dim)
-    _check_key(q, k)
+    if out is None and direct(q, cos, sin) and direct(k) and (positions is None or chosen(positions, cos)):
+        try:
+            yq, yk = torch.empty_like(q), torch.empty_like(k)
+            dims = q.shape[-1] if rotary_dim is None else rotary_dim
+            if dims:
+                _kernel_qk(q, k, cos, sin, positions, dims, interleaved, False, yq=yq, yk=yk)
+                return yq, yk
+        except (RuntimeError, IndexError):  # the checks say why
+            pass
+    dims = check("rope_qk", q, cos, sin, positions, rotary_dim)
+    check_key(q, k)
     if out is not None:
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(f"rope_qk: out must be a pair of tensors, got {type(out).__name__}")
@@ -121,7 +123,7 @@ def rope_qk(
     elif needs_grad(q, k):
         y = recorded(_RopeQK, q, k, cos, sin, interleaved, positions, dims)
     else:
-        return _native_qk(
+        return native_qk(
             q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims, out=out
         )
     return y if out is None else (out[0].copy_(y[0]), out[1].copy_(y[1]))
@@ -177,118 +179,7 @@ def _gather(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     try:
         return F.embedding(positions, table)
     except IndexError:
-        raise _bad_position(positions, table.shape[0]) from None
-
-
-def _bad_position(positions: torch.Tensor, rows: int) -> PositionError:
-    """The error that names the first position without a row."""
-    bad = positions[(positions < 0) | (positions >= rows)]
-    return PositionError(
-        f"rope: positions must be in [0, {rows}) for a table of {rows} rows, got {int(bad[0])}; "
-        "make a longer table"
-    )
-
-
-def _check(op: str, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int | None) -> int:
-    """Refuse wrong arguments; the number of rotated dimensions."""
-    check_float(op, x, "q" if op == "rope_qk" else "x", least_dim=3)
-    batch, tokens = check_heads(op, x)
-    return check_table(op, x, cos, sin, positions, rotary_dim, x.shape[-1], batch, tokens)
-
-
-def check_heads(op: str, x: torch.Tensor) -> tuple[int, int]:
-    """Refuse what is neither layout of heads; the batch and the tokens of a sequence."""
-    shape = x.shape
-    if len(shape) == 3:
-        return 1, shape[0]
-    if len(shape) != 4:
-        raise ValueError(f"{op}: expected [B, H, L, D] or [T, H, D], got shape {tuple(shape)}")
-    return shape[0], shape[2]
-
-
-def check_table(
-    op: str,
-    x: torch.Tensor,
-    cos: Any,
-    sin: Any,
-    positions: Any,
-    rotary_dim: int | None,
-    size: int,
-    batch: int,
-    tokens: int,
-    dtypes: tuple[torch.dtype, ...] = (),
-) -> int:
-    """Refuse a table that does not serve these tokens' heads of this size; the number of rotated dimensions."""
-    dims = size if rotary_dim is None else rotary_dim
-    if dims % 2 or not 2 <= dims <= size:
-        raise ValueError(
-            f"{op}: the rotated dimensions must be an even number in [2, {size}], the head size, got {dims}"
-        )
-    for name, t in (("cos", cos), ("sin", sin)):
-        check_float(op, t, name, least_dim=2)
-        if t.dtype not in (dtypes or (x.dtype, torch.float32)):
-            known = " or ".join(short(d) for d in (dtypes or (x.dtype, torch.float32)))
-            raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}")
-        if t.device != x.device:
-            raise ValueError(f"{op}: {name} is on {t.device}, the input on {x.device}; move one of them")
-    given = cos.shape
-    if sin.shape != given or sin.dtype != cos.dtype:
-        raise ValueError(
-            f"{op}: cos and sin must be alike, got {short(cos.dtype)} {tuple(given)} "
-            f"and {short(sin.dtype)} {tuple(sin.shape)}"
-        )
-    if (
-        len(given) > 3
-        or given[-1] not in (dims, dims // 2)
-        or (len(given) == 3 and given[0] not in (1, batch))
-    ):
-        raise ValueError(
-            f"{op}: cos and sin must have shape [rows, {dims}] or [rows, {dims // 2}], or [B, rows, ...] with "
-            f"B = {batch}, got {tuple(given)}"
-        )
-    if positions is None:
-        if given[-2] < tokens:
-            raise PositionError(
-                f"{op}: cos and sin must have a row for each of the {tokens} tokens, got {given[-2]}; "
-                "make a longer table, or pass positions"
-            )
-        return int(dims)
-    _check_positions(op, positions, x, batch, tokens)
-    if len(given) == 3 and given[0] != 1:
-        raise ValueError(
-            f"{op}: positions choose rows of one table, got one table for each of {given[0]} sequences; "
-            "leave positions out, or pass cos and sin as [rows, D]"
-        )
-    return int(dims)
-
-
-def _check_positions(op: str, positions: Any, x: torch.Tensor, batch: int, tokens: int) -> None:
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"{op}: positions must be a tensor, got {type(positions).__name__}")
-    if positions.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: positions must be int64 or int32, got {short(positions.dtype)}; cast them")
-    if positions.device != x.device:
-        raise ValueError(
-            f"{op}: positions are on {positions.device}, the input on {x.device}; move one of them"
-        )
-    shape = positions.shape
-    if len(shape) not in (1, 2) or shape[-1] != tokens or (len(shape) == 2 and shape[0] not in (1, batch)):
-        raise ValueError(
-            f"{op}: positions must have shape ({tokens},) or ({batch}, {tokens}), one for each token, "
-            f"got {tuple(shape)}"
-        )
-
-
-def _check_key(q: torch.Tensor, k: Any) -> None:
-    check_float("rope_qk", k, "k", least_dim=3)
-    if k.dim() != q.dim() or any(k.shape[d] != q.shape[d] for d in range(q.dim()) if d != 1):
-        raise ValueError(
-            f"rope_qk: k must have q's shape {tuple(q.shape)} but for the number of heads, got {tuple(k.shape)}"
-        )
-    if k.dtype != q.dtype or k.device != q.device:
-        raise TypeError(
-            f"rope_qk: k must be {short(q.dtype)} on {q.device} like q, got {short(k.dtype)} on {k.device}"
-        )
+        raise bad_position(positions, table.shape[0]) from None
 
 
 def dense_rows(t: torch.Tensor) -> torch.Tensor:
@@ -312,16 +203,14 @@ def _native(
     dims = x.shape[-1] if rotary_dim is None else rotary_dim
     target = dense_rows(y)
     try:
-        torch.ops.opsmith.rope.default(
-            dense_rows(x), dense_rows(cos), dense_rows(sin), positions, dims, interleaved, inverse, y=target
-        )
+        ROPE(dense_rows(x), dense_rows(cos), dense_rows(sin), positions, dims, interleaved, inverse, y=target)
     except RuntimeError:
         name_bad_position(positions, cos)
         raise
     return y if target is y else y.copy_(target)
 
 
-def _native_qk(
+def native_qk(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,
@@ -338,7 +227,7 @@ def _native_qk(
     dims = q.shape[-1] if rotary_dim is None else rotary_dim
     tq, tk = dense_rows(yq), dense_rows(yk)
     try:
-        torch.ops.opsmith.rope_qk.default(
+        ROPE_QK(
             dense_rows(q),
             dense_rows(k),
             dense_rows(cos),
@@ -354,13 +243,6 @@ def _native_qk(
         name_bad_position(positions, cos)
         raise
     return yq if tq is yq else yq.copy_(tq), yk if tk is yk else yk.copy_(tk)
-
-
-def name_bad_position(positions: torch.Tensor | None, table: torch.Tensor) -> None:
-    """What a refusal of the kernel was about, where it was a position."""
-    rows = table.shape[-2]
-    if positions is not None and bool(((positions < 0) | (positions >= rows)).any()):
-        raise _bad_position(positions, rows) from None
 
 
 class _Rope(torch.autograd.Function):
@@ -404,7 +286,7 @@ class _RopeQK(torch.autograd.Function):
     ) -> Pair:
         ctx.save_for_backward(cos, sin, positions)
         ctx.interleaved, ctx.dims = interleaved, dims
-        return _native_qk(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
+        return native_qk(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -412,7 +294,7 @@ class _RopeQK(torch.autograd.Function):
         cos, sin, positions = ctx.saved_tensors
         turn = {"interleaved": ctx.interleaved, "positions": positions, "rotary_dim": ctx.dims}
         if ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
-            dq, dk = _native_qk(dq, dk, cos, sin, **turn, inverse=True)
+            dq, dk = native_qk(dq, dk, cos, sin, **turn, inverse=True)
             return dq, dk, None, None, None, None, None
         alone = [
             _native(d, cos, sin, **turn, inverse=True) if needed else None
@@ -421,128 +303,15 @@ class _RopeQK(torch.autograd.Function):
         return (*alone, None, None, None, None, None)
 
 
-def _cost(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> Cost:
-    return _cost_of((x,), cos, **options)
-
-
-def _cost_qk(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> Cost:
-    return _cost_of((q, k), cos, **options)
-
-
-def _cost_of(
-    operands: tuple[torch.Tensor, ...],
-    cos: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    positions: torch.Tensor | None = None,
-    rotary_dim: int | None = None,
-) -> Cost:
-    first = operands[0]
-    tokens = first.shape[0 if first.dim() == 3 else 2]
-    rows = min(tokens, cos.shape[-2]) * (cos.shape[0] if cos.dim() == 3 else 1)
-    table = 2 * rows * cos.shape[-1] * cos.element_size()
-    dims = first.shape[-1] if rotary_dim is None else rotary_dim
-    rotated = sum(t.numel() // t.shape[-1] * dims for t in operands if t.numel())
-    return Cost(
-        3.0 * rotated, 2 * sum(t.numel() * t.element_size() for t in operands) + table + nbytes(positions)
-    )
-
-
-# Name, (H, Hkv), (B, L, D), the table, the options.
-_Variant = tuple[str, tuple[int, int], tuple[int, int, int], Pair, dict[str, Any]]
-
-
-def _variants(make: Make) -> Iterator[_Variant]:
-    """What both operators are tried on."""
-
-    def table(dim: int, rows: int) -> Pair:
-        return rope_table(dim, rows, dtype=make.dtype, device=make.device)
-
-    for heads, batch, tokens, size in (
-        (2, 1, 1, 2),
-        (3, 2, 7, 6),
-        (4, 1, 33, 64),
-        (2, 2, 9, 34),
-        (5, 2, 70, 130),
-    ):
-        yield f"{batch}x{heads}x{tokens}x{size}", (heads, 2), (batch, tokens, size), table(size, tokens), {}
-    shape, grouped = (2, 9, 40), (4, 2)
-    cos, sin = table(40, 50)
-    chosen = make.ids(2, 9, high=50)
-    half = (cos[:, :20], sin[:, :20])
-    yield "longer table", grouped, shape, (cos, sin), {}
-    yield "half a table", grouped, shape, half, {}
-    yield "interleaved", grouped, shape, (cos, sin), {"interleaved": True}
-    yield "interleaved, half a table", grouped, shape, half, {"interleaved": True}
-    yield "positions", grouped, shape, (cos, sin), {"positions": chosen}
-    yield "positions of all", grouped, shape, (cos, sin), {"positions": chosen[1].int()}
-    yield "a table each", grouped, shape, (cos[chosen], sin[chosen]), {}
-    yield "unrelated columns", grouped, shape, (make(9, 40), make(9, 40)), {}
-    yield "unrelated, interleaved", grouped, shape, (make(9, 40), make(9, 40)), {"interleaved": True}
-    few = table(12, 50)
-    yield "partial", grouped, shape, few, {"rotary_dim": 12}
-    yield (
-        "partial, interleaved",
-        grouped,
-        shape,
-        few,
-        {"rotary_dim": 12, "interleaved": True, "positions": chosen},
-    )
-    yield "strided table", grouped, shape, (cos.t().contiguous().t(), sin.t().contiguous().t()), {}
-    yield "empty", grouped, (2, 0, 40), (cos, sin), {}
-
-
-def _samples(make: Make) -> Iterator[Sample]:
-    for name, (heads, _), (batch, tokens, size), table, options in _variants(make):
-        yield Sample(name, (make(batch, heads, tokens, size).requires_grad_(), *table), options)
-    table = rope_table(24, 9, dtype=make.dtype, device=make.device)
-    transposed = make(2, 9, 3, 24).transpose(1, 2)
-    yield Sample("transposed", (transposed.requires_grad_(), *table))
-    yield Sample("strided dimensions", (make(2, 3, 9, 48)[..., ::2].requires_grad_(), *table))
-    yield Sample("packed", (make(9, 3, 24).requires_grad_(), *table))
-    yield Sample(
-        "packed, positions", (make(5, 3, 24).requires_grad_(), *table), {"positions": make.ids(5, high=9)}
-    )
-    wide = rope_table(24, 9, dtype=torch.float32, device=make.device)
-    yield Sample("float32 table", (make(2, 3, 9, 24).requires_grad_(), *wide))
-
-
-def _samples_qk(make: Make) -> Iterator[Sample]:
-    for name, (heads, kv_heads), (batch, tokens, size), table, options in _variants(make):
-        q, k = make(batch, heads, tokens, size), make(batch, kv_heads, tokens, size)
-        yield Sample(name, (q.requires_grad_(), k.requires_grad_(), *table), options)
-    table = rope_table(24, 9, dtype=make.dtype, device=make.device)
-    fused = make(2, 9, 5 * 24).unflatten(-1, (5, 24)).transpose(1, 2).requires_grad_()
-    yield Sample("slices of one projection", (*fused.split((3, 2), dim=1), *table))
-    q, k = make(9, 3, 24).requires_grad_(), make(9, 1, 24).requires_grad_()
-    yield Sample("packed", (q, k, *table))
-
-
-def _workloads(make: Make) -> Iterator[Sample]:
-    for heads, tokens, size in ((32, 4096, 128), (32, 512, 128), (32, 1, 128)):
-        table = rope_table(size, tokens, dtype=make.dtype, device=make.device)
-        yield Sample(f"1x{heads}x{tokens}x{size}", (make(1, heads, tokens, size), *table))
-    table = rope_table(64, 4096, dtype=make.dtype, device=make.device)
-    yield Sample("1x16x4096x64 interleaved", (make(1, 16, 4096, 64), *table), {"interleaved": True})
-
-
-def _workloads_qk(make: Make) -> Iterator[Sample]:
-    for tokens in (4096, 1):
-        table = rope_table(128, tokens, dtype=make.dtype, device=make.device)
-        yield Sample(
-            f"32 and 8 heads, {tokens}x128", (make(1, 32, tokens, 128), make(1, 8, tokens, 128), *table)
-        )
-
-
 CARD = register(
     Operator(
         name="rope",
         kind=Kind.ROPE,
         function=rope,
         reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
+        cost=cost,
+        samples=samples,
+        workloads=workloads,
         implementations=[
             *kernels(_native, lambda x, *a, **k: native(x, "rope")),
             Implementation("eager", reference),
@@ -561,11 +330,11 @@ CARD_QK = register(
         kind=Kind.ROPE,
         function=rope_qk,
         reference=reference_qk,
-        cost=_cost_qk,
-        samples=_samples_qk,
-        workloads=_workloads_qk,
+        cost=cost_qk,
+        samples=samples_qk,
+        workloads=workloads_qk,
         implementations=[
-            *kernels(_native_qk, lambda q, *a, **k: native(q, "rope_qk")),
+            *kernels(native_qk, lambda q, *a, **k: native(q, "rope_qk")),
             Implementation("eager", reference_qk),
         ],
         schemas=(
@@ -576,3 +345,6 @@ CARD_QK = register(
         source="Su et al., 2021",
     )
 )
+
+ROPE, ROPE_QK = torch.ops.opsmith.rope.default, torch.ops.opsmith.rope_qk.default
+_kernel, _kernel_qk = ROPE._op, ROPE_QK._op

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
-from opsmith.ops.common import check_out, kernels, native, nbytes, short
+from opsmith.ops.common import Tensor, check_out, direct, kernels, native, nbytes, short
 from opsmith.ops.rope import CARD as FLOATING
-from opsmith.ops.rope import check_heads, check_table, dense_rows, name_bad_position
+from opsmith.ops.rope import dense_rows
+from opsmith.ops.rope_check import Pair, check_heads, check_table, chosen, name_bad_position
 from opsmith.ops.rope_table import rope_table
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def rope_int8(
@@ -56,6 +55,16 @@ def rope_int8(
 
     Source: Su et al., 2021; Jacob et al., "Quantization and Training of Neural Networks", 2018.
     """
+    if out is None and direct(x_scale, cos, sin) and (positions is None or chosen(positions, cos)):
+        try:
+            if type(x_q) is Tensor and x_q.is_cpu and x_q.is_contiguous():
+                y_q, y_scale = torch.empty_like(x_q), torch.empty_like(x_scale)
+                dims = x_q.shape[-1] if rotary_dim is None else rotary_dim
+                if dims:
+                    _kernel(x_q, x_scale, cos, sin, positions, dims, interleaved, y=y_q, y_scale=y_scale)
+                    return y_q, y_scale
+        except (RuntimeError, IndexError):  # the checks say why
+            pass
     dims = _check(x_q, x_scale, cos, sin, positions, rotary_dim, out)
     options: dict[str, Any] = {"interleaved": interleaved, "positions": positions, "rotary_dim": dims}
     if _supports(x_q, x_scale, cos, sin) is not True:
@@ -126,9 +135,7 @@ def _native(
     target = dense_rows(y_q)
     table = dense_rows(cos), dense_rows(sin)
     try:
-        torch.ops.opsmith.rope_int8.default(
-            dense_rows(x_q), x_scale, *table, positions, dims, interleaved, y=target, y_scale=y_scale
-        )
+        ROPE_INT8(dense_rows(x_q), x_scale, *table, positions, dims, interleaved, y=target, y_scale=y_scale)
     except RuntimeError:
         name_bad_position(positions, cos)
         raise
@@ -224,3 +231,6 @@ CARD = register(
         source="Su et al., 2021",
     )
 )
+
+ROPE_INT8 = torch.ops.opsmith.rope_int8.default
+_kernel = ROPE_INT8._op

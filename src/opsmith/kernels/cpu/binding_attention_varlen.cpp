@@ -1,7 +1,7 @@
 // Registers attention over packed sequences. Their offsets are checked here too: a compiled graph has nobody erow_sums
 // who would, and a wrong one would be a read out of bounds.
 #include "attention.h"
-#include "binding.h"
+#include "binding_attention.h"
 
 namespace opsmith {
 namespace {
@@ -31,6 +31,8 @@ Sequences checked(const Tensor& q, const Tensor& k, const Tensor& query_starts, 
 void attention_varlen_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& query_starts,
                          const Tensor& key_starts, double scale, bool causal, int64_t window, double softcap,
                          const Tensor& out, const std::optional<Tensor>& row_sums) {
+  check_heads("attention_varlen", 3, q, k, v, out);
+  check_row_sums("attention_varlen", row_sums, out);
   attention_varlen(view_of(q), view_of(k), view_of(v), checked(q, k, query_starts, key_starts),
                    {float(scale), causal, window, float(softcap)}, view_of(out), view_of(row_sums));
 }

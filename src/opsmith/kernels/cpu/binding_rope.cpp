@@ -23,7 +23,7 @@ void check_table(const Tensor& cos, const Tensor& sin, const Optional& positions
   const int64_t size = x.size(x.dim() - 1), batch = x.dim() == 4 ? x.size(0) : 1, tokens = x.size(x.dim() == 4 ? 2 : 0);
   STD_TORCH_CHECK(dims >= 0 && dims % 2 == 0 && dims <= size, "rope: ", dims, " dimensions cannot be rotated of ", size);
   const DType dtype = dtype_of(cos);
-  const bool fits = dtype == DType::f32 || dtype == dtype_of(x) ||
+  const bool fits = dtype == DType::f32 || (dtype == dtype_of(x) && dtype != DType::i8) ||
                     (dtype_of(x) == DType::i8 && (dtype == DType::bf16 || dtype == DType::f16));
   STD_TORCH_CHECK(fits && dtype_of(sin) == dtype, "rope: cos and sin must both be float32, or both in x's dtype");
   STD_TORCH_CHECK((cos.dim() == 2 || cos.dim() == 3) && sin.dim() == cos.dim() && dense_rows(cos) && dense_rows(sin),

@@ -1,0 +1,136 @@
+"""Attention in plain PyTorch: the definition, and PyTorch's own fused kernels where they compute the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch."""
+    groups = q.shape[1] // max(k.shape[1], 1)
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    s = (q @ k.mT) * (default_scale(q) if scale is None else scale)  # [B, H, L, S]
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    seen = visible(q, k, causal, window)
+    if seen is not None:
+        s = s.masked_fill(~seen, -math.inf)
+    # A query that sees nothing is set to zeros before and after, so that no NaN reaches the gradient either.
+    dead = (s == -math.inf).all(-1, keepdim=True)
+    p = torch.softmax(s.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    return p.to(v.dtype) @ v
+
+
+def visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor | None:
+    """[L, S], True where causal rule and window let a query see a key; None when neither is asked for."""
+    rows, columns = q.shape[-2], k.shape[-2]
+    if not causal and window is None:
+        return None
+    seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+    if causal:
+        seen = seen.tril(columns - rows)
+    if window is not None:
+        seen = seen.triu(columns - rows - window + 1)
+        seen = seen if causal else seen.tril(columns - rows + window - 1)
+    return seen
+
+
+def default_scale(q: torch.Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[-1] or 1)
+
+
+def eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """PyTorch's fused attention where it can express the call, else the definition."""
+    if mask is None and softcap is None and window is None and not causal and q.shape[1] == k.shape[1]:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)  # each argument more takes time to parse
+    if softcap is not None:
+        return reference(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    plain_causal = causal and window is None and mask is None and q.shape[2] == k.shape[2]
+    seen = None if plain_causal else visible(q, k, causal, window)
+    if mask is None or seen is None:
+        both = seen if mask is None else mask
+    else:
+        both = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=both, is_causal=plain_causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """PyTorch's fused attention on a GPU, for the calls that `sdpa_supports`."""
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal and q.shape[2] > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def sdpa_supports(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> bool | str:
+    """True where PyTorch's flash, cuDNN or memory-efficient kernel computes this very call on a GPU."""
+    if mask is not None:
+        return "PyTorch does not promise zeros for a row that a mask hides wholly"
+    if window is not None or softcap is not None:
+        return "PyTorch's fused kernels know neither window nor softcap"
+    if causal and q.shape[2] not in (1, k.shape[2]):
+        return "PyTorch aligns the causal rule to the first key, opsmith to the last"
+    grouped = q.shape[1] != k.shape[1]
+    if torch.compiler.is_dynamo_compiling():  # which cannot ask PyTorch's kernels: what flash attention takes
+        flash = q.dtype != torch.float32 and q.shape[3] == v.shape[3] and q.shape[3] <= 256
+        return flash or "a compiled graph takes PyTorch's kernel for 16 bits and heads up to 256 only"
+    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal and q.shape[2] > 1, grouped)
+    fused = (
+        torch.backends.cuda.can_use_flash_attention(asked)
+        or torch.backends.cuda.can_use_cudnn_attention(asked)
+        or torch.backends.cuda.can_use_efficient_attention(asked)
+    )
+    return (
+        fused
+        or "none of PyTorch's fused kernels takes this call, and the unfused one builds the L x S matrix"
+    )
+
+
+def has_gpu() -> bool | str:
+    return torch.cuda.is_available() or "there is no GPU here"

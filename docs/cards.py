@@ -1,7 +1,8 @@
 """Writes into the pages of the operators what their cards say, when the site is built: nothing is listed by hand.
 
 `<!-- operators -->` on a page becomes the table of all operators. A page `operators/STEM.md` gets the cards of
-`ops/STEM.py`, at `<!-- cards -->` or at its end, and the newest numbers of each machine in `benchmarks/results`.
+`ops/STEM.py`, and of each `ops/STEM_more.py` without a page of its own, at `<!-- cards -->` or at its end, and the
+newest numbers of each machine in `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def module_of(card: Operator) -> str:
-    """The stem of the file that defines the operator."""
-    return str(card.function.__module__).rpartition(".")[2]
+    """The stem of the file that defines the operator, or of the page that it shares: `mla` for `mla_attention`."""
+    stem = str(card.function.__module__).rpartition(".")[2]
+    pages = Path(__file__).parent / "operators"
+    words = stem.split("_")
+    shared = ("_".join(words[:n]) for n in range(len(words), 0, -1))
+    return next((page for page in shared if (pages / f"{page}.md").exists()), stem)
 
 
 def overview(cards: Iterable[Operator]) -> str:

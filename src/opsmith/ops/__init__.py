@@ -10,17 +10,26 @@ from opsmith.ops.layer_norm import layer_norm
 from opsmith.ops.linear import linear
 from opsmith.ops.linear_cross_entropy import linear_cross_entropy
 from opsmith.ops.linear_rope import linear_rope
+from opsmith.ops.mla_attention import mla_attention
+from opsmith.ops.mla_cache import MLACache
+from opsmith.ops.mla_epilogues import mla_kv_epilogue, mla_q_epilogue
+from opsmith.ops.mla_forms import CARD as _mla_preprocess  # noqa: F401  registers the cards of mla_preprocess
+from opsmith.ops.mla_preprocess import mla_preprocess
+from opsmith.ops.mla_weights import MLAWeights
 from opsmith.ops.packed_linear import packed_linear
 from opsmith.ops.packed_module import PackedLinear
 from opsmith.ops.quantized_embedding import quantized_embedding
 from opsmith.ops.quantized_module import QuantizedEmbedding
 from opsmith.ops.rms_norm import rms_norm
+from opsmith.ops.rms_norm_quant import rms_norm_quant
 from opsmith.ops.rope import rope, rope_qk
 from opsmith.ops.rope_int8 import rope_int8
 from opsmith.ops.rope_table import rope_table
 from opsmith.ops.softmax import softmax
 
 __all__ = [
+    "MLACache",
+    "MLAWeights",
     "PackedLinear",
     "QuantizedEmbedding",
     "attention",
@@ -34,9 +43,14 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_rope",
+    "mla_attention",
+    "mla_kv_epilogue",
+    "mla_preprocess",
+    "mla_q_epilogue",
     "packed_linear",
     "quantized_embedding",
     "rms_norm",
+    "rms_norm_quant",
     "rope",
     "rope_int8",
     "rope_qk",

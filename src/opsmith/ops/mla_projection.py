@@ -1,0 +1,158 @@
+"""The two projections of MLA pre-processing: in floating point, W8A8, or with quantized weights alone."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+
+Quant = Literal["per_tensor", "per_token", "weight_int8", "weight_int4"]
+QUANTS: tuple[str, ...] = get_args(Quant)
+
+_LEVELS = {8: 127, 4: 7}
+_GROUPS = (128, 64, 32)  # of K that share a scale in int4; the last one with K padded, where none divides it
+_ROWS_AT_ONCE = 1 << 22  # elements quantized at a time: the float32 copies of a whole weight need not fit
+
+
+class Projection(NamedTuple):
+    """A weight [N, K] as one form of quantization keeps it.
+
+    Attributes:
+        weight: [N, K] floating-point or int8; int4: uint8 [N, K/2], K padded to whole groups, two elements a byte, the
+            even one in the low bits, 8 added to each.
+        bias: [N], int32 in "per_tensor", else as the weight; None for none.
+        descale: float32, [N], or [N, groups] in int4; None in floating point.
+        scale, offset: one float32 each, of the activations, in "per_tensor".
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    descale: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+
+    def rows(self, index: torch.Tensor) -> Projection:
+        """The same with its output channels in another order."""
+        bias = None if self.bias is None else self.bias[index]
+        descale = None if self.descale is None else self.descale[index]
+        return self._replace(weight=self.weight[index], bias=bias, descale=descale)
+
+
+def wide(t: torch.Tensor) -> torch.Tensor:
+    """In float32, which is what is computed in; float64 stays."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def q8(v: torch.Tensor) -> torch.Tensor:
+    """`rint(clamp(v, -128, 127))`, half to even; the integers are still in floating point."""
+    return v.clamp(-128, 127).round()
+
+
+def quantize_rows(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's integers, in floating point, and `s = max|y| / 127` [..., 1]; a row of zeros gives zeros."""
+    s = y.abs().amax(-1, keepdim=True) / 127 if y.shape[-1] else y.new_zeros((*y.shape[:-1], 1))
+    return torch.where(s > 0, q8(y / torch.where(s > 0, s, 1.0)), 0.0), s
+
+
+def project(y: torch.Tensor, p: Projection, quant: str | None, dtype: torch.dtype) -> torch.Tensor:
+    """The definition of one projection of `y` (float32 or float64), rounded to `dtype` once."""
+    if quant is None:
+        return F.linear(y.to(dtype), p.weight, p.bias)
+    assert p.descale is not None
+    if quant == "weight_int8":
+        return _weight_only(y.to(dtype), p.weight.to(y.dtype) * p.descale.to(y.dtype)[:, None], p.bias)
+    if quant == "weight_int4":
+        return _weight_only(y.to(dtype), dequantize_int4(p, y.shape[-1]).to(y.dtype), p.bias)
+    descale = p.descale.to(y.dtype)
+    if quant == "per_token":
+        q, s = quantize_rows(y)
+        return (_integer_product(q, p).to(y.dtype) * descale * s).to(dtype)
+    assert p.scale is not None
+    assert p.offset is not None
+    q = q8(y / p.scale.to(y.dtype) + p.offset.to(y.dtype))
+    return (_integer_product(q, p).to(y.dtype) * descale).to(dtype)
+
+
+def _integer_product(q: torch.Tensor, p: Projection) -> torch.Tensor:
+    """Sums of products of integers, and the integer bias: exact in float64 as they are in int32."""
+    sums = q.double() @ p.weight.double().t()
+    return sums if p.bias is None else sums + p.bias.double()
+
+
+def _weight_only(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    added = None if bias is None else bias.to(weight.dtype)
+    return F.linear(y.to(weight.dtype), weight, added).to(y.dtype)
+
+
+def dequantize_int4(p: Projection, k: int) -> torch.Tensor:
+    """The weight [N, k] in float32."""
+    assert p.descale is not None
+    low, high = (p.weight & 15).to(torch.int8) - 8, (p.weight >> 4).to(torch.int8) - 8
+    values = torch.stack((low, high), -1).flatten(1).to(p.descale.dtype)
+    grouped: torch.Tensor = values.unflatten(1, (p.descale.shape[1], -1)) * p.descale[:, :, None]
+    return grouped.flatten(1)[:, :k]
+
+
+def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Integers and float32 scales of a weight, symmetric, and the error relative to it (root of summed squares)."""
+    n, k = weight.shape
+    weight = weight.detach()
+    group = k if bits == 8 else next((g for g in _GROUPS if k % g == 0), _GROUPS[-1])
+    groups = -(-k // group) if group else 0
+    padded = groups * group
+    held = padded // 2 if bits == 4 else k
+    packed = torch.empty((n, held), dtype=torch.int8 if bits == 8 else torch.uint8, device=weight.device)
+    scale = torch.zeros((n, groups), dtype=torch.float32, device=weight.device)
+    step = max(1, _ROWS_AT_ONCE // max(1, k))
+    lost, total = 0.0, 0.0
+    for first in range(0, n if k else 0, step):
+        part = F.pad(weight[first : first + step].float(), (0, padded - k)).unflatten(1, (groups, group))
+        top = part.abs().amax(-1, keepdim=True)
+        if not bool(top.isfinite().all()):
+            raise ValueError(
+                "MLAWeights.quantize: every weight must be finite, found NaN or an infinity; no scale represents it"
+            )
+        factor = (top / _LEVELS[bits]).clamp_(min=torch.finfo(torch.float32).tiny)
+        rounded = (part / factor).round_().clamp_(-_LEVELS[bits], _LEVELS[bits])
+        lost += float((part - rounded * factor).double().square().sum())
+        total += float(part.double().square().sum())
+        scale[first : first + step] = factor.squeeze(-1)
+        values = rounded.flatten(1).to(torch.int8)
+        if bits == 8:
+            packed[first : first + step] = values
+        else:
+            nibbles = (values + 8).to(torch.uint8)
+            packed[first : first + step] = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+    return packed, scale[:, 0] if bits == 8 and groups else scale, (lost / total) ** 0.5 if total else 0.0
+
+
+def quantize_projection(
+    p: Projection, quant: str, low: float = 0.0, high: float = 0.0
+) -> tuple[Projection, float]:
+    """A floating-point projection in another form; `low` and `high` bound its inputs, for "per_tensor"."""
+    bits = 4 if quant == "weight_int4" else 8
+    weight, factor, error = quantize_weight(p.weight, bits)
+    if bits == 8 and factor.dim() == 2:  # K = 0: no column to take a scale from
+        factor = factor.new_zeros(p.weight.shape[0])
+    bias = None if p.bias is None else p.bias.detach()
+    if quant.startswith("weight"):
+        return Projection(weight, bias, factor), error
+    if quant == "per_token":
+        if bias is not None:
+            raise ValueError(
+                'MLAWeights.quantize: "per_token" has no bias, and this projection has one; '
+                'use "per_tensor" or a weight-only form'
+            )
+        return Projection(weight, None, factor), error
+    low, high = min(low, 0.0), max(high, 0.0)
+    step = (high - low) / 255 or 1.0
+    offset = float(round(-128 - low / step))
+    scale = torch.tensor(step, dtype=torch.float32, device=weight.device)
+    descale = factor * scale
+    # q8 adds the offset to every input, which adds `offset` times the sum of its weights to every output.
+    correction = -offset * weight.sum(1, dtype=torch.int64).double()
+    if bias is not None:
+        correction = correction + torch.where(descale > 0, bias.double() / descale.double(), 0.0)
+    bias_int32 = correction.round().clamp(-(2.0**31), 2.0**31 - 1).to(torch.int32)
+    return Projection(weight, bias_int32, descale, scale, torch.full_like(scale, offset)), error

@@ -12,7 +12,8 @@ at most once, and of the arguments that PyTorch or the kernel refuses itself not
             raise
     if out is None and direct(x, weight):      # a kernel of ours, in one call, whatever the size
         ...
-    _check(x, ...)                             # views, copies, autograd, other devices, float64
+    _check(x, ...)                             # views, copies, other devices, float64, and autograd: of small() calls
+                                               # PyTorch's, whose nodes cost less than a Function of ours
 
 What the builtin or the kernel would take in silence and the function does not (broadcasting, promotion, another
 device) is tested on the way. Which of the two an operator takes, and up to which size, is measured:

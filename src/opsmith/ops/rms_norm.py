@@ -23,6 +23,7 @@ from opsmith.ops.common import (
     out_rows,
     recorded,
     short,
+    small,
 )
 from opsmith.ops.norm import Result, check_pair, store
 
@@ -79,9 +80,10 @@ def rms_norm(
             pass
     _check(x, weight, residual, out)
     how: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
-    if native(x, "rms_norm") is not True:
+    training = needs_grad(x, weight, residual)
+    if native(x, "rms_norm") is not True or (training and small(x.numel())):
         return store(eager(x, weight, eps, residual=residual, **how), out)
-    if needs_grad(x, weight, residual):
+    if training:
         y, s = recorded(_RMSNorm, x, weight, eps, residual, weight_offset, round_before_weight)
         return store((y, s) if residual is not None else y, out)
     return _native(x, weight, eps, residual=residual, **how, out=out)

@@ -23,14 +23,16 @@ def test_it_is_linear_then_cross_entropy() -> None:
         torch.testing.assert_close(got, F.cross_entropy(F.linear(hidden, weight), target, **options))
 
 
-@pytest.mark.parametrize(("rows", "k"), [(128, 160), (256, 64), (2048, 32)])  # rows below K, above, far above
+@pytest.mark.parametrize(("rows", "k", "classes"), [(256, 512, 32000), (512, 128, 16000), (2048, 64, 8192)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_logits_never_exist_as_a_whole(peak_bytes: Any, rows: int, k: int, reduction: str) -> None:
-    classes = 32768 // (1 + rows // 1024)
-    hidden = torch.randn(rows, k, requires_grad=True)
-    weight = (torch.randn(classes, k) * 0.1).requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_never_exist_as_a_whole(
+    peak_bytes: Any, rows: int, k: int, classes: int, reduction: str, dtype: torch.dtype
+) -> None:
+    hidden = torch.randn(rows, k).to(dtype).requires_grad_()
+    weight = (torch.randn(classes, k) * 0.1).to(dtype).requires_grad_()
     target = torch.randint(0, classes, (rows,))
-    logits = rows * classes * 4
+    logits = rows * classes * dtype.itemsize
 
     def loss(weight: torch.Tensor) -> torch.Tensor:
         return linear_cross_entropy(hidden, weight, target, reduction=reduction).sum() * 3
@@ -51,7 +53,7 @@ def test_the_logits_never_exist_as_a_whole(peak_bytes: Any, rows: int, k: int, r
     [
         (256, 256, "mean", "hidden weight", 3),
         (256, 256, "sum", "weight", 2),
-        (1536, 64, "mean", "hidden", 2),
+        (4096, 32, "mean", "hidden", 2),
         (512, 128, "mean", "hidden weight", 3 + 0.75),
         (256, 256, "none", "hidden weight", 4),
         (256, 256, "mean", "", 1),

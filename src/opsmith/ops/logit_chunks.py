@@ -16,9 +16,11 @@ from opsmith.ops.linear import ONEDNN_DTYPES
 
 __all__ = ["backward", "forward", "forward_with_gradients", "onednn_multiplies"]
 
-# Of the bytes that all logits would take, the part that may exist at a time, whatever that is for: logits, and sums
-# of hidden's gradient. But a chunk no narrower than still multiplies well, and no larger than cache.
-_SHARE = 9  # an eighth is promised, and the libraries take some of it
+# Of the bytes that all logits would take, the part that may exist at a time, whatever that is for: logits, sums of
+# hidden's gradient, and what the libraries take for themselves. But a chunk no narrower than still multiplies well,
+# and no larger than cache.
+_SHARE = 8
+_LIBRARIES = 1 << 20
 _NARROWEST = 256
 _LEAST_BYTES = 128 << 10
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -119,7 +121,7 @@ class _Kept(NamedTuple):
 
 def _share(hidden: torch.Tensor, weight: torch.Tensor) -> int:
     """Bytes that may be taken beside the gradients."""
-    return weight.shape[0] * hidden.shape[0] * hidden.element_size() // _SHARE
+    return weight.shape[0] * hidden.shape[0] * hidden.element_size() // _SHARE - _LIBRARIES
 
 
 def _row_of_sums(hidden: torch.Tensor, dhidden: torch.Tensor | None) -> int:
@@ -152,6 +154,7 @@ def forward(
         ops.cross_entropy_part.default(
             x, target, ignore_index, label_smoothing, chunk.first, classes, state=state
         )
+        del x  # before the next chunk takes memory
     ops.cross_entropy_finish.default(
         state, target, ignore_index, label_smoothing, z_loss, reduction, classes, loss=loss, stats=stats
     )
@@ -229,6 +232,7 @@ def forward_with_gradients(
                     classes,
                     state=state[:, some][:, part],
                 )
+                del x  # before the next chunk takes memory
         ops.cross_entropy_finish.default(
             state[:, some], target[some], *of_each, classes, loss=losses[some], stats=stats[:, some]
         )
@@ -260,7 +264,9 @@ def _groups(
     whole = _Logits(hidden, weight, bias, most)
     if dweight is not None and whole.chunks > 1:
         kept = min(rows, weight.shape[1]) if dweight.is_contiguous() else 0
-        if whole.onednn and 0 < kept < rows:  # logits and their gradient have two memories
+        if kept == rows:  # a chunk's copy is needed only after the sums
+            whole = _Logits(hidden, weight, bias, share)
+        elif whole.onednn and kept:  # the logits of the other rows and their gradient have two memories
             whole = _Logits(hidden, weight, bias, most // 2)
         keep = _Kept(kept, dweight.view(-1), weight.shape[1], borrowed=True) if kept else _Kept()
         yield slice(0, rows), whole, keep
@@ -294,6 +300,7 @@ def _gradients(
 ) -> None:
     """Chunk by chunk: the logits become their gradient, and that is multiplied into hidden's and the weight's."""
     ops, total = torch.ops.opsmith, None
+    in_place = kept.borrowed and kept.rows == logits.rows
     for chunk in logits:
         d, parts = _again(logits, kept, chunk)
         for some, x in parts:
@@ -307,22 +314,27 @@ def _gradients(
                 logits.classes,
                 dlogits=d[some],
             )
-        if dweight is not None:
+        if dweight is not None and not in_place:
             torch.mm(d.t(), logits.hidden, out=dweight[chunk.first : chunk.last])
         if column_sums is not None:
             column_sums[chunk.first : chunk.last] += d.sum(0, dtype=torch.float32)
         if dhidden is not None:
             total = _add_product(total, d, chunk.weight, dhidden)
-        del d, parts, x  # before the next chunk takes memory
+        del d, parts, x
     if dhidden is not None and total is not None:
         dhidden.copy_(total)
+    del total
+    if dweight is not None and in_place:
+        for chunk in logits:
+            d = logits.memory(chunk).copy_(kept.of(chunk))
+            torch.mm(d.t(), logits.hidden, out=dweight[chunk.first : chunk.last])
 
 
 def _again(
     logits: _Logits, kept: _Kept, chunk: _Chunk
 ) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor]]]:
     """Memory for a chunk's gradient, and its logits, kept or computed again, with the rows they are of."""
-    if not kept.borrowed:
+    if not kept.borrowed or kept.rows == logits.rows:
         x = kept.of(chunk) if kept.rows else logits.multiply(chunk, slice(0, logits.rows))
         return x, [(slice(0, logits.rows), x)]
     first, *rest = _split(logits.rows, kept.rows)

@@ -88,8 +88,10 @@ class Eager:
         return F.gelu(x)
 
     @staticmethod
-    def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+    def linear_cross_entropy(
+        hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).flatten(0, -2), target.flatten())
 
 
 class EagerAttention(Eager):
@@ -108,7 +110,7 @@ OPERATORS: dict[str, Any] = {"eager": Eager, "eager attention": EagerAttention, 
 
 
 class Model(nn.Module):
-    """What both models share: the operators, handed in; bytes in, logits out; attention's projections."""
+    """What both models share: the operators, handed in; bytes in, hidden states out; projections; loss."""
 
     causal: bool
 
@@ -141,7 +143,7 @@ class Model(nn.Module):
         return q, k
 
     def loss(self, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.ops.cross_entropy(self(ids), target)
+        return self.ops.linear_cross_entropy(self(ids), self.head.weight, target)
 
 
 class Llama(Model):
@@ -181,7 +183,7 @@ class Llama(Model):
             x, stream = self.ops.rms_norm(added, layer["norms"]["mlp"], residual=stream)
             added = layer["down"](self.ops.silu_mul(layer["gate"](x), layer["up"](x)))
         x, _ = self.ops.rms_norm(added, self.norm, residual=stream)
-        return self.head(x)
+        return x
 
 
 class Bert(Model):
@@ -216,7 +218,7 @@ class Bert(Model):
             x, _ = self.ops.layer_norm(self.attend(layer, x), *layer["attention"], residual=x)
             y = layer["down"](self.ops.gelu(layer["up"](x)))
             x, _ = self.ops.layer_norm(y, *layer["mlp"], residual=x)
-        return self.head(x)
+        return x
 
 
 MODELS: dict[str, type[Model]] = {"llama": Llama, "bert": Bert}

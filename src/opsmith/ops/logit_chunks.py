@@ -49,7 +49,7 @@ class _Logits:
     ):
         self.hidden, self._weight, self._bias = hidden, weight, bias
         self.rows, self.classes = hidden.shape[0], weight.shape[0]
-        self.onednn = onednn_multiplies(hidden)
+        self.onednn = onednn_multiplies(hidden, self.classes)
         row = max(self.rows, 1) * hidden.element_size()
         widest = min(most_bytes, _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]) // row
         widest = max(widest, _NARROWEST) // 64 * 64
@@ -94,14 +94,14 @@ class _Logits:
         return y
 
 
-def onednn_multiplies(x: torch.Tensor) -> bool:
+def onednn_multiplies(hidden: torch.Tensor, classes: int) -> bool:
     """True where oneDNN beats PyTorch's own choice, MKL: float32 on a CPU, and rows enough for a matrix product.
 
-    A few rows PyTorch multiplies in several shorter chains of additions, more exactly than oneDNN in one.
+    A few rows, and sums over a few classes, PyTorch computes in shorter chains of additions, more exactly.
     """
-    if x.dtype != torch.float32 or not x.is_cpu or x.shape[0] < _ONEDNN_ROWS or x.shape[1] == 0:
+    if hidden.dtype != torch.float32 or not hidden.is_cpu or torch.float32 not in ONEDNN_DTYPES:
         return False
-    return torch.float32 in ONEDNN_DTYPES
+    return hidden.shape[0] >= _ONEDNN_ROWS and hidden.shape[1] > 0 and classes > _ONEDNN_CHAIN
 
 
 class _Kept(NamedTuple):
@@ -124,10 +124,12 @@ def _share(hidden: torch.Tensor, weight: torch.Tensor) -> int:
     return weight.shape[0] * hidden.shape[0] * hidden.element_size() // _SHARE - _LIBRARIES
 
 
-def _row_of_sums(hidden: torch.Tensor, dhidden: torch.Tensor | None) -> int:
+def _row_of_sums(hidden: torch.Tensor, weight: torch.Tensor, dhidden: torch.Tensor | None) -> int:
     """What the float32 sums of hidden's gradient take of that, for each row."""
     sums = int(dhidden is not None)
-    if onednn_multiplies(hidden):  # gives each new sum memory of its own, and takes pieces of hidden
+    if onednn_multiplies(
+        hidden, weight.shape[0]
+    ):  # gives each new sum memory of its own, and takes pieces of hidden
         sums = 2 * sums + (hidden.shape[1] > _ONEDNN_CHAIN)
     return 4 * sums * hidden.shape[1]
 
@@ -177,7 +179,7 @@ def backward(
     dbias: torch.Tensor | None = None,
 ) -> None:
     """The gradients, from logits that are computed again."""
-    most = _share(hidden, weight) - hidden.shape[0] * _row_of_sums(hidden, dhidden)
+    most = _share(hidden, weight) - hidden.shape[0] * _row_of_sums(hidden, weight, dhidden)
     logits = _Logits(hidden, weight, bias, most)
     options = (ignore_index, label_smoothing, z_loss, reduction)
     column_sums = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
@@ -259,7 +261,7 @@ def _groups(
     their logits are within what is allowed.
     """
     rows, classes = hidden.shape[0], weight.shape[0]
-    share, sums = _share(hidden, weight), _row_of_sums(hidden, dhidden)
+    share, sums = _share(hidden, weight), _row_of_sums(hidden, weight, dhidden)
     most = share - rows * sums
     whole = _Logits(hidden, weight, bias, most)
     if dweight is not None and whole.chunks > 1:
@@ -319,7 +321,7 @@ def _gradients(
         if column_sums is not None:
             column_sums[chunk.first : chunk.last] += d.sum(0, dtype=torch.float32)
         if dhidden is not None:
-            total = _add_product(total, d, chunk.weight, dhidden)
+            total = _add_product(total, d, chunk.weight, dhidden, logits.onednn)
         del d, parts, x
     if dhidden is not None and total is not None:
         dhidden.copy_(total)
@@ -345,10 +347,10 @@ def _again(
 
 
 def _add_product(
-    total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor
+    total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, onednn: bool
 ) -> torch.Tensor:
     """total + a @ b, the total in float32; the product may pass through `memory`."""
-    if onednn_multiplies(a):
+    if onednn:
         linear, b = torch.ops.mkldnn._linear_pointwise, b.contiguous().t()
         new: torch.Tensor = (
             linear.default(a, b, None, "none", [], "")

@@ -175,6 +175,18 @@ class Pattern:
     repeats: tuple[
         str, ...
     ] = ()  # inputs that the operator itself repeats over heads, so a copy can be spared
+    layouts: tuple[
+        tuple[int, ...], ...
+    ] = ()  # orders in which models keep the first input's axes: permutations to the operator's own order
+    shared: Mapping[str, int] = field(
+        default_factory=dict
+    )  # inputs that are the same along this axis of the first input, and that the operator takes without it
+    converted: Mapping[str, Callable[[Any], Any]] = field(
+        default_factory=dict
+    )  # inputs that the operator takes in another form, and what makes it
+    sizes: Mapping[str, tuple[str, int]] = field(
+        default_factory=dict
+    )  # arguments that are the size of an input's last axis, times a number
 
 
 @dataclass(frozen=True)

@@ -231,3 +231,71 @@ def t5() -> Any:
     return T5EncoderModel(
         T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=HEADS)
     )
+
+
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_LATENT = {
+    **_SMALL,
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+}
+_GPTJ = {
+    "vocab_size": VOCABULARY,
+    "n_embd": WIDTH,
+    "n_layer": 1,
+    "n_head": HEADS,
+    "n_positions": 64,
+    "rotary_dim": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+# Every way in which the library's models write the rotary embedding.
+ROTARY: dict[str, dict[str, Any]] = {
+    "llama": _SMALL,
+    "mistral": _SMALL,
+    "qwen2": _SMALL,
+    "qwen3": {**_SMALL, "head_dim": 8},
+    "gemma": {**_SMALL, "head_dim": 8},
+    "gpt_neox": _SMALL,  # a part of each head
+    "phi": _SMALL,
+    "gptj": _GPTJ,  # neighbors, heads behind tokens
+    "cohere": _SMALL,  # neighbors
+    "deepseek_v2": _LATENT,  # complex numbers
+    "deepseek_v3": _LATENT,  # neighbors in, halves out
+}
+
+
+def causal(name: str) -> Any:
+    """A tiny language model of Hugging Face's, of this type."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ROTARY[name]))
+
+
+class LossOf(nn.Module):
+    """A training loop's wrapper: the model's loss, and nothing else of it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=input_ids, labels=labels, use_cache=False).loss
+        return loss

@@ -66,6 +66,8 @@ _UNARY: dict[str, Callable[[Space, Poly], Poly]] = {
     "special_erfc": lambda s, x: s.add(s.const(1), s.erf(x), -1),
     "special_ndtr": lambda s, x: _normal_cdf(s, x),
     "silu": lambda s, x: s.mul(x, s.sigmoid(x)),
+    "cos": lambda s, x: s.fn("cos", (x,), x.shape),
+    "sin": lambda s, x: s.fn("sin", (x,), x.shape),
     "relu": lambda s, x: s.fn("relu", (x,), x.shape),
 }
 
@@ -107,11 +109,18 @@ def _dropout(c: Canon, node: Node, input: Any, p: float, train: bool) -> Poly:
 @rule("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh_copy")
 def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     source = self.meta.get("val")
-    if not (
-        isinstance(source, torch.Tensor) and (source.is_floating_point() or op_name(self) == "aten::one_hot")
-    ):
+    if not isinstance(source, torch.Tensor):
+        raise Unreadable
+    if source.is_complex() != node.meta["val"].is_complex():
+        raise Unreadable
+    if not (source.is_floating_point() or source.is_complex() or op_name(self) == "aten::one_hot"):
         raise Unreadable
     return c(self)
+
+
+@rule("ones_like")
+def _ones(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
+    return c.space.const(1)
 
 
 @rule("one_hot")

@@ -33,16 +33,19 @@ BOUNDARIES = frozenset(
         "scaled_dot_product_attention",
         "embedding",
         "addmm",
+        "cross_entropy_loss",
     )
 )
 
 
 def shape_of(node: Any) -> Shape:
     """The sizes of a node's value, symbolic ones as expressions (comparing those adds no guard)."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    if not isinstance(value, torch.Tensor):
-        return ()
-    return tuple(dim_of(d) for d in value.shape)
+    return shape_of_value(node.meta.get("val") if isinstance(node, Node) else None)
+
+
+def shape_of_value(value: Any) -> Shape:
+    """The sizes of a tensor; none of anything else."""
+    return tuple(dim_of(d) for d in value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def dim_of(d: Any) -> Any:
@@ -95,8 +98,13 @@ class Canon:
         return self.memo[value]
 
     def leaf(self, node: Node) -> Poly:
-        """The node as an opaque value."""
-        return self.space.leaf(node, shape_of(node))
+        """The node as an opaque value; a complex one as its two parts."""
+        leaf = self.space.leaf(node, shape_of(node))
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.is_complex():
+            return leaf
+        real, imag = (self.space.fn(name, (leaf,), leaf.shape) for name in ("real", "imag"))
+        return self.space.add(real, self.space.mul(self.space.i, imag))
 
     def node_of(self, poly: Poly) -> Node | None:
         """The first node known to compute exactly this term."""
@@ -116,8 +124,10 @@ class Canon:
         if rule is None or self._depth > MAX_DEPTH or (name in BOUNDARIES and node is not self.root):
             return self.leaf(node)
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.is_floating_point() and name not in _BOOLEAN:
-            return self.leaf(node)
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            known = _COMPLEX if value.is_complex() else _BOOLEAN
+            if name not in known:
+                return self.leaf(node)
         try:
             return rule(self, node, **arguments(node))
         except Unreadable:
@@ -140,6 +150,14 @@ class Unreadable(Exception):
 
 
 _BOOLEAN = frozenset({"aten::tril", "aten::triu", "aten::one_hot", "aten::logical_not", "aten::bitwise_not"})
+# Whose rules hold for complex numbers too.
+_COMPLEX = frozenset(
+    f"aten::{n}"
+    for n in (
+        *("add", "sub", "mul", "neg", "polar", "complex", "view_as_complex", "to", "_to_copy", "contiguous"),
+        *("view", "reshape", "unsqueeze", "squeeze", "flatten", "slice", "clone"),
+    )
+)
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -199,4 +217,5 @@ __all__ = [
     "part",
     "rule",
     "shape_of",
+    "shape_of_value",
 ]

@@ -91,6 +91,8 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     if name in ("aten::to", "aten::type_as"):
         same = before.dtype == after.dtype and before.device == after.device
         return source if same and not arguments(node).get("copy") else None
+    if name == "aten::slice":
+        return source if arguments(node)["step"] == 1 and shape_of(source) == shape_of(node) else None
     if name in ("aten::view", "aten::reshape", "aten::expand", "aten::alias"):
         return source if shape_of(source) == shape_of(node) else None
     return None

@@ -16,13 +16,14 @@ from torch.fx.node import map_arg
 
 from opsmith import measure
 from opsmith.compiler.mutation import effects
-from opsmith.compiler.operands import evaluate, nodes_in
+from opsmith.compiler.operands import nodes_in
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
 from opsmith.compiler.program import Program, record
 from opsmith.compiler.prove import prove
 from opsmith.compiler.recognize import Miss, Recognition, recognize
 from opsmith.compiler.rewrite import rewrite
 from opsmith.compiler.select import Choice, Packer, Selector, raised, signature
+from opsmith.compiler.settle import call_of, settle
 from opsmith.compiler.site import Site, where
 from opsmith.operator import Implementation, Verdict, registry
 
@@ -74,16 +75,11 @@ class CompiledGraph:
         self.selector = selector
         self.packer = Packer()
         found: Recognition = recognize(gm.graph, registry().values())
-        counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         self.sites: dict[str, Site] = {}
         self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
         for site in found.sites:
-            name = f"{site.card.name}_{counts[site.card.name]}"
-            counts[site.card.name] += 1
-            self.sites[name] = site
-            self.report.sites.append(
-                SiteReport(name, site.card.name, site.pattern, where(site.root), site.composite)
-            )
+            self._add(site)
         self.plans: dict[tuple[int, ...], ShapePlan] = {}
         self._choices: dict[tuple[str, str], Choice] = {}
         self._unfit: dict[str, dict[str, str]] = {}  # by site: implementations that failed its proof, and why
@@ -103,6 +99,33 @@ class CompiledGraph:
         self._packed_from: list[torch.Tensor] = []
         self._effects = effects(gm.graph)
         self._changed = self._effects.inputs(gm.graph)
+
+    def _add(self, site: Site) -> str:
+        """Enter a site under a name of its own."""
+        operator = site.card.name
+        name = f"{operator}_{self._counts[operator]}"
+        self._counts[operator] += 1
+        self.sites[name] = site
+        self.report.sites.append(SiteReport(name, operator, site.pattern, where(site.root), site.composite))
+        return name
+
+    def divided(self, name: str, value: Callable[[Node], Any]) -> list[str]:
+        """The names under which a site runs: its own, or, where they are faster together, those of its parts."""
+        site = self.sites[name]
+        if not site.parts or self._rewritten is not None:
+            return [name]
+
+        def choose(part: Site, call: dict[str, Any]) -> Choice:
+            return self.selector.choose(part.card, part.card.name, call, self.packer, may_measure=True)
+
+        call = call_of(site, value)
+        choice = self.choice(name, call, may_measure=True)
+        apart, self._choices[name, signature(site.card, call)] = settle(site, choice, choose, value)
+        if not apart:
+            return [name]
+        del self.sites[name]
+        self.report.sites = [r for r in self.report.sites if r.name != name]
+        return [self._add(part) for part in site.parts]
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
@@ -307,7 +330,6 @@ class _Study:
             ending.setdefault(index, []).append(node)
         inputs = iter(self.args)
         done = 0
-        reports = {r.name: r for r in owner.report.sites}
         for i, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.env[node] = next(inputs)
@@ -316,12 +338,13 @@ class _Study:
             elif node.op == "call_function":
                 args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
                 self.env[node] = node.target(*args, **kwargs)
-            for name in self.at.get(node, ()):
+            for name in [n for m in self.at.get(node, ()) for n in owner.divided(m, self.value)]:
                 done += 1
                 if owner._progress is not None:
                     owner._progress(name, done, len(owner.sites))
                 # What failed at other sizes stays out: one rewritten graph serves all.
-                if reports[name].status == "kept" and self._site(name, reports[name]):
+                report = next(r for r in owner.report.sites if r.name == name)
+                if report.status == "kept" and self._site(name, report):
                     kept.append((name, owner.sites[name]))
             for finished in ending.get(i, ()):
                 self.env.pop(finished, None)
@@ -337,7 +360,7 @@ class _Study:
         """
         owner = self.owner
         site = owner.sites[name]
-        call = {k: evaluate(v, self.value) for k, v in site.arguments.items()}
+        call = call_of(site, self.value)
         choice = owner.choice(name, call, may_measure=True)
         if not owner.selector.config.verify:
             return True
@@ -363,10 +386,7 @@ class _Study:
             result = implementation.fn(**owner.packer(implementation, call))
         except Exception as error:  # the model itself has run: an implementation that can't is refused
             return Verdict(False, math.inf, 0.0, raised(error))
-        results = result if isinstance(result, tuple) else (result,)
-        if site.unsqueezed:
-            results = tuple(r.squeeze(0) for r in results)
-        return prove(site, self.value, results)
+        return prove(site, self.value, site.results(result))
 
 
 def _attribute(gm: Any, name: str) -> Any:

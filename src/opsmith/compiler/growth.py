@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch.fx import Node
 
 from opsmith.compiler.canon import arguments, op_name, shape_of
+from opsmith.compiler.merge import pair, with_output_layer
 from opsmith.compiler.operands import nodes_in
 from opsmith.compiler.site import Site, check
-from opsmith.operator import Kind
+from opsmith.operator import Kind, Operator
+
+Cards = Mapping[str, Operator]
+Disturbed = Callable[[Site], bool]
 
 
-def grow(sites: list[Site], disturbed: Callable[[Site], bool]) -> list[Site]:
-    """Let norms take in the addition before them and linear layers the activation behind them."""
+def grow(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
+    """Let sites take in what their operators can: additions, activations, the output layer before a loss."""
     by_root = {s.root: s for s in sites}
     gone: set[int] = set()
     for site in sites:
@@ -23,7 +27,8 @@ def grow(sites: list[Site], disturbed: Callable[[Site], bool]) -> list[Site]:
     for site in sites:
         if site.card.kind is Kind.NORM and "residual" in inspect.signature(site.card.function).parameters:
             _absorb_residual(site, disturbed)
-    return [s for s in sites if id(s) not in gone]
+    sites = [s for s in sites if id(s) not in gone]
+    return pair(with_output_layer(sites, cards, disturbed), cards, disturbed)
 
 
 def _absorb_residual(site: Site, disturbed: Callable[[Site], bool]) -> None:
@@ -60,9 +65,7 @@ def _absorb_activation(
     if activation is None:
         return
     call = {**source.arguments, "activation": activation}
-    grown = Site(
-        source.card, source.pattern, call, site.outputs, source.region | site.region, source.unsqueezed
-    )
+    grown = Site(source.card, source.pattern, call, site.outputs, source.region | site.region, source.after)
     if disturbed(grown):
         return
     source.arguments, source.outputs, source.region = grown.arguments, grown.outputs, grown.region

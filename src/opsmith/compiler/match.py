@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
 
-import torch
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from opsmith.compiler import arithmetic, contractions, layouts, reductions  # noqa: F401  register their rules
-from opsmith.compiler.canon import Canon
+from opsmith.compiler.pieces import Piece
+from opsmith.compiler.template import Template, Var
 from opsmith.compiler.terms import Atom, Mono, Poly, Space
 from opsmith.compiler.views import inverse, permute
-from opsmith.operator import Operator, Pattern
 
 Binding = dict[str, "Poly | float"]
 RTOL = (
     2e-5  # constants written with six digits are the same constant; an unbiased variance is not a biased one
 )
-
-
-@dataclass(frozen=True)
-class Var:
-    """A variable of a pattern."""
-
-    name: str
 
 
 @dataclass
@@ -44,76 +34,6 @@ class Mismatch:
 
 
 @dataclass
-class Template:
-    """A pattern in normal form."""
-
-    card: Operator
-    pattern: Pattern
-    term: Poly
-    holes: dict[str, float]
-    names: frozenset[str]
-    variables: tuple[str, ...]
-    cut: (
-        str | None
-    )  # the variable to look for among the root's ancestors, where the pattern is no contraction
-
-    @classmethod
-    def trace(cls, space: Space, card: Operator, pattern: Pattern) -> Template:
-        """Trace the pattern's function as the model is traced, and read it as a term."""
-        sizes: dict[str, int] = {}
-        primes = iter((3, 5, 7, 11, 13, 17, 19, 23))
-        tensors: dict[str, torch.Tensor] = {}
-        holes: dict[str, float] = {}
-        for name, spec in pattern.inputs.items():
-            if isinstance(spec, int | float):
-                holes[name] = float(spec)
-                continue
-            shape = [
-                d if isinstance(d, int) else sizes.setdefault(d, 0) or _size(sizes, d, primes) for d in spec
-            ]
-            dtype = {"ids": torch.int64, "bool": torch.bool}.get(pattern.dtypes.get(name, ""), torch.float32)
-            tensors[name] = torch.zeros(shape, dtype=dtype)
-
-        def call(*values: torch.Tensor) -> Any:
-            return pattern.fn(**dict(zip(tensors, values, strict=True)), **holes)
-
-        graph = make_fx(call, pre_dispatch=True)(*tensors.values()).graph
-        output = next(n for n in graph.nodes if n.op == "output").args[0]
-        root = output[0] if isinstance(output, list | tuple) else output
-        cut = {}
-        for placeholder, name in zip((n for n in graph.nodes if n.op == "placeholder"), tensors, strict=True):
-            cut[placeholder] = space.leaf(Var(name), tuple(int(d) for d in tensors[name].shape))
-        term = Canon(space, cut, root)(root)
-        names = frozenset(function_names(term))
-        first = next(iter(tensors))
-        contraction = names & {"matmul", "gather"}
-        return cls(card, pattern, term, holes, names, tuple(tensors), None if contraction else first)
-
-
-def _size(sizes: dict[str, int], symbol: str, primes: Any) -> int:
-    sizes[symbol] = next(primes)
-    return sizes[symbol]
-
-
-def function_names(poly: Poly, seen: set[int] | None = None) -> set[str]:
-    """The names of the functions in a term; `exp` when it has an exponential."""
-    seen = set() if seen is None else seen
-    names: set[str] = set()
-    if poly.uid in seen:
-        return names
-    seen.add(poly.uid)
-    for mono, _ in poly.terms:
-        if mono.expo is not None:
-            names |= {"exp"} | function_names(mono.expo, seen)
-        for atom, _power in mono.factors:
-            if atom.leaf is None:
-                names.add(atom.name)
-            for arg in atom.args:
-                names |= function_names(arg, seen)
-    return names
-
-
-@dataclass
 class Matcher:
     """One attempt to read a term as a template."""
 
@@ -121,6 +41,9 @@ class Matcher:
     template: Template
     mismatch: Mismatch = field(default_factory=Mismatch)
     level: int = 0  # how deep in the pattern the matching stands: a failure further in came closer
+    blocks: dict[Piece, Piece] = field(
+        default_factory=dict
+    )  # the pattern's blocks of the last axis: the term's
 
     def match(self, term: Poly, known: Binding | None = None) -> Binding | None:
         """The bindings under which the template equals `term`, or None (then `mismatch` says where they part)."""
@@ -249,9 +172,13 @@ class Matcher:
             return None
         if p.name == "permute":
             return self._permuted(p, t, env)
-        if p.attrs != t.attrs and p.name != "reshape":
+        if p.name == "join":
+            return self._joined(p, t, env)
+        agreed = self._attrs(p, t, env)
+        if agreed is None:
             self._fail(env, p, t)
             return None
+        env = agreed
         self.level += 1
         try:
             for pa, ta in zip(p.args, t.args, strict=True):
@@ -262,6 +189,90 @@ class Matcher:
             return env
         finally:
             self.level -= 1
+
+    def _attrs(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
+        """Settings agree, or stand where the pattern has a marked constant."""
+        if p.name == "reshape":
+            return env
+        if len(p.attrs) != len(t.attrs):
+            return None
+        for wanted, got in zip(p.attrs, t.attrs, strict=True):
+            hole = next((n for n, v in self.template.holes.items() if v == wanted), None)
+            if hole is not None and isinstance(got, int | float):
+                bound = self._bind(env, hole, got, t)
+                if bound is None:
+                    return None
+                env = bound
+            elif (self.blocks.get(wanted, wanted) if p.name == "take" else wanted) != got:
+                return None
+        return env
+
+    def _joined(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
+        """Two joins of as many pieces, piece by piece."""
+        (kind, sizes), (other, lengths) = p.attrs, t.attrs
+        if kind != other:
+            self._fail(env, p, t)
+            return None
+        before = self.blocks
+        if kind == "cat":
+            starts, begins = (list(accumulate(n, initial=0)) for n in (sizes, lengths))
+            self.blocks = {
+                ("block", starts[i], sizes[i]): ("block", begins[i], lengths[i]) for i in range(len(sizes))
+            }
+        try:
+            for wanted, got in zip(p.args, t.args, strict=True):
+                found = self._piece(wanted, got, env)
+                if found is None:
+                    return None
+                env = found
+            return env
+        finally:
+            self.blocks = before
+
+    def _piece(self, p: Poly, t: Poly, env: Binding) -> Binding | None:
+        """A sum of pieces of the main input times variables: each variable is all that stands with its piece."""
+        factors = [f for f in (self._coefficient(mono, coef) for mono, coef in p.terms) if f is not None]
+        if len(factors) != len(p.terms):
+            return self._poly(p, t, env)
+        left = dict(t.terms)
+        for wanted, sign, variable in factors:
+            rest: dict[Mono, float] = {}
+            for mono, coef in list(left.items()):
+                main = [a for a, power in mono.factors if power == 1 and self._is_piece(wanted, a, env)]
+                if len(main) == 1:
+                    others = tuple(f for f in mono.factors if f[0] is not main[0])
+                    rest[self.space.monomial(others, mono.expo).terms[0][0]] = sign * coef
+                    del left[mono]
+            if not rest:
+                self._fail(env, self.space.from_atom(wanted), t)
+                return None
+            found = self._poly(self.space.from_atom(variable), self.space._poly(rest), env)
+            if found is None:
+                return None
+            env = found
+        if left:
+            self._fail(env, p, t)
+            return None
+        return env
+
+    def _coefficient(self, mono: Mono, coef: float) -> tuple[Atom, float, Atom] | None:
+        """A monomial of the pattern as (piece of the main input, sign, what it is multiplied by)."""
+        if mono.expo is not None or abs(coef) != 1 or [p for _, p in mono.factors] != [1, 1]:
+            return None
+        (a, _), (b, _) = mono.factors
+        main = self.template.variables[0]
+        if _whole(a) == main:
+            return a, coef, b
+        return (b, coef, a) if _whole(b) == main else None
+
+    def _is_piece(self, p: Atom, t: Atom, env: Binding) -> bool:
+        """True when `t` is the piece of the main input that `p` is in the pattern."""
+        if p.name != "take":
+            return env.get(self.template.variables[0]) is self.space.from_atom(t)
+        inner, other = p.args[0].atom, t.args[0].atom if t.name == "take" else None
+        if inner is None or other is None:
+            return False
+        return self.blocks.get(p.attrs[0], p.attrs[0]) == t.attrs[0] and self._is_piece(inner, other, env)
 
     def _may_transpose(self, p: Atom, t: Atom) -> bool:
         """True for a matrix that need not reach the operator in the layout of other inputs."""
@@ -280,6 +291,13 @@ class Matcher:
         undo = inverse(p.attrs)
         rest = tuple(t.attrs[i] for i in undo)
         return self._poly(p.args[0], permute(self.space, t.args[0], rest), env)
+
+
+def _whole(atom: Atom) -> str | None:
+    """The variable that an atom is a piece of."""
+    while atom.name == "take" and atom.args[0].atom is not None:
+        atom = atom.args[0].atom
+    return atom.leaf.name if isinstance(atom.leaf, Var) else None
 
 
 def show(term: Poly | Atom, depth: int = 0) -> str:

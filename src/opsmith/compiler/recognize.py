@@ -8,7 +8,7 @@ it, a linear layer the activation behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,14 @@ from torch.fx import Node
 
 from opsmith.compiler.canon import Canon, arguments, op_name, shape_of
 from opsmith.compiler.growth import grow
-from opsmith.compiler.match import Binding, Matcher, Mismatch, Template, function_names
+from opsmith.compiler.match import Binding, Matcher, Mismatch
 from opsmith.compiler.mutation import effects
-from opsmith.compiler.operands import Made, Operand, materialize, nodes_in
+from opsmith.compiler.operands import Made, Operand, materialize, nodes_in, of_wider, without_axis
+from opsmith.compiler.pieces import lower
 from opsmith.compiler.site import Site, ancestors, between, check, cuts, where
+from opsmith.compiler.template import Template, function_names
 from opsmith.compiler.terms import Atom, Poly, Space
+from opsmith.compiler.views import inverse
 from opsmith.operator import Operator
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
@@ -35,6 +38,8 @@ TRIGGERS = {
         "_softmax",
         "_safe_softmax",
         "log_softmax",
+        "cross_entropy_loss",
+        "logsumexp",
         "_log_softmax",
         "sigmoid",
         "tanh",
@@ -43,6 +48,8 @@ TRIGGERS = {
     | {"gelu", "scaled_dot_product_attention"},
     "mean": {"mean", "sum", "var", "std", "var_mean", "layer_norm", "native_layer_norm", "rms_norm"},
     "matmul": {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "einsum", "scaled_dot_product_attention"},
+    "nll": {"cross_entropy_loss", "nll_loss", "nll_loss_nd"},
+    "join": {"cat", "stack", "view_as_real"},
     "gather": {"embedding", "index", "index_select", "matmul", "mm"},
 }
 
@@ -92,6 +99,7 @@ class _Finder:
         self.graph = graph
         self.space = Space()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.cards = {card.name: card for card in cards}
         self.effects = effects(graph)
         self.opaque = self.effects.opaque()
         templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
@@ -110,14 +118,15 @@ class _Finder:
                 result.sites.append(site)
                 self.consumed |= site.region
         result.sites.reverse()
-        result.misses = self._misses()
-        result.sites = grow(result.sites, self._disturbed)
+        result.misses = self._misses(result.sites)
+        result.sites = grow(result.sites, self.cards, self._disturbed)
         return result
 
     def _site(self, root: Node) -> Site | None:
         region = ancestors(root, self.consumed)
         ops = {op_name(n).removeprefix("aten::") for n in region}
         plain: Canon | None = None
+        cut: dict[Node, Canon] | None = None
         for template in self.templates:
             if any(not (TRIGGERS[n] & ops) for n in template.names if n in TRIGGERS):
                 continue
@@ -128,10 +137,11 @@ class _Finder:
                 if site is not None:
                     return site
                 continue
-            for candidate in cuts(root, region):
-                leaf = self.space.leaf(candidate, shape_of(candidate))
-                canon = Canon(self.space, {candidate: leaf}, root, self.opaque)
-                site = self._try(template, canon, root, {template.cut: leaf})
+            if cut is None:
+                leaves = {n: self.space.leaf(n, shape_of(n)) for n in cuts(root, region)}
+                cut = {n: Canon(self.space, {n: leaf}, root, self.opaque) for n, leaf in leaves.items()}
+            for candidate, canon in cut.items():
+                site = self._try(template, canon, root, {template.cut: canon(candidate)})
                 if site is not None:
                     return site
         return self._shallow(root, region)
@@ -153,6 +163,8 @@ class _Finder:
 
     def _try(self, template: Template, canon: Canon, root: Node, known: Binding) -> Site | None:
         term = canon(root)
+        if "join" in template.names:
+            term = lower(self.space, term, shape_of(root))
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
         if not template.names - {"permute"} <= function_names(term):
             return None
@@ -182,10 +194,12 @@ class _Finder:
         call: dict[str, Any] = dict(template.pattern.fixed)
         layouts: dict[str, tuple[int, ...]] = {}
         for name, value in binding.items():
-            if isinstance(value, float):
+            if isinstance(value, int | float):
                 call[name] = value
                 continue
             operand = materialize(value, canon, root)
+            if operand is None and name in template.pattern.shared:
+                operand = of_wider(value, canon, root)
             if operand is None:
                 return (f"{name} as a value of the graph", "an expression no node computes", value)
             call[name] = operand
@@ -199,25 +213,47 @@ class _Finder:
         for name in template.pattern.repeats:
             call[name] = _unrepeated(call[name])
         ranks = {n: len(s) for n, s in template.pattern.inputs.items() if isinstance(s, tuple)}
-        unsqueezed = False
+        after: tuple[Any, ...] = ()
         main = template.variables[0]
         if len(_shape(call[main])) == ranks[main] - 1 and template.pattern.aligned:
             call = {n: _unsqueeze(v) if n in ranks else v for n, v in call.items()}
-            unsqueezed = True
-        region = between(root, [n for v in call.values() for n in nodes_in(v)])
-        site = Site(template.card, template.pattern.name, call, (root,), region, unsqueezed)
-        refusal = (
-            ("values that stay as they are", "one changed in place") if self._disturbed(site) else check(site)
-        )
-        return site if refusal is None else (*refusal, root)
+            after = ((torch.ops.aten.squeeze.dim, (0,)),)
+        for name, convert in template.pattern.converted.items():
+            call[name] = Made(convert, (call[name],), _shape(call[name]))
+        for name, (source, times) in template.pattern.sizes.items():
+            call[name] = times * _shape(call[source])[-1]
+        rank = len(_shape(call[main]))
+        refusal = ("inputs that the operator can be called with", "other shapes")
+        for layout in [p for p in template.pattern.layouts if len(p) == rank] or [tuple(range(rank))]:
+            arranged = _arranged(call, main, layout, template.pattern.shared)
+            if arranged is None:
+                continue
+            region = between(root, [n for v in arranged.values() for n in nodes_in(v)])
+            undo = (
+                ()
+                if layout == tuple(range(rank))
+                else ((torch.ops.aten.permute.default, (inverse(layout),)),)
+            )
+            site = Site(template.card, template.pattern.name, arranged, (root,), region, after + undo)
+            if self._disturbed(site):
+                refusal = ("values that stay as they are", "one changed in place")
+                continue
+            problem = check(site)
+            if problem is None:
+                return site
+            refusal = problem
+        return (*refusal, root)
 
     def _disturbed(self, site: Site) -> bool:
         """True when a change in place stands between what the site reads and where its call would stand."""
-        inputs = [n for v in site.arguments.values() for n in nodes_in(v)]
-        return self.effects.disturbed({*site.region, *site.outputs}, inputs, self.order)
+        return self.effects.disturbed({*site.region, *site.outputs}, site.inputs, self.order)
 
-    def _misses(self) -> list[Miss]:
-        """The near misses that stand outside every site, the closest for each root, inner ones dropped."""
+    def _misses(self, sites: list[Site]) -> list[Miss]:
+        """The near misses that stand outside every site, the closest for each root, inner ones dropped.
+
+        What moves an operator's result about is no second one of its kind.
+        """
+        found = {site.root: site.card for site in sites}
         misses: list[Miss] = []
         covered: set[Node] = set(self.consumed)
         for root in sorted(self.near, key=lambda n: -self.order[n]):
@@ -225,7 +261,10 @@ class _Finder:
             if root in covered:
                 continue
             at = _node_at(problem.at, canon) or root
-            covered |= ancestors(root, self.consumed)
+            region = ancestors(root, self.consumed)
+            covered |= region
+            if any(found.get(source) is template.card for n in region for source in n.all_input_nodes):
+                continue
             misses.append(
                 Miss(
                     template.card.name,
@@ -287,6 +326,24 @@ def _node_at(at: Any, canon: Canon) -> Node | None:
 
 def _shape(value: Any) -> tuple[Any, ...]:
     return shape_of(value) if isinstance(value, Node) else value.shape if isinstance(value, Made) else ()
+
+
+def _arranged(
+    call: dict[str, Any], main: str, layout: tuple[int, ...], shared: Mapping[str, int]
+) -> dict[str, Any] | None:
+    """The call with its main input's axes in the operator's order, and the shared inputs without the shared axis."""
+    arranged = dict(call)
+    rank = len(layout)
+    for name, axis in shared.items():
+        value = without_axis(call[name], layout[axis] - rank + len(_shape(call[name])))
+        if value is None:
+            return None
+        arranged[name] = value
+    if layout != tuple(range(rank)):
+        shape = _shape(call[main])
+        permuted = tuple(shape[i] for i in layout)
+        arranged[main] = Made(torch.ops.aten.permute.default, (call[main], list(layout)), permuted)
+    return arranged
 
 
 def _unsqueeze(value: Operand) -> Operand:

@@ -102,8 +102,12 @@ def _softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
 def _log_softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
     if not last_axis(node, dim):
         raise Unreadable
-    x, s = c(self), c.space
-    return s.add(x, s.log(s.reduce("sum", s.exp(x), shape_of(self)[-1])), -1)
+    return log_softmax(c.space, c(self), shape_of(self)[-1])
+
+
+def log_softmax(s: Space, x: Poly, size: Any) -> Poly:
+    """x - log(sum(exp(x))) along the last axis."""
+    return s.add(x, s.log(s.reduce("sum", s.exp(x), size)), -1)
 
 
 @rule("layer_norm", "native_layer_norm")

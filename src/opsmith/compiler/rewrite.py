@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 from torch.fx import Node
 
@@ -27,10 +26,12 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
     for node in graph.nodes:
         if node.op == "output":
             node.meta = dict(old_output.meta)
+    made: dict[str, Node] = {}
     for name, site in sites:
         targets = [new[n] for n in site.outputs]
-        with graph.inserting_before(min(targets)):
-            call = {k: insert(v, graph, new.__getitem__) for k, v in site.arguments.items()}
+        at = min(targets)
+        with graph.inserting_before(at):
+            call = {k: insert(v, graph, new.__getitem__, at, made) for k, v in site.arguments.items()}
             node = graph.call_function(site.card.function, (), call)
             node.meta["site"] = name
             results = (
@@ -38,8 +39,8 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
                 if len(targets) == 1
                 else [graph.call_function(operator.getitem, (node, i)) for i in range(len(targets))]
             )
-            if site.unsqueezed:
-                results = [graph.call_function(torch.ops.aten.squeeze.dim, (r, 0)) for r in results]
+            for function, more in site.after:
+                results = [graph.call_function(function, (r, *more)) for r in results]
         for old, target, result in zip(site.outputs, targets, results, strict=True):
             target.replace_all_uses_with(result)
             new[old] = result

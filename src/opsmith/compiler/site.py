@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from opsmith.compiler.canon import BOUNDARIES, op_name, shape_of
-from opsmith.compiler.operands import Made
+from opsmith.compiler.operands import Made, nodes_in
 from opsmith.operator import Operator
 
 MAX_REGION = 64
@@ -25,12 +25,27 @@ class Site:
     arguments: dict[str, Any]  # the call of the card's function; tensors are Operands
     outputs: tuple[Node, ...]  # the nodes that the call's results replace
     region: set[Node]
-    unsqueezed: bool = False  # the model has no batch dimension, the operator wants one
+    after: tuple[
+        tuple[Callable[..., Any], tuple[Any, ...]], ...
+    ] = ()  # what makes the model's layout of a result: calls on it, with further arguments
+    parts: tuple[Site, ...] = ()  # the sites that this one is made of, which run where they are faster
 
     @property
     def root(self) -> Node:
         """The node whose value is the operator's (first) result."""
         return self.outputs[0]
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The nodes that the call reads."""
+        return [node for value in self.arguments.values() for node in nodes_in(value)]
+
+    def results(self, result: Any) -> tuple[torch.Tensor, ...]:
+        """A call's results in the model's layout."""
+        results = result if isinstance(result, tuple) else (result,)
+        for call, more in self.after:
+            results = tuple(call(r, *more) for r in results)
+        return results
 
     @property
     def composite(self) -> bool:
@@ -117,10 +132,8 @@ def check(site: Site) -> tuple[str, str] | None:
         result = site.card.function(**call)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         return ("a call that the operator accepts", str(error).splitlines()[0])
-    results = result if isinstance(result, tuple) else (result,)
-    for got, node in zip(results, site.outputs, strict=True):
+    for got, node in zip(site.results(result), site.outputs, strict=True):
         want = hint(node)
-        shape = tuple(got.shape[1:]) if site.unsqueezed else tuple(got.shape)
-        if shape != tuple(want.shape) or got.dtype != want.dtype:
-            return (f"a result of {want.dtype} {tuple(want.shape)}", f"{got.dtype} {shape}")
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return (f"a result of {want.dtype} {tuple(want.shape)}", f"{got.dtype} {tuple(got.shape)}")
     return None

@@ -7,6 +7,7 @@ the same normal form.
 
 from __future__ import annotations
 
+from opsmith.compiler.pieces import join, unstacked
 from opsmith.compiler.terms import Atom, Mono, Poly, Shape, Space
 
 
@@ -71,6 +72,16 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly 
         target = new if atom.shape == old else (*new[:-1], 1)
         body = _through(s, atom.args[0], atom.shape, target) if same_last or atom.shape == old else None
         return None if body is None else s.fn("base", (body,), target)
+    if atom.name == "join" and atom.shape == old and same_last:
+        kind, sizes = atom.attrs
+        parts = [
+            reshape(s, part, (*old[:-1], size), (*new[:-1], size))
+            for part, size in zip(atom.args, sizes, strict=True)
+        ]
+        return join(s, kind, parts, sizes, new)
+    together = unstacked(s, atom, old, new)
+    if together is not None:
+        return together
     if atom.shape == old and (alone or same_last):
         return s.fn("reshape", (s.from_atom(atom),), new, (new,))
     return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
 from opsmith.ops.common import (
     NATIVE_DTYPES,
@@ -352,6 +352,27 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1x32000", (make(1, 32000), make.ids(1, high=32000)))
 
 
+def _pattern(reduction: str) -> Pattern:
+    def written(
+        logits: torch.Tensor, target: torch.Tensor, ignore_index: float, label_smoothing: float
+    ) -> torch.Tensor:
+        return F.cross_entropy(
+            logits,
+            target,
+            ignore_index=int(ignore_index),
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+
+    return Pattern(
+        f"cross_entropy(logits, target, {reduction})",
+        written,
+        {"logits": ("N", "V"), "target": ("N",), "ignore_index": -12345, "label_smoothing": 0.12345},
+        dtypes={"target": "ids"},
+        fixed={"reduction": reduction},
+    )
+
+
 CARD = register(
     Operator(
         name="cross_entropy",
@@ -365,7 +386,7 @@ CARD = register(
             *kernels(_native, lambda logits, *a, **k: native(logits, "cross_entropy"), takes_out=False),
             Implementation("eager", reference),
         ],
-        patterns=(),
+        patterns=tuple(_pattern(reduction) for reduction in REDUCTIONS),
         schemas=(
             "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, "
             "int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops.common import check_out, direct, fresh, kernels, native, needs_grad, recorded
 from opsmith.ops.rope_check import Pair, bad_position, check, check_key, chosen, name_bad_position
+from opsmith.ops.rope_patterns import PATTERNS
 from opsmith.ops.rope_samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
 
 
@@ -316,6 +317,7 @@ CARD = register(
             *kernels(_native, lambda x, *a, **k: native(x, "rope")),
             Implementation("eager", reference),
         ],
+        patterns=PATTERNS,
         schemas=(
             "rope(Tensor x, Tensor cos, Tensor sin, Tensor? positions, int dims, bool interleaved, bool inverse, "
             "*, Tensor(a!) y) -> ()",

@@ -186,13 +186,18 @@ def test_angles_go_with_the_axis_that_the_table_has() -> None:
 
 def test_queries_and_keys_by_other_tables_are_not_rotated_together() -> None:
     def both(q: Any, k: Any, a: Any, b: Any) -> Any:
-        return _hugging_face(q, a), _hugging_face(k, b)
+        tables = [[t.unsqueeze(1) for t in _angles(torch.cat((x, x), -1))] for x in (a, b)]
+        return _rotated(q, *tables[0]), _rotated(k, *tables[1])
 
-    shapes = (_X, _X, _ANGLES, _ANGLES)
+    shapes = (_X, (2, 1, 7, 8), _ANGLES, _ANGLES)
     found, got, want = found_in(both, _inputs(shapes), False)
     assert [s.card.name for s in found.sites] == ["rope", "rope"]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    found, _, _ = found_in(
-        lambda q, k, a: (_hugging_face(q, a), _hugging_face(k, a)), _inputs(shapes[:3]), False
-    )
+
+    def together(q: Any, k: Any, a: Any) -> Any:
+        cos, sin = (t.unsqueeze(1) for t in _angles(torch.cat((a, a), -1)))
+        return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+    found, got, want = found_in(together, _inputs(shapes[:3]), False)
     assert [s.card.name for s in found.sites] == ["rope_qk"]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

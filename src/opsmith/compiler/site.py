@@ -88,10 +88,10 @@ def cuts(root: Node, region: set[Node]) -> list[Node]:
         node = queue.pop(0)
         for source in node.all_input_nodes:
             value = source.meta.get("val")
-            if source in seen or not isinstance(value, torch.Tensor):
+            if source in seen or not isinstance(value, torch.Tensor | list | tuple):
                 continue
             seen.add(source)
-            if shape_of(source) == shape and value.dtype == dtype:
+            if isinstance(value, torch.Tensor) and shape_of(source) == shape and value.dtype == dtype:
                 near[source] = None
             if source in region:
                 queue.append(source)

@@ -30,6 +30,16 @@ inline Vec reciprocal_for(Vec x) {
   }
 }
 
+// 1 / x for x neither tiny nor huge, to a unit or so.
+inline Vec reciprocal(Vec x) {
+#if defined(OPSMITH_AVX512)
+  const Vec y = reciprocal_coarse(x);
+  return fma(y, fma(-x, y, 1.0f), y);
+#else
+  return 1.0f / x;
+#endif
+}
+
 // x * sigmoid(x); the slope is s + x s (1 - s), with 1 - s = e s.
 template <class T>
 struct Silu {
@@ -40,70 +50,93 @@ struct Silu {
   }
 };
 
-// Phi(-|x|) = e^(-x^2/2) t Q(t), t = 1 / (1 + 0.35 |x|), Q fitted to 3e-8 (the form is Hastings', 1955).
-template <class T>
-struct Gelu {
-  static Vec value(Vec x) { return x * phi(x, gauss(x)); }
-  static ValueAndSlope both(Vec x) {
-    constexpr float root_half_over_pi = 0.39894228040143268f;
-    const Vec g = gauss(x), p = phi(x, g);
-    return {x * p, fma(x * root_half_over_pi, g, p)};
-  }
-
- private:
-  static Vec gauss(Vec x) {
-    if constexpr (std::is_same_v<T, float>) {
-      return exp(x * x * -0.5f);
-    } else {
-      return exp2_for<T>(x * x * (-0.5f * log2_e));
-    }
-  }
-  static Vec phi(Vec x, Vec gauss) {
-    const Vec t = reciprocal_for<T>(fma(abs(x), 0.35f, 1.0f));
-    Vec q = fma(t, -0.0291459318f, 0.143971711f);
-    q = fma(q, t, -0.255714267f);
-    q = fma(q, t, 0.159174174f);
-    q = fma(q, t, -0.0231098365f);
-    q = fma(q, t, 0.105508f);
-    q = fma(q, t, 0.119832866f);
-    q = fma(q, t, 0.139861867f);
-    q = fma(q, t, 0.139621407f);
-    const Vec tail = gauss * t * q;
-    return select(x < 0.0f, tail, 1.0f - tail);
+// What both forms of Phi below take from x: y = ramp - a Phi(-reach). As integers, floats of one sign are in order too, and
+// comparing them so takes half the time. A NaN of either sign stays in ramp or in a.
+struct Halves {
+  static constexpr int32_t end = 0x41680000;  // 14.5: from there on a Phi(-a) is less than any float
+  Vec ramp;   // max(x, 0)
+  Vec a;      // |x|, but no infinity above 0, where 0 times it would be NaN; below, NaN is what GELU has there
+  Vec reach;  // min(|x|, 14.5)
+  explicit Halves(Vec x) {
+    const IVec i = as_int(x), low = min(i, IVec{} + end) & 0x7fffffff;
+    ramp = as_float(max(i, IVec{}));
+    a = as_float(low);
+    reach = as_float(min(low, IVec{} + end));
   }
 };
 
-// For bfloat16, without a division: log2 Phi(-a) is close to a polynomial S(a), so with E = 2^S(|x|)
-//   f(x) = max(x, 0) - |x| E,   f'(x) = E U(|x|) below 0 and 1 - E U(|x|) above, U(a) = 1 - a phi(a) / Phi(-a).
-// S and U are minimax on [0, 13.2], E to 1e-3 of itself (bfloat16's half unit is 2e-3 or more), and at the clamp E is 0.
-template <>
-struct Gelu<bfloat16> {
-  static Vec value(Vec x) { return from(x, tail(reach(x))); }
+// With a = |x| and t = 1 / (1 + k a), Phi(-a) = e^(-a^2/2) t Q(t): Q fitted to 3e-8, or to 5e-6 for 16 bits (the form is
+// Hastings', 1955). Then f(x) = max(x, 0) - a Phi(-a), and at `end` nothing of the second term is left.
+template <class T>
+struct Gelu {
+  static Vec value(Vec x) {
+    const Halves h(x);
+    return h.ramp - h.a * (gauss(h.reach) * share(h.reach));
+  }
   static ValueAndSlope both(Vec x) {
-    const Vec a = reach(x), e = tail(a);
-    Vec u = fma(a, 2.92284913e-5f, -0.00102041929f);
-    u = fma(u, a, 0.013597385f);
-    u = fma(u, a, -0.0906713158f);
-    u = fma(u, a, -0.655991554f);
-    u = fma(u, a, -0.791063726f);
-    u = fma(u, a, 0.99962014f);
-    const Vec slope = e * u;
-    return {from(x, e), select(x < 0.0f, slope, 1.0f - slope)};
+    constexpr float root_half_over_pi = 0.39894228040143268f;
+    const Halves h(x);
+    const Vec g = gauss(h.reach), tail = g * share(h.reach), slope = fma(h.reach * -root_half_over_pi, g, tail);
+    return {h.ramp - h.a * tail, select(x < 0.0f, slope, 1.0f - slope)};
   }
 
  private:
-  static constexpr float end = 15.0f;
-  static Vec reach(Vec x) { return min(end, abs(x)); }
-  static Vec tail(Vec a) {
-    Vec s = fma(a, 4.66247682e-6f, -0.000211100371f);
-    s = fma(s, a, 0.00388257834f);
-    s = fma(s, a, -0.0384152457f);
-    s = fma(s, a, -0.484152734f);
-    s = fma(s, a, -1.13333678f);
-    return exp2_for<bfloat16>(fma(s, a, -1.00359070f));
+  static constexpr bool exact = std::is_same_v<T, float>;
+  static Vec gauss(Vec a) { return exact ? exp2_of_square(a) : exp2_for<T>(a * a * (-0.5f * log2_e)); }
+  static Vec share(Vec a) {
+    if constexpr (exact) {
+      const Vec t = reciprocal(fma(a, 0.35f, 1.0f));  // 1 where a is tiny, without a rounding error
+      Vec q = fma(t, -0.0291459318f, 0.143971711f);
+      q = fma(q, t, -0.255714267f);
+      q = fma(q, t, 0.159174174f);
+      q = fma(q, t, -0.0231098365f);
+      q = fma(q, t, 0.105508f);
+      q = fma(q, t, 0.119832866f);
+      q = fma(q, t, 0.139861867f);
+      return t * fma(q, t, 0.139621407f);
+    } else {
+      const Vec t = reciprocal(a + 3.25f);  // scaled by k
+      Vec q = fma(t, -88.6143789f, 68.7943908f);
+      q = fma(q, t, 0.82085595f);
+      q = fma(q, t, 4.67917597f);
+      q = fma(q, t, 1.25491169f);
+      return t * fma(q, t, 0.399731803f);
+    }
   }
-  // The factor of E is |x|, but no infinity above 0, where 0 times it would be NaN; below, NaN is what f has there.
-  static Vec from(Vec x, Vec e) { return max(0.0f, x) - max(min(end, x), -x) * e; }
+  // e^(-a^2/2), as precise as the square's own rounding leaves it.
+  static Vec exp2_of_square(Vec a) {
+    constexpr float rate = -0.721347511f, rest_of_rate = -9.62981495e-09f;  // -log2(e) / 2 in two parts
+    const Vec square = a * a, n = round_to_integer(square * rate);
+    const Vec r = fma(square, rest_of_rate, fma(square, rate, -n));
+    Vec p = fma(r, 0.000153458138f, 0.00133999319f);
+    p = fma(p, r, 0.00961848896f);
+    p = fma(p, r, 0.0555032878f);
+    p = fma(p, r, 0.240226469f);
+    p = fma(p, r, 0.693147206f);
+    return scale_exponent(fma(p, r, 1.0f), n);
+  }
+};
+
+// For bfloat16, with less arithmetic: Phi(-a) = 2^S(a), S a square in a and a line in t = 1 / (a + k), to 9e-4 of Phi
+// (bfloat16's half unit is 2e-3 or more); where the slope is wanted, a square in t too, to 2e-4. The slope is 2^S U below 0
+// and 1 - 2^S U above, U = 1 - a phi(a) / Phi(-a).
+template <>
+struct Gelu<bfloat16> {
+  static Vec value(Vec x) {
+    const Halves h(x);
+    const Vec a = h.a, t = reciprocal_coarse(a + 3.7773f);  // S(infinity) is -infinity: `reach` is not needed
+    const Vec square = fma(fma(a, -0.720486409f, -0.0765639664f), a, -5.10909211f);
+    return h.ramp - a * exp2_for<bfloat16>(fma(t, 15.5258296f, square));
+  }
+  static ValueAndSlope both(Vec x) {
+    const Halves h(x);
+    const Vec a = h.reach, t = reciprocal_coarse(a + 2.6875f);
+    const Vec square = fma(fma(a, -0.719991986f, -0.0958071185f), a, -4.80949518f);
+    const Vec e = exp2_for<bfloat16>(fma(fma(t, -7.06337391f, 12.8655612f), t, square));
+    const Vec rest = fma(fma(fma(t, -26.5837127f, 34.1891168f), t, -9.15223473f), t, 1.04143901f);
+    const Vec slope = e * fma(fma(a, -0.997952534f, -0.0707924152f), a, rest);
+    return {h.ramp - h.a * e, select(x < 0.0f, slope, 1.0f - slope)};
+  }
 };
 
 // The tanh form of Phi is 1 / (1 + e), e = exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)).

@@ -4,7 +4,7 @@
 #include <initializer_list>
 
 #include "curves.h"
-#include "rows.h"
+#include "pair.h"
 
 namespace opsmith {
 
@@ -31,11 +31,46 @@ struct Walk {
   }
 };
 
-// A vector takes long, so that without this few loads would be on their way.
-template <class T>
-inline void prefetch_ahead(const T* p) {
-  prefetch(reinterpret_cast<const char*>(p) + 1024);
+// Calls f(i, lanes) pair by pair, then vector by vector. Give it a lambda that captures by value: what it refers to
+// would be read again after every store.
+template <class F>
+inline __attribute__((always_inline)) void for_pairs(int64_t n, F&& f) {
+  const int64_t paired = n / (2 * W) * (2 * W);
+  for (int64_t i = 0; i < paired; i += 2 * W) f(i, Both{});
+  for_lanes(n - paired, [&](int64_t i, auto k) { f(paired + i, k); });
 }
+
+// A curve's value and slope at a vector or a pair of them.
+template <class F>
+inline Vec value_of(Vec x) {
+  return F::value(x);
+}
+template <class F>
+inline Pair value_of(Pair x) {
+  return {F::value(x.a), F::value(x.b)};
+}
+template <class F>
+inline ValueAndSlope both_of(Vec x) {
+  return F::both(x);
+}
+struct PairAndSlope {
+  Pair value, slope;
+};
+template <class F>
+inline PairAndSlope both_of(Pair x) {
+  const ValueAndSlope a = F::both(x.a), b = F::both(x.b);
+  return {{a.value, b.value}, {a.slope, b.slope}};
+}
+
+// The arithmetic takes long, so that without this few loads would be on their way.
+template <class T, class Lanes>
+inline void prefetch_ahead(const T* p, Lanes) {
+  for (size_t line = 0; line < Lanes::count * sizeof(T); line += 64) {
+    prefetch(reinterpret_cast<const char*>(p) + line + 1024);
+  }
+}
+template <class T>
+inline void prefetch_ahead(const T*, Part) {}
 
 // Calls f with a null pointer to the curve: 0 SiLU, 1 GELU, 2 its tanh form.
 template <class T, class F>

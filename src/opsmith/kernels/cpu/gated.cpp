@@ -15,12 +15,12 @@ void forward(const View& gate, const View& up, const View& y) {
       const T* g = walk.row<T>(gate, r);
       const T* u = walk.row<T>(up, r);
       T* out = walk.row<T>(y, r);
-      const bool streaming = past_cache && can_stream(out);
-      // By value, here and below: a reference would be read again after every store.
-      for_lanes(walk.size(r), [=](int64_t i, auto k) {
-        prefetch_ahead(g + i);
-        prefetch_ahead(u + i);
-        put(out + i, F::value(load(g + i, k)) * load(u + i, k), k, streaming);
+      const bool streaming = past_cache && can_stream_both(out);
+      for_pairs(walk.size(r), [=](int64_t i, auto k) {
+        prefetch_ahead(g + i, k);
+        prefetch_ahead(u + i, k);
+        look_ahead(out, i);
+        put(out + i, value_of<F>(load(g + i, k)) * load(u + i, k), k, streaming);
       });
     }
     if (past_cache) stream_fence();
@@ -38,13 +38,15 @@ void backward(const View& dy, const View& gate, const View& up, const View& dgat
       const T* u = walk.row<T>(up, r);
       T* dg = walk.row<T>(dgate, r);
       T* du = walk.row<T>(dup, r);
-      const bool streaming = past_cache && can_stream(dg) && can_stream(du);
-      for_lanes(walk.size(r), [=](int64_t i, auto k) {
-        prefetch_ahead(d + i);
-        prefetch_ahead(g + i);
-        prefetch_ahead(u + i);
-        const Vec seen = load(d + i, k);
-        const ValueAndSlope f = F::both(load(g + i, k));
+      const bool streaming = past_cache && can_stream_both(dg) && can_stream_both(du);
+      for_pairs(walk.size(r), [=](int64_t i, auto k) {
+        prefetch_ahead(d + i, k);
+        prefetch_ahead(g + i, k);
+        prefetch_ahead(u + i, k);
+        look_ahead(dg, i);
+        look_ahead(du, i);
+        const auto seen = load(d + i, k);
+        const auto f = both_of<F>(load(g + i, k));
         put(dg + i, seen * load(u + i, k) * f.slope, k, streaming);
         put(du + i, seen * f.value, k, streaming);
       });

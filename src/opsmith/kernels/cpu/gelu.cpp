@@ -15,13 +15,13 @@ void forward(const View& x, const View& bias, const View& y) {
     for (int64_t r = begin; r < end; ++r) {
       const T* in = walk.row<T>(x, r);
       T* out = walk.row<T>(y, r);
-      const bool streaming = past_cache && can_stream(out);
-      // By value, here and below: a reference would be read again after every store.
-      for_lanes(walk.size(r), [=](int64_t i, auto k) {
-        prefetch_ahead(in + i);
-        Vec v = load(in + i, k);
-        if (b) v += load(b + i, k);
-        put(out + i, F::value(v), k, streaming);
+      const bool streaming = past_cache && can_stream_both(out);
+      for_pairs(walk.size(r), [=](int64_t i, auto k) {
+        prefetch_ahead(in + i, k);
+        look_ahead(out, i);
+        auto v = load(in + i, k);
+        if (b) v = v + load(b + i, k);
+        put(out + i, value_of<F>(v), k, streaming);
       });
     }
     if (past_cache) stream_fence();
@@ -38,13 +38,15 @@ void backward(const View& dy, const View& x, const View& bias, const View& dx) {
       const T* d = walk.row<T>(dy, r);
       const T* in = walk.row<T>(x, r);
       T* out = walk.row<T>(dx, r);
-      const bool streaming = past_cache && can_stream(out);
-      for_lanes(walk.size(r), [=](int64_t i, auto k) {
-        prefetch_ahead(d + i);
-        prefetch_ahead(in + i);
-        Vec v = load(in + i, k);
-        if (b) v += load(b + i, k);
-        put(out + i, load(d + i, k) * F::both(v).slope, k, streaming);
+      const bool streaming = past_cache && can_stream_both(out);
+      for_pairs(walk.size(r), [=](int64_t i, auto k) {
+        prefetch_ahead(d + i, k);
+        prefetch_ahead(in + i, k);
+        look_ahead(out, i);
+        look_ahead(out, i);
+        auto v = load(in + i, k);
+        if (b) v = v + load(b + i, k);
+        put(out + i, load(d + i, k) * both_of<F>(v).slope, k, streaming);
       });
     }
     if (past_cache) stream_fence();

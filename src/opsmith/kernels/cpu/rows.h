@@ -66,6 +66,14 @@ inline bool outlives_cache(int64_t bytes) {
   return bytes > cache / 2;
 }
 
+// Stores past the cache wait for the address of a new page, and what comes after them with them: it is looked up one page
+// ahead. For element i of what is written at p.
+template <class T>
+inline void look_ahead(const T* p, int64_t i) {
+  constexpr int64_t page = 4096;
+  if (i * int64_t(sizeof(T)) % page == 0) prefetch(reinterpret_cast<const char*>(p + i) + page);
+}
+
 // Store, past the cache where the row allows it.
 template <class T>
 inline void put(T* p, Vec v, Full, bool streaming) {

@@ -246,6 +246,8 @@ inline void store(T* p, Vec v) {
   store(p, v, Full{});
 }
 
+inline IVec max(IVec a, IVec b) { return a > b ? a : b; }
+inline IVec min(IVec a, IVec b) { return a < b ? a : b; }
 inline Vec select(IVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 inline Vec fma(Vec a, float b, Vec c) { return fma(a, splat(b), c); }
 inline Vec fma(Vec a, Vec b, float c) { return fma(a, b, splat(c)); }

@@ -23,7 +23,7 @@ constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in ca
 constexpr int kStep = 8;            // units of K between two groups of prefetches
 constexpr int64_t kLine = 64;       // bytes
 
-struct Pair {  // two bfloat16
+struct Couple {  // two bfloat16
   float bits;
 };
 
@@ -47,10 +47,10 @@ struct HalfFormat : FloatFormat {
 };
 
 struct WideBFloatFormat : FloatFormat {
-  using Unit = Pair;
+  using Unit = Couple;
   static constexpr int steps = 2;
   template <class Lanes>
-  static Vec column(const Pair* p, int step, Lanes lanes) {
+  static Vec column(const Couple* p, int step, Lanes lanes) {
     const IVec pair = as_int(load(&p->bits, lanes));
     return as_float(step == 0 ? pair << 16 : pair & int32_t(0xffff0000));
   }
@@ -58,12 +58,12 @@ struct WideBFloatFormat : FloatFormat {
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 struct BFloatFormat {
-  using Unit = Pair;
-  using X = Pair;
+  using Unit = Couple;
+  using X = Couple;
   static constexpr int steps = 1;
   template <class Lanes>
-  static Vec column(const Pair* p, int, Lanes lanes) { return load(&p->bits, lanes); }
-  static Vec broadcast(const Pair* x) { return _mm512_set1_ps(x->bits); }
+  static Vec column(const Couple* p, int, Lanes lanes) { return load(&p->bits, lanes); }
+  static Vec broadcast(const Couple* x) { return _mm512_set1_ps(x->bits); }
   static Vec mac(Vec x, Vec column, Vec sum) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)column);
   }
@@ -271,7 +271,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
 // x as rows of `columns` numbers of the format, zeros past its own.
 template <class T, class X>
 void expand(const View& x, X* to, int64_t columns) {
-  using Element = std::conditional_t<std::is_same_v<X, Pair>, T, float>;
+  using Element = std::conditional_t<std::is_same_v<X, Couple>, T, float>;
   const int64_t k = x.sizes[1], width = columns * int64_t(sizeof(X) / sizeof(Element));
   parallel_for(x.sizes[0], row_grain(k, 8192), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -287,7 +287,7 @@ void expand(const View& x, X* to, int64_t columns) {
 template <class T, class Format = typename FormatOf<T>::type, class Epilogue>
 void packed_product(const View& x, const View& packed, int64_t group, const Epilogue& epilogue) {
   using X = typename Format::X;
-  constexpr bool paired = std::is_same_v<X, Pair>;
+  constexpr bool paired = std::is_same_v<X, Couple>;
   const int64_t m = x.sizes[0], k = x.sizes[1], n = packed.sizes[1];
   const int64_t depth = packed.sizes[2] / elements_per_unit(packed.dtype);
   if constexpr (std::is_same_v<T, float> || paired) {

@@ -56,6 +56,7 @@ class NormBackward {
       for (int j = 0; j < group; ++j) {
         const T *const g = g0 + j * gs + i, *const s = s0 + j * ss + i;
         if constexpr (std::is_same_v<decltype(k), Both>) fetch_half(g, s, i, n, group);
+        if constexpr (streaming) look_ahead(x0 + (j + group - 1) * xs, i);
         const auto d = load(g, k);
         auto h = load(s, k);
         if constexpr (centered) h = h - center[j];

@@ -25,8 +25,9 @@ void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t
     constexpr int n = decltype(count)::value;
     const T* from = xs + h * x.head_stride + l * x.token_stride;
     T* to = ys + h * y.head_stride + l * y.token_stride;
-    const bool streaming = past_cache && can_stream(to) && can_stream(to + (n - 1) * y.head_stride) &&
-                           (interleaved || can_stream(to + half));
+    const bool streaming = past_cache && can_stream_both(to) && can_stream_both(to + (n - 1) * y.head_stride) &&
+                           (interleaved || can_stream_both(to + half));
+    for (int i = 0; i < n && streaming; ++i) look_ahead_of_row(to + i * y.head_stride, x.dims);
     rotate_row<interleaved, inverse, shared, n>(from, x.head_stride, to, y.head_stride, t, half, streaming, ahead);
     for (int i = 0; i < n && rest > 0 && !in_place; ++i) {
       std::memcpy(to + i * y.head_stride + 2 * half, from + i * x.head_stride + 2 * half, size_t(rest) * sizeof(T));

@@ -3,9 +3,8 @@
 
 #include <cstring>
 
+#include "pair.h"
 #include "rope.h"
-#include "rows.h"
-#include "simd.h"
 
 namespace opsmith {
 
@@ -141,6 +140,11 @@ inline void put_pairs(T* p, Vec even, Vec odd, Full, bool streaming) {
   put(p, a, Full{}, streaming);
   put(p + W, b, Full{}, streaming);
 }
+#if defined(OPSMITH_AVX512) || defined(OPSMITH_AVX2)
+inline void put_pairs(bfloat16* p, Vec even, Vec odd, Full, bool streaming) {
+  put(p, Pair{even, odd}, Both{}, streaming);
+}
+#endif
 template <class T>
 inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
   T buffer[2 * W];

@@ -74,6 +74,13 @@ inline void look_ahead(const T* p, int64_t i) {
   if (i * int64_t(sizeof(T)) % page == 0) prefetch(reinterpret_cast<const char*>(p + i) + page);
 }
 
+// The same for whole rows of n elements, many of which share a page: at the one that begins in it first.
+template <class T>
+inline void look_ahead_of_row(const T* p, int64_t n) {
+  constexpr int64_t page = 4096;
+  if (int64_t(reinterpret_cast<uintptr_t>(p) % page) < n * int64_t(sizeof(T))) prefetch(reinterpret_cast<const char*>(p) + page);
+}
+
 // Store, past the cache where the row allows it.
 template <class T>
 inline void put(T* p, Vec v, Full, bool streaming) {

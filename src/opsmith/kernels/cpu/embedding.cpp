@@ -9,15 +9,18 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t task_bytes = 1 << 16;
+constexpr int64_t rows_ahead = 2;
 
 inline int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Copies a row, whatever it holds; past the cache in whole vectors where `streaming`, which takes an aligned `to`.
-inline void copy_row(char* to, const char* from, int64_t bytes, bool streaming) {
+// Copies a row, whatever it holds; past the cache in whole vectors where `streaming`, which takes an aligned `to`. Rows lie
+// anywhere in the table, so that no CPU foresees the next one: `soon` is asked for meanwhile.
+inline void copy_row(char* to, const char* from, const char* soon, int64_t bytes, bool streaming) {
   int64_t b = 0;
-  if (streaming) {
-    for (; b + int64_t(sizeof(Vec)) <= bytes; b += int64_t(sizeof(Vec))) {
-      stream(reinterpret_cast<float*>(to + b), load(reinterpret_cast<const float*>(from + b)));
+  for (; b + 64 <= bytes; b += 64) {
+    prefetch(soon + b);
+    for (int64_t v = b; v < b + 64; v += int64_t(sizeof(Vec))) {
+      put(reinterpret_cast<float*>(to + v), load(reinterpret_cast<const float*>(from + v)), Full{}, streaming);
     }
   }
   std::memcpy(to + b, from + b, size_t(bytes - b));
@@ -34,7 +37,10 @@ void gather(const View& ids, const View& table, const View& y) {
       outlives_cache(tokens * bytes) && can_stream(reinterpret_cast<float*>(out)) && out_pitch % sizeof(Vec) == 0;
   parallel_for(tokens, row_grain(bytes, task_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      copy_row(out + t * out_pitch, rows + int64_t(id[t * step]) * pitch, bytes, streaming);
+      char* const to = out + t * out_pitch;
+      const int64_t soon = std::min(t + rows_ahead, end - 1);
+      look_ahead_of_row(to, bytes);
+      copy_row(to, rows + int64_t(id[t * step]) * pitch, rows + int64_t(id[soon * step]) * pitch, bytes, streaming);
     }
     if (streaming) stream_fence();
   });

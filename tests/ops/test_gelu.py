@@ -17,6 +17,17 @@ def test_the_ends_of_the_curve(tanh: bool) -> None:
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_nan_stays_one_whatever_its_sign(dtype: torch.dtype, tanh: bool) -> None:
+    nan = torch.tensor([torch.nan, 1.0]).to(dtype)
+    x = torch.cat([nan, nan.copysign(-torch.ones_like(nan))]).repeat(20).requires_grad_()
+    y = gelu(x, tanh=tanh)
+    y.sum().backward()
+    assert torch.equal(y.isnan(), x.isnan())
+    assert torch.equal(x.grad.isnan(), x.isnan())
+
+
 def test_the_two_forms_differ_where_they_should() -> None:
     x = torch.tensor([1.0, 2.0])
     torch.testing.assert_close(gelu(x), torch.tensor([0.8413447, 1.9544997]))

@@ -51,17 +51,17 @@ struct Silu {
 };
 
 // What both forms of Phi below take from x: y = ramp - a Phi(-reach). As integers, floats of one sign are in order too, and
-// comparing them so takes half the time. A NaN of either sign stays in ramp or in a.
+// comparing them so takes half the time. A NaN stays in `reach`, and in `ramp` or `a`, whatever its sign.
 struct Halves {
-  static constexpr int32_t end = 0x41680000;  // 14.5: from there on a Phi(-a) is less than any float
+  static constexpr float end = 14.5f;  // from there on a Phi(-a) is less than any float
   Vec ramp;   // max(x, 0)
   Vec a;      // |x|, but no infinity above 0, where 0 times it would be NaN; below, NaN is what GELU has there
-  Vec reach;  // min(|x|, 14.5)
+  Vec reach;  // min(|x|, end)
   explicit Halves(Vec x) {
-    const IVec i = as_int(x), low = min(i, IVec{} + end) & 0x7fffffff;
+    const IVec i = as_int(x);
     ramp = as_float(max(i, IVec{}));
-    a = as_float(low);
-    reach = as_float(min(low, IVec{} + end));
+    a = as_float(min(i, as_int(splat(end))) & 0x7fffffff);
+    reach = min(end, abs(x));
   }
 };
 

@@ -15,19 +15,24 @@ namespace opsmith {
 
 constexpr float kLeast = 1e-30f;  // a row of smaller numbers is rounded to zeros, as its inverse may be no float
 
+// Rows are taken in tiles, as nearly equal as can be. The digits of a tile lie in the order in which they are used, four
+// numbers of a row at a time: rows that are apart by a power of two would push each other out of the cache.
 struct FixedPoint {
   int64_t rows, blocks, depth;  // depth: of a row, padded to whole steps
   int64_t block;                // numbers of a row that share a factor
-  std::unique_ptr<int8_t[]> digits;  // [rows][D][depth]
+  int64_t tiles;
+  std::unique_ptr<int8_t[]> digits;  // [tile][depth / 4][row of the tile][D][4]
   std::unique_ptr<float[]> factor;   // [rows][blocks]
   std::unique_ptr<int32_t[]> sum;    // [rows][blocks][D], of each digit over a block
 
-  FixedPoint(int64_t rows, int64_t k, int64_t depth, int64_t block, int D)
-      : rows(rows), blocks((k + block - 1) / block), depth(depth), block(block) {
+  FixedPoint(int64_t rows, int64_t k, int64_t depth, int64_t block, int D, int tile_rows)
+      : rows(rows), blocks((k + block - 1) / block), depth(depth), block(block), tiles((rows + tile_rows - 1) / tile_rows) {
     digits.reset(new int8_t[size_t(rows * depth * D)]);
     factor.reset(new float[size_t(rows * blocks)]);
     sum.reset(new int32_t[size_t(rows * blocks * D)]);
   }
+
+  int64_t first_row(int64_t tile) const { return tile * rows / tiles; }
 };
 
 // The largest magnitude; NaN where a number is not finite.
@@ -43,8 +48,9 @@ inline float largest(const T* x, int64_t n) {
   return any(odd) ? NAN : reduce_max(most);
 }
 
+// Digits d of numbers k.. at `to + k / 4 * step + 4 d`, zeros up to `width`.
 template <int D, class T>
-inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, int8_t* digits, int64_t depth, int32_t* sum) {
+inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, int8_t* to, int64_t step, int32_t* sum) {
   IVec total[D] = {};
   for_lanes(n, [&](int64_t i, auto lanes) {
     const Vec v = keep(load(x + i, lanes), lanes, 0.0f) * multiplier;
@@ -53,25 +59,21 @@ inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, in
 #else
     IVec whole = to_int(round_to_integer(v));
 #endif
+    int8_t digits[D][W];
 #pragma GCC unroll 4
     for (int d = 0; d < D; ++d) {
       const IVec digit = d == D - 1 ? whole : (IVec)(whole << 24) >> 24;
-      int8_t* to = digits + d * depth + i;
-      if constexpr (std::is_same_v<decltype(lanes), Full>) {
-        store_low_bytes(to, digit);
-      } else {
-        int8_t buffer[W];
-        store_low_bytes(buffer, digit);
-        std::memcpy(to, buffer, size_t(lanes.count));
-      }
+      store_low_bytes(digits[d], digit);
       total[d] += digit;
       whole = (whole - digit) >> 8;
     }
+    for (int j = 0; j < W && i + j < width; j += 4) {
+#pragma GCC unroll 4
+      for (int d = 0; d < D; ++d) std::memcpy(to + (i + j) / 4 * step + 4 * d, digits[d] + j, 4);
+    }
   });
-  for (int d = 0; d < D; ++d) {
-    std::fill(digits + d * depth + n, digits + d * depth + width, int8_t{0});
-    sum[d] = reduce_add(total[d]);
-  }
+  for (int64_t k = round_up(n, W); k < width; k += 4) std::memset(to + k / 4 * step, 0, 4 * D);
+  for (int d = 0; d < D; ++d) sum[d] = reduce_add(total[d]);
 }
 
 // The largest power of two that leaves `most` times it with D digits.
@@ -85,11 +87,15 @@ inline float power_of_two(float most) {
 }
 
 template <int D, class T>
-FixedPoint fixed_point(const View& x, int64_t block, int64_t padding) {
+FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_rows) {
   const int64_t m = x.sizes[0], k = x.sizes[1], depth = round_up(k, padding);
-  FixedPoint f(m, k, depth, block, D);
+  FixedPoint f(m, k, depth, block, D, tile_rows);
   parallel_for(m, row_grain(k, 32768), [&](int64_t begin, int64_t end) {
+    int64_t tile = begin * f.tiles / m;
     for (int64_t r = begin; r < end; ++r) {
+      while (f.first_row(tile + 1) <= r) ++tile;
+      const int64_t first = f.first_row(tile), step = 4 * D * (f.first_row(tile + 1) - first);
+      int8_t* const digits = f.digits.get() + first * D * depth + (r - first) * 4 * D;
       const T* row = x.as<T>() + r * x.strides[0];
       const float most = D == 1 ? largest(row, k) : 0;
       for (int64_t b = 0; b < f.blocks; ++b) {
@@ -104,8 +110,7 @@ FixedPoint fixed_point(const View& x, int64_t block, int64_t padding) {
           factor = here != here ? here : 1.0f / multiplier;
         }
         f.factor[size_t(r * f.blocks + b)] = factor;
-        to_digits<D>(row + at, n, width, multiplier, f.digits.get() + r * D * depth + at, depth,
-                     f.sum.get() + (r * f.blocks + b) * D);
+        to_digits<D>(row + at, n, width, multiplier, digits + at / 4 * step, step, f.sum.get() + (r * f.blocks + b) * D);
       }
     }
   });

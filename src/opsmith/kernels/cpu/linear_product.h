@@ -257,7 +257,8 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
             const int count = int((i + 1) * rows / tiles - r);
             t.x = x + (row + r) * x_stride + k * Format::steps;
             t.sums = panel_sums + r * kPanel;
-            t.lines = i * share * kLine < step_bytes ? share : 0;
+            // One tile leaves the processor time to fetch ahead by itself, and it does so better.
+            t.lines = tiles > 1 && i * share * kLine < step_bytes ? share : 0;
             multiply_block(count, width, t);
             t.ahead += share * kLine * (t.depth / kStep);
             if (complete) epilogue(row + r, count, first, last - first, sums + r * kPanel, panel_step);
@@ -290,12 +291,14 @@ void packed_product(const View& x, const View& packed, int64_t group, const Epil
   constexpr bool paired = std::is_same_v<X, Couple>;
   const int64_t m = x.sizes[0], k = x.sizes[1], n = packed.sizes[1];
   const int64_t depth = packed.sizes[2] / elements_per_unit(packed.dtype);
+  // Rows that are apart by a multiple of a page would push each other out of the nearest cache.
+  const bool collide = m >= 4 && x.strides[0] * int64_t(sizeof(T)) % 2048 == 0;
   if constexpr (std::is_same_v<T, float> || paired) {
-    if (k == depth * (paired ? 2 : Format::steps) && (!paired || x.strides[0] % 2 == 0)) {
+    if (!collide && k == depth * (paired ? 2 : Format::steps) && (!paired || x.strides[0] % 2 == 0)) {
       return product<Format>(x.as<X>(), x.strides[0] / (paired ? 2 : 1), m, packed, n, depth, group, epilogue);
     }
   }
-  const int64_t columns = depth * Format::steps;
+  const int64_t line = kLine / int64_t(sizeof(X)), columns = round_up(depth * Format::steps, line) + (collide ? line : 0);
   const std::unique_ptr<X[]> wide(new X[size_t(m * columns)]);
   expand<T>(x, wide.get(), columns);
   product<Format>(wide.get(), columns, m, packed, n, depth, group, epilogue);

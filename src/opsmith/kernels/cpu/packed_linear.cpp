@@ -15,8 +15,9 @@ namespace {
 
 constexpr int64_t kChunk = 512;     // of K of a panel that the rows share while it is in the nearest cache
 constexpr int64_t kMostRows = 384;  // of x that do so
+constexpr int64_t kTilesThatUnpack = 4;  // nibbles each for itself: the multiplications leave time for it
+constexpr int64_t kAhead = 8192;    // bytes from what is used to what is fetched
 constexpr int64_t kBlock = 128;     // of K that share a factor, where the weight names no groups
-constexpr int64_t kAhead = 16384;   // bytes from what is used to what is fetched
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -28,7 +29,6 @@ constexpr int most_rows(int D) {
 
 struct Tile {
   const int8_t* digits;
-  int64_t row_stride, digit_stride;
   const float* factor;   // [row][block]
   const int32_t* start;  // [row][block][D]: what a sum begins with, times the zero if there is one
   int64_t blocks;        // from one row of these to the next
@@ -41,7 +41,6 @@ struct Tile {
   int64_t columns;  // that there are
   float* sums;      // rows of kColumns
   bool first;       // else it is added to the sums
-  int64_t ahead;    // bytes, 0 for what is in cache
 };
 
 template <class T>
@@ -51,10 +50,10 @@ inline Vec load_some(const T* p, int64_t columns) {
 
 template <int D, int R, int NV, bool nibbles>
 __attribute__((noinline)) void multiply(const Tile& t) {
+  // The processor fetches ahead by itself, and better, unless the arithmetic keeps it from seeing the next loads.
+  constexpr bool busy = R * D * (nibbles ? 2 : 1) >= 8;
   const uint8_t* w = t.weight;
-  const int8_t* x[R];
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) x[r] = t.digits + r * t.row_stride;
+  const int8_t* x = t.digits;
   int64_t k = 0;
   for (int64_t b = 0; k < t.depth; ++b) {
     IVec sum[R][D][NV], zero[NV];
@@ -75,16 +74,17 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         }
       }
     }
-    auto add = [&](const Bytes (&column)[NV], int64_t at) __attribute__((always_inline)) {
+    auto add = [&](const Bytes (&column)[NV]) __attribute__((always_inline)) {
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
         for (int d = 0; d < D; ++d) {
-          const Four four = broadcast_four(x[r] + d * t.digit_stride + at);
+          const Four four = broadcast_four(x + 4 * (r * D + d));
 #pragma GCC unroll 2
           for (int n = 0; n < NV; ++n) sum[r][d][n] = dot4(sum[r][d][n], column[n], four);
         }
       }
+      x += 4 * R * D;
     };
     const int64_t until = std::min(k + t.block, t.depth);
     for (; k < until; k += nibbles ? 8 : 4, w += t.pitch) {
@@ -92,20 +92,20 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       Bytes column[NV];
 #pragma GCC unroll 2
       for (int n = 0; n < NV; ++n) {
-        prefetch_far(w + t.ahead + n * 4 * W);
+        if constexpr (busy) prefetch_far(w + kAhead + n * 4 * W);
         word[n] = load_words(w + n * 4 * W);
       }
       if constexpr (nibbles) {
 #pragma GCC unroll 2
         for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n] & 0x0f0f0f0f);
-        add(column, k);
+        add(column);
 #pragma GCC unroll 2
         for (int n = 0; n < NV; ++n) column[n] = bytes_of((word[n] >> 4) & 0x0f0f0f0f);
-        add(column, k + 4);
+        add(column);
       } else {
 #pragma GCC unroll 2
         for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n]);
-        add(column, k);
+        add(column);
       }
     }
     Vec scale[NV];
@@ -185,26 +185,24 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
 
   const int64_t panels = ceil_div(n, kColumns), threads = num_threads();
   int64_t row_blocks = ceil_div(m, kMostRows);
-  while (row_blocks * panels % threads != 0 && row_blocks * panels < 8 * threads && m >= 2 * most_rows(D) * (row_blocks + 1)) {
+  while (row_blocks * panels % threads != 0 && row_blocks * panels < 8 * threads && x.tiles >= 2 * (row_blocks + 1)) {
     ++row_blocks;
   }
   const int64_t cost = depth * kColumns * (ceil_div(m, row_blocks) + 4);
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost));
-  const int64_t sums_size = std::min(m, kMostRows) * kColumns;
+  const int64_t sums_size = most_rows(D) * ceil_div(x.tiles, row_blocks) * kColumns;
   parallel_for(row_blocks * panels, grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(sums_size + kChunk * kColumns / int64_t(sizeof(float)));
     uint8_t* const unpacked = reinterpret_cast<uint8_t*>(sums + sums_size);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task % panels * kColumns, block = task / panels;
       const int64_t columns = std::min(kColumns, n - first), width = round_up(columns, kLeastPanel);
-      const int64_t row = block * m / row_blocks, rows = (block + 1) * m / row_blocks - row;
-      const int64_t tiles = ceil_div(rows, most_rows(D));
+      const int64_t tile = block * x.tiles / row_blocks, tiles_end = (block + 1) * x.tiles / row_blocks;
+      const int64_t row = x.first_row(tile), rows = x.first_row(tiles_end) - row;
       const uint8_t* const panel = p.weight.as<uint8_t>() + first * depth * width_bits / 8;
       if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
       for (int64_t k = 0; k < depth; k += kChunk) {
         Tile t;
-        t.row_stride = D * depth;
-        t.digit_stride = depth;
         t.blocks = x.blocks;
         t.depth = std::min(kChunk, depth - k);
         t.block = x.block;
@@ -215,26 +213,23 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
         t.scale = grouped ? p.scale.as<bfloat16>() + k / p.group * n + first : nullptr;
         t.zero = p.zero.defined() ? p.zero.as<int8_t>() + k / p.group * n + first : nullptr;
         t.first = k == 0;
-        t.ahead = kAhead;
-        const bool unpack_first = nibbles && tiles > 1;
+        const bool unpack_first = nibbles && tiles_end - tile > kTilesThatUnpack;
         if (unpack_first) {
           unpack(t.weight, t.depth / kDepth, t.pitch, unpacked);
           t.weight = unpacked;
-          t.ahead = 0;
         }
-        for (int64_t i = 0; i < tiles; ++i) {
-          const int64_t r = i * rows / tiles;
-          const int count = int((i + 1) * rows / tiles - r);
-          t.digits = x.digits.get() + (row + r) * t.row_stride + k;
-          t.factor = x.factor.get() + (row + r) * x.blocks + k / x.block;
-          t.start = start.get() + ((row + r) * x.blocks + k / x.block) * D;
-          t.sums = sums + r * kColumns;
+        for (int64_t i = tile; i < tiles_end; ++i) {
+          const int64_t r = x.first_row(i);
+          const int count = int(x.first_row(i + 1) - r);
+          t.digits = x.digits.get() + (r * depth + count * k) * D;
+          t.factor = x.factor.get() + r * x.blocks + k / x.block;
+          t.start = start.get() + (r * x.blocks + k / x.block) * D;
+          t.sums = sums + (r - row) * kColumns;
           if (nibbles && !unpack_first) {
             if constexpr (D > 1) multiply_panel<D, true>(count, width, t);
           } else {
             multiply_panel<D, false>(count, width, t);
           }
-          t.ahead = 0;
         }
       }
       const float* scale = grouped ? nullptr : p.scale.as<float>() + first;
@@ -262,7 +257,7 @@ void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, 
     using T = std::remove_pointer_t<decltype(t)>;
     auto run = [&](auto digits, int64_t block) {
       constexpr int D = decltype(digits)::value;
-      product<D, T>(fixed_point<D, T>(x, block, kDepth), weight, n, bias.as<T>(), y.as<T>(), y.strides[0]);
+      product<D, T>(fixed_point<D, T>(x, block, kDepth, most_rows(D)), weight, n, bias.as<T>(), y.as<T>(), y.strides[0]);
     };
     if (dynamic) return run(std::integral_constant<int, 1>{}, kChunk);
     constexpr int digits = std::is_same_v<T, float> ? 4 : 2;

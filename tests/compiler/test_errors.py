@@ -82,9 +82,9 @@ def test_what_is_no_model_no_config_no_example() -> None:
         opsmith.optimize(lambda x: x)  # type: ignore[arg-type]
     model = seeded(Feed)
     with pytest.raises(
-        ValueError, match="no weight format is available in this version, got quantize='int8'"
+        ValueError, match="quantize must be one of bf16, int8, int8_dynamic, int4, got 'int3'"
     ):
-        opsmith.optimize(model, quantize="int8")
+        opsmith.optimize(model, quantize="int3")
     with pytest.raises(TypeError, match=r"config must be an opsmith.Config or a path, got dict"):
         opsmith.optimize(model, config={"dtype": "bfloat16"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got int8"):

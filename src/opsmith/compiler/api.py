@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from opsmith.compiler.capture import capture
 from opsmith.compiler.compiled import CompiledGraph, Progress
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.plan import Plan
+from opsmith.compiler.quantize import Packing
 from opsmith.compiler.report import Report
 from opsmith.compiler.select import Selector
+from opsmith.ops.packed_weight import FORMATS
 
 
 class Session:
@@ -28,6 +31,7 @@ class Session:
         self.config = config
         self.selector = Selector(config, fixed=plan.choices() if plan is not None else None)
         self.graphs: list[CompiledGraph] = []
+        self.packing = Packing()
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -48,7 +52,7 @@ class Session:
     @property
     def report(self) -> Report:
         """What was found, proven, rolled back and missed."""
-        return Report([graph.report for graph in self.graphs])
+        return Report([graph.report for graph in self.graphs], self.packing.layers)
 
     def close(self) -> None:
         """Let go of all weights; a graph that is called again begins anew."""
@@ -80,8 +84,10 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -
     >>> fast = torch.compile(model, backend="opsmith")
     """
     config = Config.parse(options.get("options", options) or {}, "torch.compile options")
-    if config.dtype is not None or config.device is not None:
-        raise ValueError("torch.compile options: only opsmith.optimize changes a model's dtype or device")
+    if config.dtype is not None or config.device is not None or config.quantize is not None:
+        raise ValueError(
+            "torch.compile options: only opsmith.optimize changes a model's dtype, device or weights"
+        )
     return Session(config).backend(gm, example_inputs)
 
 
@@ -111,7 +117,8 @@ def optimize(
             such, one for each shape to tune for. None: the first real call is the example.
         config: a `Config`, or the path of an `opsmith.toml`.
         dtype: run in this dtype (`torch.bfloat16` or "bfloat16"); the originals come back with `restore`.
-        quantize: a weight format; none is available in this version.
+        quantize: "bf16", "int8", "int8_dynamic" or "int4": every `nn.Linear` computes with a packed weight, its own
+            as it is now. What rounding took from each is in the report. `state_dict` keeps the originals.
         plan: a plan, or the path of a saved one, whose choices are taken over.
         verify: prove every site on the example inputs against float64, and roll back what fails.
 
@@ -123,11 +130,7 @@ def optimize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize: model must be a torch.nn.Module, got {type(model).__name__}")
-    if quantize is not None:
-        raise ValueError(
-            f"optimize: no weight format is available in this version, got quantize={quantize!r}; leave it out"
-        )
-    settings = _settings(config, dtype, verify)
+    settings = _settings(config, dtype, quantize, verify)
     saved = Plan.load(plan) if isinstance(plan, str | Path) else plan
     calls = _calls(example_inputs)
     if saved is not None and not isinstance(saved, Plan):
@@ -139,12 +142,16 @@ def optimize(
         model.to(settings.device)
     if settings.torch_dtype is not None:
         session.before = _cast(model, settings.torch_dtype)
+    if settings.quantize is not None:
+        session.packing.put_in(model, settings.quantize, settings.quantize_group, settings.quantize_skip)
     model._compiled_call_impl = _entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
     weakref.finalize(model, session.close).atexit = False
     session.selector.learning = True
     try:
         for args, kwargs in calls:
+            if settings.quantize is not None and settings.verify:
+                session.packing.prove(partial(model._call_impl, *args, **kwargs))
             with torch.no_grad():
                 model(*args, **kwargs)
         if calls and not session.graphs:
@@ -178,6 +185,7 @@ def restore(model: nn.Module) -> nn.Module:
     model._compiled_call_impl = None
     del model.opsmith
     session.close()
+    session.packing.take_out()
     if session.before is not None:
         own = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -187,7 +195,9 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def _settings(config: Config | str | Path | None, dtype: torch.dtype | str | None, verify: bool) -> Config:
+def _settings(
+    config: Config | str | Path | None, dtype: torch.dtype | str | None, quantize: str | None, verify: bool
+) -> Config:
     settings = Config.load(config) if isinstance(config, str | Path) else config or Config()
     if not isinstance(settings, Config):
         raise TypeError(f"optimize: config must be an opsmith.Config or a path, got {type(config).__name__}")
@@ -197,6 +207,10 @@ def _settings(config: Config | str | Path | None, dtype: torch.dtype | str | Non
         if name not in DTYPES:
             raise ValueError(f"optimize: dtype must be one of {', '.join(DTYPES)}, got {dtype}")
         changes["dtype"] = name
+    if quantize is not None:
+        if quantize not in FORMATS:
+            raise ValueError(f"optimize: quantize must be one of {', '.join(FORMATS)}, got {quantize!r}")
+        changes["quantize"] = quantize
     return settings.model_copy(update=changes)
 
 

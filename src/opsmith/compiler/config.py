@@ -25,6 +25,9 @@ class Config(BaseModel):
     Attributes:
         dtype: the dtype to run in; None leaves the model's own.
         device: where the model is to run; None leaves it where it is.
+        quantize: pack the weights of linear layers: "bf16", "int8", "int8_dynamic" or "int4"; see `packed_linear`.
+        quantize_group: of int4, how many numbers share a scale: 32, 64 or 128.
+        quantize_skip: names of layers to leave alone; patterns such as "*lm_head" are allowed.
         pin: the implementation to use, by operator ("attention") or by site ("attention_3").
         forbid: implementations never to use, by operator or by site.
         inductor: let PyTorch's Inductor compete for the operators it generates code for; OPSMITH_INDUCTOR=0
@@ -38,6 +41,9 @@ class Config(BaseModel):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None
+    quantize: Literal["bf16", "int8", "int8_dynamic", "int4"] | None = None
+    quantize_group: Literal[32, 64, 128] = 128
+    quantize_skip: list[str] = Field(default_factory=list)
     pin: dict[str, str] = Field(default_factory=dict)
     forbid: dict[str, list[str]] = Field(default_factory=dict)
     inductor: bool = Field(default_factory=lambda: os.environ.get("OPSMITH_INDUCTOR") != "0")

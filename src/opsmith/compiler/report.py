@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from opsmith.compiler.compiled import GraphReport, SiteReport
+from opsmith.compiler.quantize import QuantizedLayer
 
 
 @dataclass
@@ -14,6 +15,7 @@ class Report:
     """The reports of all graphs of a model."""
 
     graphs: list[GraphReport]
+    quantized: list[QuantizedLayer] = field(default_factory=list)
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -52,11 +54,19 @@ class Report:
             "misses": self.misses,
             "rolled_back": self.rolled_back,
             "overruled": self.overruled,
+            "quantized": [asdict(layer) for layer in self.quantized],
             "graphs": [asdict(g) for g in self.graphs],
         }
 
     def __str__(self) -> str:
         lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
+        packed = [layer for layer in self.quantized if layer.status == "packed"]
+        if packed:
+            worst = max(packed, key=lambda layer: layer.relative_error)
+            lines.append(
+                f"quantized: {len(packed)} linear layers to {worst.format}; the most was lost in {worst}"
+            )
+        lines += [f"not quantized: {layer}" for layer in self.quantized if layer.status != "packed"]
         lines += [f"rolled back: {line}" for line in self.rolled_back]
         lines += [f"not the fastest: {line}" for line in self.overruled]
         lines += [f"near miss: {line}" for line in self.misses]

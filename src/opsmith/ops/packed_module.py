@@ -151,11 +151,11 @@ class PackedLinear(nn.Module):
             layer.weight.data = weight.new_empty(0)
         return made
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x @ w.T + bias`.
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input @ w.T + bias`.
 
         Args:
-            x: [..., in_features], float32, bfloat16 or float16.
+            input: [..., in_features], float32, bfloat16 or float16.
 
         Raises:
             TypeError, ValueError: for a wrong dtype, shape or device.
@@ -163,10 +163,10 @@ class PackedLinear(nn.Module):
         held = self._buffers  # asking the module itself for a buffer takes five times as long
         weight, bias = held["weight"], held["bias"]
         assert weight is not None
-        if bias is not None and bias.dtype is not x.dtype and x.is_floating_point():
-            bias = bias.to(x.dtype)
+        if bias is not None and bias.dtype is not input.dtype and input.is_floating_point():
+            bias = bias.to(input.dtype)
         return packed_linear(
-            x, weight, held["scale"], held["zero"], bias, format=self.format, group_size=self.group_size
+            input, weight, held["scale"], held["zero"], bias, format=self.format, group_size=self.group_size
         )
 
     @property

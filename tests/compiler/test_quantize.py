@@ -1,0 +1,119 @@
+"""`optimize(quantize=...)`: layers packed, proved, reported, left alone on request, and given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opsmith
+from opsmith.compiler.quantize import Packing
+from opsmith.ops.packed_weight import FORMATS
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(48)
+        self.up = nn.Linear(48, 100)
+        self.down = nn.Linear(100, 48, bias=False)
+        self.head = nn.Linear(48, 17)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_computes_with_packed_weights_and_gets_its_own_back(format: str) -> None:
+    model, x = net(), torch.randn(2, 5, 48)
+    before, state = call(model, x), {k: v.clone() for k, v in model.state_dict().items()}
+    config = opsmith.Config(tune=False, inductor=False, quantize_group=32)
+    opsmith.optimize(model, x, config=config, quantize=format)
+    report = model.opsmith.report
+    assert [(layer.name, layer.status) for layer in report.quantized] == [
+        ("up", "packed"),
+        ("down", "packed"),
+        ("head", "packed"),
+    ]
+    assert report.found["layer_norm"] == 1
+    lost = max(layer.relative_error for layer in report.quantized)
+    bound = {"bf16": 0.002, "int8": 0.005, "int8_dynamic": 0.005, "int4": 0.08}[format]
+    assert 0 < lost < bound
+    change = float((call(model, x) - before).norm() / before.norm())
+    assert 0 < change < 3 * bound
+    assert "quantized: 3 linear layers to " + format in str(report)
+    assert report.to_dict()["quantized"][0]["format"] == format
+    assert {k: v.dtype for k, v in model.state_dict().items()} == {k: v.dtype for k, v in state.items()}
+    opsmith.restore(model)
+    assert call(model, x).equal(before)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_layers_that_are_left_alone_say_why() -> None:
+    class Other(nn.Linear):
+        pass
+
+    model = net()
+    model.up = Other(48, 100)
+    model.down.weight.data[3, 4] = torch.inf
+    config = opsmith.Config(quantize="int8", quantize_skip=["he*"], tune=False, inductor=False)
+    opsmith.optimize(model, config=config)
+    why = {layer.name: (layer.status, layer.why) for layer in model.opsmith.report.quantized}
+    assert set(why) == {"down", "head"}
+    assert why["down"][0] == "left"
+    assert "row 3 holds NaN or an infinity" in why["down"][1]
+    assert why["head"] == ("left", "its name matches 'he*' of quantize_skip")
+    assert "not quantized: head left: its name matches" in str(model.opsmith.report)
+
+
+def test_a_wrong_product_is_found_and_rolled_back() -> None:
+    model, x = net(), torch.randn(3, 48)
+    packing = Packing()
+    packing.put_in(model, "int8", 128, [])
+    module, packed = packing._packed["up"]
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return type(packed).forward(packed, x) * 1.01
+
+    packed.forward = wrong  # type: ignore[method-assign]
+    module.forward = wrong  # type: ignore[method-assign]
+    packing.prove(lambda: model(x))
+    status = {layer.name: layer.status for layer in packing.layers}
+    assert status == {"up": "rolled back", "down": "packed", "head": "packed"}
+    assert "above the bound" in packing.layers[0].why
+    assert "forward" not in vars(module)
+    packing.take_out()
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_a_failed_call_leaves_the_model_as_it_was() -> None:
+    model = net()
+    with pytest.raises(ValueError, match="the model does not accept the example inputs"):
+        opsmith.optimize(model, torch.randn(3, 47), quantize="int8")
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"quantize": "int2"}, "quantize"), ({"quantize": "int4", "quantize_group": 16}, "quantize_group")],
+)
+def test_a_config_that_makes_no_sense(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=f"config: {field}: "):
+        opsmith.Config.parse(options)
+
+
+def test_only_optimize_packs() -> None:
+    with pytest.raises(Exception, match=r"only opsmith\.optimize changes a model's dtype, device or weights"):
+        torch.compile(net(), backend="opsmith", options={"quantize": "int8"})(torch.randn(2, 48))

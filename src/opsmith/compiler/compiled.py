@@ -300,6 +300,10 @@ class CompiledGraph:
         return self._rewritten(*args)
 
 
+# A model that computes something under no_grad turns recording on again behind it: not while its values are studied.
+_SET_GRAD = torch._C._set_grad_enabled
+
+
 class _Study:
     """One run of the captured graph that stops at every site."""
 
@@ -335,7 +339,7 @@ class _Study:
                 self.env[node] = next(inputs)
             elif node.op == "get_attr":
                 self.env[node] = _attribute(owner.original, str(node.target))
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node.target is not _SET_GRAD:
                 args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
                 self.env[node] = node.target(*args, **kwargs)
             for name in [n for m in self.at.get(node, ()) for n in owner.divided(m, self.value)]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import check_float, check_like, nbytes, needs_grad, short
+from opsmith.ops.common import check_float, check_like, native, nbytes, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, check_slots
 from opsmith.ops.mla_reference import keys, queries
 from opsmith.ops.rope_table import rope_table
@@ -73,12 +73,53 @@ def mla_kv_epilogue(
     check_slots(op, slot_mapping, a.shape[0], cache)
     if scale is not None:
         check_inference(op, a, gamma2, cos, sin)
-    k = keys(
-        a, gamma2, cos, sin, kv_lora=kv_lora, rope=rope, interleaved=interleaved, eps=eps, ctkv_scale=scale
-    )
-    cache.write(slot_mapping, *k)
+    if native(a, op) is True and not needs_grad(a, gamma2, cos, sin):
+        _write_keys(a, gamma2, cos, sin, slot_mapping, cache, rope, interleaved, eps, scale)
+    else:
+        k = keys(
+            a,
+            gamma2,
+            cos,
+            sin,
+            kv_lora=kv_lora,
+            rope=rope,
+            interleaved=interleaved,
+            eps=eps,
+            ctkv_scale=scale,
+        )
+        cache.write(slot_mapping, *k)
     if scale is not None:
         cache.ctkv_scale = scale
+
+
+def _write_keys(
+    a: torch.Tensor,
+    gamma2: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    cache: MLACache,
+    rope: int,
+    interleaved: bool,
+    eps: float,
+    ctkv_scale: torch.Tensor | None,
+) -> None:
+    """The kernel."""
+    torch.ops.opsmith.mla_kv_epilogue.default(
+        rows_of(a),
+        gamma2.contiguous(),
+        rows_of(cos),
+        rows_of(sin),
+        slot_mapping,
+        rope,
+        interleaved,
+        "tiled" in cache.mode,
+        eps,
+        None if ctkv_scale is None else ctkv_scale.float(),
+        latent=cache.latent,
+        rope=cache.rope,
+    )
+    cache.kv_lora = gamma2.shape[0]
 
 
 def mla_q_epilogue(
@@ -142,6 +183,11 @@ def mla_q_epilogue(
 
 
 # --- what mla_preprocess checks too ----------------------------------------------------------------------------
+
+
+def rows_of(t: Any) -> Any:
+    """With a contiguous last dimension; itself, where it has one."""
+    return t if t is None or t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous()
 
 
 def join(q_out: torch.Tensor, q_rope: torch.Tensor, joint: bool) -> Pair:
@@ -459,8 +505,16 @@ CARD_KV = register(
         workloads=_kv_workloads,
         domain=_one_token_a_slot,
         implementations=[
+            Implementation(
+                "native", kv_form, "cpu", lambda a, *more, **options: native(a, "mla_kv_epilogue")
+            ),
             Implementation("eager", kv_reference),
         ],
+        schemas=(
+            "mla_kv_epilogue(Tensor a, Tensor gamma2, Tensor? cos, Tensor? sin, Tensor slots, int rope_size, "
+            "bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, *, Tensor(a!) latent, "
+            "Tensor(b!)? rope=None) -> ()",
+        ),
         outputs=2,
         source="DeepSeek-AI, 2024",
     )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import nbytes
+from opsmith.ops.common import native, nbytes
 from opsmith.ops.mla_epilogues import fresh_cache, fresh_rows, some_slots, table
-from opsmith.ops.mla_preprocess import check, run
+from opsmith.ops.mla_preprocess import check, compute, kernel, run
 from opsmith.ops.mla_projection import Projection, quantize_weight
 from opsmith.ops.mla_rungs import eager
 from opsmith.ops.mla_tolerance import Steps
@@ -122,7 +122,7 @@ def _into_fresh_cache(
     check_weights(op, w.down, w.up, w.wuk, norms, None, sizes, w.quant)
     cache = fresh_cache(op, *layout, w.kv_lora, w.rope, x)
     checked = check(op, x, w, cos, sin, slot_mapping, cache, *scales)
-    pair = (by or run)(x, w, cos, sin, slot_mapping, cache, eps, False, *checked)
+    pair = (by or compute)(x, w, cos, sin, slot_mapping, cache, eps, False, *checked)
     return (*(t for t in pair if t is not None), *fresh_rows(cache))
 
 
@@ -277,6 +277,14 @@ def _workloads_int8(make: Make) -> Iterator[Sample]:
         yield Sample(f"V3, {tokens} token{'s' * (tokens > 1)}, per token", args, {**named, **found})
 
 
+def _supports(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    return native(x, "mla_preprocess")
+
+
+def _supports_int8(x: torch.Tensor, *args: Any, quant: str, **options: Any) -> bool | str:
+    return "there is no kernel for weight_int4" if quant == "weight_int4" else native(x, "mla_preprocess")
+
+
 def _promised(*args: Any, **options: Any) -> bool:
     """Finite calls in which no two tokens share a slot."""
     given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
@@ -295,8 +303,17 @@ CARD = register(
         workloads=_workloads,
         domain=_promised,
         implementations=[
+            Implementation("native", partial(preprocess_form, by=kernel), "cpu", _supports),
             Implementation("eager", partial(preprocess_form, by=eager)),
         ],
+        schemas=(
+            "mla_preprocess(Tensor x, Tensor wdqkv, Tensor wuq, Tensor wuk, Tensor? gamma0, Tensor? gamma1, "
+            "Tensor gamma2, Tensor? beta0, Tensor? beta1, Tensor? bias0, Tensor? bias1, Tensor? descale0, "
+            "Tensor? descale1, Tensor? scale0, Tensor? offset0, Tensor? scale1, Tensor? offset1, Tensor? cos, "
+            "Tensor? sin, Tensor slots, int quant, bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, "
+            "Tensor? q_nope_scale, *, Tensor(a!) q_out, Tensor(b!) q_rope, Tensor(c!) latent, Tensor(d!)? rope=None, "
+            "Tensor(e!)? latent_q=None) -> ()",
+        ),
         outputs=4,
         source="DeepSeek-AI, 2024",
     )
@@ -314,6 +331,7 @@ CARD_INT8 = register(
         tolerance=Steps(of_scale=1 / 64),
         domain=_promised,
         implementations=[
+            Implementation("native", partial(quantized_form, by=kernel), "cpu", _supports_int8),
             Implementation("eager", partial(quantized_form, by=eager)),
         ],
         differentiable=False,

@@ -6,11 +6,21 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import check_float, short
+from opsmith.ops.common import check_float, dense, native, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, check_slots
-from opsmith.ops.mla_epilogues import check_cache_type, check_inference, check_scales, check_table, join
+from opsmith.ops.mla_epilogues import (
+    check_cache_type,
+    check_inference,
+    check_scales,
+    check_table,
+    join,
+    rows_of,
+)
 from opsmith.ops.mla_reference import define
 from opsmith.ops.mla_weights import MLAWeights, Parts
+
+_FORMS = {None: 0, "per_tensor": 1, "per_token": 2, "weight_int8": 3}  # as the kernel counts them
+_MOST_TOKENS = 64  # whose activations stay in cache beside a weight that is read once
 
 Result = tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
@@ -74,7 +84,91 @@ def mla_preprocess(
     check_cache_type(op, cache)
     parts = w.parts()
     scales = check(op, x, parts, cos, sin, slot_mapping, cache, ctkv_scale, q_nope_scale, return_latent_q)
-    return run(x, parts, cos, sin, slot_mapping, cache, eps, return_latent_q, *scales)
+    return compute(x, parts, cos, sin, slot_mapping, cache, eps, return_latent_q, *scales)
+
+
+def compute(x: torch.Tensor, w: Parts, *args: Any) -> Result:
+    """By the kernel, where it takes this call and no gradients are recorded."""
+    cos, sin = args[:2]
+    if supports(x, w) is not True or needs_grad(x, cos, sin, *w.tensors):
+        return run(x, w, *args)
+    return kernel(x, w, *args)
+
+
+def supports(x: torch.Tensor, w: Parts) -> bool | str:
+    """Whether the kernel takes these weights and as many tokens, or why not."""
+    if w.quant not in _FORMS:
+        return f"there is no kernel for {w.quant}"
+    if w.quant is None and x.shape[0] > _MOST_TOKENS:
+        return f"{x.shape[0]} tokens are more than {_MOST_TOKENS}: the matmuls of PyTorch are faster"
+    return native(x, "mla_preprocess")
+
+
+def kernel(
+    x: torch.Tensor,
+    w: Parts,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    cache: MLACache,
+    eps: float = 1e-6,
+    return_latent_q: bool = False,
+    ctkv_scale: torch.Tensor | None = None,
+    q_nope_scale: torch.Tensor | None = None,
+) -> Result:
+    """One parallel region for every `_MOST_TOKENS` tokens."""
+    tokens, (heads, _, kv_lora), rope = x.shape[0], w.wuk.shape, w.rope
+    # A captured graph knows no two results in one memory.
+    apart = cache.mode != "joint" or torch.compiler.is_compiling()
+    x, cos, sin = rows_of(x), rows_of(cos), rows_of(sin)
+    if apart:
+        held = x.dtype if q_nope_scale is None else torch.int8
+        q_out = torch.empty((tokens, heads, kv_lora), dtype=held, device=x.device)
+        q = q_rope = x.new_empty((tokens, heads, rope))
+    else:
+        q = x.new_empty((tokens, heads, kv_lora + rope))
+        q_out, q_rope = q[..., :kv_lora], q[..., kv_lora:]
+    latent_q = x.new_empty((tokens, w.up.weight.shape[1])) if return_latent_q else None
+    for first in range(0, tokens, _MOST_TOKENS):
+        some = slice(first, first + _MOST_TOKENS) if tokens > _MOST_TOKENS else slice(None)
+        torch.ops.opsmith.mla_preprocess.default(
+            x[some],
+            rows_of(w.down.weight),
+            rows_of(w.up.weight),
+            w.wuk.contiguous(),
+            dense(w.gamma0),
+            dense(w.gamma1),
+            w.gamma2.contiguous(),
+            dense(w.beta0),
+            dense(w.beta1),
+            dense(w.down.bias),
+            dense(w.up.bias),
+            dense(w.down.descale),
+            dense(w.up.descale),
+            w.down.scale,
+            w.down.offset,
+            w.up.scale,
+            w.up.offset,
+            None if cos is None else cos[some],
+            None if sin is None else sin[some],
+            slot_mapping[some],
+            _FORMS[w.quant],
+            w.interleaved,
+            "tiled" in cache.mode,
+            eps,
+            None if ctkv_scale is None else ctkv_scale.float(),
+            None if q_nope_scale is None else q_nope_scale.float().contiguous(),
+            q_out=q_out[some],
+            q_rope=q_rope[some],
+            latent=cache.latent,
+            rope=cache.rope,
+            latent_q=None if latent_q is None else latent_q[some],
+        )
+    cache.kv_lora = kv_lora
+    if ctkv_scale is not None:
+        cache.ctkv_scale, cache.q_nope_scale = ctkv_scale, q_nope_scale
+    pair = join(q_out, q_rope, cache.mode == "joint") if apart else (q, None)
+    return pair if latent_q is None else (*pair, latent_q)
 
 
 def run(

@@ -1,0 +1,50 @@
+// MLA pre-processing. Shapes and dtypes are the operator's contract (ops/mla_preprocess.py); an undefined View is None.
+#pragma once
+
+#include <cstdint>
+
+#include "types.h"
+
+namespace opsmith {
+
+enum class MlaQuant { none, per_tensor, per_token, weight_int8 };
+
+// A projection [N, K] of y: in x's dtype, or int8 with a float32 `descale` for each row of it.
+struct MlaProjection {
+  View weight, bias, descale;
+  float scale = 1.0f, offset = 0.0f;  // of the activations, per tensor
+};
+
+// The latent rows [B, bs, 1, n], or in tiles [B, n / tile, bs, tile]; rope undefined: behind the latent in its rows.
+struct MlaCacheView {
+  View latent, rope;
+  bool tiled = false;
+  float ctkv_scale = 1.0f;  // that int8 rows are divided by
+};
+
+struct MlaRotation {
+  View cos, sin;  // [T, rope or rope / 2], or undefined
+  bool interleaved = false;
+};
+
+// The first slot that is neither -1 nor in [0, end), or -1.
+int64_t mla_bad_slot(View slots, int64_t end);
+
+// a [T, kv_lora + rope or more]: the keys go into the cache.
+void mla_kv_epilogue(View a, View gamma2, MlaRotation rotation, View slots, int64_t rope, float eps, MlaCacheView cache);
+
+struct MlaCall {
+  View x, gamma0, beta0, gamma1, beta1, gamma2, wuk;
+  MlaProjection down, up;
+  MlaQuant quant = MlaQuant::none;
+  MlaRotation rotation;
+  View slots, q_nope_scale;
+  float eps = 0;
+  MlaCacheView cache;
+  View q_out, q_rope, latent_q;  // q_out int8 with q_nope_scale
+};
+
+// For as many tokens as keep their activations in cache: every weight is read once, by one thread.
+void mla_preprocess(const MlaCall& call);
+
+}  // namespace opsmith

@@ -1,0 +1,308 @@
+// MLA pre-processing as one parallel region: its stages are tasks in one list, handed out in order, and a task waits only
+// for those that it reads.
+//
+//   tokens: norm | rows of wdqkv: queries, then keys | tokens: norm of the latent queries | heads | keys into the cache
+//
+// The rows of the queries come first, so that they are done while the rows of the keys still stream: no thread waits for
+// the latent queries. A task of a head takes its rows of wuq, rotates, and multiplies with its wuk while all of that is in
+// cache. The keys, done long before, are normalized, rotated and written between two heads.
+#include <atomic>
+#include <thread>
+
+#include "mla_modes.h"
+
+namespace opsmith {
+namespace {
+
+constexpr int64_t kTaskBytes = 256 << 10;  // of a weight
+
+inline void pause_briefly(int spins) {
+#if defined(__x86_64__)
+  if (spins < 4096) return _mm_pause();
+#endif
+  std::this_thread::yield();
+}
+
+class Count {
+ public:
+  void add() { done_.fetch_add(1, std::memory_order_release); }
+  void wait(int64_t all) const {
+    for (int spins = 0; done_.load(std::memory_order_acquire) < all; ++spins) pause_briefly(spins);
+  }
+
+ private:
+  std::atomic<int64_t> done_{0};
+};
+
+// out[m][c] = sum over n of q[m][n] w[n][c], for `width` columns of the weight of a head, [nope, kv_lora].
+template <class T, int M, class Lanes>
+void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t w_stride, int64_t nope, int vectors, Lanes last,
+                 float* out, int64_t out_stride) {
+  for (int v = 0; v < vectors; v += VECS) {
+    const int count = std::min(VECS, vectors - v);
+    Vec sum[M][VECS];
+    for (int m = 0; m < M; ++m) {
+      for (int j = 0; j < VECS; ++j) sum[m][j] = Vec{};
+    }
+    if (count == VECS && (v + VECS < vectors || std::is_same_v<Lanes, Full>)) {
+      for (int64_t n = 0; n < nope; ++n) {
+        Vec column[VECS];
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) column[j] = load(w + n * w_stride + (v + j) * W);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          const Vec a = splat(q[m * q_stride + n]);
+#pragma GCC unroll 8
+          for (int j = 0; j < VECS; ++j) sum[m][j] = fma(a, column[j], sum[m][j]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) store(out + m * out_stride + (v + j) * W, sum[m][j]);
+      }
+      continue;
+    }
+    for (int j = 0; j < count; ++j) {
+      const bool tail = v + j + 1 == vectors;
+      for (int64_t n = 0; n < nope; ++n) {
+        const T* p = w + n * w_stride + (v + j) * W;
+        const Vec column = tail ? load(p, last) : load(p);
+        for (int m = 0; m < M; ++m) sum[m][0] = fma(splat(q[m * q_stride + n]), column, sum[m][0]);
+      }
+      for (int m = 0; m < M; ++m) {
+        float* o = out + m * out_stride + (v + j) * W;
+        if (tail) {
+          store(o, sum[m][0], last);
+        } else {
+          store(o, sum[m][0]);
+        }
+        sum[m][0] = Vec{};
+      }
+    }
+  }
+}
+
+template <class T>
+void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_t nope, int64_t kv_lora, float* out) {
+  const int vectors = int(ceil_div(kv_lora, W)), left = int(kv_lora % W);
+  for (int64_t t = 0; t < tokens;) {
+    const int64_t some = std::min<int64_t>(kDotTokens, tokens - t);
+    with_tile(some, 1, [&](auto m, auto) {
+      if (left == 0) {
+        absorb_tile<T, m()>(q + t * q_stride, q_stride, w, kv_lora, nope, vectors, Full{}, out + t * kv_lora, kv_lora);
+      } else {
+        absorb_tile<T, m()>(q + t * q_stride, q_stride, w, kv_lora, nope, vectors, Part{left}, out + t * kv_lora, kv_lora);
+      }
+    });
+    t += some;
+  }
+}
+
+template <class Mode>
+class Region {
+  using T = typename Mode::T;
+  using X = typename Mode::X;
+
+ public:
+  explicit Region(const MlaCall& call)
+      : c_(call), gamma0_(call.gamma0), beta0_(call.beta0), gamma1_(call.gamma1), beta1_(call.beta1),
+        gamma2_(call.gamma2), tokens_(call.x.sizes[0]), hidden_(call.x.sizes[1]), heads_(call.wuk.sizes[0]),
+        nope_(call.wuk.sizes[1]), kv_lora_(call.wuk.sizes[2]), head_(call.up.weight.sizes[0] / call.wuk.sizes[0]),
+        rope_(head_ - nope_), inner_(call.up.weight.sizes[1]), columns_(call.down.weight.sizes[0]) {
+    const bool low_rank = call.gamma1.defined();
+    key_rows_ = kv_lora_ + rope_;
+    const int64_t row_bytes = std::max<int64_t>(1, hidden_ * int64_t(sizeof(typename Mode::S)));
+    block_ = std::max<int64_t>(kDotRows, kTaskBytes / row_bytes / kDotRows * kDotRows);
+    key_blocks_ = ceil_div(key_rows_, block_);
+    query_blocks_ = low_rank ? ceil_div(columns_ - key_rows_, block_) : 0;
+    latents_ = low_rank ? tokens_ : 0;
+    first_heads_ = std::min(heads_, 2 * num_threads());
+    y_ = allocate(y_memory_, y_scales_, hidden_);
+    z_ = allocate(z_memory_, z_scales_, inner_);
+    a_.reset(new T[size_t(tokens_ * columns_)]);
+  }
+
+  void run() {
+    const int64_t threads = num_threads();
+    parallel_for(threads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) work();
+    });
+  }
+
+ private:
+  MlaActivations<X> allocate(std::unique_ptr<X[]>& memory, std::unique_ptr<float[]>& scales, int64_t depth) const {
+    const int64_t stride = round_up(std::max<int64_t>(1, depth), 64);
+    memory.reset(new X[size_t(tokens_ * stride)]());
+    scales.reset(new float[size_t(tokens_)]());
+    return {memory.get(), stride, scales.get()};
+  }
+
+  void work() {
+    const int64_t block = std::max(block_, head_), out = tokens_ * std::max(block, kv_lora_);
+    const int64_t norm = std::max({hidden_, inner_, mla_key_memory(kv_lora_, rope_)}) + W;
+    float* const memory = scratch(norm + out + tokens_ * head_ + tokens_ * block + 2 * rope_ + 4 * W);
+    Memory m;
+    m.norm = memory;
+    m.out = m.norm + norm;
+    m.q = m.out + out;
+    m.sums = reinterpret_cast<int32_t*>(m.q + tokens_ * head_);
+    m.table = m.q + tokens_ * head_ + tokens_ * block;
+    for (;;) {
+      int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+      if (task < tokens_) {
+        normalize(task, m);
+        normed_.add();
+        continue;
+      }
+      task -= tokens_;
+      if (task < query_blocks_ + key_blocks_) {
+        normed_.wait(tokens_);
+        const bool query = task < query_blocks_;
+        const int64_t first = query ? key_rows_ + task * block_ : (task - query_blocks_) * block_;
+        down(first, std::min(block_, (query ? columns_ : key_rows_) - first), m);
+        (query ? queries_ : keys_).add();
+        continue;
+      }
+      task -= query_blocks_ + key_blocks_;
+      if (task < latents_) {
+        queries_.wait(query_blocks_);
+        latent(task, m);
+        ready_.add();
+        continue;
+      }
+      task -= latents_;
+      const int64_t after = task - first_heads_;
+      if (after >= 0 && after < tokens_) {
+        keys_.wait(key_blocks_);
+        mla_write_key(a_.get() + after * columns_, kv_lora_, rope_, gamma2_.data(), c_.rotation, after,
+                      mla_slot(c_.slots, after), c_.eps, c_.cache, m.norm);
+        continue;
+      }
+      task = after < 0 ? task : task - tokens_;
+      if (task >= heads_) return;
+      normed_.wait(tokens_);
+      ready_.wait(latents_);
+      head(task, m);
+    }
+  }
+
+  struct Memory {
+    float *norm, *out, *q, *table;
+    int32_t* sums;
+  };
+
+  void normalize(int64_t t, const Memory& m) {
+    mla_norm(c_.x.as<T>() + t * c_.x.strides[0], hidden_, gamma0_.data(), beta0_.data(), c_.eps, m.norm);
+    Mode::prepare(m.norm, hidden_, c_.down, y_.rows + t * y_.stride, y_.scales + t);
+    if (latents_ == 0) Mode::prepare(m.norm, hidden_, c_.up, z_.rows + t * z_.stride, z_.scales + t);
+  }
+
+  void down(int64_t first, int64_t rows, const Memory& m) {
+    Mode::rows(y_, 0, tokens_, c_.down, first, rows, hidden_, m.out, rows, m.sums);
+    for (int64_t t = 0; t < tokens_; ++t) {
+      T* const to = a_.get() + t * columns_ + first;
+      for_lanes(rows, [&](int64_t i, auto k) { store(to + i, load(m.out + t * rows + i, k), k); });
+    }
+  }
+
+  void latent(int64_t t, const Memory& m) {
+    mla_norm(a_.get() + t * columns_ + key_rows_, inner_, gamma1_.data(), beta1_.data(), c_.eps, m.norm);
+    Mode::prepare(m.norm, inner_, c_.up, z_.rows + t * z_.stride, z_.scales + t);
+    if (!c_.latent_q.defined()) return;
+    T* const to = c_.latent_q.as<T>() + t * c_.latent_q.strides[0];
+    for_lanes(inner_, [&](int64_t i, auto k) { store(to + i, load(m.norm + i, k), k); });
+  }
+
+  void head(int64_t h, const Memory& m) {
+    const T* const weight = c_.wuk.as<T>() + h * c_.wuk.strides[0];
+    Mode::rows(z_, 0, tokens_, c_.up, h * head_, head_, inner_, m.q, head_, m.sums);
+    for (int64_t i = 0; i < tokens_ * head_; i += W) {
+      const int64_t left = tokens_ * head_ - i;
+      if (left >= W) {
+        store(m.q + i, round_to<T>(load(m.q + i)));
+      } else {
+        const Part k{int(left)};
+        store(m.q + i, round_to<T>(load(m.q + i, k)), k);
+      }
+    }
+    for (int64_t t = 0; rope_ > 0 && t < tokens_; ++t) {
+      mla_table_row(c_.rotation, t, rope_, m.table);
+      T* const to = c_.q_rope.as<T>() + t * c_.q_rope.strides[0] + h * c_.q_rope.strides[1];
+      mla_rotate(m.q + t * head_ + nope_, rope_, c_.rotation, m.table, to);
+    }
+    absorb(m.q, head_, tokens_, weight, nope_, kv_lora_, m.out);
+    const int64_t step = c_.q_out.strides[0], at = h * c_.q_out.strides[1];
+    if (c_.q_nope_scale.defined()) {
+      const float scale = c_.q_nope_scale.as<float>()[h];
+      for (int64_t t = 0; t < tokens_; ++t) {
+        int8_t* const to = c_.q_out.as<int8_t>() + t * step + at;
+        for_lanes(kv_lora_, [&](int64_t i, auto k) {
+          mla_store_q8(to + i, round_to<T>(load(m.out + t * kv_lora_ + i, k)) * scale, k);
+        });
+      }
+      return;
+    }
+    for (int64_t t = 0; t < tokens_; ++t) {
+      T* const to = c_.q_out.as<T>() + t * step + at;
+      for_lanes(kv_lora_, [&](int64_t i, auto k) { store(to + i, load(m.out + t * kv_lora_ + i, k), k); });
+    }
+  }
+
+  const MlaCall& c_;
+  const MlaVector gamma0_, beta0_, gamma1_, beta1_, gamma2_;
+  const int64_t tokens_, hidden_, heads_, nope_, kv_lora_, head_, rope_, inner_, columns_;
+  int64_t key_rows_, block_, key_blocks_, query_blocks_, latents_, first_heads_;
+  MlaActivations<X> y_, z_;
+  std::unique_ptr<X[]> y_memory_, z_memory_;
+  std::unique_ptr<float[]> y_scales_, z_scales_;
+  std::unique_ptr<T[]> a_;
+  std::atomic<int64_t> next_{0};
+  Count normed_, queries_, keys_, ready_;
+};
+
+template <class Mode>
+void run(const MlaCall& call) {
+  Region<Mode> region(call);
+  region.run();
+}
+
+}  // namespace
+
+int64_t mla_bad_slot(View slots, int64_t end) {
+  for (int64_t t = 0; t < slots.sizes[0]; ++t) {
+    const int64_t slot = mla_slot(slots, t);
+    if (slot < -1 || slot >= end) return t;
+  }
+  return -1;
+}
+
+void mla_kv_epilogue(View a, View gamma2, MlaRotation rotation, View slots, int64_t rope, float eps, MlaCacheView cache) {
+  const MlaVector gamma(gamma2);
+  const int64_t kv_lora = gamma2.sizes[0];
+  with_float_type(a.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    parallel_for(a.sizes[0], row_grain(kv_lora + rope, 8192), [&](int64_t begin, int64_t end) {
+      float* const memory = scratch(mla_key_memory(kv_lora, rope));
+      for (int64_t i = begin; i < end; ++i) {
+        mla_write_key(a.as<T>() + i * a.strides[0], kv_lora, rope, gamma.data(), rotation, i, mla_slot(slots, i), eps,
+                      cache, memory);
+      }
+    });
+  });
+}
+
+void mla_preprocess(const MlaCall& call) {
+  if (call.x.sizes[0] == 0) return;
+  with_float_type(call.x.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    switch (call.quant) {
+      case MlaQuant::none: return run<MlaFloat<T>>(call);
+      case MlaQuant::per_tensor: return run<MlaInteger<T, false>>(call);
+      case MlaQuant::per_token: return run<MlaInteger<T, true>>(call);
+      case MlaQuant::weight_int8: return run<MlaWeightInt8<T>>(call);
+    }
+  });
+}
+
+}  // namespace opsmith

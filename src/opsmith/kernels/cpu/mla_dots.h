@@ -8,7 +8,15 @@ namespace opsmith {
 
 constexpr int kDotTokens = 6;  // of a tile: with 4 rows of the weight, 24 accumulators
 constexpr int kDotRows = 4;
-constexpr int64_t kDotAhead = 1536;  // bytes by which each row asks for memory
+constexpr int64_t kDotAhead = 2048;  // bytes by which each row asks for memory
+
+// What step k of row r of the weight asks for: its own elements a little ahead, at its end the beginning of a row that
+// comes next, so that no row begins without.
+template <class S>
+inline void ask_ahead(const S* w, int64_t r, int64_t stride, int64_t k, int64_t depth, const S* next) {
+  const int64_t at = k + kDotAhead / int64_t(sizeof(S));
+  prefetch(at < depth ? w + r * stride + at : next + r * stride + std::min(at - depth, depth));
+}
 
 // What x is stored as beside a weight of S, how much of K one step takes, and what a step does.
 template <class T, class S>
@@ -61,7 +69,7 @@ inline Lanes dot_lanes(int64_t left) {
 // out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not.
 template <class T, class S, int M, int R>
 __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t x_stride, const S* w, int64_t w_stride,
-                                        int64_t depth, float* out, int64_t out_stride) {
+                                        int64_t depth, const S* next, float* out, int64_t out_stride) {
   using D = Dots<T, S>;
   typename D::Sum sum[M][R];
 #pragma GCC unroll 8
@@ -69,13 +77,14 @@ __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sum[m][r] = Vec{};
   }
+  const bool asks = next != nullptr;
   int64_t k = 0;
   for (; k + D::step <= depth; k += D::step) {
     decltype(D::weight(w, Full{})) column[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const S* p = w + r * w_stride + k;
-      prefetch_once(reinterpret_cast<const char*>(p) + kDotAhead);
+      if (asks) ask_ahead(w, r, w_stride, k, depth, next);
       column[r] = D::weight(p, Full{});
     }
 #pragma GCC unroll 8
@@ -109,7 +118,7 @@ __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t
 // The same in integers; what comes out is exact.
 template <int M, int R>
 __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, const int8_t* w, int64_t w_stride,
-                                            int64_t depth, int32_t* out, int64_t out_stride) {
+                                            int64_t depth, const int8_t* next, int32_t* out, int64_t out_stride) {
 #if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
   // The instruction wants one unsigned factor: x + 128, of which 128 times the sum of the weights is taken again.
   const __m512i sign = _mm512_set1_epi8(int8_t(0x80)), ones = _mm512_set1_epi8(1);
@@ -136,10 +145,8 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
   };
   int64_t k = 0;
   for (; k + 64 <= depth; k += 64) {
-    step(k, [](const int8_t* p) __attribute__((always_inline)) {
-      prefetch_once(p + kDotAhead);
-      return _mm512_loadu_si512(p);
-    });
+    for (int r = 0; next != nullptr && r < R; ++r) ask_ahead(w, r, w_stride, k, depth, next);
+    step(k, [](const int8_t* p) __attribute__((always_inline)) { return _mm512_loadu_si512(p); });
   }
   if (k < depth) {
     const __mmask64 left = (__mmask64{1} << (depth - k)) - 1;
@@ -152,6 +159,7 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
     for (int m = 0; m < M; ++m) out[m * out_stride + r] = _mm512_reduce_add_epi32(sum[m][r]) - extra;
   }
 #else
+  (void)next;  // the compiler's own loop has the hardware ask
   for (int m = 0; m < M; ++m) {
     for (int r = 0; r < R; ++r) {
       int32_t sum = 0;
@@ -179,17 +187,18 @@ inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
   }
 }
 
-// out [tokens, rows] of rows of the weight; `tile(m, r, x, w, out)` computes one.
+// out [tokens, rows] of rows of the weight; `tile(m, r, x, w, next, out)` computes one.
 template <class X, class S, class O, class Tile>
 inline void dot_rows(const X* x, int64_t x_stride, int64_t tokens, const S* w, int64_t w_stride, int64_t rows, O* out,
                      int64_t out_stride, const Tile& tile) {
   const int64_t tiles = ceil_div(tokens, kDotTokens);
   for (int64_t r = 0; r < rows;) {
     const int64_t count = rows - r >= kDotRows ? kDotRows : 1;
+    const S* const after = w + (r + count < rows ? r + count : r) * w_stride;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t = i * tokens / tiles, some = (i + 1) * tokens / tiles - t;
       with_tile(some, count, [&](auto m, auto n) {
-        tile(m, n, x + t * x_stride, w + r * w_stride, out + t * out_stride + r);
+        tile(m, n, x + t * x_stride, w + r * w_stride, i == 0 ? after : nullptr, out + t * out_stride + r);
       });
     }
     r += count;

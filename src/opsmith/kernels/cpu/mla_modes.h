@@ -29,8 +29,8 @@ struct MlaFloat {
                    int64_t rows, int64_t depth, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
     dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, out, out_stride,
-             [&](auto m, auto r, const X* a, const S* w, float* o) {
-               dot_tile<T, S, m(), r()>(a, x.stride, w, w_stride, depth, o, out_stride);
+             [&](auto m, auto r, const X* a, const S* w, const S* next, float* o) {
+               dot_tile<T, S, m(), r()>(a, x.stride, w, w_stride, depth, next, o, out_stride);
              });
     if (!p.bias.defined()) return;
     for (int64_t i = 0; i < tokens; ++i) {
@@ -58,8 +58,8 @@ struct MlaWeightInt8 {
                    int64_t rows, int64_t depth, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
     dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, out, out_stride,
-             [&](auto m, auto r, const X* a, const S* w, float* o) {
-               dot_tile<T, S, m(), r()>(a, x.stride, w, w_stride, depth, o, out_stride);
+             [&](auto m, auto r, const X* a, const S* w, const S* next, float* o) {
+               dot_tile<T, S, m(), r()>(a, x.stride, w, w_stride, depth, next, o, out_stride);
              });
     const float* descale = p.descale.as<float>() + first;
     const T* bias = p.bias.defined() ? p.bias.as<T>() + first : nullptr;
@@ -101,8 +101,8 @@ struct MlaInteger {
                    int64_t rows, int64_t depth, float* out, int64_t out_stride, int32_t* sums) {
     const int64_t w_stride = p.weight.strides[0];
     dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, sums, rows,
-             [&](auto m, auto r, const X* a, const S* w, int32_t* o) {
-               integer_tile<m(), r()>(a, x.stride, w, w_stride, depth, o, rows);
+             [&](auto m, auto r, const X* a, const S* w, const S* next, int32_t* o) {
+               integer_tile<m(), r()>(a, x.stride, w, w_stride, depth, next, o, rows);
              });
     const float* descale = p.descale.as<float>() + first;
     const int32_t* bias = p.bias.defined() ? p.bias.as<int32_t>() + first : nullptr;

@@ -15,6 +15,7 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kTaskBytes = 256 << 10;  // of a weight
+constexpr int64_t kHeadRows = 16;          // of wuq, between two parts of wuk that are asked for
 
 inline void pause_briefly(int spins) {
 #if defined(__x86_64__)
@@ -216,7 +217,15 @@ class Region {
 
   void head(int64_t h, const Memory& m) {
     const T* const weight = c_.wuk.as<T>() + h * c_.wuk.strides[0];
-    Mode::rows(z_, 0, tokens_, c_.up, h * head_, head_, inner_, m.q, head_, m.sums);
+    const char* ahead = reinterpret_cast<const char*>(weight);
+    const char* const end = ahead + nope_ * kv_lora_ * int64_t(sizeof(T));
+    for (int64_t r = 0; r < head_; r += kHeadRows) {
+      const int64_t rows = std::min(kHeadRows, head_ - r);
+      // The head's part of wuk, while its rows of wuq stream.
+      const char* const until = std::min(end, ahead + round_up(ceil_div((end - ahead) * rows, head_ - r), 64));
+      for (; ahead < until; ahead += 64) prefetch_far(ahead);
+      Mode::rows(z_, 0, tokens_, c_.up, h * head_ + r, rows, inner_, m.q + r, head_, m.sums);
+    }
     for (int64_t i = 0; i < tokens_ * head_; i += W) {
       const int64_t left = tokens_ * head_ - i;
       if (left >= W) {

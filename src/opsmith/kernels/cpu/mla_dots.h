@@ -8,15 +8,6 @@ namespace opsmith {
 
 constexpr int kDotTokens = 6;  // of a tile: with 4 rows of the weight, 24 accumulators
 constexpr int kDotRows = 4;
-constexpr int64_t kDotAhead = 2048;  // bytes by which each row asks for memory
-
-// What step k of row r of the weight asks for: its own elements a little ahead, at its end the beginning of a row that
-// comes next, so that no row begins without.
-template <class S>
-inline void ask_ahead(const S* w, int64_t r, int64_t stride, int64_t k, int64_t depth, const S* next) {
-  const int64_t at = k + kDotAhead / int64_t(sizeof(S));
-  prefetch(at < depth ? w + r * stride + at : next + r * stride + std::min(at - depth, depth));
-}
 
 // What x is stored as beside a weight of S, how much of K one step takes, and what a step does.
 template <class T, class S>
@@ -57,16 +48,8 @@ struct IntegerDots {
 #endif
 };
 
-template <class Lanes>
-inline Lanes dot_lanes(int64_t left) {
-  if constexpr (std::is_same_v<Lanes, Part>) {
-    return Part{int(left)};
-  } else {
-    return Full{};
-  }
-}
-
-// out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not.
+// out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not. While these rows are read, those
+// at `next` are asked for, so that memory is busy in the sums' last steps too; nullptr: nothing is.
 template <class T, class S, int M, int R>
 __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t x_stride, const S* w, int64_t w_stride,
                                         int64_t depth, const S* next, float* out, int64_t out_stride) {
@@ -77,14 +60,14 @@ __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sum[m][r] = Vec{};
   }
-  const bool asks = next != nullptr;
+  const int64_t ahead = next == nullptr ? 0 : next - w;
   int64_t k = 0;
   for (; k + D::step <= depth; k += D::step) {
     decltype(D::weight(w, Full{})) column[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const S* p = w + r * w_stride + k;
-      if (asks) ask_ahead(w, r, w_stride, k, depth, next);
+      prefetch_far(p + ahead);
       column[r] = D::weight(p, Full{});
     }
 #pragma GCC unroll 8
@@ -144,9 +127,12 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
     }
   };
   int64_t k = 0;
+  const int64_t ahead = next == nullptr ? 0 : next - w;
   for (; k + 64 <= depth; k += 64) {
-    for (int r = 0; next != nullptr && r < R; ++r) ask_ahead(w, r, w_stride, k, depth, next);
-    step(k, [](const int8_t* p) __attribute__((always_inline)) { return _mm512_loadu_si512(p); });
+    step(k, [ahead](const int8_t* p) __attribute__((always_inline)) {
+      prefetch_far(p + ahead);
+      return _mm512_loadu_si512(p);
+    });
   }
   if (k < depth) {
     const __mmask64 left = (__mmask64{1} << (depth - k)) - 1;
@@ -187,14 +173,14 @@ inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
   }
 }
 
-// out [tokens, rows] of rows of the weight; `tile(m, r, x, w, next, out)` computes one.
+// out [tokens, rows] of rows of the weight, before those at `upcoming`; `tile(m, r, x, w, next, out)` computes one.
 template <class X, class S, class O, class Tile>
-inline void dot_rows(const X* x, int64_t x_stride, int64_t tokens, const S* w, int64_t w_stride, int64_t rows, O* out,
-                     int64_t out_stride, const Tile& tile) {
+inline void dot_rows(const X* x, int64_t x_stride, int64_t tokens, const S* w, int64_t w_stride, int64_t rows,
+                     const S* upcoming, O* out, int64_t out_stride, const Tile& tile) {
   const int64_t tiles = ceil_div(tokens, kDotTokens);
   for (int64_t r = 0; r < rows;) {
     const int64_t count = rows - r >= kDotRows ? kDotRows : 1;
-    const S* const after = w + (r + count < rows ? r + count : r) * w_stride;
+    const S* const after = r + count < rows ? w + (r + count) * w_stride : upcoming;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t = i * tokens / tiles, some = (i + 1) * tokens / tiles - t;
       with_tile(some, count, [&](auto m, auto n) {

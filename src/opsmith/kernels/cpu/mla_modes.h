@@ -26,9 +26,10 @@ struct MlaFloat {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
   }
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
-                   int64_t rows, int64_t depth, float* out, int64_t out_stride, int32_t*) {
+                   int64_t rows, int64_t depth, int64_t upcoming, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, out, out_stride,
+    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows,
+             p.weight.as<S>() + upcoming * w_stride, out, out_stride,
              [&](auto m, auto r, const X* a, const S* w, const S* next, float* o) {
                dot_tile<T, S, m(), r()>(a, x.stride, w, w_stride, depth, next, o, out_stride);
              });
@@ -55,9 +56,10 @@ struct MlaWeightInt8 {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
   }
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
-                   int64_t rows, int64_t depth, float* out, int64_t out_stride, int32_t*) {
+                   int64_t rows, int64_t depth, int64_t upcoming, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, out, out_stride,
+    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows,
+             p.weight.as<S>() + upcoming * w_stride, out, out_stride,
              [&](auto m, auto r, const X* a, const S* w, const S* next, float* o) {
                dot_tile<T, S, m(), r()>(a, x.stride, w, w_stride, depth, next, o, out_stride);
              });
@@ -98,9 +100,10 @@ struct MlaInteger {
     }
   }
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
-                   int64_t rows, int64_t depth, float* out, int64_t out_stride, int32_t* sums) {
+                   int64_t rows, int64_t depth, int64_t upcoming, float* out, int64_t out_stride, int32_t* sums) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, sums, rows,
+    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows,
+             p.weight.as<S>() + upcoming * w_stride, sums, rows,
              [&](auto m, auto r, const X* a, const S* w, const S* next, int32_t* o) {
                integer_tile<m(), r()>(a, x.stride, w, w_stride, depth, next, o, rows);
              });

@@ -149,43 +149,52 @@ class Region {
     m.q = m.out + out;
     m.sums = reinterpret_cast<int32_t*>(m.q + tokens_ * head_);
     m.table = m.q + tokens_ * head_ + tokens_ * block;
-    for (;;) {
-      int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+    // The task after this one is taken with it, so that its weights can be asked for. Every thread does its tasks in
+    // order and waits for earlier ones alone, so there is always one that can go on.
+    for (int64_t task = next_.fetch_add(1, std::memory_order_relaxed); task < end_of_all();) {
+      const int64_t upcoming = next_.fetch_add(1, std::memory_order_relaxed);
       if (task < tokens_) {
         normalize(task, m);
         normed_.add();
-        continue;
-      }
-      task -= tokens_;
-      if (task < query_blocks_ + key_blocks_) {
+      } else if (const int64_t first = down_row(task); first >= 0) {
         normed_.wait(tokens_);
-        const bool query = task < query_blocks_;
-        const int64_t first = query ? key_rows_ + task * block_ : (task - query_blocks_) * block_;
-        down(first, std::min(block_, (query ? columns_ : key_rows_) - first), m);
+        const bool query = first >= key_rows_;
+        const int64_t after = down_row(upcoming);
+        down(first, std::min(block_, (query ? columns_ : key_rows_) - first), after < 0 ? first : after, m);
         (query ? queries_ : keys_).add();
-        continue;
-      }
-      task -= query_blocks_ + key_blocks_;
-      if (task < latents_) {
+      } else if (task < first_head()) {
         queries_.wait(query_blocks_);
-        latent(task, m);
+        latent(task - first_head() + latents_, m);
         ready_.add();
-        continue;
-      }
-      task -= latents_;
-      const int64_t after = task - first_heads_;
-      if (after >= 0 && after < tokens_) {
+      } else if (const int64_t h = head_of(task); h >= 0) {
+        normed_.wait(tokens_);
+        ready_.wait(latents_);
+        const int64_t after = head_of(upcoming);
+        head(h, after < 0 ? h : after, m);
+      } else {
+        const int64_t t = task - first_head() - first_heads_;
         keys_.wait(key_blocks_);
-        mla_write_key(a_.get() + after * columns_, kv_lora_, rope_, gamma2_.data(), c_.rotation, after,
-                      mla_slot(c_.slots, after), c_.eps, c_.cache, m.norm);
-        continue;
+        mla_write_key(a_.get() + t * columns_, kv_lora_, rope_, gamma2_.data(), c_.rotation, t, mla_slot(c_.slots, t),
+                      c_.eps, c_.cache, m.norm);
       }
-      task = after < 0 ? task : task - tokens_;
-      if (task >= heads_) return;
-      normed_.wait(tokens_);
-      ready_.wait(latents_);
-      head(task, m);
+      task = upcoming;
     }
+  }
+
+  // The list of tasks: tokens, rows of wdqkv, latent queries, some heads, keys, the other heads.
+  int64_t first_head() const { return tokens_ + query_blocks_ + key_blocks_ + latents_; }
+  int64_t end_of_all() const { return first_head() + heads_ + tokens_; }
+
+  int64_t down_row(int64_t task) const {
+    const int64_t block = task - tokens_;
+    if (block < 0 || block >= query_blocks_ + key_blocks_) return -1;
+    return block < query_blocks_ ? key_rows_ + block * block_ : (block - query_blocks_) * block_;
+  }
+
+  int64_t head_of(int64_t task) const {
+    const int64_t at = task - first_head();
+    if (at < first_heads_) return at;
+    return at < first_heads_ + tokens_ || at >= heads_ + tokens_ ? -1 : at - tokens_;
   }
 
   struct Memory {
@@ -199,8 +208,8 @@ class Region {
     if (latents_ == 0) Mode::prepare(m.norm, hidden_, c_.up, z_.rows + t * z_.stride, z_.scales + t);
   }
 
-  void down(int64_t first, int64_t rows, const Memory& m) {
-    Mode::rows(y_, 0, tokens_, c_.down, first, rows, hidden_, m.out, rows, m.sums);
+  void down(int64_t first, int64_t rows, int64_t upcoming, const Memory& m) {
+    Mode::rows(y_, 0, tokens_, c_.down, first, rows, hidden_, upcoming, m.out, rows, m.sums);
     for (int64_t t = 0; t < tokens_; ++t) {
       T* const to = a_.get() + t * columns_ + first;
       for_lanes(rows, [&](int64_t i, auto k) { store(to + i, load(m.out + t * rows + i, k), k); });
@@ -215,7 +224,7 @@ class Region {
     for_lanes(inner_, [&](int64_t i, auto k) { store(to + i, load(m.norm + i, k), k); });
   }
 
-  void head(int64_t h, const Memory& m) {
+  void head(int64_t h, int64_t upcoming, const Memory& m) {
     const T* const weight = c_.wuk.as<T>() + h * c_.wuk.strides[0];
     const char* ahead = reinterpret_cast<const char*>(weight);
     const char* const end = ahead + nope_ * kv_lora_ * int64_t(sizeof(T));
@@ -224,7 +233,8 @@ class Region {
       // The head's part of wuk, while its rows of wuq stream.
       const char* const until = std::min(end, ahead + round_up(ceil_div((end - ahead) * rows, head_ - r), 64));
       for (; ahead < until; ahead += 64) prefetch_far(ahead);
-      Mode::rows(z_, 0, tokens_, c_.up, h * head_ + r, rows, inner_, m.q + r, head_, m.sums);
+      const int64_t first = h * head_ + r, next = r + rows < head_ ? first + rows : upcoming * head_;
+      Mode::rows(z_, 0, tokens_, c_.up, first, rows, inner_, next, m.q + r, head_, m.sums);
     }
     for (int64_t i = 0; i < tokens_ * head_; i += W) {
       const int64_t left = tokens_ * head_ - i;

@@ -52,8 +52,6 @@ inline void mla_norm(const T* x, int64_t n, const float* gamma, const float* bet
 }
 
 // rint(clamp(v, -128, 127)), half to even.
-inline int8_t mla_q8(float v) { return int8_t(std::nearbyint(std::fmin(std::fmax(v, -128.0f), 127.0f))); }
-
 inline void mla_store_q8(int8_t* p, Vec v, Full) {
   v = min(127.0f, max(-128.0f, v));
 #if defined(OPSMITH_AVX512)

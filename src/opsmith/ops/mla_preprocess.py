@@ -90,7 +90,9 @@ def mla_preprocess(
 def compute(x: torch.Tensor, w: Parts, *args: Any) -> Result:
     """By the kernel, where it takes this call and no gradients are recorded."""
     cos, sin = args[:2]
-    if supports(x, w) is not True or needs_grad(x, cos, sin, *w.tensors):
+    # A graph is captured for any number of tokens, and the kernel's blocks of tokens would be one for each number.
+    captured = torch.compiler.is_compiling()
+    if captured or supports(x, w) is not True or needs_grad(x, cos, sin, *w.tensors):
         return run(x, w, *args)
     return kernel(x, w, *args)
 
@@ -118,10 +120,8 @@ def kernel(
 ) -> Result:
     """One parallel region for every `_MOST_TOKENS` tokens."""
     tokens, (heads, _, kv_lora), rope = x.shape[0], w.wuk.shape, w.rope
-    # A captured graph knows no two results in one memory.
-    apart = cache.mode != "joint" or torch.compiler.is_compiling()
     x, cos, sin = rows_of(x), rows_of(cos), rows_of(sin)
-    if apart:
+    if cache.mode != "joint":
         held = x.dtype if q_nope_scale is None else torch.int8
         q_out = torch.empty((tokens, heads, kv_lora), dtype=held, device=x.device)
         q = q_rope = x.new_empty((tokens, heads, rope))
@@ -167,7 +167,7 @@ def kernel(
     cache.kv_lora = kv_lora
     if ctkv_scale is not None:
         cache.ctkv_scale, cache.q_nope_scale = ctkv_scale, q_nope_scale
-    pair = join(q_out, q_rope, cache.mode == "joint") if apart else (q, None)
+    pair = (q, None) if cache.mode == "joint" else (q_out, q_rope)
     return pair if latent_q is None else (*pair, latent_q)
 
 

@@ -251,6 +251,13 @@ def test_a_change_of_dtype_is_the_bias_s(format: str) -> None:
     torch.testing.assert_close(module(x), y, rtol=1e-3, atol=1e-3)
 
 
+@by_format
+def test_a_layer_without_memory_packs_to_its_shapes(format: str) -> None:
+    with torch.device("meta"):
+        module = PackedLinear.from_linear(nn.Linear(40, 30), format=format)
+    assert module(torch.empty(3, 40, device="meta")).shape == (3, 30)
+
+
 def test_release_gives_the_weight_back() -> None:
     linear = nn.Linear(40, 30)
     module = PackedLinear.from_linear(linear, format="int8", release=True)

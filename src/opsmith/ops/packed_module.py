@@ -225,7 +225,7 @@ def _check_options(format: Any, group_size: Any, symmetric: Any) -> None:
 def _rounding(weight: torch.Tensor) -> WeightError:
     """What rounding to bfloat16 takes."""
     largest, lost, total = 0.0, 0.0, 0.0
-    for part in weight.split(1 << 8) if weight.numel() else ():
+    for part in weight.split(1 << 8) if weight.numel() and not weight.is_meta else ():
         wide = part.float()
         error = wide - part.to(torch.bfloat16).float()
         largest = max(largest, float(error.abs().max()))

@@ -48,17 +48,27 @@ inline float largest(const T* x, int64_t n) {
   return any(odd) ? NAN : reduce_max(most);
 }
 
+// Rounded to nearest, ties to even. Not by adding a large number: a compiler may fuse that with the product before it,
+// whose own rounding then is missing.
+inline IVec nearest_integers(Vec v) {
+#if defined(OPSMITH_AVX512)
+  return (IVec)_mm512_cvtps_epi32((__m512)v);
+#elif defined(OPSMITH_AVX2)
+  return (IVec)_mm256_cvtps_epi32((__m256)v);
+#else
+  IVec whole;
+  for (int i = 0; i < W; ++i) whole[i] = v[i] == v[i] ? int32_t(__builtin_rintf(v[i])) : 0;
+  return whole;
+#endif
+}
+
 // Digits d of numbers k.. at `to + k / 4 * step + 4 d`, zeros up to `width`.
 template <int D, class T>
 inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, int8_t* to, int64_t step, int32_t* sum) {
   IVec total[D] = {};
   for_lanes(n, [&](int64_t i, auto lanes) {
     const Vec v = keep(load(x + i, lanes), lanes, 0.0f) * multiplier;
-#if defined(OPSMITH_AVX512)
-    IVec whole = (IVec)_mm512_cvtps_epi32((__m512)v);
-#else
-    IVec whole = to_int(round_to_integer(v));
-#endif
+    IVec whole = nearest_integers(v);
     int8_t digits[D][W];
 #pragma GCC unroll 4
     for (int d = 0; d < D; ++d) {

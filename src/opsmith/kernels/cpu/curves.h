@@ -71,29 +71,43 @@ template <class T>
 struct Gelu {
   static Vec value(Vec x) {
     const Halves h(x);
-    return h.ramp - h.a * (gauss(h.reach) * share(h.reach));
+    return h.ramp - h.a * tail(h.reach, gauss(h.reach));
   }
   static ValueAndSlope both(Vec x) {
     constexpr float root_half_over_pi = 0.39894228040143268f;
     const Halves h(x);
-    const Vec g = gauss(h.reach), tail = g * share(h.reach), slope = fma(h.reach * -root_half_over_pi, g, tail);
-    return {h.ramp - h.a * tail, select(x < 0.0f, slope, 1.0f - slope)};
+    const Vec g = gauss(h.reach), t = tail(h.reach, g), slope = fma(h.reach * -root_half_over_pi, g, t);
+    return {h.ramp - h.a * t, select(x < 0.0f, slope, 1.0f - slope)};
   }
 
  private:
   static constexpr bool exact = std::is_same_v<T, float>;
   static Vec gauss(Vec a) { return exact ? exp2_of_square(a) : exp2_for<T>(a * a * (-0.5f * log2_e)); }
-  static Vec share(Vec a) {
+  // Phi(-a), given e^(-a^2/2).
+  static Vec tail(Vec a, Vec gauss) {
+    if constexpr (exact && W == 4) {  // no fused multiply-add: in float, a sum of products rounds too often
+      return __builtin_convertvector(to_double(gauss) * share(to_double(a)), Vec);
+    } else {
+      return gauss * share(a);
+    }
+  }
+  // q t + c
+  static Vec step(Vec q, Vec t, float c) { return fma(q, t, c); }
+  static DVec step(const DVec& q, const DVec& t, float c) { return q * t + double(c); }
+  static DVec reciprocal(const DVec& x) { return 1.0 / x; }
+  static Vec reciprocal(Vec x) { return opsmith::reciprocal(x); }
+  template <class V>
+  static V share(const V& a) {
     if constexpr (exact) {
-      const Vec t = reciprocal(fma(a, 0.35f, 1.0f));  // 1 where a is tiny, without a rounding error
-      Vec q = fma(t, -0.0291459318f, 0.143971711f);
-      q = fma(q, t, -0.255714267f);
-      q = fma(q, t, 0.159174174f);
-      q = fma(q, t, -0.0231098365f);
-      q = fma(q, t, 0.105508f);
-      q = fma(q, t, 0.119832866f);
-      q = fma(q, t, 0.139861867f);
-      return t * fma(q, t, 0.139621407f);
+      const V t = reciprocal(step(a, V{} + 0.35f, 1.0f));  // 1 where a is tiny, without a rounding error
+      V q = step(t, V{} - 0.0291459318f, 0.143971711f);
+      q = step(q, t, -0.255714267f);
+      q = step(q, t, 0.159174174f);
+      q = step(q, t, -0.0231098365f);
+      q = step(q, t, 0.105508f);
+      q = step(q, t, 0.119832866f);
+      q = step(q, t, 0.139861867f);
+      return t * step(q, t, 0.139621407f);
     } else {
       const Vec t = reciprocal(a + 3.25f);  // scaled by k
       Vec q = fma(t, -88.6143789f, 68.7943908f);

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-def test_every_variant_compiles_to_machine_code(tmp_path: Path) -> None:
+def test_every_kernel_compiles_to_machine_code(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, HERE / "compile_triton.py"],
         capture_output=True,

@@ -25,7 +25,7 @@ def test_models_rotate_with_our_operator(name: str) -> None:
     report = model.opsmith.report
     assert report.rolled_back == []
     assert report.found.get("rope_qk") == 1
-    assert not [m for m in report.misses if m.operator.startswith("rope")]
+    assert not [miss for miss in report.misses if "rope" in miss]
     (step,) = [s for s in model.opsmith.plan.shapes[0].steps if s.operator == "rope_qk"]
     assert step.implementation == "native"
     for batch, length in [(2, 8), (3, 5)]:

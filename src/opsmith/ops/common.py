@@ -10,7 +10,7 @@ at most once, and of the arguments that PyTorch or the kernel refuses itself not
         except RuntimeError:                   # what it refuses, the checks name
             _check(x, ...)
             raise
-    if out is None and direct(x, weight):      # a kernel of ours, in one call, whatever the size
+    if out is None and direct(x, weight):      # a kernel of ours, in one call
         ...
     _check(x, ...)                             # views, copies, other devices, float64, and autograd: of small() calls
                                                # PyTorch's, whose nodes cost less than a Function of ours
@@ -41,6 +41,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 SMALL = 4096  # elements up to which PyTorch's own kernel is done before a call of ours has begun
 limit = SMALL  # the same, or what `small_up_to` says; read as `common.limit`, for it changes
+_QUICK = 1 << 20  # elements up to which the time before the kernel is a part of a call's time that counts
 _ready = False  # whether C++ kernels can be called without asking: known after the first call that asked
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -101,7 +102,7 @@ def small(elements: int) -> bool:
 
 
 def direct(x: Any, weight: Any = None, other: Any = None) -> bool:
-    """True where a C++ kernel takes x as it is, with no view, copy, gradient or further check.
+    """True where a C++ kernel takes a small x as it is, with no view, copy, gradient or further check.
 
     Of the others, which may be None, this says only that they are tensors on the CPU and want no gradient; their
     shapes and dtypes are for the operator's binding to refuse.
@@ -113,6 +114,7 @@ def direct(x: Any, weight: Any = None, other: Any = None) -> bool:
         and x.is_contiguous()
         and x.dtype in NATIVE_DTYPES
         and x.is_cpu
+        and x.numel() <= _QUICK  # a result of more is worth asking for huge pages
         and (weight is None or (type(weight) in PLAIN and weight.is_cpu))
         and (other is None or (type(other) in PLAIN and other.is_cpu))
         and not (recording() and needs_grad(x, weight, other))

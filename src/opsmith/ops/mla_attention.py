@@ -11,7 +11,7 @@ import torch
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.common import check_float, nbytes, short
 from opsmith.ops.mla_cache import MLACache, has_values
-from opsmith.ops.mla_epilogues import check_cache_type, check_inference, check_scales, rope_width
+from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, rope_width
 from opsmith.ops.mla_projection import wide
 
 

@@ -14,12 +14,12 @@ import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.common import native, nbytes
-from opsmith.ops.mla_epilogues import fresh_cache, fresh_rows, some_slots, table
+from opsmith.ops.mla_epilogue_forms import fresh_cache, fresh_rows, some_slots, table
+from opsmith.ops.mla_parts import Parts, Sizes, check_weights
 from opsmith.ops.mla_preprocess import check, compute, kernel, run
 from opsmith.ops.mla_projection import Projection, quantize_weight
 from opsmith.ops.mla_rungs import eager
 from opsmith.ops.mla_tolerance import Steps
-from opsmith.ops.mla_weights import Parts, Sizes, check_weights
 
 Results = tuple[torch.Tensor, ...]
 Maybe = torch.Tensor | None

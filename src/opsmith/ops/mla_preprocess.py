@@ -8,16 +8,11 @@ import torch
 
 from opsmith.ops.common import check_float, dense, native, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, check_slots
-from opsmith.ops.mla_epilogues import (
-    check_cache_type,
-    check_inference,
-    check_scales,
-    check_table,
-    join,
-    rows_of,
-)
+from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, check_table
+from opsmith.ops.mla_epilogues import join, rows_of
+from opsmith.ops.mla_parts import Parts
 from opsmith.ops.mla_reference import define
-from opsmith.ops.mla_weights import MLAWeights, Parts
+from opsmith.ops.mla_weights import MLAWeights
 
 _FORMS = {None: 0, "per_tensor": 1, "per_token": 2, "weight_int8": 3}  # as the kernel counts them
 _MOST_TOKENS = 64  # whose activations stay in cache beside a weight that is read once

@@ -12,7 +12,7 @@ import torch
 from opsmith.ops.mla_projection import project, q8, wide
 
 if TYPE_CHECKING:
-    from opsmith.ops.mla_weights import Parts
+    from opsmith.ops.mla_parts import Parts
 
 
 class Defined(NamedTuple):

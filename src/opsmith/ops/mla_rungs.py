@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from opsmith.ops.linear import linear
 from opsmith.ops.mla_cache import MLACache
 from opsmith.ops.mla_epilogues import join, mla_kv_epilogue, mla_q_epilogue
+from opsmith.ops.mla_parts import Parts
 from opsmith.ops.mla_preprocess import Result, check, mla_preprocess
 from opsmith.ops.mla_projection import Projection, dequantize_int4
-from opsmith.ops.mla_weights import MLAWeights, Parts
+from opsmith.ops.mla_weights import MLAWeights
 from opsmith.ops.rms_norm import rms_norm
 from opsmith.ops.rms_norm_quant import rms_norm_quant
 from opsmith.ops.rope import rope as rope_op

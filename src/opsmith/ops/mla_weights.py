@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from opsmith.ops import mla_deepseek
 from opsmith.ops.common import short
+from opsmith.ops.mla_parts import NORMS, Parts, Sizes, check_weights
 from opsmith.ops.mla_projection import QUANTS, Projection, project, quantize_projection
 from opsmith.ops.mla_reference import normalize
 
@@ -23,41 +24,6 @@ _FLOAT32 = (
     "scale1",
     "offset1",
 )  # whatever the module is cast to
-
-
-class Parts(NamedTuple):
-    """The tensors of `MLAWeights` as the operators take them; every size is read off their shapes."""
-
-    down: Projection
-    up: Projection
-    wuk: torch.Tensor
-    gamma0: torch.Tensor | None
-    gamma1: torch.Tensor | None
-    gamma2: torch.Tensor
-    beta0: torch.Tensor | None = None
-    beta1: torch.Tensor | None = None
-    quant: str | None = None
-    interleaved: bool = False
-
-    @property
-    def heads(self) -> int:
-        return self.wuk.shape[0]
-
-    @property
-    def nope(self) -> int:
-        return self.wuk.shape[1]
-
-    @property
-    def kv_lora(self) -> int:
-        return self.wuk.shape[2]
-
-    @property
-    def rope(self) -> int:
-        return self.up.weight.shape[0] // self.wuk.shape[0] - self.wuk.shape[1]
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return (*self.down, *self.up, *self[2:8])
 
 
 class MLAWeights(nn.Module):
@@ -173,8 +139,6 @@ class MLAWeights(nn.Module):
         Raises:
             TypeError, ValueError: naming the tensor, what was expected and what came.
         """
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
         if q_lora is None and scale1 is None:
             scale1, offset1 = scale0, offset0 if offset1 is None else offset1
         if (scale0 is None) != (scale1 is None):
@@ -197,8 +161,7 @@ class MLAWeights(nn.Module):
         )
         sizes = Sizes(heads, nope, rope, kv_lora, q_lora)
         norms = {"gamma0": gamma0, "gamma1": gamma1, "gamma2": gamma2, "beta0": beta0, "beta1": beta1}
-        made._fill(first, second, wuk, norms, wuv, sizes, interleaved, quant)
-        return made
+        return cls._made(first, second, wuk, norms, wuv, sizes, interleaved, quant)
 
     @classmethod
     def from_deepseek(cls, attention_module: nn.Module) -> MLAWeights:
@@ -245,12 +208,9 @@ class MLAWeights(nn.Module):
         ranges = self._ranges(calibration) if form == "per_tensor" else ((0.0, 0.0), (0.0, 0.0))
         down, error0 = quantize_projection(parts.down, form, *ranges[0])
         up, error1 = quantize_projection(parts.up, form, *ranges[1])
-        made = MLAWeights.__new__(MLAWeights)
-        nn.Module.__init__(made)
         held = self._tensors()
-        norms = {k: _detached(held[k]) for k in ("gamma0", "gamma1", "gamma2", "beta0", "beta1")}
-        wuk = parts.wuk.detach()
-        made._fill(down, up, wuk, norms, _detached(held["wuv"]), self._sizes, self.interleaved, form)
+        norms, wuv = {k: _detached(held[k]) for k in NORMS}, _detached(held["wuv"])
+        made = MLAWeights._made(down, up, parts.wuk.detach(), norms, wuv, self._sizes, self.interleaved, form)
         made.error = {"wdqkv": error0, "wuq": error1}
         return made
 
@@ -268,12 +228,10 @@ class MLAWeights(nn.Module):
         each = torch.cat((torch.arange(s.nope), s.nope + half))
         of_heads = (torch.arange(s.heads)[:, None] * (s.nope + s.rope) + each).reshape(-1)
         parts, held = self.parts(), self._tensors()
-        made = MLAWeights.__new__(MLAWeights)
-        nn.Module.__init__(made)
         device = parts.wuk.device
-        norms = {k: held[k] for k in ("gamma0", "gamma1", "gamma2", "beta0", "beta1")}
+        norms = {k: held[k] for k in NORMS}
         down, up = parts.down.rows(shared.to(device)), parts.up.rows(of_heads.to(device))
-        made._fill(down, up, parts.wuk, norms, held["wuv"], s, False, self.quant)
+        made = MLAWeights._made(down, up, parts.wuk, norms, held["wuv"], s, False, self.quant)
         made.error = self.error
         return made
 
@@ -311,6 +269,14 @@ class MLAWeights(nn.Module):
     def _tensors(self) -> dict[str, Any]:
         # Asking the module itself for each of twenty tensors takes five times as long.
         return {**self._buffers, **self._parameters}
+
+    @classmethod
+    def _made(cls, *content: Any) -> MLAWeights:
+        """Weights of what `_fill` takes, without the constructor, whose projections are in floating point."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._fill(*content)
+        return made
 
     def _fill(
         self,
@@ -382,16 +348,6 @@ class MLAWeights(nn.Module):
         return self
 
 
-class Sizes(NamedTuple):
-    """What the constructor is told."""
-
-    heads: int
-    nope: int
-    rope: int
-    kv_lora: int
-    q_lora: int | None
-
-
 def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.detach()
 
@@ -404,86 +360,3 @@ def _number(value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
             f"{_NAME}: scales and offsets of activations must be one number, got {tuple(t.shape)}"
         )
     return t.detach().reshape(()).to(torch.float32)
-
-
-def check_weights(
-    op: str,
-    down: Projection,
-    up: Projection,
-    wuk: Any,
-    norms: Mapping[str, Any],
-    wuv: Any,
-    sizes: Sizes,
-    quant: str | None,
-) -> None:
-    """Refuse weights of other shapes or dtypes than these sizes and this form of quantization have."""
-    heads, nope, rope, kv_lora, q_lora = sizes
-    for name, value in zip(("heads", "nope", "kv_lora"), (heads, nope, kv_lora), strict=True):
-        if value < 1:
-            raise ValueError(f"{op}: {name} must be positive, got {value}")
-    if rope < 0 or rope % 2 or (q_lora is not None and q_lora < 1):
-        raise ValueError(
-            f"{op}: rope must be even and not negative, q_lora positive or None, got {rope} and {q_lora}"
-        )
-    if not isinstance(down.weight, torch.Tensor) or down.weight.dim() != 2:
-        raise ValueError(
-            f"{op}: wdqkv must be a tensor [kv_lora + rope + q_lora, D], got "
-            f"{tuple(down.weight.shape) if isinstance(down.weight, torch.Tensor) else type(down.weight).__name__}"
-        )
-    packed = quant == "weight_int4"
-    n0, n1 = kv_lora + rope + (q_lora or 0), heads * (nope + rope)
-    size = down.weight.shape[1]
-    inner = up.weight.shape[1] if packed else (size if q_lora is None else q_lora)
-    expected: dict[str, tuple[Any, tuple[int, ...], str]] = {
-        "wdqkv": (down.weight, (n0, size), "kv_lora + rope + q_lora, D"),
-        "wuq": (up.weight, (n1, inner), "heads * (nope + rope), q_lora (D, without q_lora)"),
-        "wuk": (wuk, (heads, nope, kv_lora), "heads, nope, kv_lora"),
-        "gamma2": (norms["gamma2"], (kv_lora,), "kv_lora"),
-    }
-    if q_lora is None:
-        for name in ("gamma1", "beta1"):
-            if norms[name] is not None:
-                raise ValueError(f"{op}: {name} must be None without q_lora: x goes straight through wuq")
-    else:
-        expected["gamma1"] = (norms["gamma1"], (q_lora,), "q_lora")
-    if norms["beta0"] is not None and norms["gamma0"] is None:
-        raise ValueError(f"{op}: beta0 belongs to the norm of gamma0, which is None: x comes normalized")
-    if wuv is not None:
-        shape = tuple(wuv.shape) if isinstance(wuv, torch.Tensor) else ()
-        v = shape[1] if len(shape) == 3 else 0
-        expected["wuv"] = (wuv, (heads, v, kv_lora), "heads, v, kv_lora")
-    wide_size = None if packed else size
-    for name, n in (("gamma0", wide_size), ("beta0", wide_size), ("beta1", q_lora)):
-        if norms[name] is not None and n is not None:
-            expected[name] = (norms[name], (n,), "D" if name != "beta1" else "q_lora")
-    for i, (p, n) in enumerate(((down, n0), (up, n1))):
-        if p.bias is not None:
-            expected[f"bias{i}"] = (p.bias, (n,), "one for each output channel")
-        if quant is not None and not packed:
-            expected[f"descale{i}"] = (p.descale, (n,), "one for each output channel")
-    for name, (t, shape, what) in expected.items():
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor {shape} ({what}), got {type(t).__name__}")
-        if tuple(t.shape) != shape:
-            raise ValueError(f"{op}: {name} must have shape {shape} ({what}), got {tuple(t.shape)}")
-        if t.device != wuk.device:
-            raise ValueError(f"{op}: {name} is on {t.device}, wuk on {wuk.device}; move one of them")
-        _check_dtype(op, name, t, wuk.dtype, quant)
-
-
-def _check_dtype(op: str, name: str, t: torch.Tensor, dtype: torch.dtype, quant: str | None) -> None:
-    if name.startswith("descale"):
-        allowed: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
-    elif name in ("wdqkv", "wuq") and quant is not None:
-        allowed = (torch.uint8,) if quant == "weight_int4" else (torch.int8,)
-    elif name.startswith("bias") and quant == "per_tensor":
-        allowed = (torch.int32,)
-    elif name.startswith(("gamma", "beta")):
-        allowed = (dtype, torch.float32)
-    else:
-        allowed = (dtype,)
-    if not dtype.is_floating_point:
-        raise TypeError(f"{op}: wuk must be floating-point, got {short(dtype)}")
-    if t.dtype not in allowed:
-        known = " or ".join(dict.fromkeys(short(d) for d in allowed))
-        raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}; cast it first")

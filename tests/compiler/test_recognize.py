@@ -44,6 +44,9 @@ def test_every_spelling_is_found(case: tuple[str, str, Any, Any], dynamic: bool)
     assert [s.card.name for s in found.sites] == [operator], [str(m) for m in found.misses]
     if operator == "linear" and case[1] == "gelu":
         assert found.sites[0].arguments["activation"] == "gelu"
+    if operator == "gelu_mul":
+        assert found.sites[0].arguments.get("tanh", False) == ("tanh" in case[1])
+        assert found.sites[0].composite
     if operator in ("layer_norm", "rms_norm"):
         assert ("residual" in found.sites[0].arguments) == ("residual" in case[1])
     if operator == "rms_norm":

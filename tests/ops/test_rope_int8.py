@@ -83,3 +83,14 @@ def test_zeros_and_what_is_not_finite() -> None:
 def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
     with pytest.raises(error, match=f"rope(_int8)?: .*{message}"):
         call(torch.ones(2, 3, 4, 8, dtype=torch.int8), torch.ones(2, 3, 4), rope_table(8, 4))
+
+
+def test_numbers_are_rounded_once_each_as_pytorch_rounds_them() -> None:
+    """Products near a half: fused into the rounding, their own rounding would be missing."""
+    n = 127
+    largest = torch.arange(1, n + 1, dtype=torch.int32)[:, None]
+    x_q = torch.cat([largest, torch.arange(1, n + 1).int().minimum(largest)], 1).to(torch.int8)[None, None]
+    one, zero = torch.ones(n, n + 1), torch.zeros(n, n + 1)
+    y_q, _ = rope_int8(x_q, torch.ones(1, 1, n), one, zero)
+    inverse = torch.tensor(127.0) / largest.float()
+    assert torch.equal(y_q[0, 0], (x_q[0, 0].float() * inverse).round().to(torch.int8))

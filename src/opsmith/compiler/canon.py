@@ -29,7 +29,6 @@ BOUNDARIES = frozenset(
         "layer_norm",
         "native_layer_norm",
         "rms_norm",
-        "gelu",
         "scaled_dot_product_attention",
         "embedding",
         "addmm",

@@ -158,10 +158,10 @@ template <class T>
 struct GeluTanh {
   static Vec value(Vec x) { return x * reciprocal_for<T>(1.0f + odds(x)); }
   static ValueAndSlope both(Vec x) {
-    const Vec c = max(-10.0f, min(10.0f, x));  // the ends are reached, and e stays finite
+    const Vec c = max(-16.0f, min(16.0f, x));  // the ends are reached: there e is 0, or infinite and s 0
     const Vec e = odds(c), s = reciprocal_for<T>(1.0f + e);
     const Vec rate = fma(c * c, 6 * root_2_over_pi * cubic, 2 * root_2_over_pi);
-    return {x * s, fma(c * rate, e * s * s, s)};  // e s^2 is s (1 - s) without the cancellation
+    return {x * s, fma(c * rate, min(3e38f, e) * s * s, s)};  // e s^2 is s (1 - s) without the cancellation
   }
 
  private:

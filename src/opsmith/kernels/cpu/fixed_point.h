@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "byte_dot.h"
+#include "nearest.h"
 #include "rows.h"
 
 namespace opsmith {
@@ -46,20 +47,6 @@ inline float largest(const T* x, int64_t n) {
     odd |= IVec(!(v <= 3.4028234e38f));
   });
   return any(odd) ? NAN : reduce_max(most);
-}
-
-// Rounded to nearest, ties to even. Not by adding a large number: a compiler may fuse that with the product before it,
-// whose own rounding then is missing.
-inline IVec nearest_integers(Vec v) {
-#if defined(OPSMITH_AVX512)
-  return (IVec)_mm512_cvtps_epi32((__m512)v);
-#elif defined(OPSMITH_AVX2)
-  return (IVec)_mm256_cvtps_epi32((__m256)v);
-#else
-  IVec whole;
-  for (int i = 0; i < W; ++i) whole[i] = v[i] == v[i] ? int32_t(__builtin_rintf(v[i])) : 0;
-  return whole;
-#endif
 }
 
 // Digits d of numbers k.. at `to + k / 4 * step + 4 d`, zeros up to `width`.

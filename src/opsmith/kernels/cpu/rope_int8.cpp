@@ -1,6 +1,7 @@
 // Rotary embedding of int8 rows with a scale each: rotated in float32, and quantized again by the largest magnitude.
 #include <cmath>
 
+#include "nearest.h"
 #include "rope_row.h"
 
 namespace opsmith {
@@ -11,11 +12,11 @@ constexpr int64_t kTask = 16384;            // elements that are worth a thread'
 
 // Numbers in [-127, 127], rounded to nearest, ties to even.
 inline void store_rounded(int8_t* p, Vec v, Full) {
+  const IVec whole = nearest_integers(v);
 #if defined(OPSMITH_AVX512)
-  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8((__m512i)whole));
 #else
-  const Vec rounded = round_to_integer(v);
-  for (int i = 0; i < W; ++i) p[i] = int8_t(rounded[i]);
+  for (int i = 0; i < W; ++i) p[i] = int8_t(whole[i]);
 #endif
 }
 inline void store_rounded(int8_t* p, Vec v, Part k) {

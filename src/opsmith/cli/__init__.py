@@ -21,6 +21,7 @@ VERBS = {
     "ops": "Operators, and what computes them here.",
     "doctor": "The machine, and what is amiss with it.",
     "verify": "Hold operators to their definition.",
+    "build": "Compile the kernels of a project, or pack them into a wheel.",
     "bench": "Verify operators, then time them.",
 }
 

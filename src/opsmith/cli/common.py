@@ -24,7 +24,10 @@ Json = Annotated[
     typer.Option("--json", metavar="[FILE]", help="Print JSON for machines, or write it to FILE."),
 ]
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME", help="Operators, as `opsmith ops` lists them.")
+    list[str] | None,
+    typer.Argument(
+        metavar="NAME|FOLDER", help="Operators, as `opsmith ops` lists them, or projects' folders."
+    ),
 ]
 All = Annotated[bool, typer.Option("--all", help="Every operator.")]
 
@@ -88,11 +91,18 @@ def _plain(value: Any) -> Any:
 
 
 def choose(names: list[str] | None, everything: bool) -> list[Operator]:
-    """The cards of the named operators, or of all; anything else is an error that lists what there is."""
+    """The cards of the named operators, those of a named project, or all; anything else is an error that lists what
+    there is. A project's code runs because its folder was named."""
     import opsmith.ops  # noqa: F401  (its cards register themselves)
     from opsmith.operator import registry
+    from opsmith.ops.installed import load_installed
 
+    load_installed()
     cards = registry()
+    if folders := [name for name in names or () if name not in cards and _is_folder(name)]:
+        found = {name: _project(name) for name in folders}
+        names = [one for name in names or () for one in found.get(name, [name])]
+        cards = registry()
     if everything:
         if names:
             raise CommandError("give names or --all, not both")
@@ -105,6 +115,25 @@ def choose(names: list[str] | None, everything: bool) -> list[Operator]:
             hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(cards)}"
             raise CommandError(f"no operator is called {name!r}; {hint}")
     return [cards[name] for name in names]
+
+
+def _is_folder(name: str) -> bool:
+    return "/" in name or name == "." or Path(name, "operator.py").is_file()
+
+
+def _project(folder: str) -> list[str]:
+    """The names of a project's operators, which it registers."""
+    from opsmith.authoring.project import cards_of, load
+
+    try:
+        found = [card.name for card in cards_of(load(folder))]
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if not found:
+        raise CommandError(
+            f"{folder}: operator.py registers no operator; make a card there, as `opsmith new` does"
+        )
+    return found
 
 
 def dtypes_of(card: Operator, names: list[str] | None) -> list[torch.dtype]:

@@ -21,6 +21,7 @@ from opsmith.compiler.plan import Plan
 from opsmith.compiler.quantize import Packing
 from opsmith.compiler.report import Report
 from opsmith.compiler.select import Selector
+from opsmith.ops.installed import load_installed
 from opsmith.ops.packed_weight import FORMATS
 
 
@@ -28,6 +29,7 @@ class Session:
     """Everything one optimized model holds: its graphs, its choices, and how to give the model back."""
 
     def __init__(self, config: Config, plan: Plan | None = None):
+        load_installed()
         self.config = config
         self.selector = Selector(config, fixed=plan.choices() if plan is not None else None)
         self.graphs: list[CompiledGraph] = []

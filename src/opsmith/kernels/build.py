@@ -12,7 +12,6 @@ when they cannot be built.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import platform
@@ -21,15 +20,16 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opsmith.kernels import cache, compiler, isa
-from opsmith.kernels.compiler import BuildError, Compiler, Unit
+from opsmith.kernels import cache, compiler, isa, nvcc
+from opsmith.kernels.compiler import BuildError, Compiler, Unit, Watch
+from opsmith.kernels.progress import shown
 
-__all__ = ["BuildError", "Status", "build", "build_library", "clean", "load", "status"]
+__all__ = ["BuildError", "Status", "build", "build_best", "build_library", "clean", "load", "status"]
 
 SOURCES = Path(__file__).parent / "cpu"
 _NAME = "opsmith"
@@ -90,9 +90,8 @@ def _load() -> None:
     if wanted == "0":
         _outcome, _reason = False, _TURNED_OFF
         return
-    best = isa.tier()
     try:
-        path, tier = _build_best([best] if os.environ.get("OPSMITH_ISA") else isa.supported()[::-1])
+        path, tier = build_best(_NAME, _sources(), include_dirs=[SOURCES])
         _loaded = _open(path, tier), tier
         _outcome, _reason = True, None
     except BuildError as error:
@@ -103,15 +102,26 @@ def _load() -> None:
         warnings.warn(f"{error}\nUntil then opsmith computes in plain PyTorch.", RuntimeWarning, stacklevel=3)
 
 
-def _build_best(tiers: Sequence[str]) -> tuple[Path, str]:
-    """Build for the first of these tiers whose instructions the compiler knows."""
-    tier, *weaker = tiers
-    try:
-        return build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=tier), tier
-    except BuildError as error:
-        if weaker and _TOO_OLD.search(error.output):
-            return _build_best(weaker)
-        raise
+def build_best(
+    name: str, sources: Sequence[Path], *, include_dirs: Sequence[Path] = (), watch: Watch | None = None
+) -> tuple[Path, str]:
+    """A library for this CPU, and its tier: the best whose instructions the compiler knows too.
+
+    Args:
+        name: of the library, as the other arguments: see `build_library`.
+
+    Raises:
+        ValueError, BuildError: as `build_library`; or ``OPSMITH_ISA`` names a tier that this CPU cannot run.
+    """
+    best = isa.tier()
+    tiers = [best] if os.environ.get("OPSMITH_ISA") else isa.supported()[::-1]
+    for tier in tiers:
+        try:
+            return build_library(name, sources, include_dirs=include_dirs, tier=tier, watch=watch), tier
+        except BuildError as error:
+            if tier == tiers[-1] or not _TOO_OLD.search(error.output):
+                raise
+    raise AssertionError("there is always a tier")
 
 
 def _open(path: Path, tier: str) -> Path:
@@ -189,11 +199,12 @@ def build_library(
     flags: Sequence[str] = (),
     tier: str,
     force: bool = False,
+    watch: Watch | None = None,
 ) -> Path:
     """A shared library of C++ sources, from the cache if its content is there, else built.
 
     Sources whose names begin with ``binding`` may include torch's stable ABI, and the library is then linked
-    with torch; the others see no torch header.
+    with torch; the others see no torch header. Beside a ``.cu`` file, which nvcc compiles, every C++ file binds.
 
     Args:
         name: of the library.
@@ -202,6 +213,7 @@ def build_library(
         flags: for the compiler, after those of every build and of the tier.
         tier: a name from ``opsmith.kernels.isa.TIERS``.
         force: build even if the cache holds the library.
+        watch: is told of every step; by default a line on the terminal shows them.
 
     Raises:
         ValueError: an unknown tier, or two sources of one name.
@@ -215,7 +227,7 @@ def build_library(
                 return path
             if found is None:
                 raise NoCompiler(_no_compiler())
-            if path := job.build(cache.writable(), found, force):
+            if path := job.build(cache.writable(), found, force, watch):
                 return path
         except cache.Unusable as error:
             raise BuildError(f"opsmith: {error}") from error
@@ -240,16 +252,23 @@ class _Job:
     ) -> _Job:
         if tier not in isa.FLAGS:
             raise ValueError(f"opsmith: {tier!r} is no tier: expected one of {', '.join(isa.TIERS)}")
-        if len({s.stem for s in sources}) < len(sources):
+        if len({_object(s) for s in sources}) < len(sources):
             raise ValueError(
                 f"opsmith: sources of {name} need different names, got {[s.name for s in sources]}"
             )
         folders = tuple(Path(folder).absolute() for folder in include_dirs)
         flags = (*flags, *compiler.sanitizer_flags())
         units = []
-        for source in sources:
-            system, more = ((_torch_folder() / "include",), (_TORCH_ABI,)) if _binds(source) else ((), ())
-            units.append(Unit(source.absolute(), folders, (*isa.FLAGS[tier], *more, *flags), system))
+        gpu = nvcc.require() if any(s.suffix == ".cu" for s in sources) else None
+        for source in map(Path.absolute, sources):
+            if source.suffix == ".cu":
+                units.append(Unit(source, folders, nvcc.FLAGS, compiler=gpu))
+            elif gpu is not None or source.name.startswith("binding"):
+                system = (_torch_folder() / "include", *([nvcc.include(gpu)] if gpu else ()))
+                more = (_TORCH_ABI, *(["-DUSE_CUDA"] if gpu else ()))
+                units.append(Unit(source, folders, (*isa.FLAGS[tier], *more, *flags), system, binds=True))
+            else:
+                units.append(Unit(source, folders, (*isa.FLAGS[tier], *flags)))
         return _Job(name, tier, {unit: unit.key() for unit in units})
 
     @property
@@ -259,7 +278,15 @@ class _Job:
 
     @property
     def binds(self) -> bool:
-        return any(_binds(unit.source) for unit in self.units)
+        return any(unit.binds for unit in self.units)
+
+    @property
+    def link_flags(self) -> list[str]:
+        found = [*compiler.sanitizer_flags()]
+        if self.binds:
+            found += [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
+        gpu = next((unit.compiler for unit in self.units if unit.compiler), None)
+        return found if gpu is None else [*found, *nvcc.link_flags(gpu, _torch_folder() / "lib")]
 
     def library(self, store: cache.Store, built_by: Compiler) -> Path:
         return store.folder("libraries") / f"{self.key}-{compiler.fingerprint([built_by.identity])[:8]}.so"
@@ -276,7 +303,9 @@ class _Job:
     def usable(self, store: cache.Store, path: Path) -> bool:
         return _usable(store, path, self.binds)
 
-    def build(self, store: cache.Store, built_by: Compiler, force: bool) -> Path | None:
+    def build(
+        self, store: cache.Store, built_by: Compiler, force: bool, watch: Watch | None = None
+    ) -> Path | None:
         """Build into the store and return the library, or None if a source changed meanwhile."""
         final = self.library(store, built_by)
         try:
@@ -284,14 +313,20 @@ class _Job:
                 if not force and self.usable(store, final):  # another process built it while we waited
                     return final
                 with store.workshop(self.key) as folder:
-                    return self._build(store, built_by, force, folder, final)
+                    return self._build(store, built_by, force, folder, final, watch)
         except TimeoutError as error:
             raise BuildError(
                 f"opsmith: another process has been building {self.key} for too long; stop it"
             ) from error
 
     def _build(
-        self, store: cache.Store, built_by: Compiler, force: bool, folder: Path, final: Path
+        self,
+        store: cache.Store,
+        built_by: Compiler,
+        force: bool,
+        folder: Path,
+        final: Path,
+        watch: Watch | None,
     ) -> Path | None:
         base = (built_by.identity, *compiler.COMPILE_FLAGS)
         stored = {
@@ -301,8 +336,8 @@ class _Job:
         todo: dict[str, Unit] = {}
         reused = []
         for unit in self.units:
-            name = f"{unit.source.stem}.o"
-            if not force and _usable(store, stored[unit], _binds(unit.source)):
+            name = _object(unit.source)
+            if not force and _usable(store, stored[unit], unit.binds):
                 _link(stored[unit], folder / name)  # so that a cleanup next door cannot take it from under us
                 reused.append(name)
             else:
@@ -310,11 +345,9 @@ class _Job:
         facts: dict[str, Any] = {"name": self.name, "tier": self.tier, "compiler": built_by.identity}
         if self.binds:
             facts["torch"] = _torch_version()
-        link_flags = [*compiler.sanitizer_flags()]
-        link_flags += [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"] if self.binds else []
         try:
-            with _progress(f"building {self.name} kernels ({self.tier})", len(todo) + 1) as progress:
-                compiler.compile_and_link(built_by, folder, todo, reused, link_flags, final.name, progress)
+            with shown(f"building {self.name} kernels ({self.tier})", len(todo) + 1, watch) as told:
+                compiler.compile_and_link(built_by, folder, todo, reused, self.link_flags, final.name, told)
         finally:
             done = compiler.finished(folder)
             for name, unit in todo.items():
@@ -332,8 +365,8 @@ def _sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def _binds(source: Path) -> bool:
-    return source.name.startswith("binding")
+def _object(source: Path) -> str:
+    return f"{source.stem}.cu.o" if source.suffix == ".cu" else f"{source.stem}.o"
 
 
 def _usable(store: cache.Store, path: Path, binds: bool) -> bool:
@@ -370,18 +403,3 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-@contextlib.contextmanager
-def _progress(title: str, steps: int) -> Iterator[Callable[[int, int], None]]:
-    """A line on the terminal while the compiler runs; nothing where nobody watches."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=steps)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -19,6 +19,7 @@ __all__ = [
     "BuildError",
     "Compiler",
     "Unit",
+    "Watch",
     "compile_and_link",
     "disk_full",
     "find_compiler",
@@ -37,12 +38,15 @@ LINK_FLAGS = ("-shared", "-Wl,--no-undefined", "-Wl,--as-needed")
 _SANITIZERS = ("address", "undefined", "thread")
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.MULTILINE)
-_ERROR = re.compile(
-    r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<text>.*)$", re.MULTILINE
+_ERROR = re.compile(  # as g++ writes it, and as nvcc does
+    r"^(?P<file>[^\s:(][^:(\n]*)(?::(?P<line>\d+):(?:\d+:)?|\((?P<nvcc_line>\d+)\):) (?:fatal )?error:? (?P<text>.*)$",
+    re.MULTILINE,
 )
 _LINK_ERROR = re.compile(r"^.*(?:undefined reference|multiple definition|undefined symbol).*$", re.MULTILINE)
 _ANY_ERROR = re.compile(r"^.*error: .*$", re.MULTILINE)
-_STEP = re.compile(r"^\[(\d+)/(\d+)\] ")
+_STEP = re.compile(r"^\[(\d+)/(\d+)\] (.*)")
+
+Watch = Callable[[int, int, str], None]  # steps done, steps in all, and the file of the last one
 
 
 class BuildError(RuntimeError):
@@ -74,10 +78,15 @@ class Unit:
     include_dirs: tuple[Path, ...]  # searched for headers that count: editing one recompiles the unit
     flags: tuple[str, ...]  # part of the key
     system_dirs: tuple[Path, ...] = ()  # headers of others, known by their version and not by their content
+    binds: bool = False  # to torch, whose headers it sees
+    compiler: Compiler | None = (
+        None  # another one than compiles the rest: nvcc; `flags` are then all there are
+    )
 
     def key(self) -> str:
-        """Digest of the source, of the headers it includes, directly or not, and of the flags."""
-        digest = hashlib.sha256(repr((self.source.name, self.flags)).encode())
+        """Digest of the source, of the headers it includes, directly or not, of the flags and a compiler of its own."""
+        own = (self.compiler.identity,) if self.compiler else ()
+        digest = hashlib.sha256(repr((self.source.name, self.flags, *own)).encode())
         for path in [self.source, *sorted(_headers(self.source, self.include_dirs))]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()
@@ -149,7 +158,7 @@ def compile_and_link(
     objects: Sequence[str],
     link_flags: Sequence[str],
     library: str,
-    progress: Callable[[int, int], None],
+    watch: Watch,
 ) -> None:
     """Compile ``units`` (object name to unit) inside ``folder`` and link them with ``objects`` lying there.
 
@@ -160,14 +169,14 @@ def compile_and_link(
     lines += ["rule link", " command = $run", " description = $out"]
     for name, unit in units.items():
         includes = [f"-I{d}" for d in unit.include_dirs] + [f"-isystem{d}" for d in unit.system_dirs]
-        flags = [*COMPILE_FLAGS, *unit.flags, *includes]
-        run = [*compiler.command, *flags, "-c", str(unit.source), "-o", name]
+        chosen, base = (unit.compiler, ()) if unit.compiler else (compiler, COMPILE_FLAGS)
+        run = [*chosen.command, *base, *unit.flags, *includes, "-c", str(unit.source), "-o", name]
         lines += [f"build {_ninja_path(name)}: compile {_ninja_path(unit.source)}", _ninja_run(run)]
     inputs = [*units, *objects]
     run = [*compiler.command, *inputs, *LINK_FLAGS, *link_flags, "-o", library]
     lines += [f"build {_ninja_path(library)}: link {' '.join(map(_ninja_path, inputs))}", _ninja_run(run), ""]
     (folder / "build.ninja").write_text("\n".join(lines))
-    code, output = _run_ninja(folder, progress)
+    code, output = _run_ninja(folder, watch)
     if code != 0:
         raise _explain(output)
 
@@ -181,7 +190,7 @@ def finished(folder: Path) -> set[str]:
     return {fields[3] for fields in (line.split("\t") for line in log.splitlines()[1:]) if len(fields) == 5}
 
 
-def _run_ninja(folder: Path, progress: Callable[[int, int], None]) -> tuple[int, str]:
+def _run_ninja(folder: Path, watch: Watch) -> tuple[int, str]:
     # English messages, because errors are searched for; temporary files where they are cleaned up.
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] ", "LC_ALL": "C", "TMPDIR": str(folder)}
     command = [_ninja(), "-C", str(folder), "-j", str(_jobs())]
@@ -199,7 +208,7 @@ def _run_ninja(folder: Path, progress: Callable[[int, int], None]) -> tuple[int,
             for line in process.stdout:
                 output.append(line)
                 if step := _STEP.match(line):
-                    progress(int(step[1]), int(step[2]))
+                    watch(int(step[1]), int(step[2]), step[3])
         except BaseException:
             process.terminate()  # ninja stops its compilers in turn
             raise
@@ -241,7 +250,7 @@ def _explain(output: str) -> BuildError:
         shown = "".join(
             f"\n{line}" for line in context.strip("\n").splitlines()[:6] if not line.startswith("ninja:")
         )
-        message = f"{error['file']}:{error['line']}: {error['text']}{shown}"
+        message = f"{error['file']}:{error['line'] or error['nvcc_line']}: {error['text']}{shown}"
     elif error := _LINK_ERROR.search(output):
         message = f"linking failed: {error[0].strip()}"
     elif error := _ANY_ERROR.search(output):

@@ -1,0 +1,111 @@
+"""NVIDIA's compiler: where it is, and how it compiles the kernels of a project for GPUs that need not be here."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from opsmith.kernels.compiler import BuildError, Compiler
+
+__all__ = ["ARCHITECTURES", "FLAGS", "find", "include", "link_flags", "require"]
+
+ARCHITECTURES = (
+    "80",
+    "90a",
+)  # Ampere, which its successors up to 8.9 run too, and Hopper with its own instructions
+_NEWER = "90"  # in PTX, which newer ones compile when they load it
+_TOP = re.compile(r"^#\$ TOP=(.+)$", re.MULTILINE)
+FLAGS = (
+    *("-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+    *(f"-gencode=arch=compute_{name},code=sm_{name}" for name in ARCHITECTURES),
+    f"-gencode=arch=compute_{_NEWER},code=compute_{_NEWER}",
+)
+
+
+def find() -> Compiler | None:
+    """``$NVCC``, or nvcc on PATH, in ``$CUDA_HOME`` or in /usr/local/cuda; None if there is none."""
+    folders = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
+    return _find(os.environ.get("NVCC", ""), os.environ.get("PATH", ""), folders)
+
+
+@functools.lru_cache(maxsize=8)
+def _find(chosen: str, path: str, folders: tuple[str, ...]) -> Compiler | None:
+    candidates = [shlex.split(chosen)] if chosen else [["nvcc"], *([f"{f}/bin/nvcc"] for f in folders if f)]
+    for candidate in candidates:
+        program = shutil.which(candidate[0], path=path)
+        if program is None:
+            continue
+        command = (program, *candidate[1:])
+        try:
+            done = subprocess.run(
+                [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return Compiler(command, done.stdout.strip().splitlines()[-1])
+    return None
+
+
+def require() -> Compiler:
+    """The same, or an error with the next step.
+
+    Raises:
+        BuildError: there is none.
+    """
+    found = find()
+    if found is None:
+        chosen = os.environ.get("NVCC")
+        problem = (
+            f"NVCC={chosen} does not run"
+            if chosen
+            else "nvcc is not on PATH, in $CUDA_HOME or in /usr/local/cuda"
+        )
+        raise BuildError(
+            f"opsmith: CUDA kernels cannot be built: {problem}. Install NVIDIA's CUDA toolkit, or set NVCC to its nvcc;"
+            " the other back ends need none of it"
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _home(compiler: Compiler) -> Path:
+    """The toolkit's folder, by nvcc's own account: what is on PATH may be a script that calls it."""
+    with tempfile.NamedTemporaryFile(suffix=".cu") as empty:
+        said = subprocess.run(
+            [*compiler.command, "--dryrun", "-c", empty.name],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    found = _TOP.search(said.stderr + said.stdout)
+    return Path(found[1] if found else Path(compiler.command[0]).parents[1]).resolve()
+
+
+def include(compiler: Compiler) -> Path:
+    """Where the toolkit keeps its headers."""
+    return _home(compiler) / "include"
+
+
+def link_flags(compiler: Compiler, torch_libraries: Path) -> list[str]:
+    """How a library with kernels is linked: with a CUDA runtime of its own, which needs no version of torch's.
+
+    The current stream is libtorch_cuda's to tell. A PyTorch without CUDA lacks it: what is linked there is complete but
+    for that one, and cannot be loaded, as nothing could that runs on a GPU.
+    """
+    runtime = [
+        *(f"-L{_home(compiler) / name}" for name in ("lib64", "lib")),
+        "-lcudart_static",
+        "-ldl",
+        "-lrt",
+        "-lpthread",
+    ]
+    if (torch_libraries / "libtorch_cuda.so").exists():
+        return [*runtime, f"-L{torch_libraries}", "-ltorch_cuda"]
+    return [*runtime, "-Wl,--unresolved-symbols=ignore-in-object-files"]

@@ -1,0 +1,82 @@
+"""Compiles Triton kernels for GPUs that need not be here: where one would be launched, it is compiled instead."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# Half the kernels' variants for each, so that both generations see every kernel.
+TARGETS = {torch.bfloat16: GPUTarget("cuda", 90, 32), torch.float32: GPUTarget("cuda", 80, 32)}
+_ROW = re.compile(r"\bat (\d+):\d+:")
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float64: "*fp64",
+    torch.bool: "*i1",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Ahead:
+    """Every variant of a kernel that was asked for, compiled for the target that was set: at most so many of each."""
+
+    def __init__(self, most: int = sys.maxsize):
+        self.most = most
+        self.target = TARGETS[torch.bfloat16]
+        self.compiled: dict[Any, str | None] = {}  # a variant, and what was wrong with it
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """What `common.launch` is replaced by."""
+        if 0 in grid:
+            return
+        names = [p.name for p in kernel.params]
+        values = dict(zip(names, args, strict=False))
+        settings = {k: options.pop(k) for k in ("num_warps", "num_stages") if k in options}
+        values.update(options)
+        signature, constants = {}, {}
+        for parameter in kernel.params:
+            value = values.get(parameter.name, parameter.default)
+            how = "constexpr" if parameter.is_constexpr else _kind(value)
+            signature[parameter.name] = how
+            if how == "constexpr":
+                constants[parameter.name] = value
+        name = f"{kernel.__module__}.{kernel.__name__}"
+        arch = self.target.arch
+        key = (name, arch, tuple(signature.values()), tuple(map(str, constants.values())), str(settings))
+        if key in self.compiled or sum(other[:2] == key[:2] for other in self.compiled) >= self.most:
+            return
+        self.compiled[key] = None
+        try:
+            triton.compile(ASTSource(kernel, signature, constants), target=self.target, options=settings)
+        except Exception as error:  # whatever its compiler raises is what is wrong with the kernel
+            self.compiled[key] = f"{_place(kernel, error)}: {name} for sm_{arch}, {constants}: {error}"
+
+
+def _place(kernel: Any, error: Exception) -> str:
+    """The file and line of an error; Triton counts lines from the kernel's `def`."""
+    source, first = inspect.getsourcelines(kernel.fn)
+    before = next(i for i, line in enumerate(source) if line.lstrip().startswith("def "))
+    row = _ROW.search(str(error))
+    return f"{inspect.getsourcefile(kernel.fn)}:{first + before + (int(row[1]) - 1 if row else 0)}"
+
+
+def _kind(value: Any) -> str:
+    """The type that Triton's launcher would give an argument."""
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if value is None or value is True or value is False or (isinstance(value, int) and value == 1):
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"

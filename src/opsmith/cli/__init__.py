@@ -20,6 +20,7 @@ VERBS = {
     "optimize": "Make a local Hugging Face model faster.",
     "ops": "Operators, and what computes them here.",
     "doctor": "The machine, and what is amiss with it.",
+    "new": "A project for an operator, from its prototype.",
     "verify": "Hold operators to their definition.",
     "build": "Compile the kernels of a project, or pack them into a wheel.",
     "bench": "Verify operators, then time them.",

@@ -1,0 +1,479 @@
+"""A project from a prototype: the facts that the templates show, and the files that come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from opsmith.authoring import formula as language
+from opsmith.authoring import gradient, lower_cpu, lower_torch
+from opsmith.authoring.nodes import ELEMENTWISE, REDUCTIONS, ROTATIONS, Formula
+from opsmith.authoring.plan import COLUMN, FULL, ROW, Output, Plan, plan
+from opsmith.authoring.prototype import Prototype, PrototypeError
+from opsmith.authoring.shapes import ANY, Shape, strides_of
+
+__all__ = ["Project"]
+
+_NATIVE = ("float32", "bfloat16", "float16", "bool")
+# Sizes for samples: the last axis, then the others from right to left.
+_LAST = (1, 7, 33, 130, 384)
+_LAST_EVEN = (2, 6, 34, 130, 384)
+_OTHERS = ((1, 3, 9, 2, 5), (1, 2, 1, 3, 2), (1, 1, 2, 1, 3), (1, 1, 1, 2, 1))
+
+
+@dataclass(frozen=True)
+class Project:
+    """Everything that a generated project says, from its prototype."""
+
+    prototype: Prototype
+    backends: Sequence[str]
+    reference: str | None = None  # module:function, where there is no formula
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def name(self) -> str:
+        return self.prototype.name
+
+    # --- the formula ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Of the inputs; without any in the prototype, all are alike, of any number of dimensions."""
+        return {t.name: t.symbols() or (ANY, "N") for t in self.prototype.input_desc}
+
+    @cached_property
+    def attributes(self) -> dict[str, float | int | bool | None]:
+        """Those that are numbers or flags; None where the caller must give one."""
+        return {a.name: a.default() for a in self.prototype.attr if a.type in ("float", "int", "bool")}
+
+    @cached_property
+    def formula(self) -> Formula:
+        """What is computed.
+
+        Raises:
+            FormulaError, PrototypeError: it cannot be read, or the kernels cannot compute it.
+        """
+        p = self.prototype
+        given = p.formula
+        if given is None:
+            raise PrototypeError(
+                f'{p.op} has no formula; add one, such as "formula": {{"{p.output_desc[0].name}": "..."}}'
+            )
+        if isinstance(given, str):
+            given = {p.output_desc[0].name: given}
+        for t in p.input_desc:
+            if t.param_type != "required":
+                raise PrototypeError(
+                    f"{p.op}: input {t.name} is {t.param_type}; a formula needs every input: make it required, "
+                    "or write two operators"
+                )
+        used = {a for a in self.attributes if any(a in language.names_in(text) for text in given.values())}
+        parsed = language.parse(
+            given,
+            self.shapes,
+            {t.name: t.symbols() for t in p.output_desc},
+            # Those without a default first, as Python wants parameters.
+            {k: v for k, v in sorted(self.attributes.items(), key=lambda kv: kv[1] is not None) if k in used},
+            frozenset(t.name for t in p.input_desc if set(t.type) == {"bool"}),
+        )
+        return parsed
+
+    @cached_property
+    def left_out(self) -> list[str]:
+        """Attributes that the formula does not use."""
+        return [a.name for a in self.prototype.attr if a.name not in self.formula.attributes]
+
+    @cached_property
+    def columns(self) -> list[dict[str, str]]:
+        """The dtype combinations that kernels are generated for.
+
+        Raises:
+            PrototypeError: there is none.
+        """
+        names = [t.name for t in self.prototype.tensors]
+        every = [dict(zip(names, c, strict=True)) for c in self.prototype.columns()]
+        fit = [c for c in every if all(t in _NATIVE for t in c.values())]
+        fit = [c for c in fit if any(t != "bool" for t in c.values()) and not self._mixes_bool(c)]
+        unique = [c for i, c in enumerate(fit) if c not in fit[:i]]
+        if not unique:
+            raise PrototypeError(
+                f"{self.prototype.op}: no combination of types is one that kernels are generated for; "
+                f"allowed: {', '.join(_NATIVE)} (bool for conditions)"
+            )
+        return unique
+
+    def _mixes_bool(self, column: Mapping[str, str]) -> bool:
+        truths = self.formula.truths
+        return any((column[n] == "bool") != (n in truths) for n in column)
+
+    @cached_property
+    def dropped_types(self) -> list[str]:
+        """Types of the prototype that no kernel takes."""
+        types = {t for c in self.prototype.columns() for t in c}
+        return sorted(types - {t for c in self.columns for t in c.values()})
+
+    # --- the kernels ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def product(self) -> bool:
+        """Whether a matmul comes first, which the library computes: the kernels start from its result."""
+        return self.formula.product is not None
+
+    @cached_property
+    def kernel_inputs(self) -> dict[str, Shape]:
+        """The tensors that the kernels take."""
+        used = {str(n.value) for n in self.formula.nodes if n.kind == "input"}
+        rest = {n: s for n, s in self.formula.inputs.items() if n in used}
+        if self.formula.product is None or self.formula.product.shape is None:
+            return rest
+        return {"product": self.formula.product.shape, **rest}
+
+    @cached_property
+    def kernel_columns(self) -> list[dict[str, str]]:
+        """Their dtypes, with those of the outputs."""
+        outputs = [t.name for t in self.prototype.output_desc]
+        result = []
+        for c in self.columns:
+            column = {n: c[n] for n in (*self.kernel_inputs, *outputs) if n != "product"}
+            if self.formula.product is not None:
+                first, second = (c[str(a.value)] for a in self.formula.product.args)
+                if first != second:
+                    raise PrototypeError(
+                        f"{self.prototype.op}: matmul takes two tensors of one type, not {first} and {second}"
+                    )
+                column = {"product": first, **column}
+            if column not in result:
+                result.append(column)
+        return result
+
+    @cached_property
+    def forward(self) -> Plan:
+        """The kernel of the formula."""
+        return plan(self.formula, inputs=self.kernel_inputs)
+
+    @cached_property
+    def backward(self) -> Plan | str:
+        """The kernel of its gradients, or why autograd of the reference has to do."""
+        space = self.forward.space
+        extents = {
+            n: e
+            for n, s in self.kernel_inputs.items()
+            if (e := self._extent(s, space)) and n not in self.formula.truths
+        }
+        if self.forward.rotation == "rotate_interleaved":
+            extents = {n: e for n, e in extents.items() if e != COLUMN}
+        try:
+            found = gradient.gradients(self.formula, list(extents))
+        except gradient.NoDerivative as why:
+            return str(why)
+        outputs = [Output(f"d{n}", found[n], extents[n], True) for n in self.kernel_inputs if n in found]
+        if not outputs or not any(o.extent == FULL for o in outputs):
+            return "no input has the shape of the whole"
+        slopes = {f"d{n}": node.shape or () for n, node in self.formula.outputs.items()}
+        return plan(self.formula, outputs, {**slopes, **self.kernel_inputs})
+
+    def _extent(self, shape: Shape, space: Shape) -> str | None:
+        """How an input's gradient is gathered; None where only autograd knows."""
+        if shape == space:
+            return FULL
+        if shape[:-1] == space[:-1] and shape[-1] == 1:
+            return ROW
+        if strides_of(shape, space) == [] and shape[-1] == space[-1]:
+            return COLUMN
+        return None
+
+    @cached_property
+    def gradients(self) -> list[str]:
+        """Inputs whose gradient a kernel writes."""
+        return [] if isinstance(self.backward, str) else [o.name[1:] for o in self.backward.outputs]
+
+    @cached_property
+    def backward_columns(self) -> list[dict[str, str]]:
+        """The dtypes of the backward kernel's tensors."""
+        return [
+            {
+                **{f"d{n}": c[n] for n in self.formula.outputs},
+                **{n: c[n] for n in self.kernel_inputs},
+                **{f"d{n}": c[n] for n in self.gradients},
+            }
+            for c in self.kernel_columns
+        ]
+
+    def cpu(self) -> str:
+        """kernels/cpu/NAME.cpp"""
+        parts = [lower_cpu.function(self.forward, "forward", self.kernel_columns, self.equation)]
+        if not isinstance(self.backward, str):
+            text = f"The gradients, derived from the formula: of {', '.join(self.gradients)}."
+            parts.append(lower_cpu.function(self.backward, "backward", self.backward_columns, text))
+        return "\n\n".join(parts)
+
+    # --- what operator.py says --------------------------------------------------------------------------------------
+
+    @cached_property
+    def equation(self) -> str:
+        """The formula in one line."""
+        return "; ".join(f"{n} = {self.formula.text[n]}" for n in self.formula.outputs)
+
+    @cached_property
+    def kind(self) -> str:
+        """The operator's class, as the prototype says or the formula shows."""
+        if self.prototype.kind:
+            return self.prototype.kind
+        for kind, marks in (
+            ("matmul", ("matmul",)),
+            ("rope", ROTATIONS),
+            ("softmax", ("softmax",)),
+            ("norm", REDUCTIONS),
+        ):
+            if any(
+                n.kind in marks and (n.kind not in ("max", "min") or len(n.args) == 1)
+                for n in self.formula.nodes
+            ):
+                return kind
+        return "activation"
+
+    @cached_property
+    def like(self) -> dict[str, str]:
+        """An input that has an output's dtype in every combination, where the combinations are mixed."""
+        if not self.mixed:
+            return {}
+        result = {}
+        for o in self.formula.outputs:
+            same = [n for n in self.formula.inputs if all(c[n] == c[o] for c in self.columns)]
+            if not same:
+                raise PrototypeError(
+                    f"{self.prototype.op}: output {o} has the type of no input in all combinations; give it one"
+                )
+            result[o] = same[0]
+        return result
+
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether a combination has more than one floating-point type."""
+        return any(len({t for t in c.values() if t != "bool"}) > 1 for c in self.columns)
+
+    @cached_property
+    def even(self) -> list[str]:
+        """Symbols whose size must be even."""
+        rotated = [n.shape[-1] for n in self.formula.nodes if n.kind in ROTATIONS and n.shape]
+        return list(dict.fromkeys(d for d in rotated if isinstance(d, str)))
+
+    def words(self, column: Mapping[str, str]) -> str:
+        """A combination of dtypes as operator.py writes it: one word where that says all."""
+        types = list(column.values())
+        return types[0] if len(set(types)) == 1 else " ".join(types)
+
+    def sizes(self, shape: Shape) -> str:
+        """`B H L D`"""
+        return " ".join(map(str, shape))
+
+    @cached_property
+    def output_shapes(self) -> dict[str, str]:
+        """As KERNELS says them."""
+        return {n: self.sizes(self.formula.shapes[n]) for n in self.formula.outputs}
+
+    @cached_property
+    def reference_lines(self) -> list[str]:
+        """The body of `reference`."""
+        return lower_torch.reference_lines(self.formula, self.like)
+
+    @cached_property
+    def inner_lines(self) -> list[str]:
+        """The body of `epilogue`, what the kernels compute after the matmul."""
+        return lower_torch.reference_lines(self.formula, self.like, after_matmul=True)
+
+    @cached_property
+    def symbols(self) -> list[str]:
+        """All symbols of the inputs, `...` as `lead`, in the order of the widest input."""
+        widest = max(self.shapes.values(), key=lambda s: (ANY in s, len(s)))
+        every = [*widest, *(d for s in self.shapes.values() for d in s)]
+        return list(dict.fromkeys("lead" if d == ANY else d for d in every if isinstance(d, str)))
+
+    @cached_property
+    def last(self) -> str | None:
+        """The symbol of the last axis of the whole."""
+        last = self.forward.space[-1]
+        return last if isinstance(last, str) else None
+
+    def _bound(self, i: int) -> dict[str, str]:
+        """Sizes of sample i, by symbol."""
+        sizes: dict[str, str] = {}
+        others = [s for s in reversed(self.symbols) if s != self.last]
+        for place, symbol in enumerate(others):
+            size = _OTHERS[min(place, 3)][i]
+            if self.product and symbol not in self.forward.space:
+                size = (1, 5, 16, 33, 64)[i]  # what is summed over
+            if symbol in self.even:
+                size = 2 * size
+            sizes[symbol] = (
+                f"({size},)"
+                if symbol == "lead" and i % 2 == 0
+                else f"(2, {size})"
+                if symbol == "lead"
+                else str(size)
+            )
+        if self.last:
+            sizes[self.last] = str((_LAST_EVEN if self.last in self.even else _LAST)[i])
+        return {s: sizes[s] for s in self.symbols}
+
+    @cached_property
+    def sample_sizes(self) -> list[str]:
+        """The tuples over which `samples` loops."""
+        return [", ".join(self._bound(i).values()) for i in range(5)]
+
+    @cached_property
+    def middle(self) -> str:
+        """Arguments of `inputs` for one ordinary sample."""
+        return self.sample_sizes[3]
+
+    @cached_property
+    def empty(self) -> str:
+        """The same without an element: some symbol in front is 0."""
+        sizes = self._bound(1)
+        first = next(
+            (s for s in self.symbols if s != self.last and s in ("lead", *map(str, self.forward.space))),
+            self.symbols[0],
+        )
+        sizes[first] = "(2, 0)" if first == "lead" else "0"
+        return ", ".join(sizes.values())
+
+    @cached_property
+    def workload_sizes(self) -> list[str]:
+        """Sizes that models use: out of cache, and one row."""
+        outer = [s for s in self.symbols if s != self.last]
+        whole = ["4096"] if len(outer) == 1 else ["8", "512"] if len(outer) == 2 else ["2", "16", "2048"]
+        large = dict(zip(outer, ["1"] * (len(outer) - len(whole)) + whole, strict=False))
+        width = "128" if len(outer) > 1 and self.forward.rotation else "4096" if len(outer) < 3 else "256"
+        if self.product:
+            large = dict.fromkeys(outer, "1024")
+            width = "1024"
+        large |= {self.last: width} if self.last else {}
+        one = {**large, **{s: "1" for s in outer if s in self.forward.space or s == "lead"}}
+        result = []
+        for sizes in (large, one):
+            result.append(", ".join(f"({sizes[s]},)" if s == "lead" else sizes[s] for s in self.symbols))
+        return list(dict.fromkeys(result))
+
+    def make_text(self, name: str) -> str:
+        """How a sample makes an input."""
+        dims = ", ".join("*lead" if d == ANY else str(d) for d in self.shapes[name])
+        if name in self.formula.truths:
+            return f"make.mask({dims})"
+        return f"make({dims}).abs() + 0.1" if name in self._positive else f"make({dims})"
+
+    @cached_property
+    def _positive(self) -> set[str]:
+        """Inputs that are divided by, or whose root or logarithm is taken."""
+        found = set()
+        for node in self.formula.nodes:
+            if node.kind in ("log", "sqrt", "rsqrt") and node.args[0].kind == "input":
+                found.add(str(node.args[0].value))
+            if node.kind == "div" and node.args[1].kind == "input":
+                found.add(str(node.args[1].value))
+        return found
+
+    @cached_property
+    def example_attributes(self) -> dict[str, float]:
+        """Values for attributes without a default."""
+        return {n: 0.5 for n, v in self.formula.attributes.items() if v is None}
+
+    @cached_property
+    def strided(self) -> tuple[str, str] | None:
+        """An input of two dimensions or more, and the same values in a layout that is not contiguous."""
+        for name, shape in self.shapes.items():
+            if len(shape) > 1 and name not in self.formula.truths:
+                return name, f"{name}.transpose(-1, -2).contiguous().transpose(-1, -2)"
+        return None
+
+    @cached_property
+    def flops(self) -> str:
+        """For one element, as operator.py writes it."""
+        count = 0.0
+        seen: set[int] = set()
+        for o in self.forward.outputs:
+            for node in o.node.walk(seen):
+                count += (
+                    _FLOPS.get(node.kind, 1.0)
+                    if (node.kind in (*ELEMENTWISE, *REDUCTIONS) and self.forward.lane(node))
+                    or node.kind in REDUCTIONS
+                    else 0
+                )
+        return f"{max(count, 1.0):.1f}"
+
+    @cached_property
+    def whole(self) -> str:
+        """An expression for the number of elements of the whole."""
+        if self.product:
+            a, b = self.formula.product.args  # type: ignore[union-attr]
+            return f"{a.value}.numel() // {a.value}.shape[-1] * {b.value}.shape[-1]" if a.shape else ""
+        for name, shape in self.formula.inputs.items():
+            if shape == self.forward.space:
+                return f"{name}.numel()"
+        return f"torch.broadcast_shapes({', '.join(f'{n}.shape' for n in self.formula.inputs)}).numel()"
+
+    @cached_property
+    def written(self) -> str:
+        """An expression for the bytes of the outputs."""
+        terms = []
+        for o in self.forward.outputs:
+            like = self.like.get(o.name, next(n for n in self.formula.inputs if n not in self.formula.truths))
+            rows = "elements" if o.extent == FULL else f"elements // {self._width()}"
+            terms.append(f"{rows} * {like}.element_size()")
+        return " + ".join(terms)
+
+    def _width(self) -> str:
+        name = next(n for n, s in self.formula.inputs.items() if s[-1] == self.forward.space[-1])
+        return f"max({name}.shape[-1], 1)"
+
+    @cached_property
+    def pattern(self) -> str | None:
+        """The example shapes by which the compiler recognizes the reference in a model."""
+        if len(self.formula.outputs) > 1 or any(
+            isinstance(v, bool | int) for v in self.formula.attributes.values()
+        ):
+            return None
+        parts = []
+        for name, shape in self.shapes.items():
+            dims = ", ".join(f'"{"B" if d == ANY else d}"' if isinstance(d, str) else str(d) for d in shape)
+            parts.append(f'"{name}": ({dims}{"," if len(shape) == 1 else ""})')
+        parts += [
+            f'"{n}": {1.25e-3 if v is not None and v < 0.1 else 1.25}'
+            for n, v in self.formula.attributes.items()
+        ]
+        return f"{{{', '.join(parts)}}}"
+
+    @cached_property
+    def pattern_dtypes(self) -> str:
+        """Which inputs of the pattern are no floating-point tensors."""
+        return "{" + ", ".join(f'"{n}": "bool"' for n in self.shapes if n in self.formula.truths) + "}"
+
+    @cached_property
+    def parameters(self) -> str:
+        """Of the operator, as Python declares them."""
+        numbers = [
+            f"{n}: {_python_type(v)}" + ("" if v is None else f" = {v!r}")
+            for n, v in self.formula.attributes.items()
+        ]
+        return ", ".join([*(f"{n}: torch.Tensor" for n in self.shapes), *numbers])
+
+    @cached_property
+    def arguments(self) -> str:
+        """The same names, as a call gives them."""
+        return ", ".join([*self.shapes, *self.formula.attributes])
+
+
+_FLOPS = {
+    "exp": 10.0,
+    "log": 10.0,
+    "tanh": 12.0,
+    "erf": 14.0,
+    "sigmoid": 12.0,
+    "silu": 13.0,
+    "gelu": 16.0,
+    "gelu_tanh": 16.0,
+}
+
+
+def _python_type(default: float | int | bool | None) -> str:
+    return "bool" if isinstance(default, bool) else "int" if isinstance(default, int) else "float"

@@ -1,0 +1,147 @@
+"""`opsmith new`: the files of a project, written all or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+
+from opsmith.authoring.generate import Project
+from opsmith.authoring.prototype import PrototypeError, read
+
+__all__ = ["BACKENDS", "create"]
+
+# What writes the files of each back end: a function of the project, giving texts by file name. A new one joins here.
+BACKENDS: dict[str, Callable[[Project], Mapping[str, str]]] = {
+    "cpu": lambda p: {f"{p.name}.cpp": render("cpu.cpp", p)},
+}
+
+
+def create(
+    prototype: Path,
+    folder: Path | None = None,
+    *,
+    op: str | None = None,
+    backends: Sequence[str] = ("cpu",),
+    reference: str | None = None,
+) -> tuple[Path, list[Path], list[str]]:
+    """Write the project of a prototype; returns its folder, its files, and notes on what was left out.
+
+    Raises:
+        PrototypeError, FormulaError: what the prototype says cannot be, and why. Nothing is written.
+        ValueError: an unknown back end, or the folder exists.
+    """
+    if unknown := [b for b in backends if b not in BACKENDS]:
+        raise ValueError(f"no back end {unknown[0]!r}; there are: {', '.join(BACKENDS)}")
+    asked = read(prototype, op)
+    for t in asked.tensors:
+        if other := [f for f in t.format if f != "ND"]:
+            raise PrototypeError(
+                f"{asked.op}: {t.name} has format {other[0]}; {', '.join(backends)} take ND: tensors as PyTorch "
+                "lays them out. An operator on other layouts is not generated"
+            )
+    project = Project(asked, tuple(dict.fromkeys(backends)), reference)
+    if (Path(__file__).parents[1] / "ops" / f"{project.name}.py").exists():
+        raise ValueError(
+            f"{project.name} is one of opsmith's own operators; give op another name, My{asked.op} say"
+        )
+    target = Path(f"{project.name}_op") if folder is None else folder
+    if target.exists():
+        raise ValueError(f"{target} exists, and `new` overwrites nothing; choose another folder with -o")
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"{target.absolute().parent} is no folder; make it first, or choose another with -o")
+    files = _files(project, target)
+    _write(target, files)
+    return target, [target / name for name in files], _notes(project)
+
+
+def _files(p: Project, folder: Path) -> dict[str, str]:
+    files = {
+        "__init__.py": f'"""The operator {p.name}; its card is in operator.py."""\n',
+        "operator.py": render("operator.py", p, **_operator(p)),
+    }
+    for backend in p.backends:
+        for name, text in BACKENDS[backend](p).items():
+            files[f"kernels/{backend}/{name}"] = text
+    files[f"tests/test_{p.name}.py"] = render("test.py", p)
+    files["bench.py"] = render("bench.py", p)
+    rest = [n for n in p.kernel_inputs if n not in p.gradients and n not in p.formula.truths]
+    files["README.md"] = render("README.md", p, folder=folder.name, rest=rest, notes=_notes(p))
+    return files
+
+
+def _operator(p: Project) -> dict[str, object]:
+    body = "\n".join([*p.reference_lines, *(p.inner_lines if p.product else ())])
+    many = len(p.formula.outputs) > 1
+    numbers = ", ".join(p.parameters.split(", ")[len(p.shapes) :])
+    product = p.formula.product
+    before = [f"torch.matmul({product.args[0].value}, {product.args[1].value})"] if product else []
+    before += [n for n in p.kernel_inputs if n != "product"]
+    strided = [p.strided[1] if p.strided and n == p.strided[0] else n for n in p.shapes]
+    sizes = ["{'x'.join(map(str, lead))}" if s == "lead" else f"{{{s}}}" for s in p.symbols]
+    extra = [f'"{n}": {v}' for n, v in p.example_attributes.items()]
+    return {
+        "body": body,
+        "rotations": ", ".join(r for r in ("rotate_half", "rotate_interleaved") if f"{r}(" in body),
+        "kernel_inputs": {n: p.sizes(s) for n, s in p.kernel_inputs.items()},
+        "strings": lambda d: "{" + ", ".join(f'"{k}": "{v}"' for k, v in d.items()) + "}",
+        "attributes": "{" + ", ".join(f'"{n}": {v!r}' for n, v in p.formula.attributes.items()) + "}",
+        "result": "tuple[torch.Tensor, ...]" if many else "torch.Tensor",
+        "tensors": ", ".join(f"{n}: torch.Tensor" for n in p.shapes),
+        "names": ", ".join(p.shapes),
+        "before": ", ".join(before) + ("," if len(before) == 1 else ""),
+        "inner_parameters": ", ".join(
+            [*(f"{n}: torch.Tensor" for n in p.kernel_inputs), *([numbers] if numbers else [])]
+        ),
+        "symbols": ", ".join(f"{s}: {'tuple[int, ...]' if s == 'lead' else 'int'}" for s in p.symbols),
+        "makes": ", ".join(p.make_text(n) for n in p.shapes),
+        "sample_name": "x".join(sizes),
+        "extra": f", {{{', '.join(extra)}}}" if extra else "",
+        "strided": ", ".join(strided) + ("," if len(strided) == 1 else ""),
+        "workload_names": [w.replace("(", "").replace(",)", "").replace(", ", "x") for w in p.workload_sizes],
+    }
+
+
+def _notes(p: Project) -> list[str]:
+    notes = []
+    if p.left_out:
+        notes.append(f"Left out, as the formula does not use it: {', '.join(p.left_out)}.")
+    if p.dropped_types:
+        notes.append(f"No kernels are generated for {', '.join(p.dropped_types)}.")
+    return notes
+
+
+def render(template: str, p: Project, **more: object) -> str:
+    """One file."""
+    text = _environment().get_template(f"{template}.j2").render(p=p, **more)
+    return text.rstrip("\n") + "\n"
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # code, not HTML; what a prototype may say is checked when it is read
+    )
+
+
+def _write(target: Path, files: Mapping[str, str]) -> None:
+    """All files, or none: they appear under their name at once."""
+    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.absolute().parent))
+    try:
+        made.chmod(0o755)
+        for name, text in files.items():
+            path = made / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        os.rename(made, target)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise

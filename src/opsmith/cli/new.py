@@ -1,0 +1,54 @@
+"""`opsmith new`: a project for an operator, from its prototype."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opsmith.cli import CommandError
+
+
+def run(
+    prototype: Annotated[Path, typer.Argument(metavar="PROTOTYPE.json", help="The operator's prototype.")],
+    op: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The operator, where the file holds several.")
+    ] = None,
+    backends: Annotated[
+        str, typer.Option(metavar="cpu,triton,cuda", help="What kernels are for.")
+    ] = "cpu,triton",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="The folder to make.")
+    ] = None,
+) -> None:
+    """Write a project: card, kernels that compute the prototype's formula, test, benchmark.
+
+    Nothing is left to fill in for it to build and pass, and nothing is ever overwritten.
+
+    Example: opsmith new rope.json --backends cpu,triton -o rope_op
+    """
+    from opsmith.authoring.formula import FormulaError
+    from opsmith.authoring.jsonc import PrototypeError
+    from opsmith.authoring.new import create
+
+    chosen = [b.strip() for b in backends.split(",") if b.strip()]
+    try:
+        folder, files, notes = create(prototype, output, op=op, backends=chosen)
+    except FormulaError as wrong:
+        first, *picture = str(wrong).splitlines()
+        for line in picture:
+            print(line, file=sys.stderr)
+        raise CommandError(f"{prototype}: {first}") from wrong
+    except (PrototypeError, ValueError) as wrong:
+        raise CommandError(str(wrong)) from wrong
+    except OSError as wrong:
+        raise CommandError(
+            f"{wrong.filename or prototype}: {wrong.strerror}; name another file or folder"
+        ) from wrong
+    for file in files:
+        print(file)
+    for note in notes:
+        print(note)
+    print(f"Next: opsmith build {folder}; opsmith verify {folder}; opsmith bench {folder}")

@@ -1,0 +1,188 @@
+"""The prototype: msopgen's JSON is read as it is, and what is wrong with one is one clear message."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opsmith.authoring.formula import FormulaError
+from opsmith.authoring.new import create
+from opsmith.authoring.prototype import KINDS, PrototypeError, parse, read, snake_case
+from opsmith.operator import Kind
+from tests.authoring.prototypes import PROTOTYPES, text
+
+# As msopgen's documentation publishes it, comments and trailing commas included.
+ADD = """[
+    {
+        "op": "AddCustom",  // UpperCamel
+        "language": "cpp",
+        "input_desc": [
+            {"name": "x", "param_type": "required", "format": ["ND", "ND"], "type": ["fp16", "float"],},
+            {"name": "y", "param_type": "required", "format": ["ND"], "type": ["fp16", "float"]},
+        ],
+        "output_desc": [
+            {"name": "z", "param_type": "required", "format": "ND", "type": ["fp16", "float"]}
+        ],
+        "attr": [{"name": "alpha", "param_type": "optional", "type": "float", "default_value": "2.0"}],
+        "formula": {"z": "x + alpha * y"}
+    }, /* nothing more */
+]
+"""
+
+CONV = {
+    "op": "Conv2D",
+    "input_desc": [
+        {"name": "x", "param_type": "required", "format": ["NCHW"], "type": ["fp16"]},
+        {"name": "filter", "param_type": "required", "format": ["NCHW"], "type": ["fp16"]},
+        {"name": "bias", "param_type": "optional", "format": ["ND"], "type": ["fp16"]},
+    ],
+    "output_desc": [{"name": "y", "param_type": "required", "format": ["NCHW"], "type": ["fp16"]}],
+    "attr": [{"name": "strides", "param_type": "required", "type": "list_int"}],
+}
+
+
+def test_a_published_prototype_is_read_as_it_is() -> None:
+    p = parse(ADD)
+    assert p.name == "add_custom"
+    assert p.columns() == [("float16",) * 3, ("float32",) * 3]
+    assert p.attr[0].default() == 2.0
+
+
+def test_one_of_several_operators_is_chosen_by_name() -> None:
+    both = json.dumps([PROTOTYPES["Relu6"], PROTOTYPES["SiluMul"]])
+    assert parse(both, op="SiluMul").op == "SiluMul"
+    with pytest.raises(PrototypeError, match=r"holds 2 operators; choose one with --op: Relu6, SiluMul"):
+        parse(both)
+    with pytest.raises(PrototypeError, match=r"no operator named 'Gelu'; there are: Relu6, SiluMul"):
+        parse(both, op="Gelu")
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [("RopeCustom", "rope_custom"), ("RMSNorm", "rms_norm"), ("Conv2D", "conv2_d")]
+)
+def test_names_of_files_are_those_of_msopgen(op: str, name: str) -> None:
+    assert snake_case(op) == name
+
+
+def test_groups_of_types_are_lists_of_types() -> None:
+    p = parse(ADD.replace('["fp16", "float"]', '"realnumbertype"').replace('["ND", "ND"]', '"ND"'))
+    assert ("float32",) * 3 in p.columns()
+    assert ("int8",) * 3 in p.columns()
+
+
+def test_the_kinds_are_those_of_the_cards() -> None:
+    assert {k.value for k in Kind} == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("found", "instead", "message"),
+    [
+        ('"x"', '"../x"', r"line 6: input_desc\[0\]\.name: found '../x'; allowed: a letter"),
+        ('"x"', '"x;}"', r"line 6: input_desc\[0\]\.name: found 'x;}'"),
+        ('"AddCustom"', '"../../etc/Add"', r"line 3: op: found '../../etc/Add'; allowed: UpperCamel"),
+        ('"AddCustom"', '"АddCustom"', r"line 3: op: found 'АddCustom'"),  # a Cyrillic letter
+        ('"alpha"', '"аlpha"', r"line 12: attr\[0\]\.name: found 'аlpha'"),
+        ('"alpha"', '"__class__"', r"attr\[0\]\.name: found '__class__'"),
+        ('"alpha"', '"lambda"', r"attr\[0\]\.name: found 'lambda'; that name has a meaning"),
+        (
+            '"2.0"',
+            "\"__import__('os')\"",
+            r"line 12: attr\[0\]\.default_value: found .* a value of type float",
+        ),
+        ('"y"', '"x"', r"line 7: input_desc\[1\]\.name: 'x' is taken by input_desc\[0\]"),
+        ('"z"', '"x"', r"line 10: output_desc\[0\]\.name: 'x' is taken by input_desc\[0\]"),
+        ('"ND", "ND"', '"ND", "ND", "ND"', r"line 6: input_desc\[0\]\.format: found 3 entries; allowed: 2"),
+        (
+            '"fp16", "float"',
+            '"fp16", "flaot"',
+            r"'flaot' is neither a type nor a group of types; allowed: float",
+        ),
+        ('["ND", "ND"]', '["NDX"]', r"'NDX' is no format; allowed: ND, NCHW"),
+        ('"op"', '"opp"', r"line 3: opp: is no field of a prototype; allowed: op, language"),
+        ('"op": "AddCustom",', "", r"op: is required, and missing"),
+        ('"cpp"', '"cpp", "language": "c"', r"line 4: \[0\]\.language is given twice, first on line 4"),
+        (
+            '"required"',
+            '"maybe"',
+            r"param_type: found 'maybe'; Input should be 'required', 'optional' or 'dynamic'",
+        ),
+        ("]\n", "", r"line 15: expected"),
+        ('"fp16"', "fp16", r"line 6: expected a value.*, found 'fp16"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(found: str, instead: str, message: str) -> None:
+    wrong = ADD[:-2] if found == "]\n" else ADD.replace(found, instead, 1)
+    with pytest.raises(PrototypeError, match=message) as raised:
+        parse(wrong)
+    assert "\n" not in str(raised.value)
+
+
+def test_size_and_depth_are_limited(tmp_path: Path) -> None:
+    file = tmp_path / "large.json"
+    file.write_text('{"op": "' + "A" * (10 << 20) + '"}')
+    with pytest.raises(PrototypeError, match=r"bytes; a prototype has at most 1048576"):
+        read(file)
+    with pytest.raises(PrototypeError, match=r"at most 32 levels"):
+        parse("[" * 100_000)
+    file.write_bytes(b'{"op": "\xff"}')
+    with pytest.raises(PrototypeError, match=r"byte 8 is no UTF-8"):
+        read(file)
+
+
+def broken(name: str, **changes: Any) -> dict[str, Any]:
+    return {**PROTOTYPES[name], **changes}
+
+
+@pytest.mark.parametrize(
+    ("prototype", "error", "message"),
+    [
+        (CONV, PrototypeError, r"Conv2D: x has format NCHW; cpu take ND"),
+        (
+            broken("SiluMul", formula={"y": "silu(gate) * down"}),
+            FormulaError,
+            r"down is unknown; there are: gate, up",
+        ),
+        (
+            broken("SiluMul", formula={"y": "silu(gate)"}),
+            FormulaError,
+            r"input up is not used by the formula",
+        ),
+        (
+            broken("SiluMul", formula={"y": "__import__('os').system('touch x')"}),
+            FormulaError,
+            r"not in the language",
+        ),
+        (broken("SiluMul", formula={"z": "gate + up"}), FormulaError, r"output y has no formula"),
+        (broken("SiluMul", formula=None), PrototypeError, r"SiluMul has no formula; add one"),
+        (broken("SiluMul", op="Softmax"), ValueError, r"softmax is one of opsmith's own operators"),
+        (broken("SiluMul", kind="fast"), PrototypeError, r"kind: found 'fast'; allowed: matmul"),
+    ],
+)
+def test_nothing_is_written_for_what_is_refused(
+    prototype: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(prototype))
+    with pytest.raises(error, match=message):
+        create(file, tmp_path / "made")
+    assert [f.name for f in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(text("SiluMul"))
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ValueError, match=r"made exists, and `new` overwrites nothing"):
+        create(file, tmp_path / "made")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_an_attribute_that_the_formula_does_not_use_is_left_out_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    extra = {"name": "keep_dims", "param_type": "optional", "type": "bool", "default_value": True}
+    file.write_text(json.dumps(broken("SiluMul", attr=[extra])))
+    folder, _, notes = create(file, tmp_path / "made")
+    assert notes == ["Left out, as the formula does not use it: keep_dims."]
+    assert not re.search("keep_dims", (folder / "operator.py").read_text())

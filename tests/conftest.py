@@ -23,7 +23,14 @@ import numpy as np
 import pytest
 import torch
 
-hypothesis.settings.register_profile("opsmith", deadline=None, derandomize=True, database=None)
+# A slow or busy machine is no fault of what is tested.
+hypothesis.settings.register_profile(
+    "opsmith",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("opsmith")
 
 THREADS = 2

@@ -28,7 +28,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def in_a_new_process(code: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=600
     ).stdout
 
 

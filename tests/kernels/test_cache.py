@@ -221,7 +221,7 @@ def test_no_compiler_in_a_process_of_its_own(project: Project) -> None:
     del environment["CXX"]
     environment.pop("OPSMITH_NATIVE", None)
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "False", "None", "0.0"]
     assert len(re.findall("RuntimeWarning", done.stderr)) == 1

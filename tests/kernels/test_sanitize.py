@@ -68,7 +68,7 @@ def test_a_planted_fault_is_reported(fault: str, tmp_path: Path, monkeypatch: py
     call = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).run(1000))"
     command = [str(SANITIZE), sanitizers, sys.executable, "-c", call, str(library)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OPSMITH_NATIVE": "0"}
+        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OPSMITH_NATIVE": "0"}
     )
     assert (done.returncode == 0) == (not report), done.stderr
     assert report in done.stderr

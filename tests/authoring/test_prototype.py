@@ -51,11 +51,13 @@ def test_a_published_prototype_is_read_as_it_is() -> None:
 
 
 def test_one_of_several_operators_is_chosen_by_name() -> None:
-    both = json.dumps([PROTOTYPES["Relu6"], PROTOTYPES["SiluMul"]])
-    assert parse(both, op="SiluMul").op == "SiluMul"
-    with pytest.raises(PrototypeError, match=r"holds 2 operators; choose one with --op: Relu6, SiluMul"):
+    both = json.dumps([PROTOTYPES["Relu6"], PROTOTYPES["SiluMulCustom"]])
+    assert parse(both, op="SiluMulCustom").op == "SiluMulCustom"
+    with pytest.raises(
+        PrototypeError, match=r"holds 2 operators; choose one with --op: Relu6, SiluMulCustom"
+    ):
         parse(both)
-    with pytest.raises(PrototypeError, match=r"no operator named 'Gelu'; there are: Relu6, SiluMul"):
+    with pytest.raises(PrototypeError, match=r"no operator named 'Gelu'; there are: Relu6, SiluMulCustom"):
         parse(both, op="Gelu")
 
 
@@ -140,24 +142,24 @@ def broken(name: str, **changes: Any) -> dict[str, Any]:
     [
         (CONV, PrototypeError, r"Conv2D: x has format NCHW; cpu take ND"),
         (
-            broken("SiluMul", formula={"y": "silu(gate) * down"}),
+            broken("SiluMulCustom", formula={"y": "silu(gate) * down"}),
             FormulaError,
             r"down is unknown; there are: gate, up",
         ),
         (
-            broken("SiluMul", formula={"y": "silu(gate)"}),
+            broken("SiluMulCustom", formula={"y": "silu(gate)"}),
             FormulaError,
             r"input up is not used by the formula",
         ),
         (
-            broken("SiluMul", formula={"y": "__import__('os').system('touch x')"}),
+            broken("SiluMulCustom", formula={"y": "__import__('os').system('touch x')"}),
             FormulaError,
             r"not in the language",
         ),
-        (broken("SiluMul", formula={"z": "gate + up"}), FormulaError, r"output y has no formula"),
-        (broken("SiluMul", formula=None), PrototypeError, r"SiluMul has no formula; add one"),
-        (broken("SiluMul", op="Softmax"), ValueError, r"softmax is one of opsmith's own operators"),
-        (broken("SiluMul", kind="fast"), PrototypeError, r"kind: found 'fast'; allowed: matmul"),
+        (broken("SiluMulCustom", formula={"z": "gate + up"}), FormulaError, r"output y has no formula"),
+        (broken("SiluMulCustom", formula=None), PrototypeError, r"SiluMulCustom has no formula; add one"),
+        (broken("SiluMulCustom", op="Softmax"), ValueError, r"softmax is one of opsmith's own operators"),
+        (broken("SiluMulCustom", kind="fast"), PrototypeError, r"kind: found 'fast'; allowed: matmul"),
     ],
 )
 def test_nothing_is_written_for_what_is_refused(
@@ -172,7 +174,7 @@ def test_nothing_is_written_for_what_is_refused(
 
 def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
-    file.write_text(text("SiluMul"))
+    file.write_text(text("SiluMulCustom"))
     (tmp_path / "made").mkdir()
     with pytest.raises(ValueError, match=r"made exists, and `new` overwrites nothing"):
         create(file, tmp_path / "made")
@@ -182,7 +184,7 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
 def test_an_attribute_that_the_formula_does_not_use_is_left_out_and_named(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     extra = {"name": "keep_dims", "param_type": "optional", "type": "bool", "default_value": True}
-    file.write_text(json.dumps(broken("SiluMul", attr=[extra])))
+    file.write_text(json.dumps(broken("SiluMulCustom", attr=[extra])))
     folder, _, notes = create(file, tmp_path / "made")
     assert notes == ["Left out, as the formula does not use it: keep_dims."]
     assert not re.search("keep_dims", (folder / "operator.py").read_text())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from opsmith.authoring import formula as language
-from opsmith.authoring import gradient, lower_cpu, lower_torch
-from opsmith.authoring.nodes import ELEMENTWISE, REDUCTIONS, ROTATIONS, Formula
+from opsmith.authoring import gradient, lower_cpu, lower_torch, lower_triton
+from opsmith.authoring.nodes import ELEMENTWISE, ROTATIONS, Formula
 from opsmith.authoring.plan import COLUMN, FULL, ROW, Output, Plan, plan
 from opsmith.authoring.prototype import Prototype, PrototypeError
 from opsmith.authoring.shapes import ANY, Shape, strides_of
@@ -19,6 +19,7 @@ _NATIVE = ("float32", "bfloat16", "float16", "bool")
 # Sizes for samples: the last axis, then the others from right to left.
 _LAST = (1, 7, 33, 130, 384)
 _LAST_EVEN = (2, 6, 34, 130, 384)
+_LAST_OF_ROWS = (2, 7, 33, 130, 384)  # a row of one element has no statistics
 _OTHERS = ((1, 3, 9, 2, 5), (1, 2, 1, 3, 2), (1, 1, 2, 1, 3), (1, 1, 1, 2, 1))
 
 
@@ -208,6 +209,15 @@ class Project:
             parts.append(lower_cpu.function(self.backward, "backward", self.backward_columns, text))
         return "\n\n".join(parts)
 
+    def triton(self) -> str:
+        """kernels/triton/NAME.py, below its imports."""
+        parts = [lower_triton.function(self.forward, "forward", self.equation)]
+        if not isinstance(self.backward, str):
+            parts.append(
+                lower_triton.function(self.backward, "backward", "The gradients, derived from the formula.")
+            )
+        return "\n\n\n".join(parts)
+
     # --- what operator.py says --------------------------------------------------------------------------------------
 
     @cached_property
@@ -220,18 +230,11 @@ class Project:
         """The operator's class, as the prototype says or the formula shows."""
         if self.prototype.kind:
             return self.prototype.kind
-        for kind, marks in (
-            ("matmul", ("matmul",)),
-            ("rope", ROTATIONS),
-            ("softmax", ("softmax",)),
-            ("norm", REDUCTIONS),
-        ):
-            if any(
-                n.kind in marks and (n.kind not in ("max", "min") or len(n.args) == 1)
-                for n in self.formula.nodes
-            ):
+        kinds = {n.kind for n in self.formula.nodes}
+        for kind, marks in (("matmul", {"matmul"}), ("rope", set(ROTATIONS)), ("softmax", {"softmax"})):
+            if kinds & marks:
                 return kind
-        return "activation"
+        return "norm" if any(n.reduces for n in self.formula.nodes) else "activation"
 
     @cached_property
     def like(self) -> dict[str, str]:
@@ -314,7 +317,8 @@ class Project:
                 else str(size)
             )
         if self.last:
-            sizes[self.last] = str((_LAST_EVEN if self.last in self.even else _LAST)[i])
+            last = _LAST_EVEN if self.last in self.even else _LAST_OF_ROWS if self.forward.stages else _LAST
+            sizes[self.last] = str(last[i])
         return {s: sizes[s] for s in self.symbols}
 
     @cached_property
@@ -393,12 +397,8 @@ class Project:
         seen: set[int] = set()
         for o in self.forward.outputs:
             for node in o.node.walk(seen):
-                count += (
-                    _FLOPS.get(node.kind, 1.0)
-                    if (node.kind in (*ELEMENTWISE, *REDUCTIONS) and self.forward.lane(node))
-                    or node.kind in REDUCTIONS
-                    else 0
-                )
+                if node.reduces or (node.kind in ELEMENTWISE and self.forward.lane(node)):
+                    count += _FLOPS.get(node.kind, 1.0)
         return f"{max(count, 1.0):.1f}"
 
     @cached_property

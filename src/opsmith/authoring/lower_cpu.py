@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from opsmith.authoring.emit import Emitter, float_text
 from opsmith.authoring.nodes import Node
 from opsmith.authoring.plan import COLUMN, FULL, ROW, Output, Plan, Statistic
-from opsmith.authoring.shapes import Shape, strides_of
+from opsmith.authoring.rows import Rows
+from opsmith.authoring.shapes import Shape
 
 __all__ = ["CPP_TYPES", "function"]
 
@@ -37,7 +38,7 @@ class _Function:
         self.pairs = len(letters) == 1 and not column_sums and plan.rotation != "rotate_interleaved"
         self.sums = column_sums
         self.pieces = not plan.rowwise
-        self.space_of = self._widest()
+        self.rows = Rows(plan)
 
     def _types(self) -> dict[str, str]:
         """Tensors that have one dtype in every column share a template parameter."""
@@ -50,23 +51,6 @@ class _Function:
             else:
                 types[name] = found.setdefault(key, f"T{len(found)}")
         return types if len(found) > 1 else {n: "T" if t == "T0" else t for n, t in types.items()}
-
-    def _widest(self) -> str:
-        outer = self.plan.space
-        for name in self.tensors:
-            shape = self.plan.inputs.get(name) or next(
-                (
-                    outer if o.extent == FULL else ()
-                    for o in self.plan.outputs
-                    if o.name == name and not o.optional
-                ),
-                (),
-            )
-            if shape == outer:
-                return name
-        raise ValueError(
-            "no input or output has the shape to which all of them broadcast; write it as two operators"
-        )
 
     # --- text -------------------------------------------------------------------------------------------------------
 
@@ -119,7 +103,7 @@ class _Function:
         return any(o.name == name and o.optional for o in self.plan.outputs)
 
     def _body(self) -> list[str]:
-        whole = self.space_of
+        whole = self.rows.whole
         lines = []
         if self.pieces:
             lines += [
@@ -129,8 +113,8 @@ class _Function:
         else:
             lines += [f"const int64_t size = size_of({whole}), rows = rows_of({whole});"]
             count, width = "rows * size", "size"
-        for key, text in self._runs().items():
-            lines.append(f"const int64_t {key} = {text};")
+        for key, (first, last) in self.rows.counts.items():
+            lines.append(f"const int64_t {key} = sizes_between({whole}, {first}, {last or f'{whole}.dim'});")
         full = [o for o in self.plan.outputs if o.extent == FULL]
         if full:
             lines.append(
@@ -162,41 +146,11 @@ class _Function:
             lines.append(f"if ({o.name}.defined()) {o.name}_sums.write({o.name}.as<{self.types[o.name]}>());")
         return lines
 
-    def _runs(self) -> dict[str, str]:
-        """The sizes by which rows of broadcast tensors are found, each named once."""
-        self.run_names: dict[tuple[int, int], str] = {}
-        result = {}
-        for _, shape in self._read():
-            for run, behind in strides_of(shape, self.plan.space) or ():
-                for dims, offset in ((behind, 0), (run, len(behind))):
-                    key = (2 + offset, 1 + offset + len(dims))
-                    if dims and key not in self.run_names:
-                        self.run_names[key] = f"count_{len(self.run_names) + 1}"
-                        last = f"{self.space_of}.dim" if "..." in dims else str(key[1])
-                        result[self.run_names[key]] = f"sizes_between({self.space_of}, {key[0]}, {last})"
-        return result
-
-    def _place(self, shape: Shape) -> str | None:
-        """The index of a tensor's row; None where it is 0 for all."""
-        runs = strides_of(shape, self.plan.space)
-        if runs is None:
-            return "row"
-        terms = []
-        for i, (run, behind) in enumerate(runs):
-            index = f"row / {self.run_names[2, 1 + len(behind)]}" if behind else "row"
-            size = self.run_names[2 + len(behind), 1 + len(behind) + len(run)]
-            first = len(run) + len(behind) == len(self.plan.space) - 1
-            index = index if first else f"{index} % {size}"
-            for later, after in runs[i + 1 :]:
-                index = f"({index}) * {self.run_names[2 + len(after), 1 + len(after) + len(later)]}"
-            terms.append(index)
-        return " + ".join(terms) or None
-
     def _pointer(self, name: str, shape: Shape, writes: bool) -> tuple[str, bool]:
         """The declaration of a tensor's row pointer, and whether it is the same for all rows."""
         kind = self.types[name]
         width = "kPiece" if self.pieces else "size" if shape[-1] != 1 or self.plan.space[-1] == 1 else ""
-        place = self._place(shape)
+        place = "row" if writes else self.rows.place(name)
         data = f"{name}.as<{kind}>()"
         if place is not None:
             place = f"({place})" if " " in place and width else place
@@ -210,8 +164,7 @@ class _Function:
 
     def _read(self) -> list[tuple[str, Shape]]:
         """The inputs that the kernel looks at."""
-        used = {n.value for o in self.plan.outputs for n in o.node.walk() if n.kind in ("input", "matmul")}
-        return [(n, s) for n, s in self.plan.inputs.items() if n in used]
+        return [(n, self.plan.inputs[n]) for n in self.rows.read]
 
     def _row(self) -> list[str]:
         plan = self.plan
@@ -368,7 +321,6 @@ class _Function:
         return (lambda: list(row_lines)), emitter, body
 
     def _load(self, name: str, place: int, row_lines: list[str], body: list[str]) -> str:
-        shape = self.plan.inputs[name]
         boolean = self.types[name] == "bool"
         if self.plan.extent(name) == ROW:
             if name not in self.row_inputs:
@@ -376,7 +328,7 @@ class _Function:
                 value = f"*{name}_row" if boolean else f"to_float(*{name}_row)"
                 row_lines.append(f"const {'bool' if boolean else 'float'} r_{name} = {value};")
             return f"r_{name}"
-        shared = strides_of(shape, self.plan.space) == []
+        shared = self.rows.shared(name)
         read = "truth" if boolean else "load" if shared or self.plan.rotation else "read"
         if self.plan.rotation == "rotate_interleaved":
             if name not in self.loaded:

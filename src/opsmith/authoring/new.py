@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import jinja2
 
+from opsmith.authoring import lower_triton
 from opsmith.authoring.generate import Project
 from opsmith.authoring.prototype import PrototypeError, read
 
@@ -18,6 +20,7 @@ __all__ = ["BACKENDS", "create"]
 # What writes the files of each back end: a function of the project, giving texts by file name. A new one joins here.
 BACKENDS: dict[str, Callable[[Project], Mapping[str, str]]] = {
     "cpu": lambda p: {f"{p.name}.cpp": render("cpu.cpp", p)},
+    "triton": lambda p: {f"{p.name}.py": _triton(p)},
 }
 
 
@@ -45,7 +48,7 @@ def create(
                 "lays them out. An operator on other layouts is not generated"
             )
     project = Project(asked, tuple(dict.fromkeys(backends)), reference)
-    if (Path(__file__).parents[1] / "ops" / f"{project.name}.py").exists():
+    if project.name in _built_in():
         raise ValueError(
             f"{project.name} is one of opsmith's own operators; give op another name, My{asked.op} say"
         )
@@ -57,6 +60,12 @@ def create(
     files = _files(project, target)
     _write(target, files)
     return target, [target / name for name in files], _notes(project)
+
+
+def _built_in() -> set[str]:
+    """The names of our own operators, from the sources of their cards: importing them would take PyTorch a second."""
+    cards = (Path(__file__).parents[1] / "ops").glob("*.py")
+    return {name for card in cards for name in re.findall(r'^ +name="(\w+)"', card.read_text(), re.MULTILINE)}
 
 
 def _files(p: Project, folder: Path) -> dict[str, str]:
@@ -106,6 +115,12 @@ def _operator(p: Project) -> dict[str, object]:
     }
 
 
+def _triton(p: Project) -> str:
+    body = p.triton()
+    commons = [n for n in ("block_of", "launch", "processors", "rounded", "warps_of") if f"{n}(" in body]
+    return render("triton.py", p, body=body, commons=commons, helpers=lower_triton.helpers([body]))
+
+
 def _notes(p: Project) -> list[str]:
     notes = []
     if p.left_out:
@@ -115,9 +130,34 @@ def _notes(p: Project) -> list[str]:
     return notes
 
 
+def _broken(text: str, indent: int = 0, limit: int = 110) -> str:
+    """A line of Python, in several where it is too long: what its last outer brackets hold, on lines of its own."""
+    if len(text) + indent <= limit or "(" not in text:
+        return text
+    depth, end = 0, text.rindex(")")
+    for start in range(end, -1, -1):
+        depth += (text[start] in ")]}") - (text[start] in "([{")
+        if depth == 0:
+            break
+    inside = text[start + 1 : end]
+    pad = " " * indent
+    if len(inside) + indent + 4 <= limit:
+        return f"{text[: start + 1]}\n{pad}    {inside}\n{pad}{text[end:]}"
+    lines, depth, begin = [], 0, 0
+    for i, c in enumerate(inside):
+        depth += (c in "([{") - (c in ")]}")
+        if depth == 0 and inside.startswith(", ", i):
+            lines.append(f"{pad}    {inside[begin:i]},")
+            begin = i + 2
+    lines.append(f"{pad}    {inside[begin:]},")
+    return "\n".join([text[: start + 1], *lines, f"{pad}{text[end:]}"])
+
+
 def render(template: str, p: Project, **more: object) -> str:
     """One file."""
-    text = _environment().get_template(f"{template}.j2").render(p=p, **more)
+    environment = _environment()
+    environment.filters["broken"] = _broken
+    text = environment.get_template(f"{template}.j2").render(p=p, **more)
     return text.rstrip("\n") + "\n"
 
 

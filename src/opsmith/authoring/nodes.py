@@ -50,8 +50,13 @@ class Node:
         """Known before any tensor is: a constant, an attribute, or what is computed from these."""
         return self.shape is None
 
+    @property
+    def reduces(self) -> bool:
+        """A reduction along rows; max and min of two values are none."""
+        return self.kind in REDUCTIONS and len(self.args) == 1
+
     def walk(self, seen: set[int] | None = None) -> Iterator[Node]:
-        """All nodes below and this one, each once, arguments first."""
+        """All nodes below and this one, each once, arguments first; what a matmul multiplies is not looked into."""
         seen = set() if seen is None else seen
         stack: list[tuple[Node, bool]] = [(self, False)]
         while stack:
@@ -61,7 +66,8 @@ class Node:
             elif id(node) not in seen:
                 seen.add(id(node))
                 stack.append((node, True))
-                stack.extend((a, False) for a in reversed(node.args))
+                if node.kind != "matmul":
+                    stack.extend((a, False) for a in reversed(node.args))
 
 
 @dataclass
@@ -85,7 +91,7 @@ class Graph:
                 if fits is None:
                     raise ValueError(f"shapes {shape} and {a.shape} do not broadcast")
                 shape = fits
-        if kind in REDUCTIONS and shape is not None:
+        if kind in REDUCTIONS and len(args) == 1 and shape is not None:
             shape = (*shape[:-1], 1)
         return self._keep(Node(kind, args, value, shape, ELEMENTWISE.get(kind, (0, False))[1]))
 

@@ -100,7 +100,7 @@ def _stages(nodes: list[Node]) -> tuple[tuple[Statistic, ...], ...]:
     depth: dict[int, int] = {}  # of a statistic
     for node in nodes:
         below = max((level[id(a)] for a in node.args), default=0)
-        if node.kind in REDUCTIONS:
+        if node.reduces:
             arg, kind, answer = _gathered(node)
             below = max((level[id(a)] for a in arg.args), default=0) if arg.args else 0
             below = max(below, level[id(arg)])

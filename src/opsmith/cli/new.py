@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from opsmith.cli import CommandError
+from opsmith.cli.common import Json, Output
 
 
 def run(
@@ -19,9 +20,10 @@ def run(
     backends: Annotated[
         str, typer.Option(metavar="cpu,triton,cuda", help="What kernels are for.")
     ] = "cpu,triton",
-    output: Annotated[
+    folder: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="The folder to make.")
     ] = None,
+    json: Json = None,
 ) -> None:
     """Write a project: card, kernels that compute the prototype's formula, test, benchmark.
 
@@ -33,9 +35,10 @@ def run(
     from opsmith.authoring.jsonc import PrototypeError
     from opsmith.authoring.new import create
 
+    output = Output(json)
     chosen = [b.strip() for b in backends.split(",") if b.strip()]
     try:
-        folder, files, notes = create(prototype, output, op=op, backends=chosen)
+        made, files, notes = create(prototype, folder, op=op, backends=chosen)
     except FormulaError as wrong:
         first, *picture = str(wrong).splitlines()
         for line in picture:
@@ -47,8 +50,8 @@ def run(
         raise CommandError(
             f"{wrong.filename or prototype}: {wrong.strerror}; name another file or folder"
         ) from wrong
-    for file in files:
-        print(file)
-    for note in notes:
-        print(note)
-    print(f"Next: opsmith build {folder}; opsmith verify {folder}; opsmith bench {folder}")
+    for line in (*map(str, files), *notes):
+        output.console.print(line, markup=False, soft_wrap=True)
+    steps = [f"opsmith {verb} {made}" for verb in ("build", "verify", "bench")]
+    output.console.print(f"Next: {'; '.join(steps)}", markup=False, soft_wrap=True)
+    output.finish({"folder": str(made), "files": list(map(str, files)), "notes": notes})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,21 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -
     return Session(config).backend(gm, example_inputs)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's garbage collector rests: while a graph is captured it would look through all objects of all libraries,
+    again and again, for a tenth of the time.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@_uncollected()
 def optimize(
     model: nn.Module,
     example_inputs: Any = None,
@@ -282,15 +299,30 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         for t in tensors:
             if t.is_floating_point() and t.dim() > 1:
                 torch._dynamo.mark_static(t, t.dim() - 1)
-        # The limit on recompilations counts every model of the process; these are one for each kind of sizes.
-        with torch._dynamo.config.patch(
-            specialize_float=True, recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16
-        ):
+        with _capturing():
             result = compiled(*args, **kwargs)
         seen.add(key)
         return result
 
     return call
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    """The settings under which a graph is captured.
+
+    The limit on recompilations counts every model of the process; these are one for each kind of sizes.
+    """
+    with (
+        _uncollected(),
+        torch._dynamo.config.patch(
+            specialize_float=True,
+            recompile_limit=1 << 16,
+            accumulated_recompile_limit=1 << 16,
+            run_gc_after_compile=False,
+        ),
+    ):
+        yield
 
 
 def _eager_problem(model: nn.Module, calls: list[Call]) -> str | None:

@@ -261,7 +261,7 @@ class CompiledGraph:
         # Both have just run, so they are warm; the fastest sample is what other work disturbed least.
         result = measure.quick(
             {"opsmith": lambda: program(args), "eager": lambda: self.original(*args)},
-            budget_s=0.3,
+            budget_s=0.15,
             warmup=0,
             min_rounds=2,
         )

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from opsmith.compiler.canon import op_name
 from opsmith.compiler.site import Site
 from opsmith.operator import Tolerance, Verdict
 
@@ -53,9 +54,13 @@ def run_wide(site: Site, value: Callable[[Node], Any]) -> dict[Node, torch.Tenso
         return env[node]
 
     for node in sorted(site.region):
-        args = map_arg(node.args, operand)
-        kwargs = map_arg(node.kwargs, operand)
-        env[node] = node.target(*_widen(args), **_widen(kwargs))  # type: ignore[operator]
+        call: Callable[..., Any] = node.target  # type: ignore[assignment]
+        kwargs = _widen(map_arg(node.kwargs, operand))
+        if op_name(node) == "aten::embedding" and node.args[0] not in env:
+            # Rows of a table are what they are in any dtype: widening them spares widening the table.
+            env[node] = _widen(call(value(node.args[0]), *map_arg(node.args[1:], operand), **kwargs))  # type: ignore[arg-type]
+            continue
+        env[node] = call(*_widen(map_arg(node.args, operand)), **kwargs)
     return {node: env[node] for node in site.outputs}
 
 

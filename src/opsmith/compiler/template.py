@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from opsmith.compiler import arithmetic, contractions, layouts, losses, reductions  # noqa: F401  register their rules
-from opsmith.compiler.canon import Canon
+from opsmith.compiler.canon import Canon, shape_of
 from opsmith.compiler.pieces import lower
 from opsmith.compiler.terms import Poly, Space
 from opsmith.operator import Operator, Pattern
@@ -39,35 +42,41 @@ class Template:
     @classmethod
     def trace(cls, space: Space, card: Operator, pattern: Pattern) -> Template:
         """Trace the pattern's function as the model is traced, and read it as a term."""
-        sizes: dict[str, int] = {}
-        primes = iter((3, 5, 7, 11, 13, 17, 19, 23))
-        tensors: dict[str, torch.Tensor] = {}
-        holes: dict[str, float] = {}
-        for name, spec in pattern.inputs.items():
-            if isinstance(spec, int | float):
-                holes[name] = float(spec)
-                continue
-            shape = [
-                d if isinstance(d, int) else sizes.setdefault(d, 0) or _size(sizes, d, primes) for d in spec
-            ]
-            dtype = {"ids": torch.int64, "bool": torch.bool}.get(pattern.dtypes.get(name, ""), torch.float32)
-            tensors[name] = torch.zeros(shape, dtype=dtype)
-
-        def call(*values: torch.Tensor) -> Any:
-            return pattern.fn(**dict(zip(tensors, values, strict=True)), **holes)
-
-        graph = make_fx(call, pre_dispatch=True)(*tensors.values()).graph
+        holes = {n: float(spec) for n, spec in pattern.inputs.items() if isinstance(spec, int | float)}
+        shapes = tuple((n, spec) for n, spec in pattern.inputs.items() if not isinstance(spec, int | float))
+        graph = _traced(pattern.fn, shapes, tuple(pattern.dtypes.items()), tuple(holes.items()))
         output = next(n for n in graph.nodes if n.op == "output").args[0]
         root = output[0] if isinstance(output, list | tuple) else output
+        variables = tuple(name for name, _ in shapes)
         cut = {}
-        for placeholder, name in zip((n for n in graph.nodes if n.op == "placeholder"), tensors, strict=True):
-            cut[placeholder] = space.leaf(Var(name), tuple(int(d) for d in tensors[name].shape))
-        term = Canon(space, cut, root)(root)
-        term = lower(space, term, tuple(int(d) for d in root.meta["val"].shape))
+        for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), variables, strict=True):
+            cut[node] = space.leaf(Var(name), shape_of(node))
+        term = lower(space, Canon(space, cut, root)(root), shape_of(root))
         names = frozenset(function_names(term))
-        first = next(iter(tensors))
         contraction = names & {"matmul", "gather", "nll"}
-        return cls(card, pattern, term, holes, names, tuple(tensors), None if contraction else first)
+        return cls(card, pattern, term, holes, names, variables, None if contraction else variables[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(
+    fn: Callable[..., Any],
+    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
+    dtypes: tuple[tuple[str, str], ...],
+    holes: tuple[tuple[str, float], ...],
+) -> fx.Graph:
+    """A pattern's function as a graph; tracing takes longer than reading it, so once in a process."""
+    sizes: dict[str, int] = {}
+    primes = iter((3, 5, 7, 11, 13, 17, 19, 23))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, spec in shapes:
+        shape = [d if isinstance(d, int) else sizes.setdefault(d, 0) or _size(sizes, d, primes) for d in spec]
+        dtype = {"ids": torch.int64, "bool": torch.bool}.get(dict(dtypes).get(name, ""), torch.float32)
+        tensors[name] = torch.zeros(shape, dtype=dtype)
+
+    def call(*values: torch.Tensor) -> Any:
+        return fn(**dict(zip(tensors, values, strict=True)), **dict(holes))
+
+    return make_fx(call, pre_dispatch=True)(*tensors.values()).graph
 
 
 def _size(sizes: dict[str, int], symbol: str, primes: Any) -> int:

@@ -10,14 +10,10 @@ namespace opsmith {
 #if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
 
 using Bytes = __m512i;  // of the weight, W columns by 4
-using Four = __m512i;   // of x, in every lane
+using Four = __m512i;   // of x
 
 inline Bytes bytes_of(IVec v) { return (__m512i)v; }
-inline Four broadcast_four(const int8_t* p) {
-  int32_t four;
-  std::memcpy(&four, p, 4);
-  return _mm512_set1_epi32(four);
-}
+inline Four four_of(IVec v) { return (__m512i)v; }
 inline IVec dot4(IVec sum, Bytes w, Four x) { return (IVec)_mm512_dpbusd_epi32((__m512i)sum, w, x); }
 
 #else
@@ -44,12 +40,7 @@ inline IVec multiply_pairs(IVec a, IVec b) { return (IVec)_mm256_madd_epi16((__m
 #endif
 
 inline Bytes bytes_of(IVec v) { return {v & 0x00ff00ff, high_bytes(v)}; }
-inline Four broadcast_four(const int8_t* p) {
-  int32_t four;
-  std::memcpy(&four, p, 4);
-  const IVec v = four - IVec{};
-  return {signed_high_bytes(low_to_high_bytes(v)), signed_high_bytes(v)};
-}
+inline Four four_of(IVec v) { return {signed_high_bytes(low_to_high_bytes(v)), signed_high_bytes(v)}; }
 inline IVec dot4(IVec sum, Bytes w, Four x) {
   return sum + multiply_pairs(w.even, x.even) + multiply_pairs(w.odd, x.odd);
 }
@@ -58,11 +49,7 @@ inline IVec dot4(IVec sum, Bytes w, Four x) {
 
 // Two 16-bit products a lane have no name here: plain multiplications of the four bytes.
 inline Bytes bytes_of(IVec v) { return {v, IVec{}}; }
-inline Four broadcast_four(const int8_t* p) {
-  int32_t four;
-  std::memcpy(&four, p, 4);
-  return {four - IVec{}, IVec{}};
-}
+inline Four four_of(IVec v) { return {v, IVec{}}; }
 inline IVec dot4(IVec sum, Bytes w, Four x) {
   typedef uint32_t UVec __attribute__((vector_size(4 * W)));
   for (int i = 0; i < 4; ++i) {
@@ -75,7 +62,13 @@ inline IVec dot4(IVec sum, Bytes w, Four x) {
 #endif
 #endif
 
-inline IVec load_words(const uint8_t* p) {
+inline Four broadcast_four(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return four_of(four - IVec{});
+}
+
+inline IVec load_words(const void* p) {
   IVec v;
   std::memcpy(&v, p, sizeof v);
   return v;

@@ -2,12 +2,55 @@
 // end to end, and meets all tokens while it is in registers. Nothing is packed, so nothing is held twice.
 #pragma once
 
+#include "byte_dot.h"
 #include "gemm_tile.h"
 
 namespace opsmith {
 
-constexpr int kDotTokens = 6;  // of a tile: with 4 rows of the weight, 24 accumulators
-constexpr int kDotRows = 4;
+constexpr int kDotTokens = W == 16 ? 6 : 4;  // of a tile: with kDotRows of the weight, as many sums as there are registers
+constexpr int kDotRows = W == 16 ? 4 : 2;
+constexpr int64_t kAheadBytes = 48 << 10;  // from what is used to what is asked for
+
+// What will be read, for asking ahead of time: `size` bytes from `base` on, then those from `then` on.
+struct Ahead {
+  const char* base;
+  int64_t size;
+  const char* then;
+  const char* operator()(int64_t at) const { return at < size ? base + at : then + (at - size); }
+};
+
+// What a tile asks for: at each of its steps `lines` pieces of memory that follow each other.
+struct Fetch {
+  const char* at;
+  int lines;
+  template <int bytes>
+  void step() {
+    for (int i = 0; i < lines; ++i, at += bytes) prefetch_far(at);
+  }
+};
+
+// Lanes l and l ^ h of a added where l has no bit h, those of b where it has.
+template <int h, class V>
+inline V merge(V a, V b) {
+  Vec low = (Vec)a, high = (Vec)b;
+  exchange<h>(low, high, std::make_integer_sequence<int, W>{});
+  return (V)low + (V)high;
+}
+
+// to[r] = the sum of the lanes of v[r], halves upon halves: R vectors take R log R steps and not R log W.
+template <int R, class V, class S>
+inline void store_totals(V (&v)[R], S* to) {
+  static_assert(R == 1 || R == 2 || (R == 4 && W > 4));
+  V all = v[0];
+  if constexpr (R == 2) all = merge<W / 2>(v[0], v[1]);
+  if constexpr (R == 4) all = merge<W / 4>(merge<W / 2>(v[0], v[2]), merge<W / 2>(v[1], v[3]));
+  if constexpr (W / R >= 16) all = merge<8>(all, all);
+  if constexpr (W / R >= 8) all = merge<4>(all, all);
+  if constexpr (W / R >= 4) all = merge<2>(all, all);
+  all = merge<1>(all, all);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) to[r] = all[r * (W / R)];
+}
 
 // What x is stored as beside a weight of S, how much of K one step takes, and what a step does.
 template <class T, class S>
@@ -19,7 +62,6 @@ struct Dots {
   static Vec weight(const S* p, Lanes k) { return load(p, k); }
   static Vec row(const float* p) { return load(p); }
   static Vec mac(Vec x, Vec w, Vec sum) { return fma(x, w, sum); }
-  static float total(Vec sum) { return reduce_add(sum); }
 };
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
@@ -34,25 +76,13 @@ struct Dots<bfloat16, bfloat16> {
   }
   static __m512bh row(const bfloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static Vec mac(__m512bh x, __m512bh w, Vec sum) { return (Vec)_mm512_dpbf16_ps((__m512)sum, x, w); }
-  static float total(Vec sum) { return reduce_add(sum); }
 };
 #endif
 
-// Integers: x in [-128, 127], sums exact in int32.
-struct IntegerDots {
-  using X = int8_t;
-#if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
-  static constexpr int64_t step = 64;
-#else
-  static constexpr int64_t step = 16;
-#endif
-};
-
-// out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not. While these rows are read, those
-// at `next` are asked for, so that memory is busy in the sums' last steps too; nullptr: nothing is.
+// out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not.
 template <class T, class S, int M, int R>
 __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t x_stride, const S* w, int64_t w_stride,
-                                        int64_t depth, const S* next, float* out, int64_t out_stride) {
+                                        int64_t depth, Fetch fetch, float* out, int64_t out_stride) {
   using D = Dots<T, S>;
   typename D::Sum sum[M][R];
 #pragma GCC unroll 8
@@ -60,16 +90,12 @@ __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sum[m][r] = Vec{};
   }
-  const int64_t ahead = next == nullptr ? 0 : next - w;
   int64_t k = 0;
   for (; k + D::step <= depth; k += D::step) {
+    fetch.step<D::step * sizeof(S)>();
     decltype(D::weight(w, Full{})) column[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const S* p = w + r * w_stride + k;
-      prefetch_far(p + ahead);
-      column[r] = D::weight(p, Full{});
-    }
+    for (int r = 0; r < R; ++r) column[r] = D::weight(w + r * w_stride + k, Full{});
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const auto v = D::row(x + m * x_stride + k);
@@ -92,68 +118,57 @@ __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t
     }
   }
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) out[m * out_stride + r] = D::total(sum[m][r]);
-  }
+  for (int m = 0; m < M; ++m) store_totals(sum[m], out + m * out_stride);
 }
 
-// The same in integers; what comes out is exact.
+constexpr int64_t kByteStep = 4 * W;
+
+// The same in integers; what comes out is exact. One factor of a byte product is unsigned: the weight plus 128, of which
+// 128 times the sum of x, `x_sum`, is taken again.
 template <int M, int R>
-__attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, const int8_t* w, int64_t w_stride,
-                                            int64_t depth, const int8_t* next, int32_t* out, int64_t out_stride) {
-#if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
-  // The instruction wants one unsigned factor: x + 128, of which 128 times the sum of the weights is taken again.
-  const __m512i sign = _mm512_set1_epi8(int8_t(0x80)), ones = _mm512_set1_epi8(1);
-  __m512i sum[M][R], weights[R];
+__attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, const int32_t* x_sum, const int8_t* w,
+                                            int64_t w_stride, int64_t depth, Fetch fetch, int32_t* out,
+                                            int64_t out_stride) {
+  IVec sum[M][R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    weights[r] = _mm512_setzero_si512();
+  for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) sum[m][r] = _mm512_setzero_si512();
+    for (int r = 0; r < R; ++r) sum[m][r] = IVec{};
   }
-  auto step = [&](int64_t k, auto load_weight) __attribute__((always_inline)) {
-    __m512i column[R];
+  int64_t k = 0;
+  auto add = [&](const IVec (&word)[R]) __attribute__((always_inline)) {
+    Bytes column[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      column[r] = load_weight(w + r * w_stride + k);
-      weights[r] = _mm512_dpbusd_epi32(weights[r], ones, column[r]);
-    }
+    for (int r = 0; r < R; ++r) column[r] = bytes_of(word[r] ^ int32_t(0x80808080));
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const __m512i v = _mm512_xor_si512(_mm512_loadu_si512(x + m * x_stride + k), sign);
+      const Four v = four_of(load_words(x + m * x_stride + k));
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sum[m][r] = _mm512_dpbusd_epi32(sum[m][r], v, column[r]);
+      for (int r = 0; r < R; ++r) sum[m][r] = dot4(sum[m][r], column[r], v);
     }
   };
-  int64_t k = 0;
-  const int64_t ahead = next == nullptr ? 0 : next - w;
-  for (; k + 64 <= depth; k += 64) {
-    step(k, [ahead](const int8_t* p) __attribute__((always_inline)) {
-      prefetch_far(p + ahead);
-      return _mm512_loadu_si512(p);
-    });
+  IVec word[R];
+  for (; k + kByteStep <= depth; k += kByteStep) {
+    fetch.step<kByteStep>();
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) word[r] = load_words(w + r * w_stride + k);
+    add(word);
   }
   if (k < depth) {
-    const __mmask64 left = (__mmask64{1} << (depth - k)) - 1;
-    step(k, [left](const int8_t* p) __attribute__((always_inline)) { return _mm512_maskz_loadu_epi8(left, p); });
-  }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    const int32_t extra = 128 * _mm512_reduce_add_epi32(weights[r]);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) out[m * out_stride + r] = _mm512_reduce_add_epi32(sum[m][r]) - extra;
-  }
-#else
-  (void)next;  // the compiler's own loop has the hardware ask
-  for (int m = 0; m < M; ++m) {
     for (int r = 0; r < R; ++r) {
-      int32_t sum = 0;
-      for (int64_t k = 0; k < depth; ++k) sum += int32_t(x[m * x_stride + k]) * int32_t(w[r * w_stride + k]);
-      out[m * out_stride + r] = sum;
+      word[r] = IVec{};
+      std::memcpy(&word[r], w + r * w_stride + k, size_t(depth - k));
     }
+    add(word);
   }
-#endif
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    int32_t* const to = out + m * out_stride;
+    store_totals(sum[m], to);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) to[r] = int32_t(uint32_t(to[r]) - 128u * uint32_t(x_sum[m]));
+  }
 }
 
 // Calls tile<M, R> for `tokens` <= kDotTokens and R = kDotRows or 1.
@@ -168,24 +183,26 @@ inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
     case 2: return of_rows(std::integral_constant<int, 2>{});
     case 3: return of_rows(std::integral_constant<int, 3>{});
     case 4: return of_rows(std::integral_constant<int, 4>{});
-    case 5: return of_rows(std::integral_constant<int, 5>{});
+    case 5: return of_rows(std::integral_constant<int, std::min(5, kDotTokens)>{});
     default: return of_rows(std::integral_constant<int, kDotTokens>{});
   }
 }
 
-// out [tokens, rows] of rows of the weight, before those at `upcoming`; `tile(m, r, x, w, next, out)` computes one.
-template <class X, class S, class O, class Tile>
-inline void dot_rows(const X* x, int64_t x_stride, int64_t tokens, const S* w, int64_t w_stride, int64_t rows,
-                     const S* upcoming, O* out, int64_t out_stride, const Tile& tile) {
-  const int64_t tiles = ceil_div(tokens, kDotTokens);
+// out [tokens, rows] of rows of the weight, which are the first bytes of `ahead`; `tile(m, r, t, w, fetch, out)` computes
+// those of r rows and m tokens from t on. All tiles of some rows share in asking for what comes: the processor's queue for
+// it is short.
+template <class S, class O, class Tile>
+inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const Ahead& ahead, O* out,
+                     int64_t out_stride, const Tile& tile) {
+  const int64_t tiles = ceil_div(tokens, kDotTokens), row_bytes = w_stride * int64_t(sizeof(S));
+  const int64_t distance = std::max(kAheadBytes, kDotRows * row_bytes);
   for (int64_t r = 0; r < rows;) {
-    const int64_t count = rows - r >= kDotRows ? kDotRows : 1;
-    const S* const after = r + count < rows ? w + (r + count) * w_stride : upcoming;
+    const int64_t count = rows - r >= kDotRows ? kDotRows : 1, lines = ceil_div(count, tiles);
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t = i * tokens / tiles, some = (i + 1) * tokens / tiles - t;
-      with_tile(some, count, [&](auto m, auto n) {
-        tile(m, n, x + t * x_stride, w + r * w_stride, i == 0 ? after : nullptr, out + t * out_stride + r);
-      });
+      const int64_t asked = std::min(count, i * lines);
+      const Fetch fetch{ahead(r * row_bytes + distance) + asked * row_bytes, int(std::min(lines, count - asked))};
+      with_tile(some, count, [&](auto m, auto n) { tile(m, n, t, w + r * w_stride, fetch, out + t * out_stride + r); });
     }
     r += count;
   }

@@ -6,12 +6,22 @@
 
 namespace opsmith {
 
-// A mode's activations: rows of X with zeros up to whole steps, and a scale for each where it has one.
+// A mode's activations: rows of X with zeros up to whole steps, and what some modes keep of each row.
 template <class X>
 struct MlaActivations {
-  X* rows;
-  int64_t stride;
-  float* scales;
+  MlaActivations(int64_t tokens, int64_t depth)
+      : stride(round_up(std::max<int64_t>(1, depth), 64)), rows_(new X[size_t(tokens * stride)]()),
+        scales(new float[size_t(tokens)]()), sums(new int32_t[size_t(tokens)]()) {}
+  X* row(int64_t t) const { return rows_.get() + t * stride; }
+
+  const int64_t stride;
+
+ private:
+  const std::unique_ptr<X[]> rows_;
+
+ public:
+  const std::unique_ptr<float[]> scales;
+  const std::unique_ptr<int32_t[]> sums;  // of integers
 };
 
 // x and weight of one type: products in float, what goes in is rounded to T.
@@ -22,16 +32,15 @@ struct MlaFloat {
   using X = typename Dots<T, S>::X;
   static constexpr int64_t step = Dots<T, S>::step;
 
-  static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*) {
+  static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*, int32_t*) {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
   }
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
-                   int64_t rows, int64_t depth, int64_t upcoming, float* out, int64_t out_stride, int32_t*) {
+                   int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows,
-             p.weight.as<S>() + upcoming * w_stride, out, out_stride,
-             [&](auto m, auto r, const X* a, const S* w, const S* next, float* o) {
-               dot_tile<T, S, m(), r()>(a, x.stride, w, w_stride, depth, next, o, out_stride);
+    dot_rows(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
+             [&](auto m, auto r, int64_t i, const S* w, Fetch next, float* o) {
+               dot_tile<T, S, m(), r()>(x.row(t + i), x.stride, w, w_stride, depth, next, o, out_stride);
              });
     if (!p.bias.defined()) return;
     for (int64_t i = 0; i < tokens; ++i) {
@@ -52,16 +61,15 @@ struct MlaWeightInt8 {
   using X = float;
   static constexpr int64_t step = W;
 
-  static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*) {
+  static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*, int32_t*) {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
   }
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
-                   int64_t rows, int64_t depth, int64_t upcoming, float* out, int64_t out_stride, int32_t*) {
+                   int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows,
-             p.weight.as<S>() + upcoming * w_stride, out, out_stride,
-             [&](auto m, auto r, const X* a, const S* w, const S* next, float* o) {
-               dot_tile<T, S, m(), r()>(a, x.stride, w, w_stride, depth, next, o, out_stride);
+    dot_rows(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
+             [&](auto m, auto r, int64_t i, const S* w, Fetch next, float* o) {
+               dot_tile<T, S, m(), r()>(x.row(t + i), x.stride, w, w_stride, depth, next, o, out_stride);
              });
     const float* descale = p.descale.as<float>() + first;
     const T* bias = p.bias.defined() ? p.bias.as<T>() + first : nullptr;
@@ -82,9 +90,10 @@ struct MlaInteger {
   using T = T_;
   using S = int8_t;
   using X = int8_t;
-  static constexpr int64_t step = IntegerDots::step;
+  static constexpr int64_t step = kByteStep;
 
-  static void prepare(const float* y, int64_t n, const MlaProjection& p, X* to, float* scale) {
+  static void prepare(const float* y, int64_t n, const MlaProjection& p, X* to, float* scale,
+                      int32_t* sum) {
     if constexpr (per_token) {
       Vec most{};
       for_lanes(n, [&](int64_t i, auto k) { most = max(most, abs(keep(load(y + i, k), k, 0.0f))); });
@@ -92,20 +101,24 @@ struct MlaInteger {
       *scale = s;
       if (!(s > 0)) {
         std::memset(to, 0, size_t(n));
+        *sum = 0;
         return;
       }
       for_lanes(n, [&](int64_t i, auto k) { mla_store_q8(to + i, load(y + i, k) / s, k); });
     } else {
       for_lanes(n, [&](int64_t i, auto k) { mla_store_q8(to + i, load(y + i, k) / p.scale + p.offset, k); });
     }
+    int32_t total = 0;
+    for (int64_t i = 0; i < n; ++i) total += to[i];
+    *sum = total;
   }
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
-                   int64_t rows, int64_t depth, int64_t upcoming, float* out, int64_t out_stride, int32_t* sums) {
+                   int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t* sums) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(x.rows + t * x.stride, x.stride, tokens, p.weight.as<S>() + first * w_stride, w_stride, rows,
-             p.weight.as<S>() + upcoming * w_stride, sums, rows,
-             [&](auto m, auto r, const X* a, const S* w, const S* next, int32_t* o) {
-               integer_tile<m(), r()>(a, x.stride, w, w_stride, depth, next, o, rows);
+    dot_rows(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, sums, rows,
+             [&](auto m, auto r, int64_t i, const S* w, Fetch next, int32_t* o) {
+               integer_tile<m(), r()>(x.row(t + i), x.stride, x.sums.get() + t + i, w, w_stride, depth, next, o,
+                                      rows);
              });
     const float* descale = p.descale.as<float>() + first;
     const int32_t* bias = p.bias.defined() ? p.bias.as<int32_t>() + first : nullptr;

@@ -9,13 +9,13 @@
 #include <atomic>
 #include <thread>
 
+#include "mla_absorb.h"
 #include "mla_modes.h"
 
 namespace opsmith {
 namespace {
 
 constexpr int64_t kTaskBytes = 256 << 10;  // of a weight
-constexpr int64_t kHeadRows = 16;          // of wuq, between two parts of wuk that are asked for
 
 inline void pause_briefly(int spins) {
 #if defined(__x86_64__)
@@ -35,71 +35,6 @@ class Count {
   std::atomic<int64_t> done_{0};
 };
 
-// out[m][c] = sum over n of q[m][n] w[n][c], for `width` columns of the weight of a head, [nope, kv_lora].
-template <class T, int M, class Lanes>
-void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t w_stride, int64_t nope, int vectors, Lanes last,
-                 float* out, int64_t out_stride) {
-  for (int v = 0; v < vectors; v += VECS) {
-    const int count = std::min(VECS, vectors - v);
-    Vec sum[M][VECS];
-    for (int m = 0; m < M; ++m) {
-      for (int j = 0; j < VECS; ++j) sum[m][j] = Vec{};
-    }
-    if (count == VECS && (v + VECS < vectors || std::is_same_v<Lanes, Full>)) {
-      for (int64_t n = 0; n < nope; ++n) {
-        Vec column[VECS];
-#pragma GCC unroll 8
-        for (int j = 0; j < VECS; ++j) column[j] = load(w + n * w_stride + (v + j) * W);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          const Vec a = splat(q[m * q_stride + n]);
-#pragma GCC unroll 8
-          for (int j = 0; j < VECS; ++j) sum[m][j] = fma(a, column[j], sum[m][j]);
-        }
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-        for (int j = 0; j < VECS; ++j) store(out + m * out_stride + (v + j) * W, sum[m][j]);
-      }
-      continue;
-    }
-    for (int j = 0; j < count; ++j) {
-      const bool tail = v + j + 1 == vectors;
-      for (int64_t n = 0; n < nope; ++n) {
-        const T* p = w + n * w_stride + (v + j) * W;
-        const Vec column = tail ? load(p, last) : load(p);
-        for (int m = 0; m < M; ++m) sum[m][0] = fma(splat(q[m * q_stride + n]), column, sum[m][0]);
-      }
-      for (int m = 0; m < M; ++m) {
-        float* o = out + m * out_stride + (v + j) * W;
-        if (tail) {
-          store(o, sum[m][0], last);
-        } else {
-          store(o, sum[m][0]);
-        }
-        sum[m][0] = Vec{};
-      }
-    }
-  }
-}
-
-template <class T>
-void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_t nope, int64_t kv_lora, float* out) {
-  const int vectors = int(ceil_div(kv_lora, W)), left = int(kv_lora % W);
-  for (int64_t t = 0; t < tokens;) {
-    const int64_t some = std::min<int64_t>(kDotTokens, tokens - t);
-    with_tile(some, 1, [&](auto m, auto) {
-      if (left == 0) {
-        absorb_tile<T, m()>(q + t * q_stride, q_stride, w, kv_lora, nope, vectors, Full{}, out + t * kv_lora, kv_lora);
-      } else {
-        absorb_tile<T, m()>(q + t * q_stride, q_stride, w, kv_lora, nope, vectors, Part{left}, out + t * kv_lora, kv_lora);
-      }
-    });
-    t += some;
-  }
-}
-
 template <class Mode>
 class Region {
   using T = typename Mode::T;
@@ -110,7 +45,8 @@ class Region {
       : c_(call), gamma0_(call.gamma0), beta0_(call.beta0), gamma1_(call.gamma1), beta1_(call.beta1),
         gamma2_(call.gamma2), tokens_(call.x.sizes[0]), hidden_(call.x.sizes[1]), heads_(call.wuk.sizes[0]),
         nope_(call.wuk.sizes[1]), kv_lora_(call.wuk.sizes[2]), head_(call.up.weight.sizes[0] / call.wuk.sizes[0]),
-        rope_(head_ - nope_), inner_(call.up.weight.sizes[1]), columns_(call.down.weight.sizes[0]) {
+        rope_(head_ - nope_), inner_(call.up.weight.sizes[1]), columns_(call.down.weight.sizes[0]),
+        y_(tokens_, hidden_), z_(tokens_, inner_) {
     const bool low_rank = call.gamma1.defined();
     key_rows_ = kv_lora_ + rope_;
     const int64_t row_bytes = std::max<int64_t>(1, hidden_ * int64_t(sizeof(typename Mode::S)));
@@ -119,8 +55,6 @@ class Region {
     query_blocks_ = low_rank ? ceil_div(columns_ - key_rows_, block_) : 0;
     latents_ = low_rank ? tokens_ : 0;
     first_heads_ = std::min(heads_, 2 * num_threads());
-    y_ = allocate(y_memory_, y_scales_, hidden_);
-    z_ = allocate(z_memory_, z_scales_, inner_);
     a_.reset(new T[size_t(tokens_ * columns_)]);
   }
 
@@ -132,13 +66,6 @@ class Region {
   }
 
  private:
-  MlaActivations<X> allocate(std::unique_ptr<X[]>& memory, std::unique_ptr<float[]>& scales, int64_t depth) const {
-    const int64_t stride = round_up(std::max<int64_t>(1, depth), 64);
-    memory.reset(new X[size_t(tokens_ * stride)]());
-    scales.reset(new float[size_t(tokens_)]());
-    return {memory.get(), stride, scales.get()};
-  }
-
   void work() {
     const int64_t block = std::max(block_, head_), out = tokens_ * std::max(block, kv_lora_);
     const int64_t norm = std::max({hidden_, inner_, mla_key_memory(kv_lora_, rope_)}) + W;
@@ -157,10 +84,8 @@ class Region {
         normalize(task, m);
         normed_.add();
       } else if (const int64_t first = down_row(task); first >= 0) {
-        normed_.wait(tokens_);
         const bool query = first >= key_rows_;
-        const int64_t after = down_row(upcoming);
-        down(first, std::min(block_, (query ? columns_ : key_rows_) - first), after < 0 ? first : after, m);
+        down(first, std::min(block_, (query ? columns_ : key_rows_) - first), upcoming, m);
         (query ? queries_ : keys_).add();
       } else if (task < first_head()) {
         queries_.wait(query_blocks_);
@@ -169,8 +94,7 @@ class Region {
       } else if (const int64_t h = head_of(task); h >= 0) {
         normed_.wait(tokens_);
         ready_.wait(latents_);
-        const int64_t after = head_of(upcoming);
-        head(h, after < 0 ? h : after, m);
+        head(h, upcoming, m);
       } else {
         const int64_t t = task - first_head() - first_heads_;
         keys_.wait(key_blocks_);
@@ -197,19 +121,36 @@ class Region {
     return at < first_heads_ + tokens_ || at >= heads_ + tokens_ ? -1 : at - tokens_;
   }
 
+  // The first bytes of the weight that a task reads; null for a task without one.
+  const char* weight_of(int64_t task) const {
+    const int64_t row = down_row(task), h = head_of(task);
+    if (row >= 0) return static_cast<const char*>(c_.down.weight.data) + row * down_bytes();
+    return h < 0 ? nullptr : static_cast<const char*>(c_.up.weight.data) + h * head_ * up_bytes();
+  }
+  int64_t down_bytes() const { return c_.down.weight.strides[0] * int64_t(sizeof(typename Mode::S)); }
+  int64_t up_bytes() const { return c_.up.weight.strides[0] * int64_t(sizeof(typename Mode::S)); }
+
   struct Memory {
     float *norm, *out, *q, *table;
     int32_t* sums;
   };
 
+  static void prepare(const float* y, int64_t n, const MlaProjection& p, const MlaActivations<X>& to, int64_t t) {
+    Mode::prepare(y, n, p, to.row(t), to.scales.get() + t, to.sums.get() + t);
+  }
+
   void normalize(int64_t t, const Memory& m) {
     mla_norm(c_.x.as<T>() + t * c_.x.strides[0], hidden_, gamma0_.data(), beta0_.data(), c_.eps, m.norm);
-    Mode::prepare(m.norm, hidden_, c_.down, y_.rows + t * y_.stride, y_.scales + t);
-    if (latents_ == 0) Mode::prepare(m.norm, hidden_, c_.up, z_.rows + t * z_.stride, z_.scales + t);
+    prepare(m.norm, hidden_, c_.down, y_, t);
+    if (latents_ == 0) prepare(m.norm, hidden_, c_.up, z_, t);
   }
 
   void down(int64_t first, int64_t rows, int64_t upcoming, const Memory& m) {
-    Mode::rows(y_, 0, tokens_, c_.down, first, rows, hidden_, upcoming, m.out, rows, m.sums);
+    const char* const base = static_cast<const char*>(c_.down.weight.data) + first * down_bytes();
+    const char* const then = weight_of(upcoming);
+    normed_.wait(tokens_);
+    Mode::rows(y_, 0, tokens_, c_.down, first, rows, hidden_, {base, rows * down_bytes(), then ? then : base}, m.out, rows,
+               m.sums);
     for (int64_t t = 0; t < tokens_; ++t) {
       T* const to = a_.get() + t * columns_ + first;
       for_lanes(rows, [&](int64_t i, auto k) { store(to + i, load(m.out + t * rows + i, k), k); });
@@ -218,7 +159,7 @@ class Region {
 
   void latent(int64_t t, const Memory& m) {
     mla_norm(a_.get() + t * columns_ + key_rows_, inner_, gamma1_.data(), beta1_.data(), c_.eps, m.norm);
-    Mode::prepare(m.norm, inner_, c_.up, z_.rows + t * z_.stride, z_.scales + t);
+    prepare(m.norm, inner_, c_.up, z_, t);
     if (!c_.latent_q.defined()) return;
     T* const to = c_.latent_q.as<T>() + t * c_.latent_q.strides[0];
     for_lanes(inner_, [&](int64_t i, auto k) { store(to + i, load(m.norm + i, k), k); });
@@ -226,16 +167,10 @@ class Region {
 
   void head(int64_t h, int64_t upcoming, const Memory& m) {
     const T* const weight = c_.wuk.as<T>() + h * c_.wuk.strides[0];
-    const char* ahead = reinterpret_cast<const char*>(weight);
-    const char* const end = ahead + nope_ * kv_lora_ * int64_t(sizeof(T));
-    for (int64_t r = 0; r < head_; r += kHeadRows) {
-      const int64_t rows = std::min(kHeadRows, head_ - r);
-      // The head's part of wuk, while its rows of wuq stream.
-      const char* const until = std::min(end, ahead + round_up(ceil_div((end - ahead) * rows, head_ - r), 64));
-      for (; ahead < until; ahead += 64) prefetch_far(ahead);
-      const int64_t first = h * head_ + r, next = r + rows < head_ ? first + rows : upcoming * head_;
-      Mode::rows(z_, 0, tokens_, c_.up, first, rows, inner_, next, m.q + r, head_, m.sums);
-    }
+    const char* const base = static_cast<const char*>(c_.up.weight.data) + h * head_ * up_bytes();
+    const char* const absorbed = reinterpret_cast<const char*>(weight);
+    const char* const then = weight_of(upcoming);
+    Mode::rows(z_, 0, tokens_, c_.up, h * head_, head_, inner_, {base, head_ * up_bytes(), absorbed}, m.q, head_, m.sums);
     for (int64_t i = 0; i < tokens_ * head_; i += W) {
       const int64_t left = tokens_ * head_ - i;
       if (left >= W) {
@@ -250,7 +185,8 @@ class Region {
       T* const to = c_.q_rope.as<T>() + t * c_.q_rope.strides[0] + h * c_.q_rope.strides[1];
       mla_rotate(m.q + t * head_ + nope_, rope_, c_.rotation, m.table, to);
     }
-    absorb(m.q, head_, tokens_, weight, nope_, kv_lora_, m.out);
+    const int64_t weight_bytes = nope_ * kv_lora_ * int64_t(sizeof(T));
+    absorb(m.q, head_, tokens_, weight, nope_, kv_lora_, {absorbed, weight_bytes, then ? then : absorbed}, m.out);
     const int64_t step = c_.q_out.strides[0], at = h * c_.q_out.strides[1];
     if (c_.q_nope_scale.defined()) {
       const float scale = c_.q_nope_scale.as<float>()[h];
@@ -272,9 +208,7 @@ class Region {
   const MlaVector gamma0_, beta0_, gamma1_, beta1_, gamma2_;
   const int64_t tokens_, hidden_, heads_, nope_, kv_lora_, head_, rope_, inner_, columns_;
   int64_t key_rows_, block_, key_blocks_, query_blocks_, latents_, first_heads_;
-  MlaActivations<X> y_, z_;
-  std::unique_ptr<X[]> y_memory_, z_memory_;
-  std::unique_ptr<float[]> y_scales_, z_scales_;
+  const MlaActivations<X> y_, z_;
   std::unique_ptr<T[]> a_;
   std::atomic<int64_t> next_{0};
   Count normed_, queries_, keys_, ready_;

@@ -1,0 +1,120 @@
+// q_out = q_nope @ wuk of one head: the weight [nope, kv_lora] is read once, in the order in which it lies, some rows at a
+// time, which all tokens meet while they are in the nearest cache.
+#pragma once
+
+#include "mla_dots.h"
+
+namespace opsmith {
+
+constexpr int64_t kAbsorbRows = 16;
+
+// The next rows, asked for a column at a time, some of the columns by each tile.
+struct AbsorbFetch {
+  const char* at;
+  int64_t begin, end;  // of the bytes of a row
+  void operator()(int64_t byte, int64_t row_bytes, int64_t rows) const {
+    if (byte < begin || byte >= end || byte % 64 != 0) return;
+    for (int64_t n = 0; n < rows; ++n) prefetch_far(at + n * row_bytes + byte);
+  }
+};
+
+// out[m][c] (+)= sum over n of q[m][n] w[n][c].
+template <class T, int M>
+void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t columns, int64_t rows, const AbsorbFetch& fetch,
+                 bool first, float* out) {
+  for_lanes(columns, [&](int64_t c, auto k) {
+    Vec sum[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) sum[m] = first ? Vec{} : load(out + m * columns + c, k);
+    fetch(c * int64_t(sizeof(T)), columns * int64_t(sizeof(T)), rows);
+    for (int64_t n = 0; n < rows; ++n) {
+      const Vec column = load(w + n * columns + c, k);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) sum[m] = fma(splat(q[m * q_stride + n]), column, sum[m]);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) store(out + m * columns + c, sum[m], k);
+  });
+}
+
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+// The same two rows at a time: an instruction multiplies pairs that lie one below the other, once they are interleaved.
+// That leaves the sums of 32 columns in another order, in which they stay until the last rows.
+template <int M>
+void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w, int64_t columns, int64_t rows,
+                  const AbsorbFetch& fetch, bool first, bool last, float* out) {
+  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int64_t c = 0; c < columns; c += 2 * W) {
+    Vec low[M], high[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      low[m] = first ? Vec{} : load(out + m * columns + c);
+      high[m] = first ? Vec{} : load(out + m * columns + c + W);
+    }
+    fetch(c * 2, columns * 2, rows);
+    for (int64_t n = 0; n < rows; n += 2) {
+      const bfloat16* p = w + n * columns + c;
+      const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + columns);
+      const __m512bh even = (__m512bh)_mm512_unpacklo_epi16(a, b), odd = (__m512bh)_mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        float pair;
+        std::memcpy(&pair, q + m * q_stride + n, sizeof pair);
+        const __m512bh x = (__m512bh)_mm512_set1_ps(pair);
+        low[m] = (Vec)_mm512_dpbf16_ps((__m512)low[m], x, even);
+        high[m] = (Vec)_mm512_dpbf16_ps((__m512)high[m], x, odd);
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      float* const to = out + m * columns + c;
+      if (last) {
+        store(to, (Vec)_mm512_permutex2var_ps((__m512)low[m], front, (__m512)high[m]));
+        store(to + W, (Vec)_mm512_permutex2var_ps((__m512)low[m], back, (__m512)high[m]));
+      } else {
+        store(to, low[m]);
+        store(to + W, high[m]);
+      }
+    }
+  }
+}
+#endif
+
+// out [tokens, columns] of q [tokens, rows], whose numbers are T's; the weight is the first bytes of `ahead`.
+template <class T>
+void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_t rows, int64_t columns,
+            const Ahead& ahead, float* out) {
+  const int64_t row_bytes = columns * int64_t(sizeof(T)), tiles = ceil_div(tokens, kDotTokens);
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+  const bool pairs = std::is_same_v<T, bfloat16> && columns % (2 * W) == 0 && rows % 2 == 0;
+#else
+  constexpr bool pairs = false;
+#endif
+  for (int64_t n = 0; n < rows; n += kAbsorbRows) {
+    const int64_t some = std::min(kAbsorbRows, rows - n), at = n * row_bytes;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t t = i * tokens / tiles;
+      const AbsorbFetch fetch{ahead(at + kAheadBytes), i * row_bytes / tiles, (i + 1) * row_bytes / tiles};
+      with_tile((i + 1) * tokens / tiles - t, 1, [&](auto m, auto) {
+        if (!pairs) {
+          absorb_tile<T, m()>(q + t * q_stride + n, q_stride, w + n * columns, columns, some, fetch, n == 0,
+                              out + t * columns);
+        }
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+        if constexpr (std::is_same_v<T, bfloat16>) {
+          if (!pairs) return;
+          bfloat16 x[kDotTokens * kAbsorbRows];
+          for (int j = 0; j < m(); ++j) {
+            for_lanes(some, [&](int64_t k, auto l) { store(x + j * kAbsorbRows + k, load(q + (t + j) * q_stride + n + k, l), l); });
+          }
+          absorb_pairs<m()>(x, kAbsorbRows, w + n * columns, columns, some, fetch, n == 0, n + some == rows,
+                            out + t * columns);
+        }
+#endif
+      });
+    }
+  }
+}
+
+}  // namespace opsmith

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from opsmith import measure
 from opsmith.compiler.capture import capture
 from opsmith.compiler.compiled import CompiledGraph, Progress
 from opsmith.compiler.config import DTYPES, Config
+from opsmith.compiler.latent import Latent
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.quantize import Packing
 from opsmith.compiler.report import Report
@@ -36,6 +38,7 @@ class Session:
         self.selector = Selector(config, fixed=plan.choices() if plan is not None else None)
         self.graphs: list[CompiledGraph] = []
         self.packing = Packing()
+        self.latent = Latent(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -51,12 +54,18 @@ class Session:
             [shape for graph in self.graphs for shape in graph.plans.values()],
             measure.describe().fingerprint(),
             {"torch": torch.__version__, "opsmith": _version()},
+            self.latent.lines(),
         )
 
     @property
     def report(self) -> Report:
         """What was found, proven, rolled back and missed."""
-        return Report([graph.report for graph in self.graphs], self.packing.layers)
+        return Report(
+            [graph.report for graph in self.graphs],
+            self.packing.layers,
+            self.latent.reports,
+            dict(self.latent.fallbacks),
+        )
 
     def close(self) -> None:
         """Let go of all weights; a graph that is called again begins anew."""
@@ -161,8 +170,11 @@ def optimize(
         model.to(settings.device)
     if settings.torch_dtype is not None:
         session.before = _cast(model, settings.torch_dtype)
+    taken = session.latent.put_in(model)
     if settings.quantize is not None:
-        session.packing.put_in(model, settings.quantize, settings.quantize_group, settings.quantize_skip)
+        session.packing.put_in(
+            model, settings.quantize, settings.quantize_group, settings.quantize_skip, taken
+        )
     model._compiled_call_impl = _entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
     weakref.finalize(model, session.close).atexit = False
@@ -205,6 +217,7 @@ def restore(model: nn.Module) -> nn.Module:
     del model.opsmith
     session.close()
     session.packing.take_out()
+    session.latent.take_out()
     if session.before is not None:
         own = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -284,11 +297,20 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     seen: set[tuple[Any, ...]] = set()
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if session.latent.waiting:
+            session.latent.prove(model, partial(_rehearse, model, args, kwargs))
+        if not session.latent.sites:
+            return captured(*args, **kwargs)
+        with session.latent.step(model, args, kwargs) as (args, kwargs, through):
+            return captured(*args, **kwargs) if through else model._call_impl(*args, **kwargs)
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
         others = [v for v in (*args, *kwargs.values()) if v is None or isinstance(v, bool | str)]
         key = (
             torch.is_grad_enabled(),
             model.training,
+            session.latent.switch.on,
             *kwargs,
             *others,
             *[(t.shape, t.dtype, t.requires_grad) for t in tensors],
@@ -323,6 +345,14 @@ def _capturing() -> Iterator[None]:
         ),
     ):
         yield
+
+
+def _rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The model on a call's inputs, as it is and without the call's cache, which is to change once."""
+    given = {k: v for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        given["use_cache"] = False
+    model._call_impl(*args, **given)
 
 
 def _eager_problem(model: nn.Module, calls: list[Call]) -> str | None:

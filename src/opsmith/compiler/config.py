@@ -28,6 +28,9 @@ class Config(BaseModel):
         quantize: pack the weights of linear layers: "bf16", "int8", "int8_dynamic" or "int4"; see `packed_linear`.
         quantize_group: of int4, how many numbers share a scale: 32, 64 or 128.
         quantize_skip: names of layers to leave alone; patterns such as "*lm_head" are allowed.
+        mla_cache: how latent attention keeps its rows: "split", "joint", "tiled" or "int8_tiled" (see `MLACache`);
+            "off" leaves such attention as it is.
+        mla_block: tokens in a block of that cache, 1 to 256.
         pin: the implementation to use, by operator ("attention") or by site ("attention_3").
         forbid: implementations never to use, by operator or by site.
         inductor: let PyTorch's Inductor compete for the operators it generates code for; OPSMITH_INDUCTOR=0
@@ -44,6 +47,8 @@ class Config(BaseModel):
     quantize: Literal["bf16", "int8", "int8_dynamic", "int4"] | None = None
     quantize_group: Literal[32, 64, 128] = 128
     quantize_skip: list[str] = Field(default_factory=list)
+    mla_cache: Literal["split", "joint", "tiled", "int8_tiled", "off"] = "split"
+    mla_block: int = Field(default=64, ge=1, le=256)
     pin: dict[str, str] = Field(default_factory=dict)
     forbid: dict[str, list[str]] = Field(default_factory=dict)
     inductor: bool = Field(default_factory=lambda: os.environ.get("OPSMITH_INDUCTOR") != "0")

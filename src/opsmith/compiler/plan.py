@@ -46,6 +46,7 @@ class Plan:
     shapes: list[ShapePlan] = field(default_factory=list)
     machine: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    latent: list[str] = field(default_factory=list)  # what became of multi-head latent attention
 
     def choices(self) -> dict[str, str]:
         """Implementation by call signature: what a later run takes over."""
@@ -101,7 +102,7 @@ class Plan:
 
     def table(self) -> str:
         """The plan as text, equal steps together."""
-        lines: list[str] = []
+        lines: list[str] = list(self.latent)
         for shape in self.shapes:
             head = shape.sizes or "fixed sizes"
             lines.append(f"{head}  ({shape.buffer_bytes / 1e6:.1f} MB of buffers; {shape.note})")

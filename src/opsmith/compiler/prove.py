@@ -55,26 +55,26 @@ def run_wide(site: Site, value: Callable[[Node], Any]) -> dict[Node, torch.Tenso
 
     for node in sorted(site.region):
         call: Callable[..., Any] = node.target  # type: ignore[assignment]
-        kwargs = _widen(map_arg(node.kwargs, operand))
+        kwargs = widened(map_arg(node.kwargs, operand))
         if op_name(node) == "aten::embedding" and node.args[0] not in env:
             # Rows of a table are what they are in any dtype: widening them spares widening the table.
-            env[node] = _widen(call(value(node.args[0]), *map_arg(node.args[1:], operand), **kwargs))  # type: ignore[arg-type]
+            env[node] = widened(call(value(node.args[0]), *map_arg(node.args[1:], operand), **kwargs))  # type: ignore[arg-type]
             continue
-        env[node] = call(*_widen(map_arg(node.args, operand)), **kwargs)
+        env[node] = call(*widened(map_arg(node.args, operand)), **kwargs)
     return {node: env[node] for node in site.outputs}
 
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _widen(value: Any) -> Any:
+def widened(value: Any) -> Any:
     """Arguments with every floating-point dtype replaced by float64."""
     if isinstance(value, torch.dtype):
         return torch.float64 if value in _NARROW else value
     if isinstance(value, tuple | list):
-        return type(value)(_widen(v) for v in value)
+        return type(value)(widened(v) for v in value)
     if isinstance(value, dict):
-        return {k: _widen(v) for k, v in value.items()}
+        return {k: widened(v) for k, v in value.items()}
     if isinstance(value, torch.Tensor) and value.dtype in _NARROW:
         return value.double()
     return value

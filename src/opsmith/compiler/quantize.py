@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -46,9 +46,18 @@ class Packing:
         self.layers: list[QuantizedLayer] = []
         self._packed: dict[str, tuple[nn.Linear, PackedLinear]] = {}
 
-    def put_in(self, model: nn.Module, format: str, group_size: int, skip: Sequence[str]) -> None:
-        """Pack every linear layer whose name matches none of the patterns."""
+    def put_in(
+        self,
+        model: nn.Module,
+        format: str,
+        group_size: int,
+        skip: Sequence[str],
+        taken: Collection[str] = (),
+    ) -> None:
+        """Pack every linear layer whose name matches none of the patterns; those taken are another rewrite's."""
         for name, module in _linears(model):
+            if name in taken:
+                continue
             record = QuantizedLayer(name, format, "left")
             self.layers.append(record)
             pattern = next((p for p in skip if fnmatchcase(name, p)), None)

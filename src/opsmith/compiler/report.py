@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from opsmith.compiler.compiled import GraphReport, SiteReport
+from opsmith.compiler.latent import LatentReport
 from opsmith.compiler.quantize import QuantizedLayer
 
 
@@ -16,6 +17,8 @@ class Report:
 
     graphs: list[GraphReport]
     quantized: list[QuantizedLayer] = field(default_factory=list)
+    latent: list[LatentReport] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)  # calls that ran the original attention, by reason
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -30,7 +33,8 @@ class Report:
             counts = Counter(s.operator for s in graph.sites if s.status == "kept")
             for name, n in counts.items():
                 most[name] = max(most[name], n)
-        return dict(most)
+        latent = sum(layer.status == "kept" for layer in self.latent)
+        return dict(most) | ({"mla_preprocess": latent, "mla_attention": latent} if latent else {})
 
     @property
     def misses(self) -> list[str]:
@@ -40,12 +44,23 @@ class Report:
     @property
     def rolled_back(self) -> list[str]:
         """Sites whose result was not accurate enough, with error and bound."""
-        return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status != "kept"]
+        return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status != "kept"] + [
+            f"mla {layer.name}: {layer.why}" for layer in self.latent if layer.status == "rolled back"
+        ]
 
     @property
     def overruled(self) -> list[str]:
         """Sites where the fastest implementation was not accurate enough and another one runs."""
         return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status == "kept" and s.why]
+
+    def _latent_lines(self) -> list[str]:
+        kept = [layer for layer in self.latent if layer.status == "kept"]
+        lines = [f"latent attention: {len(kept)} layers, each like {kept[0]}"] if kept else []
+        if any(layer.lost for layer in kept):
+            worst = max(kept, key=lambda layer: layer.lost)
+            lines.append(f"rounding took {worst.lost:.2g} of the results of {worst.name}, the most of all")
+        lines += [f"latent attention: {layer.name}: {layer.why}" for layer in kept if layer.why]
+        return lines + [f"original attention in {n} calls: {why}" for why, n in self.fallbacks.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -55,11 +70,14 @@ class Report:
             "rolled_back": self.rolled_back,
             "overruled": self.overruled,
             "quantized": [asdict(layer) for layer in self.quantized],
+            "latent": [asdict(layer) for layer in self.latent],
+            "fallbacks": self.fallbacks,
             "graphs": [asdict(g) for g in self.graphs],
         }
 
     def __str__(self) -> str:
         lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
+        lines += self._latent_lines()
         packed = [layer for layer in self.quantized if layer.status == "packed"]
         if packed:
             worst = max(packed, key=lambda layer: layer.relative_error)

@@ -92,15 +92,15 @@ def two_chains(
     """The vector operators of both chains fused around the matmuls: norm (and quantization), epilogues."""
     p = w.parts()
     check("mla_preprocess", x, p, cos, sin, slot_mapping, cache, ctkv_scale, q_nope_scale, return_latent_q)
-    a = _normalize_and_project(x, p.gamma0, p.beta0, p.down, p.quant, eps)
+    a = normalize_and_project(x, p.gamma0, p.beta0, p.down, p.quant, eps)
     mla_kv_epilogue(
         a, p.gamma2, cos, sin, slot_mapping, cache, eps=eps, interleaved=p.interleaved, ctkv_scale=ctkv_scale
     )
     ql = a[:, p.kv_lora + p.rope :]
     if p.gamma1 is None:
-        q = _normalize_and_project(x, p.gamma0, p.beta0, p.up, p.quant, eps)
+        q = normalize_and_project(x, p.gamma0, p.beta0, p.up, p.quant, eps)
     else:
-        q = _normalize_and_project(ql, p.gamma1, p.beta1, p.up, p.quant, eps)
+        q = normalize_and_project(ql, p.gamma1, p.beta1, p.up, p.quant, eps)
     pair = mla_q_epilogue(
         q.unflatten(1, (p.heads, -1)),
         p.wuk,
@@ -219,7 +219,7 @@ def _norm(x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None
     return y if beta is None else y + beta
 
 
-def _normalize_and_project(
+def normalize_and_project(
     x: torch.Tensor,
     gamma: torch.Tensor | None,
     beta: torch.Tensor | None,
@@ -227,6 +227,7 @@ def _normalize_and_project(
     quant: str | None,
     eps: float,
 ) -> torch.Tensor:
+    """A norm, where there is a gamma, and the projection behind it, in any form of quantization."""
     if quant is None:
         return linear(_norm(x, gamma, beta, eps), p.weight, p.bias)
     if quant.startswith("weight"):

@@ -1,0 +1,141 @@
+"""Multi-head latent attention in a model, found by the shapes of what a module multiplies with.
+
+No name is read, of a class, a layer or a size. Four or five projections and one or two norms have the shapes of latent
+attention or they do not: the widths of the heads follow from them. Where several readings of one module fit (two ranks
+may be equal), and how a head's rows are ordered, the proof decides: only one reading computes what the module does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from opsmith.ops import MLAWeights
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which child of a module does what, and the sizes that follow."""
+
+    kv_a: nn.Linear  # [kv_lora + rope, D]
+    kv_norm: nn.Module
+    kv_b: nn.Linear  # [heads * (nope + value), kv_lora]
+    q: nn.Linear  # [heads * (nope + rope), q_lora or D]
+    out: nn.Linear  # [D, heads * value]
+    q_a: nn.Linear | None
+    q_norm: nn.Module | None
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    kv_lora: int
+    eps: float
+
+    @property
+    def absorbed(self) -> tuple[nn.Module, ...]:
+        """The children that the rewritten call no longer calls; the output projection stays."""
+        return tuple(m for m in (self.kv_a, self.kv_norm, self.kv_b, self.q, self.q_a, self.q_norm) if m)
+
+    def weights(self, interleaved: bool) -> MLAWeights:
+        """The weights of `mla_preprocess`; `interleaved`: the rope rows are pairs of neighbors."""
+        named: Any = SimpleNamespace(
+            kv_a_proj_with_mqa=self.kv_a,
+            kv_a_layernorm=self.kv_norm,
+            kv_b_proj=self.kv_b,
+            q_proj=self.q if self.q_a is None else None,
+            q_a_proj=self.q_a,
+            q_a_layernorm=self.q_norm,
+            q_b_proj=None if self.q_a is None else self.q,
+            qk_nope_head_dim=self.nope,
+            qk_rope_head_dim=self.rope,
+            v_head_dim=self.value,
+            config=SimpleNamespace(rope_interleave=interleaved),
+        )
+        return MLAWeights.from_deepseek(named)
+
+
+def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Reading]]]:
+    """Modules that may be latent attention, with the readings that their shapes allow."""
+    for name, module in model.named_modules():
+        if "forward" not in vars(module) and _takes_a_cache(module):
+            found = readings(module)
+            if found:
+                yield name, module, found
+
+
+def readings(module: nn.Module) -> list[Reading]:
+    """Every way to read a module's children as latent attention."""
+    linears = [m for m in module.children() if type(m) is nn.Linear]
+    norms = [m for m in module.children() if _is_norm(m)]
+    others = [m for m in module.children() if m not in linears and m not in norms]
+    if any(True for m in others for _ in m.parameters()):
+        return []
+    found = []
+    if (len(linears), len(norms)) == (4, 1):
+        for kv_a, kv_b, q, out in permutations(linears):
+            found.append(_read(kv_a, norms[0], kv_b, q, out, None, None))
+    elif (len(linears), len(norms)) == (5, 2):
+        for kv_a, kv_b, q, out, q_a in permutations(linears):
+            for kv_norm, q_norm in permutations(norms):
+                found.append(_read(kv_a, kv_norm, kv_b, q, out, q_a, q_norm))
+    return [reading for reading in found if reading is not None]
+
+
+def _read(
+    kv_a: nn.Linear,
+    kv_norm: nn.Module,
+    kv_b: nn.Linear,
+    q: nn.Linear,
+    out: nn.Linear,
+    q_a: nn.Linear | None,
+    q_norm: nn.Module | None,
+) -> Reading | None:
+    hidden, kv_lora = kv_a.in_features, _width(kv_norm)
+    rope = kv_a.out_features - kv_lora
+    from_hidden = q if q_a is None else q_a
+    if (kv_b.in_features, from_hidden.in_features, out.out_features) != (kv_lora, hidden, hidden):
+        return None
+    if q_a is not None and q_norm is not None and not q_a.out_features == _width(q_norm) == q.in_features:
+        return None
+    # heads * (nope + value), heads * value and heads * (nope + rope) are known, and so is rope.
+    of_nope = kv_b.out_features - out.in_features
+    of_rope = q.out_features - of_nope
+    if min(rope, of_nope, of_rope) <= 0 or rope % 2 or of_rope % rope or kv_b.bias is not None:
+        return None
+    heads = of_rope // rope
+    if of_nope % heads or out.in_features % heads:
+        return None
+    eps = {_eps(norm) for norm in (kv_norm, q_norm) if norm is not None}
+    if len(eps) != 1 or None in eps:
+        return None
+    sizes = (heads, of_nope // heads, rope, out.in_features // heads, kv_lora)
+    return Reading(kv_a, kv_norm, kv_b, q, out, q_a, q_norm, *sizes, eps=float(eps.pop() or 0.0))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters())
+    return len(own) == 1 and own[0].dim() == 1 and not list(module.children())
+
+
+def _width(norm: nn.Module) -> int:
+    return next(iter(norm.parameters())).shape[0]
+
+
+def _eps(norm: nn.Module) -> float | None:
+    """The one small number that a norm keeps, whatever it is called."""
+    small = [v for v in vars(norm).values() if isinstance(v, float) and 0.0 < v < 1e-2]
+    return small[0] if len(small) == 1 else None
+
+
+def _takes_a_cache(module: nn.Module) -> bool:
+    """Hugging Face's convention: a call is given the cache and the table of its positions, and knows its layer."""
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    names = inspect.signature(module.forward).parameters
+    return {"past_key_values", "position_embeddings"} <= set(names)

@@ -193,10 +193,29 @@ def test_a_copy_and_a_pickled_model_run_on_their_own_weights() -> None:
             other.norm.weight.zero_()
             assert torch.equal(other(x), torch.full_like(x, 7.0))
             assert not torch.equal(model(x), other(x))
-        assert not isinstance(getattr(other, "opsmith", None), type(model.opsmith))
+        assert other.opsmith is not model.opsmith
         optimized(other, x)
         with torch.no_grad():
             assert torch.equal(other(x), torch.full_like(x, 7.0))
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_deep_copy_is_optimized_alike_and_can_be_restored(quantize: str | None) -> None:
+    model, x = seeded(Feed), numbers(4, 6, WIDTH)
+    eager = copy.deepcopy(model)
+    optimized(model, x, quantize=quantize)
+    twin = copy.deepcopy({"a": model, "b": model})["a"]
+    with torch.no_grad():
+        assert torch.equal(twin(x), model(x))
+    assert twin.opsmith.plan.choices() == model.opsmith.plan.choices()
+    assert len(twin.opsmith.report.quantized) == len(model.opsmith.report.quantized)
+    opsmith.restore(model)
+    opsmith.restore(twin)
+    assert not any("forward" in vars(m) for other in (model, twin) for m in other.modules())
+    with torch.no_grad():
+        assert torch.equal(twin(x), eager(x))
+        twin.up.weight.zero_()
+        assert torch.equal(model(x), eager(x))
 
 
 def test_a_restored_model_is_not_kept_alive() -> None:

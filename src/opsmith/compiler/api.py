@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import sys
@@ -20,6 +21,7 @@ from opsmith import measure
 from opsmith.compiler.capture import capture
 from opsmith.compiler.compiled import CompiledGraph, Progress
 from opsmith.compiler.config import DTYPES, Config
+from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.latent import Latent
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.quantize import Packing
@@ -66,6 +68,11 @@ class Session:
             self.latent.reports,
             dict(self.latent.fallbacks),
         )
+
+    @property
+    def rewritten(self) -> list[nn.Module]:
+        """The modules whose call goes elsewhere."""
+        return [*self.packing.modules, *(site.module for site in self.latent.sites)]
 
     def close(self) -> None:
         """Let go of all weights; a graph that is called again begins anew."""
@@ -177,6 +184,7 @@ def optimize(
         )
     model._compiled_call_impl = _entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
+    model.__dict__["__deepcopy__"] = Copier(model, _like)
     weakref.finalize(model, session.close).atexit = False
     session.selector.learning = True
     try:
@@ -213,8 +221,8 @@ def restore(model: nn.Module) -> nn.Module:
     session = getattr(model, "opsmith", None)
     if not isinstance(session, Session):
         return model
-    model._compiled_call_impl = None
-    del model.opsmith
+    for name in OURS:
+        model.__dict__.pop(name, None)
     session.close()
     session.packing.take_out()
     session.latent.take_out()
@@ -224,6 +232,14 @@ def restore(model: nn.Module) -> nn.Module:
         )
         for name, tensor in session.before.items():
             own[name].data = tensor
+    return model
+
+
+def _like(model: nn.Module, session: Session) -> nn.Module:
+    """A copy of an optimized model, optimized as that one is."""
+    optimize(model, config=session.config, plan=session.plan)
+    if session.before is not None:
+        model.opsmith.before = copy.deepcopy(session.before)  # type: ignore[union-attr]
     return model
 
 

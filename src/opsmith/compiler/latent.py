@@ -33,10 +33,10 @@ class LatentReport:
     """One attention layer that keeps latent rows, or why it does not."""
 
     name: str
-    status: str  # "found" until it has been proved, then "kept" or "rolled back"
-    heads: int
-    values: int  # cached for a token
-    plain_values: int  # that attention with keys and values of all heads would cache
+    status: str = "found"  # until it has been proved, then "kept" or "rolled back"
+    heads: int = 0
+    values: int = 0  # cached for a token
+    plain_values: int = 0  # that attention with keys and values of all heads would cache
     token_bytes: int = 0
     mode: str = ""
     weights: str = ""  # how they are quantized
@@ -75,26 +75,32 @@ class Latent:
         names = {module: name for name, module in model.named_modules()}
         taken: set[str] = set()
         for name, module, readings in candidates(model):
-            first = readings[0]
-            # A cache that these sizes do not fit is refused here, before anything is changed.
-            MLACache.allocate(
-                self.config.mla_cache,
-                0,
-                self.config.mla_block,
-                kv_lora=first.kv_lora,
-                rope=first.rope,
-                dtype=first.kv_a.weight.dtype,
-                device="meta",
-            )
-            site = LatentSite(name, module, len(self.sites), self.switch, _scale(module, first))
-            site.reading = first
+            self._check_mode(readings)
+            site = LatentSite(name, module, len(self.sites), self.switch)
             self.sites.append(site)
             self._readings[name] = readings
-            plain = first.heads * (first.nope + first.rope + first.value)
-            self.reports.append(LatentReport(name, "found", first.heads, first.kv_lora + first.rope, plain))
+            self.reports.append(LatentReport(name))
             taken |= {names[m] for r in readings for m in r.absorbed}
         self._names = list(inspect.signature(model.forward).parameters)
         return taken
+
+    def _check_mode(self, readings: list[Reading]) -> None:
+        """Refuse a cache that no reading's sizes fit before anything is changed."""
+        for last, r in enumerate(readings, 1 - len(readings)):
+            try:
+                MLACache.allocate(
+                    self.config.mla_cache,
+                    0,
+                    self.config.mla_block,
+                    kv_lora=r.kv_lora,
+                    rope=r.rope,
+                    dtype=r.kv_a.weight.dtype,
+                    device="meta",
+                )
+                return
+            except ValueError:
+                if not last:
+                    raise
 
     @property
     def waiting(self) -> bool:
@@ -128,7 +134,7 @@ class Latent:
             elif self._settle(site, report, found[site.name]):
                 site.index = len(kept)
                 kept.append(site)
-                site.module.forward = site.forward  # type: ignore[method-assign]
+                site.module.forward = site.forward
         self.sites, self._readings = kept, {}
         config: Any = getattr(model, "config", None)
         self._whole = bool(kept) and len(kept) == getattr(config, "num_hidden_layers", -1)
@@ -141,10 +147,15 @@ class Latent:
         if not verdict.ok:
             report.status = "rolled back"
             return False
+        r = site.reading
+        report.heads, report.values = r.heads, r.kv_lora + r.rope
+        report.plain_values = r.heads * (r.nope + r.rope + r.value)
         form = FORMS.get(self.config.quantize or "")
         names = {m: n for n, m in site.module.named_modules(prefix=site.name)}
         skipped = [
-            p for p in self.config.quantize_skip if any(fnmatchcase(names[m], p) for m in site.reading.absorbed)
+            p
+            for p in self.config.quantize_skip
+            if any(fnmatchcase(names[m], p) for m in site.reading.absorbed)
         ]
         if form is not None and not skipped:
             site.quantize = form
@@ -183,8 +194,9 @@ class Latent:
             if why is not None:
                 self.fallbacks[why] += 1
             if pages is None:
-                # Rows that are in pages already: the original attention reads them through the cache's own methods.
-                yield args, kwargs, not _has_pages(given.get("past_key_values"))
+                # A cache that writes in place, pages too, changes at every run of a graph, and studying takes several.
+                cache = given.get("past_key_values")
+                yield args, kwargs, cache is None or _grows(cache)
                 return
             tokens = _input(given).shape[1]
             if given.get("position_ids") is None and "position_ids" in self._names:
@@ -322,15 +334,6 @@ def _input(given: dict[str, Any]) -> Any:
     return given.get("inputs_embeds") if ids is None else ids
 
 
-def _scale(module: nn.Module, reading: Reading) -> float:
-    """What the module multiplies scores with, where it says so: YaRN adds to the root of the width."""
-    for name in ("scaling", "softmax_scale", "scale"):
-        value = getattr(module, name, None)
-        if isinstance(value, float):
-            return value
-    return float((reading.nope + reading.rope) ** -0.5)
-
-
 def _padding(mask: Any, batch: int, columns: int) -> torch.Tensor | str | None:
     """[batch]: how many columns at the left are padding; None without a mask; a text where it is another mask."""
     if mask is None:
@@ -356,5 +359,8 @@ def _pages_of(cache: Any) -> Pages | None:
     return next((x.pages for x in getattr(cache, "layers", ()) if hasattr(x, "pages")), None)
 
 
-def _has_pages(cache: Any) -> bool:
-    return _pages_of(cache) is not None
+def _grows(cache: Any) -> bool:
+    """Whether a cache is of the library's own kind, which makes new tensors of old ones."""
+    from opsmith.compiler import latent_cache
+
+    return latent_cache.unfit(cache) is None and _pages_of(cache) is None

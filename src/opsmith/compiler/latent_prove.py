@@ -48,9 +48,7 @@ def seen(x: torch.Tensor, table: Any) -> Seen:
     return Seen(x[:1, some].detach().clone(), kept if isinstance(table, tuple) else kept[0])
 
 
-def settle(
-    site: LatentSite, readings: list[Reading], found: Seen, make_cache: Callable[[], Any]
-) -> Verdict:
+def settle(site: LatentSite, readings: list[Reading], found: Seen, make_cache: Callable[[], Any]) -> Verdict:
     """Give the site the reading that computes what its module does, or say why none does."""
     best = Verdict(False, math.inf, 0.0, "no reading of its layers computes what it does")
     for out in {r.out for r in readings}:
@@ -102,7 +100,7 @@ def _judge(site: LatentSite, found: Seen, eager: torch.Tensor, exact: torch.Tens
 
 
 def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[1, n, heads * value], all tokens but the last at once in this form, the last by decoding; and the rotated rows."""
+    """[1, n, heads * value], all tokens but the last at once, the last by decoding; and the rotated rows."""
     tokens = found.x.shape[1]
     pages = Pages([site.cache(mode, 1, _BLOCK)], 1, _BLOCK, found.x.device)
     index, site.index = site.index, 0
@@ -111,12 +109,10 @@ def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Te
         for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
             n = some.stop - some.start
             if n:
-                parts = found.table if isinstance(found.table, tuple) else (found.table, None)
-                cos, sin = (None if t is None else t[:, some] for t in parts)
+                first, *second = found.table if isinstance(found.table, tuple) else (found.table,)
+                cos, sin = first[:, some], second[0][:, some] if second else None
                 step = pages.begin(n)
-                results.append(
-                    site.compute(found.x[:, some], cos, sin, step, form if n > 1 else "absorbed")
-                )
+                results.append(site.compute(found.x[:, some], cos, sin, step, form if n > 1 else "absorbed"))
                 pages.commit(n)
         rows = pages.read(0, site.reading.kv_lora, pages.slots_of(pages.tables, tokens))[1]
     finally:

@@ -18,7 +18,15 @@ from torch import nn
 
 from opsmith.compiler.latent_find import Reading
 from opsmith.compiler.latent_pages import Step
-from opsmith.ops import MLACache, MLAWeights, attention, linear, mla_attention, mla_kv_epilogue, mla_preprocess
+from opsmith.ops import (
+    MLACache,
+    MLAWeights,
+    attention,
+    linear,
+    mla_attention,
+    mla_kv_epilogue,
+    mla_preprocess,
+)
 from opsmith.ops import rope as rope_op
 from opsmith.ops.mla_rungs import normalize_and_project
 
@@ -52,8 +60,8 @@ def operations(sizes: Reading, batch: int, tokens: int, columns: int) -> dict[st
 class LatentSite:
     """An attention module whose call computes in the latent space."""
 
-    def __init__(self, name: str, module: nn.Module, index: int, switch: Switch, scale: float) -> None:
-        self.name, self.module, self.index, self.switch, self.scale = name, module, index, switch, scale
+    def __init__(self, name: str, module: nn.Module, index: int, switch: Switch) -> None:
+        self.name, self.module, self.index, self.switch = name, module, index, switch
         self.original = module.forward
         self.names = list(inspect.signature(self.original).parameters)
         self.key = f"{name}#{next(_NUMBERS)}"
@@ -62,7 +70,9 @@ class LatentSite:
         self.order: torch.Tensor | None = None  # from the library's order of rope dimensions to ours
         self.portable = False  # whether rows may come from the library's own cache, and go back
         self.quantize: str | None = None
-        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None  # ctkv_scale, q_nope_scale of an int8 cache
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = (
+            None  # ctkv_scale, q_nope_scale of an int8 cache
+        )
         self._weights: MLAWeights | None = None
         self._stamps: list[Any] = []
         _SITES[self.key] = self
@@ -82,6 +92,15 @@ class LatentSite:
             "pickle: this model's attention is rewritten by opsmith.optimize; call opsmith.restore(model) first, or "
             "save its state_dict or save_pretrained, which are as they were"
         )
+
+    @property
+    def scale(self) -> float:
+        """What the module multiplies scores with, where it says so: YaRN adds to the root of the width."""
+        for name in ("scaling", "softmax_scale", "scale"):
+            value = getattr(self.module, name, None)
+            if isinstance(value, float):
+                return value
+        return float((self.reading.nope + self.reading.rope) ** -0.5)
 
     @property
     def width(self) -> int:
@@ -190,16 +209,13 @@ class LatentSite:
         return y.transpose(1, 2).reshape(step.batch, step.tokens, self.width)
 
 
-def _table(
-    cos: torch.Tensor, sin: torch.Tensor | None, step: Step
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _table(cos: torch.Tensor, sin: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """A row of cosines and sines for each token; every layer gets the same table, so it is made once a call."""
     if step.table is None or step.table[0] is not cos:
         parts = (cos.real, cos.imag) if sin is None else (cos, sin)
         rows = [t.expand(step.batch, step.tokens, -1).reshape(-1, t.shape[-1]).contiguous() for t in parts]
         step.table = (cos, (rows[0], rows[1]))
     return step.table[1]
-
 
 
 _LIBRARY = torch.library.Library("opsmith", "FRAGMENT")

@@ -107,6 +107,11 @@ class Packing:
                     record.status, record.why = "rolled back", why
                     del module.forward, self._packed[record.name]
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers that compute with a packed weight."""
+        return [module for module, _ in self._packed.values()]
+
     def take_out(self) -> None:
         """Give every layer its own call back."""
         for module, _ in self._packed.values():

@@ -18,7 +18,9 @@ class Report:
     graphs: list[GraphReport]
     quantized: list[QuantizedLayer] = field(default_factory=list)
     latent: list[LatentReport] = field(default_factory=list)
-    fallbacks: dict[str, int] = field(default_factory=dict)  # calls that ran the original attention, by reason
+    fallbacks: dict[str, int] = field(
+        default_factory=dict
+    )  # calls that ran the original attention, by reason
 
     @property
     def sites(self) -> list[SiteReport]:

@@ -1,6 +1,7 @@
 """opsmith: fused operators for language models, and the compiler that puts them to use.
 
-The public face: `optimize`, `restore`, `Config`, `Plan`, `Operator`, `operator`, and the library in `opsmith.ops`.
+The public face: `optimize`, `restore`, `Config`, `Plan`, `profile`, `Profile`, `Operator`, `operator`, and the
+library in `opsmith.ops`.
 Names are imported when they are first used, so that the command line starts without loading PyTorch.
 """
 
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
     from opsmith.compiler import optimize as optimize
     from opsmith.compiler import restore as restore
     from opsmith.operator import Operator as Operator
+    from opsmith.profiler import Profile as Profile
+    from opsmith.profiler import profile as profile
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Operator", "Plan", "operator", "ops", "optimize", "restore"]
+__all__ = ["Config", "Operator", "Plan", "Profile", "operator", "ops", "optimize", "profile", "restore"]
 
 _HOMES = {
     "Config": "opsmith.compiler",
     "Plan": "opsmith.compiler",
     "optimize": "opsmith.compiler",
     "restore": "opsmith.compiler",
+    "Profile": "opsmith.profiler",
+    "profile": "opsmith.profiler",
     "Operator": "opsmith.operator",
     "operator": "opsmith.operator",  # the module, which is callable: `@opsmith.operator(...)`
     "ops": "opsmith.ops",

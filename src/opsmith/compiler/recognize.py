@@ -9,7 +9,7 @@ it, a linear layer the activation behind it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class Recognition:
     """What was found in a graph, in graph order, and what came close."""
 
     sites: list[Site] = field(default_factory=list)
+    apart: list[Site] = field(default_factory=list)  # the same before they grew: each operator by itself
     misses: list[Miss] = field(default_factory=list)
 
 
@@ -119,6 +120,7 @@ class _Finder:
                 self.consumed |= site.region
         result.sites.reverse()
         result.misses = self._misses(result.sites)
+        result.apart = [replace(site) for site in result.sites]  # growing changes the sites themselves
         result.sites = grow(result.sites, self.cards, self._disturbed)
         return result
 

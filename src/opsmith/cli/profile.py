@@ -1,0 +1,148 @@
+"""`opsmith profile`: where the time of a model folder or of a script goes."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opsmith.cli import CommandError
+from opsmith.cli.common import Json, Output, check_folder
+
+if TYPE_CHECKING:
+    from opsmith.profiler import Profile
+
+
+def run(
+    target: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a script.py.")],
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PHASE", help="prefill, decode, forward, backward or train; may be repeated."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the timeline for Perfetto.")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A saved profile to compare with, or a plan to optimize by first."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Run in this dtype.")] = None,
+    optimized: Annotated[bool, typer.Option("--optimize", help="Optimize the model first.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in the example input.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in each of them.")] = 128,
+    json: Json = None,
+) -> None:
+    """Profile a model folder on random tokens, or a script: time by operator class, against this machine's roofs.
+
+    What was gathered is kept when the program raises, exits or is interrupted, and is said to be partial.
+
+    Example: opsmith profile ./my-model --phase prefill --phase decode --html profile.html
+    """
+    from opsmith.profiler import Profile
+    from opsmith.profiler.report import show
+
+    output = Output(json)
+    for option, file in (("--html", html), ("--trace", trace)):
+        if file is not None:
+            check_folder(option, file)
+    earlier, plan = _against(against)
+    if target.suffix == ".py":
+        if phase or plan is not None or optimized or dtype:
+            raise CommandError(
+                "profile: a script is profiled as it is; --phase, --optimize and a plan need a folder"
+            )
+        found = _script(target)
+    else:
+        found = _folder(target, phase, dtype, optimized or plan is not None, plan, batch, length)
+    assert isinstance(found, Profile)
+    show(found, output.console)
+    if earlier is not None:
+        output.console.print(f"\nagainst {against}:\n{found.diff(earlier)}", markup=False)
+    if html is not None:
+        found.to_html(html)
+    if trace is not None:
+        found.to_chrome_trace(trace)
+    import json as encoder
+
+    output.finish(encoder.loads(found.to_json()))
+    if found.partial:
+        raise CommandError(f"profile: partial: {found.partial}; what was gathered is above and in the files")
+
+
+def _against(file: Path | None) -> tuple[Profile | None, Path | None]:
+    """A saved profile, or the path of a plan: the two tell themselves apart."""
+    if file is None:
+        return None, None
+    from opsmith.compiler import Plan
+    from opsmith.profiler import Profile
+
+    try:
+        return Profile.load(file), None
+    except ValueError as no_profile:
+        try:
+            Plan.load(file)
+        except ValueError:
+            raise CommandError(str(no_profile)) from no_profile
+        return None, file
+
+
+def _script(file: Path) -> Profile:
+    import opsmith
+
+    if not file.is_file():
+        raise CommandError(f"profile: there is no script {file}")
+    recording = opsmith.profile(name=file.name)
+    arguments, sys.argv = sys.argv, [str(file)]
+    sys.path.insert(0, str(file.parent.resolve()))
+    try:
+        with recording:
+            runpy.run_path(str(file), run_name="__main__")
+    except (Exception, KeyboardInterrupt, SystemExit):
+        pass  # the profile says so
+    finally:
+        sys.argv = arguments
+        sys.path.remove(str(file.parent.resolve()))
+    return recording.profile  # type: ignore[no-any-return]
+
+
+def _folder(
+    folder: Path,
+    phases: list[str] | None,
+    dtype: str | None,
+    optimized: bool,
+    plan: Path | None,
+    batch: int,
+    length: int,
+) -> Profile:
+    import opsmith
+    from opsmith.cli import hf
+    from opsmith.cli.optimize import _tokens
+
+    try:
+        model, architecture = hf.load(folder)
+    except CommandError as error:
+        raise CommandError(str(error).replace("optimize:", "profile:", 1)) from error
+    tokens: dict[str, Any] = dict(_tokens(architecture, batch, length, 0))
+    if dtype is not None and not optimized:
+        import torch
+
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise CommandError(f"profile: --dtype: PyTorch has no dtype {dtype!r}")
+        model.to(found)
+    try:
+        if optimized:
+            opsmith.optimize(model, tokens, dtype=dtype, plan=plan)
+        causal = "past_key_values" in model.forward.__code__.co_varnames
+        return opsmith.profile(  # type: ignore[no-any-return]
+            model,
+            tokens,
+            phase=phases or (["prefill", "decode"] if causal else ["forward"]),
+            name=folder.name,
+        )
+    except (ValueError, TypeError) as refusal:
+        raise CommandError(str(refusal)) from refusal

@@ -1,0 +1,6 @@
+"""The profiler: collect, attribute, roofline, advise, report; one file per stage."""
+
+from opsmith.profiler.api import profile
+from opsmith.profiler.data import SCHEMA, Advice, Chain, Event, Phase, Profile, Row
+
+__all__ = ["SCHEMA", "Advice", "Chain", "Event", "Phase", "Profile", "Row", "profile"]

@@ -1,0 +1,273 @@
+"""Advice: one small rule each, with what was seen, what it is worth at most, what to type and how to check it.
+
+A rule's gain is never more than what its rows lost, and nothing is said of a gain below the noise.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from opsmith.profiler.data import (
+    ATTENTION,
+    COPIES,
+    FRAMEWORK,
+    MATMUL,
+    NORM,
+    SOFTMAX,
+    Advice,
+    Phase,
+    Profile,
+    Row,
+)
+from opsmith.profiler.kinds import bare
+from opsmith.profiler.roofline import Roofs
+
+LEAST_SHARE = 0.03  # of the phase: less is not worth a line, however quiet the machine
+REPEATED = 4  # equal calls in one layer that make a loop
+FASTER = 1.3  # how many times faster bfloat16 must be here to be worth a change of numbers
+PADDED = 0.3
+SHORT = 64  # axes beyond this many are a vocabulary's or a feature's, not a group's
+
+Rule = Callable[[Profile, Phase, Roofs], Iterator[Advice]]
+RULES: list[Rule] = []
+
+
+def rule(fn: Rule) -> Rule:
+    """Enter a rule."""
+    RULES.append(fn)
+    return fn
+
+
+def advise(profile: Profile, phase: Phase, roofs: Roofs) -> list[Advice]:
+    """What to do about a phase, what gains most first."""
+    if not phase.wall:
+        return []
+    least = phase.wall * max(LEAST_SHARE, phase.noise)
+    found = [a for each in RULES for a in each(profile, phase, roofs) if a.gain > least]
+    return sorted(found, key=lambda a: -a.gain)
+
+
+def _advice(
+    phase: Phase, name: str, title: str, evidence: str, gain: float, action: str, check: str
+) -> Advice:
+    gain = min(max(gain, 0.0), 0.99 * phase.wall)
+    return Advice(name, title, evidence, gain, phase.wall / (phase.wall - gain), action, check)
+
+
+@rule
+def unfused_norm(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+    """A norm that is written as several PyTorch calls goes through memory once for each of them."""
+    rows = [r for r in phase.rows if r.kind == NORM and r.composite]
+    if rows:
+        first = max(rows, key=lambda r: r.seconds)
+        yield _advice(
+            phase,
+            "unfused norm",
+            f"{_calls(rows):.0f} norms are written out as {len(first.pieces) or 'several'} PyTorch calls each",
+            f"{_names(rows)}: {_ms(rows)}, where one pass over memory takes {_least(rows)}",
+            _lost(rows),
+            f"opsmith.optimize(model, example_inputs), or call opsmith.ops.{_operator(first)} {_where(first)}",
+            _again(phase, "the norm's row says fused, and loses less"),
+        )
+
+
+@rule
+def materialized_scores(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+    """Attention as two products and a softmax writes and reads a matrix of queries times keys."""
+    rows = [r for r in phase.rows if r.kind == ATTENTION and r.composite]
+    if rows:
+        first = max(rows, key=lambda r: r.seconds)
+        yield _advice(
+            phase,
+            "materialized attention scores",
+            f"attention writes its scores to memory: {len(first.pieces) or 'several'} PyTorch calls for one operator",
+            f"{_names(rows)}: {_ms(rows)}, where the roofs allow {_least(rows)}",
+            _lost(rows),
+            "opsmith.optimize(model, example_inputs), or torch.nn.functional.scaled_dot_product_attention "
+            f"{_where(first)}",
+            _again(phase, "attention is fused"),
+        )
+
+
+@rule
+def float32(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+    """Products in float32 on a machine whose bfloat16 is faster."""
+    wide, narrow = roofs.compute("float32"), roofs.compute("bfloat16")
+    rows = [r for r in phase.rows if r.kind in (MATMUL, ATTENTION) and r.dtype == "float32" and r.known]
+    if not rows or wide is None or narrow is None:
+        return
+    ratio = narrow / wide
+    if ratio < FASTER:
+        return
+    gain = 0.0
+    for row in rows:
+        share = 1 - 1 / ratio if row.bound == "compute" else 0.5 if row.bound == "memory" else 0.0
+        gain += min(row.seconds * share, row.seconds - row.flops / narrow)
+    yield _advice(
+        phase,
+        "float32",
+        f"products run in float32, and bfloat16 is {ratio:.1f} times as fast here",
+        f"{_names(rows)}: {_ms(rows)} in float32; measured {wide / 1e9:.0f} against {narrow / 1e9:.0f} GFLOP/s",
+        gain,
+        "opsmith.optimize(model, example_inputs, dtype=torch.bfloat16), where the model's accuracy allows it",
+        _again(phase, "the products' rows say bfloat16") + "; hold the results to those of float32",
+    )
+
+
+@rule
+def copies_in_a_loop(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+    """The same copy, made again and again."""
+    rows = [r for r in phase.rows if r.kind == COPIES and r.calls >= REPEATED and _copies(r)]
+    if rows:
+        first = max(rows, key=lambda r: r.seconds)
+        yield _advice(
+            phase,
+            "copies in a loop",
+            f"a copy of {first.shape} is made {first.calls:.0f} times {_in(first)}",
+            f"{_calls(rows):.0f} equal copies ({', '.join(first.pieces)}) take {_ms(rows)} and compute nothing",
+            sum(r.seconds for r in rows),
+            "take .contiguous() (or .clone(), .to()) out of the loop, or leave it out: most operators take views",
+            _again(phase, "the row of copies is gone"),
+        )
+
+
+@rule
+def all_logits(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+    """The vocabulary's logits for every position, where the next token needs those of the last."""
+    sequences = phase.facts.get("sequences", 0.0)
+    if phase.name != "prefill" or not sequences:
+        return
+    for row in phase.rows:
+        sizes = _sizes(row)
+        if row.kind != MATMUL or len(sizes) < 2 or len(sizes[1]) != 2 or len(sizes[0]) < 2:
+            continue
+        rows = math.prod(sizes[0][:-1])
+        width, wide = sizes[0][-1], max(sizes[1])
+        if rows > sequences and wide >= 4 * width and wide > 16 * SHORT and row.calls == 1:
+            yield _advice(
+                phase,
+                "logits for all positions",
+                f"logits are computed for {rows} positions, and {sequences:.0f} are needed",
+                f"{row.operator} {row.shape}: {_ms([row])}",
+                row.seconds * (1 - sequences / rows),
+                "pass logits_to_keep=1 (Hugging Face), or take hidden[:, -1:] before the output layer",
+                _again(phase, "the output layer's row has one position for each sequence"),
+            )
+
+
+@rule
+def one_thread(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+    """One thread, on a machine that has several cores."""
+    cores = int(profile.machine.get("cores") or 1)
+    if phase.facts.get("threads") != 1.0 or cores < 2:
+        return
+    rows = [r for r in phase.rows if r.bound in ("compute", "memory")]
+    yield _advice(
+        phase,
+        "one thread",
+        f"one thread computes, and there are {cores} cores",
+        f"operators that threads would share take {_ms(rows)}",
+        sum(r.seconds for r in rows) * (1 - 1 / cores),
+        f"torch.set_num_threads({cores}), and no OMP_NUM_THREADS=1 in the environment",
+        _again(phase, "the trust panel names more threads"),
+    )
+
+
+@rule
+def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+    """Attention head by head: many small operators where one takes them all."""
+    rows = [
+        r
+        for r in phase.rows
+        if r.calls >= REPEATED and bare(r.operator.split()[0]) in _PER_HEAD and r.kind in _HEADS
+    ]
+    if rows:
+        layer = max({r.layer for r in rows}, key=lambda name: sum(r.seconds for r in rows if r.layer == name))
+        most = max((r for r in rows if r.layer == layer), key=lambda r: r.calls)
+        yield _advice(
+            phase,
+            "loop over heads",
+            f"a Python loop calls {most.operator} {most.calls:.0f} times with one shape {_in(most)}",
+            f"{_names(rows)}: {_calls(rows):.0f} calls, {_ms(rows)}; all heads at once are one call",
+            _lost(rows),
+            "reshape to [batch, heads, length, width] and call scaled_dot_product_attention once",
+            _again(phase, "attention is called once a layer"),
+        )
+
+
+@rule
+def padding(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+    """Most of the batch is padding, which is computed like everything else."""
+    part = phase.facts.get("padding", 0.0)
+    if part >= PADDED:
+        busy = sum(r.seconds for r in phase.rows if r.kind != FRAMEWORK and r.bound in ("compute", "memory"))
+        yield _advice(
+            phase,
+            "padding",
+            f"{part:.0%} of the tokens are padding",
+            f"attention_mask keeps {1 - part:.0%} of {phase.tokens} tokens; what scales with them takes "
+            f"{busy * 1e3:.3g} ms",
+            part * busy,
+            "batch sequences of like length, or pack them: opsmith.ops.attention_varlen",
+            "profile a batch of real lengths, and compare µs per token that is none of the padding",
+        )
+
+
+_HEADS = (ATTENTION, MATMUL, SOFTMAX)
+_PER_HEAD = {
+    "attention",
+    "matmul",
+    "bmm",
+    "mm",
+    "softmax",
+    "_softmax",
+    "scaled_dot_product_attention",
+    "baddbmm",
+}
+
+
+def _sizes(row: Row) -> list[tuple[int, ...]]:
+    """The shapes that a row names, in order."""
+    return [tuple(map(int, found.split("×"))) for found in re.findall(r"\d+(?:×\d+)+", row.shape)]
+
+
+def _copies(row: Row) -> bool:
+    return bool({bare(p) for p in row.pieces} & {"clone", "contiguous", "copy", "_to_copy"})
+
+
+def _operator(row: Row) -> str:
+    return row.operator.split()[0]
+
+
+def _where(row: Row) -> str:
+    return f"at {row.source}" if row.source else _in(row)
+
+
+def _in(row: Row) -> str:
+    return f"in {row.layer}" if row.layer else "in the model"
+
+
+def _calls(rows: Iterable[Row]) -> float:
+    return sum(r.calls for r in rows)
+
+
+def _lost(rows: Iterable[Row]) -> float:
+    return sum(r.lost for r in rows)
+
+
+def _ms(rows: Iterable[Row]) -> str:
+    return f"{sum(r.seconds for r in rows) * 1e3:.3g} ms"
+
+
+def _least(rows: Iterable[Row]) -> str:
+    return f"{sum(r.least for r in rows) * 1e3:.2g} ms"
+
+
+def _names(rows: Iterable[Row]) -> str:
+    return ", ".join(dict.fromkeys(r.operator for r in rows))
+
+
+def _again(phase: Phase, what: str) -> str:
+    return f"profile {phase.name} again with --against this profile: {what}"

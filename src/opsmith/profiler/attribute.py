@@ -1,0 +1,378 @@
+"""From a tree of PyTorch calls to operators: which calls make up which, and what each cost.
+
+One pass over a repetition that knows shapes decides; the others repeat the same calls in the same order, so that a
+call's place in the tree says what it belongs to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from opsmith.operator import Cost
+from opsmith.profiler import costs
+from opsmith.profiler.collect import Mark, Op, Watched
+from opsmith.profiler.composites import CallSequence, align, cost, shapes
+from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, OTHER, Event, Row
+from opsmith.profiler.kinds import OF_KIND, card_of, kind_of, moves_nothing, transparent
+
+GAP = "between operators"
+VIEWS = "views"
+
+
+@dataclass
+class Unit:
+    """One call of one operator, and the places in the tree of the PyTorch calls that it is made of."""
+
+    row: Row
+    places: list[int] = field(default_factory=list)
+    backward: float = 1.0
+    site: bool = False  # a card says what its gradient costs
+
+
+@dataclass
+class Guide:
+    """A stretch of a program that made the calls of a known sequence: all of it, or one outermost module's call."""
+
+    calls: CallSequence
+    run: int | None = None
+
+
+@dataclass
+class Attribution:
+    """What a repetition's calls belong to."""
+
+    units: list[Unit]
+    names: tuple[str, ...]  # of all calls, in order: what another repetition has to match
+
+    def rows(self, runs: Sequence[Watched]) -> tuple[list[Row], list[dict[str, float]]]:
+        """The rows of these repetitions, on average, with the gap; and by class for each repetition."""
+        merged: dict[tuple[object, ...], Row] = {}
+        series: list[dict[str, float]] = [{} for _ in runs]
+        flats = [list(preorder(run.ops)) for run in runs]
+        covered = [0.0] * len(runs)
+        for unit in self.units:
+            row = unit.row
+            times = [sum(flat[p].end - flat[p].start for p in unit.places) * 1e-9 for flat in flats]
+            for k, seconds in enumerate(times):
+                covered[k] += seconds
+                series[k][row.kind] = series[k].get(row.kind, 0.0) + seconds
+            key = (row.kind, row.operator, row.shape, row.layer, row.implementation, row.composite, row.known)
+            into = merged.get(key)
+            if into is None:
+                into = merged[key] = Row(
+                    row.kind,
+                    row.operator,
+                    row.shape,
+                    row.layer,
+                    row.implementation,
+                    row.composite,
+                    row.pieces,
+                    row.dtype,
+                    known=row.known,
+                    classified=row.classified,
+                    refused=row.refused,
+                    reason=row.reason,
+                    source=row.source,
+                )
+            into.seconds += sum(times) / len(times)
+            into.calls += 1
+            into.flops += row.flops
+            into.bytes += row.bytes
+        gaps = [max(run.seconds - c, 0.0) for run, c in zip(runs, covered, strict=True)]
+        for k, gap in enumerate(gaps):
+            series[k][FRAMEWORK] = series[k].get(FRAMEWORK, 0.0) + gap
+        gap_row = Row(FRAMEWORK, GAP, "", implementation="", seconds=sum(gaps) / len(gaps), bound="overhead")
+        return [*merged.values(), gap_row], series
+
+    def events(self, run: Watched) -> list[Event]:
+        """The timeline of one repetition, in order."""
+        flat = list(preorder(run.ops))
+        found = []
+        for unit in self.units:
+            row, n = unit.row, max(len(unit.places), 1)
+            for place in unit.places:
+                op = flat[place]
+                found.append(
+                    Event(
+                        row.operator,
+                        row.kind,
+                        (op.start - run.start) * 1e-9,
+                        (op.end - op.start) * 1e-9,
+                        row.layer,
+                        row.shape,
+                        row.flops / n,
+                        row.bytes / n,
+                    )
+                )
+        return sorted(found, key=lambda e: e.start)
+
+
+def preorder(ops: Iterable[Op]) -> Iterator[Op]:
+    """Every call, parents before their children."""
+    for op in ops:
+        yield op
+        yield from preorder(op.children)
+
+
+def names_of(run: Watched) -> tuple[str, ...]:
+    """All calls of a repetition by name, in order."""
+    return tuple(op.name for op in preorder(run.ops))
+
+
+def attribute(run: Watched, guides: Sequence[Guide]) -> Attribution:
+    """What every call of a repetition that knows shapes belongs to."""
+    return _Reader(run, guides).read()
+
+
+def layer_of(module: str) -> str:
+    """`model.layers.3.mlp.up_proj` as `model.layers.3`; a module outside the layers by its first two names.
+
+    >>> layer_of("encoder.layer.11.attention.self")
+    'encoder.layer.11'
+    """
+    match = re.match(r"^(.*?\.)?\d+(?=\.|$)", module)
+    return match[0] if match else ".".join(module.split(".")[:2])
+
+
+class _Reader:
+    def __init__(self, run: Watched, guides: Sequence[Guide]):
+        self.run = run
+        self.units: list[Unit] = []
+        self.sites: dict[tuple[int, int], Unit] = {}
+        self.backs: dict[int, Unit] = {}
+        self.made: dict[int, Unit] = {}  # by autograd's number: what the node is the gradient of
+        self.place = {id(op): i for i, op in enumerate(preorder(run.ops))}
+        self.owner: dict[int, tuple[int, int]] = {}
+        for g, guide in enumerate(guides):
+            self._align(g, guide)
+        self.guides = guides
+
+    def read(self) -> Attribution:
+        counted = self.units
+        for op in self.run.before:  # a forward pass that is not counted, but whose gradients are
+            self._top(op)
+        counted.clear()
+        for op in self.run.ops:
+            self._top(op)
+        for unit in self.units:
+            if not unit.row.known and unit.row.kind == FRAMEWORK:
+                unit.row.known = True
+        return Attribution([u for u in self.units if u.places], names_of(self.run))
+
+    def _align(self, number: int, guide: Guide) -> None:
+        everything = [*self.run.before, *self.run.ops]
+        tops = [op for op in _unwrapped(everything) if not op.backward and guide.run in (None, op.run)]
+        for op, call in zip(tops, align([op.name for op in tops], guide.calls.names), strict=True):
+            if call is None:
+                continue
+            owner = guide.calls.owners[call]
+            if owner is not None:
+                self.owner[id(op)] = (number, owner)
+
+    def _layer(self, op: Op) -> str:
+        return layer_of(op.module)
+
+    def _top(self, op: Op) -> None:
+        site = self.owner.get(id(op))
+        if op.mark is not None:
+            self._add(op, self._marked(op.mark, op))
+        elif op.backward:
+            self._gradient(op)
+        elif site is not None:
+            self._site(op, site)
+        elif _wrapper(op):
+            for child in op.children:
+                self._top(child)
+        else:
+            self._leaf(op)
+
+    def _add(self, op: Op, unit: Unit) -> None:
+        place = self.place.get(id(op))
+        if place is not None:
+            unit.places.append(place)
+        if not op.backward:
+            for inner in preorder([op]):
+                if inner.sequence >= 0:
+                    self.made[inner.sequence] = unit
+
+    def _new(self, unit: Unit) -> Unit:
+        self.units.append(unit)
+        return unit
+
+    def _site(self, op: Op, site: tuple[int, int]) -> None:
+        unit = self.sites.get(site)
+        if unit is None:
+            found = self.guides[site[0]].calls.found[site[1]]
+            row = Row(
+                found.kind,
+                found.operator,
+                found.shape,
+                self._layer(op),
+                composite=found.composite,
+                pieces=found.pieces,
+                dtype=found.dtype,
+                known=found.cost is not None,
+                source=found.source,
+            )
+            if found.cost is not None:
+                row.flops, row.bytes = found.cost.flops, found.cost.min_bytes
+            unit = self.sites[site] = self._new(Unit(row, backward=found.backward, site=True))
+        self._add(op, unit)
+
+    def _marked(self, mark: Mark, op: Op) -> Unit:
+        origin = mark.origin
+        call = dict(mark.call)
+        if origin is not None:
+            call = {k: origin.unpacked.get(id(v), v) for k, v in call.items()}
+        estimate = cost(mark.card, call)
+        row = Row(
+            OF_KIND[mark.card.kind],
+            mark.card.name,
+            shapes(call),
+            layer_of(origin.module) if origin is not None and origin.module else self._layer(op),
+            mark.implementation,
+            pieces=[inner.name for inner in op.children],
+            dtype=_dtype_of(call),
+            known=estimate is not None,
+            reason=origin.reason if origin is not None else "",
+            refused=dict(origin.refused) if origin is not None else {},
+            source=origin.site if origin is not None else "",
+        )
+        if estimate is not None:
+            row.flops, row.bytes = estimate.flops, estimate.min_bytes
+        return self._new(Unit(row, site=True, backward=2.0 if row.kind == ATTENTION else 1.5))
+
+    def _leaf(self, op: Op, layer: str | None = None) -> None:
+        kind = None if transparent(op.name) and op.children else kind_of(op.name)
+        if kind is None and op.children:
+            for child in op.children:
+                self._leaf(child, layer)
+            return
+        self._add(op, self._new(Unit(self._row(op, kind, self._layer(op) if layer is None else layer))))
+
+    def _row(self, op: Op, kind: str | None, layer: str) -> Row:
+        if moves_nothing(op.name) or kind == FRAMEWORK or (transparent(op.name) and not op.children):
+            return Row(FRAMEWORK, VIEWS, "", layer, "", bound="overhead")
+        parts = costs.tensors(op.inputs)
+        estimate = _ours(op) if op.name.startswith("opsmith::") else costs.cost_of(op.name, op.inputs)
+        row = Row(
+            kind or OTHER,
+            op.name.removeprefix("aten::").rstrip("_"),
+            ", ".join(map(str, parts[:4])) + (f" and {len(parts) - 4} more" if len(parts) > 4 else ""),
+            layer,
+            "native" if op.name.startswith("opsmith::") else "eager",
+            pieces=[op.name],
+            dtype=next((str(p.dtype).removeprefix("torch.") for p in parts if p.dtype.is_floating_point), ""),
+            known=estimate is not None,
+            classified=kind is not None,
+        )
+        if estimate is not None:
+            row.flops, row.bytes = estimate.flops, estimate.min_bytes
+        return row
+
+    def _gradient(self, op: Op) -> None:
+        forward = self.made.get(op.sequence)
+        if forward is None or forward.row.kind == FRAMEWORK:
+            for child in op.children:
+                self._inner(child, forward.row.layer if forward is not None else "")
+            return
+        back = self.backs.get(id(forward))
+        if back is None:
+            row = forward.row
+            back = self.backs[id(forward)] = self._new(
+                Unit(
+                    Row(
+                        row.kind,
+                        f"{row.operator} backward",
+                        row.shape,
+                        row.layer,
+                        row.implementation,
+                        row.composite,
+                        dtype=row.dtype,
+                        classified=row.classified,
+                        source=row.source,
+                    )
+                )
+            )
+            if forward.site and row.kind != MATMUL:
+                factor = 2.5 if row.kind == ATTENTION else 2.0
+                back.row.flops, back.row.bytes = factor * row.flops, forward.backward * row.bytes
+                back.row.known = row.known
+                back.site = True
+        self._add(op, back)
+        if not back.site:
+            for estimate in self._leaf_costs(op.children):
+                if estimate is None:
+                    back.row.known = False
+                else:
+                    back.row.flops += estimate.flops
+                    back.row.bytes += estimate.min_bytes
+
+    def _inner(self, op: Op, layer: str) -> None:
+        """Inside a gradient of nobody known: the node's own event is a wrapper."""
+        if "::" not in op.name or op.name.startswith(("autograd::", "torch::autograd")) or op.backward:
+            for child in op.children:
+                self._inner(child, layer)
+        else:
+            self._leaf(op, layer)
+
+    def _leaf_costs(self, ops: Iterable[Op]) -> Iterator[Cost | None]:
+        for op in ops:
+            kind = kind_of(op.name)
+            if moves_nothing(op.name) and not (transparent(op.name) and op.children):
+                continue
+            if (kind is None or transparent(op.name)) and op.children:
+                yield from self._leaf_costs(op.children)
+            elif kind is not None:
+                yield costs.cost_of(op.name, op.inputs) if not op.name.startswith("opsmith::") else _ours(op)
+
+
+def _unwrapped(ops: Iterable[Op]) -> Iterator[Op]:
+    for op in ops:
+        if _wrapper(op) and not op.backward:
+            yield from _unwrapped(op.children)
+        else:
+            yield op
+
+
+def _wrapper(op: Op) -> bool:
+    """True for what only encloses operators: annotations, autograd functions, compiled regions."""
+    return "::" not in op.name or op.name.startswith(("torch::", "autograd::"))
+
+
+def _dtype_of(call: dict[str, object]) -> str:
+    for value in call.values():
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None and dtype.is_floating_point:
+            return str(dtype).removeprefix("torch.")
+    return ""
+
+
+def _ours(op: Op) -> Cost | None:
+    """A kernel of ours that was called by itself: it writes into its arguments, so these are all that it moves."""
+    card = card_of(op.name)
+    parts = costs.tensors(op.inputs)
+    if card is None or not parts:
+        return None
+    kind = OF_KIND[card.kind]
+    back = "backward" in op.name
+    flags = [v for v in op.inputs if isinstance(v, bool)]
+    causal = bool(flags and flags[0])
+    if kind == ATTENTION and card.name == "attention":
+        q, k, v = parts[1:4] if back else parts[:3]
+        forward = costs.attention(q, k, v, None, False)
+        seen = costs.pairs(q.shape[-2], k.shape[-2], causal, at_end=True) / (q.shape[-2] * k.shape[-2] or 1)
+        flops = forward.flops * seen * (2.5 if back else 1.0)
+        return Cost(flops, float(sum(p.nbytes for p in parts)))
+    if kind == MATMUL and card.name in ("linear", "packed_linear") and not back:
+        rows = parts[0].numel // max(parts[0].shape[-1], 1)
+        width = parts[-1].shape[-1] if parts[-1].shape else 0  # the result comes last
+        return Cost(2.0 * rows * parts[0].shape[-1] * width, float(sum(p.nbytes for p in parts)))
+    if kind in (ATTENTION, MATMUL):
+        return None
+    if card.name.endswith("embedding"):
+        return None
+    moved = float(sum(p.nbytes for p in parts))
+    return Cost(float(parts[0].numel), moved)

@@ -1,0 +1,213 @@
+"""Operators that a model writes as several PyTorch calls: its graph, and which call belongs to which operator.
+
+The model's call is traced once, on its real inputs, to the very sequence of PyTorch calls that it makes; the
+compiler's recognizer reads that graph. What it finds names the calls by their place in the sequence, and the sequence
+is what the profiler sees again when it times the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import opsmith.ops  # noqa: F401  the cards register themselves
+from opsmith.compiler.canon import op_name
+from opsmith.compiler.capture import note_constants, tidy
+from opsmith.compiler.recognize import recognize
+from opsmith.compiler.site import Site, hint, where
+from opsmith.operator import Cost, Operator, registry
+from opsmith.profiler.kinds import OF_KIND, moves_nothing
+
+
+@dataclass
+class Found:
+    """One operator of the sequence."""
+
+    operator: str
+    kind: str
+    shape: str
+    dtype: str
+    cost: Cost | None
+    composite: bool
+    pieces: list[str]
+    source: str
+    backward: float = 1.0  # the least bytes of its gradient over its own
+    call: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class CallSequence:
+    """The calls of a model in order, and the operator that each belongs to."""
+
+    names: list[str]
+    owners: list[int | None]
+    found: list[Found]
+    grown: list[tuple[str, list[int]]] = field(
+        default_factory=list
+    )  # operators of ours that take in several calls
+    misses: list[str] = field(default_factory=list)
+    reads: list[set[int]] = field(default_factory=list)  # for each call, the calls whose results it reads
+    outputs: list[int] = field(default_factory=list)  # for each call, the bytes of its result
+
+
+def trace(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSequence:
+    """Run the call once, and read what it did.
+
+    Raises:
+        Exception: whatever the call or PyTorch's tracer raises; the caller goes on without.
+    """
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        values = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            values[place] = tensor
+        again, named = pytree.tree_unflatten(values, form)
+        result = pytree.tree_leaves(call(*again, **named))
+        return [leaf for leaf in result if isinstance(leaf, torch.Tensor)]
+
+    devices = range(torch.cuda.device_count())
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        traced = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(
+            *[leaves[i] for i in places]
+        )
+    note_constants(traced)
+    return read(traced.graph)
+
+
+def read(graph: fx.Graph) -> CallSequence:
+    """The sequence of a traced graph; the graph is tidied on the way."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    names = [op_name(n) for n in calls]
+    place = {n: i for i, n in enumerate(calls)}
+    reads = [{place[s] for s in n.all_input_nodes if s in place} for n in calls]
+    outputs = [_bytes(n.meta.get("val")) for n in calls]
+    _weights_first(graph)
+    tidy(graph)
+    result = recognize(graph, registry().values())
+    sequence = CallSequence(names, [None] * len(names), [], reads=reads, outputs=outputs)
+    for site in result.apart:
+        _enter(sequence, site, place)
+    for site in result.sites:
+        parts = [p for s in (site.parts or (site,)) for p in _places(s.region, place)]
+        owners = {sequence.owners[p] if sequence.owners[p] is not None else -1 - p for p in parts}
+        if len(owners) > 1:
+            sequence.grown.append((site.card.name, parts))
+    sequence.misses = list(dict.fromkeys(str(m) for m in result.misses))
+    return sequence
+
+
+def _weights_first(graph: fx.Graph) -> None:
+    """Put weights where a compiled graph has them: a norm can take in the addition before it only if they are there."""
+    first = next(iter(graph.nodes))
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        first.prepend(node)
+
+
+def of_sites(graph: fx.Graph, sites: Sequence[Site]) -> CallSequence:
+    """The sequence of a graph whose sites are known already: one that the compiler left to PyTorch."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    place = {n: i for i, n in enumerate(calls)}
+    sequence = CallSequence([op_name(n) for n in calls], [None] * len(calls), [])
+    for site in sites:
+        for part in site.parts or (site,):
+            _enter(sequence, part, place)
+    return sequence
+
+
+def _places(region: set[fx.Node], place: dict[fx.Node, int]) -> list[int]:
+    return sorted(place[n] for n in region if n in place)
+
+
+def _enter(sequence: CallSequence, site: Site, place: dict[fx.Node, int]) -> None:
+    places = _places(site.region, place)
+    index = len(sequence.found)
+    sequence.found.append(describe(site, [sequence.names[p] for p in places]))
+    for p in places:
+        sequence.owners[p] = index
+
+
+def describe(site: Site, pieces: list[str]) -> Found:
+    """A site as the bill names it."""
+    call = {name: hint(value) for name, value in site.arguments.items()}
+    written = [p for p in pieces if not moves_nothing(p)]
+    return Found(
+        operator=site.card.name,
+        kind=OF_KIND[site.card.kind],
+        shape=shapes(call),
+        dtype=_dtype(call),
+        cost=cost(site.card, call),
+        composite=len(written) > 1,
+        pieces=written,
+        source=where(site.root).strip("()"),
+        backward=BACKWARD.get(site.card.name, 1.5),
+        call=call,
+    )
+
+
+# The least bytes of a gradient over those of its operator: of most, the result's gradient and what was kept are read
+# and one gradient is written; a rotation is undone by another; an embedding's gradient is the table's.
+BACKWARD = {"rope": 1.0, "rope_qk": 1.0, "embedding": 1.0, "attention": 2.0}
+
+
+def cost(card: Operator, call: dict[str, Any]) -> Cost | None:
+    """What the card says of a call; None where it can't say."""
+    try:
+        return card.cost(**call)
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError):
+        return None
+
+
+def shapes(call: dict[str, Any]) -> str:
+    """The tensors and numbers of a call, as a person reads them."""
+    parts = []
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor):
+            parts.append(f"{name} {'×'.join(map(str, value.shape)) or 'scalar'}")
+        elif isinstance(value, bool | str) and value:
+            parts.append(f"{name}={value}")
+    return ", ".join(parts)
+
+
+def _dtype(call: dict[str, Any]) -> str:
+    for value in call.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return str(value.dtype).removeprefix("torch.")
+    return ""
+
+
+def _bytes(value: Any) -> int:
+    return sum(
+        int(v.numel()) * v.element_size() for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)
+    )
+
+
+def align(events: Sequence[str], calls: Sequence[str]) -> list[int | None]:
+    """For each event the place of its call in a sequence; None for one that the sequence does not have.
+
+    >>> align(["aten::mm", "aten::empty", "aten::add"], ["aten::mm", "aten::add"])
+    [0, None, 1]
+    """
+    found: list[int | None] = [None] * len(events)
+    head = 0
+    while head < min(len(events), len(calls)) and events[head] == calls[head]:
+        found[head] = head
+        head += 1
+    tail = 0
+    while tail < min(len(events), len(calls)) - head and events[-1 - tail] == calls[-1 - tail]:
+        found[len(events) - 1 - tail] = len(calls) - 1 - tail
+        tail += 1
+    middle = events[head : len(events) - tail], calls[head : len(calls) - tail]
+    if all(middle):
+        for block in difflib.SequenceMatcher(None, *middle, autojunk=False).get_matching_blocks():
+            for k in range(block.size):
+                found[head + block.a + k] = head + block.b + k
+    return found

@@ -1,0 +1,363 @@
+"""What a profile holds: rows, phases and the roofs they are judged by. Every view derives from these."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+SCHEMA = 1
+
+# The classes of the bill, in the order in which they are listed where no time orders them.
+MATMUL, ATTENTION, NORM, ROPE = "MatMul", "Attention", "Norm", "RoPE"
+EMBEDDING, SOFTMAX, ACTIVATION = "Embedding", "Softmax", "Activation"
+COPIES, LOSS, OTHER, FRAMEWORK = "Cache and copies", "Loss and sampling", "Other", "Framework"
+CLASSES = (
+    MATMUL,
+    ATTENTION,
+    NORM,
+    ROPE,
+    EMBEDDING,
+    SOFTMAX,
+    ACTIVATION,
+    COPIES,
+    LOSS,
+    OTHER,
+    FRAMEWORK,
+)
+OVER_ROOF = (
+    1.05  # a row that did more than this part of what the roofs allow has a wrong formula or a wrong clock
+)
+
+
+@dataclass
+class Row:
+    """One operator at one shape in one layer: everything per repetition of its phase.
+
+    Attributes:
+        kind: the class, one of `CLASSES`.
+        operator: `rms_norm`, `linear`, `aten::add`; with " backward" behind it for its gradient.
+        shape: what it was called with, as a person reads it.
+        implementation: what computed it ("eager", "native", ...).
+        composite: True where the model wrote it as several PyTorch calls.
+        pieces: the PyTorch calls that one call of it was made of.
+        seconds, calls, flops, bytes: sums over its calls; `bytes` is the least that can be moved.
+        least: the least seconds that the roofs allow.
+        known: False where there is no formula for its cost.
+        classified: False for a PyTorch operator of which the profiler knows nothing.
+    """
+
+    kind: str
+    operator: str
+    shape: str
+    layer: str = ""
+    implementation: str = "eager"
+    composite: bool = False
+    pieces: list[str] = field(default_factory=list)
+    dtype: str = ""
+    seconds: float = 0.0
+    calls: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    least: float = 0.0
+    known: bool = True
+    classified: bool = True
+    bound: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    source: str = ""
+
+    @property
+    def lost(self) -> float:
+        """Seconds above the least that the roofs allow."""
+        return max(self.seconds - self.least, 0.0)
+
+    @property
+    def of_roof(self) -> float | None:
+        """The part of the roof that was reached; None without a cost or a roof."""
+        return self.least / self.seconds if self.known and self.least > 0 and self.seconds > 0 else None
+
+
+@dataclass
+class Event:
+    """One stretch of the timeline of one repetition; times in seconds from its start."""
+
+    name: str
+    kind: str
+    start: float
+    seconds: float
+    layer: str = ""
+    shape: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass
+class Chain:
+    """Operators bound by memory that follow each other: what one kernel in their place would not move."""
+
+    operators: list[str]
+    count: float
+    bytes_saved: float
+    gain: float
+    implementation: str = ""  # the operator of ours that is all of them, or ""
+
+
+@dataclass
+class Advice:
+    """One thing to do: why, what it is worth at most, what to type, how to see that it worked."""
+
+    rule: str
+    title: str
+    evidence: str
+    gain: float  # seconds per repetition, never more than was lost there
+    speedup: float  # of the whole phase, by Amdahl's law
+    action: str
+    verify: str
+
+
+@dataclass
+class Phase:
+    """One phase: what its time went to.
+
+    Attributes:
+        wall: seconds of a repetition under the profiler; the rows sum to it.
+        plain: median seconds of a repetition without the profiler, interleaved with those with it; 0 if unknown.
+        samples: seconds of every profiled repetition.
+        overhead: what the profiler added, as a part of `plain`.
+        overhead_from: "measured", or "estimated" where the program ran only once.
+        noise: half the interquartile range of the samples over their median.
+        by_kind: for each class, the seconds of every repetition: what a diff takes its noise from.
+    """
+
+    name: str
+    wall: float
+    plain: float = 0.0
+    samples: list[float] = field(default_factory=list)
+    overhead: float = 0.0
+    overhead_from: str = "measured"
+    noise: float = 0.0
+    tokens: int = 0
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    rows: list[Row] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    chains: list[Chain] = field(default_factory=list)
+    advice: list[Advice] = field(default_factory=list)
+    by_kind: dict[str, list[float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """The sum of all rows."""
+        return math.fsum(row.seconds for row in self.rows)
+
+    @property
+    def classified(self) -> float:
+        """The part of the time whose class is known."""
+        return self._share(lambda row: row.classified)
+
+    @property
+    def with_formula(self) -> float:
+        """The part of the time of operators (not of the framework's) whose cost is known."""
+        return self._share(lambda row: row.known, lambda row: row.kind != FRAMEWORK)
+
+    def covered(self, *kinds: str) -> float:
+        """The part of these classes' time that has a cost formula."""
+        return self._share(lambda row: row.known, lambda row: row.kind in kinds)
+
+    @property
+    def over_roof(self) -> list[Row]:
+        """Rows faster than the roofs allow: errors of a formula or of the clock."""
+        return [row for row in self.rows if row.of_roof is not None and row.of_roof > OVER_ROOF]
+
+    def _share(self, wanted: Callable[[Row], bool], among: Callable[[Row], bool] = lambda row: True) -> float:
+        whole = math.fsum(row.seconds for row in self.rows if among(row))
+        part = math.fsum(row.seconds for row in self.rows if among(row) and wanted(row))
+        return part / whole if whole else 1.0
+
+
+@dataclass
+class Bill:
+    """Rows added up under one name."""
+
+    name: str
+    rows: list[Row]
+    seconds: float = 0.0
+    calls: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    least: float = 0.0
+    lost: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "calls", "flops", "bytes", "least", "lost"):
+            setattr(self, name, math.fsum(getattr(row, name) for row in self.rows))
+
+    @property
+    def bound(self) -> str:
+        """What bounds most of the time."""
+        times: dict[str, float] = {}
+        for row in self.rows:
+            times[row.bound] = times.get(row.bound, 0.0) + row.seconds
+        return max(times, key=times.__getitem__) if times else ""
+
+    @property
+    def of_roof(self) -> float | None:
+        """The part of the roof reached, over the rows that have a cost."""
+        judged = [row for row in self.rows if row.of_roof is not None]
+        seconds = math.fsum(row.seconds for row in judged)
+        return math.fsum(row.least for row in judged) / seconds if seconds else None
+
+    @property
+    def implementation(self) -> str:
+        """What computed it, the most used first."""
+        times: dict[str, float] = {}
+        for row in self.rows:
+            times[row.implementation] = times.get(row.implementation, 0.0) + row.seconds
+        return ", ".join(sorted((n for n in times if n), key=lambda n: -times[n]))
+
+    @property
+    def fused(self) -> str:
+        """Whether the model wrote these as one call, as several, or both."""
+        kinds = {row.composite for row in self.rows if row.kind != FRAMEWORK}
+        return "" if not kinds else "both" if len(kinds) == 2 else "composite" if True in kinds else "fused"
+
+
+def bill(rows: Iterable[Row], key: Callable[[Row], str]) -> list[Bill]:
+    """Rows added up by a key, what lost most first."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return sorted((Bill(name, group) for name, group in groups.items()), key=lambda b: -b.lost)
+
+
+@dataclass
+class Profile:
+    """What `opsmith.profile` found: `.table()`, `.to_json()`, `.to_html()`, `.to_chrome_trace()`, `.diff(other)`."""
+
+    model: str
+    phases: list[Phase] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+    roofs: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    taken: str = ""
+    partial: str = ""  # why it is not whole, or ""
+    optimized: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def phase(self, name: str) -> Phase:
+        """The phase of that name, or a KeyError that lists the names there are."""
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise KeyError(
+            f"profile: no phase is called {name!r}; there are: {', '.join(p.name for p in self.phases)}"
+        )
+
+    @property
+    def advice(self) -> list[Advice]:
+        """All advice, what gains most of its phase first."""
+        return sorted((a for p in self.phases for a in p.advice), key=lambda a: -a.speedup)
+
+    def table(self, width: int = 150) -> str:
+        """The report as text."""
+        from opsmith.profiler.report import text
+
+        return text(self, width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The profile as JSON with its schema version, written to `path` where one is given."""
+        return _written(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1), path)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The report as one self-contained page, written to `path` where one is given."""
+        from opsmith.profiler.html import page
+
+        return _written(page(self), path)
+
+    def to_chrome_trace(self, path: str | Path | None = None) -> str:
+        """The timeline for chrome://tracing and Perfetto, written to `path` where one is given."""
+        from opsmith.profiler.trace import chrome
+
+        return _written(chrome(self), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a saved profile; one of another schema, or no profile at all, is one clear error."""
+        try:
+            data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"profile: can't read {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"profile: {path} is not JSON: {error}") from error
+        if not isinstance(data, dict) or "phases" not in data:
+            raise ValueError(f"profile: {path} is no profile; `opsmith profile --json FILE` writes one")
+        if data.get("schema") != SCHEMA:
+            raise ValueError(
+                f"profile: {path} has schema {data.get('schema')!r}, this version reads {SCHEMA}; profile again"
+            )
+        try:
+            return _PROFILE.validate_python({k: v for k, v in data.items() if k != "schema"})
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(p) for p in first["loc"])
+            raise ValueError(f"profile: {path} is damaged: {place}: {first['msg']}; profile again") from None
+
+    def diff(self, before: Profile) -> Diff:
+        """What changed since `before`, by class, phase by phase."""
+        from opsmith.profiler.diff import compare
+
+        return compare(before, self)
+
+
+@dataclass
+class Change:
+    """One class (or the whole) of one phase, before and after; `clear` where the change is above the noise."""
+
+    phase: str
+    kind: str
+    before: float
+    after: float
+    band: float
+    clear: bool
+
+
+@dataclass
+class Diff:
+    """The changes between two profiles, phase by phase, the whole first."""
+
+    changes: list[Change]
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{'phase':<10} {'class':<18} {'before ms':>10} {'after ms':>10} {'change':>8}  verdict"]
+        for c in self.changes:
+            ratio = f"{c.after / c.before - 1:+.0%}" if c.before else "new"
+            verdict = ("less" if c.after < c.before else "more") if c.clear else "within the noise"
+            lines.append(
+                f"{c.phase:<10} {c.kind:<18} {c.before * 1e3:>10.3f} {c.after * 1e3:>10.3f} {ratio:>8}  "
+                f"{verdict} (±{c.band * 1e3:.3f} ms)"
+            )
+        return "\n".join([*lines, *self.notes])
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"profile: can't write {path}: {error.strerror or error}") from error
+    return text
+
+
+_PROFILE = TypeAdapter(Profile)

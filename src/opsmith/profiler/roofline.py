@@ -1,0 +1,105 @@
+"""What this machine reaches at best, measured in the run it judges, and how far from that each row is.
+
+Bandwidth is measured at three footprints, because an operator whose data the last one has left in the cache is not
+bound by memory. A row is judged by the roof of the smallest footprint that holds its data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from opsmith import measure
+from opsmith.profiler.data import ATTENTION, FRAMEWORK, LOSS, MATMUL, Row
+
+# Bytes a block: in a core's own cache, in the shared one, and beyond them all (None: as `measure` has it).
+_FOOTPRINTS = {"near cache": 1 << 18, "far cache": 1 << 22, "memory": None}
+_COMPUTE = {"float32": "matmul float32", "bfloat16": "matmul bfloat16", "float16": "matmul float16"}
+_ROUNDS_S = 0.25
+# A row is bound by what takes its least time; one that takes several times that, and is short, by its start.
+_SHORT = 20e-6
+_FAR = 3.0
+
+
+class Roofs:
+    """The roofs of one run: bytes per second by footprint, operations per second by dtype, seconds of a call."""
+
+    def __init__(self, device: str = "cpu"):
+        self.device = device
+        self.rates: dict[str, float] = {}
+
+    def measure(self, dtypes: Iterable[str]) -> None:
+        """Measure once more, and keep the best: others may have been at work the last time."""
+        for name, block in _FOOTPRINTS.items():
+            kinds = ("read", "copy", "update")
+            probes = measure.RoofProbes(kinds, block_bytes=block, device=self.device)
+            found = measure.compare(
+                {}, roofs=probes, rounds=8, min_rounds=2, warmup=1, budget_s=_ROUNDS_S, device=self.device
+            ).roofs
+            if found is not None:
+                self._keep(name, found.bandwidth("best", peak=True))
+        wanted = [_COMPUTE[d] for d in dtypes if _COMPUTE.get(d) in measure.KINDS]
+        if wanted:
+            probes = measure.RoofProbes(tuple(wanted), device=self.device)
+            found = measure.compare(
+                {}, roofs=probes, rounds=8, min_rounds=2, warmup=1, budget_s=2 * _ROUNDS_S, device=self.device
+            ).roofs
+            for kind, roof in (found.by_kind if found is not None else {}).items():
+                self._keep(kind, roof.peak)
+        self._keep("calls", 1 / _call_seconds(self.device))
+
+    def _keep(self, name: str, rate: float) -> None:
+        self.rates[name] = max(self.rates.get(name, 0.0), rate)
+
+    def bandwidth(self, size: float) -> float | None:
+        """Bytes per second for an operator that moves so many; 0 where unknown."""
+        for name, block in _FOOTPRINTS.items():
+            if name in self.rates and (block is None or size <= block):
+                return self.rates[name]
+        return None
+
+    def compute(self, dtype: str) -> float | None:
+        """Operations per second of a matmul in this dtype; None where no library here was measured for it."""
+        return self.rates.get(_COMPUTE.get(dtype, ""))
+
+    @property
+    def call(self) -> float:
+        """Seconds that PyTorch takes for an operator on one element."""
+        return 1 / self.rates["calls"] if self.rates.get("calls") else 0.0
+
+
+def _call_seconds(device: str) -> float:
+    x = torch.zeros(1, device=device)
+    result = measure.compare({"one element": x.neg}, rounds=8, min_rounds=3, budget_s=0.05, device=device)
+    return max(result.median("one element"), 1e-9)
+
+
+def judge(rows: Iterable[Row], roofs: Roofs) -> None:
+    """Give every row the least time that the roofs allow, and what bounds it."""
+    for row in rows:
+        if row.kind == FRAMEWORK:
+            row.bound = "overhead"
+            continue
+        if not row.known or not row.calls:
+            row.bound = "unknown"
+            continue
+        band = roofs.bandwidth(row.bytes / row.calls)
+        rate = roofs.compute(row.dtype) if row.kind in (MATMUL, ATTENTION, LOSS) else None
+        by_bytes = row.bytes / band if band else 0.0
+        by_flops = row.flops / rate if rate else 0.0
+        if band is None or (row.kind == MATMUL and rate is None and by_bytes == 0):
+            row.bound = "unknown"
+            continue
+        row.least = max(by_bytes, by_flops)
+        each, least = row.seconds / row.calls, row.least / row.calls
+        if each < _SHORT and each > _FAR * least:
+            row.bound = "overhead" if least < roofs.call else "latency"
+        else:
+            row.bound = "compute" if by_flops > by_bytes else "memory"
+
+
+def stamp() -> str:
+    """The time of day, for the record."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

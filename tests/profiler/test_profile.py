@@ -1,0 +1,244 @@
+"""Profiles of small models: everything has a class, rows sum to wall time, composites are one operator."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import opsmith
+from opsmith.profiler import Profile
+from opsmith.profiler.composites import align
+from opsmith.profiler.data import ATTENTION, MATMUL, NORM, bill
+from tests.compiler.models import Encoder, ids, seeded
+
+WIDTH = 64
+
+
+class RMS(nn.Module):
+    """RMSNorm, fused or as six PyTorch calls."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.weight = fused, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            return F.rms_norm(x, (WIDTH,), self.weight, 1e-6)
+        y: torch.Tensor = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return y
+
+
+class Layer(nn.Module):
+    """A norm, attention and a linear layer, each written as told."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.norm = fused, RMS(fused)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, _ = x.shape
+        q, k, v = (t.view(b, n, 4, WIDTH // 4).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(WIDTH // 4), -1) @ v
+        done: torch.Tensor = x + self.out(y.transpose(1, 2).reshape(b, n, WIDTH))
+        return done
+
+
+class Stack(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(fused) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def profiled(model: Any, *args: Any, **options: Any) -> Profile:
+    result: Profile = opsmith.profile(model, args or None, **{"budget_s": 0.05, **options})
+    return result
+
+
+def well_formed(profile: Profile) -> None:
+    """What must hold of every profile, but for the clock: see benchmarks for the roofs."""
+    assert not profile.partial
+    for phase in profile.phases:
+        assert phase.total == pytest.approx(phase.wall, rel=0.02)
+        assert phase.classified >= 0.97
+        assert phase.covered(MATMUL, ATTENTION) >= 0.95
+        assert not any(row.seconds < 0 for row in phase.rows)
+        assert phase.events == sorted(phase.events, key=lambda e: e.start)
+
+
+@pytest.fixture(scope="module")
+def both() -> dict[bool, Profile]:
+    x = torch.randn(2, 32, WIDTH)
+    return {fused: profiled(seeded(lambda f=fused: Stack(f)), x) for fused in (True, False)}
+
+
+def test_fused_and_written_out_give_one_bill(both: dict[bool, Profile]) -> None:
+    counts = []
+    for fused, profile in both.items():
+        well_formed(profile)
+        phase = profile.phases[0]
+        rows = {b.name: b for b in bill(phase.rows, lambda r: r.operator)}
+        counts.append(
+            {n: (rows[n].calls, rows[n].flops, rows[n].bytes) for n in ("rms_norm", "attention", "linear")}
+        )
+        assert [r.composite for r in rows["rms_norm"].rows] == [not fused] * len(rows["rms_norm"].rows)
+        assert not {"mul", "pow", "mean", "rsqrt", "softmax", "matmul"} & set(rows)
+    assert counts[0] == counts[1]
+    assert counts[0]["rms_norm"][0] == counts[0]["attention"][0] == 2
+
+
+def test_layers_are_named(both: dict[bool, Profile]) -> None:
+    for profile in both.values():
+        layers = {r.layer for r in profile.phases[0].rows if r.kind in (NORM, ATTENTION, MATMUL)}
+        assert layers == {"layers.0", "layers.1"}
+
+
+@pytest.mark.parametrize("phase", ["train", "backward"])
+def test_gradients_belong_to_the_operators_they_are_of(phase: str) -> None:
+    profile = profiled(seeded(lambda: Stack(False)), torch.randn(2, 32, WIDTH), phase=phase)
+    well_formed(profile)
+    names = {r.operator: r for r in profile.phases[0].rows}
+    assert {"rms_norm backward", "attention backward", "linear backward"} <= set(names)
+    assert ("rms_norm" in names) is (phase == "train")
+    assert names["rms_norm backward"].kind == NORM
+    # Two products for each forward one, but none for the model's own input's gradient, which nobody asks for.
+    forward = 2 * 64 * (WIDTH * 3 * WIDTH + WIDTH * WIDTH) * 2
+    back = sum(r.flops for r in profile.phases[0].rows if r.operator == "linear backward")
+    assert back == pytest.approx(2 * forward, rel=0.02)
+
+
+def test_training_leaves_the_model_as_it_was() -> None:
+    model = seeded(lambda: Stack(True))
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    profiled(model, torch.randn(1, 8, WIDTH), phase="train")
+    assert not model.training
+    assert all(p.grad is None and torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_an_optimized_model() -> None:
+    from tests.compiler.models import optimized
+
+    model = optimized(seeded(Encoder), ids(2, 16))
+    try:
+        profile = profiled(model, ids(2, 16))
+        well_formed(profile)
+        assert profile.optimized
+        rows = [r for r in profile.phases[0].rows if r.operator == "layer_norm"]
+        assert sum(r.calls for r in rows) == 5
+        assert all(r.known and not r.composite for r in rows)
+    finally:
+        opsmith.restore(model)
+        torch._dynamo.reset()
+
+
+def test_a_block_of_code() -> None:
+    model, x = seeded(lambda: Stack(False)), torch.randn(2, 32, WIDTH)
+    with opsmith.profile(name="a block") as recording, torch.no_grad():
+        for _ in range(3):
+            model(x)
+    profile = recording.profile
+    well_formed(profile)
+    rows = {b.name: b for b in bill(profile.phases[0].rows, lambda r: r.operator)}
+    assert rows["rms_norm"].calls == 6
+    assert profile.phases[0].overhead_from == "estimated"
+
+
+def test_what_raises_is_partial() -> None:
+    class Broken(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            raise RuntimeError("<b>out of luck</b>")
+
+    profile = profiled(seeded(lambda: Broken(True)), torch.randn(2, 8, WIDTH))
+    assert "out of luck" in profile.partial
+    assert sum(r.calls for r in profile.phases[0].rows if r.operator == "linear") == 4
+    assert "PARTIAL" in profile.table()
+    assert "<b>" not in profile.to_html()
+
+
+def test_an_interruption_keeps_what_was_gathered() -> None:
+    model, calls = seeded(lambda: Stack(True)), []
+
+    def step(x: torch.Tensor) -> Any:
+        calls.append(1)
+        if len(calls) > 6:
+            raise KeyboardInterrupt
+        return model(x)
+
+    profile = profiled(step, torch.randn(2, 8, WIDTH), budget_s=5.0)
+    assert "interrupted" in profile.partial
+    assert profile.phases[0].rows
+
+
+def test_json_comes_back(both: dict[bool, Profile], tmp_path: Path) -> None:
+    profile = both[False]
+    file = tmp_path / "profile.json"
+    profile.to_json(file)
+    again = Profile.load(file)
+    assert again == profile
+    assert again.table() == profile.table()
+    data = json.loads(file.read_text())
+    data["schema"] = 99
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="schema 99, this version reads 1"):
+        Profile.load(file)
+    file.write_text('{"a plan": 1}')
+    with pytest.raises(ValueError, match="is no profile"):
+        Profile.load(file)
+    file.write_text("no JSON")
+    with pytest.raises(ValueError, match="is not JSON"):
+        Profile.load(file)
+
+
+def test_the_trace_carries_class_layer_and_cost(both: dict[bool, Profile]) -> None:
+    events = [e for e in json.loads(both[False].to_chrome_trace())["traceEvents"] if e["ph"] == "X"]
+    norms = [e for e in events if e["cat"] == NORM]
+    assert {e["args"]["layer"] for e in norms} == {"layers.0", "layers.1"}
+    assert len(norms) >= 2 * 5  # one operator, and each of its calls on the timeline
+    assert all(e["args"]["MB"] > 0 and e["dur"] >= 0 for e in norms)
+    assert sum(e["args"]["GFLOP"] for e in norms) == pytest.approx(
+        sum(r.flops for r in both[False].phases[0].rows if r.kind == NORM) / 1e9
+    )
+
+
+def test_a_diff_knows_noise_from_change(both: dict[bool, Profile]) -> None:
+    profile = both[True]
+    same = profile.diff(profile)
+    assert not any(c.clear for c in same.changes)
+    later = copy.deepcopy(profile)
+    later.phases[0].by_kind[MATMUL] = [3 * t for t in later.phases[0].by_kind[MATMUL]]
+    changed = [c.kind for c in later.diff(profile).changes if c.clear]
+    assert MATMUL in changed
+    assert "more" in str(later.diff(profile))
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="phase must be one of"):
+        opsmith.profile(nn.Linear(2, 2), torch.ones(1, 2), phase="sideways")
+    with pytest.raises(TypeError, match="must be a module or a callable"):
+        opsmith.profile(3)
+    with pytest.raises(TypeError, match="example_inputs must be"):
+        opsmith.profile(nn.Linear(2, 2), "text")
+    with pytest.raises(ValueError, match="decode needs a model"):
+        opsmith.profile(nn.Linear(2, 2), torch.ones(1, 2), phase="decode")
+
+
+def test_calls_are_found_again() -> None:
+    assert align(["a", "b", "x", "c"], ["a", "b", "c"]) == [0, 1, None, 2]
+    assert align(["a", "c"], ["a", "b", "c"]) == [0, 2]
+    assert align([], ["a"]) == []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from opsmith.authoring import formula as language
-from opsmith.authoring import gradient, lower_cpu, lower_torch, lower_triton
+from opsmith.authoring import gradient, lower_cpu, lower_cuda, lower_torch, lower_triton
 from opsmith.authoring.nodes import ELEMENTWISE, ROTATIONS, Formula
 from opsmith.authoring.plan import COLUMN, FULL, ROW, Output, Plan, plan
 from opsmith.authoring.prototype import Prototype, PrototypeError
@@ -202,21 +202,40 @@ class Project:
         ]
 
     def cpu(self) -> str:
-        """kernels/cpu/NAME.cpp"""
-        parts = [lower_cpu.function(self.forward, "forward", self.kernel_columns, self.equation)]
-        if not isinstance(self.backward, str):
-            text = f"The gradients, derived from the formula: of {', '.join(self.gradients)}."
-            parts.append(lower_cpu.function(self.backward, "backward", self.backward_columns, text))
-        return "\n\n".join(parts)
+        """kernels/cpu/NAME.cpp, below its includes."""
+        return "\n\n".join(lower_cpu.function(*kernel) for kernel in self._kernels())
 
     def triton(self) -> str:
         """kernels/triton/NAME.py, below its imports."""
-        parts = [lower_triton.function(self.forward, "forward", self.equation)]
-        if not isinstance(self.backward, str):
-            parts.append(
-                lower_triton.function(self.backward, "backward", "The gradients, derived from the formula.")
-            )
+        parts = [lower_triton.function(kernel, name, text) for kernel, name, _, text in self._kernels()]
         return "\n\n\n".join(parts)
+
+    def _kernels(self) -> list[tuple[Plan, str, list[dict[str, str]], str]]:
+        """The kernels of the project: plan, name, dtypes, comment."""
+        found = [(self.forward, "forward", self.kernel_columns, self.equation)]
+        if not isinstance(self.backward, str):
+            text = f"The gradients of {', '.join(self.gradients)}, derived from the formula."
+            found.append((self.backward, "backward", self.backward_columns, text))
+        return found
+
+    def cuda(self) -> str:
+        """kernels/cuda/NAME.cu, below its includes."""
+        return "\n\n".join(lower_cuda.function(*kernel) for kernel in self._kernels())
+
+    def cuda_declarations(self) -> str:
+        """What NAME.h declares."""
+        return "\n".join(lower_cuda.declaration(kernel, name) for kernel, name, _, _ in self._kernels())
+
+    def cuda_bindings(self) -> str:
+        """The functions of NAME.cpp."""
+        outputs = self.formula.shapes
+        shapes = {**self.kernel_inputs, **outputs}
+        slopes = {f"d{n}": s for n, s in (*outputs.items(), *self.kernel_inputs.items())}
+        parts = []
+        for kernel, name, columns, _ in self._kernels():
+            known = shapes if name == "forward" else {**shapes, **slopes}
+            parts.append(lower_cuda.binding(kernel, name, columns, known))
+        return "\n\n".join(parts)
 
     # --- what operator.py says --------------------------------------------------------------------------------------
 
@@ -346,7 +365,7 @@ class Project:
     def workload_sizes(self) -> list[str]:
         """Sizes that models use: out of cache, and one row."""
         outer = [s for s in self.symbols if s != self.last]
-        whole = ["4096"] if len(outer) == 1 else ["8", "512"] if len(outer) == 2 else ["2", "16", "2048"]
+        whole = ["4096"] if len(outer) == 1 else ["8", "512"] if len(outer) == 2 else ["2", "32", "2048"]
         large = dict(zip(outer, ["1"] * (len(outer) - len(whole)) + whole, strict=False))
         width = "128" if len(outer) > 1 and self.forward.rotation else "4096" if len(outer) < 3 else "256"
         if self.product:

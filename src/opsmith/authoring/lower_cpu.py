@@ -328,13 +328,15 @@ class _Function:
                 value = f"*{name}_row" if boolean else f"to_float(*{name}_row)"
                 row_lines.append(f"const {'bool' if boolean else 'float'} r_{name} = {value};")
             return f"r_{name}"
-        shared = self.rows.shared(name)
-        read = "truth" if boolean else "load" if shared or self.plan.rotation else "read"
+        shared = self.rows.place(name) != "row"
+        read = "truth" if boolean else "load" if shared else "read"
         if self.plan.rotation == "rotate_interleaved":
             if name not in self.loaded:
                 self.loaded[name] = f"v_{name}"
                 body.append(f"Vec v_{name}_1, v_{name}_2;")
-                body.append(f"load_pairs({name}_row + 2 * at, lanes, v_{name}_1, v_{name}_2);")
+                body.append(
+                    f"{'load' if shared else 'read'}_pairs({name}_row + 2 * at, lanes, v_{name}_1, v_{name}_2);"
+                )
             return f"v_{name}_{place + 1}"
         at = "half + at" if place else "at"
         key = f"{name} {place}"

@@ -21,6 +21,7 @@ __all__ = ["BACKENDS", "create"]
 BACKENDS: dict[str, Callable[[Project], Mapping[str, str]]] = {
     "cpu": lambda p: {f"{p.name}.cpp": render("cpu.cpp", p)},
     "triton": lambda p: {f"{p.name}.py": _triton(p)},
+    "cuda": lambda p: {f"{p.name}.{end}": render(f"cuda.{end}", p) for end in ("cu", "h", "cpp")},
 }
 
 

@@ -166,7 +166,14 @@ inline V rsqrt_of(V x) {
 }
 template <class P, class V>
 inline V tanh_of(V x) {
-  return apply(x, [](Vec v) { return tanh(v); });
+  return apply(x, [](Vec v) {  // near 0 the series, which has x itself and a small rest
+    const Vec t = v * v;
+    Vec p = fma(t, -0.00886323553f, 0.0218694885f);
+    p = fma(p, t, -0.0539682540f);
+    p = fma(p, t, 0.133333333f);
+    p = fma(p, t, -0.333333333f);
+    return select(abs(v) < 0.25f, fma(v * t, p, v), tanh(v));
+  });
 }
 template <class P, class V>
 inline V erf_of(V x) {
@@ -239,6 +246,12 @@ template <class T, class Lanes>
 inline auto read(const T* p, Lanes lanes) {
   prefetch_ahead(p, lanes);
   return load(p, lanes);
+}
+
+template <class T, class Lanes>
+inline void read_pairs(const T* p, Lanes lanes, Vec& even, Vec& odd) {
+  for (size_t line = 0; line < 2 * W * sizeof(T); line += 64) prefetch(reinterpret_cast<const char*>(p) + line + 2048);
+  load_pairs(p, lanes, even, odd);
 }
 
 // Writes at element `at` of a row, past the cache where asked to.

@@ -36,8 +36,9 @@ def tanh(x):
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
     s = x * x
-    near = x * (1.0 + s * (-0.333333333 + s * (0.133333333 - s * 0.053968254)))
-    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0.0, -far, far))
+    rest = -0.333333333 + s * (0.133333333 + s * (-0.0539682540 + s * (0.0218694885 - s * 0.00886323553)))
+    near = x + x * s * rest
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0.0, -far, far))
 
 
 @inner

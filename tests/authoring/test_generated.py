@@ -1,0 +1,194 @@
+"""What `opsmith new` writes: complete, formatted, quick, and right on every back end without an edit."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from opsmith import operator
+from opsmith.authoring import project
+from opsmith.authoring.new import BACKENDS, create
+from opsmith.cli import main
+from opsmith.kernels import build, nvcc, triton
+from opsmith.operator import Operator
+from opsmith.ops.verify import verify
+from tests.authoring.prototypes import PROTOTYPES, prototype, text
+
+# One of each structure: rows or not, one pass or more, pairs of both kinds, matmul, masks, row vectors, two outputs.
+TRIED = (
+    "RopeCustom",
+    "RopeHalves",
+    "LayerNormCustom",
+    "AddRmsNorm",
+    "SoftmaxCustom",
+    "SiluMulCustom",
+    "MatmulBiasGelu",
+    "LogSumExp",
+    "MaskedFill",
+    "AdaModulate",
+    "SoftCap",
+)
+
+here = "triton" if triton.INTERPRETED else "cpu"
+runs = pytest.mark.skipif(
+    not triton.INTERPRETED and not build.status().compiler, reason="there is no C++ compiler"
+)
+
+
+def write(folder: Path, name: str, backends: tuple[str, ...]) -> Path:
+    file = folder / f"{name}.json"
+    file.write_text(text(name))
+    return create(file, folder / name, backends=backends)[0]
+
+
+@pytest.fixture
+def cards() -> Iterator[None]:
+    """The registry as it was, once the test is over."""
+    before = dict(operator._REGISTRY)
+    yield
+    operator._REGISTRY.clear()
+    operator._REGISTRY.update(before)
+
+
+@pytest.mark.parametrize("name", PROTOTYPES)
+def test_a_project_is_complete_and_written_in_a_second(name: str, tmp_path: Path) -> None:
+    began = time.perf_counter()
+    folder = write(tmp_path, name, tuple(BACKENDS))
+    assert time.perf_counter() - began < 1.0
+    stem = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
+    files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    assert files == {
+        "__init__.py",
+        "operator.py",
+        "bench.py",
+        "README.md",
+        f"tests/test_{stem}.py",
+        f"kernels/cpu/{stem}.cpp",
+        f"kernels/triton/{stem}.py",
+        *(f"kernels/cuda/{stem}.{end}" for end in ("cu", "h", "cpp")),
+    }
+    for file in files:
+        content = (folder / file).read_text()
+        assert not re.search(r"TODO|FIXME|\{\{|\}\}\}\}|None None", content), file
+        assert content.endswith("\n"), file
+        if file.endswith(".py"):
+            compile(content, file, "exec")
+
+
+@pytest.mark.skipif(shutil.which("ruff") is None, reason="ruff is not installed")
+def test_what_is_written_is_formatted(tmp_path: Path) -> None:
+    for name in PROTOTYPES:
+        write(tmp_path, name, tuple(BACKENDS))
+    for command in (["format", "--check"], ["check"]):
+        done = subprocess.run(
+            ["ruff", *command, "--isolated", "--line-length", "110", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+
+
+@runs
+@pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize("name", TRIED)
+def test_kernels_and_gradients_are_right_without_an_edit(name: str, tmp_path: Path) -> None:
+    card: Operator = project.load(write(tmp_path, name, (here,))).CARD
+    dtypes = [torch.float32, torch.bfloat16] if here == "cpu" else [torch.float32]
+    findings = list(verify(card, dtypes))
+    wanted = {"triton" if here == "triton" else "native", "eager", "autograd"}
+    assert {f.implementation for f in findings} == wanted
+    assert [str(f) for f in findings if not f.ok] == []
+
+
+@runs
+@pytest.mark.usefixtures("cards")
+def test_the_function_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    rope = project.load(write(tmp_path, "RopeCustom", (here,))).CARD.function
+    x, cos = torch.randn(2, 3, 5, 8), torch.randn(5, 8)
+    with pytest.raises(ValueError, match=r"cos must have shape \[L, D\] with L = 5, D = 8, got \(4, 8\)"):
+        rope(x, cos[:4], cos)
+    with pytest.raises(ValueError, match=r"D must be even, as its elements are pairs; got 7"):
+        rope(x[..., :7], cos[:, :7], cos[:, :7])
+    with pytest.raises(TypeError, match=r"sin is missing"):
+        rope(x, cos)
+    with pytest.raises(TypeError, match=r"got also eps"):
+        rope(x, cos, cos, eps=1)
+    with pytest.raises(TypeError, match=r"got float32, float16, float32; cast them first"):
+        rope(x, cos.half(), cos)
+    with pytest.raises(ValueError, match=r"out must be float32 \(2, 3, 5, 8\)"):
+        rope(x, cos, cos, out=torch.empty(2, 3, 5, 7))
+    # One row of the table for one new token: no other code for streaming decode.
+    whole = rope(x, cos, cos)
+    assert torch.allclose(rope(x[:, :, -1:], cos[-1:], cos[-1:]), whole[:, :, -1:])
+
+
+@runs
+@pytest.mark.usefixtures("cards")
+def test_dtypes_may_be_mixed(tmp_path: Path) -> None:
+    p = prototype(
+        "MixedNorm", {"x": "... N", "weight": "N"}, "x * rsqrt(mean(x * x) + eps) * weight", eps=1e-6
+    )
+    for tensor in (p["input_desc"][0], p["output_desc"][0]):
+        tensor["type"] = ["bf16", "float"]
+    p["input_desc"][1]["type"] = "float"
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(p))
+    folder, _, _ = create(file, tmp_path / "mixed", backends=(here,))
+    card: Operator = project.load(folder).CARD
+    y = card.function(torch.ones(2, 8, dtype=torch.bfloat16), torch.full((8,), 3.0))
+    assert y.dtype == torch.bfloat16
+    findings = list(verify(card, [torch.bfloat16]))
+    assert [str(f) for f in findings if not f.ok] == []
+
+
+@pytest.mark.skipif(nvcc.find() is None, reason="there is no nvcc")
+def test_cuda_kernels_compile(tmp_path: Path) -> None:
+    for name in ("LayerNormCustom", "RopeCustom"):
+        folder = write(tmp_path, name, ("cuda",))
+        (source,) = (folder / "kernels" / "cuda").glob("*.cu")
+        command = ["nvcc", "-std=c++17", "-O0", "-arch=sm_80", "-c", str(source), "-o", os.devnull]
+        command += [f"-I{source.parent}", f"-I{build.SOURCES}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_the_command_says_what_it_wrote_and_what_is_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rope.json"
+    file.write_text(text("RopeCustom"))
+    made = tmp_path / "rope_op"
+    assert main(["new", str(file), "--backends", "cpu,triton,cuda", "-o", str(made)]) == 0
+    out = capsys.readouterr().out
+    assert f"{made}/kernels/cuda/rope_custom.cu" in out
+    assert f"Next: opsmith build {made}; opsmith verify {made}; opsmith bench {made}" in out
+    assert main(["new", str(file), "-o", str(made)]) == 1
+    assert "overwrites nothing" in capsys.readouterr().err
+    assert main(["new", str(file), "--backends", "cpu,tpu"]) == 1
+    assert "no back end 'tpu'; there are: cpu, triton, cuda" in capsys.readouterr().err
+    file.write_text(text("RopeCustom").replace("rotate_interleaved(x)", "rotate(x)"))
+    assert main(["new", str(file), "-o", str(tmp_path / "other")]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == "  y = x * cos + rotate(x) * sin"
+    assert err[1].index("^") == err[0].index("rotate(")
+    assert "rotate is no function here" in err[2]
+
+
+def test_new_imports_no_pytorch(tmp_path: Path) -> None:
+    file = tmp_path / "rope.json"
+    file.write_text(text("RopeCustom"))
+    code = (
+        "import sys; from opsmith.cli import main; "
+        f"print(main(['new', {str(file)!r}, '-o', {str(tmp_path / 'made')!r}]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("0 False\n")

@@ -46,7 +46,7 @@ runs = pytest.mark.skipif(
 def write(folder: Path, name: str, backends: tuple[str, ...]) -> Path:
     file = folder / f"{name}.json"
     file.write_text(text(name))
-    return create(file, folder / name, backends=backends)[0]
+    return create(file, folder / name.lower(), backends=backends)[0]
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_project_is_complete_and_written_in_a_second(name: str, tmp_path: Path
     }
     for file in files:
         content = (folder / file).read_text()
-        assert not re.search(r"TODO|FIXME|\{\{|\}\}\}\}|None None", content), file
+        assert not re.search(r"TODO|FIXME|\{%|None None", content), file
         assert content.endswith("\n"), file
         if file.endswith(".py"):
             compile(content, file, "exec")
@@ -192,3 +192,35 @@ def test_new_imports_no_pytorch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("0 False\n")
+
+
+def documented() -> list[tuple[str, dict[str, str | None], str]]:
+    """The operators of the table in the docs."""
+    page = (Path(__file__).parents[2] / "docs" / "authoring" / "prototype.md").read_text()
+    rows = page.partition("| operator | inputs | formula | source |")[2].splitlines()
+    found = []
+    for row in (r for r in rows if r.startswith("| ") and "`" in r):
+        name, inputs, formula = (cell.strip() for cell in row.split("|")[1:4])
+        shapes = {
+            n.strip(): s.strip()
+            for part in inputs.split(";")
+            for n in part.split(":")[0].split(",")
+            for s in [part.split(":")[1]]
+        }
+        found.append((name, shapes, formula.strip("`")))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "formula"), documented(), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_the_operators_that_the_docs_list_can_be_written(
+    name: str, inputs: dict[str, str | None], formula: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(prototype("FromTheDocs", inputs, formula)))
+    folder, _, notes = create(file, tmp_path / "made", backends=tuple(BACKENDS))
+    assert notes == []
+    lines = (folder / "operator.py").read_text()
+    assert f"FromTheDocs: y = {formula}" in lines, name
+    assert len(documented()) >= 15

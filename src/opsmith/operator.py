@@ -210,6 +210,7 @@ class Implementation:
     takes_out: bool = False
     prepack: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     source: str = ""
+    repeatable: bool = True  # False: two runs may differ in the last bits, as sums by atomic additions do
 
     def accepts(self, *args: Any, **kwargs: Any) -> Supports:
         """True when this implementation can run this very call, else the reason why not."""

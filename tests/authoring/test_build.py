@@ -62,7 +62,7 @@ def test_builds_with_steps_once_and_computes(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("right", "wrong", "says"),
     [
-        ("float sum = 0;", "float sum = ;", "expected primary-expression"),
+        ("double sum = 0;", "double sum = ;", "expected primary-expression"),
         ("from_float<T>(b", "from_float<int*>(b", "no match for 'operator='"),
     ],
 )
@@ -86,7 +86,7 @@ def test_an_error_in_our_header_names_the_line_that_asked(
 ) -> None:
     asks = "for_lanes(n, [&](int64_t i) { sum += to_float(in[i]); });"
     folder = normed_turn.write(
-        tmp_path, "turn_asks", cpu={"float sum = 0;": f"float sum = 0; {asks}"}, backends=("cpu",)
+        tmp_path, "turn_asks", cpu={"double sum = 0;": f"double sum = 0; {asks}"}, backends=("cpu",)
     )
     assert main(["build", str(folder)]) == 1
     file = folder / "kernels" / "cpu" / "turn_asks.cpp"

@@ -2,6 +2,7 @@
 
     kernels(__file__, NAME, ...)   what a project's operator.py calls: defines the operators, builds nothing
     load(folder)                   imports a project, which registers its card
+    verify(folder)                 what its tests call
 
 Code of a project runs when somebody names its folder or imports it, and never else.
 """
@@ -23,8 +24,9 @@ import torch
 from opsmith.authoring.signature import Scalar, Signature, Sizes
 from opsmith.kernels import build, compiler, isa, triton
 from opsmith.operator import Operator
+from opsmith.ops.verify import Finding
 
-__all__ = ["Kernels", "cards_of", "kernels", "load"]
+__all__ = ["Kernels", "cards_of", "kernels", "load", "verify"]
 
 BACKENDS = {"cpu": ".cpp", "triton": ".py", "cuda": ".cu"}  # and how the files of their kernels end
 _RESERVED = ("std", "torch", "opsmith", "at", "c10", "aten")
@@ -278,3 +280,10 @@ def _imported(file: Path, name: str) -> ModuleType:
 def cards_of(module: ModuleType) -> list[Operator]:
     """The cards that a project's module defines."""
     return [value for value in vars(module).values() if isinstance(value, Operator)]
+
+
+def verify(folder: str | Path) -> list[Finding]:
+    """Every check of a project's operators: see `opsmith.authoring.verify`."""
+    from opsmith.authoring.verify import verify_project
+
+    return list(verify_project(folder))

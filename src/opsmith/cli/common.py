@@ -99,7 +99,7 @@ def choose(names: list[str] | None, everything: bool) -> list[Operator]:
 
     load_installed()
     cards = registry()
-    if folders := [name for name in names or () if name not in cards and _is_folder(name)]:
+    if folders := [name for name in names or () if name not in cards and is_folder(name)]:
         found = {name: _project(name) for name in folders}
         names = [one for name in names or () for one in found.get(name, [name])]
         cards = registry()
@@ -117,7 +117,8 @@ def choose(names: list[str] | None, everything: bool) -> list[Operator]:
     return [cards[name] for name in names]
 
 
-def _is_folder(name: str) -> bool:
+def is_folder(name: str) -> bool:
+    """True for what is written as a path, or names a folder with an operator.py here."""
     return "/" in name or name == "." or Path(name, "operator.py").is_file()
 
 

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import All, Device, Dtypes, Json, Names, Output, choose, device_of, dtypes_of
+from opsmith.cli.common import (
+    All,
+    Device,
+    Dtypes,
+    Json,
+    Names,
+    Output,
+    choose,
+    device_of,
+    dtypes_of,
+    is_folder,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,25 +33,38 @@ def run(
     everything: All = False,
     dtype: Dtypes = None,
     device: Device = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Only values, out= and gradients.")] = False,
     json: Json = None,
 ) -> None:
     """Run implementations on the samples of their card and hold them to a float64 reference.
 
-    Checked are values, out= and gradients, and that inputs stay unchanged.
+    Checked are values in memory full of NaN, out=, gradients, and that inputs stay unchanged; then two runs,
+    threads, the dispatcher's entries, torch.compile and gradients by differences. Of a project without a GPU,
+    the Triton kernels run in Triton's interpreter.
 
     Example: opsmith verify layer_norm --dtype bfloat16
     """
+    from opsmith.ops.conduct import conduct
     from opsmith.ops.verify import verify
 
     output = Output(json)
     device_of(device)
     findings: list[Finding] = []
     for card in choose(names, everything):
-        for one in dtypes_of(card, dtype):
+        dtypes = dtypes_of(card, dtype)
+        found: list[Finding] = []
+        for one in dtypes:
             with output.console.status(f"{card.name}, {str(one).removeprefix('torch.')}"):
-                found = list(verify(card, [one], device))
-            _print(output.console, found)
-            findings += found
+                found += verify(card, [one], device)
+        if not quick:
+            with output.console.status(card.name):
+                found += conduct(card, dtypes[0], device)
+        _print(output.console, found)
+        findings += found
+    for folder in [name for name in names or () if is_folder(name)]:
+        found = _interpreted(output.console, folder, dtype)
+        _print(output.console, found)
+        findings += found
     red = [finding for finding in findings if not finding.ok]
     output.finish({"ok": not red, "checks": len(findings), "findings": [asdict(f) for f in findings]})
     if red:
@@ -49,17 +76,45 @@ def run(
     output.console.print(f"[green]{len(findings)} checks passed[/green]")
 
 
+def _interpreted(console: Console, folder: str, dtype: list[str] | None) -> list[Finding]:
+    """What Triton's interpreter says of a project's Triton kernels, where no GPU can."""
+    from opsmith.authoring.project import cards_of, load
+    from opsmith.authoring.verify import interpreted, needs_interpreter
+
+    if not needs_interpreter(Path(folder)):
+        return []
+    chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
+    with console.status("Triton's interpreter"):
+        return interpreted(Path(folder), chosen)
+
+
 def _print(console: Console, findings: list[Finding]) -> None:
-    """One line for each implementation, and one for the smallest failure of each kind."""
-    for name in dict.fromkeys(finding.implementation for finding in findings):
-        mine = [finding for finding in findings if finding.implementation == name]
-        red = sorted((f for f in mine if not f.ok), key=lambda f: f.elements)
-        worst = max((f.error / f.bound for f in mine if f.ok and f.bound), default=0.0)
-        verdict = (
-            f"[red]{len(red)} of {len(mine)} failed[/red]" if red else f"[green]{len(mine)} passed[/green]"
+    """A row for each implementation and dtype, a column for each check; below, the smallest failure of each kind."""
+    from rich.table import Table
+
+    if not findings:
+        return
+    checks = list(dict.fromkeys(finding.check for finding in findings))
+    table = Table(findings[0].operator, "dtype", *checks, "error / bound", box=None, pad_edge=False)
+    for name, dtype in dict.fromkeys((finding.implementation, finding.dtype) for finding in findings):
+        mine = [f for f in findings if (f.implementation, f.dtype) == (name, dtype)]
+        cells = []
+        for check in checks:
+            these = [finding.ok for finding in mine if finding.check == check]
+            red = these.count(False)
+            cells.append(
+                f"[red]{red} of {len(these)} failed[/red]" if red else f"{len(these)} ok" if these else ""
+            )
+        worst = max((f.error / f.bound for f in mine if f.ok and f.bound), default=None)
+        table.add_row(name, dtype, *cells, "" if worst is None else f"{worst:.2f}")
+    console.print(table)
+    smallest: dict[tuple[str, str], Finding] = {}
+    for finding in sorted((f for f in findings if not f.ok), key=lambda f: f.elements):
+        smallest.setdefault((finding.implementation, finding.check), finding)
+    for finding in smallest.values():
+        console.print(
+            f"    {finding.implementation}, {finding.check}, {finding.dtype}: sample {finding.sample!r}: {finding.why}",
+            markup=False,
+            soft_wrap=True,
         )
-        head = f"{mine[0].operator:<16} {name:<12} {mine[0].dtype:<9}"
-        console.print(f"{head} {verdict}, error up to {worst:.2f} of the bound")
-        for check in dict.fromkeys(finding.check for finding in red):
-            first = next(finding for finding in red if finding.check == check)
-            console.print(f"    {check}: sample {first.sample!r}: {first.why}", markup=False)
+    console.print()

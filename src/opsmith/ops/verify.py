@@ -20,7 +20,7 @@ from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample
 from opsmith.ops.common import always_native, short
 
-__all__ = ["Finding", "verify", "with_leaves"]
+__all__ = ["FUNCTION", "Finding", "backward", "examine", "forward", "verify", "with_leaves"]
 
 FUNCTION = "autograd"  # the name under which the public function's gradients are reported
 
@@ -34,7 +34,7 @@ class Finding:
     dtype: str
     sample: str
     elements: int  # in the sample's inputs
-    check: str  # values | out= | gradients
+    check: str  # values | out= | gradients, and those of `opsmith.ops.conduct`
     ok: bool
     error: float = 0.0
     bound: float = 0.0
@@ -57,16 +57,16 @@ def verify(
     """
     for dtype in dtypes or card.dtypes:
         for sample in card.samples(Make(dtype, device)):
-            check = partial(_finding, card, short(dtype), sample)
+            check = partial(examine, card, short(dtype), sample)
             if card.differentiable:
-                yield check(FUNCTION, "gradients", partial(_backward, card.function), backward=True)
+                yield check(FUNCTION, "gradients", partial(backward, card.function), differentiated=True)
             for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
-                yield check(implementation.name, "values", partial(_forward, implementation.fn))
+                yield check(implementation.name, "values", partial(forward, implementation.fn))
                 if implementation.takes_out:
                     yield check(implementation.name, "out=", partial(_into, implementation), into=True)
 
 
-def _finding(
+def examine(
     card: Operator,
     dtype: str,
     sample: Sample,
@@ -74,14 +74,25 @@ def _finding(
     check: str,
     fn: Callable[..., Any],
     *,
-    backward: bool = False,
+    differentiated: bool = False,
     into: bool = False,
 ) -> Finding:
-    """The finding of one check; what it raises is a finding too."""
+    """The finding of one check; what it raises is a finding too.
+
+    Args:
+        card: the operator.
+        dtype: of the sample, for the report.
+        sample: the call.
+        name: of the implementation, for the report.
+        check: the same.
+        fn: `fn(args, kwargs, *outs)` gives the tensors to hold against the reference.
+        differentiated: they are gradients.
+        into: they are written into `outs`.
+    """
     inputs = (sample.args, dict(sample.kwargs))
     elements = sum(t.numel() for t in tensors_of(inputs))
     report = partial(Finding, card.name, name, dtype, sample.name, elements, check)
-    truth = _Truth(card, inputs, _backward if backward else _forward)
+    truth = _Truth(card, inputs, backward if differentiated else forward)
     try:
         outs = (
             [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in truth.eager(*inputs)]
@@ -108,7 +119,7 @@ class _Truth:
         self._card = card
         self._run = run
         self._inputs = inputs
-        fused_only = run is _forward or card.eager is card.reference
+        fused_only = run is forward or card.eager is card.reference
         self._spellings = [card.eager] if fused_only else [card.eager, card.reference]
         self._left: list[tuple[torch.Tensor, ...]] = []
 
@@ -130,7 +141,8 @@ class _Truth:
         return max(self._card.tolerance.check(got, eager, exact).bound for eager in spellings)
 
 
-def _forward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+def forward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The results of a call that nobody differentiates."""
     with torch.no_grad():
         return list(tensors_of(fn(*args, **kwargs)))
 
@@ -140,7 +152,7 @@ def _into(implementation: Implementation, args: Any, kwargs: Any, *outs: torch.T
         implementation.fn(*args, **kwargs, out=outs if len(outs) > 1 else outs[0])
 
 
-def _backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+def backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Gradients of the floating-point inputs (of those that ask for one, where any does).
 
     The gradients of the outputs depend on the outputs' shapes alone, and are numbers that every dtype has.

@@ -1,0 +1,134 @@
+"""Every fault that `opsmith verify` claims to catch, planted in a kernel for a CPU and in one of Triton's."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opsmith.authoring import project
+from opsmith.cli import main
+from opsmith.kernels import build
+from opsmith.kernels import triton as kernels
+
+from . import faults, normed_turn
+
+Found = list[tuple[bool, str, int, str]]
+
+
+def hold(fault: str, found: Found) -> None:
+    """All is well without a fault; with one, the smallest failure says which."""
+    assert found
+    red = sorted((one for one in found if not one[0]), key=lambda one: one[2])
+    if not fault:
+        assert red == []
+        return
+    assert red, f"{fault} was not caught"
+    assert re.search(faults.SAID[fault], red[0][3]), red[0]
+    checks = {check for ok, check, _, _ in found if not ok}
+    if fault == "race":  # nothing else shows it
+        assert checks <= {"threads", "two runs", "races"}
+    else:
+        assert "values" in checks
+
+
+@pytest.mark.skipif(not build.status().compiler, reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+@pytest.mark.parametrize("fault", faults.SAID)
+def test_a_fault_planted_in_a_cpu_kernel(fault: str, tmp_path: Path) -> None:
+    folder = normed_turn.write(tmp_path, f"turn_cpu_{fault}", cpu=faults.CPU.get(fault), backends=("cpu",))
+    hold(fault, list(faults.findings(folder, "native")))
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    """What Triton's interpreter finds, in one process for all projects."""
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("projects")
+    for fault in faults.SAID:
+        normed_turn.write(
+            folder, f"turn_triton_{fault}", triton=faults.TRITON.get(fault), backends=("triton",)
+        )
+    command = [sys.executable, faults.__file__, str(folder)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Found] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("fault", faults.SAID)
+def test_a_fault_planted_in_a_triton_kernel(fault: str, interpreted: dict[str, Any]) -> None:
+    hold(fault, interpreted[f"turn_triton_{fault}"])
+
+
+def test_programs_may_share_what_they_read_and_add_atomically(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    script = """
+import torch, triton, triton.language as tl
+from opsmith.kernels.triton.common import launch
+from opsmith.kernels.triton.races import watched
+
+@triton.jit
+def add(x, y, total, N: tl.constexpr, OWN: tl.constexpr):
+    i = tl.arange(0, N)
+    row = tl.program_id(0)
+    v = tl.load(x + i)
+    tl.store(y + (row * N if OWN else 0) + i, v + tl.load(y + row * N + i))
+    tl.atomic_add(total, tl.sum(v))
+
+x, y, total = torch.ones(8), torch.zeros(3, 8), torch.zeros(1)
+with watched() as races:
+    launch(add, (3,), x, y, total, N=8, OWN=True)
+assert races == [], races
+assert float(total) == 24, total
+with watched() as races:
+    launch(add, (3,), x, y, total, N=8, OWN=False)
+assert races == ["add: 8 places are stored by several programs",
+                 "add: 8 places are loaded by one program and stored by another"], races
+"""
+    (tmp_path / "shared.py").write_text(script)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(tmp_path / "shared.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not build.status().compiler, reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_the_command_prints_a_table_and_the_smallest_failing_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = normed_turn.write(tmp_path, "turn_red", cpu=faults.CPU["tail"], backends=("cpu",))
+    assert main(["verify", str(folder), "--dtype", "float32"]) == 1
+    out, err = capsys.readouterr()
+    heads = re.split(r"  +", out.splitlines()[0].strip())
+    checks = [
+        "gradients",
+        "values",
+        "two runs",
+        "threads",
+        "torch.compile",
+        "torch.compile, gradients",
+        "gradcheck",
+    ]
+    assert heads == ["turn_red", "dtype", *checks, "error / bound"]
+    assert re.search(r"native +float32 +\d of 8 failed", out)
+    assert re.search(r"start with the smallest: turn_red native, float32, values of sample '1x2'", err)
+    assert main(["bench", str(folder), "--dtype", "float32"]) == 1  # a wrong result has no time
+    assert "unwritten output" in capsys.readouterr().err
+
+
+def test_opcheck_and_gradcheck_look_at_the_projects_own_entries(tmp_path: Path) -> None:
+    folder = normed_turn.write(tmp_path, "turn_checked", backends=("cpu",))
+    card = project.load(folder).CARD
+    from opsmith.ops.conduct import Recorder
+
+    with Recorder(card.name) as recorder:
+        card.function(torch.randn(3, 8), torch.randn(8), torch.randn(8))
+    assert {call[0]._schema.name for call in recorder.calls.values()} == {"turn_checked::forward"}

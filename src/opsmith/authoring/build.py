@@ -75,6 +75,7 @@ def _triton(kernels: Kernels) -> str:
         text=True,
         check=False,
         env=environment,
+        cwd=sys.prefix,  # not a project's folder, whose operator.py would hide Python's own
     )
     try:
         found = json.loads(done.stdout.strip().splitlines()[-1])

@@ -123,8 +123,10 @@ class Kernels:
         return self.signature.columns
 
     def source(self, backend: str) -> Path:
-        """The file with the kernels of a back end."""
-        return self.folder / "kernels" / backend / f"{self.name}{BACKENDS[backend]}"
+        """The file with the kernels of a back end: named like the operator, or the only one of its kind there."""
+        folder = self.folder / "kernels" / backend
+        others = sorted(folder.glob(f"*{BACKENDS[backend]}"))
+        return others[0] if len(others) == 1 else folder / f"{self.name}{BACKENDS[backend]}"
 
     def backends(self) -> tuple[str, ...]:
         """Those with a file of kernels, or with a library that was built from one."""

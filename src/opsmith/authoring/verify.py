@@ -46,9 +46,20 @@ def needs_interpreter(folder: str | Path) -> bool:
 
 def interpreted(folder: str | Path, dtypes: Sequence[torch.dtype] = ()) -> list[Finding]:
     """The findings of a project's Triton kernels in Triton's interpreter: in a process where these have the CPU."""
-    command = [sys.executable, "-m", "opsmith.authoring.verify", str(folder), *map(short, dtypes)]
+    command = [
+        sys.executable,
+        "-m",
+        "opsmith.authoring.verify",
+        str(Path(folder).resolve()),
+        *map(short, dtypes),
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "TRITON_INTERPRET": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=sys.prefix,  # not a project's folder, whose operator.py would hide Python's own
     )
     try:
         return [Finding(**one) for one in json.loads(done.stdout.strip().splitlines()[-1])]

@@ -1,13 +1,8 @@
-// What the generated binding of a project's kernels needs: the checks that their memory safety rests on, and torch's
-// thread pool. Included by that one file of a library.
+// What the generated binding of a project's CPU kernels needs: the checks of a call, and torch's thread pool. Included by
+// that one file of a library.
 #pragma once
 
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
-#include "binding.h"
+#include "binding_call.h"
 #include "parallel.h"
 
 extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
@@ -15,68 +10,3 @@ extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int6
 }
 
 extern "C" int64_t opsmith_num_threads() { return torch::stable::get_num_threads(); }
-
-namespace opsmith {
-
-// One call of an operator: every tensor is contiguous, sizes under one symbol agree, and the dtypes are a combination
-// that the operator names. A size is a symbol, a number, or "...": any leading dimensions, whose product must agree.
-class Call {
- public:
-  explicit Call(const char* op) : op_(op) {}
-
-  void tensor(const char* name, const Tensor& t, std::initializer_list<const char*> sizes) {
-    STD_TORCH_CHECK(t.is_contiguous(), op_, ": ", name, " must be contiguous");
-    STD_TORCH_CHECK(t.is_cpu(), op_, ": ", name, " must be on the CPU");
-    const bool leading = sizes.size() > 0 && std::string_view(*sizes.begin()) == "...";
-    const int64_t dims = int64_t(sizes.size()) - leading, first = t.dim() - dims;
-    STD_TORCH_CHECK(leading ? first >= 0 : first == 0, op_, ": ", name, " must have ", leading ? "at least " : "", dims,
-                    " dimension(s), got ", t.dim());
-    if (leading) {
-      int64_t product = 1;
-      for (int64_t d = 0; d < first; ++d) product *= t.size(d);
-      agree(name, "...", product);
-    }
-    int64_t d = first;
-    for (const char* const* size = sizes.begin() + leading; size != sizes.end(); ++size) agree(name, *size, t.size(d++));
-  }
-
-  void tensor(const char* name, const std::optional<Tensor>& t, std::initializer_list<const char*> sizes) {
-    if (t) tensor(name, *t, sizes);
-  }
-
-  // The dtypes of all tensors at once, in any of these combinations; an output that is not there has the one asked for.
-  void dtypes(std::initializer_list<std::optional<DType>> got, std::initializer_list<std::initializer_list<DType>> columns) {
-    for (const auto& column : columns) {
-      bool fits = true;
-      const DType* expected = column.begin();
-      for (const auto& one : got) fits = (!one || *one == *expected) && (++expected, fits);
-      if (fits) return;
-    }
-    STD_TORCH_CHECK(false, op_, ": the tensors' dtypes are no combination that the operator takes");
-  }
-
- private:
-  void agree(const char* name, std::string_view symbol, int64_t size) {
-    if (symbol[0] >= '0' && symbol[0] <= '9') {
-      STD_TORCH_CHECK(std::to_string(size) == symbol, op_, ": ", name, " has a size of ", size, ", expected ",
-                      std::string(symbol));
-      return;
-    }
-    for (const auto& [known, before] : sizes_) {
-      if (known != symbol) continue;
-      STD_TORCH_CHECK(before == size, op_, ": ", name, " has ", size, " where ", std::string(symbol), " is ", before);
-      return;
-    }
-    sizes_.emplace_back(symbol, size);
-  }
-
-  const char* op_;
-  std::vector<std::pair<std::string_view, int64_t>> sizes_;
-};
-
-inline std::optional<DType> dtype_of(const std::optional<Tensor>& t) {
-  if (!t) return std::nullopt;
-  return dtype_of(*t);
-}
-
-}  // namespace opsmith

@@ -1,0 +1,1 @@
+"""LayerNorm in CUDA C++, written by hand."""

@@ -1,0 +1,51 @@
+"""The worked example in CUDA C++: compiles for GPUs that need not be here, and trains where its kernels cannot run."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from opsmith.authoring import build, load
+from opsmith.kernels import nvcc
+from opsmith.ops.verify import verify
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def training() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "train_cuda_layer_norm", EXAMPLES / "train_cuda_layer_norm.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(nvcc.find() is None, reason="there is no nvcc")
+def test_compiles_for_two_generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPSMITH_CACHE", str(tmp_path))
+    steps: list[str] = []
+    (kernels,) = build.projects_kernels(EXAMPLES / "cuda_layer_norm")
+    said = build.compile_backend(kernels, "cuda", lambda done, total, file: steps.append(Path(file).name))
+    assert "sm_80, sm_90a and newer" in said
+    assert {"function.cpp", "function.cu"} < set(steps)
+
+
+def test_the_card_is_kept_on_this_machine() -> None:
+    card = load(EXAMPLES / "cuda_layer_norm").CARD
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for dtype in card.dtypes:
+        findings = list(verify(card, [dtype], device))
+        assert {f.implementation for f in findings} >= {"autograd", "eager"}
+        assert [f for f in findings if not f.ok] == []
+
+
+def test_a_training_loop_learns(training: ModuleType) -> None:
+    losses = training.train(30, "cuda" if torch.cuda.is_available() else "cpu")
+    assert losses[0] > 0.6
+    assert losses[-1] < 0.2

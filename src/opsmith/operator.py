@@ -7,6 +7,7 @@ none of them keeps a list of operators of its own. A new operator is one card, o
 from __future__ import annotations
 
 import enum
+import inspect
 import math
 import sys
 import types
@@ -26,6 +27,7 @@ __all__ = [
     "Sample",
     "Tolerance",
     "Verdict",
+    "as_pattern",
     "operator",
     "register",
     "registry",
@@ -308,16 +310,60 @@ def registry() -> dict[str, Operator]:
     return dict(_REGISTRY)
 
 
+# Stands for a number that the model chooses, where a pattern is traced: no sum or product of sizes comes near it.
+_ANY_NUMBER = 1.2345e-3
+
+
+def as_pattern(
+    name: str, reference: Callable[..., Any], samples: Callable[[Make], Iterator[Sample]]
+) -> Pattern | None:
+    """The reference itself as the pattern of an operator that names none, or None where its arguments do not allow one.
+
+    Shapes are taken from the samples: sizes that agree in all of them are one symbol. A number may be any.
+
+    >>> as_pattern("add", lambda x, y: x + y, lambda make: iter([Sample("2x3", (make(2, 3), make(3)))])).inputs
+    {'x': ('s0', 's1'), 'y': ('s1',)}
+    """
+    signature = inspect.signature(reference)
+    calls = []
+    for sample in samples(Make(torch.float32)):
+        bound = signature.bind(*sample.args, **sample.kwargs)
+        bound.apply_defaults()
+        calls.append(bound.arguments)
+    ranks = [{k: v.dim() for k, v in call.items() if isinstance(v, torch.Tensor)} for call in calls]
+    alike = [c for c, r in zip(calls, ranks, strict=True) if r == ranks[0] and all(_sizes(c, n) for n in r)]
+    if not alike:
+        return None
+    symbols: dict[tuple[int, ...], str] = {}
+    inputs: dict[str, tuple[int | str, ...] | float] = {}
+    dtypes: dict[str, str] = {}
+    for key, value in alike[0].items():
+        if isinstance(value, torch.Tensor):
+            sizes = zip(*(call[key].shape for call in alike), strict=True)
+            inputs[key] = tuple(symbols.setdefault(size, f"s{len(symbols)}") for size in sizes)
+            if not value.is_floating_point():
+                dtypes[key] = "bool" if value.dtype == torch.bool else "ids"
+        elif isinstance(value, float):
+            inputs[key] = _ANY_NUMBER * (1 + len(inputs))
+        elif signature.parameters[key].default is inspect.Parameter.empty:
+            return None  # a setting that no spelling implies
+    return Pattern(name, reference, inputs, dtypes=dtypes)
+
+
+def _sizes(call: Mapping[str, Any], name: str) -> bool:
+    return bool(call[name].numel())
+
+
 def operator(
     *,
     kind: Kind | str,
     cost: Callable[..., Cost],
     samples: Callable[[Make], Iterator[Sample]],
     implementations: Sequence[Implementation] = (),
-    patterns: Sequence[Pattern] = (),
+    patterns: Sequence[Pattern] | None = None,
     **more: Any,
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Make a card of a plain PyTorch function, which becomes the operator's reference.
+    """Make a card of a plain PyTorch function, which becomes the reference, and the pattern if none is given.
 
     >>> @operator(kind="activation", cost=lambda x: Cost(2 * x.numel(), 2 * x.nbytes), samples=my_samples)
     ... def squared_relu(x):
@@ -325,6 +371,7 @@ def operator(
     """
 
     def decorate(reference: Callable[..., Any]) -> Operator:
+        found = as_pattern(reference.__name__, reference, samples) if patterns is None else None
         return register(
             Operator(
                 name=reference.__name__,
@@ -334,7 +381,7 @@ def operator(
                 cost=cost,
                 samples=samples,
                 implementations=[*implementations, Implementation("eager", reference)],
-                patterns=patterns,
+                patterns=patterns or ((found,) if found else ()),
                 **more,
             )
         )

@@ -59,7 +59,7 @@ TRITON = {
     # Its own program puts right what the one before it has written, as long as that runs first.
     "race": {
         LAST_STORE: f"{LAST_STORE}\n"
-        "    tl.store(y + row * n + n + i, rounded(a, y), mask=mask & (row + 1 < tl.num_programs(0)))"
+        "    tl.store(y + row * n + n + i, rounded(a, y), mask=i < tl.where(row + 1 < tl.num_programs(0), n, 0))"
     },
     "cached": {
         "    n = x.shape[-1]": "    n = x.shape[-1]\n    if (x.data_ptr(), x.shape) in _KEPT:\n"

@@ -23,6 +23,7 @@ from opsmith.operator import (
     Sample,
     Supports,
     Tolerance,
+    as_pattern,
     register,
 )
 from opsmith.ops.common import compiling, in_huge_pages, needs_grad, recorded, short, small
@@ -100,7 +101,8 @@ def card(
     Args:
         kernels: what `project.kernels` gave.
         reference: the operator in plain PyTorch; its parameters are the operator's.
-        kind, cost, samples, workloads, patterns, tolerance, source: as on every card.
+        kind, cost, samples, workloads, tolerance, source: as on every card.
+        patterns: the same; the reference is the pattern where there is none.
         before: from the operator's tensors to the kernels', where these differ: a matmul in front.
         inner: the reference of what the kernels compute, where there is a `before`.
         even: sizes that must be even.
@@ -126,7 +128,8 @@ def card(
             samples=samples,
             workloads=workloads,
             implementations=[*call.implementations(), Implementation("eager", reference)],
-            patterns=patterns,
+            patterns=patterns
+            or (() if (own := as_pattern(kernels.name, reference, samples)) is None else (own,)),
             tolerance=tolerance or Tolerance(),
             dtypes=tuple(dict.fromkeys(floats)),
             outputs=len(kernels.outputs),
@@ -161,7 +164,9 @@ class _Call:
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         values = self.bind(args, kwargs)
-        tensors, attributes = self.prepare(values[: self.count]), values[self.count :]
+        tensors, attributes = self.alike(self.prepare(values[: self.count])), values[self.count :]
+        if self.before is None:
+            values[: self.count] = tensors
         dtypes = self.dtypes(tensors)
         sizes = self.sizes(tensors)
         backend = None if dtypes is None else self.kernels.backend(tensors[0].device)
@@ -205,6 +210,17 @@ class _Call:
                     f"{self.name}: {name} is on {t.device}, {self.names[0]} on {tensors[0].device}; move one of them"
                 )
         return tuple(tensors) if self.before is None else self.before(*tensors)
+
+    def alike(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Under autocast, the inputs in the dtype of the first, where they come in a mixture that no kernel takes."""
+        first = next((t.dtype for t, floating in zip(tensors, self.floating, strict=True) if floating), None)
+        if all(t.dtype is first or not f for t, f in zip(tensors, self.floating, strict=True)):
+            return tensors
+        if not torch.is_autocast_enabled(tensors[0].device.type):
+            return tensors
+        if any(all(t.dtype is d for t, d in zip(tensors, c, strict=False)) for c in self.kernels.columns):
+            return tensors
+        return tuple(t.to(first) if f else t for t, f in zip(tensors, self.floating, strict=True))
 
     def dtypes(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.dtype, ...] | None:
         """The dtypes of the outputs; None where the reference takes the call.

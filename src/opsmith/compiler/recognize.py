@@ -103,8 +103,10 @@ class _Finder:
         self.cards = {card.name: card for card in cards}
         self.effects = effects(graph)
         self.opaque = self.effects.opaque()
+        cards = sorted(cards, key=_is_ours)
         templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
-        # The richest pattern first: attention before softmax, an affine norm before a plain one.
+        # The richest pattern first: attention before softmax, an affine norm before a plain one. Of two alike, that of
+        # an operator that somebody has added to ours.
         self.templates = sorted(templates, key=lambda t: (-len(t.names), -_size(t.term), -len(t.variables)))
         self.consumed: set[Node] = set()
         self.near: dict[Node, tuple[tuple[int, int], Template, Mismatch, Canon]] = {}
@@ -278,6 +280,10 @@ class _Finder:
                 )
             )
         return misses[::-1]
+
+
+def _is_ours(card: Operator) -> bool:
+    return str(getattr(card.reference, "__module__", "")).startswith("opsmith.")
 
 
 def _cut_nodes(known: Binding) -> list[Node]:

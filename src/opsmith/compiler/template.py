@@ -65,8 +65,21 @@ def _traced(
     holes: tuple[tuple[str, float], ...],
 ) -> fx.Graph:
     """A pattern's function as a graph; tracing takes longer than reading it, so once in a process."""
+    try:
+        return _traced_at(fn, shapes, dtypes, holes, 1)
+    except RuntimeError:  # what pairs up the elements of an axis takes no odd size
+        return _traced_at(fn, shapes, dtypes, holes, 2)
+
+
+def _traced_at(
+    fn: Callable[..., Any],
+    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
+    dtypes: tuple[tuple[str, str], ...],
+    holes: tuple[tuple[str, float], ...],
+    times: int,
+) -> fx.Graph:
     sizes: dict[str, int] = {}
-    primes = iter((3, 5, 7, 11, 13, 17, 19, 23))
+    primes = iter(times * prime for prime in (3, 5, 7, 11, 13, 17, 19, 23))
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in shapes:
         shape = [d if isinstance(d, int) else sizes.setdefault(d, 0) or _size(sizes, d, primes) for d in spec]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import opsmith
+from opsmith.compiler.bind import kernel_calls
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, gpt2, ids, numbers, padding, seeded
 
 
@@ -32,9 +33,8 @@ def test_buffers_are_shared_by_steps_that_do_not_meet() -> None:
     with torch.no_grad():
         model(*inputs)
         for buffers in program._free:
-            for b in buffers:
-                for t in b if isinstance(b, tuple) else (b,):
-                    t.fill_(float("nan"))
+            for buffer in buffers:
+                buffer.fill_(float("nan"))
         truth.check(model(*inputs), *inputs)
 
 
@@ -184,3 +184,57 @@ def test_a_growing_cache_needs_no_measuring(monkeypatch: pytest.MonkeyPatch) -> 
     first = len(calls)
     model.generate(ids(2, 7), max_new_tokens=12, **options)
     assert len(calls) == first
+
+
+def _twice(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    rows = out.view(-1, out.shape[-1])
+    for _ in range(2):
+        torch.ops.opsmith.softmax.default(x.view(rows.shape), None, 1.0, False, 0, y=rows)
+    return out
+
+
+def test_a_step_comes_to_the_kernels_it_calls_and_runs_none() -> None:
+    x, out = numbers(2, 3, 4), torch.full((2, 3, 4), 7.0)
+    calls = kernel_calls(_twice, {"x": x, "out": out}, lambda t: True)
+    assert calls is not None
+    assert [str(func) for func, _, _ in calls] == ["opsmith.softmax.default"] * 2
+    assert calls[0][1][0].data_ptr() == x.data_ptr()
+    assert calls[0][2]["y"].shape == (6, 4)
+    assert bool((out == 7).all())
+
+
+def test_what_computes_more_than_kernels_or_moves_keeps_its_python() -> None:
+    x, out = numbers(2, 3, 4), torch.full((2, 3, 4), 7.0)
+    assert kernel_calls(_twice, {"x": x, "out": out}, lambda t: t is out) is None
+    assert kernel_calls(lambda x, out: out.copy_(x), {"x": x, "out": out}, lambda t: True) is None
+    assert bool((out == 7).all())
+
+
+def test_between_its_ends_a_plan_is_calls_of_kernels_on_fixed_memory() -> None:
+    model = seeded(lambda: Encoder(layers=3))
+    truth = Truth(model)
+    inputs = (ids(3, 9), padding(3, 9))
+    native = UNTIMED.model_copy(update={"pin": {"linear": "native", "layer_norm": "native"}})
+    opsmith.optimize(model, inputs, config=native)
+    (program,) = _programs(model)
+    text = program.source
+    assert text.count("opsmith_layer_norm") > text.count("layer_norm_native")
+    assert text.count("opsmith_linear_packed") > text.count("linear_native")
+    with torch.no_grad():
+        truth.check(model(*inputs), *inputs)
+        for p in model.parameters():
+            p.mul_(1.25)
+        changed = seeded(lambda: Encoder(layers=3))
+        changed.load_state_dict(model.state_dict())
+        Truth(changed).check(model(*inputs), *inputs)  # the weights in the calls are those of the model
+
+
+def test_an_input_may_come_in_another_layout() -> None:
+    model = seeded(Feed)
+    truth = Truth(model)
+    x = numbers(6, 4, WIDTH)
+    opsmith.optimize(model, x, config=UNTIMED)
+    with torch.no_grad():
+        for like in (x, x.transpose(0, 1).contiguous().transpose(0, 1), x.repeat(1, 1, 2)[..., :WIDTH]):
+            assert like.shape == x.shape
+            truth.check(model(like), like)

@@ -92,7 +92,8 @@ def test_the_softcap_comes_before_the_mask() -> None:
 @pytest.mark.parametrize("shape", [(9,), (6, 1), (2, 1, 1, 9), (1, 2, 6, 9), (2, 2, 1, 1), (1, 1, 6, 9), ()])
 def test_a_mask_of_any_broadcast_shape(shape: tuple[int, ...]) -> None:
     q, k, v = qkv()
-    for mask in (torch.rand(shape) < 0.7, torch.randn(shape)):
+    some_rows_see_all = (torch.rand(shape) < 0.7) | (torch.rand((*shape[:-1], 1)) < 0.5)
+    for mask in (torch.rand(shape) < 0.7, some_rows_see_all, torch.randn(shape)):
         torch.testing.assert_close(attention(q, k, v, mask=mask), reference(q, k, v, mask=mask))
 
 

@@ -30,6 +30,9 @@ from opsmith.operator import Implementation, Verdict, registry
 MAX_PROGRAMS = 64
 Progress = Callable[[str, int, int], None]
 _UNSEEN: Any = object()
+# Asked of every weight at every call.
+_version = torch._C.TensorBase.__dict__["_version"].__get__
+_address = torch.Tensor.data_ptr
 
 
 @dataclass
@@ -95,7 +98,8 @@ class CompiledGraph:
         self._weights = [
             i for i, e in enumerate(examples) if isinstance(e, torch.nn.Parameter) and not e.is_inference()
         ]
-        self._stamps: list[tuple[int, int]] = []
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
         self._packed_from: list[torch.Tensor] = []
         self._effects = effects(gm.graph)
         self._changed = self._effects.inputs(gm.graph)
@@ -167,11 +171,14 @@ class CompiledGraph:
 
     def _weights_changed(self, args: Sequence[Any]) -> bool:
         """True when a packed weight is no longer what was packed: loaded anew, trained, replaced or moved."""
-        return [(args[i]._version, args[i].data_ptr()) for i in self._weights] != self._stamps
+        weights = [args[i] for i in self._weights]
+        return (
+            list(map(_version, weights)) != self._versions or list(map(_address, weights)) != self._addresses
+        )
 
     def _repack(self, args: Sequence[Any]) -> None:
         weights = [args[i] for i in self._weights]
-        self._stamps = [(w._version, w.data_ptr()) for w in weights]
+        self._versions, self._addresses = list(map(_version, weights)), list(map(_address, weights))
         # While these are held, no other weight can come to stand at the same address.
         self._packed_from = [w.detach() for w in weights]
         self.packer.forget()
@@ -183,12 +190,12 @@ class CompiledGraph:
         with self._lock:
             self.packer.forget()
             self.packer.constants = {}
-            self._stamps, self._packed_from = [], []
+            self._versions, self._addresses, self._packed_from = [], [], []
             self._programs.clear()
 
     def study(self, args: Sequence[Any]) -> None:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
-        if not self._stamps and self._weights:
+        if not self._versions and self._weights:
             self._repack(args)
         before = len(self.report.kept)
         with torch.no_grad():

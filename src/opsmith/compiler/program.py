@@ -18,10 +18,12 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from opsmith.compiler.bind import Call, kernel_calls
 from opsmith.compiler.select import Choice, Packer
 from opsmith.operator import Implementation
 
 Chooser = Callable[[str, dict[str, Any]], tuple[Choice, Implementation]]
+Layout = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]  # slot, bytes into it; sizes, strides
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Program:
     source: str
     slots: list[int]  # bytes
     _run: Callable[..., Any]
-    _layouts: list[tuple[Any, ...]]
+    _layouts: list[Layout]
     _free: list[list[Any]] = field(default_factory=list)
 
     def __call__(self, args: Sequence[Any]) -> Any:
@@ -59,11 +61,10 @@ class Program:
     def _allocate(self) -> list[Any]:
         storage = [torch.empty(size, dtype=torch.uint8) for size in self.slots]
 
-        def view(spec: tuple[Any, ...]) -> torch.Tensor:
-            slot, offset, dtype, size, stride = spec
-            return torch.as_strided(storage[slot][offset:].view(dtype), size, stride)
-
-        return [view(s) if not isinstance(s[0], tuple) else tuple(view(p) for p in s) for s in self._layouts]
+        return [
+            torch.as_strided(storage[slot][offset:].view(dtype), size, stride)
+            for slot, offset, dtype, size, stride in self._layouts
+        ]
 
 
 def record(
@@ -93,20 +94,24 @@ class _Recorder:
         self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
         self.candidates: dict[Node, tuple[torch.Tensor, ...]] = {}
         self.constant: dict[Node, Any] = {}
+        self.weights = {_memory(w) for w in packer.constants.values()}
+        self.slot_of: dict[int, int] = {}  # by the memory of a recorded result: the slot in its place
+        self.layouts: dict[
+            Layout, int
+        ] = {}  # what is read and written in slots, and its index among the buffers
 
     def run(self) -> tuple[Program, Any]:
         result = self._execute()
         self._fold()
-        last = self._last_uses(result)
-        layouts, slots = self._place(last)
+        slots = self._place(self._last_uses(result))
         needed = self._needed()
-        source, names = self._source(set(layouts), needed)
+        source, names = self._source(needed)
         code = compile(source, "<opsmith plan>", "exec")
         exec(code, names)  # the text above, made of node names and bound objects only
         steps = [
             self.steps[n] for n in self.nodes if n in self.steps and n in needed and n not in self.constant
         ]
-        return Program(steps, source, slots, names["run"], list(layouts.values())), result
+        return Program(steps, source, slots, names["run"], list(self.layouts)), result
 
     def _execute(self) -> Any:
         inputs = iter(self.args)
@@ -133,6 +138,7 @@ class _Recorder:
         packed = self.packer(implementation, kwargs)
         swapped = {k: v for k, v in packed.items() if v is not kwargs[k]}
         self.calls[node] = (implementation, swapped)
+        self.weights |= {_memory(w) for w in swapped.values()} - {-1}  # no memory that can be seen
         self.steps[node] = Step(node.name, _target_name(node.target), site, choice)
         result = implementation.fn(**packed)
         if implementation.takes_out:
@@ -176,15 +182,14 @@ class _Recorder:
                     del last[source]
         return last
 
-    def _place(self, last: dict[Node, int]) -> tuple[dict[Node, Any], list[int]]:
+    def _place(self, last: dict[Node, int]) -> list[int]:
         """Slots by first fit over lifetimes: the largest free slot is grown rather than a new one opened."""
-        layouts: dict[Node, Any] = {}
         sizes: list[int] = []
         until: list[int] = []
         for node in self.nodes:
             if node not in last:
                 continue
-            specs, taken = [], []
+            taken: list[int] = []
             for t in self.candidates[node]:
                 need = t.untyped_storage().nbytes()
                 free = [i for i, end in enumerate(until) if end < self.order[node] and i not in taken]
@@ -195,18 +200,25 @@ class _Recorder:
                 sizes[slot] = max(sizes[slot], need)
                 until[slot] = last[node]
                 taken.append(slot)
-                offset = t.storage_offset() * t.element_size()
-                specs.append((slot, offset, t.dtype, tuple(t.shape), tuple(t.stride())))
-            layouts[node] = specs[0] if not isinstance(self.env[node], tuple) else tuple(specs)
-            self.steps[node].slot = specs[0][0]
-        return layouts, [-(-s // 64) * 64 for s in sizes]
+                self.slot_of[_memory(t)] = slot
+            self.steps[node].slot = taken[0]
+        return [-(-s // 64) * 64 for s in sizes]
 
-    def _source(self, buffered: set[Node], needed: set[Node]) -> tuple[str, dict[str, Any]]:
+    def _in_slot(self, node: Node) -> bool:
+        """True for a value that stands in a slot: a site's result, or a view of one."""
+        value = self.env.get(node)
+        own = node in self.calls or (node.op == "call_function" and _is_pure(node))
+        return own and isinstance(value, torch.Tensor) and _memory(value) in self.slot_of
+
+    def _stays(self, t: torch.Tensor) -> bool:
+        """True for memory that is the same at every call: a slot, or a weight as long as it does not change."""
+        return _memory(t) in self.slot_of or _memory(t) in self.weights
+
+    def _source(self, needed: set[Node]) -> tuple[str, dict[str, Any]]:
         names: dict[str, Any] = {}
         local = {"args", "buffers", "slice", *(n.name for n in self.nodes)}
         bound: dict[int, str] = {}
         dead = self._dead_after(needed)
-        buffers = {n: i for i, n in enumerate(n for n in self.nodes if n in buffered)}
         lines = ["def run(args, buffers):"]
         placeholders = [n.name for n in self.nodes if n.op == "placeholder"]
         if placeholders:
@@ -222,7 +234,18 @@ class _Recorder:
 
         def text(value: Any) -> str:
             if isinstance(value, Node):
-                return value.name
+                return text(self.env[value]) if self._in_slot(value) else value.name
+            if isinstance(value, torch.Tensor) and _memory(value) in self.slot_of:
+                layout = (
+                    self.slot_of[_memory(value)],
+                    int(value.storage_offset()) * value.element_size(),
+                    value.dtype,
+                    tuple(value.shape),
+                    value.stride(),
+                )
+                return f"buffers[{self.layouts.setdefault(layout, len(self.layouts))}]"
+            if isinstance(value, torch.Tensor):
+                return bind(value, "weight")
             if isinstance(value, list | tuple):
                 inner = ", ".join(text(v) for v in value)
                 return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
@@ -241,29 +264,50 @@ class _Recorder:
                 continue
             if node.op == "get_attr" or node in self.constant:
                 lines.append(f"    {node.name} = {bind(self.env[node], node.name + '_value')}")
+            elif node in self.calls:
+                lines += self._site(node, bind, text)
+            elif self._in_slot(node):
+                pass
             elif node.op == "call_function" and node.target is operator.getitem:
                 lines.append(f"    {node.name} = {text(node.args[0])}[{text(node.args[1])}]")
             elif node.op == "call_function":
-                lines.append(f"    {node.name} = {self._expression(node, bind, text, buffers)}")
+                parts = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+                target = bind(node.target, _target_name(node.target))
+                lines.append(f"    {node.name} = {target}({', '.join(parts)})")
             elif node.op == "output":
                 lines.append(f"    return {text(node.args[0])}")
             if dead.get(node):
                 lines.append(f"    del {', '.join(dead[node])}")
         return "\n".join(lines) + "\n", names
 
-    def _expression(self, node: Node, bind: Any, text: Any, buffers: dict[Node, int]) -> str:
-        if node not in self.calls:
-            parts = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-            return f"{bind(node.target, _target_name(node.target))}({', '.join(parts)})"
+    def _site(self, node: Node, bind: Any, text: Any) -> list[str]:
+        """A site's lines: the implementation's call or, where all it works on stays in place, its kernels' calls."""
         implementation, swapped = self.calls[node]
-        arguments = {
-            k: bind(swapped[k], f"{node.name}_{k}") if k in swapped else text(v)
+        results = self.candidates.get(node, ())
+        out = self.steps[node].slot is not None
+        if out:
+            given = {**map_arg(node.kwargs, self.env.__getitem__), **swapped}
+            given["out"] = results if isinstance(self.env[node], tuple) else results[0]
+            calls = kernel_calls(implementation.fn, given, self._stays)
+            if calls is not None:
+                return [self._kernel(node, call, bind, text) for call in calls]
+        parts = [
+            f"{k}={bind(swapped[k], f'{node.name}_{k}') if k in swapped else text(v)}"
             for k, v in node.kwargs.items()
-        }
-        parts = [f"{k}={v}" for k, v in arguments.items()]
-        if node in buffers:
-            parts.append(f"out=buffers[{buffers[node]}]")
-        return f"{bind(implementation.fn, f'{_target_name(node.target)}_{implementation.name}')}({', '.join(parts)})"
+        ]
+        if out:
+            parts.append(f"out={text(results if isinstance(self.env[node], tuple) else results[0])}")
+        name = bind(implementation.fn, f"{_target_name(node.target)}_{implementation.name}")
+        return [f"    {'' if out else node.name + ' = '}{name}({', '.join(parts)})"]
+
+    def _kernel(self, node: Node, call: Call, bind: Any, text: Any) -> str:
+        func, args, kwargs = call
+        values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and _memory(value) in self.weights:
+                bind(value, f"{node.name}_{name}")
+        parts = [text(a) for a in args] + [f"{k}={text(v)}" for k, v in kwargs.items()]
+        return f"    {bind(func._op, _target_name(func))}({', '.join(parts)})"
 
     def _needed(self) -> set[Node]:
         """The nodes whose values the program reads, and those that do more than return one."""
@@ -298,6 +342,8 @@ class _Recorder:
                 continue
             users = [u for u in node.users if u in needed and node in self._reads(u)]
             end = max(users, key=self.order.__getitem__) if users else node
+            if self._in_slot(node) or (node in self.steps and self.steps[node].slot is not None):
+                continue  # it has no name
             if end.op != "output":
                 dead.setdefault(end, []).append(node.name)
         return dead

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from opsmith.kernels import triton
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Implementation, Kind, Operator, register
+from opsmith.ops import common
 from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
     check_out,
     dense,
+    direct,
     kernels,
     native,
-    nbytes,
     needs_grad,
     recorded,
     short,
 )
 from opsmith.ops.linear import linear, pack_weight
+from opsmith.ops.linear_rope_samples import cost, samples, workloads
 from opsmith.ops.rope import dense_rows, reference_qk
 from opsmith.ops.rope import native_qk as rotate
-from opsmith.ops.rope_check import check_table, name_bad_position
-from opsmith.ops.rope_table import rope_table
+from opsmith.ops.rope_check import check_table, chosen, name_bad_position
 
+_linear = torch._C._nn.linear
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _LONGEST = (
     512  # least common multiple of a head's size and a panel of the packed weight, for the fused C++ kernel
@@ -82,6 +83,22 @@ def linear_rope(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
+    if (
+        out is None
+        and direct(x, weight, bias)
+        and direct(cos, sin)
+        and (positions is None or chosen(positions, cos))
+        and heads > 0 < kv_heads
+    ):
+        dims = head_dim if rotary_dim is None else rotary_dim
+        sizes = heads, kv_heads, head_dim
+        try:
+            if dims and weight.dim() == 3:
+                return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
+            if dims and x.numel() == x.shape[-1] <= common.limit:
+                return _one_row(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
+        except (RuntimeError, IndexError, ValueError):  # the checks say why
+            pass
     dims = _check(x, weight, bias, cos, sin, heads, kv_heads, head_dim, positions, rotary_dim, out)
     options: dict[str, Any] = {
         "heads": heads,
@@ -100,6 +117,28 @@ def linear_rope(
     else:
         return _apart(x, weight, bias, cos, sin, **options, out=out)
     return y if out is None else _copy(y, out)
+
+
+def _one_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sizes: tuple[int, int, int],
+    positions: torch.Tensor | None,
+    dims: int,
+    interleaved: bool,
+) -> Triple:
+    """One token, whose projection is laid out as it should be: rotated where it stands."""
+    n, _ = weight.shape
+    heads, kv_heads, head_dim = sizes
+    if bias is not None and bias.shape != (n,):
+        raise ValueError("a bias that would be broadcast")
+    shape = (1, heads + 2 * kv_heads, 1, head_dim) if x.dim() == 3 else (*x.shape[:-1], -1, head_dim)
+    q, k, v = _linear(x, weight, bias).view(shape).split_with_sizes((heads, kv_heads, kv_heads), 1)
+    _rotate(q, k, cos, sin, positions, dims, interleaved, False, yq=q, yk=k)
+    return q, k, v
 
 
 def reference(
@@ -238,15 +277,16 @@ def _native(
     packed = weight if weight.dim() == 3 else pack_weight(weight)
     q, k, v = _fresh(x, heads, kv_heads, head_dim) if out is None else out
     targets = dense_rows(q), dense_rows(k), dense_rows(v)
+    dims = head_dim if rotary_dim is None else rotary_dim
+    tables = dense_rows(cos), dense_rows(sin)
     try:
         torch.ops.opsmith.linear_rope.default(
             as_rows(x),
             packed,
             dense(bias),
-            dense_rows(cos),
-            dense_rows(sin),
+            *tables,
             positions,
-            head_dim if rotary_dim is None else rotary_dim,
+            dims,
             interleaved,
             q=targets[0],
             k=targets[1],
@@ -258,6 +298,23 @@ def _native(
     for target, t in zip(targets, (q, k, v), strict=True):
         if target is not t:
             t.copy_(target)
+    return q, k, v
+
+
+def _packed(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sizes: tuple[int, int, int],
+    positions: torch.Tensor | None,
+    dims: int,
+    interleaved: bool,
+) -> Triple:
+    """The kernel at once, for what it takes as it is; it refuses what does not fit."""
+    q, k, v = _fresh(x, *sizes)
+    _kernel(as_rows(x), packed, bias, cos, sin, positions, dims, interleaved, q=q, k=k, v=v)
     return q, k, v
 
 
@@ -316,88 +373,15 @@ class _LinearRope(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _cost(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    positions: torch.Tensor | None = None,
-    rotary_dim: int | None = None,
-    **options: Any,
-) -> Cost:
-    n, k = (heads + 2 * kv_heads) * head_dim, x.shape[-1]
-    rows = x.numel() // k if k else 0
-    dims = head_dim if rotary_dim is None else rotary_dim
-    turned = rows * (heads + kv_heads) * dims
-    tokens = min(x.shape[-2], cos.shape[-2]) * (cos.shape[0] if cos.dim() == 3 else 1)
-    table = 2 * tokens * cos.shape[-1] * cos.element_size()
-    moved = nbytes(x, weight, bias, positions) + rows * n * x.element_size() + table
-    return Cost(2.0 * rows * n * k + 3.0 * turned + (rows * n if bias is not None else 0), moved)
-
-
-def _samples(make: Make) -> Iterator[Sample]:
-    def sample(
-        name: str,
-        x: torch.Tensor,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        bias: bool = True,
-        width: int | None = None,
-        rows: int | None = None,
-        **options: Any,
-    ) -> Sample:
-        n, k = (heads + 2 * kv_heads) * head_dim, x.shape[-1]
-        tokens = x.shape[-2] if rows is None else rows
-        table = rope_table(width or head_dim, tokens, dtype=make.dtype, device=make.device)
-        weight = make(n, k, scale=max(k, 1) ** -0.5).requires_grad_()
-        b = make(n).requires_grad_() if bias else None
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        return Sample(name, (x.requires_grad_(), weight, b, *table), {**sizes, **options})
-
-    for batch, tokens, k in ((2, 2, 6), (3, 7, 33), (2, 20, 48)):
-        yield sample(f"{batch}x{tokens}x{k}", make(batch, tokens, k), 4, 2, 16)
-    yield sample("1x1x1", make(1, 1, 1), 1, 1, 2)
-    x = make(2, 9, 40)
-    for size in (48, 64, 80, 96, 128):
-        yield sample(f"heads of {size}", x, 3, 1, size)
-    yield sample("no tile", x, 2, 1, 202)
-    yield sample("many rows", make(1, 210, 30), 2, 1, 128)
-    yield sample("no bias", x, 4, 2, 16, bias=False)
-    yield sample("interleaved", x, 4, 2, 32, interleaved=True)
-    at = make.ids(2, 9, high=50)
-    yield sample("positions", x, 4, 2, 32, positions=at, rows=50)
-    yield sample("partial", x, 3, 3, 40, width=10, rotary_dim=10)
-    yield sample("partial, interleaved", x, 3, 3, 80, width=32, rotary_dim=32, interleaved=True)
-    yield sample("packed", make(9, 40), 4, 1, 64)
-    yield sample("strided", make(40, 9).t(), 4, 2, 16)
-    yield sample("empty", make(2, 0, 40), 4, 2, 16, rows=3)
-
-
-def _workloads(make: Make) -> Iterator[Sample]:
-    for tokens, k, heads, kv_heads in ((512, 2048, 32, 8), (1, 2048, 32, 8)):
-        n = (heads + 2 * kv_heads) * 64
-        table = rope_table(64, tokens, dtype=make.dtype, device=make.device)
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64}
-        inputs = (make(1, tokens, k), make(n, k, scale=k**-0.5), make(n))
-        yield Sample(f"{tokens}x{k}x{n}", (*(t.requires_grad_() for t in inputs), *table), sizes)
-
-
 CARD = register(
     Operator(
         name="linear_rope",
         kind=Kind.MATMUL,
         function=linear_rope,
         reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
+        cost=cost,
+        samples=samples,
+        workloads=workloads,
         implementations=[
             *kernels(_native, _supports_native, prepack=lambda w, rows: pack_weight(w)),
             Implementation("apart", _apart, "any", lambda x, *a, **k: native(x, "rope_qk"), takes_out=True),
@@ -411,3 +395,5 @@ CARD = register(
         source="Su et al., 2021",
     )
 )
+# In a call of one token, the overload's own call in Python would be a part that counts.
+_kernel, _rotate = torch.ops.opsmith.linear_rope.default._op, torch.ops.opsmith.rope_qk.default._op

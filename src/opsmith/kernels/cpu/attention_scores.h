@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
@@ -53,6 +54,11 @@ struct MaskRow {
   int64_t stride = 0;
 
   bool visible(int64_t key) const { return data[key * stride] != 0; }  // of a boolean mask
+
+  // Whether it is boolean and shows all these keys: applying a mask takes half as long as all the rest.
+  bool shows(int64_t key, int64_t n) const {
+    return dtype == DType::boolean && stride == 1 && n > 0 && !std::memchr(data + key, 0, size_t(n));
+  }
 };
 
 template <class M, class Lanes>
@@ -213,6 +219,7 @@ inline void transform_scores(float* s, int64_t n, const AttentionOptions& option
 
 // The mask on the scores of keys key..key+n-1.
 inline void mask_scores(float* s, int64_t n, int64_t key, const MaskRow& mask) {
+  if (mask.shows(key, n)) return;
   switch (mask.dtype) {
     case DType::boolean:
       return add_mask(s, n, reinterpret_cast<const bool*>(mask.data) + key * mask.stride, mask.stride);

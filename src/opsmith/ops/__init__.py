@@ -18,6 +18,8 @@ from opsmith.ops.mla_preprocess import mla_preprocess
 from opsmith.ops.mla_weights import MLAWeights
 from opsmith.ops.packed_linear import packed_linear
 from opsmith.ops.packed_module import PackedLinear
+from opsmith.ops.paged_attention import paged_attention
+from opsmith.ops.paged_attention_cache import reshape_and_cache
 from opsmith.ops.quantized_embedding import quantized_embedding
 from opsmith.ops.quantized_module import QuantizedEmbedding
 from opsmith.ops.rms_norm import rms_norm
@@ -48,7 +50,9 @@ __all__ = [
     "mla_preprocess",
     "mla_q_epilogue",
     "packed_linear",
+    "paged_attention",
     "quantized_embedding",
+    "reshape_and_cache",
     "rms_norm",
     "rms_norm_quant",
     "rope",

@@ -1,0 +1,48 @@
+// Attention of a few queries on keys and values in blocks, and what fills the blocks: what the bindings call.
+#pragma once
+
+#include "types.h"
+
+namespace opsmith {
+
+// Keys [blocks, block size, Hkv, D] and values [blocks, block size, Hkv, Dv]: float32, bfloat16 or float16; or int8, with
+// float32 scales [blocks, block size, Hkv]. Any strides, the last dimension contiguous.
+struct PagedCache {
+  View keys, values, key_scale, value_scale;
+  View table;    // [B, most blocks] int32 or int64: the blocks of a sequence; undefined: sequence b is block b
+  View lengths;  // [B] int32 or int64: keys of a sequence; undefined: all of its block
+
+  int64_t block_size() const { return keys.sizes[1]; }
+  int64_t length(int64_t sequence) const {
+    return lengths.defined() ? integer(lengths, sequence * lengths.strides[0]) : block_size();
+  }
+  int64_t block(int64_t sequence, int64_t i) const {
+    return table.defined() ? integer(table, sequence * table.strides[0] + i * table.strides[1]) : sequence;
+  }
+
+  static int64_t integer(const View& x, int64_t at) {
+    return x.dtype == DType::i32 ? x.as<int32_t>()[at] : x.as<int64_t>()[at];
+  }
+};
+
+struct PagedOptions {
+  float scale;
+  int64_t window;  // keys at a distance below it are visible; 0 or less: all
+  float softcap;   // 0 or less: none
+};
+
+// The first key that some of `queries` queries, the last of `length` positions, sees.
+inline int64_t first_visible(int64_t length, int64_t queries, int64_t window) {
+  const int64_t first = length - queries - window + 1;
+  return window > 0 && first > 0 ? first : 0;
+}
+
+// q [B, L, H, D], out [B, L, H, Dv], any strides, the last dimension contiguous. Query i of L stands at position
+// length - L + i and sees the keys up to it. Lengths and blocks are the binding's to check.
+void paged_attention(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out);
+
+// k [T, Hkv, D] and v [T, Hkv, Dv] to their slots, block * block size + place in it; none at -1. The cache's table and
+// lengths are not used; slots are the binding's to check.
+void reshape_and_cache(const View& k, const View& v, const View& slots, const PagedCache& cache);
+
+}  // namespace opsmith

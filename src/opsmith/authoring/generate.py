@@ -30,7 +30,7 @@ class Project:
     prototype: Prototype
     backends: Sequence[str]
     reference: str | None = None  # module:function, where there is no formula
-    notes: tuple[str, ...] = ()
+    by_hand: bool = False  # a kernel of the gradients that the author writes, where none can be derived
 
     @cached_property
     def name(self) -> str:
@@ -57,10 +57,13 @@ class Project:
         """
         p = self.prototype
         given = p.formula
-        if given is None:
+        if given is None and self.reference is None:
             raise PrototypeError(
-                f'{p.op} has no formula; add one, such as "formula": {{"{p.output_desc[0].name}": "..."}}'
+                f'{p.op} has no formula; add one, such as "formula": {{"{p.output_desc[0].name}": "..."}}, '
+                "or name a function that computes the same: --reference module:function"
             )
+        if given is None:
+            given = {t.name: self._stand_in() for t in p.output_desc}
         if isinstance(given, str):
             given = {p.output_desc[0].name: given}
         for t in p.input_desc:
@@ -79,6 +82,32 @@ class Project:
             frozenset(t.name for t in p.input_desc if set(t.type) == {"bool"}),
         )
         return parsed
+
+    def _stand_in(self) -> str:
+        """What the kernels of an operator without a formula compute until their author has written them."""
+        truths = [t.name for t in self.prototype.input_desc if set(t.type) == {"bool"}]
+        numbers = [n for n, v in self.attributes.items() if not isinstance(v, bool)]
+        text = " + ".join([*(n for n in self.shapes if n not in truths), *numbers])
+        for name in truths:
+            text = f"where({name}, {text}, 0)"
+        return text
+
+    @property
+    def to_write(self) -> list[str]:
+        """The kernels that are the author's to write."""
+        found = ["forward"] if self.prototype.formula is None else []
+        return [*found, *(["backward"] if self.gradients and self._underived is not None else [])]
+
+    @cached_property
+    def _underived(self) -> str | None:
+        """Why no gradients can be derived; None where they can."""
+        if self.prototype.formula is None:
+            return f"nothing is known of {self.reference} but its results"
+        try:
+            gradient.gradients(self.formula, list(self.kernel_inputs))
+        except gradient.NoDerivative as why:
+            return str(why)
+        return None
 
     @cached_property
     def left_out(self) -> list[str]:
@@ -164,15 +193,20 @@ class Project:
         }
         if self.forward.rotation == "rotate_interleaved":
             extents = {n: e for n, e in extents.items() if e != COLUMN}
-        try:
-            found = gradient.gradients(self.formula, list(extents))
-        except gradient.NoDerivative as why:
-            return str(why)
+        formula = self.formula
+        if self._underived is not None:
+            if not self.by_hand:
+                return self._underived
+            stand_in = {name: self._stand_in() for name in formula.outputs}
+            formula = language.parse(
+                stand_in, formula.inputs, formula.shapes, formula.attributes, formula.truths
+            )
+        found = gradient.gradients(formula, list(extents))
         outputs = [Output(f"d{n}", found[n], extents[n], True) for n in self.kernel_inputs if n in found]
         if not outputs or not any(o.extent == FULL for o in outputs):
             return "no input has the shape of the whole"
         slopes = {f"d{n}": node.shape or () for n, node in self.formula.outputs.items()}
-        return plan(self.formula, outputs, {**slopes, **self.kernel_inputs})
+        return plan(formula, outputs, {**slopes, **self.kernel_inputs})
 
     def _extent(self, shape: Shape, space: Shape) -> str | None:
         """How an input's gradient is gathered; None where only autograd knows."""
@@ -215,6 +249,8 @@ class Project:
         found = [(self.forward, "forward", self.kernel_columns, self.equation)]
         if not isinstance(self.backward, str):
             text = f"The gradients of {', '.join(self.gradients)}, derived from the formula."
+            if "backward" in self.to_write:
+                text = f"The gradients of {', '.join(self.gradients)}."
             found.append((self.backward, "backward", self.backward_columns, text))
         return found
 
@@ -242,6 +278,8 @@ class Project:
     @cached_property
     def equation(self) -> str:
         """The formula in one line."""
+        if self.prototype.formula is None:
+            return f"{', '.join(self.formula.outputs)} as {self.reference} computes it"
         return "; ".join(f"{n} = {self.formula.text[n]}" for n in self.formula.outputs)
 
     @cached_property
@@ -298,6 +336,8 @@ class Project:
     @cached_property
     def reference_lines(self) -> list[str]:
         """The body of `reference`."""
+        if self.prototype.formula is None:
+            return [f"return {str(self.reference).partition(':')[2]}({self.arguments})"]
         return lower_torch.reference_lines(self.formula, self.like)
 
     @cached_property
@@ -448,8 +488,10 @@ class Project:
     @cached_property
     def pattern(self) -> str | None:
         """The example shapes by which the compiler recognizes the reference in a model."""
-        if len(self.formula.outputs) > 1 or any(
-            isinstance(v, bool | int) for v in self.formula.attributes.values()
+        if (
+            self.prototype.formula is None
+            or len(self.formula.outputs) > 1
+            or any(isinstance(v, bool | int) for v in self.formula.attributes.values())
         ):
             return None
         parts = []

@@ -32,6 +32,7 @@ def create(
     op: str | None = None,
     backends: Sequence[str] = ("cpu",),
     reference: str | None = None,
+    by_hand: bool = False,
 ) -> tuple[Path, list[Path], list[str]]:
     """Write the project of a prototype; returns its folder, its files, and notes on what was left out.
 
@@ -48,7 +49,15 @@ def create(
                 f"{asked.op}: {t.name} has format {other[0]}; {', '.join(backends)} take ND: tensors as PyTorch "
                 "lays them out. An operator on other layouts is not generated"
             )
-    project = Project(asked, tuple(dict.fromkeys(backends)), reference)
+    if reference is not None and asked.formula is not None:
+        raise PrototypeError(
+            f"{asked.op} has a formula, which is its definition; take it out, or leave --reference"
+        )
+    if reference is not None and not re.fullmatch(
+        r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", reference, re.ASCII
+    ):
+        raise ValueError(f"--reference: {reference!r} is no module:function, such as models.norms:rms_norm")
+    project = Project(asked, tuple(dict.fromkeys(backends)), reference, by_hand)
     if project.name in _built_in():
         raise ValueError(
             f"{project.name} is one of opsmith's own operators; give op another name, My{asked.op} say"
@@ -124,6 +133,8 @@ def _triton(p: Project) -> str:
 
 def _notes(p: Project) -> list[str]:
     notes = []
+    if p.to_write:
+        notes.append(f"Yours to write, where the kernels say WRITE HERE: {' and '.join(p.to_write)}.")
     if p.left_out:
         notes.append(f"Left out, as the formula does not use it: {', '.join(p.left_out)}.")
     if p.dropped_types:

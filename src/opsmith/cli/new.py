@@ -23,6 +23,14 @@ def run(
     folder: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="The folder to make.")
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="The definition, where the prototype has no formula."),
+    ] = None,
+    backward: Annotated[
+        bool,
+        typer.Option("--backward", help="Begin a gradient kernel to write by hand, if none can be derived."),
+    ] = False,
     json: Json = None,
 ) -> None:
     """Write a project: card, kernels that compute the prototype's formula, test, benchmark.
@@ -38,7 +46,9 @@ def run(
     output = Output(json)
     chosen = [b.strip() for b in backends.split(",") if b.strip()]
     try:
-        made, files, notes = create(prototype, folder, op=op, backends=chosen)
+        made, files, notes = create(
+            prototype, folder, op=op, backends=chosen, reference=reference, by_hand=backward
+        )
     except FormulaError as wrong:
         first, *picture = str(wrong).splitlines()
         for line in picture:

@@ -185,6 +185,7 @@ class _Function:
             lines += self._gather(i, stage)
         lines += self._rows_out()
         lines += self._write()
+        lines += [f"{o.name}_sums.settle(task, row);" for o in plan.outputs if o.extent == COLUMN]
         return lines
 
     def _gather(self, index: int, stage: Sequence[Statistic]) -> list[str]:

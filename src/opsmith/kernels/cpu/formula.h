@@ -278,22 +278,36 @@ inline int64_t size_of(const View& v) { return v.sizes[v.dim - 1]; }
 constexpr int64_t kRowTask = 16384;  // elements that are worth a thread's wake-up
 constexpr int64_t kPiece = 1024;     // elements at a time, where rows do not matter
 
-// Sums over the rows of each task, added up at the end: the result does not depend on which thread was faster.
+// Sums over the rows of each task, added up at the end: the result does not depend on which thread was faster. A few rows
+// are summed by themselves first, so that errors grow with the root of the rows at most.
 class ColumnSums {
  public:
-  ColumnSums(int64_t tasks, int64_t size) : tasks_(tasks), size_(size), sums_(size_t(tasks * size)) {}
-  float* of(int64_t task) { return sums_.data() + task * size_; }
+  ColumnSums(int64_t tasks, int64_t size) : tasks_(tasks), size_(size), sums_(size_t(2 * tasks * size)) {}
+  float* of(int64_t task) { return sums_.data() + 2 * task * size_; }
+  void settle(int64_t task, int64_t row) {
+    if (tasks_ > 0 && row % 8 == 7) settle(task);
+  }
   template <class T>
   void write(T* p) {
+    for (int64_t task = 0; task < tasks_; ++task) settle(task);
+    float* const total = of(0) + size_;
     for (int64_t task = 1; task < tasks_; ++task) {
-      for_lanes(size_, [&](int64_t at, auto lanes) { add_to(of(0) + at, load(of(task) + at, lanes), lanes); });
+      for_lanes(size_, [&](int64_t at, auto lanes) { add_to(total + at, load(of(task) + size_ + at, lanes), lanes); });
     }
-    for_lanes(size_, [&](int64_t at, auto lanes) { store(p + at, load(of(0) + at, lanes), lanes); });
+    for_lanes(size_, [&](int64_t at, auto lanes) { store(p + at, load(total + at, lanes), lanes); });
   }
 
  private:
+  void settle(int64_t task) {
+    float *const recent = of(task), *const total = recent + size_;
+    for_lanes(size_, [=](int64_t at, auto lanes) {
+      add_to(total + at, load(recent + at, lanes), lanes);
+      store(recent + at, Vec{}, lanes);
+    });
+  }
+
   int64_t tasks_, size_;
-  std::vector<float> sums_;
+  std::vector<float> sums_;  // of a task: of the last few rows, of all before
 };
 inline int64_t column_tasks(int64_t rows, int64_t size) {
   return std::max<int64_t>(1, std::min(num_threads(), rows / row_grain(size, kRowTask)));

@@ -53,7 +53,7 @@ def _advice(
     phase: Phase, name: str, title: str, evidence: str, gain: float, action: str, check: str
 ) -> Advice:
     gain = min(max(gain, 0.0), 0.99 * phase.wall)
-    return Advice(name, title, evidence, gain, phase.wall / (phase.wall - gain), action, check)
+    return Advice(name, phase.name, title, evidence, gain, phase.wall / (phase.wall - gain), action, check)
 
 
 @rule

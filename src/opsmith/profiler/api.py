@@ -20,7 +20,7 @@ from opsmith import measure
 from opsmith.compiler import Session
 from opsmith.profiler import advise, chains
 from opsmith.profiler.attribute import Guide, attribute, names_of
-from opsmith.profiler.collect import Marks, Modules, Op, Watched, repetition, session, watched
+from opsmith.profiler.collect import Marks, Modules, Op, Watched, repetition, session, settle, watched
 from opsmith.profiler.composites import CallSequence, of_sites, trace
 from opsmith.profiler.data import Phase, Profile
 from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
@@ -246,11 +246,8 @@ def _shapes(
     marks.keep_calls = False
     marks.noted.clear()
     if marks.session is not None:
-        calls = [
-            of_sites(graph.original.graph, list(graph.sites.values()))
-            for graph in marks.session.graphs
-            if any(p is None for p in graph._programs.values())
-        ]
+        # What the compiler left to PyTorch, because that is faster or more accurate, is still the operator it is.
+        calls = [of_sites(g.original.graph, list(g.sites.values())) for g in marks.session.graphs]
     else:
         traced = _traced(work.traced, work.args, work.kwargs, found, work.fresh)
         calls = [traced] if traced is not None else []
@@ -279,6 +276,7 @@ def _once(work: Work) -> float:
     try:
         start = time.perf_counter()
         work.run()
+        settle()
         return time.perf_counter() - start
     finally:
         if gc_was:
@@ -297,6 +295,7 @@ def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
             work.before()
             with repetition():
                 work.run()
+                settle()
         finally:
             stack.close()
             seen = watched(ops(), marks.noted)
@@ -317,6 +316,7 @@ def _block(work: Work, marks: Marks, count: int) -> list[_Timed]:
             work.before()
             with repetition():
                 work.run()
+                settle()
             work.after()
     finally:
         stack.close()

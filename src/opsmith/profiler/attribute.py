@@ -145,8 +145,11 @@ class _Reader:
         self.made: dict[int, Unit] = {}  # by autograd's number: what the node is the gradient of
         self.place = {id(op): i for i, op in enumerate(preorder(run.ops))}
         self.owner: dict[int, tuple[int, int]] = {}
-        for g, guide in enumerate(guides):
-            self._align(g, guide)
+        # Of several graphs of one model, the one whose calls these are matches most of them.
+        aligned = [(g, self._align(guide)) for g, guide in enumerate(guides)]
+        for g, owners in sorted(aligned, key=lambda item: -len(item[1])):
+            for op, owner in owners.items():
+                self.owner.setdefault(op, (g, owner))
         self.guides = guides
 
     def read(self) -> Attribution:
@@ -161,15 +164,13 @@ class _Reader:
                 unit.row.known = True
         return Attribution([u for u in self.units if u.places], names_of(self.run))
 
-    def _align(self, number: int, guide: Guide) -> None:
+    def _align(self, guide: Guide) -> dict[int, int]:
+        """The operators of the guide's sequence that calls belong to, by the calls' ids."""
         everything = [*self.run.before, *self.run.ops]
         tops = [op for op in _unwrapped(everything) if not op.backward and guide.run in (None, op.run)]
-        for op, call in zip(tops, align([op.name for op in tops], guide.calls.names), strict=True):
-            if call is None:
-                continue
-            owner = guide.calls.owners[call]
-            if owner is not None:
-                self.owner[id(op)] = (number, owner)
+        places = align([op.name for op in tops], guide.calls.names)
+        owners = {id(op): guide.calls.owners[p] for op, p in zip(tops, places, strict=True) if p is not None}
+        return {op: owner for op, owner in owners.items() if owner is not None}
 
     def _layer(self, op: Op) -> str:
         return layer_of(op.module)

@@ -25,6 +25,7 @@ def chains(rows: Sequence[Row], sequences: Sequence[CallSequence]) -> list[Chain
                 names, Chain(list(names), 0, 0.0, sum(spent.get(n, 0.0) for n in set(names)), ours)
             )
             chain.count += 1
+            chain.implementation = chain.implementation or ours
             chain.bytes_saved += saved
     return list(merged.values())
 

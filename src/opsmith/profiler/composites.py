@@ -168,12 +168,12 @@ def cost(card: Operator, call: dict[str, Any]) -> Cost | None:
 
 def shapes(call: dict[str, Any]) -> str:
     """The tensors and numbers of a call, as a person reads them."""
-    parts = []
-    for name, value in call.items():
-        if isinstance(value, torch.Tensor):
-            parts.append(f"{name} {'×'.join(map(str, value.shape)) or 'scalar'}")
-        elif isinstance(value, bool | str) and value:
-            parts.append(f"{name}={value}")
+    parts = [
+        f"{name} {'×'.join(map(str, value.shape)) or 'scalar'}"
+        for name, value in call.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    parts += [f"{n}={v}" for n, v in call.items() if isinstance(v, bool | str) and v]
     return ", ".join(parts)
 
 

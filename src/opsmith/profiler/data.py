@@ -113,6 +113,7 @@ class Advice:
     """One thing to do: why, what it is worth at most, what to type, how to see that it worked."""
 
     rule: str
+    phase: str
     title: str
     evidence: str
     gain: float  # seconds per repetition, never more than was lost there

@@ -65,7 +65,7 @@ def parts(profile: Profile) -> Iterable[RenderableType]:
         yield "advice: none; no rule finds a gain above the noise"
     for i, one in enumerate(advice, 1):
         yield escape(
-            f"{i}. {one.title}: up to {one.gain * 1e3:.3g} ms, {one.speedup:.2f}x\n"
+            f"{i}. {one.phase}: {one.title}: up to {one.gain * 1e3:.3g} ms, {one.speedup:.2f}x\n"
             f"   seen:   {one.evidence}\n   do:     {one.action}\n   verify: {one.verify}"
         )
 

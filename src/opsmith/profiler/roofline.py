@@ -54,11 +54,16 @@ class Roofs:
         self.rates[name] = max(self.rates.get(name, 0.0), rate)
 
     def bandwidth(self, size: float) -> float | None:
-        """Bytes per second for an operator that moves so many; 0 where unknown."""
-        for name, block in _FOOTPRINTS.items():
-            if name in self.rates and (block is None or size <= block):
-                return self.rates[name]
-        return None
+        """Bytes per second for an operator that moves so many; None where unknown.
+
+        What fits into a near cache fits into a far one: the probes of small blocks spend most of their time on calls.
+        """
+        rates = [
+            self.rates[name]
+            for name, block in _FOOTPRINTS.items()
+            if name in self.rates and (block is None or size <= block)
+        ]
+        return max(rates, default=None)
 
     def compute(self, dtype: str) -> float | None:
         """Operations per second of a matmul in this dtype; None where no library here was measured for it."""

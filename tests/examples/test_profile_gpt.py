@@ -1,0 +1,33 @@
+"""The published breakdown, on a model small enough for a test: its classes, and that optimizing changes no result."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+FILE = Path(__file__).parents[2] / "examples" / "profile_gpt.py"
+
+
+def test_the_example_names_what_it_writes_out() -> None:
+    spec = importlib.util.spec_from_file_location("profile_gpt", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    before, after = module.measured(layers=1, width=64, heads=4, length=32, budget_s=0.05)
+    torch._dynamo.reset()
+    for profile in (before, after):
+        times = module.breakdown(profile)
+        assert sum(times.values()) > 0
+        assert all(times[name] > 0 for name in ("MatMul", "Attention", "Norm"))
+    rows = {r.operator: r for r in before.phases[0].rows}
+    assert rows["layer_norm"].composite
+    assert rows["attention"].composite
+    assert rows["gelu"].composite
+    assert not any(
+        r.composite
+        for r in after.phases[0].rows
+        if r.operator == "layer_norm" and r.implementation != "eager"
+    )

@@ -52,6 +52,29 @@ def test_tokens_without_a_batch_keep_their_order() -> None:
         torch.testing.assert_close(mine, value[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_token_at_a_position_needs_no_checks_and_equals_the_rest(
+    packed: bool, batched: bool, interleaved: bool
+) -> None:
+    x, weight, bias, _, options = operands(1, 24, 4, 2, 16, torch.float32)
+    table = rope_table(16, 9)
+    given = {"positions": torch.tensor([7]), "interleaved": interleaved, "rotary_dim": 16, **options}
+    x = x[:1] if batched else x[0]
+    for b in (bias, None):
+        got = linear_rope(x, pack_weight(weight) if packed and build.load() else weight, b, *table, **given)
+        wanted = reference(x, weight, b, *table, **given)
+        for mine, value in zip(got, wanted, strict=True):
+            assert mine.is_contiguous()
+            torch.testing.assert_close(mine, value)
+    for wrong in ({"positions": torch.tensor([9])}, {"rotary_dim": 0}, {"kv_heads": 0}):
+        with pytest.raises(ValueError, match="rope: "):
+            linear_rope(x, weight, bias, *table, **{**given, **wrong})
+    with pytest.raises(ValueError, match="bias must have shape"):
+        linear_rope(x, weight, bias[:1], *table, **given)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from opsmith.kernels import triton
 from opsmith.operator import Tolerance
 from opsmith.ops import attention, paged_attention, reshape_and_cache
+from opsmith.ops.attention_eager import eager as attention_eager
 from opsmith.ops.common import always_native
 from opsmith.ops.paged_attention import eager, reference
 
@@ -261,3 +262,28 @@ def test_any_sizes_hold_the_tolerance(data: st.DataObject) -> None:
     # Single draws may differ from eager's by chance: its error is taken at the dtype's own scale at least.
     verdict = Tolerance(factor=2.0, ulps=3.0).check(got, eager(*args, **options), exact)
     assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads_inside", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "window": 700}, {"window": 3, "causal": False}, {"softcap": 4.0}]
+)
+def test_dense_attention_of_one_query_takes_the_same_kernel(
+    dtype: torch.dtype, heads_inside: bool, options: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(2, n, h, d, generator=generator).to(dtype).transpose(1, 2)
+        for n, h, d in ((1, 6, 40), (1500, 3, 40), (1500, 3, 56))
+    )
+    if not heads_inside:
+        k, v = k.contiguous(), v.contiguous()
+    exact = attention(*(t.double() for t in (q, k, v)), **options)
+    close(attention(q, k, v, **options), attention_eager(q, k, v, **options), exact)
+
+
+def test_a_cache_of_empty_blocks_holds_nothing() -> None:
+    empty = torch.zeros(2, 0, 2, 8)
+    tables = torch.zeros(1, 1, dtype=torch.int32)
+    assert not paged_attention(torch.ones(1, 4, 8), empty, empty, tables, torch.tensor([0])).any()

@@ -9,6 +9,7 @@
 
 #include "attention_scores.h"
 #include "attention_sequences.h"
+#include "paged_attention.h"
 
 namespace opsmith {
 namespace {
@@ -18,6 +19,7 @@ constexpr int64_t kScoreStride = kMaxTile + W;  // rows a power of two apart wou
 constexpr int64_t kTileBytes = 64 << 10;        // of packed keys and values, whose halves take turns in the first-level cache
 constexpr int64_t kBlockBytes = 400 << 10;      // of packed queries and sums, well inside a second-level cache
 constexpr int64_t kMinBlock = 96;               // rows for which packing a tile is cheap beside using it
+constexpr int64_t kManyKeys = 64 << 10;         // numbers of a sequence's keys from which one query alone reads them as they lie
 constexpr int64_t kMinSplit = 512;              // keys worth a thread of their own
 
 // Weights may exceed 1 by 2^8 before the running maximum is moved: sums stay exact, and moving it is work.
@@ -303,11 +305,29 @@ void run(const View& q, const View& k, const View& v, const Sequences& sequences
   run_all(each);
 }
 
+// One query a sequence, at the last key: each sequence is one block of a cache. Packing tiles would take longer than
+// reading the keys once.
+void decode(const View& q, const View& k, const View& v, const AttentionOptions& options, const View& out) {
+  struct TokensFirst {  // [B, heads, tokens, D] as [B, tokens, heads, D]
+    int64_t sizes[4], strides[4];
+    View view;
+    explicit TokensFirst(const View& x)
+        : sizes{x.sizes[0], x.sizes[2], x.sizes[1], x.sizes[3]}, strides{x.strides[0], x.strides[2], x.strides[1], x.strides[3]},
+          view{x.data, x.dtype, 4, sizes, strides} {}
+  };
+  const TokensFirst queries(q), keys(k), values(v), outs(out);
+  const PagedCache cache{keys.view, values.view, View{}, View{}, View{}, View{}};
+  paged_attention(queries.view, cache, {options.scale, options.window, options.softcap}, outs.view);
+}
+
 }  // namespace
 
 void attention(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options,
                const View& out, const View& row_sums) {
   if (q.sizes[0] * q.sizes[1] * q.sizes[2] == 0) return;
+  if (q.sizes[2] == 1 && !mask.defined() && !row_sums.defined() && k.sizes[1] * k.sizes[2] * k.sizes[3] >= kManyKeys) {
+    return decode(q, k, v, options, out);
+  }
   switch (q.dtype) {
     case DType::f32: return run<float>(q, k, v, mask, options, out, row_sums);
     case DType::bf16: return run<bfloat16>(q, k, v, mask, options, out, row_sums);

@@ -151,6 +151,7 @@ class Paged {
   };
 
   void find(Tiles& to, int64_t sequence, int64_t from, int64_t until) const {
+    if (from == until) return;
     const int64_t size = c_.block_size(), end = to.count + until - from;
     int64_t block = from / size, slot = from % size;
     for (int64_t j = to.count; j < end; ++block, slot = 0) {

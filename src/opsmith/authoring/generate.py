@@ -487,7 +487,9 @@ class Project:
 
     @cached_property
     def pattern(self) -> str | None:
-        """The example shapes by which the compiler recognizes the reference in a model."""
+        """The example shapes by which the compiler recognizes the reference in a model; None where it could not."""
+        if any(n.kind in _UNREAD for n in self.formula.nodes):
+            return None
         if (
             self.prototype.formula is None
             or len(self.formula.outputs) > 1
@@ -524,6 +526,8 @@ class Project:
         return ", ".join([*self.shapes, *self.formula.attributes])
 
 
+# What the compiler's arithmetic does not read, or reads with the size of the axis in it.
+_UNREAD = {"where", "max", "min", "abs", "relu", "sum", "lt", "le", "gt", "ge", "eq", "ne", "cast"}
 _FLOPS = {
     "exp": 10.0,
     "log": 10.0,

@@ -126,6 +126,8 @@ def test_size_and_depth_are_limited(tmp_path: Path) -> None:
     file.write_text('{"op": "' + "A" * (10 << 20) + '"}')
     with pytest.raises(PrototypeError, match=r"bytes; a prototype has at most 1048576"):
         read(file)
+    with pytest.raises(PrototypeError, match=r"a number of at most 64 characters"):
+        parse('{"op": ' + "1" * 5000 + "}")
     with pytest.raises(PrototypeError, match=r"at most 32 levels"):
         parse("[" * 100_000)
     file.write_bytes(b'{"op": "\xff"}')
@@ -154,7 +156,22 @@ def broken(name: str, **changes: Any) -> dict[str, Any]:
         (
             broken("SiluMulCustom", formula={"y": "__import__('os').system('touch x')"}),
             FormulaError,
-            r"not in the language",
+            r"no character of formulas",
+        ),
+        (
+            broken("SiluMulCustom", formula={"y": 'gate * up # """ + exit() + """'}),
+            FormulaError,
+            r"'#' is no character of formulas",
+        ),
+        (
+            broken("SiluMulCustom", formula={"y": "gate * up\nimport os"}),
+            FormulaError,
+            r"is no character of formulas",
+        ),
+        (
+            broken("SiluMulCustom", attr=[{"name": "eps", "type": "int", "default_value": "1e999"}]),
+            PrototypeError,
+            r"attr\[0\]\.default_value: found '1e999'; allowed: a value of type int",
         ),
         (broken("SiluMulCustom", formula={"z": "gate + up"}), FormulaError, r"output y has no formula"),
         (broken("SiluMulCustom", formula=None), PrototypeError, r"SiluMulCustom has no formula; add one"),

@@ -76,6 +76,8 @@ class _Parser:
         if self.text.startswith('"', self.at):
             return self.string("a string on one line")
         if found := _SCALAR.match(self.text, self.at):
+            if len(found[0]) > 64:
+                raise self.wrong("a number of at most 64 characters")
             self.at = found.end()
             return json.loads(found[0])
         raise self.wrong("a value: an object, a list, a string, a number, true, false or null")

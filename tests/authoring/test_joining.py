@@ -36,10 +36,12 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def rope(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The project that `opsmith new` writes from the worked example's prototype, loaded for these tests alone."""
-    folder = tmp_path_factory.mktemp("joining") / "rope_custom"
-    new.create(EXAMPLES / "rope_custom.json", folder, backends=["cpu"])
-    yield load(folder)
-    del cards._REGISTRY["rope_custom"]
+    folder = tmp_path_factory.mktemp("joining")
+    prototype = folder / "rope.json"
+    prototype.write_text((EXAMPLES / "rope_custom.json").read_text().replace("RopeCustom", "RopeJoined"))
+    new.create(prototype, folder / "rope_joined", backends=["cpu"])
+    yield load(folder / "rope_joined")
+    del cards._REGISTRY["rope_joined"]
 
 
 class Block(nn.Module):
@@ -79,13 +81,13 @@ def test_optimize_puts_the_operator_into_a_llama_block(rope: Any) -> None:
     example = (torch.randn(2, 12, HEADS * DIM), *table(12))
     with torch.no_grad():
         expected = model(*example)
-        opsmith.optimize(model, example, config=opsmith.Config(pin={"rope_custom": "native"}))
+        opsmith.optimize(model, example, config=opsmith.Config(pin={"rope_joined": "native"}))
         torch.testing.assert_close(model(*example), expected, rtol=1e-4, atol=1e-5)
     found = model.opsmith.report.found
-    assert found["rope_custom"] == 2  # queries and keys; ours has precedence over the house's own rope
+    assert found["rope_joined"] == 2  # queries and keys; ours has precedence over the house's own rope
     assert model.opsmith.report.rolled_back == []
     steps = [
-        step for shape in model.opsmith.plan.shapes for step in shape.steps if step.operator == "rope_custom"
+        step for shape in model.opsmith.plan.shapes for step in shape.steps if step.operator == "rope_joined"
     ]
     assert [step.implementation for step in steps] == ["native", "native"]
     opsmith.restore(model)
@@ -97,7 +99,7 @@ def test_select_measures_its_implementations(rope: Any) -> None:
     with torch.no_grad():
         opsmith.optimize(model, (torch.randn(2, 64, HEADS * DIM), *table(64)))
     steps = {step.site: step for shape in model.opsmith.plan.shapes for step in shape.steps}
-    times = steps["rope_custom_0"].microseconds
+    times = steps["rope_joined_0"].microseconds
     assert set(times) == {"native", "eager"}
     assert all(t > 0 for t in times.values())
     opsmith.restore(model)
@@ -111,7 +113,7 @@ def test_autocast_and_torch_compile_take_it(rope: Any) -> None:
 
     def step(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            y: torch.Tensor = rope.rope_custom(
+            y: torch.Tensor = rope.rope_joined(
                 linear(x), cos, sin
             )  # bfloat16 by float32, as a model mixes them
         return y.float()

@@ -13,6 +13,8 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import torch
+
 from opsmith.authoring.build import projects_kernels
 from opsmith.kernels import isa
 from opsmith.kernels.compiler import Watch
@@ -55,8 +57,11 @@ def write_wheel(
             for tier in isa.TIERS:
                 library = kernels.build("cpu", tier=tier, watch=watch)
                 files[f"{package}/lib/{kernels.name}-{tier}.so"] = library.read_bytes()
-        if kernels.source("cuda").exists():
-            files |= _cuda(package, kernels.name, kernels.build("cuda", watch=watch))
+        if (
+            kernels.source("cuda").exists() and torch.version.cuda is not None
+        ):  # else built at their first call
+            library = kernels.build("cuda", watch=watch)
+            files[f"{package}/lib/{kernels.name}-cuda.so"] = library.read_bytes()
     platform = re.sub(r"[^A-Za-z0-9]", "_", sysconfig.get_platform())
     stem, tag = f"{package}-{version}", f"py3-none-{platform}"
     files |= _metadata(package, version, tag, names)
@@ -71,13 +76,6 @@ def write_wheel(
         record = f"{stem}.dist-info/RECORD"
         archive.writestr(_entry(record), "\n".join([*records, f"{record},,", ""]))
     return wheel
-
-
-def _cuda(package: str, name: str, library: Path) -> dict[str, bytes]:
-    """The CUDA kernels, where a PyTorch with CUDA was there to link with; else they are built at their first call."""
-    import torch
-
-    return {} if torch.version.cuda is None else {f"{package}/lib/{name}-cuda.so": library.read_bytes()}
 
 
 def _metadata(package: str, version: str, tag: str, names: list[str]) -> dict[str, bytes]:

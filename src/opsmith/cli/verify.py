@@ -62,7 +62,7 @@ def run(
         _print(output.console, found)
         findings += found
     for folder in [name for name in names or () if is_folder(name)]:
-        found = _interpreted(output.console, folder, dtype)
+        found = _interpreted(output.console, folder, dtype, quick)
         _print(output.console, found)
         findings += found
     red = [finding for finding in findings if not finding.ok]
@@ -76,7 +76,7 @@ def run(
     output.console.print(f"[green]{len(findings)} checks passed[/green]")
 
 
-def _interpreted(console: Console, folder: str, dtype: list[str] | None) -> list[Finding]:
+def _interpreted(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[Finding]:
     """What Triton's interpreter says of a project's Triton kernels, where no GPU can."""
     from opsmith.authoring.project import cards_of, load
     from opsmith.authoring.verify import interpreted, needs_interpreter
@@ -85,7 +85,7 @@ def _interpreted(console: Console, folder: str, dtype: list[str] | None) -> list
         return []
     chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
     with console.status("Triton's interpreter"):
-        return interpreted(Path(folder), chosen)
+        return interpreted(Path(folder), chosen, quick=quick)
 
 
 def _print(console: Console, findings: list[Finding]) -> None:

@@ -1,0 +1,1 @@
+"""The operator rope_custom; its card is in operator.py."""

@@ -273,7 +273,9 @@ class _Job:
 
     @property
     def key(self) -> str:
-        system = (sys.platform, platform.machine(), *compiler.COMPILE_FLAGS, *compiler.LINK_FLAGS)
+        system = [sys.platform, platform.machine(), *compiler.COMPILE_FLAGS, *compiler.LINK_FLAGS]
+        if any(unit.compiler for unit in self.units):  # linked with what this torch has of CUDA
+            system += self.link_flags
         return f"{self.name}-{self.tier}-{compiler.fingerprint([*system, *self.units.values()])[:20]}"
 
     @property

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import opsmith
+from opsmith.compiler.select import signature
 from opsmith.profiler import Profile
-from opsmith.profiler.composites import align
+from opsmith.profiler.align import align
+from opsmith.profiler.collect import called
 from opsmith.profiler.data import ATTENTION, MATMUL, NORM, bill
 from tests.compiler.models import Encoder, ids, seeded
 
@@ -137,9 +139,14 @@ def test_an_optimized_model() -> None:
         profile = profiled(model, ids(2, 16))
         well_formed(profile)
         assert profile.optimized
-        rows = [r for r in profile.phases[0].rows if r.operator == "layer_norm"]
-        assert sum(r.calls for r in rows) == 5
-        assert all(r.known and not r.composite for r in rows)
+        rows = {b.name: b for b in bill(profile.phases[0].rows, lambda r: r.operator)}
+        assert {n: rows[n].calls for n in ("layer_norm", "attention", "linear")} == {
+            "layer_norm": 5,
+            "attention": 2,
+            "linear": 12,
+        }
+        assert all(r.known and not r.composite for r in rows["layer_norm"].rows)
+        assert not any(name.startswith("opsmith::") for name in rows)  # kernels are put down to their sites
     finally:
         opsmith.restore(model)
         torch._dynamo.reset()
@@ -242,3 +249,14 @@ def test_calls_are_found_again() -> None:
     assert align(["a", "b", "x", "c"], ["a", "b", "c"]) == [0, 1, None, 2]
     assert align(["a", "c"], ["a", "b", "c"]) == [0, 2]
     assert align([], ["a"]) == []
+
+
+def test_a_plans_signature_is_a_call_again() -> None:
+    x, weight = torch.empty(2, 3, 8), torch.empty(8, 5).t()
+    call = {"x": x, "weight": weight, "activation": "gelu", "eps": 1e-5, "causal": True, "bias": None}
+    again = called(signature(opsmith.operator.registry()["linear"], call))
+    assert again["x"].shape == x.shape
+    assert again["weight"].stride() == weight.stride()
+    assert again["weight"].is_meta
+    assert (again["activation"], again["eps"], again["causal"]) == ("gelu", 1e-5, True)
+    assert "bias" not in again

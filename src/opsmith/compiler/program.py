@@ -47,6 +47,9 @@ class Program:
     _run: Callable[..., Any]
     _layouts: list[Layout]
     _free: list[list[Any]] = field(default_factory=list)
+    called: list[str] = field(
+        default_factory=list
+    )  # the site of each call of an operator or kernel, in order
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Run; concurrent calls each take a set of buffers of their own."""
@@ -86,6 +89,7 @@ class _Recorder:
         self.nodes = list(graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.attributes = attributes
+        self.called: list[str] = []
         self.args = args
         self.choose = choose
         self.packer = packer
@@ -111,7 +115,7 @@ class _Recorder:
         steps = [
             self.steps[n] for n in self.nodes if n in self.steps and n in needed and n not in self.constant
         ]
-        return Program(steps, source, slots, names["run"], list(self.layouts)), result
+        return Program(steps, source, slots, names["run"], list(self.layouts), called=self.called), result
 
     def _execute(self) -> Any:
         inputs = iter(self.args)
@@ -265,7 +269,9 @@ class _Recorder:
             if node.op == "get_attr" or node in self.constant:
                 lines.append(f"    {node.name} = {bind(self.env[node], node.name + '_value')}")
             elif node in self.calls:
-                lines += self._site(node, bind, text)
+                site = self._site(node, bind, text)
+                self.called += [self.steps[node].site or node.name] * len(site)
+                lines += site
             elif self._in_slot(node):
                 pass
             elif node.op == "call_function" and node.target is operator.getitem:

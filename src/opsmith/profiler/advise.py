@@ -181,7 +181,12 @@ def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Ad
     rows = [
         r
         for r in phase.rows
-        if r.calls >= REPEATED and bare(r.operator.split()[0]) in _PER_HEAD and r.kind in _HEADS
+        if r.calls >= REPEATED
+        and bare(r.operator.split()[0]) in _PER_HEAD
+        and r.kind in _HEADS
+        and (
+            r.layer or not profile.optimized
+        )  # of a compiled graph the layer may be unknown, and all fall together
     ]
     if rows:
         layer = max({r.layer for r in rows}, key=lambda name: sum(r.seconds for r in rows if r.layer == name))
@@ -220,7 +225,6 @@ _PER_HEAD = {
     "attention",
     "matmul",
     "bmm",
-    "mm",
     "softmax",
     "_softmax",
     "scaled_dot_product_attention",

@@ -244,7 +244,7 @@ def _shapes(
                 _watch(work, marks, modules if follow else None)
         raise
     marks.keep_calls = False
-    marks.noted.clear()
+    marks.clear()
     if marks.session is not None:
         # What the compiler left to PyTorch, because that is faster or more accurate, is still the operator it is.
         calls = [of_sites(g.original.graph, list(g.sites.values())) for g in marks.session.graphs]
@@ -298,7 +298,7 @@ def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
                 settle()
         finally:
             stack.close()
-            seen = watched(ops(), marks.noted)
+            seen = watched(ops(), marks.noted, marks.origins)
             work.left = seen[0] if seen else None
             work.after()
     assert work.left is not None
@@ -322,8 +322,8 @@ def _block(work: Work, marks: Marks, count: int) -> list[_Timed]:
         stack.close()
         if gc_was:
             gc.enable()
-    runs = watched(ops(), marks.noted)
-    marks.noted.clear()
+    runs = watched(ops(), marks.noted, marks.origins)
+    marks.clear()
     return [_Timed(run, names_of(run)) for run in runs]
 
 

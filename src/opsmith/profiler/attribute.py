@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from opsmith.operator import Cost
 from opsmith.profiler import costs
+from opsmith.profiler.align import align
 from opsmith.profiler.collect import Mark, Op, Watched
-from opsmith.profiler.composites import CallSequence, align, cost, shapes
+from opsmith.profiler.composites import CallSequence, cost, shapes
 from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, OTHER, Event, Row
 from opsmith.profiler.kinds import OF_KIND, card_of, kind_of, moves_nothing, transparent
 
@@ -223,22 +224,21 @@ class _Reader:
         self._add(op, unit)
 
     def _marked(self, mark: Mark, op: Op) -> Unit:
-        origin = mark.origin
-        call = dict(mark.call)
-        if origin is not None:
-            call = {k: origin.unpacked.get(id(v), v) for k, v in call.items()}
-        estimate = cost(mark.card, call)
+        origin, step = mark.origin, mark.origin.step if mark.origin is not None else None
+        if origin is not None and origin.part and self.units and self.units[-1].row.source == origin.site:
+            return self.units[-1]
+        estimate = cost(mark.card, mark.call)
         row = Row(
             OF_KIND[mark.card.kind],
             mark.card.name,
-            shapes(call),
+            shapes(mark.call),
             layer_of(origin.module) if origin is not None and origin.module else self._layer(op),
             mark.implementation,
-            pieces=[inner.name for inner in op.children],
-            dtype=_dtype_of(call),
+            pieces=[inner.name for inner in op.children] or [op.name],
+            dtype=_dtype_of(mark.call),
             known=estimate is not None,
-            reason=origin.reason if origin is not None else "",
-            refused=dict(origin.refused) if origin is not None else {},
+            reason=step.reason if step is not None else "",
+            refused=dict(step.refused) if step is not None else {},
             source=origin.site if origin is not None else "",
         )
         if estimate is not None:

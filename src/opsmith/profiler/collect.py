@@ -19,9 +19,12 @@ import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 
+from opsmith.compiler.plan import PlanStep
 from opsmith.compiler.program import Program
 from opsmith.operator import Operator, registry
+from opsmith.profiler.align import align
 from opsmith.profiler.costs import Inputs, Spec
+from opsmith.profiler.kinds import card_of
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own log says on stderr that it starts and stops
 
@@ -47,13 +50,12 @@ class Op:
 
 @dataclass
 class Origin:
-    """The site of an optimized model that a call belongs to, and why it runs as it does."""
+    """The site of an optimized model that a call belongs to: what it is, and why it runs as it does."""
 
     site: str
+    part: int  # a site may be several kernels
     module: str
-    reason: str
-    refused: dict[str, str]
-    unpacked: dict[int, torch.Tensor]  # by packed weight: the weight's own shape
+    step: PlanStep | None
 
 
 @dataclass
@@ -145,7 +147,11 @@ class Modules:
 
 
 class Marks:
-    """Notes every call of an operator of ours in an optimized model's programs."""
+    """Notes every call of an operator of ours in an optimized model's programs.
+
+    Functions are wrapped while they are watched. Kernels that a program calls by itself are not: the profiler sees
+    them, and their order in the program says whose they are.
+    """
 
     def __init__(self, model: Any):
         from opsmith.compiler import Session
@@ -153,8 +159,13 @@ class Marks:
         session = getattr(model, "opsmith", None)
         self.session = session if isinstance(session, Session) else None
         self.noted: list[Mark] = []
+        self.origins: list[Origin] = []  # of the programs that ran
         self.keep_calls = False
-        self._sites: list[Origin] = []  # of the program that runs, those still to come
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.noted.clear()
+        self.origins.clear()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -172,10 +183,10 @@ class Marks:
                 known[id(compiled.fn)] = (card, compiled.name)
         changed: list[tuple[dict[str, Any], str, Any]] = []
         runs: list[tuple[Program, Callable[..., Any]]] = []
-        for names, program, sites in self._programs():
+        for names, program, origins in self._programs():
             if program is not None:
                 runs.append((program, program._run))
-                program._run = self._starting(program._run, sites)
+                program._run = self._starting(program._run, origins)
             for name, value in list(names.items()):
                 if id(value) in known and callable(value):
                     changed.append((names, name, value))
@@ -195,28 +206,18 @@ class Marks:
                 if program is None:
                     continue
                 plan = {step.site: step for step in graph.plans[key].steps}
-                unpacked = {
-                    id(packed): torch.empty_strided(k[1], k[2], dtype=packed.dtype, device="meta")
-                    for k, packed in graph.packer._packed.items()
-                }
-                origins = [
-                    Origin(
-                        s.site,
-                        _module_of(graph.sites[s.site].root) if s.site in graph.sites else "",
-                        plan[s.site].reason if s.site in plan else "",
-                        plan[s.site].refused if s.site in plan else {},
-                        unpacked,
-                    )
-                    for s in program.steps
-                    if s.site is not None
-                ]
+                origins: list[Origin] = []
+                for site in program.called:
+                    part = origins[-1].part + 1 if origins and origins[-1].site == site else 0
+                    module = _module_of(graph.sites[site].root) if site in graph.sites else ""
+                    origins.append(Origin(site, part, module, plan.get(site)))
                 yield program._run.__globals__, program, origins
             if graph._rewritten is not None:
                 yield type(graph._rewritten).forward.__globals__, None, []
 
-    def _starting(self, run: Callable[..., Any], sites: list[Origin]) -> Callable[..., Any]:
+    def _starting(self, run: Callable[..., Any], origins: list[Origin]) -> Callable[..., Any]:
         def started(args: Any, buffers: Any) -> Any:
-            self._sites = sites[::-1]
+            self.origins += origins
             return run(args, buffers)
 
         return started
@@ -225,10 +226,9 @@ class Marks:
         label = f"{SITE}{card.name}::{implementation}"
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            origin = self._sites.pop() if self._sites else None
             with _RecordFunctionFast(label):
                 result = fn(*args, **kwargs)
-            mark = Mark(card, implementation, origin=origin)
+            mark = Mark(card, implementation)
             if self.keep_calls:
                 mark.call = {k: v for k, v in kwargs.items() if k != "out"}
                 if not kwargs:
@@ -320,13 +320,15 @@ def _input(value: Any) -> Any:
     return value
 
 
-def watched(ops: list[Op], marks: list[Mark]) -> list[Watched]:
+def watched(ops: list[Op], marks: list[Mark], origins: list[Origin] | None = None) -> list[Watched]:
     """The repetitions of a session, each with what ran ahead of it, and the calls of ours known by their marks."""
     noted = iter(marks)
     for op in _all(ops):
         if op.name.startswith(SITE):
             op.mark = next(noted, None)
             op.sequence = next((u.sequence for u in op.children if u.sequence >= 0), -1)
+    if origins:
+        _give(list(_outermost(ops)), origins)
     found: list[Watched] = []
     ahead: list[Op] = []
     for op in ops:
@@ -336,6 +338,69 @@ def watched(ops: list[Op], marks: list[Mark]) -> list[Watched]:
         else:
             ahead.append(op)
     return found
+
+
+def _outermost(ops: list[Op]) -> Iterator[Op]:
+    """Calls of ours that stand in no other: those that a program made."""
+    for op in ops:
+        if op.name.startswith((SITE, "opsmith::")):
+            yield op
+        else:
+            yield from _outermost(op.children)
+
+
+def _give(ours: list[Op], origins: list[Origin]) -> None:
+    """Each call of ours its site, in order; where there are more calls than the programs', those of one operator."""
+    if len(ours) == len(origins):
+        places: list[int | None] = list(range(len(ours)))
+    else:
+        places = align([_operator(op) for op in ours], [o.step.operator if o.step else "" for o in origins])
+    for op, place in zip(ours, places, strict=True):
+        if place is not None:
+            _place(op, origins[place])
+
+
+def _operator(op: Op) -> str:
+    if op.mark is not None:
+        return op.mark.card.name
+    card = card_of(op.name)
+    return card.name if card is not None else op.name
+
+
+def _place(op: Op, origin: Origin) -> None:
+    step = origin.step
+    card = registry().get(step.operator) if step is not None else None
+    if step is None or card is None:
+        return
+    op.mark = Mark(card, step.implementation, called(step.signature), origin)
+
+
+def called(signature: str) -> dict[str, Any]:
+    """The call that a plan's signature describes, its tensors without memory.
+
+    >>> called("linear weight=cpu:float32[3,4] x=cpu:float32[2,4] activation=gelu")["x"].shape
+    torch.Size([2, 4])
+    """
+    call: dict[str, Any] = {}
+    for part in signature.split(" ")[1:]:
+        name, _, text = part.partition("=")
+        tensor = re.fullmatch(r"\w+:(\w+)\[([\d,]*)\](?:@([\d,]+))?", text)
+        if tensor:
+            sizes = [int(n) for n in tensor[2].split(",") if n]
+            dtype = getattr(torch, tensor[1])
+            call[name] = torch.empty(sizes, dtype=dtype, device="meta")
+            if tensor[3]:
+                call[name] = torch.empty_strided(
+                    sizes, list(map(int, tensor[3].split(","))), dtype=dtype, device="meta"
+                )
+        elif text in ("True", "False"):
+            call[name] = text == "True"
+        else:
+            with contextlib.suppress(ValueError):
+                call[name] = float(text)
+                continue
+            call[name] = text
+    return call
 
 
 def _all(ops: list[Op]) -> Iterator[Op]:

@@ -132,6 +132,8 @@ def _product(a: Spec, b: Spec, extra: Spec | None = None) -> Cost:
 def _linear(i: Inputs) -> Cost:
     x, w, b = i[0], i[1], i[2] if len(i) > 2 else None
     n, k = w.shape
+    if k != x.shape[-1]:  # a packed weight may hide its shape
+        raise ValueError("not a product")
     rows = x.numel // k if k else 0
     moved = x.nbytes + w.nbytes + rows * n * x.dtype.itemsize + (b.nbytes if isinstance(b, Spec) else 0)
     return Cost(2.0 * rows * n * k, float(moved))
@@ -293,6 +295,8 @@ def _each(names: str, formula: Formula) -> dict[str, Formula]:
 
 _FORMULAS: dict[str, Formula] = {
     "linear": _linear,
+    "_linear_pointwise": _linear,
+    "mkldnn_linear": _linear,
     "mm": lambda i: _product(i[0], i[1]),
     "bmm": lambda i: _product(i[0], i[1]),
     "matmul": lambda i: _product(i[0], i[1]),

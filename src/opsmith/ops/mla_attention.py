@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import check_float, nbytes, short
+from opsmith.ops.common import check_float, kernels, native, nbytes, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, has_values
 from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, rope_width
+from opsmith.ops.mla_epilogues import rows_of
 from opsmith.ops.mla_projection import wide
 
 
@@ -63,8 +65,49 @@ def mla_attention(
         q_nope_scale = cache.q_nope_scale if q_nope_scale is None else q_nope_scale
         check_inference(op, rotated, wuv)
     scales = check_scales(op, cache, ctkv_scale, (q_nope_scale, q_out.shape[1]))
-    _check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)
-    return define(nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales)
+    args = nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales
+    if native(rotated, op) is not True or needs_grad(nope, rotated, cache.latent, cache.rope, wuv):
+        check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)
+        return define(*args)
+    # The kernel looks at every length and block before it reads, so that a look from here would only cost time.
+    check_pages(op, block_tables, seq_lens, q_out.shape[0], cache, values=DEVICE == "cpu" or not nope.is_cpu)
+    try:
+        return _kernel(*args)
+    except RuntimeError:
+        check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)  # names what is wrong
+        raise
+
+
+def _kernel(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: MLACache,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    wuv: torch.Tensor | None = None,
+    ctkv_scale: torch.Tensor | None = None,
+    q_nope_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    tokens, heads, kv_lora = q_nope.shape
+    latent, rope = cache.rows(kv_lora)
+    result = q_rope.new_empty(q_nope.shape)
+    out = None if wuv is None else q_rope.new_empty((tokens, heads, wuv.shape[1]))
+    torch.ops.opsmith.mla_attention.default(
+        rows_of(q_nope),
+        rows_of(q_rope),
+        latent,
+        rope,
+        block_tables,
+        seq_lens,
+        scale,
+        None if ctkv_scale is None else ctkv_scale.float(),
+        None if q_nope_scale is None else q_nope_scale.float().contiguous(),
+        None if wuv is None else wuv.contiguous(),
+        latent_out=result,
+        out=out,
+    )
+    return result if out is None else out
 
 
 def define(
@@ -165,7 +208,10 @@ def _queries(
     return nope, rotated
 
 
-def _check_pages(op: str, block_tables: Any, seq_lens: Any, tokens: int, cache: MLACache) -> None:
+def check_pages(
+    op: str, block_tables: Any, seq_lens: Any, tokens: int, cache: MLACache, *, values: bool = True
+) -> None:
+    """Refuse lengths and blocks that are not this cache's; without `values`, their shapes alone."""
     for name, t, dims in (("block_tables", block_tables, 2), ("seq_lens", seq_lens, 1)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
@@ -183,7 +229,7 @@ def _check_pages(op: str, block_tables: Any, seq_lens: Any, tokens: int, cache: 
         )
     if tokens % sequences if sequences else tokens:
         raise ValueError(f"{op}: {tokens} tokens cannot be shared out evenly among {sequences} sequences")
-    if not sequences or not has_values(seq_lens):
+    if not values or not sequences or not has_values(seq_lens):
         return
     size = cache.block_size
     most, least = int(seq_lens.max()), int(seq_lens.min())
@@ -338,7 +384,15 @@ CARD = register(
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
-        implementations=[Implementation("eager", reference)],
+        implementations=[
+            *kernels(attention_form, lambda q, *more, **options: native(q, "mla_attention"), takes_out=False),
+            Implementation("eager", reference),
+        ],
+        schemas=(
+            "mla_attention(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor rope, Tensor block_tables, "
+            "Tensor seq_lens, float scale, Tensor? ctkv_scale, Tensor? q_nope_scale, Tensor? wuv, *, "
+            "Tensor(a!) latent_out, Tensor(b!)? out=None) -> ()",
+        ),
         source="DeepSeek-AI, 2024",
     )
 )

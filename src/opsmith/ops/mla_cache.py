@@ -233,12 +233,17 @@ def _everyone(
 
 
 def has_values(t: torch.Tensor) -> bool:
-    """False where only shapes are known: while a graph is captured, and on the meta device."""
-    return not (torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor))
+    """False where values cannot be looked at: while a graph is captured, and on the meta device."""
+    if torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor):
+        return False
+    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def check_slots(op: str, slots: Any, tokens: int, cache: MLACache) -> None:
-    """Refuse slots that are not one for each token, -1 or within the cache, before anything is written."""
+def check_slots(op: str, slots: Any, tokens: int, cache: MLACache, *, values: bool = True) -> None:
+    """Refuse slots that are not one for each token, -1 or within the cache, before anything is written.
+
+    Without `values`, what their numbers are is left to the kernel, which looks before it writes.
+    """
     if not isinstance(slots, torch.Tensor):
         raise TypeError(f"{op}: slot_mapping must be a tensor, got {type(slots).__name__}")
     if slots.dtype not in (torch.int64, torch.int32):
@@ -251,7 +256,7 @@ def check_slots(op: str, slots: Any, tokens: int, cache: MLACache) -> None:
         raise ValueError(
             f"{op}: slot_mapping is on {slots.device}, the cache on {cache.device}; move one of them"
         )
-    if not tokens or not has_values(slots):
+    if not values or not tokens or not has_values(slots):
         return
     end = cache.blocks * cache.block_size
     low, high = (int(v) for v in torch.aminmax(slots))

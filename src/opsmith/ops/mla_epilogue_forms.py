@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import native, nbytes
+from opsmith.ops.common import kernels, native, nbytes
 from opsmith.ops.mla_cache import MLACache
 from opsmith.ops.mla_epilogues import join, mla_kv_epilogue, mla_q_epilogue
 from opsmith.ops.mla_reference import keys, queries
@@ -227,9 +227,7 @@ CARD_KV = register(
         workloads=_kv_workloads,
         domain=_one_token_a_slot,
         implementations=[
-            Implementation(
-                "native", kv_form, "cpu", lambda a, *more, **options: native(a, "mla_kv_epilogue")
-            ),
+            *kernels(kv_form, lambda a, *more, **options: native(a, "mla_kv_epilogue"), takes_out=False),
             Implementation("eager", kv_reference),
         ],
         schemas=(
@@ -251,7 +249,14 @@ CARD_Q = register(
         cost=_q_cost,
         samples=_q_samples,
         workloads=_q_workloads,
-        implementations=[Implementation("eager", q_reference)],
+        implementations=[
+            *kernels(q_form, lambda q, *more, **options: native(q, "mla_q_epilogue"), takes_out=False),
+            Implementation("eager", q_reference),
+        ],
+        schemas=(
+            "mla_q_epilogue(Tensor q, Tensor wuk, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q_nope_scale, *, "
+            "Tensor(a!) q_out, Tensor(b!) q_rope) -> ()",
+        ),
         outputs=2,
         source="DeepSeek-AI, 2024",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -185,7 +185,59 @@ def mla_q_epilogue(
                 f"{op}: int8 queries and their rope part have two dtypes; leave joint or the scale out"
             )
         check_inference(op, q, wuk, cos, sin)
+    if native(q, op) is True and not needs_grad(q, wuk, cos, sin):
+        return _finish_queries(q, wuk, cos, sin, interleaved, joint, scale)
     return join(*queries(q, wuk, cos, sin, interleaved=interleaved, q_nope_scale=scale), joint)
+
+
+def _finish_queries(
+    q: torch.Tensor,
+    wuk: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    joint: bool,
+    q_nope_scale: torch.Tensor | None,
+) -> Pair:
+    """The kernel."""
+    results = new_queries(q, q.shape[2] - wuk.shape[1], wuk.shape[2], joint, q_nope_scale is not None)
+    q_out, q_rope, _ = results
+    torch.ops.opsmith.mla_q_epilogue.default(
+        rows_of(q),
+        wuk.contiguous(),
+        rows_of(cos),
+        rows_of(sin),
+        interleaved,
+        None if q_nope_scale is None else q_nope_scale.float().contiguous(),
+        q_out=q_out,
+        q_rope=q_rope,
+    )
+    return results.pair
+
+
+class Queries(NamedTuple):
+    """Room for what a call returns: two parts, and both as one where that is what it returns."""
+
+    q_out: torch.Tensor
+    q_rope: torch.Tensor
+    joint: torch.Tensor | None
+
+    @property
+    def pair(self) -> Pair:
+        return (self.q_out, self.q_rope) if self.joint is None else (self.joint, None)
+
+
+def new_queries(
+    like: torch.Tensor, rope: int, kv_lora: int, joint: bool, int8: bool, heads: int = 0
+) -> Queries:
+    """Memory for the queries of `like`, [T, H, ...] or [T, ...]."""
+    shape = (like.shape[0], heads or like.shape[1])
+    if joint:
+        both = like.new_empty((*shape, kv_lora + rope))
+        return Queries(both[..., :kv_lora], both[..., kv_lora:], both)
+    held = torch.int8 if int8 else like.dtype
+    q_out = torch.empty((*shape, kv_lora), dtype=held, device=like.device)
+    return Queries(q_out, like.new_empty((*shape, rope)), None)
 
 
 def rows_of(t: Any) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import native, nbytes
+from opsmith.ops.common import kernels, native, nbytes
 from opsmith.ops.mla_epilogue_forms import fresh_cache, fresh_rows, some_slots, table
 from opsmith.ops.mla_parts import Parts, Sizes, check_weights
 from opsmith.ops.mla_preprocess import check, compute, kernel, run
@@ -121,7 +122,7 @@ def _into_fresh_cache(
     sizes = Sizes(w.heads, w.nope, w.rope, w.kv_lora, q_lora)
     check_weights(op, w.down, w.up, w.wuk, norms, None, sizes, w.quant)
     cache = fresh_cache(op, *layout, w.kv_lora, w.rope, x)
-    checked = check(op, x, w, cos, sin, slot_mapping, cache, *scales)
+    checked = check(op, x, w, cos, sin, slot_mapping, cache, *scales, values=by is not None)
     pair = (by or compute)(x, w, cos, sin, slot_mapping, cache, eps, False, *checked)
     return (*(t for t in pair if t is not None), *fresh_rows(cache))
 
@@ -282,7 +283,9 @@ def _supports(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
 
 
 def _supports_int8(x: torch.Tensor, *args: Any, quant: str, **options: Any) -> bool | str:
-    return "there is no kernel for weight_int4" if quant == "weight_int4" else native(x, "mla_preprocess")
+    if quant == "weight_int4" and DEVICE != "cpu" and x.is_cpu:
+        return "there is no C++ kernel for weight_int4"
+    return native(x, "mla_preprocess")
 
 
 def _promised(*args: Any, **options: Any) -> bool:
@@ -303,7 +306,7 @@ CARD = register(
         workloads=_workloads,
         domain=_promised,
         implementations=[
-            Implementation("native", partial(preprocess_form, by=kernel), "cpu", _supports),
+            *kernels(partial(preprocess_form, by=kernel), _supports, takes_out=False),
             Implementation("eager", partial(preprocess_form, by=eager)),
         ],
         schemas=(
@@ -331,7 +334,7 @@ CARD_INT8 = register(
         tolerance=Steps(of_scale=1 / 64),
         domain=_promised,
         implementations=[
-            Implementation("native", partial(quantized_form, by=kernel), "cpu", _supports_int8),
+            *kernels(partial(quantized_form, by=kernel), _supports_int8, takes_out=False),
             Implementation("eager", partial(quantized_form, by=eager)),
         ],
         differentiable=False,

@@ -6,15 +6,22 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels.triton import DEVICE
 from opsmith.ops.common import check_float, dense, native, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, check_slots
 from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, check_table
-from opsmith.ops.mla_epilogues import join, rows_of
+from opsmith.ops.mla_epilogues import join, new_queries, rows_of
 from opsmith.ops.mla_parts import Parts
 from opsmith.ops.mla_reference import define
 from opsmith.ops.mla_weights import MLAWeights
 
-_FORMS = {None: 0, "per_tensor": 1, "per_token": 2, "weight_int8": 3}  # as the kernel counts them
+_FORMS = {
+    None: 0,
+    "per_tensor": 1,
+    "per_token": 2,
+    "weight_int8": 3,
+    "weight_int4": 4,
+}  # as kernels count them
 _MOST_TOKENS = 64  # whose activations stay in cache beside a weight that is read once
 
 Result = tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -78,24 +85,41 @@ def mla_preprocess(
         )
     check_cache_type(op, cache)
     parts = w.parts()
-    scales = check(op, x, parts, cos, sin, slot_mapping, cache, ctkv_scale, q_nope_scale, return_latent_q)
+    given = ctkv_scale, q_nope_scale, return_latent_q
+    scales = check(op, x, parts, cos, sin, slot_mapping, cache, *given, values=False)
     return compute(x, parts, cos, sin, slot_mapping, cache, eps, return_latent_q, *scales)
 
 
-def compute(x: torch.Tensor, w: Parts, *args: Any) -> Result:
+def compute(
+    x: torch.Tensor,
+    w: Parts,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    cache: MLACache,
+    *args: Any,
+) -> Result:
     """By the kernel, where it takes this call and no gradients are recorded."""
-    cos, sin = args[:2]
     # A graph is captured for any number of tokens, and the kernel's blocks of tokens would be one for each number.
     captured = torch.compiler.is_compiling()
     if captured or supports(x, w) is not True or needs_grad(x, cos, sin, *w.tensors):
-        return run(x, w, *args)
-    return kernel(x, w, *args)
+        check_slots("mla_preprocess", slot_mapping, x.shape[0], cache)
+        return run(x, w, cos, sin, slot_mapping, cache, *args)
+    # The kernel looks at all slots of a region before it writes, so that a look from here would only cost time.
+    looked = x.shape[0] > _MOST_TOKENS or DEVICE == "cpu" or not x.is_cpu
+    check_slots("mla_preprocess", slot_mapping, x.shape[0], cache, values=looked)
+    try:
+        return kernel(x, w, cos, sin, slot_mapping, cache, *args)
+    except RuntimeError:
+        if not looked:
+            check_slots("mla_preprocess", slot_mapping, x.shape[0], cache)  # names what is wrong
+        raise
 
 
 def supports(x: torch.Tensor, w: Parts) -> bool | str:
     """Whether the kernel takes these weights and as many tokens, or why not."""
-    if w.quant not in _FORMS:
-        return f"there is no kernel for {w.quant}"
+    if w.quant == "weight_int4" and x.is_cpu and DEVICE != "cpu":
+        return "there is no C++ kernel for weight_int4"
     if w.quant is None and x.shape[0] > _MOST_TOKENS:
         return f"{x.shape[0]} tokens are more than {_MOST_TOKENS}: the matmuls of PyTorch are faster"
     return native(x, "mla_preprocess")
@@ -113,19 +137,15 @@ def kernel(
     ctkv_scale: torch.Tensor | None = None,
     q_nope_scale: torch.Tensor | None = None,
 ) -> Result:
-    """One parallel region for every `_MOST_TOKENS` tokens."""
+    """On a CPU, one parallel region for every `_MOST_TOKENS` tokens."""
     tokens, (heads, _, kv_lora), rope = x.shape[0], w.wuk.shape, w.rope
     x, cos, sin = rows_of(x), rows_of(cos), rows_of(sin)
-    if cache.mode != "joint":
-        held = x.dtype if q_nope_scale is None else torch.int8
-        q_out = torch.empty((tokens, heads, kv_lora), dtype=held, device=x.device)
-        q = q_rope = x.new_empty((tokens, heads, rope))
-    else:
-        q = x.new_empty((tokens, heads, kv_lora + rope))
-        q_out, q_rope = q[..., :kv_lora], q[..., kv_lora:]
+    results = new_queries(x, rope, kv_lora, cache.mode == "joint", q_nope_scale is not None, heads)
+    q_out, q_rope, _ = results
     latent_q = x.new_empty((tokens, w.up.weight.shape[1])) if return_latent_q else None
-    for first in range(0, tokens, _MOST_TOKENS):
-        some = slice(first, first + _MOST_TOKENS) if tokens > _MOST_TOKENS else slice(None)
+    most = _MOST_TOKENS if x.is_cpu and DEVICE != "cpu" else max(tokens, 1)
+    for first in range(0, tokens, most):
+        some = slice(first, first + most) if tokens > most else slice(None)
         torch.ops.opsmith.mla_preprocess.default(
             x[some],
             rows_of(w.down.weight),
@@ -162,8 +182,7 @@ def kernel(
     cache.kv_lora = kv_lora
     if ctkv_scale is not None:
         cache.ctkv_scale, cache.q_nope_scale = ctkv_scale, q_nope_scale
-    pair = (q, None) if cache.mode == "joint" else (q_out, q_rope)
-    return pair if latent_q is None else (*pair, latent_q)
+    return results.pair if latent_q is None else (*results.pair, latent_q)
 
 
 def run(
@@ -201,8 +220,13 @@ def check(
     ctkv_scale: Any = None,
     q_nope_scale: Any = None,
     return_latent_q: bool = False,
+    *,
+    values: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Refuse wrong arguments before anything is written; the scales of an int8 cache as tensors."""
+    """Refuse wrong arguments before anything is written; the scales of an int8 cache as tensors.
+
+    Without `values` not the numbers of the slots, which `compute` looks at.
+    """
     check_float(op, x, "x", least_dim=2)
     size = w.down.weight.shape[1]
     if w.quant == "weight_int4":
@@ -231,7 +255,7 @@ def check(
     if return_latent_q and w.gamma1 is None:
         raise ValueError(f"{op}: return_latent_q asks for latent queries, and these weights have no q_lora")
     scales = check_scales(op, cache, ctkv_scale, (q_nope_scale, w.heads))
-    check_slots(op, slot_mapping, x.shape[0], cache)
+    check_slots(op, slot_mapping, x.shape[0], cache, values=values)
     if w.quant is not None or cache.mode == "int8_tiled":
         check_inference(op, x, cos, sin, *w.tensors)
     return scales

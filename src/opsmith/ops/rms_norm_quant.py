@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.common import check_float, check_like, nbytes, short
+from opsmith.ops.common import as_rows, check_float, check_like, dense, kernels, native, nbytes, short
 from opsmith.ops.mla_projection import q8, quantize_rows
 from opsmith.ops.mla_reference import normalize
 from opsmith.ops.mla_tolerance import Steps
@@ -55,7 +55,39 @@ def rms_norm_quant(
     """
     _check(x, weight, bias, scale, offset)
     with torch.no_grad():
+        if native(x, "rms_norm_quant") is True:
+            return _kernel(x, weight, bias, eps, scale, offset)
         return reference(x, weight, bias, eps, scale=scale, offset=offset)
+
+
+def _kernel(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | float | None,
+    offset: torch.Tensor | float | None,
+) -> Result:
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    s = None if scale is not None else torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    step, shift = (_scalar(v, x) for v in (scale, offset))
+    torch.ops.opsmith.rms_norm_quant.default(
+        as_rows(x),
+        dense(weight),
+        dense(bias),
+        eps,
+        step,
+        shift,
+        q=as_rows(q),
+        s=None if s is None else s.view(-1),
+    )
+    return q if s is None else (q, s)
+
+
+def _scalar(value: torch.Tensor | float | None, x: torch.Tensor) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value.reshape(()).to(device=x.device, dtype=torch.float32)
+    return None if value is None else torch.tensor(value, dtype=torch.float32, device=x.device)
 
 
 def reference(
@@ -145,7 +177,16 @@ CARD = register(
         workloads=_workloads,
         tolerance=Steps(),
         domain=_finite,
-        implementations=[Implementation("eager", reference)],
+        implementations=[
+            *kernels(
+                rms_norm_quant, lambda x, *more, **options: native(x, "rms_norm_quant"), takes_out=False
+            ),
+            Implementation("eager", reference),
+        ],
+        schemas=(
+            "rms_norm_quant(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? scale, Tensor? offset, *, "
+            "Tensor(a!) q, Tensor(b!)? s=None) -> ()",
+        ),
         differentiable=False,
         outputs=2,
         source="DeepSeek-AI, 2024",

@@ -47,4 +47,21 @@ struct MlaCall {
 // For as many tokens as keep their activations in cache: every weight is read once, by one thread.
 void mla_preprocess(const MlaCall& call);
 
+// A chain's ends as operators of their own. Without `s`, one scale and offset for the whole tensor.
+void rms_norm_quant(View x, View weight, View bias, float eps, float scale, float offset, View q, View s);
+
+// q [T, H, nope + rope]: absorbed into the latent space, and rotated.
+void mla_q_epilogue(View q, View wuk, MlaRotation rotation, View q_nope_scale, View q_out, View q_rope);
+
+struct MlaAttentionCall {
+  View q_nope, q_rope;         // [T, H, kv_lora], int8 with q_nope_scale [H]; [T, H, rope]
+  View latent, rope;           // [B, bs, n / tile, tile], of any strides but the last
+  View tables, lens;           // [S, n], [S]
+  float scale = 1, ctkv_scale = 1;
+  View q_nope_scale, wuv;
+  View latent_out, out;        // [T, H, kv_lora]; with wuv [T, H, v]
+};
+
+void mla_attention(const MlaAttentionCall& call);
+
 }  // namespace opsmith

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mla_dots.h"
+#include "mla_rows.h"
 
 namespace opsmith {
 
@@ -113,6 +114,41 @@ void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_
         }
 #endif
       });
+    }
+  }
+}
+
+// Where the queries of a head go: into the latent space and, rotated, beside it.
+struct MlaQueries {
+  View wuk, q_nope_scale, q_out, q_rope;
+  MlaRotation rotation;
+};
+
+// Of some tokens, q [tokens, nope + rope], whose numbers are T's. `then` is read after this head's weight, or null;
+// `table` holds 2 rope floats, `out` tokens * kv_lora.
+template <class T>
+void mla_finish_head(const MlaQueries& c, int64_t h, int64_t first, int64_t tokens, const float* q, const char* then,
+                     float* table, float* out) {
+  const int64_t nope = c.wuk.sizes[1], kv_lora = c.wuk.sizes[2], rope = c.q_rope.sizes[2], head = nope + rope;
+  for (int64_t t = 0; rope > 0 && t < tokens; ++t) {
+    mla_table_row(c.rotation, first + t, rope, table);
+    T* const to = c.q_rope.as<T>() + (first + t) * c.q_rope.strides[0] + h * c.q_rope.strides[1];
+    mla_rotate(q + t * head + nope, rope, c.rotation, table, to);
+  }
+  const T* const weight = c.wuk.as<T>() + h * c.wuk.strides[0];
+  const char* const base = reinterpret_cast<const char*>(weight);
+  absorb(q, head, tokens, weight, nope, kv_lora, {base, nope * kv_lora * int64_t(sizeof(T)), then ? then : base}, out);
+  const int64_t at = first * c.q_out.strides[0] + h * c.q_out.strides[1];
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t to = at + t * c.q_out.strides[0];
+    const float* const from = out + t * kv_lora;
+    if (c.q_nope_scale.defined()) {
+      const float scale = c.q_nope_scale.as<float>()[h];
+      for_lanes(kv_lora, [&](int64_t i, auto k) {
+        mla_store_q8(c.q_out.as<int8_t>() + to + i, round_to<T>(load(from + i, k)) * scale, k);
+      });
+    } else {
+      for_lanes(kv_lora, [&](int64_t i, auto k) { store(c.q_out.as<T>() + to + i, load(from + i, k), k); });
     }
   }
 }

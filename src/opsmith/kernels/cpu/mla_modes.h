@@ -95,18 +95,9 @@ struct MlaInteger {
   static void prepare(const float* y, int64_t n, const MlaProjection& p, X* to, float* scale,
                       int32_t* sum) {
     if constexpr (per_token) {
-      Vec most{};
-      for_lanes(n, [&](int64_t i, auto k) { most = max(most, abs(keep(load(y + i, k), k, 0.0f))); });
-      const float s = reduce_max(most) / 127.0f;
-      *scale = s;
-      if (!(s > 0)) {
-        std::memset(to, 0, size_t(n));
-        *sum = 0;
-        return;
-      }
-      for_lanes(n, [&](int64_t i, auto k) { mla_store_q8(to + i, load(y + i, k) / s, k); });
+      *scale = mla_quantize(y, n, to);
     } else {
-      for_lanes(n, [&](int64_t i, auto k) { mla_store_q8(to + i, load(y + i, k) / p.scale + p.offset, k); });
+      mla_quantize(y, n, p.scale, p.offset, to);
     }
     int32_t total = 0;
     for (int64_t i = 0; i < n; ++i) total += to[i];

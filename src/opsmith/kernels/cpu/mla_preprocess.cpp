@@ -175,9 +175,8 @@ class Region {
   }
 
   void head(int64_t h, int64_t upcoming, const Memory& m) {
-    const T* const weight = c_.wuk.as<T>() + h * c_.wuk.strides[0];
     const char* const base = static_cast<const char*>(c_.up.weight.data) + h * head_ * up_bytes();
-    const char* const absorbed = reinterpret_cast<const char*>(weight);
+    const char* const absorbed = reinterpret_cast<const char*>(c_.wuk.as<T>() + h * c_.wuk.strides[0]);
     const char* const then = weight_of(upcoming);
     Mode::rows(z_, 0, tokens_, c_.up, h * head_, head_, inner_, {base, head_ * up_bytes(), absorbed}, m.q, head_, m.sums);
     for (int64_t i = 0; i < tokens_ * head_; i += W) {
@@ -189,28 +188,7 @@ class Region {
         store(m.q + i, round_to<T>(load(m.q + i, k)), k);
       }
     }
-    for (int64_t t = 0; rope_ > 0 && t < tokens_; ++t) {
-      mla_table_row(c_.rotation, t, rope_, m.table);
-      T* const to = c_.q_rope.as<T>() + t * c_.q_rope.strides[0] + h * c_.q_rope.strides[1];
-      mla_rotate(m.q + t * head_ + nope_, rope_, c_.rotation, m.table, to);
-    }
-    const int64_t weight_bytes = nope_ * kv_lora_ * int64_t(sizeof(T));
-    absorb(m.q, head_, tokens_, weight, nope_, kv_lora_, {absorbed, weight_bytes, then ? then : absorbed}, m.out);
-    const int64_t step = c_.q_out.strides[0], at = h * c_.q_out.strides[1];
-    if (c_.q_nope_scale.defined()) {
-      const float scale = c_.q_nope_scale.as<float>()[h];
-      for (int64_t t = 0; t < tokens_; ++t) {
-        int8_t* const to = c_.q_out.as<int8_t>() + t * step + at;
-        for_lanes(kv_lora_, [&](int64_t i, auto k) {
-          mla_store_q8(to + i, round_to<T>(load(m.out + t * kv_lora_ + i, k)) * scale, k);
-        });
-      }
-      return;
-    }
-    for (int64_t t = 0; t < tokens_; ++t) {
-      T* const to = c_.q_out.as<T>() + t * step + at;
-      for_lanes(kv_lora_, [&](int64_t i, auto k) { store(to + i, load(m.out + t * kv_lora_ + i, k), k); });
-    }
+    mla_finish_head<T>({c_.wuk, c_.q_nope_scale, c_.q_out, c_.q_rope, c_.rotation}, h, 0, tokens_, m.q, then, m.table, m.out);
   }
 
   const MlaCall& c_;

@@ -67,6 +67,23 @@ inline void mla_store_q8(int8_t* p, Vec v, Part k) {
   std::memcpy(p, buffer, size_t(k.count));
 }
 
+// A row's integers with the scale max|y| / 127, which is returned; a row of zeros gives zeros.
+inline float mla_quantize(const float* y, int64_t n, int8_t* to) {
+  Vec most{};
+  for_lanes(n, [&](int64_t i, auto k) { most = max(most, abs(keep(load(y + i, k), k, 0.0f))); });
+  const float s = reduce_max(most) / 127.0f;
+  if (!(s > 0)) {
+    std::memset(to, 0, size_t(n));
+    return s;
+  }
+  for_lanes(n, [&](int64_t i, auto k) { mla_store_q8(to + i, load(y + i, k) / s, k); });
+  return s;
+}
+
+inline void mla_quantize(const float* y, int64_t n, float scale, float offset, int8_t* to) {
+  for_lanes(n, [&](int64_t i, auto k) { mla_store_q8(to + i, load(y + i, k) / scale + offset, k); });
+}
+
 // Rotates `n` floats of one token into T, or copies them where there is no table. `row` holds 2 n floats of the table.
 template <class T>
 inline void mla_rotate(const float* x, int64_t n, const MlaRotation& rotation, const float* row, T* to) {

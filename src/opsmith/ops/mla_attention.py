@@ -13,7 +13,7 @@ from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample,
 from opsmith.ops.common import check_float, kernels, native, nbytes, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, has_values
 from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, rope_width
-from opsmith.ops.mla_epilogues import rows_of
+from opsmith.ops.mla_parts import rows_of
 from opsmith.ops.mla_projection import wide
 
 

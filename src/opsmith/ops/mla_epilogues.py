@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from opsmith.ops.mla_check import (
     head_scales,
     rope_width,
 )
+from opsmith.ops.mla_parts import rows_of
 from opsmith.ops.mla_reference import keys, queries
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -238,11 +239,6 @@ def new_queries(
     held = torch.int8 if int8 else like.dtype
     q_out = torch.empty((*shape, kv_lora), dtype=held, device=like.device)
     return Queries(q_out, like.new_empty((*shape, rope)), None)
-
-
-def rows_of(t: Any) -> Any:
-    """With a contiguous last dimension; itself, where it has one."""
-    return t if t is None or t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous()
 
 
 def join(q_out: torch.Tensor, q_rope: torch.Tensor, joint: bool) -> Pair:

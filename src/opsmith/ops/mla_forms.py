@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.common import kernels, native, nbytes
 from opsmith.ops.mla_epilogue_forms import fresh_cache, fresh_rows, some_slots, table
@@ -282,12 +281,6 @@ def _supports(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
     return native(x, "mla_preprocess")
 
 
-def _supports_int8(x: torch.Tensor, *args: Any, quant: str, **options: Any) -> bool | str:
-    if quant == "weight_int4" and DEVICE != "cpu" and x.is_cpu:
-        return "there is no C++ kernel for weight_int4"
-    return native(x, "mla_preprocess")
-
-
 def _promised(*args: Any, **options: Any) -> bool:
     """Finite calls in which no two tokens share a slot."""
     given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
@@ -334,7 +327,7 @@ CARD_INT8 = register(
         tolerance=Steps(of_scale=1 / 64),
         domain=_promised,
         implementations=[
-            *kernels(partial(quantized_form, by=kernel), _supports_int8, takes_out=False),
+            *kernels(partial(quantized_form, by=kernel), _supports, takes_out=False),
             Implementation("eager", partial(quantized_form, by=eager)),
         ],
         differentiable=False,

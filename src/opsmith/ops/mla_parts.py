@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opsmith.ops.common import short
+from opsmith.ops.common import dense, short
 from opsmith.ops.mla_projection import Projection
 
 NORMS = ("gamma0", "gamma1", "gamma2", "beta0", "beta1")
@@ -43,9 +43,38 @@ class Parts(NamedTuple):
     def rope(self) -> int:
         return self.up.weight.shape[0] // self.wuk.shape[0] - self.wuk.shape[1]
 
+    def as_rows(self) -> tuple[torch.Tensor | None, ...]:
+        """What the kernels take of them, in their order: with contiguous last dimensions."""
+        down, up = self.down, self.up
+        return (
+            *(
+                rows_of(p.weight if self.quant != "weight_int4" else p.weight.view(torch.int8))
+                for p in (down, up)
+            ),
+            self.wuk.contiguous(),
+            dense(self.gamma0),
+            dense(self.gamma1),
+            self.gamma2.contiguous(),
+            dense(self.beta0),
+            dense(self.beta1),
+            dense(down.bias),
+            dense(up.bias),
+            dense(down.descale),
+            dense(up.descale),
+            down.scale,
+            down.offset,
+            up.scale,
+            up.offset,
+        )
+
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (*self.down, *self.up, *self[2:8])
+
+
+def rows_of(t: Any) -> Any:
+    """With a contiguous last dimension; itself, where it has one."""
+    return t if t is None or t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous()
 
 
 class Sizes(NamedTuple):

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from opsmith.kernels.triton import DEVICE
-from opsmith.ops.common import check_float, dense, native, needs_grad, short
+from opsmith.ops import common
+from opsmith.ops.common import check_float, native, needs_grad, recording, short
 from opsmith.ops.mla_cache import MLACache, check_slots
 from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, check_table
-from opsmith.ops.mla_epilogues import join, new_queries, rows_of
-from opsmith.ops.mla_parts import Parts
+from opsmith.ops.mla_epilogues import join, new_queries
+from opsmith.ops.mla_parts import Parts, rows_of
 from opsmith.ops.mla_reference import define
 from opsmith.ops.mla_weights import MLAWeights
 
@@ -79,6 +80,10 @@ def mla_preprocess(
     Source: DeepSeek-AI, "DeepSeek-V2", 2024.
     """
     op = "mla_preprocess"
+    if ctkv_scale is None and q_nope_scale is None and type(w) is MLAWeights and type(cache) is MLACache:
+        done = _at_once(x, w, cos, sin, slot_mapping, cache, eps, return_latent_q)
+        if done is not None:
+            return done
     if not isinstance(w, MLAWeights):
         raise TypeError(
             f"{op}: w must be MLAWeights, got {type(w).__name__}; build it, or MLAWeights.from_deepseek"
@@ -88,6 +93,46 @@ def mla_preprocess(
     given = ctkv_scale, q_nope_scale, return_latent_q
     scales = check(op, x, parts, cos, sin, slot_mapping, cache, *given, values=False)
     return compute(x, parts, cos, sin, slot_mapping, cache, eps, return_latent_q, *scales)
+
+
+def _at_once(
+    x: Any, w: MLAWeights, cos: Any, sin: Any, slot_mapping: Any, cache: MLACache, eps: float, latent: bool
+) -> Result | None:
+    """The kernel, for a call on a CPU in the usual form, of which it refuses itself, before anything is written, what
+    does not fit; None for any other call, and for a refused one.
+
+    While weights stream from memory nothing else stays in cache, and every check from Python waits for its objects.
+    """
+    if not common.direct(x, cos, sin) or cache.mode == "int8_tiled" or x.dim() != 2:
+        return None
+    held = w.prepared()
+    if held is None or (tokens := x.shape[0]) > _MOST_TOKENS or (recording() and needs_grad(*held)):
+        return None
+    if cos is not None and cos.dtype is not x.dtype and cos.dtype is not torch.float32:
+        return None
+    results = new_queries(x, w.rope, w.kv_lora, cache.mode == "joint", False, w.heads)
+    latent_q = x.new_empty((tokens, w.q_lora)) if latent and w.q_lora is not None else None
+    if latent and latent_q is None:
+        return None
+    tail = _FORMS[w.quant], w.interleaved, cache.mode == "tiled", eps, None, None
+    try:
+        torch.ops.opsmith.mla_preprocess.default(
+            x,
+            *held,
+            cos,
+            sin,
+            slot_mapping,
+            *tail,
+            q_out=results.q_out,
+            q_rope=results.q_rope,
+            latent=cache.latent,
+            rope=cache.rope,
+            latent_q=latent_q,
+        )
+    except (RuntimeError, TypeError):
+        return None
+    cache.kv_lora = w.kv_lora
+    return results.pair if latent_q is None else (*results.pair, latent_q)
 
 
 def compute(
@@ -118,8 +163,6 @@ def compute(
 
 def supports(x: torch.Tensor, w: Parts) -> bool | str:
     """Whether the kernel takes these weights and as many tokens, or why not."""
-    if w.quant == "weight_int4" and x.is_cpu and DEVICE != "cpu":
-        return "there is no C++ kernel for weight_int4"
     if w.quant is None and x.shape[0] > _MOST_TOKENS:
         return f"{x.shape[0]} tokens are more than {_MOST_TOKENS}: the matmuls of PyTorch are faster"
     return native(x, "mla_preprocess")
@@ -142,28 +185,14 @@ def kernel(
     x, cos, sin = rows_of(x), rows_of(cos), rows_of(sin)
     results = new_queries(x, rope, kv_lora, cache.mode == "joint", q_nope_scale is not None, heads)
     q_out, q_rope, _ = results
-    latent_q = x.new_empty((tokens, w.up.weight.shape[1])) if return_latent_q else None
+    latent_q = x.new_empty((tokens, w.down.weight.shape[0] - kv_lora - rope)) if return_latent_q else None
+    held = w.as_rows()
     most = _MOST_TOKENS if x.is_cpu and DEVICE != "cpu" else max(tokens, 1)
     for first in range(0, tokens, most):
         some = slice(first, first + most) if tokens > most else slice(None)
         torch.ops.opsmith.mla_preprocess.default(
             x[some],
-            rows_of(w.down.weight),
-            rows_of(w.up.weight),
-            w.wuk.contiguous(),
-            dense(w.gamma0),
-            dense(w.gamma1),
-            w.gamma2.contiguous(),
-            dense(w.beta0),
-            dense(w.beta1),
-            dense(w.down.bias),
-            dense(w.up.bias),
-            dense(w.down.descale),
-            dense(w.up.descale),
-            w.down.scale,
-            w.down.offset,
-            w.up.scale,
-            w.up.offset,
+            *held,
             None if cos is None else cos[some],
             None if sin is None else sin[some],
             slot_mapping[some],

@@ -243,6 +243,29 @@ class MLAWeights(nn.Module):
         norms = (t["gamma0"], t["gamma1"], t["gamma2"], t["beta0"], t["beta1"])
         return Parts(down, up, t["wuk"], *norms, self.quant, self.interleaved)
 
+    def prepared(self) -> tuple[torch.Tensor | None, ...] | None:
+        """What kernels on a CPU take, kept between calls; None where they would need a copy of something."""
+        held = self.__dict__.get("_prepared")
+        if held is None:
+            parts = self.parts()
+            rows = parts.as_rows()
+            given = {id(t) for t in parts.tensors}
+            usable = parts.quant != "weight_int4" and all(id(t) in given for t in rows)
+            held = self.__dict__["_prepared"] = rows if usable and parts.wuk.is_cpu else ()
+        return held or None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop("_prepared", None)
+        super().__setattr__(name, value)
+
+    def register_buffer(self, *args: Any, **options: Any) -> None:
+        self.__dict__.pop("_prepared", None)
+        super().register_buffer(*args, **options)
+
+    def register_parameter(self, *args: Any, **options: Any) -> None:
+        self.__dict__.pop("_prepared", None)
+        super().register_parameter(*args, **options)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all that a call of `mla_preprocess` reads."""
@@ -339,6 +362,7 @@ class MLAWeights(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MLAWeights:
         """`.to`, `.half()`, `.cuda()`: a dtype is the inputs', never that of scales."""
+        self.__dict__.pop("_prepared", None)
         before = {name: self._buffers[name] for name in _FLOAT32}
         super()._apply(fn, recurse)
         for name, t in before.items():

@@ -50,7 +50,7 @@ void kv_epilogue_op(const Tensor& a, const Tensor& gamma2, const Optional& cos, 
 }
 
 MlaProjection projection(const char* name, const Tensor& weight, const Optional& bias, const Optional& descale,
-                         const Optional& scale, const Optional& offset, MlaQuant quant, DType dtype) {
+                         const Optional& scale, const Optional& offset, MlaQuant quant, DType dtype, int64_t depth) {
   const int64_t n = weight.size(0);
   check_dtype(name, weight, quant == MlaQuant::none ? dtype : DType::i8);
   if (bias) {
@@ -59,8 +59,13 @@ MlaProjection projection(const char* name, const Tensor& weight, const Optional&
     STD_TORCH_CHECK(quant != MlaQuant::per_token, "mla: no bias per token");
   }
   MlaProjection p{view_of(weight), view_of(bias), view_of(descale)};
-  if (quant != MlaQuant::none) {
-    STD_TORCH_CHECK(descale && dtype_of(*descale) == DType::f32, "mla: descale must be float32");
+  if (quant != MlaQuant::none) STD_TORCH_CHECK(descale && dtype_of(*descale) == DType::f32, "mla: descale must be float32");
+  if (quant == MlaQuant::weight_int4) {
+    const int64_t groups = descale->dim() == 2 ? descale->size(1) : 0, half = weight.size(1);
+    STD_TORCH_CHECK(groups > 0 && descale->size(0) == n && descale->is_contiguous() && half % groups == 0 &&
+                        half / groups % 16 == 0 && depth <= 2 * half && 2 * half <= (depth + 63) / 64 * 64,
+                    "mla: descale must be [N, groups], and the weight [N, K / 2] with K in whole groups");
+  } else if (quant != MlaQuant::none) {
     check_vector("descale", descale, n);
   }
   if (quant == MlaQuant::per_tensor) {
@@ -80,7 +85,7 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
   STD_TORCH_CHECK(x.dim() == 2 && wdqkv.dim() == 2 && wuq.dim() == 2 && wuk.dim() == 3 && dense(x) && dense(wdqkv) &&
                       dense(wuq) && wuk.is_contiguous(),
                   "mla_preprocess: x, wdqkv, wuq must be matrices and wuk 3-dimensional, dense in their last dimension");
-  STD_TORCH_CHECK(0 <= quant && quant <= int64_t(MlaQuant::weight_int8), "mla_preprocess: no form ", quant);
+  STD_TORCH_CHECK(0 <= quant && quant <= int64_t(MlaQuant::weight_int4), "mla_preprocess: no form ", quant);
   const DType dtype = dtype_of(x);
   STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "mla_preprocess: x must be floating-point");
   check_dtype("wuk", wuk, dtype);
@@ -88,7 +93,8 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
   STD_TORCH_CHECK(heads > 0 && nope > 0 && kv_lora > 0 && wuq.size(0) % heads == 0 && wuq.size(0) / heads >= nope,
                   "mla_preprocess: wuq must have heads * (nope + rope) rows");
   const int64_t width = wuq.size(0) / heads - nope, inner = gamma1 ? wdqkv.size(0) - kv_lora - width : hidden;
-  STD_TORCH_CHECK(wdqkv.size(1) == hidden && wuq.size(1) == inner && inner >= 0 &&
+  const bool packed = MlaQuant(quant) == MlaQuant::weight_int4;
+  STD_TORCH_CHECK((packed || (wdqkv.size(1) == hidden && wuq.size(1) == inner)) && inner >= 0 &&
                       (gamma1 || wdqkv.size(0) == kv_lora + width),
                   "mla_preprocess: wdqkv and wuq do not fit x and each other");
   check_float_vector("gamma0", gamma0, hidden);
@@ -100,8 +106,8 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
   STD_TORCH_CHECK(slots.dim() == 1 && slots.size(0) == tokens, "mla_preprocess: a slot for each token");
   MlaCall call;
   call.quant = MlaQuant(quant);
-  call.down = projection("wdqkv", wdqkv, bias0, descale0, scale0, offset0, call.quant, dtype);
-  call.up = projection("wuq", wuq, bias1, descale1, scale1, offset1, call.quant, dtype);
+  call.down = projection("wdqkv", wdqkv, bias0, descale0, scale0, offset0, call.quant, dtype, hidden);
+  call.up = projection("wuq", wuq, bias1, descale1, scale1, offset1, call.quant, dtype, inner);
   check_dtype("q_out", q_out, q_nope_scale ? DType::i8 : dtype);
   check_dtype("q_rope", q_rope, dtype);
   STD_TORCH_CHECK(q_out.dim() == 3 && q_out.size(0) == tokens && q_out.size(1) == heads && q_out.size(2) == kv_lora &&

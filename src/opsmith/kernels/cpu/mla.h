@@ -7,9 +7,10 @@
 
 namespace opsmith {
 
-enum class MlaQuant { none, per_tensor, per_token, weight_int8 };
+enum class MlaQuant { none, per_tensor, per_token, weight_int8, weight_int4 };
 
-// A projection [N, K] of y: in x's dtype, or int8 with a float32 `descale` for each row of it.
+// A projection [N, K] of y: in x's dtype, or int8 with a float32 `descale` for each row of it. In weight_int4 two numbers a
+// byte, 8 added to each, the even one in the low bits: [N, K / 2], K padded to whole groups, and descale [N, groups].
 struct MlaProjection {
   View weight, bias, descale;
   float scale = 1.0f, offset = 0.0f;  // of the activations, per tensor

@@ -171,6 +171,52 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
   }
 }
 
+inline IVec load_bytes(const uint8_t* p) {
+#if defined(OPSMITH_AVX512)
+  return (IVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(OPSMITH_AVX2)
+  return (IVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  IVec v;
+  for (int i = 0; i < W; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+
+// The same with numbers of 4 bits, in groups of `bytes` bytes that have a factor each. x is divided into its even numbers
+// and, `half` further on, its odd ones.
+template <int M, int R>
+__attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int64_t half, const uint8_t* w, int64_t w_stride,
+                                           const float* factor, int64_t groups, int64_t bytes, Fetch fetch, float* out,
+                                           int64_t out_stride) {
+  Vec total[M][R] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    Vec sum[M][R] = {};
+    for (int64_t j = g * bytes; j < (g + 1) * bytes; j += W) {
+      fetch.step<W>();
+      Vec low[R], high[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const IVec b = load_bytes(w + r * w_stride + j);
+        low[r] = to_float((b & 15) - 8);
+        high[r] = to_float((b >> 4) - 8);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const Vec even = load(x + m * x_stride + j), odd = load(x + m * x_stride + half + j);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sum[m][r] = fma(odd, high[r], fma(even, low[r], sum[m][r]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) total[m][r] = fma(sum[m][r], splat(factor[r * groups + g]), total[m][r]);
+    }
+  }
+  for (int m = 0; m < M; ++m) store_totals(total[m], out + m * out_stride);
+}
+
 // Calls tile<M, R> for `tokens` <= kDotTokens and R = kDotRows or 1.
 template <class F>
 inline void with_tile(int64_t tokens, int64_t rows, F&& f) {

@@ -24,13 +24,24 @@ struct MlaActivations {
   const std::unique_ptr<int32_t[]> sums;  // of integers
 };
 
+template <class T>
+inline void mla_add_bias(const MlaProjection& p, int64_t first, int64_t tokens, int64_t rows, float* out, int64_t out_stride) {
+  if (!p.bias.defined()) return;
+  for (int64_t i = 0; i < tokens; ++i) {
+    const T* bias = p.bias.as<T>() + first;
+    for_lanes(rows, [&](int64_t r, auto k) {
+      float* o = out + i * out_stride + r;
+      store(o, load(o, k) + load(bias + r, k), k);
+    });
+  }
+}
+
 // x and weight of one type: products in float, what goes in is rounded to T.
 template <class T_>
 struct MlaFloat {
   using T = T_;
   using S = T;
   using X = typename Dots<T, S>::X;
-  static constexpr int64_t step = Dots<T, S>::step;
 
   static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*, int32_t*) {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
@@ -42,14 +53,7 @@ struct MlaFloat {
              [&](auto m, auto r, int64_t i, const S* w, Fetch next, float* o) {
                dot_tile<T, S, m(), r()>(x.row(t + i), x.stride, w, w_stride, depth, next, o, out_stride);
              });
-    if (!p.bias.defined()) return;
-    for (int64_t i = 0; i < tokens; ++i) {
-      const T* bias = p.bias.as<T>() + first;
-      for_lanes(rows, [&](int64_t r, auto k) {
-        float* o = out + i * out_stride + r;
-        store(o, load(o, k) + load(bias + r, k), k);
-      });
-    }
+    mla_add_bias<T>(p, first, tokens, rows, out, out_stride);
   }
 };
 
@@ -59,7 +63,6 @@ struct MlaWeightInt8 {
   using T = T_;
   using S = int8_t;
   using X = float;
-  static constexpr int64_t step = W;
 
   static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*, int32_t*) {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
@@ -84,13 +87,37 @@ struct MlaWeightInt8 {
   }
 };
 
+// An int4 weight with a scale for each group of a row; activations in floating point.
+template <class T_>
+struct MlaWeightInt4 {
+  using T = T_;
+  using S = uint8_t;
+  using X = float;
+
+  static void prepare(const float* y, int64_t n, const MlaProjection& p, X* to, float*, int32_t*) {
+    const int64_t half = p.weight.sizes[1];
+    for (int64_t i = 0; i < n; ++i) to[i % 2 * half + i / 2] = to_float(from_float<T>(y[i]));
+  }
+  static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
+                   int64_t rows, int64_t, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
+    const int64_t w_stride = p.weight.strides[0], half = p.weight.sizes[1], groups = p.descale.sizes[1];
+    const uint8_t* const base = p.weight.as<S>();
+    dot_rows(tokens, base + first * w_stride, w_stride, rows, ahead, out, out_stride,
+             [&](auto m, auto r, int64_t i, const S* w, Fetch next, float* o) {
+               const float* factor = p.descale.as<float>() + (w - base) / w_stride * groups;
+               nibble_tile<m(), r()>(x.row(t + i), x.stride, half, w, w_stride, factor, groups, half / groups, next, o,
+                                     out_stride);
+             });
+    mla_add_bias<T>(p, first, tokens, rows, out, out_stride);
+  }
+};
+
 // int8 times int8: one scale and offset for all activations, or a scale for each token.
 template <class T_, bool per_token>
 struct MlaInteger {
   using T = T_;
   using S = int8_t;
   using X = int8_t;
-  static constexpr int64_t step = kByteStep;
 
   static void prepare(const float* y, int64_t n, const MlaProjection& p, X* to, float* scale,
                       int32_t* sum) {
@@ -115,10 +142,11 @@ struct MlaInteger {
     const int32_t* bias = p.bias.defined() ? p.bias.as<int32_t>() + first : nullptr;
     for (int64_t i = 0; i < tokens; ++i) {
       const float s = per_token ? x.scales[t + i] : 1.0f;
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t sum = int64_t(sums[i * rows + r]) + (bias ? bias[r] : 0);
-        out[i * out_stride + r] = float(sum) * descale[r] * s;
-      }
+      const int32_t* const from = sums + i * rows;
+      float* const to = out + i * out_stride;
+      int64_t r = 0;
+      for (; !bias && r + W <= rows; r += W) store(to + r, to_float((IVec)load_words(from + r)) * load(descale + r) * s);
+      for (; r < rows; ++r) to[r] = float(int64_t(from[r]) + (bias ? bias[r] : 0)) * descale[r] * s;
     }
   }
 };

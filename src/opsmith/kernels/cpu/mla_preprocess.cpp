@@ -46,12 +46,12 @@ class Region {
       : c_(call), gamma0_(call.gamma0), beta0_(call.beta0), gamma1_(call.gamma1), beta1_(call.beta1),
         gamma2_(call.gamma2), tokens_(call.x.sizes[0]), hidden_(call.x.sizes[1]), heads_(call.wuk.sizes[0]),
         nope_(call.wuk.sizes[1]), kv_lora_(call.wuk.sizes[2]), head_(call.up.weight.sizes[0] / call.wuk.sizes[0]),
-        rope_(head_ - nope_), inner_(call.up.weight.sizes[1]), columns_(call.down.weight.sizes[0]),
+        rope_(head_ - nope_), columns_(call.down.weight.sizes[0]),
+        inner_(call.gamma1.defined() ? columns_ - kv_lora_ - rope_ : hidden_),
         y_(tokens_, hidden_), z_(tokens_, inner_) {
     const bool low_rank = call.gamma1.defined();
     key_rows_ = kv_lora_ + rope_;
-    const int64_t row_bytes = std::max<int64_t>(1, hidden_ * int64_t(sizeof(typename Mode::S)));
-    block_ = std::max<int64_t>(kDotRows, kTaskBytes / row_bytes / kDotRows * kDotRows);
+    block_ = std::max<int64_t>(kDotRows, kTaskBytes / std::max<int64_t>(1, down_bytes()) / kDotRows * kDotRows);
     key_blocks_ = ceil_div(key_rows_, block_);
     query_blocks_ = low_rank ? ceil_div(columns_ - key_rows_, block_) : 0;
     latents_ = low_rank ? tokens_ : 0;
@@ -193,7 +193,7 @@ class Region {
 
   const MlaCall& c_;
   const MlaVector gamma0_, beta0_, gamma1_, beta1_, gamma2_;
-  const int64_t tokens_, hidden_, heads_, nope_, kv_lora_, head_, rope_, inner_, columns_;
+  const int64_t tokens_, hidden_, heads_, nope_, kv_lora_, head_, rope_, columns_, inner_;
   int64_t key_rows_, block_, key_blocks_, query_blocks_, latents_, first_heads_;
   const MlaActivations<X> y_, z_;
   std::unique_ptr<T[]> a_;
@@ -241,6 +241,7 @@ void mla_preprocess(const MlaCall& call) {
       case MlaQuant::per_tensor: return run<MlaInteger<T, false>>(call);
       case MlaQuant::per_token: return run<MlaInteger<T, true>>(call);
       case MlaQuant::weight_int8: return run<MlaWeightInt8<T>>(call);
+      case MlaQuant::weight_int4: return run<MlaWeightInt4<T>>(call);
     }
   });
 }

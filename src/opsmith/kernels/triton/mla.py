@@ -17,6 +17,7 @@ from opsmith.kernels.triton.mla_rows import (
     integer_dot,
     inverse_rms,
     layout,
+    like,
     norm_row,
     normalized,
     power,
@@ -94,8 +95,8 @@ def _project(
             a = tl.load(even, mask=here & (2 * half < K)[None, :], other=0.0)
             b = tl.load(even + 1, mask=here & (2 * half + 1 < K)[None, :], other=0.0)
             packed = tl.load(weight + row[:, None] * ws + half[None, :], mask=there, other=0).to(tl.int32)
-            low = ((packed & 15) - 8).to(a.dtype)
-            high = ((packed >> 4) - 8).to(a.dtype)
+            low = like((packed & 15) - 8, a)
+            high = like(((packed >> 4) & 15) - 8, a)
             group = tl.load(descale + row * ds + begin // BK, mask=row < N, other=0.0)
             sums += dot(b, tl.trans(high), dot(a, tl.trans(low))) * group[None, :]
         else:
@@ -104,7 +105,7 @@ def _project(
             if FORM == 1 or FORM == 2:
                 whole = integer_dot(a, tl.trans(w), whole)
             else:
-                sums = dot(a, tl.trans(w.to(a.dtype)), sums)
+                sums = dot(a, tl.trans(like(w, a)), sums)
     if FORM == 1 or FORM == 2:
         if BIAS:
             whole += tl.load(bias + row, mask=row < N, other=0)[None, :]

@@ -23,6 +23,14 @@ def q8(v):
 
 
 @inner
+def like(whole, x):
+    """Integers in x's dtype, which holds them; in float32 where `dot` would widen them again."""
+    if _WIDEN:
+        return whole.to(tl.float32)
+    return whole.to(x.dtype)
+
+
+@inner
 def integer_dot(a, b, acc):
     """a @ b + acc in int32. The interpreter multiplies in float32, exact for a block of K."""
     if _WIDEN:

@@ -80,6 +80,16 @@ class Sizes:
         return slots
 
 
+def double(w: MLAWeights) -> MLAWeights:
+    """The same numbers in float64, scales included."""
+    s = w.state_dict()
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in s.items()}
+    made = w.double()
+    for name, value in wide.items():
+        made._buffers[name] = value
+    return made
+
+
 def row_of(cache: MLACache, slot: int, kv_lora: int) -> tuple[np.ndarray, np.ndarray]:
     """What a slot holds, found by the arithmetic of the table of layouts."""
     block, offset = divmod(slot, cache.block_size)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.ops.mla import Sizes, row_of, spelled_out
+from tests.ops.mla import Sizes, double, row_of, spelled_out
 
 from opsmith.operator import Tolerance
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
@@ -20,16 +20,6 @@ SCALES: dict[str, Any] = {"ctkv_scale": 0.03, "q_nope_scale": torch.tensor([20.0
 
 def scales_for(mode: str) -> dict[str, Any]:
     return SCALES if mode == "int8_tiled" else {}
-
-
-def double(w: MLAWeights) -> MLAWeights:
-    """The same numbers in float64, scales included."""
-    s = w.state_dict()
-    wide = {k: v.double() if v.is_floating_point() else v for k, v in s.items()}
-    made = w.double()
-    for name, value in wide.items():
-        made._buffers[name] = value
-    return made
 
 
 # --- every formula, in float64, against the specification a token at a time ---------------------------------------

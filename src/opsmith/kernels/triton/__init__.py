@@ -22,7 +22,16 @@ __all__ = ["DEVICE", "INTERPRETED", "installed", "load", "offers"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"  # whose tensors these kernels take
 
-_HELPERS = {"ahead", "attention_gradients", "attention_scores", "common", "formula", "mla_rows", "norm", "races"}
+_HELPERS = {
+    "ahead",
+    "attention_gradients",
+    "attention_scores",
+    "common",
+    "formula",
+    "mla_rows",
+    "norm",
+    "races",
+}
 _LIBRARY = torch.library.Library("opsmith", "IMPL")
 
 

@@ -48,10 +48,6 @@ class Rows:
             "no input or output has the shape to which all of them broadcast; write it as two operators"
         )
 
-    def shared(self, name: str) -> bool:
-        """Whether all rows see the same row of this input."""
-        return strides_of(self.plan.inputs[name], self.plan.space) == []
-
     def place(self, name: str) -> str | None:
         """The index of an input's row, None where it is 0 for all."""
         runs = strides_of(self.plan.inputs[name], self.plan.space)

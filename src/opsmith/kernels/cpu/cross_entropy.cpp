@@ -23,12 +23,12 @@ int64_t count_valid(const std::vector<int64_t>& targets, int64_t ignore_index) {
   return int64_t(targets.size()) - std::count(targets.begin(), targets.end(), ignore_index);
 }
 
-template <class T>
-void read_row(ExpSum& s, const T* x, int64_t n, const LossOptions& o) {
+template <bool coarse, class T>
+void read_row(ExpSum& s, const T* x, int64_t n, int64_t target, const LossOptions& o) {
   if (o.label_smoothing == 0) {
-    add_to_sum<T, false>(s, x, n);
+    add_to_sum<T, false, coarse>(s, x, n, target);
   } else {
-    add_to_sum<T, true>(s, x, n);
+    add_to_sum<T, true, coarse>(s, x, n, target);
   }
 }
 
@@ -57,7 +57,7 @@ struct Stats {
   }
 };
 
-template <class T>
+template <bool coarse, class T>
 void forward(const View& logits, const std::vector<int64_t>& targets, const LossOptions& o, double* losses,
              Stats stats) {
   const int64_t rows = logits.sizes[0], n = logits.sizes[1];
@@ -71,7 +71,7 @@ void forward(const View& logits, const std::vector<int64_t>& targets, const Loss
       }
       const T* x = logits.as<T>() + r * logits.strides[0];
       ExpSum s;
-      read_row(s, x, n, o);
+      read_row<coarse>(s, x, n, target, o);
       losses[r] = row_loss(s, to_float(x[target]), n, o, stats.pivot(r), stats.log_total(r));
     }
   });
@@ -182,7 +182,9 @@ void cross_entropy(View logits, View target, const LossOptions& options, View lo
   const std::vector<int64_t> targets = targets_of(target);
   std::vector<double> losses(targets.size());
   with_float_type(logits.dtype, [&](auto* t) {
-    forward<std::remove_pointer_t<decltype(t)>>(logits, targets, options, losses.data(), Stats(stats));
+    using T = std::remove_pointer_t<decltype(t)>;
+    const auto run = sizeof(T) == 2 && loss.dtype != DType::f32 ? forward<sizeof(T) == 2, T> : forward<false, T>;
+    run(logits, targets, options, losses.data(), Stats(stats));
   });
   reduce(losses, targets, options, loss);
 }
@@ -208,7 +210,7 @@ void cross_entropy_part(View logits, View target, const LossOptions& options, in
         const T* x = logits.as<T>() + r * logits.strides[0];
         ExpSum s;
         if (first > 0) s = states.load(r);
-        read_row(s, x, n, options);
+        read_row<sizeof(T) == 2>(s, x, n, at, options);
         states.store(r, s);
         if (0 <= at && at < n) states.z_target(r) = to_float(x[at]);
       }

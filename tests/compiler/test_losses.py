@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import opsmith
 import opsmith.ops
 from opsmith.compiler import compiled
+from opsmith.compiler import settle as settling
+from opsmith.compiler.operands import nodes_in
 from opsmith.compiler.select import Choice
 from opsmith.compiler.settle import settle
 from tests.compiler.graphs import found_in
@@ -46,12 +48,17 @@ def _written_out(x: Any, t: Any) -> Any:
     return F.nll_loss(x - x.logsumexp(-1, keepdim=True), t)
 
 
+def _gathered(x: Any, t: Any) -> Any:
+    return -F.log_softmax(x, dim=-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
 @pytest.mark.parametrize(
     ("fn", "options"),
     [
         (_plain, {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}),
         (_smoothed, {"reduction": "none", "ignore_index": -100, "label_smoothing": 0.1}),
         (_by_logarithm, {"reduction": "sum", "ignore_index": 7, "label_smoothing": 0.0}),
+        (_gathered, {"reduction": "none", "ignore_index": -(2**63), "label_smoothing": 0.0}),
         (_written_out, {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}),
     ],
     ids=lambda v: v.__name__.strip("_") if callable(v) else "",
@@ -77,12 +84,22 @@ def _of_pixels(x: Any, t: Any) -> Any:
     return F.cross_entropy(x.view(3, _V, 3), t.view(3, 3))
 
 
+def _gathered_along_rows(x: Any, t: Any) -> Any:
+    return -F.log_softmax(x, dim=-1).gather(0, t.clamp(0, 8).unsqueeze(-1)).squeeze(-1)
+
+
+def _several_gathered(x: Any, t: Any) -> Any:
+    return -F.log_softmax(x, dim=-1).gather(-1, t.clamp(min=0).view(9, 1).expand(9, 2))
+
+
 def _not_a_logarithm(x: Any, t: Any) -> Any:
     return F.nll_loss(x - x.exp().mean(-1, keepdim=True).log(), t)
 
 
 @pytest.mark.parametrize(
-    "fn", [_weighted, _of_probabilities, _of_pixels, _not_a_logarithm], ids=lambda f: f.__name__.strip("_")
+    "fn",
+    [_weighted, _of_probabilities, _of_pixels, _not_a_logarithm, _gathered_along_rows, _several_gathered],
+    ids=lambda f: f.__name__.strip("_"),
 )
 def test_other_losses_are_left_alone(fn: Callable[..., Any]) -> None:
     found, got, want = found_in(fn, [_numbers(9, _V), _labels(9)], False)
@@ -194,6 +211,40 @@ def test_parts_run_where_they_are_faster(apart: bool) -> None:
     assert ("1.04x as fast as linear and cross_entropy" in choice.reason) is not apart
     pinned = Choice("native", "pinned by the configuration")
     assert settle(site, pinned, choose, lambda node: node) == (False, pinned)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_what_learns_is_settled_by_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch, learns: bool
+) -> None:
+    """A merged operator that is slower forward and faster with its gradients runs where the model learns."""
+    monkeypatch.setattr(settling, "_steps", lambda site, value, learning: (2.0, 3.0))
+    values = [_numbers(2, 6, WIDTH), _numbers(_V, WIDTH), _labels(2, 6)]
+    found, _, _ = found_in(_shifted_labels, values, False)
+    (site,) = found.sites
+    weight = {site.arguments["weight"]} if learns else set()
+    slower = Choice("native", "measured", {"native": 2.5, "eager": 3.0})
+    part = Choice("native", "measured", {"native": 1.2})
+    got, choice = settle(site, slower, lambda *_: part, lambda node: node, weight)
+    assert got is not learns
+    assert ("1.50x as fast as linear and cross_entropy forward and backward" in choice.reason) is learns
+
+
+def test_the_time_of_a_step_takes_in_its_gradients() -> None:
+    rows, width = 300, 96
+    values = [_numbers(2, rows, width), _numbers(_V, width), _labels(2, rows)]
+    found, _, _ = found_in(_shifted_labels, values, False)
+    (site,) = found.sites
+    target = F.pad(values[2], (0, 1), value=-100)[..., 1:].reshape(-1)
+    of_shape = {tuple(v.shape): v for v in (*values, target)}
+    operands = [n for v in site.arguments.values() for n in nodes_in(v)]
+    env = {n: of_shape[tuple(n.meta["val"].shape)] for n in operands}
+    learning = {n for n in env if env[n].is_floating_point()}
+    gradients = settling._step(site, env.__getitem__, learning)()
+    hidden, weight = (v.clone().requires_grad_() for v in values[:2])
+    F.cross_entropy(F.linear(hidden, weight).view(-1, _V), target, reduction="sum").backward()
+    for got, want in zip(gradients, (hidden.grad, weight.grad), strict=True):
+        torch.testing.assert_close(got.view_as(want), want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

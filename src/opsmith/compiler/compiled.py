@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from opsmith.compiler.prove import prove
 from opsmith.compiler.recognize import Miss, Recognition, recognize
 from opsmith.compiler.rewrite import rewrite
 from opsmith.compiler.select import Choice, Packer, Selector, raised, signature
-from opsmith.compiler.settle import call_of, settle
+from opsmith.compiler.settle import call_of, learning, settle
 from opsmith.compiler.site import Site, where
 from opsmith.operator import Implementation, Verdict, registry
 
@@ -113,7 +113,7 @@ class CompiledGraph:
         self.report.sites.append(SiteReport(name, operator, site.pattern, where(site.root), site.composite))
         return name
 
-    def divided(self, name: str, value: Callable[[Node], Any]) -> list[str]:
+    def divided(self, name: str, value: Callable[[Node], Any], learn: Collection[Node]) -> list[str]:
         """The names under which a site runs: its own, or, where they are faster together, those of its parts."""
         site = self.sites[name]
         if not site.parts or self._rewritten is not None:
@@ -124,7 +124,7 @@ class CompiledGraph:
 
         call = call_of(site, value)
         choice = self.choice(name, call, may_measure=True)
-        apart, self._choices[name, signature(site.card, call)] = settle(site, choice, choose, value)
+        apart, self._choices[name, signature(site.card, call)] = settle(site, choice, choose, value, learn)
         if not apart:
             return [name]
         del self.sites[name]
@@ -193,13 +193,13 @@ class CompiledGraph:
             self._versions, self._addresses, self._packed_from = [], [], []
             self._programs.clear()
 
-    def study(self, args: Sequence[Any]) -> None:
+    def study(self, args: Sequence[Any], training: bool = False) -> None:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
         if not self._versions and self._weights:
             self._repack(args)
         before = len(self.report.kept)
         with torch.no_grad():
-            kept = _Study(self, args).run()
+            kept = _Study(self, args, training).run()
         self.selector.cache.save()
         if len(self.report.kept) < before:
             self._programs.clear()  # those of examples seen earlier still have the site
@@ -302,7 +302,7 @@ class CompiledGraph:
         with self._lock:
             if self._rewritten is None:
                 with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                    self.study(self._copies(args))
+                    self.study(self._copies(args), training=True)
         assert self._rewritten is not None
         return self._rewritten(*args)
 
@@ -314,11 +314,12 @@ _SET_GRAD = torch._C._set_grad_enabled
 class _Study:
     """One run of the captured graph that stops at every site."""
 
-    def __init__(self, owner: CompiledGraph, args: Sequence[Any]):
+    def __init__(self, owner: CompiledGraph, args: Sequence[Any], training: bool):
         self.owner = owner
         self.args = args
         self.nodes = list(owner.original.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.learn = learning(self.nodes, args) if training else set()
         self.env: dict[Node, Any] = {}
         self.at: dict[Node, list[str]] = {}
         self.last: dict[Node, int] = {
@@ -349,7 +350,7 @@ class _Study:
             elif node.op == "call_function" and node.target is not _SET_GRAD:
                 args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
                 self.env[node] = node.target(*args, **kwargs)
-            for name in [n for m in self.at.get(node, ()) for n in owner.divided(m, self.value)]:
+            for name in [n for m in self.at.get(node, ()) for n in owner.divided(m, self.value, self.learn)]:
                 done += 1
                 if owner._progress is not None:
                     owner._progress(name, done, len(owner.sites))

@@ -6,9 +6,14 @@ from typing import Any
 
 from torch.fx import Node
 
-from opsmith.compiler.canon import Canon, Unreadable, rule, shape_of
+from opsmith.compiler import views
+from opsmith.compiler.canon import Canon, Unreadable, last_axis, op_name, rule, shape_of
 from opsmith.compiler.reductions import log_softmax
 from opsmith.compiler.terms import Poly
+
+# For a loss that ignores nothing: a class number that nothing has.
+_NONE_IGNORED = -(2**63)
+_MORE_AXES = ("aten::unsqueeze", "aten::view", "aten::reshape")
 
 
 @rule("cross_entropy_loss")
@@ -63,3 +68,14 @@ def _nll(
     if not all(isinstance(v, int | float) for v in settings):
         raise Unreadable
     return c.space.fn("nll", (scores, c(target)), shape_of(node), (reduction, *settings))
+
+
+@rule("gather")
+def _gather(c: Canon, node: Node, self: Any, dim: int, index: Any, sparse_grad: bool = False) -> Poly:
+    """One score of each row, by its class number: a loss without a sign, where the scores are logarithms."""
+    rows = shape_of(self)[:-1]
+    ids = index.args[0] if op_name(index) in _MORE_AXES else None
+    if not last_axis(node, dim) or shape_of(index) != (*rows, 1) or shape_of(ids) != rows:
+        raise Unreadable
+    losses = c.space.fn("nll", (c(self), c(ids)), rows, (0, _NONE_IGNORED, 0.0))
+    return views.reshape(c.space, c.space.scale(losses, -1), rows, (*rows, 1))

@@ -48,7 +48,7 @@ TRIGGERS = {
     | {"gelu", "scaled_dot_product_attention"},
     "mean": {"mean", "sum", "var", "std", "var_mean", "layer_norm", "native_layer_norm", "rms_norm"},
     "matmul": {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "einsum", "scaled_dot_product_attention"},
-    "nll": {"cross_entropy_loss", "nll_loss", "nll_loss_nd"},
+    "nll": {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "gather"},
     "join": {"cat", "stack", "view_as_real"},
     "gather": {"embedding", "index", "index_select", "matmul", "mm"},
 }

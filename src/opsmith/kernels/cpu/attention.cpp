@@ -10,6 +10,7 @@
 #include "attention_scores.h"
 #include "attention_sequences.h"
 #include "paged_attention.h"
+#include "pair.h"
 
 namespace opsmith {
 namespace {
@@ -205,8 +206,15 @@ class Attention {
     Vec total = load(totals);
     if (p_.plain && !precise) {
       const float shift = -base * exponent;
-      for (int64_t v = 0; v < vecs; ++v) {
-        const Vec w = exp2<precise>(fma(load(s + v * W), exponent, shift));
+      const auto weight = [=](int64_t v) { return exp2_for<T>(fma(load(s + v * W), exponent, shift)); };
+      int64_t v = 0;
+      for (; v + 2 <= vecs; v += 2) {
+        const Vec w = weight(v), next = weight(v + 1);
+        total += w + next;
+        put_in_order(weights + v * W, {w, next}, false);
+      }
+      if (v < vecs) {
+        const Vec w = weight(v);
         total += w;
         store(weights + v * W, w);
       }

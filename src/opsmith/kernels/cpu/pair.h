@@ -118,6 +118,26 @@ inline void put(float16* p, Pair v, Both, bool streaming) {  // two half lines a
 }
 #endif
 
+// Store two vectors whose elements stand in order, whatever T's pairs do: where T has 16 bits as one whole line, since half
+// lines past the cache take longer.
+template <class T>
+inline void put_in_order(T* p, Pair v, bool streaming) {
+  put(p, v, Both{}, streaming);
+}
+#if defined(OPSMITH_AVX512)
+inline void put_in_order(bfloat16* p, Pair v, bool streaming) {
+#if defined(__AVX512BF16__)
+  store_packed(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a), streaming);
+#else
+  store_packed(p, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_bfloat16(v.a)), narrow_bfloat16(v.b), 1), streaming);
+#endif
+}
+#elif defined(OPSMITH_AVX2)
+inline void put_in_order(bfloat16* p, Pair v, bool streaming) {
+  store_packed(p, _mm256_set_m128i(narrow_bfloat16(v.b), narrow_bfloat16(v.a)), streaming);
+}
+#endif
+
 // How many of a row's elements are handled in pairs, four pairs at a time; the rest goes vector by vector.
 inline int64_t paired(int64_t n) { return n / (8 * W) * (8 * W); }
 

@@ -154,12 +154,41 @@ inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
 
 // --- a row -----------------------------------------------------------------------------------------------------------
 
+// Two vectors of the first halves of N heads, from element i on, and two of the second: whole lines of 16-bit results.
+template <bool inverse, bool shared, int N, class S, class T, class C>
+inline __attribute__((always_inline)) void rotate_two(const S* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
+                                                      int64_t half, int64_t i, bool streaming, int64_t ahead) {
+  auto two = [](const auto* p) { return Pair{load(p), load(p + W)}; };
+  const Pair cos1 = two(t.cos1 + i), sin1 = two(t.sin1 + i);
+  const Pair cos2 = shared ? cos1 : two(t.cos2 + i), sin2 = shared ? sin1 : two(t.sin2 + i);
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    const S* from = x + n * x_step + i;
+    T* to = y + n * y_step + i;
+    prefetch(from + ahead);
+    prefetch(from + ahead + half);
+    const Pair x1 = two(from), x2 = two(from + half);
+    Pair y1, y2;
+    rotate<inverse>(x1.a, x2.a, cos1.a, sin1.a, cos2.a, sin2.a, y1.a, y2.a);
+    rotate<inverse>(x1.b, x2.b, cos1.b, sin1.b, cos2.b, sin2.b, y1.b, y2.b);
+    put_in_order(to, y1, streaming);
+    put_in_order(to + half, y2, streaming);
+  }
+}
+
 // Rotates 2 * half elements of N heads of one token, `x_step` and `y_step` apart; y may be x. `shared` says that both of
 // a pair have one entry in the table. `streaming` asks for stores past the cache. What lies `ahead` will be read soon.
 template <bool interleaved, bool inverse, bool shared, int N, class S, class T, class C>
 inline __attribute__((always_inline)) void rotate_row(const S* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
                                                       int64_t half, bool streaming, int64_t ahead) {
-  for_lanes(half, [=](int64_t i, auto k) __attribute__((always_inline)) {
+  int64_t done = 0;
+  if constexpr (!interleaved && sizeof(T) == 2) {
+    for (; done + 2 * W <= half; done += 2 * W) {
+      rotate_two<inverse, shared, N>(x, x_step, y, y_step, t, half, done, streaming, ahead);
+    }
+  }
+  for_lanes(half - done, [=](int64_t at, auto k) __attribute__((always_inline)) {
+    const int64_t i = done + at;
     const Vec cos1 = load(t.cos1 + i, k), sin1 = load(t.sin1 + i, k);
     Vec cos2 = cos1, sin2 = sin1;
     if constexpr (!shared) {

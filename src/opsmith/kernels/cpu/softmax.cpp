@@ -66,6 +66,17 @@ struct Unwritten {
   bool streaming = false;
 };
 
+// The result of a row from 2 W of its terms, which are in the order of pairs unless a bias, that is not, met them.
+template <class T, bool biased>
+inline void put_terms(const Unwritten<T> done, int64_t i, const float* const terms) {
+  const Pair y = load(terms + i, Both{}) * done.inverse;
+  if constexpr (biased) {
+    put_in_order(done.y + i, y, done.streaming);
+  } else {
+    put(done.y + i, y, Both{}, done.streaming);
+  }
+}
+
 // Writes `done`'s result from `terms`, and e^z of a row in its place. Returns the sum of these, added up in pieces,
 // since each addition to a sum that holds a dominating term loses half a unit of that term.
 template <class T, bool writing, bool biased>
@@ -74,6 +85,7 @@ inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const U
   constexpr float unit = exact ? 1.0f : log2_e;  // rounded results are good enough in powers of two
   const float factor = z.scale * unit;
   auto power = [](Vec v) { return exact ? exp(v) : exp2_for<T>(v); };
+  auto with_bias = [&](Vec v, Vec b) { return z.hiding ? select(b < 0.0f, b, v) : fma(b, unit, v); };
   Vec total{};
   for (int64_t first = 0; first < n; first += piece) {
     if constexpr (writing) prefetch((const char*)(done.y + first) + page);
@@ -81,18 +93,20 @@ inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const U
     int64_t i = first;
     const int64_t end = std::min(first + piece, n);
     constexpr int64_t step = 4 * W;
-    for (; !biased && i + step <= end; i += step) {
+    for (; i + step <= end; i += step) {
       for (size_t line = 0; line < step * sizeof(T); line += 64) prefetch_once((const char*)(z.x + i) + line + ahead);
       if constexpr (writing) {
-        for (int64_t j = i; j < i + step; j += 2 * W) {
-          const Pair before = load(terms + j, Both{});
-          put(done.y + j, before * done.inverse, Both{}, done.streaming);
-        }
+        for (int64_t j = i; j < i + step; j += 2 * W) put_terms<T, biased>(done, j, terms);
       }
       for (int u = 0; u < 2; ++u) {
         const int64_t j = i + u * 2 * W;
-        const Pair scores = load(z.x + j, Both{});
-        const Pair e{power(scores.a * factor), power(scores.b * factor)};
+        Pair v;
+        if constexpr (biased) {
+          v = {with_bias(load(z.x + j) * factor, load(z.bias + j)), with_bias(load(z.x + j + W) * factor, load(z.bias + j + W))};
+        } else {
+          v = load(z.x + j, Both{}) * factor;
+        }
+        const Pair e{power(v.a), power(v.b)};
         sums[u] = sums[u] + e;
         store(terms + j, e, Both{});
       }
@@ -101,10 +115,7 @@ inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const U
       const int64_t j = i + at;
       if constexpr (writing) store(done.y + j, load(terms + j) * done.inverse, k);
       Vec v = load(z.x + j, k) * factor;
-      if constexpr (biased) {
-        const Vec b = load(z.bias + j, k);
-        v = z.hiding ? select(b < 0.0f, b, v) : fma(b, unit, v);
-      }
+      if constexpr (biased) v = with_bias(v, load(z.bias + j, k));
       const Vec e = power(keep(v, k, -infinity));
       sums[0].a += e;
       store(terms + j, e);
@@ -148,10 +159,8 @@ inline float scan_stable(Scores<T> z, int64_t n, float* terms, float* tops, floa
 
 template <class T, bool biased>
 inline void write_fast(const Unwritten<T> done, int64_t n, const float* const terms) {
-  const int64_t paired = biased ? 0 : n / (4 * W) * (4 * W);  // as scan_fast has left them
-  for (int64_t i = 0; i < paired; i += 2 * W) {
-    put(done.y + i, load(terms + i, Both{}) * done.inverse, Both{}, done.streaming);
-  }
+  const int64_t paired = n / (4 * W) * (4 * W);  // as scan_fast has left them
+  for (int64_t i = 0; i < paired; i += 2 * W) put_terms<T, biased>(done, i, terms);
   for_lanes(n - paired, [&](int64_t at, auto k) {
     store(done.y + paired + at, load(terms + paired + at) * done.inverse, k);
   });

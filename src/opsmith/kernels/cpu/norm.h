@@ -92,11 +92,12 @@ struct Row {
   }
 };
 
-// A row of x + residual, rounded as it is stored: in `summed`, and in `kept`, where the second look finds it.
+// A row of x + residual, rounded as it is stored: in `summed`, and in `kept`, where the second look finds it. What is not
+// written past the cache is read before it is written, and so asked for as early as what is read.
 template <class T, bool streaming>
 struct SumRow {
   const T *x, *residual;
-  int64_t ahead, residual_ahead;
+  int64_t ahead, residual_ahead, summed_ahead;
   T *summed, *kept;
 
   template <class Lanes>
@@ -104,6 +105,7 @@ struct SumRow {
     if constexpr (std::is_same_v<Lanes, Both>) {
       fetch_pair(x + ahead + i);
       fetch_pair(residual + residual_ahead + i);
+      if constexpr (!streaming) fetch_pair(summed + summed_ahead + i);
     }
     const auto sum = load(x + i, k) + load(residual + i, k);
     put(kept + i, sum, k, false);
@@ -156,19 +158,21 @@ void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, 
                const Normalizer& normalizer) {
   const int64_t n = x.sizes[1], ahead = fetch_distance<T>(x);
   const int64_t residual_ahead = with_residual ? fetch_distance<T>(residual) : 0, room = round_up(n, 64);
+  const int64_t y_ahead = fetch_distance<T>(y), summed_ahead = with_residual ? fetch_distance<T>(summed) : 0;
   T* const kept = with_residual ? reinterpret_cast<T*>(scratch(2 * room)) : nullptr;
   auto row = [](const View& v, int64_t r) { return v.as<T>() + r * v.strides[0]; };
   auto value_of = [=](int64_t r) {
     if constexpr (with_residual) {
-      return SumRow<T, streaming>{row(x, r),      row(residual, r), ahead,
-                                  residual_ahead, row(summed, r),   kept + (r & 1) * room};
+      return SumRow<T, streaming>{row(x, r),    row(residual, r), ahead, residual_ahead,
+                                  summed_ahead, row(summed, r),   kept + (r & 1) * room};
     } else {
       return Row<T>{row(x, r), ahead};
     }
   };
   auto writer_of = [=](int64_t r, const Stats& stats) {
     const T* const from = with_residual ? kept + (r & 1) * room : row(x, r);
-    return [yr = row(y, r), from, normalized = normalizer(r, stats)](int64_t i, auto k) {
+    return [yr = row(y, r), from, y_ahead, normalized = normalizer(r, stats)](int64_t i, auto k) {
+      if constexpr (!streaming && std::is_same_v<decltype(k), Both>) fetch_pair(yr + y_ahead + i);
       put(yr + i, normalized(load(from + i, k), i, k), k, streaming);
     };
   };

@@ -11,6 +11,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler.bind import kernel_calls
+from opsmith.compiler.program import Program
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, gpt2, ids, numbers, padding, seeded
 
 
@@ -238,3 +239,11 @@ def test_an_input_may_come_in_another_layout() -> None:
         for like in (x, x.transpose(0, 1).contiguous().transpose(0, 1), x.repeat(1, 1, 2)[..., :WIDTH]):
             assert like.shape == x.shape
             truth.check(model(like), like)
+
+
+def test_slots_are_where_their_results_were() -> None:
+    meta = torch.device("meta")
+    layout = (0, 16, torch.float32, (2, 3), (3, 1))
+    program = Program([], "", [64], [meta], lambda args, buffers: buffers[0], [layout])
+    assert program([]).device == meta
+    assert program([]).shape == (2, 3)

@@ -44,6 +44,7 @@ class Program:
     steps: list[Step]
     source: str
     slots: list[int]  # bytes
+    _devices: list[torch.device]  # of the slots
     _run: Callable[..., Any]
     _layouts: list[Layout]
     _free: list[list[Any]] = field(default_factory=list)
@@ -62,7 +63,10 @@ class Program:
         return result
 
     def _allocate(self) -> list[Any]:
-        storage = [torch.empty(size, dtype=torch.uint8) for size in self.slots]
+        storage = [
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for size, device in zip(self.slots, self._devices, strict=True)
+        ]
 
         return [
             torch.as_strided(storage[slot][offset:].view(dtype), size, stride)
@@ -100,6 +104,7 @@ class _Recorder:
         self.constant: dict[Node, Any] = {}
         self.weights = {_memory(w) for w in packer.constants.values()}
         self.slot_of: dict[int, int] = {}  # by the memory of a recorded result: the slot in its place
+        self.devices: list[torch.device] = []  # of the slots
         self.layouts: dict[
             Layout, int
         ] = {}  # what is read and written in slots, and its index among the buffers
@@ -115,7 +120,8 @@ class _Recorder:
         steps = [
             self.steps[n] for n in self.nodes if n in self.steps and n in needed and n not in self.constant
         ]
-        return Program(steps, source, slots, names["run"], list(self.layouts), called=self.called), result
+        layouts = list(self.layouts)
+        return Program(steps, source, slots, self.devices, names["run"], layouts, called=self.called), result
 
     def _execute(self) -> Any:
         inputs = iter(self.args)
@@ -196,11 +202,16 @@ class _Recorder:
             taken: list[int] = []
             for t in self.candidates[node]:
                 need = t.untyped_storage().nbytes()
-                free = [i for i, end in enumerate(until) if end < self.order[node] and i not in taken]
+                free = [
+                    i
+                    for i, end in enumerate(until)
+                    if end < self.order[node] and i not in taken and self.devices[i] == t.device
+                ]
                 slot = min(free, key=lambda i: (abs(sizes[i] - need), i), default=len(sizes))
                 if slot == len(sizes):
                     sizes.append(0)
                     until.append(-1)
+                    self.devices.append(t.device)
                 sizes[slot] = max(sizes[slot], need)
                 until[slot] = last[node]
                 taken.append(slot)

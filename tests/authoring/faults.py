@@ -77,7 +77,7 @@ SAID = {
     "eps": "wrong value|low precision",
     "half": "low precision",
     "inplace": "mutated input",
-    "race": "low precision|wrong value|stored by several programs",
+    "race": "low precision|wrong value|two runs|stored by several programs",
     "cached": "cached answer",
 }
 

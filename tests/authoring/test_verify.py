@@ -113,6 +113,7 @@ def test_the_command_prints_a_table_and_the_smallest_failing_case(
         "values",
         "two runs",
         "threads",
+        "opcheck",
         "torch.compile",
         "torch.compile, gradients",
         "gradcheck",

@@ -158,6 +158,7 @@ def _middle(
     BLOCK: tl.constexpr,
     KV: tl.constexpr,
     PAIRS: tl.constexpr,
+    QUERIES: tl.constexpr,
     BETA: tl.constexpr,
     FORM: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -166,17 +167,30 @@ def _middle(
     INTERLEAVED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 1:
-        row = a + token * as_ + kv_lora + 2 * half
-        s_row = s
-        if FORM == 2:
-            s_row = s + token
-        norm_row(
-            row, gamma1, beta1, inner, eps, z + token * zs, s_row, scale, offset, BLOCK, True, BETA, FORM
-        )
-        if PLAIN:
-            norm_row(row, gamma1, beta1, inner, eps, plain + token * ps, s, s, s, BLOCK, True, BETA, 0)
-    else:
+    if QUERIES:  # noqa: SIM102  one is decided by the compiler, the other by each program
+        if tl.program_id(1) == 1:
+            behind = a + token * as_ + kv_lora + 2 * half
+            s_row = s
+            if FORM == 2:
+                s_row = s + token
+            norm_row(
+                behind,
+                gamma1,
+                beta1,
+                inner,
+                eps,
+                z + token * zs,
+                s_row,
+                scale,
+                offset,
+                BLOCK,
+                True,
+                BETA,
+                FORM,
+            )
+            if PLAIN:
+                norm_row(behind, gamma1, beta1, inner, eps, plain + token * ps, s, s, s, BLOCK, True, BETA, 0)
+    if tl.program_id(1) == 0:
         slot = tl.load(slots + token).to(tl.int64)
         kept = tl.where((slot >= 0) & (slot < end), kv_lora, 0)  # of what a row has, if the token has a slot
         paired = tl.where((slot >= 0) & (slot < end), half, 0)
@@ -241,9 +255,9 @@ def _absorb(
         first, other, x1, x2 = turned(
             row + nope, cos, sin, token[:, None] * table, pair, half, mask, second, INTERLEAVED, TURN
         )
-        to = q_rope + token[:, None] * rt + head * rh
-        tl.store(to + first, rounded(x1, q_rope), mask=mask)
-        tl.store(to + other, rounded(x2, q_rope), mask=mask)
+        beside = q_rope + token[:, None] * rt + head * rh
+        tl.store(beside + first, rounded(x1, q_rope), mask=mask)
+        tl.store(beside + other, rounded(x2, q_rope), mask=mask)
     else:
         column = tl.program_id(2) * BN + tl.arange(0, BN)
         there = (column < kv_lora)[None, :]
@@ -435,6 +449,7 @@ def middle(
         BLOCK=block,
         KV=power(kv_lora),
         PAIRS=power(rope_size // 2),
+        QUERIES=queries is not None,
         BETA=beta1 is not None,
         FORM=form,
         PLAIN=plain is not None,

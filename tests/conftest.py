@@ -77,6 +77,18 @@ def session_tuning_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def registered_cards() -> Iterator[None]:
+    """Operators that a module's tests register are unknown to the next module's, which may write the same patterns."""
+    import opsmith.ops  # noqa: F401  registers ours
+    from opsmith import operator
+
+    before = operator.registry()
+    yield
+    operator._REGISTRY.clear()
+    operator._REGISTRY.update(before)
+
+
 @pytest.fixture(autouse=True)
 def tuning_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty tuning cache for each test: no test depends on what another one measured."""

@@ -1,5 +1,6 @@
 """What `opsmith new` writes: complete, formatted, quick, and right on every back end without an edit."""
 
+import functools
 import json
 import os
 import re
@@ -7,13 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from opsmith import operator
 from opsmith.authoring import project
 from opsmith.authoring.new import BACKENDS, create
 from opsmith.cli import main
@@ -49,13 +49,16 @@ def write(folder: Path, name: str, backends: tuple[str, ...]) -> Path:
     return create(file, folder / name.lower(), backends=backends)[0]
 
 
-@pytest.fixture
-def cards() -> Iterator[None]:
-    """The registry as it was, once the test is over."""
-    before = dict(operator._REGISTRY)
-    yield
-    operator._REGISTRY.clear()
-    operator._REGISTRY.update(before)
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Operator]:
+    """The card of a generated project: one of a name in a process, which PyTorch's dispatcher keeps."""
+
+    @functools.cache
+    def loaded(name: str) -> Operator:
+        card: Operator = project.load(write(tmp_path_factory.mktemp(name), name, (here,))).CARD
+        return card
+
+    return loaded
 
 
 @pytest.mark.parametrize("name", PROTOTYPES)
@@ -98,10 +101,9 @@ def test_what_is_written_is_formatted(tmp_path: Path) -> None:
 
 
 @runs
-@pytest.mark.usefixtures("cards")
 @pytest.mark.parametrize("name", TRIED)
-def test_kernels_and_gradients_are_right_without_an_edit(name: str, tmp_path: Path) -> None:
-    card: Operator = project.load(write(tmp_path, name, (here,))).CARD
+def test_kernels_and_gradients_are_right_without_an_edit(name: str, load: Callable[[str], Operator]) -> None:
+    card = load(name)
     dtypes = [torch.float32, torch.bfloat16] if here == "cpu" else [torch.float32]
     findings = list(verify(card, dtypes))
     wanted = {"triton" if here == "triton" else "native", "eager", "autograd"}
@@ -110,9 +112,8 @@ def test_kernels_and_gradients_are_right_without_an_edit(name: str, tmp_path: Pa
 
 
 @runs
-@pytest.mark.usefixtures("cards")
-def test_the_function_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    rope = project.load(write(tmp_path, "RopeCustom", (here,))).CARD.function
+def test_the_function_refuses_what_does_not_fit(load: Callable[[str], Operator]) -> None:
+    rope = load("RopeCustom").function
     x, cos = torch.randn(2, 3, 5, 8), torch.randn(5, 8)
     with pytest.raises(ValueError, match=r"cos must have shape \[L, D\] with L = 5, D = 8, got \(4, 8\)"):
         rope(x, cos[:4], cos)
@@ -132,7 +133,6 @@ def test_the_function_refuses_what_does_not_fit(tmp_path: Path) -> None:
 
 
 @runs
-@pytest.mark.usefixtures("cards")
 def test_dtypes_may_be_mixed(tmp_path: Path) -> None:
     p = prototype(
         "MixedNorm", {"x": "... N", "weight": "N"}, "x * rsqrt(mean(x * x) + eps) * weight", eps=1e-6
@@ -151,7 +151,6 @@ def test_dtypes_may_be_mixed(tmp_path: Path) -> None:
 
 
 @runs
-@pytest.mark.usefixtures("cards")
 def test_without_a_formula_the_kernels_are_the_authors_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

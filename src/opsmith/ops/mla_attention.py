@@ -66,9 +66,7 @@ def mla_attention(
         check_inference(op, rotated, wuv)
     scales = check_scales(op, cache, ctkv_scale, (q_nope_scale, q_out.shape[1]))
     args = nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales
-    # The kernel's exponential is one for results that are rounded to 16 bits.
-    coarse = rotated.dtype == torch.float32 or native(rotated, op) is not True
-    if coarse or needs_grad(nope, rotated, cache.latent, cache.rope, wuv):
+    if native(rotated, op) is not True or needs_grad(nope, rotated, cache.latent, cache.rope, wuv):
         check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)
         return define(*args)
     # The kernel looks at every length and block before it reads, so that a look from here would only cost time.

@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "attention_scores.h"
 #include "mla_dots.h"
 #include "mla_rows.h"
 
@@ -226,14 +227,14 @@ class Attention {
     });
     const float most = std::max(m.most[r], reduce_max(high));
     const float base = most == kNone ? 0.0f : most;
-    const float before = to_scalar(exp2_for<float>(splat(m.most[r] - base)));
+    const float before = exp2<true>(splat(m.most[r] - base))[0];
     if (m.most[r] != most) {
       float* sums = m.sums + r * width_;
       for (int64_t i = 0; i < width_; i += W) store(sums + i, load(sums + i) * before);
     }
     Vec total{};
     for_lanes(seen, [&](int64_t i, auto l) {
-      const Vec w = round_to<T>(exp2_for<T>(load(s + i, l) - base));
+      const Vec w = round_to<T>(power(load(s + i, l) - base));
       total += keep(w, l, 0.0f);
       store(to + i, w, l);
     });
@@ -242,7 +243,14 @@ class Attention {
     m.most[r] = most;
   }
 
-  static float to_scalar(Vec v) { return v[0]; }
+  // 2^x, as exactly as T can show.
+  static Vec power(Vec x) {
+    if constexpr (std::is_same_v<T, float>) {
+      return exp2<true>(x);
+    } else {
+      return exp2_for<T>(x);
+    }
+  }
 
   // One head of all tokens: what the parts found is put together, then projected.
   void finish(int64_t h) const {

@@ -24,8 +24,6 @@ from tests.compiler.models import (
     seeded,
 )
 
-# --- weights that change -----------------------------------------------------------------------------------
-
 
 def _load(model: Feed) -> None:
     state = {name: t * 1.5 for name, t in model.state_dict().items()}
@@ -94,9 +92,6 @@ def test_weights_changed_in_every_step_stay_right() -> None:
             for p in model.parameters():
                 p.mul_(1.0 + 0.1 * step)
             Truth(model).check(model(x), x)
-
-
-# --- memory ------------------------------------------------------------------------------------------------
 
 
 class _Views(nn.Module):

@@ -35,8 +35,6 @@ from tests.compiler.models import (
     t5,
 )
 
-# --- the same model ----------------------------------------------------------------------------------------
-
 
 def test_a_written_out_encoder_is_recognized_and_right_at_every_size() -> None:
     model = seeded(Encoder)
@@ -135,9 +133,6 @@ def test_state_and_files_are_those_of_the_model(tmp_path: Path) -> None:
         assert torch.equal(again.eval()(ids(2, 8), return_dict=False)[0], want)
 
 
-# --- undone, done twice, copied ----------------------------------------------------------------------------
-
-
 def test_restore_gives_the_model_back_exactly() -> None:
     model = seeded(Feed)
     attributes = set(vars(model))
@@ -226,9 +221,6 @@ def test_a_restored_model_is_not_kept_alive() -> None:
     del model
     gc.collect()
     assert alive() is None
-
-
-# --- what else a model may be ------------------------------------------------------------------------------
 
 
 class _Broken(nn.Module):

@@ -96,9 +96,6 @@ def test_a_disturbed_measurement_serves_this_run_only(monkeypatch: pytest.Monkey
     assert _choose(selector, _call(rows=9), may_measure=False).reason.startswith("fastest at the nearest")
 
 
-# --- the file ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -153,9 +150,6 @@ def test_two_writers_keep_each_others_results(tmp_path: Path) -> None:
     one.save()
     two.save()
     assert dict(TuningCache(tmp_path / "t.json").items()) == {"a": {"native": 1.0}, "b": {"native": 2.0}}
-
-
-# --- pins, forbids, Inductor -------------------------------------------------------------------------------
 
 
 def test_pins_and_forbids_by_operator_and_by_site() -> None:

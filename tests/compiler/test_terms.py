@@ -185,8 +185,6 @@ def test_a_term_that_grows_beyond_an_operator_is_an_error_and_then_a_leaf() -> N
     assert canon(root) is space.add(space.exp(canon.leaf(product)), space.const(1))
 
 
-# --- equal terms are equal numbers -------------------------------------------------------------------------
-
 Expression = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 _INPUTS = {
     "x": torch.tensor([[0.3, -1.2, 0.8, 2.0], [-0.7, 0.1, 1.5, -0.4]], dtype=torch.float64),

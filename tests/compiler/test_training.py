@@ -162,9 +162,6 @@ def test_batch_statistics_are_updated_once_a_step() -> None:
         assert int(model[1].num_batches_tracked) == int(eager[1].num_batches_tracked)
 
 
-# --- torch.compile's own door ------------------------------------------------------------------------------
-
-
 def test_the_backend_is_registered_and_takes_options() -> None:
     assert "opsmith" in torch._dynamo.list_backends(exclude_tags=())
     model, x = seeded(Feed), numbers(3, 4, WIDTH)

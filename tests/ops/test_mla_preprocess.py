@@ -22,9 +22,6 @@ def scales_for(mode: str) -> dict[str, Any]:
     return SCALES if mode == "int8_tiled" else {}
 
 
-# --- every formula, in float64, against the specification a token at a time ---------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("quant", [None, "per_tensor", "per_token"])
 def test_every_mode_and_form_is_what_the_formulas_say(mode: str, quant: str | None) -> None:
@@ -107,8 +104,6 @@ def test_half_a_table_serves_both_columns_of_a_pair() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-# --- sizes --------------------------------------------------------------------------------------------------------
-
 MATRIX = [Sizes(tokens=t, hidden=40, heads=h) for t in (0, 1, 2, 5, 31, 33, 128) for h in (1, 16)]
 MATRIX += [Sizes(tokens=t, hidden=512, heads=h) for t in (1, 33) for h in (16, 77)]
 MATRIX += [Sizes(tokens=1025, hidden=24, heads=2), Sizes(tokens=2, hidden=64, heads=128)]
@@ -157,9 +152,6 @@ def test_block_sizes(block_size: int, mode: str) -> None:
             mine, right = row_of(cache, int(slots[t]), 32), row_of(other, t, 32)
             for got, one in zip(mine, right, strict=True):
                 np.testing.assert_array_equal(got, one)
-
-
-# --- quantization -------------------------------------------------------------------------------------------------
 
 
 def as_specified(w: MLAWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
@@ -257,9 +249,6 @@ def test_the_npu_kernels_float16_is_within_a_step() -> None:
     assert (exact - npu).abs().max() == 1
 
 
-# --- gradients ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["joint", "split", "tiled"])
 def test_gradients_reach_all_weights_also_through_the_cache(mode: str) -> None:
     sizes = Sizes(tokens=3, hidden=12, heads=2, nope=4, rope=16, kv_lora=16, q_lora=6)
@@ -291,9 +280,6 @@ def test_the_quantized_form_says_that_it_is_inference_only() -> None:
     int8 = sizes.cache("int8_tiled")
     with pytest.raises(ValueError, match="inference only"):
         mla_preprocess(x, sizes.weights(), cos, sin, sizes.slots(int8), int8, **SCALES)
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

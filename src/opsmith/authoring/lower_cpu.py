@@ -52,8 +52,6 @@ class _Function:
                 types[name] = found.setdefault(key, f"T{len(found)}")
         return types if len(found) > 1 else {n: "T" if t == "T0" else t for n, t in types.items()}
 
-    # --- text -------------------------------------------------------------------------------------------------------
-
     def text(self) -> str:
         plan = self.plan
         tensors = [f"const View& {n}" for n in self.plan.inputs]
@@ -270,8 +268,6 @@ class _Function:
             else f"along<{'true' if self.pairs else 'false'}>("
         )
         return [f"{walk}{size}, [{capture}](int64_t at, auto lanes) {{", *_indented(body), "});"]
-
-    # --- values -----------------------------------------------------------------------------------------------------
 
     def _block(self, roots: Sequence[Node]):  # type: ignore[no-untyped-def]
         """An emitter for one loop: what it needs of the row first, its statements, and itself."""

@@ -103,8 +103,6 @@ class _Function:
     def _written(self, o: Output) -> str:
         return "float" if o.extent == COLUMN else self.types[o.name]
 
-    # --- the kernel ---------------------------------------------------------------------------------------------------
-
     def _body(self) -> list[str]:
         plan = self.plan
         if not plan.rowwise:
@@ -255,8 +253,6 @@ class _Function:
             )
             self.loaded[name, place] = kept
         return self.loaded[name, place]
-
-    # --- the launch ---------------------------------------------------------------------------------------------------
 
     def _launcher(self, template: str) -> list[str]:
         plan, whole = self.plan, self.rows.whole

@@ -68,8 +68,6 @@ class _Function:
         ]
         return "\n".join([*lines, *self._launch(tensors, numbers, flags)])
 
-    # --- the kernel ---------------------------------------------------------------------------------------------------
-
     def _body(self) -> list[str]:
         rotation = {
             "rotate_half": [
@@ -211,8 +209,6 @@ class _Function:
             self.lines.append(f"{kept} = {value}")
             self.loaded[name, place] = kept
         return self.loaded[name, place]
-
-    # --- the launch ---------------------------------------------------------------------------------------------------
 
     def _launch(self, tensors: Sequence[str], numbers: Sequence[str], flags: Sequence[str]) -> list[str]:
         plan, whole = self.plan, self.rows.whole

@@ -96,9 +96,6 @@ def _gelu(c: Canon, node: Node, self: Any, approximate: str = "none") -> Poly:
     return s.mul(x, s.sigmoid(s.scale(inner, 2 * math.sqrt(2 / math.pi))))
 
 
-# --- what leaves values as they are ------------------------------------------------------------------------
-
-
 @rule("dropout")
 def _dropout(c: Canon, node: Node, input: Any, p: float, train: bool) -> Poly:
     if train and p != 0:
@@ -126,9 +123,6 @@ def _ones(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
 @rule("one_hot")
 def _one_hot(c: Canon, node: Node, self: Any, num_classes: int = -1) -> Poly:
     return c.space.fn("one_hot", (c(self),), shape_of(node))
-
-
-# --- choices -----------------------------------------------------------------------------------------------
 
 
 def boolean_mask(c: Canon, keep: Any, inverted: bool, fill: float) -> Poly:

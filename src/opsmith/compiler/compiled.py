@@ -140,8 +140,6 @@ class CompiledGraph:
             return self._first(key, args)
         return self.original(*args) if program is None else program(args)
 
-    # --- the first call at new sizes -----------------------------------------------------------------------
-
     def _first(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
         with self._lock, torch.no_grad():
             if self._weights_changed(args):

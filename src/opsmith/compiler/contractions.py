@@ -13,8 +13,6 @@ from opsmith.compiler.canon import Canon, Unreadable, op_name, rule, shape_of
 from opsmith.compiler.reductions import softmax
 from opsmith.compiler.terms import Poly, Shape
 
-# --- matmul ------------------------------------------------------------------------------------------------
-
 
 @rule("matmul", "mm", "bmm")
 def _matmul(c: Canon, node: Node, self: Any = None, other: Any = None, mat2: Any = None) -> Poly:
@@ -173,9 +171,6 @@ def _triu(c: Canon, node: Node, self: Any, diagonal: int = 0) -> Poly:
     if name == "aten::full" and self.args[1] == -math.inf:
         return s.fn("keep", (s.fn("causal", (), shape[-2:]),), shape[-2:])
     raise Unreadable
-
-
-# --- tables ------------------------------------------------------------------------------------------------
 
 
 @rule("embedding")

@@ -178,8 +178,6 @@ class Latent:
             site.close()
         self.sites, self._readings = [], {}
 
-    # --- a call -------------------------------------------------------------------------------------------------
-
     @contextmanager
     def step(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -100,8 +100,6 @@ class Pages:
         keep = there.unsqueeze(-1)
         return torch.where(keep, nope, 0), torch.where(keep, rope, 0)
 
-    # --- what generation does to a cache ------------------------------------------------------------------------
-
     def select(self, order: list[int]) -> None:
         """Sequences `order` of the batch become the batch; some may be there twice, some no more."""
         blocks = [list(self.blocks[i]) for i in order]
@@ -126,8 +124,6 @@ class Pages:
         self._release(self.blocks)
         self.blocks, self._tables, self.columns, self.padded = [[] for _ in range(self.batch)], None, 0, False
         self.starts = torch.zeros_like(self.starts)
-
-    # --- blocks -------------------------------------------------------------------------------------------------
 
     def _release(self, rows: list[list[int]]) -> None:
         for row in rows:

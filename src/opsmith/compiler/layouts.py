@@ -44,9 +44,6 @@ def _expand(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     return c.space.fn("expand", (c(self),), shape_of(node), (shape_of(node),))
 
 
-# --- the last axis in pieces -------------------------------------------------------------------------------
-
-
 def _along_last(x: Any, dim: Any) -> int:
     """The size of the last axis, if that is the one meant."""
     shape = shape_of(x)
@@ -144,9 +141,6 @@ def _select(c: Canon, node: Node, self: Any, dim: int, index: int) -> Poly:
 @part("unbind")
 def _unbind(c: Canon, node: Node, source: Node, index: int, self: Any, dim: int = 0) -> Poly:
     return _component(c, self, dim, index)
-
-
-# --- complex numbers ---------------------------------------------------------------------------------------
 
 
 @rule("view_as_complex")

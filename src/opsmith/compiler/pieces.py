@@ -157,9 +157,6 @@ def unstacked(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly | None:
     return join(s, "cat", list(atom.args), (old[-1],) * count, new)
 
 
-# --- complex numbers ---------------------------------------------------------------------------------------
-
-
 def from_parts(s: Space, real: Poly, imag: Poly) -> Poly:
     """real + i imag."""
     return s.add(real, s.mul(s.i, imag))

@@ -130,8 +130,6 @@ class Space:
         self.zero = self._poly({})
         self.i = self.fn("i", (), ())  # the imaginary unit
 
-    # --- interning -----------------------------------------------------------------------------------------
-
     def leaf(self, value: Any, shape: Shape) -> Poly:
         """The term of an opaque value: a graph node, or a pattern's variable."""
         key = ("leaf", id(value))
@@ -177,8 +175,6 @@ class Space:
             )
             self._polys[key] = Poly(len(self._polys), tuple(kept), shape)
         return self._polys[key]
-
-    # --- arithmetic ----------------------------------------------------------------------------------------
 
     def add(self, a: Poly, b: Poly, scale: float = 1.0) -> Poly:
         """a + scale * b."""
@@ -293,8 +289,6 @@ class Space:
         lead = max(a.terms, key=lambda t: abs(t[1]), default=(self.one, 1.0))[1]
         sign = -1.0 if lead < 0 else 1.0
         return self.scale(self.fn("erf", (self.scale(a, sign),), a.shape), sign)
-
-    # --- reductions along the last axis, and matmul --------------------------------------------------------
 
     def _split(self, mono: Mono) -> tuple[Mono, Mono]:
         """A monomial as (what is constant along the last axis) times (what is not)."""

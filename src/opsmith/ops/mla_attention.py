@@ -249,9 +249,6 @@ def check_pages(
         )
 
 
-# --- the card: a cache is its tensors ----------------------------------------------------------------------------
-
-
 def attention_form(
     q_out: torch.Tensor,
     q_rope: torch.Tensor | None,

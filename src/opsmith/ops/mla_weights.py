@@ -278,8 +278,6 @@ class MLAWeights(nn.Module):
             f"interleaved={self.interleaved}, quant={self.quant}"
         )
 
-    # --- inside -----------------------------------------------------------------------------------------------
-
     wdqkv: torch.Tensor
     wuq: torch.Tensor
     wuk: torch.Tensor

@@ -45,8 +45,6 @@ inline Vec exp2(Vec x) {
 #endif
 }
 
-// --- masks ---------------------------------------------------------------------------------------------------
-
 // The mask of one query row; `data` points at its first key.
 struct MaskRow {
   const char* data = nullptr;
@@ -82,8 +80,6 @@ inline IVec load_mask(const bool* p, int64_t stride, Lanes lanes) {
   std::memcpy(&bytes, gathered, W);
   return __builtin_convertvector(bytes, IVec) != 0;
 }
-
-// --- the problem ---------------------------------------------------------------------------------------------
 
 // Sizes, and everything that depends on where a query row stands. The rows of a key head are those of its
 // `group` query heads, one head after the other, so that they share its packed keys and values.
@@ -161,8 +157,6 @@ template <class T>
 inline T* row_of(const View& x, int64_t b, int64_t head, int64_t i) {
   return x.as<T>() + b * x.strides[0] + head * x.strides[1] + i * x.strides[2];
 }
-
-// --- scores --------------------------------------------------------------------------------------------------
 
 // The scores of a query row that is alone, from the keys as they lie: no other row would use them packed.
 template <class Units, class T>
@@ -242,8 +236,6 @@ inline void hide(float* s, int64_t vecs, int64_t first, int64_t last) {
     store(s + j, select(visible, load(s + j), splat(-kInfinity)));
   }
 }
-
-// --- memory --------------------------------------------------------------------------------------------------
 
 // A thread's memory between calls: fresh pages would cost more than the arithmetic of a small call.
 class Workspace {

@@ -12,8 +12,6 @@
 
 namespace opsmith {
 
-// --- values ----------------------------------------------------------------------------------------------------------
-
 struct Masks {  // of a pair
   IVec a, b;
 };
@@ -113,8 +111,6 @@ inline auto smaller(A x, B y) {
     return select((vec(x) < vec(y)) | (vec(x) != vec(x)), vec(x), vec(y));
   }
 }
-
-// --- functions: P is the type in which their errors may show, float for all that float32 has --------------------------
 
 template <class F>
 inline Vec apply(Vec x, F f) {
@@ -221,8 +217,6 @@ inline V cast_to(V x) {
   return apply(x, [](Vec v) { return round_to<T>(v); });
 }
 
-// --- memory ----------------------------------------------------------------------------------------------------------
-
 // The type that shows the most: float where one of them is.
 template <class... T>
 using Finest = std::conditional_t<(std::is_same_v<T, float> || ...), float,
@@ -312,8 +306,6 @@ class ColumnSums {
 inline int64_t column_tasks(int64_t rows, int64_t size) {
   return std::max<int64_t>(1, std::min(num_threads(), rows / row_grain(size, kRowTask)));
 }
-
-// --- reductions along a row ------------------------------------------------------------------------------------------
 
 struct Sum {
   Pair sum{};

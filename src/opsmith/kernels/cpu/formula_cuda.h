@@ -12,8 +12,6 @@
 
 namespace opsmith::cuda {
 
-// --- memory ----------------------------------------------------------------------------------------------------------
-
 __device__ inline float wide(float v) { return v; }
 __device__ inline float wide(__nv_bfloat16 v) { return __bfloat162float(v); }
 __device__ inline float wide(__half v) { return __half2float(v); }
@@ -34,8 +32,6 @@ inline int64_t sizes_between(const View& v, int64_t first, int64_t last) {
   return product;
 }
 
-// --- how the work is cut -----------------------------------------------------------------------------------------------
-
 // A row is dealt to the `x` threads of a block; narrow rows share a block, `y` of them, unless they are reduced.
 struct Tile {
   dim3 threads, blocks;
@@ -47,8 +43,6 @@ struct Tile {
     blocks = dim3(unsigned(std::clamp<int64_t>((rows + y - 1) / y, 1, most_blocks)));
   }
 };
-
-// --- functions -------------------------------------------------------------------------------------------------------
 
 __device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 __device__ inline float smaller(float a, float b) { return a < b || a != a ? a : b; }
@@ -76,8 +70,6 @@ __device__ inline float gelu_tanh_slope_of(float x) {
   const float s = sigmoid_of(z);
   return s + c * s * sigmoid_of(-z) * 1.59576912f * (1.0f + 3.0f * 0.044715f * c * c);
 }
-
-// --- reductions along a row ------------------------------------------------------------------------------------------
 
 struct Sum {
   float sum = 0;
@@ -157,8 +149,6 @@ __device__ Known together(Known mine) {
   __syncthreads();
   return warps[0];
 }
-
-// --- sums over rows --------------------------------------------------------------------------------------------------
 
 template <class T>
 __global__ void add_parts(const float* parts, int64_t blocks, int64_t size, T* total) {

@@ -24,8 +24,6 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline void set_lanes(float* p, float x, int64_t n) { std::fill(p, p + n, x); }
 
-// --- what one unit is ----------------------------------------------------------------------------------------
-
 struct FloatUnits {
   using Element = float;
   static constexpr int per_unit = 1;
@@ -49,8 +47,6 @@ using UnitsOf = std::conditional_t<std::is_same_v<T, bfloat16>, BFloatUnits, Flo
 template <class T>
 using UnitsOf = FloatUnits;
 #endif
-
-// --- the product ---------------------------------------------------------------------------------------------
 
 struct Operand {  // A
   const float* data;
@@ -127,8 +123,6 @@ inline void product(int m, int64_t vecs, int64_t depth, Operand a, const float* 
     }
   }
 }
-
-// --- packing -------------------------------------------------------------------------------------------------
 
 // W units of a row from element `at` on, zeros past its n elements.
 template <class Units, class T>

@@ -27,7 +27,6 @@ struct Couple {  // two bfloat16
   float bits;
 };
 
-// --- formats: what the weight is stored as, and what x is multiplied as --------------------------------------------
 // A unit takes `steps` steps: in each, a vector of the weight's columns meets a number of x, broadcast.
 
 struct FloatFormat {
@@ -80,8 +79,6 @@ template <>
 struct FormatOf<float16> { using type = HalfFormat; };
 template <>
 struct FormatOf<bfloat16> { using type = BFloatFormat; };
-
-// --- a tile in registers -------------------------------------------------------------------------------------------
 
 template <class Format>
 struct Tile {
@@ -203,8 +200,6 @@ inline void multiply_block(int rows, int64_t width, Tile<Format> t) {
     default: return multiply_rows<Format, VECS, Part>(rows, t, last);
   }
 }
-
-// --- the product ---------------------------------------------------------------------------------------------------
 
 // How rows and groups of panels are shared out: as many rows at once as cache allows, so that the weight is read few
 // times, but enough tasks for every thread, and no thread woken for less than it costs.

@@ -89,8 +89,6 @@ inline void rotate(Vec x1, Vec x2, Vec cos1, Vec sin1, Vec cos2, Vec sin2, Vec& 
   }
 }
 
-// --- pairs that are neighbors in memory ------------------------------------------------------------------------------
-
 #if defined(__clang__)
 template <int... l>
 inline void part_pairs(Vec a, Vec b, Vec& even, Vec& odd, std::integer_sequence<int, l...>) {
@@ -151,8 +149,6 @@ inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
   put_pairs(buffer, even, odd, Full{}, false);
   std::memcpy(p, buffer, size_t(2 * k.count) * sizeof(T));
 }
-
-// --- a row -----------------------------------------------------------------------------------------------------------
 
 // Two vectors of the first halves of N heads, from element i on, and two of the second: whole lines of 16-bit results.
 template <bool inverse, bool shared, int N, class S, class T, class C>

@@ -36,8 +36,6 @@ inline Vec as_float(IVec v) { return (Vec)v; }
 inline IVec as_int(Vec v) { return (IVec)v; }
 inline DVec to_double(Vec v) { return __builtin_convertvector(v, DVec); }
 
-// --- lanes ---------------------------------------------------------------------------------------------------
-
 struct Full {
   static constexpr int count = W;
 };
@@ -65,8 +63,6 @@ inline __attribute__((always_inline)) void for_lanes_unrolled(int64_t n, F&& f) 
   for (; i + W <= n; i += W, u = (u + 1) % U) f(i, u, Full{});
   if (i < n) f(i, u, Part{int(n - i)});
 }
-
-// --- memory --------------------------------------------------------------------------------------------------
 
 #if defined(OPSMITH_AVX512)
 
@@ -313,8 +309,6 @@ inline Vec round_to<float16>(Vec v) {
   return _mm256_cvtph_ps(_mm256_cvtps_ph(v, nearest));
 }
 #endif
-
-// --- functions -----------------------------------------------------------------------------------------------
 
 constexpr float log2_e = 1.44269504088896341f;
 

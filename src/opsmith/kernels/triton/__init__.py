@@ -29,6 +29,7 @@ _HELPERS = {
     "common",
     "formula",
     "mla_rows",
+    "mla_stages",
     "norm",
     "races",
 }

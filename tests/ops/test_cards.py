@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import opsmith.ops  # noqa: F401  registers the cards
@@ -19,6 +18,7 @@ from opsmith.kernels import build, triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample, registry
 from opsmith.ops.common import short
+from opsmith.ops.conduct import Recorder
 from opsmith.ops.verify import verify, with_leaves
 
 CARDS = list(registry().values())
@@ -229,32 +229,10 @@ def test_compiled_graphs_do_not_depend_on_leading_sizes(card: Operator) -> None:
     assert counter.frame_count < len(fitting)
 
 
-class Recorder(TorchDispatchMode):
-    """Keeps the calls of native operators, one for each operator, dtype and set of present arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "opsmith":
-            present = (
-                tuple(a is None for a in args),
-                tuple(sorted(k for k, v in kwargs.items() if v is not None)),
-            )
-            dtypes = tuple(t.dtype for t in tensors_of((args, kwargs)))
-            copies = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-            self.calls.setdefault((func, present, dtypes), (func, *copies))
-        return func(*args, **kwargs)
-
-
 @native
 @by_name([card for card in CARDS if card.schemas])
 def test_opcheck_of_the_native_operators(card: Operator) -> None:
-    with Recorder() as recorder:
+    with Recorder("opsmith") as recorder:
         for sample in samples(card):
             if card.differentiable:
                 run_both_ways(card.function, sample)

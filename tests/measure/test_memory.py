@@ -1,6 +1,7 @@
 """The peak of a call, and memory that is used again."""
 
 import resource
+import statistics
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,17 @@ def test_reused_memory_is_not_asked_of_the_system_again() -> None:
     """Counted in resident memory: page faults depend on huge pages, and on what other threads of the process do."""
     x = torch.zeros(48 * MB, dtype=torch.uint8)
 
-    def given_by_the_system() -> int:
+    def of_one() -> int:
         before = resident()
         copy = x.clone()
         return resident() - before if copy.numel() else 0
 
+    def given_by_the_system() -> float:
+        return statistics.median(of_one() for _ in range(7))  # a thread left by another test may allocate too
+
     assert given_by_the_system() > 40 * MB
     with reused_memory(spare=4 * x.nbytes):
-        assert [given_by_the_system() < 8 * MB for _ in range(5)] == [True] * 5
+        assert given_by_the_system() < 8 * MB
     assert given_by_the_system() > 40 * MB
 
 

@@ -224,14 +224,15 @@ def test_the_trace_carries_class_layer_and_cost(both: dict[bool, Profile]) -> No
 
 
 def test_a_diff_knows_noise_from_change(both: dict[bool, Profile]) -> None:
-    profile = both[True]
+    profile = copy.deepcopy(both[True])
+    profile.phases[0].by_kind[MATMUL] = [1.0e-3, 1.1e-3, 0.9e-3]
     same = profile.diff(profile)
     assert not any(c.clear for c in same.changes)
     later = copy.deepcopy(profile)
-    later.phases[0].by_kind[MATMUL] = [3 * t for t in later.phases[0].by_kind[MATMUL]]
-    changed = [c.kind for c in later.diff(profile).changes if c.clear]
-    assert MATMUL in changed
-    assert "more" in str(later.diff(profile))
+    for times, clear in (([3.0e-3, 3.3e-3, 2.7e-3], True), ([1.05e-3, 1.1e-3, 0.9e-3], False)):
+        later.phases[0].by_kind[MATMUL] = times
+        assert [c.clear for c in later.diff(profile).changes if c.kind == MATMUL] == [clear]
+        assert ("more" in str(later.diff(profile))) == clear
 
 
 def test_refusals() -> None:

@@ -44,7 +44,7 @@ def rounded(value, like):
     """A float32 value in the dtype that pointer `like` points to, rounded to nearest under the interpreter too."""
     if _TRUNCATES and like.dtype.element_ty == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
-        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)  # 0 stays 0
     return value.to(like.dtype.element_ty)
 
 

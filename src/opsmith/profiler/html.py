@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment
 
 from opsmith.profiler.data import CLASSES, FRAMEWORK, Bill, Phase, Profile, bill
-from opsmith.profiler.report import layer_times, per_token, trust
+from opsmith.profiler.report import cells, layer_times, per_token, trust
 
 # Colors that stay apart for most color-blind readers, one for each class (after Okabe and Ito).
 _PALETTE = """#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #b3a000 #8c564b #7b4173 #888888 #bbbbbb"""
@@ -60,9 +60,9 @@ def _view(profile: Profile, phase: Phase, number: int) -> dict[str, Any]:
     anchors = {b.name: f"shape-{number}-{i}" for i, b in enumerate(shapes[:_SHAPES])}
     lines: list[_Line] = []
     for group in bill(phase.rows, lambda r: r.kind):
-        lines.append(_Line(group.name, group.name, _cells(group, phase), anchor="class"))
+        lines.append(_Line(group.name, group.name, cells(group, phase), anchor="class"))
         lines += [
-            _Line(group.name, b.name, _cells(b, phase))
+            _Line(group.name, b.name, cells(b, phase))
             for b in bill(group.rows, lambda r: r.operator)
             if b.name != group.name
         ]
@@ -82,25 +82,6 @@ def _view(profile: Profile, phase: Phase, number: int) -> dict[str, Any]:
         ],
         "roofline": _roofline(profile, shapes, anchors),
     }
-
-
-def _cells(b: Bill, phase: Phase) -> list[str]:
-    work, seconds = b.rows[0].kind != FRAMEWORK, b.seconds or 1e-12
-    return [
-        f"{b.seconds * 1e3:.3f}",
-        f"{b.seconds / (phase.wall or 1):.1%}",
-        f"{b.calls:.0f}",
-        f"{b.flops / 1e9:.3g}" if work else "",
-        f"{b.bytes / 1e6:.3g}" if work else "",
-        f"{b.flops / b.bytes:.3g}" if work and b.bytes else "",
-        f"{b.flops / seconds / 1e9:.3g}" if work else "",
-        f"{b.bytes / seconds / 1e9:.3g}" if work else "",
-        b.bound,
-        f"{b.of_roof:.0%}" if b.of_roof is not None else "",
-        f"{b.lost * 1e3:.3f}",
-        b.implementation,
-        b.fused,
-    ]
 
 
 def _shape(b: Bill, anchor: str) -> _Line:

@@ -145,11 +145,11 @@ def _bill_table(phase: Phase) -> Table:
     table.add_column("implementation")
     table.add_column("written")
     for group in bill(phase.rows, lambda row: row.kind):
-        table.add_row(*_cells(group, phase), style="bold")
+        table.add_row(escape(group.name), *cells(group, phase), style="bold")
         inner = bill(group.rows, lambda row: row.operator)
         if len(inner) > 1 or inner[0].name != group.name:
             for one in inner[:6]:
-                table.add_row(*_cells(one, phase, "  "))
+                table.add_row(escape("  " + one.name), *cells(one, phase))
             if len(inner) > 6:
                 table.add_row(
                     f"  and {len(inner) - 6} more", f"{sum(b.seconds for b in inner[6:]) * 1e3:.3f}"
@@ -158,11 +158,11 @@ def _bill_table(phase: Phase) -> Table:
     return table
 
 
-def _cells(b: Bill, phase: Phase, indent: str = "") -> list[str]:
+def cells(b: Bill, phase: Phase) -> list[str]:
+    """A row of the bill behind its name: time, share, calls, work, rates, what binds it, what is lost."""
     work = b.rows[0].kind != FRAMEWORK
     seconds = b.seconds or 1e-12
     return [
-        escape(indent + b.name),
         f"{b.seconds * 1e3:.3f}",
         f"{b.seconds / (phase.wall or 1):.1%}",
         f"{b.calls:.0f}",

@@ -6,7 +6,7 @@ rotations see an element and its twin at once. All arithmetic is in float; resul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from opsmith.authoring.emit import Emitter, float_text
 from opsmith.authoring.nodes import Node
@@ -269,7 +269,7 @@ class _Function:
         )
         return [f"{walk}{size}, [{capture}](int64_t at, auto lanes) {{", *_indented(body), "});"]
 
-    def _block(self, roots: Sequence[Node]):  # type: ignore[no-untyped-def]
+    def _block(self, roots: Sequence[Node]) -> tuple[Callable[[], list[str]], Emitter, list[str]]:
         """An emitter for one loop: what it needs of the row first, its statements, and itself."""
         row_lines: list[str] = []
         body: list[str] = []

@@ -187,6 +187,40 @@ def test_state_changes_once_a_call(tune: bool) -> None:
     torch.testing.assert_close(model.cache, eager.cache)
 
 
+class _Filling(nn.Module):
+    """A cache with room for so many rows, and the place of the next one: the call after the last row is an error."""
+
+    place: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.feed = Feed()
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("cache", torch.zeros(rows, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.cache.index_copy_(0, self.place, self.feed(x))
+        self.place += 1
+        return self.feed(self.cache)
+
+
+@pytest.mark.parametrize("tune", [False, True], ids=["untimed", "timed"])
+def test_a_cache_is_filled_by_calls_alone(tune: bool) -> None:
+    """However often a graph is tried, each time starts from the state that the call came with."""
+    model = seeded(lambda: _Filling(rows=3))
+    eager = copy.deepcopy(model)
+    x = numbers(3, 1, WIDTH)
+    opsmith.optimize(model, x[0], config=Config(tune=tune))
+    with torch.no_grad():
+        eager(x[0])
+        for row in x[1:]:
+            torch.testing.assert_close(model(row), eager(row))
+        with pytest.raises(IndexError, match="out of bounds"):
+            model(x[0])
+    torch.testing.assert_close(model.cache, eager.cache)
+
+
 def test_inputs_are_not_changed_and_changes_in_place_are() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

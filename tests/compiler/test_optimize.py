@@ -107,10 +107,12 @@ def test_every_rms_norm_is_found_with_the_addition_before_it(
 
 
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])
-def test_generate_gives_the_tokens_of_eager(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_gives_the_tokens_of_eager(make: Callable[[], Any], cache: str) -> None:
     model = seeded(make)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     want = model.generate(ids(2, 7), **options)
+    options["cache_implementation"] = cache
     optimized(model, ids(2, 7))
     got = model.generate(ids(2, 7), **options)
     assert got.tolist() == want.tolist()

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from opsmith import measure
-from opsmith.compiler.mutation import effects
+from opsmith.compiler.mutation import Rehearsal, effects
 from opsmith.compiler.operands import nodes_in
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
 from opsmith.compiler.program import Program, record
@@ -144,28 +144,26 @@ class CompiledGraph:
         with self._lock, torch.no_grad():
             if self._weights_changed(args):
                 self._repack(args)
+            rehearsal = Rehearsal(args, self._changed)
             if not self._changed and not self._effects.random:
-                return self._prepare(key, args)
+                return self._prepare(key, rehearsal)
             # What a run changes, weights and random numbers included, must change once: all this is on copies.
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                self._prepare(key, self._copies(args))
+                self._prepare(key, rehearsal)
             program = self._programs[key]
             return self.original(*args) if program is None else program(args)
 
-    def _prepare(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+    def _prepare(self, key: tuple[int, ...], rehearsal: Rehearsal) -> Any:
         tuning = self._rewritten is None or self.selector.learning
         if tuning:
-            self.study(args)
+            self.study(rehearsal.again())
         try:
-            return self._record(key, args, tuning)
+            return self._record(key, rehearsal, tuning)
         except Exception as error:
-            result = self.original(*args)  # where the model itself can't run, its own error is the one to see
+            # Where the model itself cannot run, its own error is the one to see.
+            result = self.original(*rehearsal.again())
             self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, f"{raised(error)}: eager runs"))
             return result
-
-    def _copies(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments of a rehearsal: copies of those that a run changes."""
-        return [a.clone() if i in self._changed else a for i, a in enumerate(args)]
 
     def _weights_changed(self, args: Sequence[Any]) -> bool:
         """True when a packed weight is no longer what was packed: loaded anew, trained, replaced or moved."""
@@ -203,7 +201,7 @@ class CompiledGraph:
             self._programs.clear()  # those of examples seen earlier still have the site
         self._rewritten = rewrite(self.original, kept)
 
-    def _record(self, key: tuple[int, ...], args: Sequence[Any], tuning: bool) -> Any:
+    def _record(self, key: tuple[int, ...], rehearsal: Rehearsal, tuning: bool) -> Any:
         assert self._rewritten is not None
         steps: list[PlanStep] = []
 
@@ -224,13 +222,17 @@ class CompiledGraph:
             return choice, self.selector.implementation(site.card, choice.implementation)
 
         program, result = record(
-            self._rewritten.graph, lambda name: _attribute(self._rewritten, name), args, choose, self.packer
+            self._rewritten.graph,
+            lambda name: _attribute(self._rewritten, name),
+            rehearsal.again(),
+            choose,
+            self.packer,
         )
         slots = {s.site: s.slot for s in program.steps if s.site is not None}
         for step in steps:
             step.slot = slots.get(step.site)
         if tuning:
-            self._worths[key] = self._worth(program, args)
+            self._worths[key] = self._worth(program, rehearsal)
         used, note = self._worth_nearby(key)
         plan = ShapePlan(self._sizes(key), steps, sum(program.slots), used, note, program.source)
         self._keep(key, program if used else None, plan)
@@ -258,14 +260,17 @@ class CompiledGraph:
         used, note = self._worths[nearest]
         return used, note if nearest == key else f"as at {self._sizes(nearest)}"
 
-    def _worth(self, program: Program, args: Sequence[Any]) -> tuple[bool, str]:
+    def _worth(self, program: Program, rehearsal: Rehearsal) -> tuple[bool, str]:
         """Whether the program as a whole beats the graph as it was; measured, and eager keeps a tie it wins."""
         if not self.selector.config.tune or not self.sites:
             note = "not timed as a whole" if self.sites else "no operator of ours in this graph"
             return bool(self.sites), note
         # Both have just run, so they are warm; the fastest sample is what other work disturbed least.
         result = measure.quick(
-            {"opsmith": lambda: program(args), "eager": lambda: self.original(*args)},
+            {
+                "opsmith": lambda: program(rehearsal.again(numbers=False)),
+                "eager": lambda: self.original(*rehearsal.again(numbers=False)),
+            },
             budget_s=0.15,
             warmup=0,
             min_rounds=2,
@@ -300,7 +305,7 @@ class CompiledGraph:
         with self._lock:
             if self._rewritten is None:
                 with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                    self.study(self._copies(args), training=True)
+                    self.study(Rehearsal(args, self._changed).again(), training=True)
         assert self._rewritten is not None
         return self._rewritten(*args)
 

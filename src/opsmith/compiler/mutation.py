@@ -7,9 +7,10 @@ view) is a fact that recognition, the study and the timing of a graph have to re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,6 +51,26 @@ class Effects:
             node in region or (bool(written & memory) and first < order[node] < last)
             for node, written in self.writes.items()
         )
+
+
+class Rehearsal:
+    """The inputs of a graph for as many runs as are needed: copies of what a run changes, put back before each."""
+
+    def __init__(self, args: Sequence[Any], changed: Collection[int]):
+        self._real = args
+        self._changed = changed
+        self._args = [a.clone() if i in changed else a for i, a in enumerate(args)]
+
+    def again(self, *, numbers: bool = True) -> list[Any]:
+        """The inputs as they came; without `numbers`, what holds floating-point numbers is left as it is.
+
+        A counter that ran on would soon point behind its cache. What stands in the cache changes no time, while to
+        put it back would take some.
+        """
+        for i in self._changed:
+            if numbers or not self._args[i].is_floating_point():
+                self._args[i].copy_(self._real[i])
+        return self._args
 
 
 def effects(graph: fx.Graph) -> Effects:

@@ -1,0 +1,170 @@
+// Copies between the memories. Local memory moves in data blocks of 32 bytes: DataCopy in whole ones, DataCopyPad with
+// a row of any length, whose last data block it fills up on the way in and cuts on the way out.
+#pragma once
+
+#include "queue.h"
+
+namespace AscendC {
+
+// Fields are wider than a board's, so that a value that does not fit is seen: give computed values as they are.
+struct DataCopyParams {
+    int64_t blockCount = 1, blockLen = 0, srcStride = 0, dstStride = 0;  // lengths and gaps in data blocks
+    DataCopyParams() = default;
+    DataCopyParams(int64_t count, int64_t len, int64_t src, int64_t dst)
+        : blockCount(count), blockLen(len), srcStride(src), dstStride(dst) {}
+};
+
+struct DataCopyExtParams {
+    int64_t blockCount = 1, blockLen = 0;    // rows; bytes of each
+    int64_t srcStride = 0, dstStride = 0;    // gaps behind a row: bytes in global memory, data blocks in local memory
+    int64_t rsv = 0;
+    DataCopyExtParams() = default;
+    DataCopyExtParams(int64_t count, int64_t len, int64_t src, int64_t dst, int64_t reserved)
+        : blockCount(count), blockLen(len), srcStride(src), dstStride(dst), rsv(reserved) {}
+};
+
+template <class T>
+struct DataCopyPadExtParams {
+    bool isPad = false;
+    int64_t leftPadding = 0, rightPadding = 0;  // elements, at most a data block together
+    T paddingValue{};
+    DataCopyPadExtParams() = default;
+    DataCopyPadExtParams(bool pad, int64_t left, int64_t right, T value)
+        : isPad(pad), leftPadding(left), rightPadding(right), paddingValue(value) {}
+};
+
+namespace emulation {
+
+inline void within(const char* field, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high)
+        core().fault("%s is %lld, expected %lld to %lld", field, (long long)value, (long long)low, (long long)high);
+}
+
+inline void count_copy(const Buffer* buffer, uint64_t in, uint64_t out) {
+    core().spend(kCopyStart + double(in + out) / kCopyBytes);
+    auto& bytes = core().queues[buffer ? buffer->owner : "nobody"];
+    bytes.first += in;
+    bytes.second += out;
+}
+
+template <class T>
+void begin_copy(pipe_t pipe, const char* name, Here here, const LocalTensor<T>& local, int64_t count) {
+    core().begin(pipe, name, here);
+    local.aligned("the local tensor");
+    within("blockCount", count, 1, 4095);
+}
+
+constexpr int64_t padded(int64_t bytes) { return (bytes + kDataBlock - 1) / kDataBlock * kDataBlock; }
+
+}  // namespace emulation
+
+template <class T>
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& params,
+              Here here = Here::now()) {
+    using namespace emulation;
+    begin_copy(PIPE_MTE2, "DataCopy", here, dst, params.blockCount);
+    within("blockLen", params.blockLen, 1, 65535);
+    within("srcStride", params.srcStride, 0, 65535);
+    within("dstStride", params.dstStride, 0, 65535);
+    const int64_t bytes = params.blockLen * kDataBlock;
+    for (int64_t row = 0; row < params.blockCount; ++row) {
+        const auto* from = reinterpret_cast<const uint8_t*>(src.raw()) + row * (bytes + params.srcStride * kDataBlock);
+        core().read_global(from, bytes);
+        std::memcpy(dst.write(row * (bytes + params.dstStride * kDataBlock), bytes), from, bytes);
+    }
+    count_copy(dst.buffer(), bytes * params.blockCount, 0);
+}
+
+template <class T>
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params,
+              Here here = Here::now()) {
+    using namespace emulation;
+    begin_copy(PIPE_MTE3, "DataCopy", here, src, params.blockCount);
+    within("blockLen", params.blockLen, 1, 65535);
+    within("srcStride", params.srcStride, 0, 65535);
+    within("dstStride", params.dstStride, 0, 65535);
+    const int64_t bytes = params.blockLen * kDataBlock;
+    for (int64_t row = 0; row < params.blockCount; ++row)
+        core().write_global(reinterpret_cast<uint8_t*>(dst.raw()) + row * (bytes + params.dstStride * kDataBlock),
+                            src.read(row * (bytes + params.srcStride * kDataBlock), bytes), bytes);
+    count_copy(src.buffer(), 0, bytes * params.blockCount);
+}
+
+namespace emulation {
+
+// The parameters of a copy of `count` elements, which must fill whole data blocks.
+template <class T>
+DataCopyParams whole_blocks(pipe_t pipe, Here here, uint32_t count) {
+    core().begin(pipe, "DataCopy", here);
+    if (!count || count * sizeof(T) % kDataBlock)
+        core().fault("copies %llu bytes, expected a multiple of %u: DataCopyPad takes any length",
+                     (unsigned long long)count * sizeof(T), kDataBlock);
+    return DataCopyParams(1, count * sizeof(T) / kDataBlock, 0, 0);
+}
+
+}  // namespace emulation
+
+template <class T>
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, uint32_t count, Here here = Here::now()) {
+    DataCopy(dst, src, emulation::whole_blocks<T>(PIPE_MTE2, here, count), here);
+}
+
+template <class T>
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, uint32_t count, Here here = Here::now()) {
+    DataCopy(dst, src, emulation::whole_blocks<T>(PIPE_MTE3, here, count), here);
+}
+
+// Within local memory the vector pipe copies.
+template <class T>
+void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint32_t count, Here here = Here::now()) {
+    using namespace emulation;
+    whole_blocks<T>(PIPE_V, here, count);
+    dst.aligned("dst"), src.aligned("src");
+    const int64_t bytes = int64_t(count) * sizeof(T);
+    const uint8_t* from = src.read(0, bytes);
+    std::memmove(dst.write(0, bytes), from, bytes);
+    core().spend(kVectorStart + double(bytes) / kRepeatBytes);
+}
+
+template <class T>
+void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyExtParams& params,
+                 const DataCopyPadExtParams<T>& pad, Here here = Here::now()) {
+    using namespace emulation;
+    begin_copy(PIPE_MTE2, "DataCopyPad", here, dst, params.blockCount);
+    within("blockLen", params.blockLen, 1, 2097151);
+    within("srcStride", params.srcStride, 0, 4294967295);
+    within("dstStride", params.dstStride, 0, 65535);
+    const int64_t size = sizeof(T), left = pad.isPad ? pad.leftPadding * size : 0;
+    const int64_t right = pad.isPad ? pad.rightPadding * size : 0;
+    within("leftPadding in bytes", left, 0, kDataBlock);
+    within("rightPadding in bytes", right, 0, kDataBlock);
+    const int64_t filled = left + params.blockLen + right, taken = padded(filled);
+    for (int64_t row = 0; row < params.blockCount; ++row) {
+        const auto* from = reinterpret_cast<const uint8_t*>(src.raw()) + row * (params.blockLen + params.srcStride);
+        core().read_global(from, params.blockLen);
+        const int64_t at = row * (taken + params.dstStride * kDataBlock);
+        uint8_t* to = dst.write(at, filled);
+        for (int64_t i = 0; i < left; i += size) std::memcpy(to + i, &pad.paddingValue, size);
+        std::memcpy(to + left, from, params.blockLen);
+        for (int64_t i = left + params.blockLen; i < filled; i += size) std::memcpy(to + i, &pad.paddingValue, size);
+        if (taken > filled) dst.spoil(at + filled, taken - filled);
+    }
+    count_copy(dst.buffer(), params.blockLen * params.blockCount, 0);
+}
+
+template <class T>
+void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& params,
+                 Here here = Here::now()) {
+    using namespace emulation;
+    begin_copy(PIPE_MTE3, "DataCopyPad", here, src, params.blockCount);
+    within("blockLen", params.blockLen, 1, 2097151);
+    within("srcStride", params.srcStride, 0, 65535);
+    within("dstStride", params.dstStride, 0, 4294967295);
+    const int64_t step = padded(params.blockLen) + params.srcStride * kDataBlock;
+    for (int64_t row = 0; row < params.blockCount; ++row)
+        core().write_global(reinterpret_cast<uint8_t*>(dst.raw()) + row * (params.blockLen + params.dstStride),
+                            src.read(row * step, params.blockLen), params.blockLen);
+    count_copy(src.buffer(), 0, params.blockLen * params.blockCount);
+}
+
+}  // namespace AscendC

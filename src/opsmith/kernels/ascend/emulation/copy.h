@@ -58,14 +58,22 @@ constexpr int64_t padded(int64_t bytes) { return (bytes + kDataBlock - 1) / kDat
 
 }  // namespace emulation
 
-template <class T>
-void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& params,
-              Here here = Here::now()) {
-    using namespace emulation;
-    begin_copy(PIPE_MTE2, "DataCopy", here, dst, params.blockCount);
+namespace emulation {
+
+inline void check_copy(const DataCopyParams& params, int64_t odd) {
+    if (odd)
+        core().fault("copies %lld bytes, expected a multiple of %u: DataCopyPad takes any length", (long long)odd,
+                     kDataBlock);
     within("blockLen", params.blockLen, 1, 65535);
     within("srcStride", params.srcStride, 0, 65535);
     within("dstStride", params.dstStride, 0, 65535);
+}
+
+template <class T>
+void copy_in(Here here, const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& params,
+             int64_t odd = 0) {
+    begin_copy(PIPE_MTE2, "DataCopy", here, dst, params.blockCount);
+    check_copy(params, odd);
     const int64_t bytes = params.blockLen * kDataBlock;
     for (int64_t row = 0; row < params.blockCount; ++row) {
         const auto* from = reinterpret_cast<const uint8_t*>(src.raw()) + row * (bytes + params.srcStride * kDataBlock);
@@ -76,13 +84,10 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataC
 }
 
 template <class T>
-void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params,
-              Here here = Here::now()) {
-    using namespace emulation;
+void copy_out(Here here, const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params,
+              int64_t odd = 0) {
     begin_copy(PIPE_MTE3, "DataCopy", here, src, params.blockCount);
-    within("blockLen", params.blockLen, 1, 65535);
-    within("srcStride", params.srcStride, 0, 65535);
-    within("dstStride", params.dstStride, 0, 65535);
+    check_copy(params, odd);
     const int64_t bytes = params.blockLen * kDataBlock;
     for (int64_t row = 0; row < params.blockCount; ++row)
         core().write_global(reinterpret_cast<uint8_t*>(dst.raw()) + row * (bytes + params.dstStride * kDataBlock),
@@ -90,37 +95,40 @@ void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataC
     count_copy(src.buffer(), 0, bytes * params.blockCount);
 }
 
-namespace emulation {
-
-// The parameters of a copy of `count` elements, which must fill whole data blocks.
-template <class T>
-DataCopyParams whole_blocks(pipe_t pipe, Here here, uint32_t count) {
-    core().begin(pipe, "DataCopy", here);
-    if (!count || count * sizeof(T) % kDataBlock)
-        core().fault("copies %llu bytes, expected a multiple of %u: DataCopyPad takes any length",
-                     (unsigned long long)count * sizeof(T), kDataBlock);
-    return DataCopyParams(1, count * sizeof(T) / kDataBlock, 0, 0);
-}
+// The bytes, where they do not fill whole data blocks.
+constexpr int64_t odd_bytes(int64_t bytes) { return bytes % kDataBlock ? bytes : 0; }
 
 }  // namespace emulation
 
 template <class T>
-void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, uint32_t count, Here here = Here::now()) {
-    DataCopy(dst, src, emulation::whole_blocks<T>(PIPE_MTE2, here, count), here);
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& params,
+              Here here = Here::now()) {
+    emulation::copy_in(here, dst, src, params);
 }
-
+template <class T>
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params,
+              Here here = Here::now()) {
+    emulation::copy_out(here, dst, src, params);
+}
+template <class T>
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, uint32_t count, Here here = Here::now()) {
+    const int64_t bytes = int64_t(count) * sizeof(T);
+    emulation::copy_in(here, dst, src, DataCopyParams(1, bytes / 32, 0, 0), emulation::odd_bytes(bytes));
+}
 template <class T>
 void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, uint32_t count, Here here = Here::now()) {
-    DataCopy(dst, src, emulation::whole_blocks<T>(PIPE_MTE3, here, count), here);
+    const int64_t bytes = int64_t(count) * sizeof(T);
+    emulation::copy_out(here, dst, src, DataCopyParams(1, bytes / 32, 0, 0), emulation::odd_bytes(bytes));
 }
 
 // Within local memory the vector pipe copies.
 template <class T>
 void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint32_t count, Here here = Here::now()) {
     using namespace emulation;
-    whole_blocks<T>(PIPE_V, here, count);
-    dst.aligned("dst"), src.aligned("src");
     const int64_t bytes = int64_t(count) * sizeof(T);
+    core().begin(PIPE_V, "DataCopy", here);
+    check_copy(DataCopyParams(1, padded(bytes) / kDataBlock, 0, 0), odd_bytes(bytes));
+    dst.aligned("dst"), src.aligned("src");
     const uint8_t* from = src.read(0, bytes);
     std::memmove(dst.write(0, bytes), from, bytes);
     core().spend(kVectorStart + double(bytes) / kRepeatBytes);

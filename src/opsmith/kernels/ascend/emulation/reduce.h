@@ -2,6 +2,8 @@
 // block, elements gathered by their addresses, comparisons to bits and a choice by bits.
 #pragma once
 
+#include <algorithm>
+
 #include "vector.h"
 
 namespace AscendC {
@@ -221,8 +223,9 @@ bool compare(T a, T b, CMPMODE mode) {
     }
 }
 
-template <class T, class Right>
-void compare_all(const char* name, Here here, const LocalTensor<uint8_t>& dst, const LocalTensor<T>& src, Right right,
+// `other()` reads the second operand, once the instruction has begun.
+template <class T, class Other>
+void compare_all(const char* name, Here here, const LocalTensor<uint8_t>& dst, const LocalTensor<T>& src, Other other,
                  CMPMODE mode, int64_t count) {
     Core& core = emulation::core();
     core.begin(PIPE_V, name, here);
@@ -231,6 +234,7 @@ void compare_all(const char* name, Here here, const LocalTensor<uint8_t>& dst, c
         core.fault("compares %lld bytes, expected a multiple of %u", (long long)bytes, kRepeatBytes);
     dst.aligned("dst"), src.aligned("src0");
     const T* left = reinterpret_cast<const T*>(src.read(0, bytes));
+    const auto right = other();
     std::vector<uint8_t> bits(count / 8);
     for (int64_t i = 0; i < count; ++i) bits[i / 8] |= uint8_t(compare<float>(left[i], right(i), mode)) << (i % 8);
     std::memcpy(dst.write(0, count / 8), bits.data(), bits.size());
@@ -239,16 +243,19 @@ void compare_all(const char* name, Here here, const LocalTensor<uint8_t>& dst, c
 
 template <class T, class Mask, class Other>
 void select_all(Here here, const LocalTensor<T>& dst, const LocalTensor<Mask>& mask, const LocalTensor<T>& src,
-                Other other, int64_t count) {
+                SELMODE mode, SELMODE expected, Other other, int64_t count) {
     static_assert(one_of<T, half, float>, "Select takes half, float");
     Core& core = emulation::core();
     core.begin(PIPE_V, "Select", here);
+    if (mode != expected)
+        core.fault("two tensors take SELMODE::VSEL_TENSOR_TENSOR_MODE, a tensor and a number VSEL_TENSOR_SCALAR_MODE");
     if (count < 1) core.fault("chooses among no elements");
     dst.aligned("dst"), mask.aligned("selMask"), src.aligned("src0");
     const uint8_t* bits = mask.read(0, (count + 7) / 8);
     const T* yes = reinterpret_cast<const T*>(src.read(0, count * int64_t(sizeof(T))));
+    const auto no = other();
     T* to = reinterpret_cast<T*>(dst.write(0, count * int64_t(sizeof(T))));
-    for (int64_t i = 0; i < count; ++i) to[i] = bits[i / 8] >> (i % 8) & 1 ? yes[i] : other(i);
+    for (int64_t i = 0; i < count; ++i) to[i] = bits[i / 8] >> (i % 8) & 1 ? yes[i] : no(i);
     core.spend(kVectorStart + double(count * int64_t(sizeof(T))) / kRepeatBytes);
 }
 
@@ -259,34 +266,35 @@ template <class T>
 void Compare(const LocalTensor<uint8_t>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE mode,
              uint32_t count, Here here = Here::now()) {
     static_assert(emulation::one_of<T, half, float>, "Compare takes half, float");
-    emulation::core().begin(PIPE_V, "Compare", here);
-    const T* right = reinterpret_cast<const T*>(src1.read(0, int64_t(count) * sizeof(T)));
-    emulation::compare_all("Compare", here, dst, src0, [right](int64_t i) { return float(right[i]); }, mode, count);
+    const auto other = [&] {
+        const T* right = reinterpret_cast<const T*>(src1.read(0, int64_t(count) * sizeof(T)));
+        return [right](int64_t i) { return float(right[i]); };
+    };
+    emulation::compare_all("Compare", here, dst, src0, other, mode, count);
 }
 template <class T>
 void CompareScalar(const LocalTensor<uint8_t>& dst, const LocalTensor<T>& src0, std::common_type_t<T> scalar,
                    CMPMODE mode, uint32_t count, Here here = Here::now()) {
     static_assert(emulation::one_of<T, half, float>, "CompareScalar takes half, float");
-    emulation::compare_all("CompareScalar", here, dst, src0, [scalar](int64_t) { return float(scalar); }, mode, count);
+    const auto other = [scalar] { return [scalar](int64_t) { return float(scalar); }; };
+    emulation::compare_all("CompareScalar", here, dst, src0, other, mode, count);
 }
 
 // src0 where the bit is set, else src1 or the number.
 template <class T, class Mask>
 void Select(const LocalTensor<T>& dst, const LocalTensor<Mask>& selMask, const LocalTensor<T>& src0,
             const LocalTensor<T>& src1, SELMODE mode, uint32_t count, Here here = Here::now()) {
-    emulation::core().begin(PIPE_V, "Select", here);
-    if (mode != SELMODE::VSEL_TENSOR_TENSOR_MODE)
-        emulation::core().fault("two tensors take SELMODE::VSEL_TENSOR_TENSOR_MODE");
-    const T* no = reinterpret_cast<const T*>(src1.read(0, int64_t(count) * sizeof(T)));
-    emulation::select_all(here, dst, selMask, src0, [no](int64_t i) { return no[i]; }, count);
+    const auto other = [&] {
+        const T* no = reinterpret_cast<const T*>(src1.read(0, int64_t(count) * sizeof(T)));
+        return [no](int64_t i) { return no[i]; };
+    };
+    emulation::select_all(here, dst, selMask, src0, mode, SELMODE::VSEL_TENSOR_TENSOR_MODE, other, count);
 }
 template <class T, class Mask>
 void Select(const LocalTensor<T>& dst, const LocalTensor<Mask>& selMask, const LocalTensor<T>& src0,
             std::common_type_t<T> scalar, SELMODE mode, uint32_t count, Here here = Here::now()) {
-    emulation::core().begin(PIPE_V, "Select", here);
-    if (mode != SELMODE::VSEL_TENSOR_SCALAR_MODE)
-        emulation::core().fault("a tensor and a number take SELMODE::VSEL_TENSOR_SCALAR_MODE");
-    emulation::select_all(here, dst, selMask, src0, [scalar](int64_t) { return scalar; }, count);
+    const auto other = [scalar] { return [scalar](int64_t) { return scalar; }; };
+    emulation::select_all(here, dst, selMask, src0, mode, SELMODE::VSEL_TENSOR_SCALAR_MODE, other, count);
 }
 
 }  // namespace AscendC

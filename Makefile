@@ -17,7 +17,7 @@ timed = @status=0; $(1) || status=$$?; echo "make $@: $$(( $$(date +%s) - $(STAR
 
 .PHONY: help
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: $(VENV)/.installed  ## Make a real model faster, proved equal, with times
@@ -54,9 +54,15 @@ bench: $(VENV)/.installed  ## Verify, then time every operator against eager and
 docs: $(VENV)/.installed-docs  ## Build the documentation into site/
 	$(call timed,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS))
 
+# Its own environment, as triton-ascend takes over the name triton. It has no wheel for Python 3.12 and newer.
+ASCEND := .venv-ascend
+.PHONY: ascend-lower
+ascend-lower: $(VENV)/.installed $(ASCEND)/.installed  ## Lower the Triton kernels for Ascend NPUs: no NPU takes part
+	$(call timed,OPSMITH_ASCEND_PYTHON=$(CURDIR)/$(ASCEND)/bin/python $(BIN)/opsmith build --backend ascend-triton $(ARGS))
+
 .PHONY: clean
 clean:  ## Remove the environment, caches and build outputs
-	$(call timed,rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
+	$(call timed,rm -rf $(VENV) $(ASCEND) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
 	  && find src tests -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed.
@@ -74,4 +80,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# PyTorch's builds for GPUs bring a triton of their own, which would lie in the same folder: it goes first.
+$(ASCEND)/.installed: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 12))' \
+	  || { echo "triton-ascend 3.2.0 has no wheel for $$($(PYTHON) -V 2>&1): say make ascend-lower PYTHON=python3.11"; exit 1; }
+	@test -x $(ASCEND)/bin/python || $(PYTHON) -m venv $(ASCEND)
+	@echo "installing triton-ascend into $(ASCEND) ..."
+	@$(ASCEND)/bin/python -m pip install --quiet -c constraints.txt torch numpy pybind11
+	@$(ASCEND)/bin/python -m pip uninstall --quiet --yes triton
+	@$(ASCEND)/bin/python -m pip install --quiet triton-ascend==3.2.0
 	@touch $@

@@ -18,22 +18,15 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
-from opsmith.kernels import triton as kernels
-from opsmith.kernels.triton import common
-from opsmith.kernels.triton.ahead import TARGETS, Ahead
-
-FEW = 3
-
-# Before the operators are imported, which is when they learn where their kernels run.
-kernels.DEVICE = "cpu"
-import opsmith.ops  # noqa: F401, E402  registers the cards
-from opsmith.authoring.triton_check import run  # noqa: E402
-from opsmith.operator import Make, registry  # noqa: E402
+from opsmith.authoring.triton_check import FEW, take_the_cpus_place, walk
+from opsmith.kernels.triton.ahead import Ahead
 
 ahead = Ahead(FEW)
+take_the_cpus_place(ahead)
+import opsmith.ops  # noqa: F401, E402  registers the cards
+from opsmith.operator import registry  # noqa: E402
+
 compile_instead, compiled = ahead.launch, ahead.compiled
-common.launch = compile_instead
-common.processors = lambda like: 132
 
 
 def main(names: list[str]) -> int:
@@ -41,12 +34,9 @@ def main(names: list[str]) -> int:
     if "--every" in names:
         names.remove("--every")
         ahead.most = sys.maxsize
-    for card in registry().values():
-        for dtype, chosen in TARGETS.items() if not names or card.name in names else ():
-            ahead.target = chosen
-            for sample in card.samples(Make(dtype)):
-                if stopped := run(card, sample):
-                    print(f"  {stopped}")
+    chosen = [card for card in registry().values() if not names or card.name in names]
+    for stopped in walk(chosen, ahead):
+        print(f"  {stopped}")
     wrong = [text for text in compiled.values() if text]
     if names:
         print(*sorted({key[0] for key in compiled}), sep="\n")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -16,9 +18,9 @@ from opsmith.kernels.triton.ahead import TARGETS, Ahead
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample
 
-__all__ = ["run"]
+__all__ = ["FEW", "run", "take_the_cpus_place", "walk"]
 
-_FEW = 3  # variants of a kernel for a GPU
+FEW = 3  # variants of a kernel for a GPU
 
 
 def run(card: Operator, sample: Sample) -> str | None:
@@ -44,20 +46,35 @@ def run(card: Operator, sample: Sample) -> str | None:
     return None
 
 
-def main(folder: str, name: str) -> None:
-    """Compile what the project's card launches, in the place of the CPU's kernels."""
-    triton.DEVICE = "cpu"  # before the project is imported
-    ahead = Ahead(_FEW)
+def walk(cards: Iterable[Operator], ahead: Ahead, targets: Mapping[torch.dtype, Any] = TARGETS) -> list[str]:
+    """Call every sample of the cards, for each dtype's target; what they launch goes to `ahead`. Says what stopped."""
+    stopped = []
+    for card in cards:
+        for dtype, target in targets.items():
+            ahead.target = target
+            for sample in card.samples(Make(dtype)):
+                stopped += [why] if (why := run(card, sample)) else []
+    return stopped
+
+
+def take_the_cpus_place(ahead: Ahead) -> None:
+    """From here on, a call of an operator on this CPU launches Triton kernels, which go to `ahead`. Before the
+    operators are imported, which is when they learn where their kernels run."""
+    triton.DEVICE = "cpu"
     common.launch = ahead.launch
     common.processors = lambda like: 132
+
+
+def main(folder: str, name: str) -> None:
+    """Compile what the project's card launches, in the place of the CPU's kernels."""
+    ahead = Ahead(FEW)
+    take_the_cpus_place(ahead)
     from opsmith.authoring.project import cards_of, load
 
     stopped = []
     for card in cards_of(load(folder)):
-        for dtype in card.dtypes:
-            ahead.target = TARGETS.get(dtype, TARGETS[torch.bfloat16])
-            for sample in card.samples(Make(dtype)):
-                stopped += [why] if (why := run(card, sample)) else []
+        targets = {dtype: TARGETS.get(dtype, TARGETS[torch.bfloat16]) for dtype in card.dtypes}
+        stopped += walk([card], ahead, targets)
     wrong = [text for text in ahead.compiled.values() if text]
     if not ahead.compiled:
         wrong = stopped or [

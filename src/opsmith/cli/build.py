@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A project, as `opsmith new` writes it.")],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]", help="A project, as `opsmith new` writes it; only ascend-triton needs none."
+        ),
+    ] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option("--backend", metavar="cpu|triton|cuda", help="Only this one; may be repeated."),
+        typer.Option(
+            "--backend", metavar="cpu|triton|cuda|ascend-triton", help="Only this one; may be repeated."
+        ),
     ] = None,
     aot: Annotated[
         Path | None,
@@ -32,8 +39,20 @@ def run(
     What is built already, known by its content, is not built again. The compiler's first error is shown at
     its line in your file.
 
+    ascend-triton lowers Triton kernels to Linalg for Ascend NPUs, in an environment of its own and kernel by kernel;
+    without FOLDER, those of the library. A lowering: neither an NPU nor CANN takes part.
+
     Example: opsmith build rope_op/
     """
+    if backend and "ascend-triton" in backend:
+        if backend != ["ascend-triton"] or aot is not None:
+            raise CommandError("build: ascend-triton goes alone, as it builds nothing that could be packed")
+        _lower(folder, Output(json))
+        return
+    if folder is None:
+        raise CommandError(
+            "build: name the folder of a project, as `opsmith new` writes it; only --backend ascend-triton needs none"
+        )
     from opsmith.authoring.build import compile_backend, projects_kernels
     from opsmith.authoring.wheel import write_wheel
     from opsmith.kernels.build import BuildError
@@ -68,6 +87,19 @@ def run(
             raise CommandError(str(error)) from error
         output.console.print(f"wheel: {wheel}", markup=False, soft_wrap=True)
     output.finish({"built": results, "wheel": wheel})
+
+
+def _lower(folder: Path | None, output: Output) -> None:
+    """The table of what lowers, and of why the rest does not."""
+    from opsmith.authoring import lowering
+    from opsmith.kernels.build import BuildError
+
+    try:
+        results = lowering.lower(folder)
+    except BuildError as error:
+        raise _said(output.console, error) from error
+    output.console.print(lowering.table(results), markup=False, soft_wrap=True)
+    output.finish(lowering.report(results))
 
 
 def _said(console: Console, error: Exception) -> CommandError:

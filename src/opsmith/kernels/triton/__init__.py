@@ -28,6 +28,7 @@ _HELPERS = {
     "attention_scores",
     "common",
     "formula",
+    "linalg",
     "mla_rows",
     "mla_stages",
     "norm",

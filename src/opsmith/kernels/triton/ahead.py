@@ -1,14 +1,17 @@
-"""Compiles Triton kernels for GPUs that need not be here: where one would be launched, it is compiled instead."""
+"""Compiles Triton kernels for devices that need not be here: where one would be launched, it is compiled instead."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -28,11 +31,50 @@ _POINTERS = {
 }
 
 
+class Variant(NamedTuple):
+    """A kernel as one launch asked for it: the types of its arguments, and the values of its constants."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    settings: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.__module__}.{self.kernel.__name__}"
+
+    def described(self) -> dict[str, Any]:
+        """What another environment needs to find this kernel and to compile it; plain data."""
+        return {
+            "module": self.kernel.__module__,
+            "kernel": self.kernel.__name__,
+            "file": str(Path(inspect.getsourcefile(self.kernel.fn) or "").resolve()),
+            "signature": self.signature,
+            "constants": {
+                name: {"dtype": value.name} if isinstance(value, tl.dtype) else value
+                for name, value in self.constants.items()
+            },
+        }
+
+
+def machine_code(variant: Variant, target: GPUTarget) -> str | None:
+    """Compile a variant for a GPU, and say what was wrong with it."""
+    kernel, signature, constants, settings = variant
+    try:
+        triton.compile(ASTSource(kernel, signature, constants), target=target, options=settings)
+    except Exception as error:  # whatever its compiler raises is what is wrong with the kernel
+        return f"{place(kernel, error)}: {variant.name} for sm_{target.arch}, {constants}: {error}"
+    return None
+
+
 class Ahead:
     """Every variant of a kernel that was asked for, compiled for the target that was set: at most so many of each."""
 
-    def __init__(self, most: int = sys.maxsize):
+    def __init__(
+        self, most: int = sys.maxsize, compiler: Callable[[Variant, GPUTarget], str | None] = machine_code
+    ):
         self.most = most
+        self.compiler = compiler
         self.target = TARGETS[torch.bfloat16]
         self.compiled: dict[Any, str | None] = {}  # a variant, and what was wrong with it
 
@@ -51,19 +93,21 @@ class Ahead:
             signature[parameter.name] = how
             if how == "constexpr":
                 constants[parameter.name] = value
-        name = f"{kernel.__module__}.{kernel.__name__}"
+        variant = Variant(kernel, signature, constants, settings)
         arch = self.target.arch
-        key = (name, arch, tuple(signature.values()), tuple(map(str, constants.values())), str(settings))
+        key = (
+            variant.name,
+            arch,
+            tuple(signature.values()),
+            tuple(map(str, constants.values())),
+            str(settings),
+        )
         if key in self.compiled or sum(other[:2] == key[:2] for other in self.compiled) >= self.most:
             return
-        self.compiled[key] = None
-        try:
-            triton.compile(ASTSource(kernel, signature, constants), target=self.target, options=settings)
-        except Exception as error:  # whatever its compiler raises is what is wrong with the kernel
-            self.compiled[key] = f"{_place(kernel, error)}: {name} for sm_{arch}, {constants}: {error}"
+        self.compiled[key] = self.compiler(variant, self.target)
 
 
-def _place(kernel: Any, error: Exception) -> str:
+def place(kernel: Any, error: object) -> str:
     """The file and line of an error; Triton counts lines from the kernel's `def`."""
     source, first = inspect.getsourcelines(kernel.fn)
     before = next(i for i, line in enumerate(source) if line.lstrip().startswith("def "))

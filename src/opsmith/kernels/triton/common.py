@@ -28,7 +28,10 @@ def dot(a, b, acc=None):
     if _WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    if acc is None:  # which Triton 3.2 takes for a tensor when it is handed on
+        return tl.dot(a, b, input_precision="ieee")
+    else:  # what follows such a return would be compiled there all the same
+        return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @inner

@@ -96,11 +96,11 @@ def project_kernel(
         if BIAS:
             whole += tl.load(bias + row, mask=row < N, other=0)[None, :]
         sums = whole.to(tl.float32)
-    if FORM == 1 or FORM == 2 or FORM == 3:
+    if (FORM == 1 or FORM == 2) or FORM == 3:
         sums *= tl.load(descale + row, mask=row < N, other=0.0)[None, :]
     if FORM == 2:
         sums *= tl.load(s + token, mask=token < tokens, other=0.0)[:, None]
-    if BIAS and (FORM == 0 or FORM == 3 or FORM == 4):
+    if BIAS and ((FORM == 0 or FORM == 3) or FORM == 4):
         sums += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
     tl.store(y + token[:, None] * ys + row[None, :], rounded(sums, y), mask=here & (row < N)[None, :])
 

@@ -84,7 +84,7 @@ class Ahead:
             return
         names = [p.name for p in kernel.params]
         values = dict(zip(names, args, strict=False))
-        settings = {k: options.pop(k) for k in ("num_warps", "num_stages") if k in options}
+        settings: dict[str, int] = {k: options.pop(k) for k in ("num_warps", "num_stages") if k in options}
         values.update(options)
         signature, constants = {}, {}
         for parameter in kernel.params:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from opsmith.kernels.ascend.launch import Launch
+from opsmith.kernels.ascend.span import span
 
 __all__ = ["launch"]
 
@@ -31,12 +32,6 @@ def launch(
         table = table.contiguous()
     y = torch.empty((*ids.shape, columns), dtype=dtype, device=table.device)
     steps = (table.stride(0), scale.stride(0))
-    inputs = {"ids": ids, "table": _all_of(table), "scale": _all_of(scale)}
+    inputs = {"ids": ids, "table": span(table), "scale": span(scale)}
     sizes = (ids.numel(), columns, *steps, y.element_size())
     return Launch("quantized_embedding", inputs, {"y": y}, sizes, y)
-
-
-def _all_of(t: torch.Tensor) -> torch.Tensor:
-    """The memory from a strided tensor's first element to its last: the kernel steps through it."""
-    span = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-    return t.as_strided((span,), (1,))

@@ -121,6 +121,21 @@ __aicore__ inline void WithRow(const LocalTensor<float>& dst, const LocalTensor<
     }
 }
 
+// dst = a op b, element by element.
+template <Op op>
+__aicore__ inline void WithTile(const LocalTensor<float>& dst, const LocalTensor<float>& a, const LocalTensor<float>& b,
+                                const RowTile& t) {
+    const uint32_t step = t.pitch / kFloatsInBlock;
+    for (uint32_t c = 0; !t.Far() && c < t.columns; c += kLanes)
+        Apply<op>(dst[c], a[c], b[c], Min(kLanes, t.columns - c), t.rows,
+                  BinaryRepeatParams(1, 1, 1, step, step, step));
+    for (uint32_t r = 0; t.Far() && r < t.rows; ++r) {
+        const uint32_t at = r * t.pitch;
+        if constexpr (op == Op::kMul) AscendC::Mul(dst[at], a[at], b[at], t.columns);
+        if constexpr (op == Op::kAdd) AscendC::Add(dst[at], a[at], b[at], t.columns);
+    }
+}
+
 // The sum of each row, or the largest of what must not be negative. `lanes` has room for 64 numbers a row, `work` for one
 // of each 64 columns.
 template <Op op>
@@ -149,12 +164,7 @@ __aicore__ inline void RootMeanSquares(const LocalTensor<float>& blocks, const L
                                        const LocalTensor<float>& src, const LocalTensor<float>& squares,
                                        const LocalTensor<float>& lanes, const LocalTensor<float>& work, float eps,
                                        const RowTile& t) {
-    const uint32_t step = t.pitch / kFloatsInBlock;
-    for (uint32_t r = 0; t.Far() && r < t.rows; ++r)
-        AscendC::Mul(squares[r * t.pitch], src[r * t.pitch], src[r * t.pitch], t.columns);
-    for (uint32_t c = 0; !t.Far() && c < t.columns; c += kLanes)
-        AscendC::Mul(squares[c], src[c], src[c], uint64_t(Min(kLanes, t.columns - c)), t.rows,
-                     BinaryRepeatParams(1, 1, 1, step, step, step));
+    WithTile<Op::kMul>(squares, src, src, t);
     FoldRows<Op::kAdd>(numbers, squares, lanes, work, t);
     AscendC::Muls(numbers, numbers, 1.0f / float(t.columns), t.rows);
     AscendC::Adds(numbers, numbers, eps, t.rows);

@@ -1,0 +1,86 @@
+// The rotary embedding of tiles of rows, in float32: x cos + partner sin, where the partner of an element is the other
+// one of its pair, with a minus for the first of them.
+#pragma once
+
+#include "row_tiles.h"
+
+namespace opsmith {
+
+// What does not change from tile to tile: where each element's partner stands, and the signs. Built once by the scalar
+// pipe for a row, and by the vector pipe for the rows below it.
+class Rotary {
+public:
+    // Bytes of local memory for tiles of so many rows.
+    static __aicore__ inline uint32_t Bytes(uint32_t rows, uint32_t pitch) { return (2 * rows + 1) * pitch * 4; }
+
+    __aicore__ inline void Init(const LocalTensor<float>& memory, uint32_t rows, uint32_t width, uint32_t pitch,
+                                bool turn, bool neighbors) {
+        turns = turn;
+        interleaved = neighbors;
+        signs = memory;
+        partners = memory[pitch].ReinterpretCast<int32_t>();
+        places = memory[pitch + rows * pitch].ReinterpretCast<int32_t>();
+        const uint32_t half = width / 2;
+        for (uint32_t i = 0; i < pitch; ++i) {
+            const bool here = i < width && turn;  // behind the row, anything that is there will do
+            const bool first = interleaved ? i % 2 == 0 : i < half;
+            const uint32_t partner = interleaved ? (first ? i + 1 : i - 1) : (first ? i + half : i - half);
+            const uint32_t place = interleaved ? i / 2 + (first ? 0 : half) : i;  // of its number in the table
+            signs.SetValue(i, here && first ? -1.0f : 1.0f);
+            partners.SetValue(i, here ? int32_t(partner * sizeof(float)) : 0);
+            places.SetValue(i, here ? int32_t(place * sizeof(float)) : 0);
+        }
+        const auto event = AscendC::GetTPipePtr()->FetchEventID(HardEvent::S_V);
+        AscendC::SetFlag<HardEvent::S_V>(event);
+        AscendC::WaitFlag<HardEvent::S_V>(event);
+        for (uint32_t r = 1; r < rows; ++r) {
+            AscendC::Adds(partners[r * pitch], partners, int32_t(r * pitch * sizeof(float)), pitch);
+            AscendC::Adds(places[r * pitch], places, int32_t(r * pitch * sizeof(float)), pitch);
+        }
+    }
+
+    // y = x, turned where there is a table. `cos` and `sin` have a row each, or, with `shared`, one for all rows;
+    // `swapped`, `c` and `s` have room for a tile each.
+    __aicore__ inline void Turn(const LocalTensor<float>& y, const LocalTensor<float>& x, const LocalTensor<float>& cos,
+                                const LocalTensor<float>& sin, bool shared, const LocalTensor<float>& swapped,
+                                const LocalTensor<float>& c, const LocalTensor<float>& s, const RowTile& t) const {
+        if (!turns) {  // the signs are ones then
+            WithRow<Op::kMul>(y, x, signs, t);
+            return;
+        }
+        const LocalTensor<uint32_t> from = partners.ReinterpretCast<uint32_t>();
+        AscendC::Gather(swapped, x, from, 0, t.rows * t.pitch);
+        WithRow<Op::kMul>(swapped, swapped, signs, t);
+        LocalTensor<float> cosines = cos, sines = sin;
+        if (interleaved) {
+            const LocalTensor<uint32_t> place = places.ReinterpretCast<uint32_t>();
+            AscendC::Gather(c, cos, place, 0, shared ? t.pitch : t.rows * t.pitch);
+            AscendC::Gather(s, sin, place, 0, shared ? t.pitch : t.rows * t.pitch);
+            cosines = c, sines = s;
+        }
+        if (shared) {
+            WithRow<Op::kMul>(swapped, swapped, sines, t);
+            WithRow<Op::kMul>(y, x, cosines, t);
+        } else {
+            WithTile<Op::kMul>(swapped, swapped, sines, t);
+            WithTile<Op::kMul>(y, x, cosines, t);
+        }
+        WithTile<Op::kAdd>(y, y, swapped, t);
+    }
+
+private:
+    bool turns = false, interleaved = false;
+    LocalTensor<float> signs;
+    LocalTensor<int32_t> partners, places;  // byte offsets into a tile
+};
+
+// float32 into the type of a result, rounded once; where that is float32, it is there already.
+template <typename T>
+__aicore__ inline void NarrowTile(const LocalTensor<T>& to, const LocalTensor<float>& from, const RowTile& t) {
+    const AscendC::UnaryRepeatParams step(1, 1, t.pitch * sizeof(T) / kDataBlockBytes, t.pitch / kFloatsInBlock);
+    if constexpr (!kIsFloat<T>)
+        for (uint32_t c = 0; c < t.columns; c += kLanes)
+            AscendC::Cast(to[c], from[c], RoundMode::CAST_RINT, uint64_t(Min(kLanes, t.columns - c)), t.rows, step);
+}
+
+}  // namespace opsmith

@@ -194,6 +194,12 @@ class Pattern:
     sizes: Mapping[str, tuple[str, int]] = field(
         default_factory=dict
     )  # arguments that are the size of an input's last axis, times a number
+    multiplies: Mapping[str, str] = field(
+        default_factory=dict
+    )  # numbers by the input that they multiply, which the model may have multiplied already
+    numbers: Mapping[str, Callable[..., float]] = field(
+        default_factory=dict
+    )  # arguments that follow from the marked constants of these names, which the operator does not take
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from torch import fx, nn
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
 from opsmith.compiler.capture import capture
-from opsmith.compiler.compiled import CompiledGraph, Progress
+from opsmith.compiler.compiled import CompiledGraph, GraphReport, Progress, warn_left
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.latent import Latent
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.quantize import Packing
 from opsmith.compiler.report import Report
-from opsmith.compiler.select import Selector
+from opsmith.compiler.select import Selector, raised
 from opsmith.ops.installed import load_installed
 from opsmith.ops.packed_weight import FORMATS
 
@@ -39,13 +39,19 @@ class Session:
         self.config = config
         self.selector = Selector(config, fixed=plan.choices() if plan is not None else None)
         self.graphs: list[CompiledGraph] = []
+        self.unread: list[GraphReport] = []
         self.packing = Packing()
         self.latent = Latent(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's call: one captured graph in, one callable out."""
-        graph = CompiledGraph(capture(gm, example_inputs), example_inputs, self.selector, _progress())
+        try:
+            graph = CompiledGraph(capture(gm, example_inputs), gm, example_inputs, self.selector, _progress())
+        except Exception as error:  # of ours: the model has been read by Dynamo
+            self.unread.append(GraphReport(nodes=len(gm.graph.nodes), left=raised(error)))
+            warn_left(self.unread[-1])
+            return gm.forward
         self.graphs.append(graph)
         return graph
 
@@ -63,7 +69,7 @@ class Session:
     def report(self) -> Report:
         """What was found, proven, rolled back and missed."""
         return Report(
-            [graph.report for graph in self.graphs],
+            [*(graph.report for graph in self.graphs), *self.unread],
             self.packing.layers,
             self.latent.reports,
             dict(self.latent.fallbacks),
@@ -193,7 +199,7 @@ def optimize(
                 session.packing.prove(partial(model._call_impl, *args, **kwargs))
             with torch.no_grad():
                 model(*args, **kwargs)
-        if calls and not session.graphs:
+        if calls and not session.graphs and not session.unread:
             raise RuntimeError(
                 "optimize: PyTorch captured no graph of this model; run with TORCH_LOGS=dynamo to see why"
             )

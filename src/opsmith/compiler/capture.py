@@ -12,7 +12,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from opsmith.compiler.canon import arguments, op_name, shape_of
-from opsmith.compiler.mutation import localize
+from opsmith.compiler.mutation import effects, localize
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -65,13 +65,14 @@ def note_constants(gm: fx.GraphModule) -> None:
 
 
 def tidy(graph: fx.Graph) -> None:
-    """Drop what returns its input: dropout out of training, casts and views to what a value already is."""
+    """Drop what gives its input: dropout out of training, casts and views to what a value is, joins with nothing."""
     localize(graph)
+    changing = effects(graph).opaque()
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        source = _unchanged(node)
-        if source is not None:
+        source = _unchanged(node) or _alone(node)
+        if source is not None and not (changing and {node, source} & changing):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -96,3 +97,16 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     if name in ("aten::view", "aten::reshape", "aten::expand", "aten::alias"):
         return source if shape_of(source) == shape_of(node) else None
     return None
+
+
+def _alone(node: fx.Node) -> fx.Node | None:
+    """The one part of a concatenation that has elements: the features left by a rotation of all features are none."""
+    if op_name(node) not in ("aten::cat", "aten::concat", "aten::concatenate"):
+        return None
+    parts = [p for p in arguments(node)["tensors"] if 0 not in shape_of(p)]
+    # An input is its owner's memory, and one that has more elements than another of fewer axes is a cache's first copy.
+    if len(parts) != 1 or parts[0].op != "call_function" or shape_of(parts[0]) != shape_of(node):
+        return None
+    axes = {len(shape_of(p)) for p in arguments(node)["tensors"]}
+    same = parts[0].meta["val"].dtype == node.meta["val"].dtype
+    return parts[0] if same and len(axes) == 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -57,11 +58,20 @@ class GraphReport:
     sites: list[SiteReport] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     nodes: int = 0
+    left: str = ""  # why the graph runs as it was captured, where it could not be studied
 
     @property
     def kept(self) -> list[SiteReport]:
         """The sites that no proof has rolled back."""
         return [s for s in self.sites if s.status == "kept"]
+
+
+def warn_left(report: GraphReport) -> None:
+    """Say that a graph is not optimized: a fault of ours, and not of the model's."""
+    warnings.warn(
+        f"opsmith: a graph of {report.nodes} operations runs as it was, since it could not be studied: {report.left}",
+        stacklevel=2,
+    )
 
 
 class CompiledGraph:
@@ -70,11 +80,14 @@ class CompiledGraph:
     def __init__(
         self,
         gm: fx.GraphModule,
+        captured: Callable[..., Any],
         examples: Sequence[Any],
         selector: Selector,
         progress: Progress | None = None,
     ):
         self.original = gm
+        self._plain: Callable[..., Any] = gm  # what runs where no program does
+        self._captured = captured
         self.selector = selector
         self.packer = Packer()
         found: Recognition = recognize(gm.graph, registry().values())
@@ -138,7 +151,7 @@ class CompiledGraph:
         program = self._programs.get(key, _UNSEEN)
         if program is _UNSEEN or self._weights_changed(args):
             return self._first(key, args)
-        return self.original(*args) if program is None else program(args)
+        return self._plain(*args) if program is None else program(args)
 
     def _first(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
         with self._lock, torch.no_grad():
@@ -151,19 +164,34 @@ class CompiledGraph:
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
                 self._prepare(key, rehearsal)
             program = self._programs[key]
-            return self.original(*args) if program is None else program(args)
+            return self._plain(*args) if program is None else program(args)
 
     def _prepare(self, key: tuple[int, ...], rehearsal: Rehearsal) -> Any:
         tuning = self._rewritten is None or self.selector.learning
-        if tuning:
-            self.study(rehearsal.again())
+        if tuning and not self.report.left:
+            try:
+                self.study(rehearsal.again())
+            except Exception as error:
+                result = self._captured(*rehearsal.again())  # the model's own error is the one to see
+                self._leave(error)
+                self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, self.report.left))
+                return result
+        if self.report.left:
+            self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, self.report.left))
+            return self._plain(*rehearsal.again())
         try:
             return self._record(key, rehearsal, tuning)
         except Exception as error:
-            # Where the model itself cannot run, its own error is the one to see.
-            result = self.original(*rehearsal.again())
+            result = self._plain(*rehearsal.again())  # as above
             self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, f"{raised(error)}: eager runs"))
             return result
+
+    def _leave(self, error: Exception) -> None:
+        """Run the graph as it was captured, from now on: what we cannot study must not stop the model."""
+        self._plain = self._captured
+        self.report = GraphReport(nodes=self.report.nodes, left=raised(error))
+        self.sites = {}
+        warn_left(self.report)
 
     def _weights_changed(self, args: Sequence[Any]) -> bool:
         """True when a packed weight is no longer what was packed: loaded anew, trained, replaced or moved."""
@@ -303,11 +331,15 @@ class CompiledGraph:
     def _training(self, args: Sequence[Any]) -> Any:
         """With gradients: the rewritten graph on the public functions, which differentiate."""
         with self._lock:
-            if self._rewritten is None:
-                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                    self.study(Rehearsal(args, self._changed).again(), training=True)
-        assert self._rewritten is not None
-        return self._rewritten(*args)
+            if self._rewritten is None and not self.report.left:
+                try:
+                    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                        self.study(Rehearsal(args, self._changed).again(), training=True)
+                except Exception as error:
+                    result = self._captured(*args)
+                    self._leave(error)
+                    return result
+        return self._plain(*args) if self._rewritten is None else self._rewritten(*args)
 
 
 # A model that computes something under no_grad turns recording on again behind it: not while its values are studied.

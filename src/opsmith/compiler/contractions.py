@@ -132,8 +132,8 @@ def _sdpa(
     s, rank = c.space, len(q)
     swap = (*range(rank - 2), rank - 1, rank - 2)
     scores_shape = (*q[:-1], k[-2])
-    heads_differ = rank > 3 and q[-3] != k[-3]
-    if heads_differ != bool(enable_gqa) and heads_differ:
+    # Fewer heads of keys serve groups of queries where that is asked for; a single one is broadcast anyway.
+    if rank > 3 and q[-3] != k[-3] and k[-3] != 1 and not enable_gqa:
         raise Unreadable
     scores = s.scale(s.matmul(c(query), views.permute(s, c(key), swap), scores_shape), float(scale))
     if is_causal:

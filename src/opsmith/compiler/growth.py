@@ -24,16 +24,18 @@ def grow(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
     for site in sites:
         if site.card.epilogue is not None:
             _absorb_activation(site, by_root, gone, disturbed)
+    computed = set(by_root)  # what another site gives, which no second one gives too
     for site in sites:
         if site.card.kind is Kind.NORM and "residual" in inspect.signature(site.card.function).parameters:
-            _absorb_residual(site, disturbed)
+            _absorb_residual(site, computed, disturbed)
+            computed.update(site.outputs)
     sites = [s for s in sites if id(s) not in gone]
     return pair(with_output_layer(sites, cards, disturbed), cards, disturbed)
 
 
-def _absorb_residual(site: Site, disturbed: Callable[[Site], bool]) -> None:
+def _absorb_residual(site: Site, computed: set[Node], disturbed: Callable[[Site], bool]) -> None:
     x = site.arguments.get("x")
-    if not isinstance(x, Node) or op_name(x) != "aten::add" or "residual" in site.arguments:
+    if not isinstance(x, Node) or op_name(x) != "aten::add" or "residual" in site.arguments or x in computed:
         return
     args = arguments(x)
     a, b = args["self"], args["other"]

@@ -20,8 +20,6 @@ ELEMENTWISE = frozenset({"cos", "sin", "erf", "relu", "log", "base", "not", "kee
 
 def join(s: Space, kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: Shape) -> Poly:
     """Values joined along the last axis: in blocks of these sizes (`cat`), or in turns (`zip`)."""
-    if len(parts) == 1:
-        return parts[0]
     if kind == "cat":
         flat: list[Poly] = []
         lengths: list[int] = []
@@ -30,10 +28,12 @@ def join(s: Space, kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: 
             if atom is not None and atom.name == "join" and atom.attrs[0] == "cat":
                 flat += atom.args
                 lengths += atom.attrs[1]
-            else:
+            elif size:  # a rotation of all features still appends the none that are left
                 flat.append(part)
                 lengths.append(size)
         parts, sizes = flat, tuple(lengths)
+    if len(parts) == 1:
+        return parts[0]
     return s.fn("join", parts, shape, (kind, sizes))
 
 

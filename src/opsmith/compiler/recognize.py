@@ -8,6 +8,7 @@ it, a linear layer the activation behind it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -197,6 +198,7 @@ class _Finder:
         """The site, or (expected, got, where) of the reason why the operator can't stand here."""
         call: dict[str, Any] = dict(template.pattern.fixed)
         layouts: dict[str, tuple[int, ...]] = {}
+        already: dict[str, float] = {}
         for name, value in binding.items():
             if isinstance(value, int | float):
                 call[name] = value
@@ -204,6 +206,11 @@ class _Finder:
             operand = materialize(value, canon, root)
             if operand is None and name in template.pattern.shared:
                 operand = of_wider(value, canon, root)
+            number = template.pattern.multiplies.get(name, "")
+            factor = binding.get(number)
+            if operand is None and isinstance(factor, float):
+                operand = materialize(self.space.scale(value, factor), canon, root)
+                already |= {number: 1.0} if operand is not None else {}
             if operand is None:
                 return (f"{name} as a value of the graph", "an expression no node computes", value)
             call[name] = operand
@@ -214,6 +221,13 @@ class _Finder:
         if len(set(layouts.values())) > 1:
             text = ", ".join(f"{n}: {p}" for n, p in layouts.items())
             return ("inputs in one layout", f"axes permuted as {text}", root)
+        call |= already
+        used: set[str] = set()
+        for name, follows in template.pattern.numbers.items():
+            of = inspect.signature(follows).parameters
+            call[name] = follows(*(binding[n] for n in of))
+            used |= set(of)
+        call = {name: value for name, value in call.items() if name not in used}
         for name in template.pattern.repeats:
             call[name] = _unrepeated(call[name])
         ranks = {n: len(s) for n, s in template.pattern.inputs.items() if isinstance(s, tuple)}
@@ -303,7 +317,9 @@ def _may_be_root(node: Node) -> bool:
 def _layout(value: Poly) -> tuple[int, ...] | None:
     """The permutation through which an input reaches the operator; None where it was computed on the way."""
     atom = value.atom
-    if atom is None:
+    if (
+        atom is None or 1 in atom.shape[1:-1]
+    ):  # one head, or one token: both orders of the axes are the same memory
         return None
     if atom.name == "permute":
         return tuple(int(i) for i in atom.attrs)

@@ -89,5 +89,6 @@ class Report:
         lines += [f"not quantized: {layer}" for layer in self.quantized if layer.status != "packed"]
         lines += [f"rolled back: {line}" for line in self.rolled_back]
         lines += [f"not the fastest: {line}" for line in self.overruled]
+        lines += [f"left as it was: a graph of {g.nodes} operations: {g.left}" for g in self.graphs if g.left]
         lines += [f"near miss: {line}" for line in self.misses]
         return "\n".join(lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -195,6 +197,46 @@ class _Attention(torch.autograd.Function):
 
 _Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")
 
+
+def _written(how: str, fn: Callable[..., torch.Tensor]) -> Pattern:
+    """One way to write attention: with a mask or without, its scores capped or not."""
+    inputs: dict[str, Any] = {"q": _Q, "k": _KV, "v": _KV}
+    if "mask" in how:
+        inputs["mask"] = ("B", "H", "L", "S")
+    numbers = {"twice": 0.7, "rate": 0.3} if "cap" in how else {"scale": 0.3}
+    return Pattern(
+        f"attention(q, k, v{how and ', '}{how})",
+        fn,
+        inputs | numbers,
+        dtypes={"mask": "bool"} if "boolean" in how else {},
+        aligned=("q", "k", "v"),
+        repeats=("k", "v"),
+        multiplies={} if "cap" in how else {"q": "scale"},
+        numbers=_OF_CAPPED if "cap" in how else {},
+    )
+
+
+def _masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+
+def _capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, twice: float, rate: float
+) -> torch.Tensor:
+    """With `c tanh(s / c)` as `2 c sigmoid(2 s / c)`: the constant between them changes no softmax."""
+    s = twice * torch.sigmoid(rate * (q @ k.transpose(-1, -2)))
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    return torch.softmax(s, -1) @ v
+
+
+_OF_CAPPED: dict[str, Callable[..., float]] = {
+    "softcap": lambda twice: twice / 2,
+    "scale": lambda twice, rate: twice * rate / 4,
+}
+
 _CPU, _TRITON = kernels(_native, lambda q, *a, **k: native(q, "attention"))
 
 CARD = register(
@@ -215,41 +257,23 @@ CARD = register(
             Implementation("eager", eager),
         ],
         patterns=(
-            Pattern(
-                "attention(q, k, v)",
-                lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale),
-                {"q": _Q, "k": _KV, "v": _KV, "scale": 0.3},
-                aligned=("q", "k", "v"),
-                repeats=("k", "v"),
-            ),
-            Pattern(
-                "attention(q, k, v, additive mask)",
-                lambda q, k, v, mask, scale: F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, scale=scale
+            _written("", lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale)),
+            _written("additive mask", _masked),
+            _written("boolean mask", _masked),
+            # As many keys as queries: PyTorch aligns other shapes to the start, opsmith to the end.
+            replace(
+                _written(
+                    "causal",
+                    lambda q, k, v, scale: F.scaled_dot_product_attention(
+                        q, k, v, is_causal=True, scale=scale
+                    ),
                 ),
-                {"q": _Q, "k": _KV, "v": _KV, "mask": ("B", "H", "L", "S"), "scale": 0.3},
-                aligned=("q", "k", "v"),
-                repeats=("k", "v"),
-            ),
-            Pattern(
-                "attention(q, k, v, boolean mask)",
-                lambda q, k, v, mask, scale: F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, scale=scale
-                ),
-                {"q": _Q, "k": _KV, "v": _KV, "mask": ("B", "H", "L", "S"), "scale": 0.3},
-                dtypes={"mask": "bool"},
-                aligned=("q", "k", "v"),
-                repeats=("k", "v"),
-            ),
-            Pattern(
-                # As many keys as queries: PyTorch aligns other shapes to the start, opsmith to the end.
-                "attention(q, k, v, causal)",
-                lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale),
-                {"q": _Q, "k": _Q, "v": _Q, "scale": 0.3},
+                inputs={"q": _Q, "k": _Q, "v": _Q, "scale": 0.3},
                 fixed={"causal": True},
-                aligned=("q", "k", "v"),
-                repeats=("k", "v"),
             ),
+            _written("soft cap", lambda q, k, v, twice, rate: _capped(q, k, v, None, twice, rate)),
+            _written("soft cap, additive mask", _capped),
+            _written("soft cap, boolean mask", _capped),
         ),
         schemas=(
             "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "

@@ -359,6 +359,7 @@ class _Call:
             )
 
         devices = {"cpu": ("native", "cpu"), "triton": ("triton", triton.DEVICE), "cuda": ("cuda", "cuda")}
+        devices["ascendc"] = ("ascendc", "npu")
         return [on(b, *devices[b]) for b in self.kernels.backends()]
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import jinja2
 
 from opsmith.authoring import lower_triton
+from opsmith.authoring.ascendc_files import COPIED, HEADERS, Ascend
 from opsmith.authoring.generate import Project
+from opsmith.authoring.lower_ascendc import FUNCTIONS
 from opsmith.authoring.prototype import PrototypeError, read
 
 __all__ = ["BACKENDS", "create"]
@@ -22,6 +24,7 @@ BACKENDS: dict[str, Callable[[Project], Mapping[str, str]]] = {
     "cpu": lambda p: {f"{p.name}.cpp": render("cpu.cpp", p)},
     "triton": lambda p: {f"{p.name}.py": _triton(p)},
     "cuda": lambda p: {f"{p.name}.{end}": render(f"cuda.{end}", p) for end in ("cu", "h", "cpp")},
+    "ascendc": lambda p: _ascendc(p),
 }
 
 
@@ -43,11 +46,12 @@ def create(
     if unknown := [b for b in backends if b not in BACKENDS]:
         raise ValueError(f"no back end {unknown[0]!r}; there are: {', '.join(BACKENDS)}")
     asked = read(prototype, op)
-    for t in asked.tensors:
+    others = [b for b in backends if b != "ascendc"]
+    for t in asked.tensors if others else ():
         if other := [f for f in t.format if f != "ND"]:
             raise PrototypeError(
-                f"{asked.op}: {t.name} has format {other[0]}; {', '.join(backends)} take ND: tensors as PyTorch "
-                "lays them out. An operator on other layouts is not generated"
+                f"{asked.op}: {t.name} has format {other[0]}; {', '.join(others)} take ND: tensors as PyTorch "
+                "lays them out. Only --backends ascendc alone knows other layouts"
             )
     if reference is not None and asked.formula is not None:
         raise PrototypeError(
@@ -129,6 +133,40 @@ def _triton(p: Project) -> str:
     body = p.triton()
     commons = [n for n in ("block_of", "launch", "processors", "rounded", "warps_of") if f"{n}(" in body]
     return render("triton.py", p, body=body, commons=commons, helpers=lower_triton.helpers([body]))
+
+
+def _ascendc(p: Project) -> dict[str, str]:
+    """msopgen's tree: what an operator package of CANN is built from, and how PyTorch calls it."""
+    a = Ascend(p)
+    text = "\n".join(line for phase in a.v.phases for line in (*phase.rows, *phase.body))
+    facts = {
+        "a": a,
+        "walks": a.walks,
+        "inputs": [*a.tile_inputs, *a.column_inputs],
+        "functions": bool(a.plan.rotation) or any(f"{f}(" in text.replace("<", "(") for f in FUNCTIONS),
+        "least": a.least,
+        "parameters": ", ".join(
+            [*(f"{n}: torch.Tensor" for n in a.tensors), *(f"{n}: float" for n in a.attributes)]
+        ),
+    }
+    files = {
+        "README.md": "README.md",
+        "CMakeLists.txt": "CMakeLists.txt",
+        "CMakePresets.json": "CMakePresets.json",
+        "build.sh": "build.sh",
+        f"op_host/{p.name}.cpp": "host.cpp",
+        "op_host/CMakeLists.txt": "host_CMakeLists.txt",
+        f"op_kernel/{p.name}.cpp": "kernel.cpp",
+        f"op_kernel/{p.name}_tiling.h": "tiling.h",
+        "op_kernel/CMakeLists.txt": "kernel_CMakeLists.txt",
+        "launch.py": "launch.py",
+    }
+    if a.bound:
+        files["framework/pytorch/binding.cpp"] = "binding.cpp"
+        files["framework/pytorch/build.py"] = "build.py"
+        files["test_on_board.py"] = "test_on_board.py"
+    made = {file: render(f"ascendc/{template}", p, **facts) for file, template in files.items()}
+    return made | {f"op_kernel/{name}": (HEADERS / name).read_text() for name in COPIED}
 
 
 def _notes(p: Project) -> list[str]:

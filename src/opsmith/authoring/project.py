@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from opsmith.authoring import ascendc
 from opsmith.authoring.signature import Scalar, Signature, Sizes
 from opsmith.kernels import build, compiler, isa, triton
 from opsmith.operator import Operator
@@ -28,7 +29,8 @@ from opsmith.ops.verify import Finding
 
 __all__ = ["Kernels", "cards_of", "kernels", "load", "verify"]
 
-BACKENDS = {"cpu": ".cpp", "triton": ".py", "cuda": ".cu"}  # and how the files of their kernels end
+# And where the file of their kernels is, in their folder.
+BACKENDS = {"cpu": "*.cpp", "triton": "*.py", "cuda": "*.cu", "ascendc": "op_kernel/*.cpp"}
 _RESERVED = ("std", "torch", "opsmith", "at", "c10", "aten")
 _OPS = ("forward", "backward")
 
@@ -96,6 +98,7 @@ class Kernels:
                 f"{self.name}::{defined.split('::')[-1]}", _nothing, lib=self._library
             )
         self._answers: dict[str, bool | str] = {}
+        self.stand_ins: dict[str, Callable[..., None]] = {}  # what answers for a back end: an emulation
 
     @property
     def inputs(self) -> Mapping[str, Sizes]:
@@ -125,8 +128,8 @@ class Kernels:
     def source(self, backend: str) -> Path:
         """The file with the kernels of a back end: named like the operator, or the only one of its kind there."""
         folder = self.folder / "kernels" / backend
-        others = sorted(folder.glob(f"*{BACKENDS[backend]}"))
-        return others[0] if len(others) == 1 else folder / f"{self.name}{BACKENDS[backend]}"
+        others = sorted(folder.glob(BACKENDS[backend]))
+        return others[0] if len(others) == 1 else folder / BACKENDS[backend].replace("*", self.name)
 
     def backends(self) -> tuple[str, ...]:
         """Those with a file of kernels, or with a library that was built from one."""
@@ -135,6 +138,8 @@ class Kernels:
 
     def ops(self, backend: str) -> tuple[Any, Any]:
         """The dispatcher's entries of a back end: forward, and backward or None."""
+        if backend in self.stand_ins:
+            return self.stand_ins[backend], None
         suffix = "_cuda" if backend == "cuda" else ""
         space = getattr(torch.ops, self.name)
         forward, backward = (
@@ -162,7 +167,7 @@ class Kernels:
     @_constant
     def backend(self, device: torch.device) -> str | None:
         """The back end that takes tensors of this device, None where none can."""
-        wanted = ("cuda", "triton") if device.type == "cuda" else ("cpu",) if device.type == "cpu" else ()
+        wanted = {"cuda": ("cuda", "triton"), "cpu": ("cpu",), "npu": ("ascendc",)}.get(device.type, ())
         if device.type == "cpu" and self._triton_has_the_cpu():
             wanted = ("triton",)
         return next((b for b in wanted if b in self.backends() and self.offers(b) is True), None)
@@ -183,6 +188,8 @@ class Kernels:
             return f"{self.name} has no kernels for {backend}"
         if backend == "triton":
             return self._load_triton()
+        if backend == "ascendc":
+            return ascendc.load(self)
         if backend == "cuda" and not torch.cuda.is_available():
             return "there is no GPU here"
         if backend == "cpu" and self._triton_has_the_cpu():
@@ -206,7 +213,8 @@ class Kernels:
     def prebuilt(self, backend: str) -> Path | None:
         """The library that an installed package carries: of the best tier that this CPU runs."""
         tiers = isa.supported()[::-1] if backend == "cpu" else ("cuda",)
-        found = (self.folder / "lib" / f"{self.name}-{tier}.so" for tier in tiers if backend != "triton")
+        native = backend in ("cpu", "cuda")
+        found = (self.folder / "lib" / f"{self.name}-{tier}.so" for tier in tiers if native)
         return next((path for path in found if path.is_file()), None)
 
     def build(self, backend: str, *, tier: str | None = None, watch: compiler.Watch | None = None) -> Path:

@@ -62,3 +62,8 @@ class Rows:
                 index = f"({index}) * {self._names[2 + len(after), 1 + len(after) + len(later)]}"
             terms.append(index)
         return " + ".join(terms) or None
+
+    def advance(self, name: str) -> tuple[str, bool]:
+        """The count of rows after which an input's place jumps, and whether it moves with each row until then."""
+        run, behind = (strides_of(self.plan.inputs[name], self.plan.space) or [])[-1]
+        return self._names[2, 1 + len(behind or run)], not behind

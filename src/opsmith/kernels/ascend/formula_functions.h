@@ -1,0 +1,165 @@
+// Functions of one element that are no single instruction, over n floats that lie together. `to` may be `x`; what else they
+// compute in is given. Reciprocals are divisions: the instructions Reciprocal and Rsqrt are coarse.
+#pragma once
+
+#include "formula.h"
+
+namespace formula {
+
+__aicore__ inline void NumberOver(const Floats& to, float number, const Floats& x, const Floats& one, uint32_t n) {
+  AscendC::Duplicate(one, number, n);
+  AscendC::Div(to, one, x, n);
+}
+__aicore__ inline void ReciprocalRoot(const Floats& to, const Floats& x, const Floats& one, uint32_t n) {
+  AscendC::Sqrt(to, x, n);
+  NumberOver(to, 1.0f, to, one, n);
+}
+// 1 + e^-x, what x is divided by for SiLU and 1 for the sigmoid.
+__aicore__ inline void OnePlusPower(const Floats& to, const Floats& x, uint32_t n) {
+  AscendC::Muls(to, x, -1.0f, n);
+  AscendC::Exp(to, to, n);
+  AscendC::Adds(to, to, 1.0f, n);
+}
+__aicore__ inline void Sigmoid(const Floats& to, const Floats& x, const Floats& one, uint32_t n) {
+  OnePlusPower(to, x, n);
+  NumberOver(to, 1.0f, to, one, n);
+}
+__aicore__ inline void Silu(const Floats& to, const Floats& x, const Floats& below, uint32_t n) {
+  OnePlusPower(below, x, n);
+  AscendC::Div(to, x, below, n);
+}
+// (1 - t) / (1 + t) of t = e^-2x, which has no difference of near numbers but around 0, where it is exact. Below -10 the
+// result is -1, and t would grow without an end.
+__aicore__ inline void Tanh(const Floats& to, const Floats& x, const Floats& t, uint32_t n) {
+  AscendC::Maxs(t, x, -10.0f, n);
+  AscendC::Muls(t, t, -2.0f, n);
+  AscendC::Exp(t, t, n);
+  AscendC::Muls(to, t, -1.0f, n);
+  AscendC::Adds(to, to, 1.0f, n);
+  AscendC::Adds(t, t, 1.0f, n);
+  AscendC::Div(to, to, t, n);
+}
+// to = to * x + c
+__aicore__ inline void Step(const Floats& to, const Floats& x, float c, uint32_t n) {
+  AscendC::Mul(to, to, x, n);
+  AscendC::Adds(to, to, c, n);
+}
+__aicore__ inline void Linear(const Floats& to, const Floats& x, float a, float b, uint32_t n) {
+  AscendC::Muls(to, x, a, n);
+  AscendC::Adds(to, to, b, n);
+}
+// erf as an odd rational function, absolute error below 2e-7: that of the CPU's kernels.
+__aicore__ inline void Erf(const Floats& to, const Floats& x, const Floats& t, const Floats& p, uint32_t n) {
+  AscendC::Maxs(to, x, -4.0f, n);
+  AscendC::Mins(to, to, 4.0f, n);
+  AscendC::Mul(t, to, to, n);
+  Linear(p, t, -2.72614225801306e-10f, 2.77068142495902e-08f, n);
+  Step(p, t, -2.10102402082508e-06f, n);
+  Step(p, t, -5.69250639462346e-05f, n);
+  Step(p, t, -7.34990630326855e-04f, n);
+  Step(p, t, -2.95459980854025e-03f, n);
+  Step(p, t, -1.60960333262415e-02f, n);
+  AscendC::Mul(to, to, p, n);
+  Linear(p, t, -1.45660718464996e-05f, -2.13374055278905e-04f, n);
+  Step(p, t, -1.68282697438203e-03f, n);
+  Step(p, t, -7.37332916720468e-03f, n);
+  Step(p, t, -1.42647390514189e-02f, n);
+  AscendC::Div(to, to, p, n);
+  AscendC::Maxs(to, to, -1.0f, n);
+  AscendC::Mins(to, to, 1.0f, n);
+}
+// The normal distribution's tail beyond a >= 0, as e^(-a^2 / 2) times a polynomial in 1 / (1 + 0.35 a).
+__aicore__ inline void NormalTail(const Floats& to, const Floats& a, const Floats& t, uint32_t n) {
+  Linear(t, a, 0.35f, 1.0f, n);
+  NumberOver(t, 1.0f, t, to, n);
+  Linear(to, t, -0.0291459318f, 0.143971711f, n);
+  Step(to, t, -0.255714267f, n);
+  Step(to, t, 0.159174174f, n);
+  Step(to, t, -0.0231098365f, n);
+  Step(to, t, 0.105508f, n);
+  Step(to, t, 0.119832866f, n);
+  Step(to, t, 0.139861867f, n);
+  Step(to, t, 0.139621407f, n);
+  AscendC::Mul(to, to, t, n);
+  AscendC::Mul(t, a, a, n);
+  AscendC::Muls(t, t, -0.5f, n);
+  AscendC::Exp(t, t, n);
+  AscendC::Mul(to, to, t, n);
+}
+// relu(x) - |x| tail(|x|): no difference of near numbers.
+__aicore__ inline void Gelu(const Floats& to, const Floats& x, const Floats& a, const Floats& tail, const Floats& t,
+                            uint32_t n) {
+  AscendC::Abs(a, x, n);
+  NormalTail(tail, a, t, n);
+  AscendC::Mul(tail, tail, a, n);
+  AscendC::Relu(to, x, n);
+  AscendC::Sub(to, to, tail, n);
+}
+// x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+__aicore__ inline void GeluTanh(const Floats& to, const Floats& x, const Floats& t, uint32_t n) {
+  AscendC::Mul(t, x, x, n);
+  Linear(t, t, 1.59576912f * 0.044715f, 1.59576912f, n);
+  AscendC::Mul(t, t, x, n);
+  OnePlusPower(t, t, n);
+  AscendC::Div(to, x, t, n);
+}
+// What a value is after it was rounded to T.
+template <class T>
+__aicore__ inline void RoundedTo(const Floats& to, const Floats& x, const Floats& narrow, uint32_t n) {
+  const auto rounded = narrow.template ReinterpretCast<T>();
+  AscendC::Cast(rounded, x, RoundMode::CAST_RINT, n);
+  AscendC::Cast(to, rounded, RoundMode::CAST_NONE, n);
+}
+// to = a where the comparison of x and y holds, else b. Comparing takes whole repeats: x and y are Values.
+using Bits = AscendC::LocalTensor<uint8_t>;
+__aicore__ inline void Choose(const Floats& to, const Floats& x, CMPMODE how, const Floats& y, const Floats& a,
+                              const Floats& b, const Bits& bits, uint32_t n) {
+  AscendC::Compare(bits, x, y, how, RoundedUp(n, kLanes));
+  AscendC::Select(to, bits, a, b, SELMODE::VSEL_TENSOR_TENSOR_MODE, n);
+}
+
+// to = (-x2, x1) for the halves of each row, or for each pair of neighbors. Halves that begin at a data block are copied as
+// they lie; other elements are gathered by a row of offsets, and multiplied by a row of signs.
+template <bool kHalves>
+class Rotation {
+ public:
+  __aicore__ inline void Init(TPipe& pipe, uint32_t size) {
+    half_ = size / 2;
+    signs_.Init(pipe, RoundedUp(size, kBlock));
+    pipe.InitBuffer(offsets_, RoundedUp(size, kBlock) * sizeof(uint32_t));
+    if (Aligned()) return;
+    Order<AscendC::HardEvent::V_S>();
+    const auto offsets = offsets_.Get<uint32_t>();
+    for (uint32_t i = 0; i < size; ++i) {
+      const bool first = kHalves ? i < half_ : i % 2 == 0;
+      const uint32_t away = kHalves ? half_ : 1;
+      offsets.SetValue(i, (first ? i + away : i - away) * sizeof(float));
+      signs_.Get().SetValue(i, first ? -1.0f : 1.0f);
+    }
+    Order<AscendC::HardEvent::S_V>();
+  }
+  __aicore__ inline void operator()(const Floats& to, const Floats& x, const Tile& tile) {
+    if (Aligned()) {
+      const UnaryRepeatParams down(1, 1, tile.width / kBlock, tile.width / kBlock);
+      for (uint32_t at = 0; at < half_; at += kLanes) {
+        const uint32_t lanes = Smaller(kLanes, half_ - at);
+        AscendC::Muls(to[at], x[half_ + at], -1.0f, lanes, tile.rows, down);
+        AscendC::Adds(to[half_ + at], x[at], 0.0f, lanes, tile.rows, down);
+      }
+      return;
+    }
+    for (uint32_t r = 0; r < tile.rows; ++r) {
+      AscendC::Gather(to[r * tile.width], x[r * tile.width], offsets_.Get<uint32_t>(), 0, tile.size);
+    }
+    Apply<Times>(to, Whole(to, tile), Columns(signs_.Get()), tile);
+  }
+
+ private:
+  __aicore__ inline bool Aligned() const { return kHalves && half_ % kBlock == 0; }
+
+  uint32_t half_ = 0;
+  Values signs_;
+  TBuf<AscendC::QuePosition::VECCALC> offsets_;
+};
+
+}  // namespace formula

@@ -77,6 +77,7 @@ def test_a_project_is_complete_and_written_in_a_second(name: str, tmp_path: Path
         f"kernels/cpu/{stem}.cpp",
         f"kernels/triton/{stem}.py",
         *(f"kernels/cuda/{stem}.{end}" for end in ("cu", "h", "cpp")),
+        *(file for file in files if file.startswith("kernels/ascendc/")),  # test_ascendc.py has these
     }
     for file in files:
         content = (folder / file).read_text()
@@ -218,7 +219,7 @@ def test_the_command_says_what_it_wrote_and_what_is_next(
     assert main(["new", str(file), "-o", str(made)]) == 1
     assert "overwrites nothing" in capsys.readouterr().err
     assert main(["new", str(file), "--backends", "cpu,tpu"]) == 1
-    assert "no back end 'tpu'; there are: cpu, triton, cuda" in capsys.readouterr().err
+    assert "no back end 'tpu'; there are: cpu, triton, cuda, ascendc" in capsys.readouterr().err
     file.write_text(text("RopeCustom").replace("rotate_interleaved(x)", "rotate(x)"))
     assert main(["new", str(file), "-o", str(tmp_path / "other")]) == 1
     err = capsys.readouterr().err.splitlines()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opsmith.authoring.project import Kernels
     from opsmith.kernels.ascend import Emulation
 
-__all__ = ["EMULATED", "call", "emulating", "findings", "load"]
+__all__ = ["EMULATED", "call", "compiles", "emulating", "findings", "load"]
 
 EMULATED = "ascendc, emulated"  # how the implementation is called in a report
 _CORES = (1, 48)  # the same result is due from both
@@ -50,7 +50,9 @@ def load(kernels: Kernels) -> bool | str:
 
 def _sizes(kernels: Kernels) -> Callable[..., tuple[float, ...]]:
     """What the tiling takes of a call, as kernels/ascendc/launch.py says."""
-    sizes: Callable[..., tuple[float, ...]] = _imported(kernels.source("ascendc").parents[1] / "launch.py").sizes
+    sizes: Callable[..., tuple[float, ...]] = _imported(
+        kernels.source("ascendc").parents[1] / "launch.py"
+    ).sizes
     return sizes
 
 
@@ -85,6 +87,27 @@ def call(kernels: Kernels, cores: int = 48) -> Callable[..., Emulation | None]:
     return run
 
 
+def compiles(kernels: Kernels, column: Sequence[torch.dtype]) -> None:
+    """Compile the kernel for one combination of dtypes, as the emulation does.
+
+    Raises:
+        BuildError: with the first error, at its line.
+    """
+    from opsmith.kernels.ascend import EmulationError
+
+    symbols = {**kernels.inputs, **kernels.outputs}
+    tensors = {
+        name: torch.zeros([16 if isinstance(d, str) else d for d in sizes], dtype=dtype)
+        for (name, sizes), dtype in zip(symbols.items(), column, strict=True)
+    }
+    outputs = {name: tensors.pop(name) for name in kernels.outputs}
+    attributes = [1.0 if value is None else value for value in kernels.attributes.values()]
+    try:
+        call(kernels)(*tensors.values(), *attributes, **outputs)
+    except EmulationError:
+        return  # it runs: what it does wrong, `findings` say
+
+
 @contextmanager
 def emulating(kernels: Kernels, cores: int = 48) -> Iterator[None]:
     """Let an emulation answer for the back end, so that the project's own code calls it as it would call a board."""
@@ -104,9 +127,19 @@ def findings(
     kernels: Kernels, card: Operator, dtypes: Sequence[torch.dtype], *, quick: bool = False
 ) -> Iterator[Finding]:
     """Hold the emulated kernel to its card: every sample in every dtype, and one core against all."""
+    from opsmith.kernels.build import BuildError
+
     (implementation,) = (i for i in card.implementations if i.name == "ascendc")
-    with emulating(kernels):
-        for dtype in dtypes:
+    for dtype in dtypes:
+        try:
+            for column in kernels.signature.kernel_columns():
+                if column[0] == dtype:
+                    compiles(kernels, column)
+        except BuildError as error:
+            why = str(error).partition("\n")[0]
+            yield Finding(card.name, EMULATED, short(dtype), "", 0, "compiles", False, math.inf, 0.0, why)
+            return
+        with emulating(kernels):
             for sample in card.samples(Make(dtype)):
                 run = partial(forward, implementation.fn)
                 yield examine(card, short(dtype), sample, EMULATED, "values", run)

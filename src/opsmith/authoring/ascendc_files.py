@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from opsmith.authoring.ascendc_code import COLUMNS, NUMBER, ROWS, TILE, Phase, Unsupported
 from opsmith.authoring.generate import Project
-from opsmith.authoring.lower_ascendc import COLUMNS, NUMBER, ROWS, TILE, Phase, Unsupported, Vectors
+from opsmith.authoring.lower_ascendc import Vectors
 from opsmith.authoring.plan import FULL, ROW
 from opsmith.authoring.prototype import PrototypeError
 from opsmith.authoring.shapes import ANY, Shape
@@ -118,7 +119,8 @@ class Ascend:
             if per:
                 times = f"{v.depth[name]} * " if v.depth[name] > 1 else ""
                 many = "256 * " if per == "fixed" else ""
-                terms.append((per, f"{name}, {v.depth[name]} buffer{'s' * (v.depth[name] > 1)}", f"{many}{times}{self.sizes[name]}"))
+                of = f"{name}, {v.depth[name]} buffer{'s' * (v.depth[name] > 1)}"
+                terms.append((per, of, f"{many}{times}{self.sizes[name]}"))
                 terms.append((per, wide.format(name), f"{many}{self._widened(name)}"))
         for o in self.plan.outputs:
             per, many = ("element", "") if o.extent == FULL else ("fixed", "256 * ")
@@ -184,7 +186,8 @@ class Ascend:
             else:
                 row = 128 * each["element"] + each["row"]
                 fit = min((room - 128 * each["column"]) // row, 255)
-                text = f"rows of 128: ({room} - 128 x {each['column']}) / (128 x {each['element']} + {each['row']}) = {fit}"
+                left = f"({room} - 128 x {each['column']})" if each["column"] else str(room)
+                text = f"rows of 128: {left} / (128 x {each['element']} + {each['row']}) = {fit}"
                 text += " rows" if fit < 255 else ", and an instruction goes down 255 rows"
             lines.append(f"  {' and '.join(types)}: {text}")
         return lines
@@ -293,7 +296,9 @@ class Ascend:
                 return f"context->GetInputDataType({i})"
         types = {c[name] for c in self.p.kernel_columns}
         if len(types) > 1:
-            raise PrototypeError(f"{self.p.prototype.op}: output {name} has the type of no input in all combinations")
+            raise PrototypeError(
+                f"{self.p.prototype.op}: output {name} has the type of no input in all combinations"
+            )
         return f"ge::{_DT[types.pop()]}"
 
     def where(self, name: str) -> str:
@@ -318,7 +323,7 @@ class Ascend:
 
     # Python
 
-    def python_sizes(self) -> str:
+    def python_sizes(self) -> list[str]:
         """The tuple that emulation gives the tiling."""
         if self.flat:
             first = [f"{self.whole}.numel()"]
@@ -328,7 +333,7 @@ class Ascend:
                 begin = "" if far is None else f"-{far}"
                 first.append(f"max(math.prod({self.whole}.shape[{begin}:{-(near - 1)}]), 1)")
         sizes = [f"{owner}.element_size()" for owner in self.size_owners.values()]
-        return ", ".join([*first, *self.attributes, *sizes]) + ","
+        return [*first, *self.attributes, *sizes]
 
     # PyTorch
 

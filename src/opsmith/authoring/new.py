@@ -12,9 +12,9 @@ from pathlib import Path
 import jinja2
 
 from opsmith.authoring import lower_triton
+from opsmith.authoring.ascendc_code import FUNCTIONS
 from opsmith.authoring.ascendc_files import COPIED, HEADERS, Ascend
 from opsmith.authoring.generate import Project
-from opsmith.authoring.lower_ascendc import FUNCTIONS
 from opsmith.authoring.prototype import PrototypeError, read
 
 __all__ = ["BACKENDS", "create"]

@@ -1,4 +1,5 @@
-"""Holds a project to its card: every check, and its Triton kernels by the interpreter where there is no GPU."""
+"""Holds a project to its card: every check, its Triton kernels by the interpreter where there is no GPU, and those for
+Ascend NPUs emulated."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import torch
 
+from opsmith.authoring import ascendc
 from opsmith.authoring.project import Kernels, cards_of, load
 from opsmith.kernels import triton
 from opsmith.ops.common import short
 from opsmith.ops.conduct import conduct
 from opsmith.ops.verify import Finding, verify
 
-__all__ = ["interpreted", "needs_interpreter", "verify_project"]
+__all__ = ["emulated", "interpreted", "needs_interpreter", "verify_project"]
 
 _QUICK = "--quick"
 _INTERPRETED = "interpreted"  # how their implementation is called in a report
@@ -36,6 +38,19 @@ def verify_project(folder: str | Path) -> Iterator[Finding]:
         yield from conduct(card, card.dtypes[0])
     if needs_interpreter(folder):
         yield from interpreted(folder)
+    yield from emulated(folder)
+
+
+def emulated(
+    folder: str | Path, dtypes: Sequence[torch.dtype] = (), *, quick: bool = False
+) -> Iterator[Finding]:
+    """Yield the findings of a project's Ascend C kernels, emulated; none where it has no such kernels."""
+    module = load(folder)
+    for kernels in (value for value in vars(module).values() if isinstance(value, Kernels)):
+        if kernels.source("ascendc").exists() and not triton.INTERPRETED:
+            for card in cards_of(module):
+                if card.name == kernels.name:
+                    yield from ascendc.findings(kernels, card, dtypes or card.dtypes, quick=quick)
 
 
 def needs_interpreter(folder: str | Path) -> bool:

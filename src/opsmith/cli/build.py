@@ -25,7 +25,9 @@ def run(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            "--backend", metavar="cpu|triton|cuda|ascend-triton", help="Only this one; may be repeated."
+            "--backend",
+            metavar="cpu|triton|cuda|ascendc|ascend-triton",
+            help="Only this one; may be repeated.",
         ),
     ] = None,
     aot: Annotated[
@@ -34,7 +36,8 @@ def run(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Compile the kernels of a project: C++ for this CPU, Triton and CUDA for GPUs that need not be here.
+    """Compile the kernels of a project: C++ for this CPU, Triton and CUDA for GPUs that need not be here, Ascend C
+    for emulation.
 
     What is built already, known by its content, is not built again. The compiler's first error is shown at
     its line in your file.

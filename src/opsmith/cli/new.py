@@ -18,7 +18,7 @@ def run(
         str | None, typer.Option(metavar="NAME", help="The operator, where the file holds several.")
     ] = None,
     backends: Annotated[
-        str, typer.Option(metavar="cpu,triton,cuda", help="What kernels are for.")
+        str, typer.Option(metavar="cpu,triton,cuda,ascendc", help="What kernels are for.")
     ] = "cpu,triton",
     folder: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="The folder to make.")

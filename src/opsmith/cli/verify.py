@@ -40,7 +40,7 @@ def run(
 
     Checked are values in memory full of NaN, out=, gradients, and that inputs stay unchanged; then two runs,
     threads, the dispatcher's entries, torch.compile and gradients by differences. Of a project without a GPU,
-    the Triton kernels run in Triton's interpreter.
+    the Triton kernels run in Triton's interpreter; those in Ascend C run emulated.
 
     Example: opsmith verify layer_norm --dtype bfloat16
     """
@@ -62,9 +62,10 @@ def run(
         _print(output.console, found)
         findings += found
     for folder in [name for name in names or () if is_folder(name)]:
-        found = _interpreted(output.console, folder, dtype, quick)
-        _print(output.console, found)
-        findings += found
+        for elsewhere in (_interpreted, _emulated):
+            found = elsewhere(output.console, folder, dtype, quick)
+            _print(output.console, found)
+            findings += found
     red = [finding for finding in findings if not finding.ok]
     output.finish({"ok": not red, "checks": len(findings), "findings": [asdict(f) for f in findings]})
     if red:
@@ -86,6 +87,16 @@ def _interpreted(console: Console, folder: str, dtype: list[str] | None, quick: 
     chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
     with console.status("Triton's interpreter"):
         return interpreted(Path(folder), chosen, quick=quick)
+
+
+def _emulated(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[Finding]:
+    """What the emulation says of a project's kernels for Ascend NPUs."""
+    from opsmith.authoring.project import cards_of, load
+    from opsmith.authoring.verify import emulated
+
+    chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
+    with console.status("Ascend C, emulated"):
+        return list(emulated(Path(folder), chosen, quick=quick))
 
 
 def _print(console: Console, findings: list[Finding]) -> None:

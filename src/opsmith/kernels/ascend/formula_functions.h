@@ -10,6 +10,10 @@ __aicore__ inline void NumberOver(const Floats& to, float number, const Floats& 
   AscendC::Duplicate(one, number, n);
   AscendC::Div(to, one, x, n);
 }
+__aicore__ inline void OverNumber(const Floats& to, const Floats& x, float number, const Floats& many, uint32_t n) {
+  AscendC::Duplicate(many, number, n);
+  AscendC::Div(to, x, many, n);
+}
 __aicore__ inline void ReciprocalRoot(const Floats& to, const Floats& x, const Floats& one, uint32_t n) {
   AscendC::Sqrt(to, x, n);
   NumberOver(to, 1.0f, to, one, n);
@@ -28,17 +32,6 @@ __aicore__ inline void Silu(const Floats& to, const Floats& x, const Floats& bel
   OnePlusPower(below, x, n);
   AscendC::Div(to, x, below, n);
 }
-// (1 - t) / (1 + t) of t = e^-2x, which has no difference of near numbers but around 0, where it is exact. Below -10 the
-// result is -1, and t would grow without an end.
-__aicore__ inline void Tanh(const Floats& to, const Floats& x, const Floats& t, uint32_t n) {
-  AscendC::Maxs(t, x, -10.0f, n);
-  AscendC::Muls(t, t, -2.0f, n);
-  AscendC::Exp(t, t, n);
-  AscendC::Muls(to, t, -1.0f, n);
-  AscendC::Adds(to, to, 1.0f, n);
-  AscendC::Adds(t, t, 1.0f, n);
-  AscendC::Div(to, to, t, n);
-}
 // to = to * x + c
 __aicore__ inline void Step(const Floats& to, const Floats& x, float c, uint32_t n) {
   AscendC::Mul(to, to, x, n);
@@ -47,6 +40,31 @@ __aicore__ inline void Step(const Floats& to, const Floats& x, float c, uint32_t
 __aicore__ inline void Linear(const Floats& to, const Floats& x, float a, float b, uint32_t n) {
   AscendC::Muls(to, x, a, n);
   AscendC::Adds(to, to, b, n);
+}
+// Near 0 the series, which has x itself and a small rest; from 0.6 on 1 - 2 / (e^2|x| + 1), with the sign of x.
+__aicore__ inline void Tanh(const Floats& to, const Floats& x, const Floats& a, const Floats& far, const Floats& near,
+                            const Floats& mask, uint32_t n) {
+  const auto bits = mask.ReinterpretCast<uint8_t>();
+  AscendC::Abs(a, x, n);
+  AscendC::CompareScalar(bits, a, 0.6f, CMPMODE::LT, RoundedUp(n, kLanes));
+  AscendC::Muls(far, a, 2.0f, n);
+  AscendC::Exp(far, far, n);
+  AscendC::Adds(far, far, 1.0f, n);
+  NumberOver(far, 2.0f, far, near, n);
+  AscendC::Muls(far, far, -1.0f, n);
+  AscendC::Adds(far, far, 1.0f, n);
+  AscendC::Div(near, x, a, n);
+  AscendC::Mul(far, far, near, n);
+  AscendC::Mul(a, x, x, n);
+  Linear(near, a, 0.00234493123f, -0.00838877368f, n);
+  Step(near, a, 0.0217822467f, n);
+  Step(near, a, -0.0539608544f, n);
+  Step(near, a, 0.133333101f, n);
+  Step(near, a, -0.333333332f, n);
+  AscendC::Mul(near, near, a, n);
+  AscendC::Mul(near, near, x, n);
+  AscendC::Add(near, near, x, n);
+  AscendC::Select(to, bits, near, far, SELMODE::VSEL_TENSOR_TENSOR_MODE, n);
 }
 // erf as an odd rational function, absolute error below 2e-7: that of the CPU's kernels.
 __aicore__ inline void Erf(const Floats& to, const Floats& x, const Floats& t, const Floats& p, uint32_t n) {
@@ -110,14 +128,6 @@ __aicore__ inline void RoundedTo(const Floats& to, const Floats& x, const Floats
   AscendC::Cast(rounded, x, RoundMode::CAST_RINT, n);
   AscendC::Cast(to, rounded, RoundMode::CAST_NONE, n);
 }
-// to = a where the comparison of x and y holds, else b. Comparing takes whole repeats: x and y are Values.
-using Bits = AscendC::LocalTensor<uint8_t>;
-__aicore__ inline void Choose(const Floats& to, const Floats& x, CMPMODE how, const Floats& y, const Floats& a,
-                              const Floats& b, const Bits& bits, uint32_t n) {
-  AscendC::Compare(bits, x, y, how, RoundedUp(n, kLanes));
-  AscendC::Select(to, bits, a, b, SELMODE::VSEL_TENSOR_TENSOR_MODE, n);
-}
-
 // to = (-x2, x1) for the halves of each row, or for each pair of neighbors. Halves that begin at a data block are copied as
 // they lie; other elements are gathered by a row of offsets, and multiplied by a row of signs.
 template <bool kHalves>

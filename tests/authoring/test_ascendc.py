@@ -24,11 +24,19 @@ from opsmith.ops.verify import Finding, examine, forward
 from tests.authoring.prototypes import PROTOTYPES, prototype, text
 
 EVERY = (torch.float32, torch.bfloat16, torch.float16)
-# One of each structure; every type for those in the first line.
+# One of each structure, in types by turns: a kernel takes two seconds of a compiler for each.
 TRIED = {
-    **dict.fromkeys(("SiluMulCustom", "LayerNormCustom", "RopeCustom"), EVERY),
-    **dict.fromkeys(("RopeHalves", "SoftmaxCustom", "MaskedFill", "AdaModulate"), (torch.float16,)),
-    **dict.fromkeys(("AddRmsNorm", "LogSumExp", "MatmulBiasGelu", "SoftCap"), (torch.bfloat16,)),
+    "LayerNormCustom": EVERY,
+    "SiluMulCustom": EVERY[:1],
+    "RopeCustom": EVERY[2:],
+    "RopeHalves": EVERY[1:2],
+    "SoftmaxCustom": EVERY[2:],
+    "AddRmsNorm": EVERY[1:2],
+    "LogSumExp": EVERY[:1],
+    "MaskedFill": EVERY[2:],
+    "AdaModulate": EVERY[1:2],
+    "MatmulBiasGelu": EVERY[2:],
+    "SoftCap": EVERY[:1],
 }
 
 
@@ -138,9 +146,9 @@ def test_rows_longer_than_local_memory_come_in_tiles(
 @emulated
 def test_a_rotated_row_must_fit_in_local_memory(load: Callable[[str], tuple[Kernels, Operator]]) -> None:
     kernels, card = load("RopeHalves")
-    make = Make(torch.float16)
+    make = Make(torch.bfloat16)
     row = make(1, 1, 1, 40000)
-    found = held(kernels, card, Sample("long", (row, row[0, 0], row[0, 0])), "float16")
+    found = held(kernels, card, Sample("long", (row, row[0, 0], row[0, 0])), "bfloat16")
     assert not found.ok
     assert "expected 1 to 48 blocks, got 0" in found.why
 
@@ -303,10 +311,13 @@ def test_what_is_not_computed_says_so(
 
 @emulated
 def test_the_commands_say_emulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path, {**PROTOTYPES["RopeCustom"], "op": "RopeShown"})
+    p = prototype("CapShown", {"x": "... N"}, "cap * tanh(x / cap)", cap=30.0)
+    for tensor in (p["input_desc"][0], p["output_desc"][0]):
+        tensor["type"] = ["fp16"]
+    folder = write(tmp_path, p)
     assert main(["build", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "rope_shown, ascendc: compiles for emulation, in 3 combinations of types; CANN builds it" in out
+    assert "cap_shown, ascendc: compiles for emulation, in 1 combination of types; CANN builds it" in out
     assert main(["verify", str(folder), "--quick", "--dtype", "float16"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"ascendc, emulated +float16 +7 ok", out)

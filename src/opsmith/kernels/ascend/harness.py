@@ -129,7 +129,7 @@ class _Argument(ctypes.Structure):
 def emulate(
     source: Path,
     inputs: Mapping[str, torch.Tensor | None],
-    outputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor | None],
     sizes: Sequence[int | float] = (),
     *,
     entry: str | None = None,
@@ -153,7 +153,8 @@ def emulate(
     Args:
         source: the kernel file.
         inputs: contiguous tensors on the CPU by parameter, in order; None for an optional one that is not given.
-        outputs: the same, to write into. A tensor that is an input too is written in place: its values are there.
+        outputs: the same, to write into. None for one that is not wanted. A tensor that is an
+            input too is written in place: its values are there.
         sizes: for the tiling function, in its order.
         entry: the kernel's name, where it is not the file's stem.
         cores: 1 to 48, what the tiling may use.
@@ -189,7 +190,7 @@ def emulate(
         tiling, blocks = _tile(library, entry, sizes, cores, blocks)
     if not blocks or blocks < 1 or blocks > CORES:
         raise ValueError(f"{entry}: expected 1 to {CORES} blocks, got {blocks}")
-    given = {id(t) for t in inputs.values()}
+    given = {id(t) for t in inputs.values() if t is not None}
     scratch = torch.empty(workspace, dtype=torch.uint8)
     listed = [(n, t, 1, 0) for n, t in inputs.items()]
     listed += [(n, t, int(id(t) in given), 1) for n, t in outputs.items()]

@@ -20,7 +20,7 @@ class Launch:
 
     stem: str
     inputs: Mapping[str, torch.Tensor | None]
-    outputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor | None]
     sizes: tuple[int | float, ...]
     result: Any  # what the operator returns: outputs, or views of them
     types: Mapping[str, str] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Launch:
     @property
     def empty(self) -> bool:
         """True where there is nothing to compute: then no kernel is launched."""
-        return not any(t.numel() for t in self.outputs.values())
+        return not any(t.numel() for t in self.outputs.values() if t is not None)
 
     def emulated(self, cores: int = CORES) -> Emulation | None:
         """Fill the outputs in emulation; None where there was nothing to do.

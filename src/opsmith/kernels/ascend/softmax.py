@@ -31,21 +31,21 @@ def launch(
             mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill_(~mask, -math.inf)
         if x.dim() > 4:  # more leading dimensions than the kernel finds its way in
             mask = mask.expand(x.shape)
-    shape = (1,) * (4 - x.dim()) + tuple(x.shape) if x.dim() < 4 else (-1, 1, *x.shape[-2:])
-    if x.dim() == 4:
-        shape = tuple(x.shape)
-    *_, middle, inner, columns = shape
+    # [outer, middle, inner, columns]
+    shape = (1, 1, 1, *x.shape)[-4:] if x.dim() <= 4 else (x.shape[:-2].numel(), 1, *x.shape[-2:])
+    columns = x.shape[-1]
     strides = (0, 0, 0)
     if mask is not None:
         mask = mask.expand(*mask.shape[:-1], columns).contiguous()  # each of its rows is whole
-        spread = mask.expand(x.shape).view(shape) if x.dim() <= 4 else mask.view(shape)
-        strides = tuple(s if n > 1 else 0 for s, n in zip(spread.stride()[:3], spread.shape, strict=False))
+        spread = mask.expand(x.shape).view(shape)
+        steps = [s if n > 1 else 0 for s, n in zip(spread.stride(), spread.shape, strict=True)]
+        strides = (steps[0], steps[1], steps[2])
     return Launch(
         "softmax",
         {"x": x, "mask": mask},
         {"y": y},
         (
-            *(x.numel() // max(columns, 1), middle, inner, columns, x.element_size()),
+            *(x.numel() // max(columns, 1), *shape[1:], x.element_size()),
             *(mask is not None, *strides, causal, method == "fast", scale),
         ),
         y,

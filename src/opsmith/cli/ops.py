@@ -82,4 +82,6 @@ def _device_here(device: str) -> bool | str:
     module = getattr(torch, device, None)
     if module is not None and module.is_available():
         return True
+    if device == "npu" and module is None:
+        return "no npu device: torch_npu, which brings it, is not installed"
     return f"no {device} device that this PyTorch can use"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import kernels, native, nbytes
 from opsmith.ops.mla_cache import MLACache
 from opsmith.ops.mla_epilogues import join, mla_kv_epilogue, mla_q_epilogue
@@ -72,6 +73,22 @@ def kv_reference(
     k = keys(a, gamma2, cos, sin, kv_lora=kv_lora, rope=rope, interleaved=interleaved, eps=eps)
     cache.write(slot_mapping, *k)
     return fresh_rows(cache)
+
+
+def kv_launch(
+    launch: Callable[..., Any],
+    a: torch.Tensor,
+    gamma2: torch.Tensor,
+    *more: torch.Tensor | None,
+    mode: str,
+    blocks: int,
+    block_size: int,
+    rope: int,
+    **options: Any,
+) -> Any:
+    """This form of the call, for a kernel that is launched by itself."""
+    cache = fresh_cache("mla_kv_epilogue", mode, blocks, block_size, gamma2.shape[0], rope, a)
+    return launch(a, gamma2, *more, cache, **options)
 
 
 def q_form(
@@ -228,6 +245,7 @@ CARD_KV = register(
         domain=_one_token_a_slot,
         implementations=[
             *kernels(kv_form, lambda a, *more, **options: native(a, "mla_kv_epilogue"), takes_out=False),
+            on_npu("mla_kv_epilogue", kv_launch),
             Implementation("eager", kv_reference),
         ],
         schemas=(
@@ -251,6 +269,7 @@ CARD_Q = register(
         workloads=_q_workloads,
         implementations=[
             *kernels(q_form, lambda q, *more, **options: native(q, "mla_q_epilogue"), takes_out=False),
+            on_npu("mla_q_epilogue"),
             Implementation("eager", q_reference),
         ],
         schemas=(

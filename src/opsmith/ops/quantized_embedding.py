@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import check_out, direct, kernels, native, short
 from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
 
@@ -241,7 +242,7 @@ CARD = register(
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
-        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
+        implementations=[*kernels(_native, _supports), on_npu(_OP), Implementation("eager", reference)],
         # No model writes this as plain PyTorch, so there is nothing to recognize: QuantizedEmbedding is put in.
         patterns=(),
         schemas=(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import as_rows, check_float, check_like, dense, kernels, native, nbytes, short
 from opsmith.ops.mla_projection import q8, quantize_rows
 from opsmith.ops.mla_reference import normalize
@@ -182,6 +183,7 @@ CARD = register(
             *kernels(
                 rms_norm_quant, lambda x, *more, **options: native(x, "rms_norm_quant"), takes_out=False
             ),
+            on_npu("rms_norm_quant"),
             Implementation("eager", reference),
         ],
         schemas=(

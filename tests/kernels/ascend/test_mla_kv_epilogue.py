@@ -1,43 +1,23 @@
 """mla_kv_epilogue in Ascend C, emulated."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from tests.kernels.ascend.support import check_samples
 
-from opsmith.kernels.ascend import Launch
 from opsmith.kernels.ascend.mla_kv_epilogue import launch
 from opsmith.operator import Make
 from opsmith.ops import MLACache
-from opsmith.ops.mla_epilogue_forms import some_slots, table
+from opsmith.ops.mla_epilogue_forms import kv_launch, some_slots, table
 from opsmith.ops.mla_reference import keys
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
-def form(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
-    cos: Any,
-    sin: Any,
-    slots: torch.Tensor,
-    *,
-    mode: str,
-    blocks: int,
-    block_size: int,
-    rope: int,
-    **options: Any,
-) -> Launch:
-    """The card's form: into a fresh cache, which is the result."""
-    kv_lora = gamma2.shape[0]
-    cache = MLACache.allocate(mode, blocks, block_size, kv_lora=kv_lora, rope=rope, dtype=a.dtype)
-    return launch(a, gamma2, cos, sin, slots, cache, **options)
-
-
 @DTYPES
 def test_every_sample_of_the_card(dtype: torch.dtype) -> None:
-    check_samples("mla_kv_epilogue", form, dtype)
+    check_samples("mla_kv_epilogue", partial(kv_launch, launch), dtype)
 
 
 @pytest.mark.parametrize("mode", ["joint", "split", "int8_tiled", "tiled"])

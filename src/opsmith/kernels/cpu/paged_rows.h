@@ -1,6 +1,8 @@
 // Query rows against keys and values that lie where they lie: a list of pointers, one for each key.
 //
-// Nothing is packed: each key serves a handful of query rows, and packing it would take longer than that.
+// Nothing is packed: each key serves a handful of query rows, and packing it would take longer than that. Scores stand
+// flat, all rows of a token and then those of the next one, `rows` lanes a token: a multiple of W, or a power of 2
+// below it, so that a vector holds some rows of one token or all rows of some tokens.
 #pragma once
 
 #include <utility>
@@ -9,10 +11,10 @@
 
 namespace opsmith {
 
-constexpr int64_t kPagedTile = 128;  // keys at a time, at most: a multiple of W
+constexpr int64_t kPagedTile = 128;  // keys at a time, at most: a multiple of 2 * W
 
 // Asks for rows of memory in the order in which they lie, as many bytes at a time as are used meanwhile: the processor's
-// own prefetcher, which this sets going, fetches too little ahead of arithmetic as dense as this.
+// own prefetcher fetches too little ahead of arithmetic as dense as this.
 struct Ahead {
   const char* const* rows = nullptr;
   int64_t left = 0;    // rows
@@ -20,93 +22,170 @@ struct Ahead {
   int64_t bytes = 0;
   int64_t at = 0, due = 0;
 
-  void ask(int64_t more) {
-    for (due += more; due > 0 && left > 0; due -= 64) {
-      prefetch_far(*rows + offset + at);
-      if ((at += 64) >= bytes) ++rows, --left, at = 0;
+  template <int64_t used>
+  void ask() {
+    if constexpr (used % 64) {
+      if ((due += used) < 64) return;
+      due -= 64;
     }
+    if (left <= 0) return;
+    const char* const from = *rows + offset + at;
+    constexpr int lines = std::max<int>(1, used / 64);
+#pragma GCC unroll 16
+    for (int i = 0; i < lines; ++i) prefetch_far(from + 64 * i);
+    if ((at += 64 * lines) >= bytes) ++rows, --left, at = 0;
   }
 };
 
+template <class Units>
+inline Vec plus(Vec a, Vec b) {
+  return a + b;
+}
+
 // W vectors to one: lane i is the sum of vector i's lanes.
-template <int h = W / 2>
-inline __attribute__((always_inline)) void fold(Vec* v) {
+#if defined(OPSMITH_AVX512)
+template <class Units>
+inline __attribute__((always_inline)) Vec fold(const Vec* v) {
+  constexpr int from[W] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // what the steps below leave where
+  Vec sum[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) sum[from[i]] = v[i];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = sum[i], b = sum[i + 8];
+    sum[i] = plus<Units>(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = sum[i], b = sum[i + 4];
+    sum[i] = plus<Units>(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = sum[i], b = sum[i + 2];
+    sum[i] = plus<Units>(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e));
+  }
+  return plus<Units>(_mm512_shuffle_ps(sum[0], sum[1], 0x88), _mm512_shuffle_ps(sum[0], sum[1], 0xdd));
+}
+#else
+template <class Units, int h = W / 2>
+inline __attribute__((always_inline)) Vec fold(Vec* v) {
 #pragma GCC unroll 8
   for (int i = 0; i < h; ++i) {
     exchange<h>(v[i], v[i + h], std::make_integer_sequence<int, W>{});
-    v[i] += v[i + h];
+    v[i] = plus<Units>(v[i], v[i + h]);
   }
-  if constexpr (h > 1) fold<h / 2>(v);
+  if constexpr (h > 1) {
+    return fold<Units, h / 2>(v);
+  } else {
+    return v[0];
+  }
+}
+#endif
+
+// The query rows that meet a token: `lanes` of them, rows that only fill up a vector included. R rows that share a key
+// head are a unit; `offset` says where its head begins in a token's row.
+struct Rows {
+  const float* q;
+  int64_t depth;  // of a row, in units of the product
+  int64_t lanes;
+  int64_t count;  // of rows, without those that fill up
+  const int64_t* offset;
+};
+
+constexpr int kUnit = W / 2 < 4 ? W / 2 : 4;  // rows of a head that are multiplied at once, at most
+
+// Scores of `tokens` tokens, a multiple of what two vectors of scores hold. Tokens go in pairs, so that a row of q is loaded
+// once for both: half a vector of scores of the one, half of the other. What is read is asked for `skip` tokens ahead.
+template <class Units, int R, class T>
+__attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip, int64_t tokens, int64_t dim,
+                                          float* scores) {
+  constexpr int64_t step = W * Units::per_unit, line = 64 / int64_t(sizeof(T));
+  constexpr int half = W / 2;
+  const int64_t whole = dim / step * step, units = rows.count / R, all = rows.lanes / R, depth = rows.depth;
+  const int64_t apart = std::max<int64_t>(1, half / rows.lanes);  // tokens between those of a pair
+  const T* const* const end = keys + tokens;
+  int64_t unit = 0, left = apart;
+  while (keys < end) {
+    Vec sum[W];
+    float* const to = scores;
+#pragma GCC unroll 8
+    for (int u = 0; u < half / R; ++u) {
+      Vec a[R] = {}, b[R] = {};
+      if (unit < units) {
+        const int64_t at = rows.offset[unit];
+        const T *one = keys[0] + at, *other = keys[apart] + at, *far = keys[skip] + at, *farther = keys[skip + apart] + at;
+        const float* q = rows.q + unit * R * depth;
+        const auto add = [&](int64_t c, int64_t until) {
+          const Vec x = load_units<Units>(one, c, until), y = load_units<Units>(other, c, until);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) {
+            const Vec row = load(q + r * depth + c / Units::per_unit);
+            a[r] = Units::mac(row, x, a[r]);
+            b[r] = Units::mac(row, y, b[r]);
+          }
+        };
+        for (int64_t c = 0; c < whole; c += step) {
+          if (step >= line || c % line == 0) prefetch_far(far + c), prefetch_far(farther + c);
+          add(c, c + step);
+        }
+        if (whole < dim) add(whole, dim);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[u * R + r] = a[r], sum[half + u * R + r] = b[r];
+      if (++unit == all) {
+        unit = 0;
+        ++keys;
+        if (--left == 0) left = apart, keys += apart, scores += apart * rows.lanes;
+      }
+    }
+    scores += half;
+    const Vec done = fold<Units>(sum);
+    std::memcpy(to, &done, half * sizeof(float));
+    std::memcpy(to + apart * rows.lanes, reinterpret_cast<const float*>(&done) + half, half * sizeof(float));
+  }
 }
 
-// scores[r * kPagedTile + j] = q[r] . key j, for R rows of q, `depth` units each. Keys come W / R at a time: pointers
-// must be readable up to a multiple of that.
-template <class Units, int R, class T>
-__attribute__((noinline)) void score_keys(const float* q, int64_t depth, const T* const* keys, Ahead& ahead, int64_t head, int64_t tokens,
-                                          int64_t dim, float* scores) {
-  constexpr int together = W / R, step = W * Units::per_unit;
-  const int64_t whole = dim / step * step;
-  for (int64_t j = 0; j < tokens; j += together) {
-    const T* row[together];
-    for (int t = 0; t < together; ++t) row[t] = keys[j + t] + head;
-    Vec sum[W] = {};
-    for (int64_t c = 0; c < whole; c += step) {
-      ahead.ask(together * step * int64_t(sizeof(T)));
-      Vec x[R];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) x[r] = load(q + r * depth + c / Units::per_unit);
-#pragma GCC unroll 16
-      for (int t = 0; t < together; ++t) {
-        const Vec y = load_units<Units>(row[t], c, c + step);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sum[r * together + t] = Units::mac(x[r], y, sum[r * together + t]);
-      }
-    }
-    if (whole < dim) {
-      for (int t = 0; t < together; ++t) {
-        const Vec y = load_units<Units>(row[t], whole, dim);
-        for (int r = 0; r < R; ++r) {
-          sum[r * together + t] = Units::mac(load(q + r * depth + whole / Units::per_unit), y, sum[r * together + t]);
-        }
-      }
-    }
-    fold(sum);
-    float lanes[W];
-    store(lanes, sum[0]);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) std::memcpy(scores + r * kPagedTile + j, lanes + r * together, together * sizeof(float));
-  }
-}
+// Weights of tokens as `add_values` takes them: those of a token, or of the two that a unit holds: of each 2 * apart
+// tokens the i-th and the one `apart` further on, apart being how many tokens a vector of scores holds.
+struct Weights {
+  const float* data;
+  int64_t lanes;  // of a token or pair
+  int64_t apart;
+};
 
 // sums[r * width + ...] += weights[r] . values, for R rows of weights and N groups of values: a group is what one vector
 // of Units holds of a row. Sums of a group of pairs are kept in the order of `in_order`.
 template <class Units, int R, int N, bool tail, class T>
-__attribute__((noinline)) void add_values(const typename Units::Element* weights, const T* const* values, Ahead& ahead, int64_t at,
-                                          int64_t tokens, int64_t left, float* sums, int64_t width) {
+__attribute__((noinline)) void add_values(Weights weights, const T* const* values, Ahead& ahead, int64_t at, int64_t tokens,
+                                          int64_t left, float* sums, int64_t width) {
   constexpr int pair = Units::per_unit, step = W * pair;
   Vec sum[R][N * pair] = {};
-  for (int64_t j = 0; j < tokens; j += pair) {
-    ahead.ask(pair * N * step * int64_t(sizeof(T)));
+  for (int64_t j = 0; j < tokens / pair; ++j) {
+    ahead.ask<pair * N * step * int64_t(sizeof(T))>();
+    const T* const value = values[pair == 1 ? j : j + (j & -weights.apart)] + at;
+    const T* const other = values[pair == 1 ? j : j + (j & -weights.apart) + weights.apart] + at;
+    const float* const w = weights.data + j * weights.lanes;
+    Vec column[N * pair];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      Vec column[pair];
       const int64_t until = tail ? left : (n + 1) * step;
+      const Vec a = load_units<Units>(value, n * step, until);
       if constexpr (pair == 2) {
 #if defined(OPSMITH_AVX512)
-        const __m512i a = (__m512i)load_units<Units>(values[j] + at, n * step, until);
-        const __m512i b = (__m512i)load_units<Units>(values[j + 1] + at, n * step, until);
-        column[0] = (Vec)_mm512_unpacklo_epi16(a, b);
-        column[1] = (Vec)_mm512_unpackhi_epi16(a, b);
+        const __m512i b = (__m512i)load_units<Units>(other, n * step, until);
+        column[2 * n] = (Vec)_mm512_unpacklo_epi16((__m512i)a, b);
+        column[2 * n + 1] = (Vec)_mm512_unpackhi_epi16((__m512i)a, b);
 #endif
       } else {
-        column[0] = load_units<Units>(values[j] + at, n * step, until);
+        column[n] = a;
       }
+    }
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const Vec w = Units::broadcast(reinterpret_cast<const float*>(weights + r * kPagedTile + j));
-#pragma GCC unroll 2
-        for (int i = 0; i < pair; ++i) sum[r][n * pair + i] = Units::mac(w, column[i], sum[r][n * pair + i]);
-      }
+    for (int r = 0; r < R; ++r) {
+      const Vec x = Units::broadcast(w + r);
+#pragma GCC unroll 16
+      for (int i = 0; i < N * pair; ++i) sum[r][i] = Units::mac(x, column[i], sum[r][i]);
     }
   }
 #pragma GCC unroll 4
@@ -137,8 +216,8 @@ inline void in_order(float* sums, int64_t width) {
 
 // The product with all `dim` values of a head.
 template <class Units, int R, class T>
-inline void add_all_values(const typename Units::Element* weights, const T* const* values, Ahead& ahead, int64_t head, int64_t tokens,
-                           int64_t dim, float* sums, int64_t width) {
+inline void add_all_values(Weights weights, const T* const* values, Ahead& ahead, int64_t head, int64_t tokens, int64_t dim,
+                           float* sums, int64_t width) {
   constexpr int pair = Units::per_unit, step = W * pair, most = (W == 16 ? 16 : 8) / (R * pair);
   int64_t c = 0;
   const auto groups = [&](auto n) {

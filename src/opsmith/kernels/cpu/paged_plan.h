@@ -1,0 +1,97 @@
+// Which keys of which sequence are whose: the keys of all sequences, cut into pieces, in the order of memory.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "paged_attention.h"
+#include "simd.h"
+
+namespace opsmith {
+
+struct Whole {  // key heads of a sequence: pieces `piece` to `piece + count - 1`, which cover keys `from` to `until`
+  int64_t sequence, head, heads, from, until, piece, count;
+};
+
+struct Piece {
+  int64_t whole, from, until;
+};
+
+struct PagedPlan {
+  static constexpr int64_t kTileBytes = 256 << 10;  // of keys and values at a time: they wait in the second-level cache
+  static constexpr int64_t kTileScores = 16 << 10;  // of a tile, at most: they wait in the first-level cache
+  static constexpr int64_t kPieceBytes = 64 << 10;  // worth a piece of its own
+  static constexpr int64_t kPieces = 8;             // for each thread, so that one that was held up is helped
+  static constexpr int64_t kFewKeys = 64;           // pieces of fewer keys are cut by heads instead
+  static constexpr int64_t kSerialBytes = 192 << 10;
+
+  int64_t heads_at_once = 1, tile = 1, threads = 1;
+  std::vector<Piece> pieces;
+  std::vector<Whole> wholes;
+
+  // `token_bytes` of a token's head; tiles are multiples of `grain`, and a head has `rows` rows of scores.
+  PagedPlan(const PagedCache& c, int64_t batch, int64_t queries, int64_t window, int64_t head_bytes, int64_t rows,
+            int64_t grain, int64_t most, int64_t threads_there) {
+    const int64_t kv_heads = c.keys.sizes[2];
+    head_bytes = std::max<int64_t>(1, head_bytes);
+    int64_t keys = 0;
+    for (int64_t b = 0; b < batch; ++b) keys += c.length(b) - first_visible(c.length(b), queries, window);
+    threads = keys * head_bytes * kv_heads < kSerialBytes ? 1 : threads_there;
+    const int64_t wanted = threads == 1 ? 1 : kPieces * threads;
+    // Heads that lie further apart than keys are read one after the other, as memory has them.
+    const bool head_major = c.keys.strides[2] > c.keys.strides[1] && c.block_size() > 1;
+    int64_t groups = head_major ? kv_heads : std::min(above(kFewKeys * wanted, std::max<int64_t>(keys, 1)), kv_heads);
+    heads_at_once = above(kv_heads, std::max<int64_t>(groups, 1));
+    groups = above(kv_heads, heads_at_once);
+    const int64_t bytes = head_bytes * heads_at_once, scores = std::max<int64_t>(1, rows * heads_at_once);
+    tile = std::clamp(std::min(kTileBytes / bytes, kTileScores / scores) / grain * grain, grain, most);
+    const int64_t share = round_to(std::max(above(keys * groups, wanted), kPieceBytes / bytes), tile);
+    for (int64_t b = 0; b < batch; ++b) {
+      const int64_t until = c.length(b), from = first_visible(until, queries, window);
+      const int64_t count = std::max<int64_t>(1, above(until - from, share)), each = round_to(above(until - from, count), grain);
+      for (int64_t head = 0; head < kv_heads; head += heads_at_once) {
+        const int64_t whole = int64_t(wholes.size());
+        wholes.push_back({b, head, std::min(heads_at_once, kv_heads - head), from, until, int64_t(pieces.size()), count});
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t begin = std::min(until, from + i * each);
+          pieces.push_back({whole, begin, std::min(until, begin + each)});
+        }
+      }
+    }
+  }
+
+ private:
+  static int64_t above(int64_t a, int64_t b) { return (a + b - 1) / b; }
+  static int64_t round_to(int64_t n, int64_t grain) { return above(n, grain) * grain; }
+};
+
+// Hands out pieces: to each thread the next one of a share that lies together, and then what others have not reached.
+class Shares {
+ public:
+  Shares(int64_t pieces, int64_t threads) : count_(threads), next_(new Cursor[size_t(threads)]) {
+    for (int64_t t = 0; t < threads; ++t) {
+      next_[size_t(t)].at.store(pieces * t / threads, std::memory_order_relaxed);
+      next_[size_t(t)].end = pieces * (t + 1) / threads;
+    }
+  }
+
+  template <class F>
+  void take(int64_t thread, const F& f) {
+    for (int64_t i = 0; i < count_; ++i) {
+      Cursor& from = next_[size_t((thread + i) % count_)];
+      for (int64_t piece; (piece = from.at.fetch_add(1, std::memory_order_relaxed)) < from.end;) f(piece);
+    }
+  }
+
+ private:
+  struct alignas(64) Cursor {  // a line of its own, which the others touch only once they are done
+    std::atomic<int64_t> at;
+    int64_t end;
+  };
+  int64_t count_;
+  std::unique_ptr<Cursor[]> next_;
+};
+
+}  // namespace opsmith

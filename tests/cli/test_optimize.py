@@ -87,6 +87,33 @@ def test_a_configuration_is_obeyed(
     assert "pinned by the configuration" in {r["reason"] for r in rows}
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_packed_weights_are_held_against_the_model_as_it_was(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
+    config, out = tmp_path / "opsmith.toml", tmp_path / "out.json"
+    config.write_text("tune = false\ninductor = false\n")
+    args = ["optimize", str(folders["llama"]), "--length", "8", "--config", str(config), "--json", str(out)]
+    assert main([*args, "--quantize", format]) == 0
+    data = json.loads(out.read_text())
+    assert data["quantize"] == format
+    assert {layer["status"] for layer in data["report"]["quantized"]} == {"packed"}
+    eager, ours = data["errors"]["eager"]["rms"], data["errors"]["opsmith"]["rms"]
+    assert eager < 1e-5  # eager runs on the weights as they were
+    assert 1e-3 < ours < 0.5
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert f"8 linear layers compute with {format} weights; the most was lost in" in said
+    assert f"{format} weights" in said
+
+
+def test_a_format_that_does_not_exist_is_one_line(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["optimize", str(folders["bert"]), "--length", "8", "--quantize", "int2"]) == 1
+    assert "quantize must be one of bf16, int8, int8_dynamic, int4, got 'int2'" in capsys.readouterr().err
+
+
 Damage = Callable[[Path], None]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -117,3 +120,77 @@ def test_a_config_that_makes_no_sense(options: dict[str, Any], field: str) -> No
 def test_only_optimize_packs() -> None:
     with pytest.raises(Exception, match=r"only opsmith\.optimize changes a model's dtype, device or weights"):
         torch.compile(net(), backend="opsmith", options={"quantize": "int8"})(torch.randn(2, 48))
+
+
+def _quantized(model: nn.Module, x: torch.Tensor, **options: Any) -> nn.Module:
+    config = opsmith.Config(tune=False, inductor=False, quantize="int8", **options)
+    return opsmith.optimize(model, x, config=config)
+
+
+def test_weights_that_are_released_are_gone_and_the_model_works() -> None:
+    model, x = net(), torch.randn(2, 5, 48)
+    storages = [weakref.ref(layer.weight.untyped_storage()) for layer in (model.up, model.down)]
+    tensors = [weakref.ref(layer.weight) for layer in (model.up, model.down)]
+    kept = call(_quantized(copy.deepcopy(model), x), x)
+    _quantized(model, x, quantize_release=True)
+    assert [ref() for ref in (*storages, *tensors)] == [None] * 4
+    assert call(model, x).equal(kept)
+    assert model.up.weight.shape == (100, 48)
+    assert {layer.released for layer in model.opsmith.report.quantized} == {4 * 4800, 4 * 17 * 48}
+    assert "given back to the system: 0.0 MiB of weights" in str(model.opsmith.report)
+    for refused in (opsmith.restore, copy.deepcopy, lambda model: opsmith.optimize(model, x)):
+        with pytest.raises(ValueError, match=r"3 layers \(up, \.\.\.\) were given back to the system"):
+            refused(model)
+    with pytest.raises(ValueError, match="has nothing left to be pickled"):
+        pickle.dumps(model)
+    assert call(model, x).equal(kept)
+
+
+def test_a_weight_that_others_use_is_kept() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 48)
+            self.mix = nn.Linear(48, 48)
+            self.head = nn.Linear(48, 20, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.mix(self.table(ids)))
+
+    torch.manual_seed(0)
+    model, ids = Tied().eval(), torch.arange(6)[None]
+    _quantized(model, ids, quantize_release=True)
+    report = {layer.name: layer for layer in model.opsmith.report.quantized}
+    assert report["mix"].released
+    assert not report["head"].released
+    assert report["head"].why == "its weight is kept: others in the model use it"
+    assert model.table.weight is model.head.weight
+    assert not model.head.weight.is_meta
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_pickled_model_is_one_that_was_never_optimized(dtype: torch.dtype | None) -> None:
+    model, x = net(), torch.randn(2, 5, 48)
+    opsmith.optimize(
+        model, x.to(dtype), dtype=dtype, config=opsmith.Config(tune=False, inductor=False, quantize="int4")
+    )
+    again = pickle.loads(pickle.dumps(model))
+    assert call(again, x.to(dtype)).equal(model.forward(x.to(dtype))) is False
+    expected = net() if dtype is None else net().to(dtype)
+    assert call(again, x.to(dtype)).equal(call(expected, x.to(dtype)))
+    _quantized(again, x.to(dtype))
+    assert {layer.status for layer in again.opsmith.report.quantized} == {"packed"}
+    opsmith.restore(again)
+    assert call(again, x.to(dtype)).equal(call(expected, x.to(dtype)))
+
+
+def test_copies_of_a_model_and_of_its_layers_compute_with_packed_weights() -> None:
+    model, x = net(), torch.randn(2, 5, 48)
+    _quantized(model, x)
+    expected, layer = call(model, x), call(model.up, x)
+    twin, part = copy.deepcopy(model), copy.deepcopy(model.up)
+    opsmith.restore(model)
+    model.up.weight.data.zero_()
+    assert call(twin, x).equal(expected)
+    assert call(part, x).equal(layer)

@@ -29,6 +29,8 @@ EAGER, COMPILED, OPSMITH = "eager", "torch.compile", "opsmith"
 # Of rolled back sites and near misses a terminal shows this many, this wide.
 _LINES, _WIDTH = 8, 220
 _SLOW = 1.5  # seconds of one call
+# Where weights are rounded, a relative error above this is no longer the model's result with noise, but another result.
+_ROUNDED = 0.5
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def race(
     *,
     rounds: int = 40,
     budget_s: float = 4.0,
+    rounded: bool = False,
 ) -> measure.Comparison:
     """Time whole models against each other, interleaved, each held to the exact result first.
 
@@ -151,6 +154,7 @@ def race(
         dtype: the dtype that the models compute in.
         rounds: samples of each, at most.
         budget_s: seconds after which no further round starts; seven rounds at least, three where a call is slow.
+        rounded: the weights of a contestant were rounded: its error may be `_ROUNDED` of the result.
 
     Raises:
         WrongResult: a contestant computed something else; nothing was timed.
@@ -160,7 +164,7 @@ def race(
     slow = time.perf_counter() - start > _SLOW
     check = None
     if exact is not None:
-        bound = 2 * error_of(first, exact).rms + torch.finfo(dtype).eps
+        bound = 2 * error_of(first, exact).rms + torch.finfo(dtype).eps + _ROUNDED * rounded
         wide = exact
 
         def check(got: torch.Tensor) -> str | None:

@@ -26,6 +26,10 @@ _MEMORY_SHARE = 0.4
 def run(
     path: Annotated[Path, typer.Argument(metavar="FOLDER", help="What save_pretrained wrote.")],
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Run in this dtype.")] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="Pack linear weights: bf16, int8, int8_dynamic or int4."),
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="An opsmith.toml.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan there.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in the example input.")] = 1,
@@ -36,7 +40,10 @@ def run(
 
     Nothing is downloaded, no code from the folder runs, and the folder stays as it is.
 
-    Example: opsmith optimize ./my-model --dtype bfloat16 --plan plan.json
+    With --quantize the result differs from eager's by what rounding the weights takes: both errors against float64 are
+    printed, and eager runs on the weights as they were.
+
+    Example: opsmith optimize ./my-model --dtype bfloat16 --quantize int8 --plan plan.json
     """
     import torch
 
@@ -61,9 +68,10 @@ def run(
         exact, without = _exact(model, examples[0], parameters)
         if without:
             console.print(without, style="yellow", markup=False)
+        original = _twin(model)
         start = time.perf_counter()
         try:
-            opsmith.optimize(model, dict(examples[0]), config=settings, dtype=dtype)
+            opsmith.optimize(model, dict(examples[0]), config=settings, dtype=dtype, quantize=quantize)
         except ValueError as refusal:  # complete in itself: what was expected, and what came
             raise CommandError(str(refusal)) from refusal
         seconds = time.perf_counter() - start
@@ -71,9 +79,12 @@ def run(
         console.print(f"optimized in {seconds:.1f} s")
         models.print_sites(console, session)
         calls = {
-            models.EAGER: lambda tokens: _result(model.forward, tokens),
+            models.EAGER: lambda tokens: _result(original, tokens),
             models.OPSMITH: lambda tokens: _result(model, tokens),
         }
+        format = session.config.quantize
+        if format is not None:
+            _print_packed(console, session.report, format)
         errors = {}
         if exact is not None:
             errors = {name: models.error_of(call(examples[0]), exact) for name, call in calls.items()}
@@ -84,11 +95,12 @@ def run(
                 )
         try:
             with console.status("timing"):
-                result = models.race(calls, examples, exact, _dtype_of(model))
+                result = models.race(calls, examples, exact, _dtype_of(original), rounded=format is not None)
         except measure.WrongResult as wrong:
             raise CommandError(f"optimize: {wrong}; nothing was saved") from wrong
     shape = f"{batch}×{length}"
-    models.print_times(console, str(_dtype_of(model)).removeprefix("torch."), {shape: result})
+    title = str(_dtype_of(original)).removeprefix("torch.") + (f", {format} weights" if format else "")
+    models.print_times(console, title, {shape: result})
     if plan is not None:
         console.print(f"plan saved to {session.plan.save(plan)}", markup=False)
     output.finish(
@@ -98,6 +110,7 @@ def run(
             "found": {f.operator: {"sites": f.count, "with": f.fused} for f in models.found(session)},
             "chosen": [asdict(row) for row in models.chosen(session.plan)],
             "report": session.report.to_dict(),
+            "quantize": format,
             "errors": {name: asdict(error) for name, error in errors.items()},
             "times": {shape: result.to_json()},
             "ratios": {shape: {models.EAGER: result.ratio(models.OPSMITH, models.EAGER).to_json()}},
@@ -106,6 +119,26 @@ def run(
             "plan": asdict(session.plan),
         }
     )
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """The model as it is, for eager: modules of its own, in which nothing will be packed, on the same tensors."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(t): t for t in shared})
+
+
+def _print_packed(console: Any, report: Any, format: str) -> None:
+    """Which layers compute with rounded weights, and what the rounding took."""
+    packed = [layer for layer in report.quantized if layer.status == "packed"]
+    if packed:
+        worst = max(packed, key=lambda layer: layer.relative_error)
+        console.print(
+            f"{len(packed)} linear layers compute with {format} weights; the most was lost in {worst}",
+            markup=False,
+        )
+    for layer in report.quantized:
+        if layer.status != "packed":
+            console.print(f"not packed: {layer}", style="yellow", markup=False)
 
 
 def _tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:

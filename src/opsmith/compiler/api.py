@@ -216,6 +216,10 @@ def optimize(
         raise
     finally:
         session.selector.learning = False
+    if settings.quantize_release:
+        session.packing.release(model)
+        for name in session.packing.released:
+            (session.before or {}).pop(f"{name}.weight", None)
     return model
 
 
@@ -223,10 +227,14 @@ def restore(model: nn.Module) -> nn.Module:
     """Give a model back as it was before `optimize`; a model that was not optimized is left alone.
 
     >>> opsmith.restore(model)
+
+    Raises:
+        ValueError: where weights were given back to the system (`quantize_release`); the model stays optimized.
     """
     session = getattr(model, "opsmith", None)
     if not isinstance(session, Session):
         return model
+    session.packing.refuse("restore")
     for name in OURS:
         model.__dict__.pop(name, None)
     session.close()

@@ -27,6 +27,8 @@ class Config(BaseModel):
         device: where the model is to run; None leaves it where it is.
         quantize: pack the weights of linear layers: "bf16", "int8", "int8_dynamic" or "int4"; see `packed_linear`.
         quantize_group: of int4, how many numbers share a scale: 32, 64 or 128.
+        quantize_release: give the packed layers' own weights back to the system once everything is proved; the model
+            then cannot be restored, copied or saved, only used.
         quantize_skip: names of layers to leave alone; patterns such as "*lm_head" are allowed.
         mla_cache: how latent attention keeps its rows: "split", "joint", "tiled" or "int8_tiled" (see `MLACache`);
             "off" leaves such attention as it is.
@@ -46,6 +48,7 @@ class Config(BaseModel):
     device: str | None = None
     quantize: Literal["bf16", "int8", "int8_dynamic", "int4"] | None = None
     quantize_group: Literal[32, 64, 128] = 128
+    quantize_release: bool = False
     quantize_skip: list[str] = Field(default_factory=list)
     mla_cache: Literal["split", "joint", "tiled", "int8_tiled", "off"] = "split"
     mla_block: int = Field(default=64, ge=1, le=256)

@@ -27,6 +27,7 @@ class Copier:
         model = self._model()
         assert model is not None
         session: Any = model.opsmith
+        session.packing.refuse("copy.deepcopy")
         with _plain(model, session.rewritten):
             twin = copy.deepcopy(model, memo)
         return self._again(twin, session)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,11 +30,42 @@ class QuantizedLayer:
     largest_error: float = 0.0
     nbytes: int = 0
     why: str = ""
+    released: int = 0  # bytes of its own weight that went back to the system
 
     def __str__(self) -> str:
         if self.status != "packed":
             return f"{self.name} {self.status}: {self.why}"
         return f"{self.name}: {self.format}, relative error {self.relative_error:.2g}"
+
+
+class Standing(PackedLinear):
+    """The packed weight that stands in for a layer's own. A pickled layer is one that was never packed."""
+
+    _owner: tuple[nn.Linear, ...] = ()  # in a tuple, so that it is no submodule
+
+    def stand_in(self, owner: nn.Linear) -> None:
+        """Take over the calls of a layer."""
+        self._owner = (owner,)
+        owner.forward = self.forward  # type: ignore[method-assign]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        owner = self._owner[0]
+        if owner.weight.is_meta:
+            raise ValueError(
+                "optimize: a layer whose weight was given back (quantize_release) has nothing left to be pickled; "
+                "optimize without quantize_release, or keep PackedLinear modules' state_dict"
+            )
+        # Unpickled, the layer's `forward` is what this gives as an attribute of it: its class's own.
+        return (_itself, (owner,))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+def _itself(layer: nn.Linear) -> nn.Linear:
+    return layer
 
 
 class Packing:
@@ -44,7 +77,7 @@ class Packing:
 
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
-        self._packed: dict[str, tuple[nn.Linear, PackedLinear]] = {}
+        self._packed: dict[str, tuple[nn.Linear, Standing]] = {}
 
     def put_in(
         self,
@@ -63,11 +96,11 @@ class Packing:
             pattern = next((p for p in skip if fnmatchcase(name, p)), None)
             if pattern is not None:
                 record.why = f"its name matches {pattern!r} of quantize_skip"
-            elif "forward" in vars(module):
+            elif _replaced(module):
                 record.why = "its forward is replaced already"
             else:
                 try:
-                    packed = PackedLinear.from_linear(module, format=format, group_size=group_size)
+                    packed = Standing.from_linear(module, format=format, group_size=group_size)
                 except (TypeError, ValueError) as error:
                     record.why = str(error)
                     continue
@@ -75,7 +108,7 @@ class Packing:
                 record.status, record.nbytes = "packed", packed.nbytes
                 record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
                 self._packed[name] = (module, packed)
-                module.forward = packed.forward  # type: ignore[method-assign]
+                packed.stand_in(module)
 
     def prove(self, run: Callable[[], object]) -> None:
         """Hold each layer to the tolerance of its operator on the inputs that it gets while `run` runs the model.
@@ -107,6 +140,41 @@ class Packing:
                     record.status, record.why = "rolled back", why
                     del module.forward, self._packed[record.name]
 
+    def release(self, model: nn.Module) -> None:
+        """Give the packed layers' own weights back to the system: what stands there has their shapes and no numbers.
+
+        A weight whose memory somebody else in the model uses too, as an embedding may, stays.
+        """
+        users = Counter(t.untyped_storage().data_ptr() for t in _tensors(model))
+        for record in self.layers:
+            if record.name not in self._packed:
+                continue
+            module, _ = self._packed[record.name]
+            weight = module.weight
+            if users[weight.untyped_storage().data_ptr()] > 1:
+                record.why = "its weight is kept: others in the model use it"
+                continue
+            record.released = weight.nbytes
+            empty = torch.empty_like(weight, device="meta")
+            module.weight = nn.Parameter(empty, requires_grad=False)
+
+    @property
+    def released(self) -> list[str]:
+        """The layers whose own weights are gone."""
+        return [record.name for record in self.layers if record.released]
+
+    def refuse(self, what: str) -> None:
+        """Say why something that needs a layer's own weight cannot be done.
+
+        Raises:
+            ValueError: where weights were released.
+        """
+        if gone := self.released:
+            raise ValueError(
+                f"{what}: the weights of {len(gone)} layers ({gone[0]}, ...) were given back to the system "
+                "(quantize_release); load the model anew"
+            )
+
     @property
     def modules(self) -> list[nn.Module]:
         """The layers that compute with a packed weight."""
@@ -118,6 +186,23 @@ class Packing:
             if "forward" in vars(module):
                 del module.forward
         self._packed.clear()
+
+
+def _replaced(module: nn.Linear) -> bool:
+    """Whether a layer's call is not its class's: what a pickled layer brings along is."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not nn.Linear.forward
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All parameters and buffers of a model, those that several modules share once for each."""
+    for tensors in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for _, t in tensors:
+            if not t.is_meta:
+                yield t
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -86,6 +86,10 @@ class Report:
             lines.append(
                 f"quantized: {len(packed)} linear layers to {worst.format}; the most was lost in {worst}"
             )
+        if released := sum(layer.released for layer in self.quantized):
+            lines.append(
+                f"given back to the system: {released / 2**20:.1f} MiB of weights; restore is not possible"
+            )
         lines += [f"not quantized: {layer}" for layer in self.quantized if layer.status != "packed"]
         lines += [f"rolled back: {line}" for line in self.rolled_back]
         lines += [f"not the fastest: {line}" for line in self.overruled]

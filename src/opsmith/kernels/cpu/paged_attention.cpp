@@ -293,7 +293,7 @@ class Paged {
       if (any(most > base)) base = raise(walk, v, most);
       base = select(base == -kInfinity, Vec{}, base);
       const Vec from = base * -exponent_;
-      Vec total = load(walk.sums.totals() + v);
+      Vec total = {};  // of the tile: one long chain of additions would lose accuracy
       const auto weight = [&](int64_t i) {
         Vec w = exp2<precise>(precise ? (load(s + i) - base) * exponent_ : fma(load(s + i), splat(exponent_), from));
         total += w;
@@ -311,7 +311,7 @@ class Paged {
       } else {
         for (int64_t i = 0; i < vecs; i += stride) store(to + i, weight(i));
       }
-      store(walk.sums.totals() + v, total);
+      store(walk.sums.totals() + v, load(walk.sums.totals() + v) + total);
     }
   }
 

@@ -104,6 +104,7 @@ class Packing:
                 except (TypeError, ValueError) as error:
                     record.why = str(error)
                     continue
+                assert isinstance(packed, Standing)
                 assert packed.error is not None
                 record.status, record.nbytes = "packed", packed.nbytes
                 record.relative_error, record.largest_error = packed.error.relative, packed.error.largest

@@ -115,8 +115,28 @@ def test_generate_gives_the_tokens_of_eager(make: Callable[[], Any], cache: str)
     options["cache_implementation"] = cache
     optimized(model, ids(2, 7))
     got = model.generate(ids(2, 7), **options)
+    norms = [[s.operator.endswith("_norm") for s in g.report.sites] for g in model.opsmith.graphs]
+    assert len({sum(n) for n in norms}) == 1  # in every graph, not in the example's alone
     assert got.tolist() == want.tolist()
     assert len(model.opsmith.graphs) <= 4  # the prompt and the steps, however many steps there are
+
+
+def test_whatever_asks_for_a_new_graph_all_is_found_in_it() -> None:
+    model = optimized(seeded(llama), ids(2, 7))
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids(2, 7))
+        model.to(torch.bfloat16)
+        model(ids(2, 7))
+    with torch.inference_mode():
+        model(ids(2, 7))
+    truth = Truth(seeded(llama).to(torch.bfloat16))
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    truth.check(model(ids(2, 7), return_dict=False), ids(2, 7), return_dict=False)
+    first, cast, *others = ([s.operator for s in g.report.kept] for g in model.opsmith.graphs)
+    assert len(others) == 3
+    assert cast.count("rms_norm") == first.count("rms_norm")  # products are cast at their call
+    assert all(found == first for found in others)
 
 
 def test_state_and_files_are_those_of_the_model(tmp_path: Path) -> None:

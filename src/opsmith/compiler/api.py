@@ -335,14 +335,18 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             return captured(*args, **kwargs) if through else model._call_impl(*args, **kwargs)
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-        others = [v for v in (*args, *kwargs.values()) if v is None or isinstance(v, bool | str)]
+        values = (*args, *kwargs.values())
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
         key = (
             torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
             model.training,
             session.latent.switch.on,
+            None if one is None else (one.dtype, one.device, one.requires_grad),
             *kwargs,
-            *others,
+            *[v if v is None or isinstance(v, bool | str) else type(v) for v in values],
             *[(t.shape, t.dtype, t.requires_grad) for t in tensors],
         )
         if key in seen:

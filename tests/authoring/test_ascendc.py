@@ -193,7 +193,7 @@ FAULTS = {
         "y_.Store(at + 1, tile);",
         r"outside the tensor|of y were written by no",
     ),
-    "tail": ("t_.size - column)", "t_.size - column - 1)", r"of y were written by no block"),
+    "tail": ("t_.size - column)", "t_.size - column - 1)", r"nobody has written all|of y were written by no"),
     "never freed": ("    sin_.Close();\n", "", r"buffers of VECIN \d are in use|never given back"),
     "never queued": ("    cos_.End();\n", "", r"DeQue: VECIN \d is empty"),
     "sign": ("Add(y, v_1, v_2, n);", "Sub(y, v_1, v_2, n);", "wrong value"),

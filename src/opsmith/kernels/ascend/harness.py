@@ -239,13 +239,28 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 def _load(source: Path, entry: str, flags: tuple[str, ...], parameters: int) -> ctypes.CDLL:
+    folders = tuple(dict.fromkeys([HEADERS, source.parent.absolute(), SOURCES]))
+    files = [file for folder in folders for file in folder.iterdir() if file.suffix in (".h", ".cpp")]
+    edited = tuple(sorted(file.stat().st_mtime_ns for file in files))
+    return _built(source, entry, flags, parameters, folders, edited)
+
+
+@functools.lru_cache(maxsize=256)
+def _built(
+    source: Path,
+    entry: str,
+    flags: tuple[str, ...],
+    parameters: int,
+    folders: tuple[Path, ...],
+    edited: tuple[int, ...],
+) -> ctypes.CDLL:
+    """The library, looked for in the build system's cache once for each time that a file was edited."""
     header = source.with_name(f"{source.stem}_tiling.h")
     lines = ['#include "launch.h"', f'extern "C" void {entry}({", ".join(["GM_ADDR"] * parameters)});']
     lines += [f"OPSMITH_KERNEL({entry}, {parameters})"]
     if header.is_file():
         lines[1:1] = [f'#include "{header.name}"']
         lines += [f"OPSMITH_TILING({_camel(source.stem)}Tiling)"]
-    folders = list(dict.fromkeys([HEADERS, source.parent.absolute(), SOURCES]))
     with tempfile.TemporaryDirectory(prefix="opsmith-emulation-") as folder:
         host = Path(folder) / f"{source.stem}_host.cpp"
         host.write_text("\n".join([*lines, ""]))

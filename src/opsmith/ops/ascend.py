@@ -17,7 +17,11 @@ __all__ = ["on_npu"]
 NAMESPACE = "opsmith_npu"
 
 
-def on_npu(stem: str, prepare: Callable[..., Any] | None = None) -> Implementation:
+def on_npu(
+    stem: str,
+    prepare: Callable[..., Any] | None = None,
+    supports: Callable[..., Supports] = lambda *args, **kwargs: True,
+) -> Implementation:
     """The kernel `kernels/ascend/STEM.cpp` as an implementation, on tensors of torch_npu.
 
     A library that was built where CANN is, and loaded (`torch.ops.load_library`), gives it to the dispatcher as
@@ -30,6 +34,7 @@ def on_npu(stem: str, prepare: Callable[..., Any] | None = None) -> Implementati
     Args:
         stem: of the kernel.
         prepare: called with the kernel's `launch` and the operator's arguments, where they need preparing.
+        supports: True, or the reason why the kernel does not take a call.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -37,10 +42,13 @@ def on_npu(stem: str, prepare: Callable[..., Any] | None = None) -> Implementati
         call = launch(*args, **kwargs) if prepare is None else prepare(launch, *args, **kwargs)
         if not call.empty:
             kernel = getattr(getattr(torch.ops, NAMESPACE), stem).default
-            kernel(list(call.inputs.values()), list(call.outputs.values()), [float(n) for n in call.sizes])
+            outputs = [
+                t for t in call.outputs.values() if t is not None
+            ]  # one not wanted is the last, and left out
+            kernel(list(call.inputs.values()), outputs, [float(n) for n in call.sizes])
         return call.result
 
-    return Implementation("ascend", run, "npu", available=lambda: _available(stem))
+    return Implementation("ascend", run, "npu", supports, lambda: _available(stem))
 
 
 def _available(stem: str) -> Supports:

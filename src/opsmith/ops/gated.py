@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
+from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
     Tensor,
     alike,
@@ -290,7 +291,11 @@ SILU_CARD = register(
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
-        implementations=[*kernels(_native_silu, _supports), Implementation("eager", silu_reference)],
+        implementations=[
+            *kernels(_native_silu, _supports),
+            on_npu("silu_mul"),
+            Implementation("eager", silu_reference),
+        ],
         patterns=(Pattern("silu_mul(gate, up)", lambda gate, up: F.silu(gate) * up, _SHAPES),),
         schemas=(
             "gated(Tensor gate, Tensor? up, int activation, *, Tensor(a!) y) -> ()",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
+from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
     PLAIN,
     Tensor,
@@ -254,6 +255,7 @@ CARD = register(
         workloads=_workloads,
         implementations=[
             *kernels(_native, lambda x, *a, **k: native(x, "layer_norm")),
+            on_npu("layer_norm"),
             Implementation("eager", reference),
         ],
         patterns=(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
     alike,
     as_rows,
@@ -298,6 +299,7 @@ CARD = register(
         workloads=_workloads,
         implementations=[
             *kernels(_native, lambda x, *a, **k: native(x, "rms_norm")),
+            on_npu("rms_norm"),
             Implementation("eager", eager),
         ],
         # The recognizer sees arithmetic on reals, in which Llama's and T5's are one: the second rounding, which

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Implementation, Kind, Operator, register
+from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import check_out, direct, fresh, kernels, native, needs_grad, recorded
 from opsmith.ops.rope_check import Pair, bad_position, check, check_key, chosen, name_bad_position
 from opsmith.ops.rope_patterns import PATTERNS
@@ -315,6 +316,7 @@ CARD = register(
         workloads=workloads,
         implementations=[
             *kernels(_native, lambda x, *a, **k: native(x, "rope")),
+            on_npu("rope"),
             Implementation("eager", reference),
         ],
         patterns=PATTERNS,

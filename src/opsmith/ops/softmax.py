@@ -11,6 +11,7 @@ import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
+from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
     Tensor,
     check_float,
@@ -143,6 +144,12 @@ def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
     if dim not in (-1, x.dim() - 1):
         return f"the kernel works on the last dimension, not on dim {dim}"
     return native(x, "softmax")
+
+
+def _on_npu(x: torch.Tensor, dim: int = -1, *, mask: Any = None, **options: Any) -> bool | str:
+    if dim not in (-1, x.dim() - 1):
+        return f"the kernel works on the last dimension, not on dim {dim}"
+    return mask is None or mask.dtype in (torch.bool, x.dtype) or "the mask must be boolean or of x's type"
 
 
 def _native(
@@ -293,6 +300,7 @@ CARD = register(
         domain=_promised,
         implementations=[
             *kernels(_native, _supports),
+            on_npu("softmax", supports=_on_npu),
             Implementation("eager", reference),
         ],
         patterns=(

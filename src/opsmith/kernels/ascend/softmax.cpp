@@ -6,8 +6,9 @@
 #include "rows.h"
 #include "softmax_tiling.h"
 
+namespace opsmith {
+
 using namespace AscendC;
-using namespace opsmith;
 
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLowest = -3.4e38f;  // stands for the maximum of a row in which everything is masked
@@ -194,11 +195,15 @@ private:
     uint64_t row;
 };
 
+}  // namespace opsmith
+
+using namespace AscendC;
+
 extern "C" __global__ __aicore__ void softmax(GM_ADDR x, GM_ADDR mask, GM_ADDR y, GM_ADDR workspace, GM_ADDR tiling) {
     REGISTER_TILING_DEFAULT(SoftmaxTilingData);
     GET_TILING_DATA_WITH_STRUCT(SoftmaxTilingData, data, tiling);
     TPipe pipe;
-    Softmax<DTYPE_X> kernel;
+    opsmith::Softmax<DTYPE_X> kernel;
     kernel.Init(x, mask, y, data, &pipe);
     kernel.Process();
 }

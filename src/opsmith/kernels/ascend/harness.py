@@ -264,7 +264,9 @@ def _built(
     with tempfile.TemporaryDirectory(prefix="opsmith-emulation-") as folder:
         host = Path(folder) / f"{source.stem}_host.cpp"
         host.write_text("\n".join([*lines, ""]))
-        name = f"emulated_{entry}_{hashlib.sha256(' '.join(flags).encode()).hexdigest()[:6]}"
+        # A library names the files it was built from: the same kernel elsewhere is another one.
+        told = " ".join([*flags, *map(str, folders)])
+        name = f"emulated_{entry}_{hashlib.sha256(told.encode()).hexdigest()[:6]}"
         return _opened(
             build.build_library(
                 name, [source, host], include_dirs=folders, flags=[*_FLAGS, *flags], tier="portable"

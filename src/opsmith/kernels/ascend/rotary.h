@@ -6,8 +6,8 @@
 
 namespace opsmith {
 
-// What does not change from tile to tile: where each element's partner stands, and the signs. Built once by the scalar
-// pipe for a row, and by the vector pipe for the rows below it.
+// What does not change from tile to tile: where each element's partner stands, and the signs. Made once, by vectors: the
+// scalar pipe would take longer to write them than a core takes for its tokens.
 class Rotary {
 public:
     // Bytes of local memory for tiles of so many rows.
@@ -20,19 +20,42 @@ public:
         signs = memory;
         partners = memory[pitch].ReinterpretCast<int32_t>();
         places = memory[pitch + rows * pitch].ReinterpretCast<int32_t>();
-        const uint32_t half = width / 2;
-        for (uint32_t i = 0; i < pitch; ++i) {
-            const bool here = i < width && turn;  // behind the row, anything that is there will do
-            const bool first = interleaved ? i % 2 == 0 : i < half;
-            const uint32_t partner = interleaved ? (first ? i + 1 : i - 1) : (first ? i + half : i - half);
-            const uint32_t place = interleaved ? i / 2 + (first ? 0 : half) : i;  // of its number in the table
-            signs.SetValue(i, here && first ? -1.0f : 1.0f);
-            partners.SetValue(i, here ? int32_t(partner * sizeof(float)) : 0);
-            places.SetValue(i, here ? int32_t(place * sizeof(float)) : 0);
+        if (!turn) {
+            AscendC::Duplicate(signs, 1.0f, pitch);
+            return;
         }
-        const auto event = AscendC::GetTPipePtr()->FetchEventID(HardEvent::S_V);
-        AscendC::SetFlag<HardEvent::S_V>(event);
-        AscendC::WaitFlag<HardEvent::S_V>(event);
+        const int32_t half = int32_t(width / 2);
+        const LocalTensor<int32_t> second = signs.ReinterpretCast<int32_t>();
+        if (interleaved) {  // i ^ 1, and its number of the table at i / 2, the second ones' behind the first ones'
+            AscendC::CreateVecIndex(partners, 0, pitch);
+            AscendC::ShiftRight(places, partners, 1, pitch);
+            AscendC::Muls(second, places, -2, pitch);
+            AscendC::Add(second, second, partners, pitch);  // i % 2
+            AscendC::Sub(partners, partners, second, pitch);
+            AscendC::Sub(partners, partners, second, pitch);
+            AscendC::Adds(partners, partners, 1, pitch);
+            AscendC::Muls(second, second, half, pitch);
+            AscendC::Add(places, places, second, pitch);
+            AscendC::CreateVecIndex(second, 0, pitch);
+        } else {  // i + half, or i - half
+            AscendC::CreateVecIndex(second, 0, pitch);
+            AscendC::Adds(partners, second, 1 - half, pitch);
+            AscendC::Maxs(partners, partners, 0, pitch);
+            AscendC::Mins(partners, partners, 1, pitch);
+            AscendC::Muls(partners, partners, -2 * half, pitch);
+            AscendC::Adds(partners, partners, half, pitch);
+            AscendC::Add(partners, partners, second, pitch);
+            AscendC::Adds(places, second, 0, pitch);
+        }
+        AscendC::Sub(second, second, partners, pitch);  // below 0 for the first of a pair, above for the second
+        AscendC::Maxs(second, second, -1, pitch);
+        AscendC::Mins(second, second, 1, pitch);
+        AscendC::Cast(signs, second, RoundMode::CAST_NONE, pitch);
+        // Behind the row anything that is there will do; offsets are in bytes.
+        AscendC::Mins(partners, partners, int32_t(width) - 1, pitch);
+        AscendC::Mins(places, places, int32_t(width) - 1, pitch);
+        AscendC::Muls(partners, partners, int32_t(sizeof(float)), pitch);
+        AscendC::Muls(places, places, int32_t(sizeof(float)), pitch);
         for (uint32_t r = 1; r < rows; ++r) {
             AscendC::Adds(partners[r * pitch], partners, int32_t(r * pitch * sizeof(float)), pitch);
             AscendC::Adds(places[r * pitch], places, int32_t(r * pitch * sizeof(float)), pitch);

@@ -33,6 +33,7 @@ STAGES = ("triton", "ttir", "linalg")
 # Of the chips with 192 KiB of local memory a vector core; the name has no effect before the stage that CANN does.
 _CHIP = GPUTarget("npu", "Ascend910B", 0)
 _ERROR = re.compile(r"^(?P<where>.*?):?\s*error: (?P<what>.*)$", re.MULTILINE)
+_ASSERTION = re.compile(r"(?P<file>\w+\.cpp):\d+: .*Assertion `(?P<what>.*)' failed")
 _SOURCE = re.compile(r'"?(?P<file>[^"\s(]+\.py)"?:(?P<line>\d+)')
 
 
@@ -100,7 +101,9 @@ def _complaint(kernel: Any, text: str, status: int) -> dict[str, Any]:
     if error is not None:
         return {"reason": error["what"].strip(), "where": where}
     if status < 0:
-        return {"reason": f"the lowering crashed ({signal.Signals(-status).name})", "where": where}
+        asserted = _ASSERTION.search(text)
+        why = f": assertion {asserted['what']} in {asserted['file']}" if asserted else ""
+        return {"reason": f"the lowering crashed ({signal.Signals(-status).name}){why}", "where": where}
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return {"reason": f"status {status}: {lines[-1] if lines else 'no message'}", "where": where}
 

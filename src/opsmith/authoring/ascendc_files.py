@@ -127,11 +127,15 @@ class Ascend:
             terms.append((per, f"{o.name}, 2 buffers", f"{many}2 * {self.sizes[o.name]}"))
             terms.append((per, wide.format(o.name), f"{many}{self._widened(o.name)}"))
         if v.slots:
-            terms.append(("element", f"{v.slots} values between instructions", f"{v.slots} * 4"))
+            terms.append(
+                ("element", f"{v.slots} value{'s' * (v.slots > 1)} between instructions", f"{v.slots} * 4")
+            )
         if self.scratch_tile:
             terms.append(("element", "a tile for the statistics", "4"))
         if v.conditions:
-            terms.append(("element", f"{v.conditions} conditions, in bits", f"{v.conditions}"))
+            terms.append(
+                ("element", f"{v.conditions} condition{'s' * (v.conditions > 1)}, in bits", f"{v.conditions}")
+            )
         if self.plan.rotation:
             terms.append(("column", "where a rotation finds its elements, and signs", "8"))
         if v.statistics:

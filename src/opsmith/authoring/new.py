@@ -203,10 +203,22 @@ def _broken(text: str, indent: int = 0, limit: int = 110) -> str:
     return "\n".join([text[: start + 1], *lines, f"{pad}{text[end:]}"])
 
 
+def _wrapped(text: str, indent: int, limit: int = 118) -> str:
+    """A line of C++, in several where it is too long: broken behind commas and before pluses, as far right as fits."""
+    lines = []
+    while len(text) > limit:
+        at = max(text.rfind(", ", 0, limit) + 1, text.rfind(" + ", 0, limit) + 2)
+        if at < indent + 2:
+            break
+        lines.append(text[:at].rstrip())
+        text = " " * indent + text[at:].lstrip()
+    return "\n".join([*lines, text])
+
+
 def render(template: str, p: Project, **more: object) -> str:
     """One file."""
     environment = _environment()
-    environment.filters["broken"] = _broken
+    environment.filters |= {"broken": _broken, "wrapped": _wrapped}
     text = environment.get_template(f"{template}.j2").render(p=p, **more)
     return text.rstrip("\n") + "\n"
 

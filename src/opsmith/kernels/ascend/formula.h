@@ -101,7 +101,7 @@ class Input {
   __aicore__ inline void LoadRows(uint32_t row, int64_t at, uint32_t rows, const Tile& tile) {
     const uint32_t bytes = tile.size * sizeof(T), filled = RoundedUp(bytes, kDataBlock);
     const AscendC::DataCopyExtParams params(rows, bytes, 0, rows > 1 ? Gap(tile) : 0, 0);
-    const AscendC::DataCopyPadExtParams<T> pad(filled > bytes, 0, (filled - bytes) / sizeof(T), static_cast<T>(0));
+    const AscendC::DataCopyPadExtParams<T> pad(filled > bytes, 0, (filled - bytes) / sizeof(T), static_cast<T>(0.0f));
     AscendC::DataCopyPad(raw_[row * tile.width], global_[at], params, pad);
   }
   __aicore__ inline void LoadOneRow(uint32_t row, int64_t at, uint32_t rows, const Tile& tile) {

@@ -144,6 +144,21 @@ def test_rows_longer_than_local_memory_come_in_tiles(
 
 
 @emulated
+def test_tiles_have_many_rows_with_gaps_between(load: Callable[[str], tuple[Kernels, Operator]]) -> None:
+    kernels, card = load("LayerNormCustom")
+    for dtype in (torch.bfloat16, torch.float32):
+        make = Make(dtype)
+        for rows, size in ((700, 40), (300, 129), (90, 1001)):
+            args = (make(rows, size), make(size), make(size))
+            y = torch.empty_like(args[0])
+            done = ascendc.call(kernels, 1)(*args, 1e-5, y=y)
+            assert done is not None
+            assert done.local_peak > 150 * 1024  # a tile as large as there is room
+            exact = card.reference(*(t.double() for t in args))
+            assert card.tolerance.check(y, card.eager(*args), exact).ok
+
+
+@emulated
 def test_a_rotated_row_must_fit_in_local_memory(load: Callable[[str], tuple[Kernels, Operator]]) -> None:
     kernels, card = load("RopeHalves")
     make = Make(torch.bfloat16)

@@ -152,6 +152,20 @@ __aicore__ inline float OnlyNumber(GM_ADDR address) {
   }
 }
 
+// Local memory for values between instructions. It begins as zeros: some instructions read whole repeats, and those that go
+// over whole tiles the gaps between rows.
+class Values {
+ public:
+  __aicore__ inline void Init(TPipe& pipe, uint32_t elements) {
+    pipe.InitBuffer(buffer_, elements * sizeof(float));
+    AscendC::Duplicate(Get(), 0.0f, elements);
+  }
+  __aicore__ inline Floats Get() { return buffer_.Get<float>(); }
+
+ private:
+  TBuf<AscendC::QuePosition::VECCALC> buffer_;
+};
+
 // A tensor that is written, in two buffers: a tile leaves while the next is computed.
 template <class T>
 class Output {
@@ -161,7 +175,7 @@ class Output {
   __aicore__ inline void Init(TPipe& pipe, GM_ADDR address, uint32_t elements) {
     global_.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(address));
     pipe.InitBuffer(queue_, 2, elements * sizeof(T));
-    if constexpr (!kWide) pipe.InitBuffer(wide_, elements * sizeof(float));
+    if constexpr (!kWide) wide_.Init(pipe, elements);
   }
   // Where the next tile is computed.
   __aicore__ inline Floats Open() {
@@ -169,11 +183,11 @@ class Output {
     if constexpr (kWide) {
       return raw_;
     } else {
-      return wide_.template Get<float>();
+      return wide_.Get();
     }
   }
   __aicore__ inline void Close(const Tile& tile) {
-    if constexpr (!kWide) AscendC::Cast(raw_, wide_.template Get<float>(), RoundMode::CAST_RINT, tile.count());
+    if constexpr (!kWide) AscendC::Cast(raw_, wide_.Get(), RoundMode::CAST_RINT, tile.count());
     queue_.EnQue(raw_);
   }
   __aicore__ inline void Store(int64_t at, const Tile& tile) {
@@ -188,21 +202,8 @@ class Output {
  private:
   AscendC::GlobalTensor<T> global_;
   AscendC::TQue<AscendC::QuePosition::VECOUT, 2> queue_;
-  TBuf<AscendC::QuePosition::VECCALC> wide_;
+  Values wide_;
   AscendC::LocalTensor<T> raw_;
-};
-
-// Local memory for values between instructions. It begins as zeros: some instructions read whole repeats.
-class Values {
- public:
-  __aicore__ inline void Init(TPipe& pipe, uint32_t elements) {
-    pipe.InitBuffer(buffer_, elements * sizeof(float));
-    AscendC::Duplicate(Get(), 0.0f, elements);
-  }
-  __aicore__ inline Floats Get() { return buffer_.Get<float>(); }
-
- private:
-  TBuf<AscendC::QuePosition::VECCALC> buffer_;
 };
 
 // One side of an instruction over a tile: a step in floats to the next row, and to the next element.

@@ -202,7 +202,9 @@ def emulate(
         )
     )
     text = library.opsmith_launch(arguments, blocks, tiling)
-    return _read(entry, json.loads(text), tiling, [n for n, t in outputs.items() if id(t) not in given])
+    return _read(
+        source, entry, json.loads(text), tiling, [n for n, t in outputs.items() if id(t) not in given]
+    )
 
 
 def _parameters(source: Path, entry: str) -> list[str]:
@@ -238,8 +240,12 @@ def _opened(path: Path) -> ctypes.CDLL:
     return library
 
 
+def _folders(source: Path) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys([HEADERS, source.parent.absolute(), SOURCES]))
+
+
 def _load(source: Path, entry: str, flags: tuple[str, ...], parameters: int) -> ctypes.CDLL:
-    folders = tuple(dict.fromkeys([HEADERS, source.parent.absolute(), SOURCES]))
+    folders = _folders(source)
     files = [file for folder in folders for file in folder.iterdir() if file.suffix in (".h", ".cpp")]
     edited = tuple(sorted(file.stat().st_mtime_ns for file in files))
     return _built(source, entry, flags, parameters, folders, edited)
@@ -264,9 +270,7 @@ def _built(
     with tempfile.TemporaryDirectory(prefix="opsmith-emulation-") as folder:
         host = Path(folder) / f"{source.stem}_host.cpp"
         host.write_text("\n".join([*lines, ""]))
-        # A library names the files it was built from: the same kernel elsewhere is another one.
-        told = " ".join([*flags, *map(str, folders)])
-        name = f"emulated_{entry}_{hashlib.sha256(told.encode()).hexdigest()[:6]}"
+        name = f"emulated_{entry}_{hashlib.sha256(' '.join(flags).encode()).hexdigest()[:6]}"
         return _opened(
             build.build_library(
                 name, [source, host], include_dirs=folders, flags=[*_FLAGS, *flags], tier="portable"
@@ -293,11 +297,15 @@ def _tile(
     return room.raw, found
 
 
-def _read(entry: str, report: dict[str, Any], tiling: bytes, outputs: Sequence[str]) -> Emulation:
+def _read(
+    source: Path, entry: str, report: dict[str, Any], tiling: bytes, outputs: Sequence[str]
+) -> Emulation:
     if fault := report.get("fault"):
-        raise EmulationError(
-            entry, report["block"], fault["file"], fault["line"], fault["instruction"], fault["text"]
-        )
+        # The library may have been built of the same content at another place, whose names it knows.
+        name = Path(fault["file"]).name
+        here = [source.absolute(), *(folder / name for folder in _folders(source))]
+        file = next((str(path) for path in here if path.name == name and path.is_file()), fault["file"])
+        raise EmulationError(entry, report["block"], file, fault["line"], fault["instruction"], fault["text"])
     tensors = report["tensors"]
     for name in outputs:
         if name in tensors and (missing := tensors[name][2]):

@@ -200,6 +200,9 @@ class Pattern:
     numbers: Mapping[str, Callable[..., float]] = field(
         default_factory=dict
     )  # arguments that follow from the marked constants of these names, which the operator does not take
+    keeps: frozenset[str] = (
+        frozenset()
+    )  # "sum": a sum over the last axis is none of a mean times its size; "cast": a narrower type rounds on purpose
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,9 @@ class Operator:
     domain: Callable[..., bool] | None = (
         None  # False for a call whose values the operator does not promise to get right; all calls, where None
     )
+    entries: Mapping[str, Callable[..., Cost]] = field(
+        default_factory=dict
+    )  # the cost of an entry of the dispatcher by its own arguments, where `cost` does not take these
     source: str = ""
 
     def implementation(self, name: str) -> Implementation:

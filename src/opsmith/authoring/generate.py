@@ -230,8 +230,6 @@ class Project(Contents):
     @cached_property
     def pattern(self) -> str | None:
         """The example shapes by which the compiler recognizes the reference in a model; None where it could not."""
-        if any(n.kind in _UNREAD for n in self.formula.nodes):
-            return None
         if (
             self.prototype.formula is None
             or len(self.formula.outputs) > 1
@@ -247,6 +245,12 @@ class Project(Contents):
             for n, v in self.formula.attributes.items()
         ]
         return f"{{{', '.join(parts)}}}"
+
+    @cached_property
+    def pattern_keeps(self) -> str:
+        """What of the formula the compiler must not rewrite when it looks for it."""
+        kinds = {n.kind for n in self.formula.nodes}
+        return ", ".join(f'"{k}"' for k in ("sum", "cast") if k in kinds)
 
     @cached_property
     def pattern_dtypes(self) -> str:
@@ -268,8 +272,6 @@ class Project(Contents):
         return ", ".join([*self.shapes, *self.formula.attributes])
 
 
-# What the compiler's arithmetic does not read, or reads with the size of the axis in it.
-_UNREAD = {"where", "max", "min", "abs", "relu", "sum", "lt", "le", "gt", "ge", "eq", "ne", "cast"}
 _FLOPS = {
     "exp": 10.0,
     "log": 10.0,

@@ -1,4 +1,4 @@
-"""What elementwise operators mean in the algebra: sums, products, functions of one value, choices; see `canon`."""
+"""What elementwise operators mean in the algebra: sums, products, functions of one value; see `canon`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ _UNARY: dict[str, Callable[[Space, Poly], Poly]] = {
     "silu": lambda s, x: s.mul(x, s.sigmoid(x)),
     "cos": lambda s, x: s.fn("cos", (x,), x.shape),
     "sin": lambda s, x: s.fn("sin", (x,), x.shape),
-    "relu": lambda s, x: s.fn("relu", (x,), x.shape),
+    "expm1": lambda s, x: s.add(s.exp(x), s.const(1), -1),
+    "log1p": lambda s, x: s.log(s.add(x, s.const(1))),
 }
 
 
@@ -112,6 +113,9 @@ def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
         raise Unreadable
     if not (source.is_floating_point() or source.is_complex() or op_name(self) == "aten::one_hot"):
         raise Unreadable
+    dtype = node.meta["val"].dtype
+    if "cast" in c.keeps and torch.promote_types(source.dtype, dtype) != dtype:
+        return c.space.fn("rounded", (c(self),), shape_of(node), (str(dtype),))
     return c(self)
 
 
@@ -123,40 +127,3 @@ def _ones(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
 @rule("one_hot")
 def _one_hot(c: Canon, node: Node, self: Any, num_classes: int = -1) -> Poly:
     return c.space.fn("one_hot", (c(self),), shape_of(node))
-
-
-def boolean_mask(c: Canon, keep: Any, inverted: bool, fill: float) -> Poly:
-    """What is added to scores to mask them: zero where kept, `fill` elsewhere; -inf is a boolean mask."""
-    s, shape = c.space, shape_of(keep)
-    mask = c(keep)
-    if inverted:
-        atom = mask.atom
-        mask = atom.args[0] if atom is not None and atom.name == "not" else s.fn("not", (mask,), shape)
-    return s.fn("keep", (mask,), shape) if fill == -math.inf else s.fn("fill", (mask,), shape, (fill,))
-
-
-@rule("masked_fill")
-def _masked_fill(c: Canon, node: Node, self: Any, mask: Any, value: Any) -> Poly:
-    fill = c(value).constant
-    if fill is None or fill > -1e4:
-        raise Unreadable
-    return c.space.add(c(self), boolean_mask(c, mask, True, fill))
-
-
-@rule("where")
-def _where(c: Canon, node: Node, condition: Any, self: Any, other: Any) -> Poly:
-    kept, filled = c(self), c(other)
-    inverted = kept.constant is not None and kept.constant <= -1e4
-    if inverted:
-        kept, filled = filled, kept
-    if filled.constant is None or filled.constant > -1e4:
-        raise Unreadable
-    return c.space.add(kept, boolean_mask(c, condition, inverted, filled.constant))
-
-
-@rule("logical_not", "bitwise_not")
-def _not(c: Canon, node: Node, self: Any) -> Poly:
-    atom = c(self).atom
-    if atom is not None and atom.name == "not":
-        return atom.args[0]
-    return c.space.fn("not", (c(self),), shape_of(node))

@@ -69,8 +69,10 @@ class Canon:
         cut: Mapping[Node, Poly] | None = None,
         root: Node | None = None,
         opaque: frozenset[Node] = frozenset(),
+        keeps: frozenset[str] = frozenset(),
     ):
         self.space = space
+        self.keeps = keeps  # what is not rewritten: see `Pattern.keeps`
         self.root = root
         self.opaque = opaque  # changed in place: not what their formulas say
         self.memo: dict[Node, Poly] = dict(cut or {})
@@ -148,7 +150,9 @@ class Unreadable(Exception):
     """This call has no meaning in the algebra (another axis, a rounding division): its node is a leaf."""
 
 
-_BOOLEAN = frozenset({"aten::tril", "aten::triu", "aten::one_hot", "aten::logical_not", "aten::bitwise_not"})
+_BOOLEAN = frozenset(
+    {"aten::tril", "aten::triu", "aten::one_hot", "aten::logical_not", "aten::bitwise_not"}
+) | {f"aten::{n}" for n in ("gt", "lt", "ge", "le", "eq", "ne")}
 # Whose rules hold for complex numbers too.
 _COMPLEX = frozenset(
     f"aten::{n}"

@@ -8,8 +8,8 @@ from typing import Any
 from torch.fx import Node
 
 from opsmith.compiler import views
-from opsmith.compiler.arithmetic import boolean_mask
 from opsmith.compiler.canon import Canon, Unreadable, op_name, rule, shape_of
+from opsmith.compiler.choices import boolean_mask
 from opsmith.compiler.reductions import softmax
 from opsmith.compiler.terms import Poly, Shape
 

@@ -7,6 +7,7 @@ backtracking), functions by name. The mismatch that came closest is kept, for th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -76,6 +77,9 @@ class Matcher:
         name = self._variable(p)
         if name is not None:
             return self._bind(env, name, t, t)
+        negative = self._variable_mono(p.terms[0][0]) if len(p.terms) == 1 and p.terms[0][1] == -1 else None
+        if negative is not None and len(t.terms) > 1:
+            return self._bind(env, negative, self.space.scale(t, -1), t)
         # The most particular monomials first; a bare variable may take all that the others leave.
         order = sorted(p.terms, key=lambda m: (self._variable_mono(m[0]) is not None, -len(m[0].factors)))
         last = self._variable_mono(order[-1][0]) if order else None
@@ -181,14 +185,24 @@ class Matcher:
         env = agreed
         self.level += 1
         try:
-            for pa, ta in zip(p.args, t.args, strict=True):
-                found = self._poly(pa, ta, env)
-                if found is None:
-                    return None
-                env = found
-            return env
+            found = self._arguments(p, t.args, env)
+            if found is None and p.name == "larger":  # whichever of the two is named first
+                return self._arguments(p, t.args[::-1], env)
+            if found is None and p.name == "where" and self._variable(p.args[0]) is not None:
+                condition, first, second = t.args
+                opposite = self.space.fn("not", (condition,), condition.shape)
+                return self._arguments(p, (opposite, second, first), env)
+            return found
         finally:
             self.level -= 1
+
+    def _arguments(self, p: Atom, arguments: Sequence[Poly], env: Binding) -> Binding | None:
+        for pa, ta in zip(p.args, arguments, strict=True):
+            found = self._poly(pa, ta, env)
+            if found is None:
+                return None
+            env = found
+        return env
 
     def _attrs(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
         """Settings agree, or stand where the pattern has a marked constant."""

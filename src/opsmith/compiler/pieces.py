@@ -15,7 +15,12 @@ from opsmith.compiler.terms import Atom, Mono, Poly, Shape, Space, is_row_consta
 Piece = tuple[str, int, int]  # ("block", start, length), or ("turn", first, step)
 
 # Functions of one value, element by element.
-ELEMENTWISE = frozenset({"cos", "sin", "erf", "relu", "log", "base", "not", "keep", "fill"})
+ELEMENTWISE = frozenset(
+    (
+        *("cos", "sin", "erf", "log", "base", "rounded"),
+        *("larger", "where", "above", "at_least", "equal", "not", "keep", "fill"),
+    )
+)
 
 
 def join(s: Space, kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: Shape) -> Poly:

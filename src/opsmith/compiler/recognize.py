@@ -46,12 +46,16 @@ TRIGGERS = {
         "tanh",
         "silu",
     }
-    | {"gelu", "scaled_dot_product_attention"},
-    "mean": {"mean", "sum", "var", "std", "var_mean", "layer_norm", "native_layer_norm", "rms_norm"},
+    | {"gelu", "scaled_dot_product_attention", "elu", "expm1"},
+    "mean": {"mean", "sum", "var", "std", "var_mean", "layer_norm", "native_layer_norm", "rms_norm"}
+    | {"linalg_vector_norm"},
     "matmul": {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "einsum", "scaled_dot_product_attention"},
     "nll": {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "gather"},
     "join": {"cat", "stack", "view_as_real"},
     "gather": {"embedding", "index", "index_select", "matmul", "mm"},
+    "larger": {"maximum", "minimum", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu", "relu6", "abs"}
+    | {"hardsigmoid", "hardswish", "elu"},
+    "where": {"where", "masked_fill", "leaky_relu", "elu"},
 }
 
 
@@ -130,22 +134,25 @@ class _Finder:
     def _site(self, root: Node) -> Site | None:
         region = ancestors(root, self.consumed)
         ops = {op_name(n).removeprefix("aten::") for n in region}
-        plain: Canon | None = None
-        cut: dict[Node, Canon] | None = None
+        plain: dict[frozenset[str], Canon] = {}
+        cut: dict[frozenset[str], dict[Node, Canon]] = {}
         for template in self.templates:
             if any(not (TRIGGERS[n] & ops) for n in template.names if n in TRIGGERS):
                 continue
+            keeps = template.pattern.keeps
             if template.cut is None:
-                if plain is None:
-                    plain = Canon(self.space, None, root, self.opaque)
-                site = self._try(template, plain, root, {})
+                if keeps not in plain:
+                    plain[keeps] = Canon(self.space, None, root, self.opaque, keeps)
+                site = self._try(template, plain[keeps], root, {})
                 if site is not None:
                     return site
                 continue
-            if cut is None:
+            if keeps not in cut:
                 leaves = {n: self.space.leaf(n, shape_of(n)) for n in cuts(root, region)}
-                cut = {n: Canon(self.space, {n: leaf}, root, self.opaque) for n, leaf in leaves.items()}
-            for candidate, canon in cut.items():
+                cut[keeps] = {
+                    n: Canon(self.space, {n: leaf}, root, self.opaque, keeps) for n, leaf in leaves.items()
+                }
+            for candidate, canon in cut[keeps].items():
                 site = self._try(template, canon, root, {template.cut: canon(candidate)})
                 if site is not None:
                     return site

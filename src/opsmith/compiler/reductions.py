@@ -15,10 +15,19 @@ from opsmith.compiler.terms import Poly, Space
 
 def amax(c: Canon, node: Node, x: Node, dim: Any, keepdim: bool) -> Poly:
     """The maximum along the last axis: an atom that a softmax cancels."""
+    return _extreme(c, node, c(x), x, dim, keepdim)
+
+
+def amin(c: Canon, node: Node, x: Node, dim: Any, keepdim: bool) -> Poly:
+    """The minimum along the last axis: minus the maximum of the negative."""
+    return c.space.scale(_extreme(c, node, c.space.scale(c(x), -1), x, dim, keepdim), -1)
+
+
+def _extreme(c: Canon, node: Node, value: Poly, x: Node, dim: Any, keepdim: bool) -> Poly:
     if not last_axis(node, dim):
-        return c.space.fn("max", (c(x),), shape_of(node), ("dim", str(dim)))
+        return c.space.fn("max", (value,), shape_of(node), ("dim", str(dim)))
     shape = (*shape_of(x)[:-1], 1)
-    result = c.space.fn("max", (c(x),), shape)
+    result = c.space.fn("max", (value,), shape)
     return result if keepdim else views.reshape(c.space, result, shape, shape[:-1])
 
 
@@ -33,7 +42,7 @@ def _reduce(c: Canon, node: Node, name: str, x: Any, dim: Any, keepdim: bool) ->
             1.0 if kept == name or not isinstance(dim, int) or not isinstance(shape[dim], int) else shape[dim]
         )
         return c.space.scale(c.space.fn(kept, (c(x),), shape_of(node), ("dim", str(dim))), float(size))
-    result = c.space.reduce(name, c(x), shape[-1])
+    result = c.space.reduce(name, c(x), shape[-1], as_written="sum" in c.keeps)
     return result if keepdim else views.reshape(c.space, result, (*shape[:-1], 1), shape[:-1])
 
 
@@ -46,6 +55,23 @@ def _mean(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = Fals
 @rule("amax")
 def _amax(c: Canon, node: Node, self: Any, dim: Any = (), keepdim: bool = False) -> Poly:
     return amax(c, node, self, dim, keepdim)
+
+
+@rule("amin")
+def _amin(c: Canon, node: Node, self: Any, dim: Any = (), keepdim: bool = False) -> Poly:
+    return amin(c, node, self, dim, keepdim)
+
+
+@rule("linalg_vector_norm")
+def _length(
+    c: Canon, node: Node, self: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Poly:
+    if ord != 2 or dim is None or not last_axis(node, dim):
+        raise Unreadable
+    shape, s = shape_of(self), c.space
+    squares = s.reduce("sum", s.mul(c(self), c(self)), shape[-1], as_written="sum" in c.keeps)
+    result = s.power(squares, 0.5)
+    return result if keepdim else views.reshape(s, result, (*shape[:-1], 1), shape[:-1])
 
 
 @rule("var", "std")
@@ -145,13 +171,13 @@ def _rms_norm(
     return y if weight is None else s.mul(y, c(weight))
 
 
-@part("max")
-def _max_values(
+@part("max", "min")
+def _extreme_values(
     c: Canon, node: Node, source: Node, index: int, self: Any, dim: Any = None, keepdim: bool = False
 ) -> Poly:
     if index != 0 or dim is None:
         raise Unreadable
-    return amax(c, source, self, dim, keepdim)
+    return (amax if op_name(source) == "aten::max" else amin)(c, source, self, dim, keepdim)
 
 
 @part("var_mean")

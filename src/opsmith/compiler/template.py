@@ -11,7 +11,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opsmith.compiler import arithmetic, contractions, layouts, losses, reductions  # noqa: F401  register their rules
+from opsmith.compiler import (  # noqa: F401  these register their rules
+    arithmetic,
+    choices,
+    contractions,
+    layouts,
+    losses,
+    reductions,
+)
 from opsmith.compiler.canon import Canon, shape_of
 from opsmith.compiler.pieces import lower
 from opsmith.compiler.terms import Poly, Space
@@ -35,9 +42,7 @@ class Template:
     holes: dict[str, float]
     names: frozenset[str]
     variables: tuple[str, ...]
-    cut: (
-        str | None
-    )  # the variable to look for among the root's ancestors, where the pattern is no contraction
+    cut: str | None  # the variable to look for among the root's ancestors; None where that has another shape
 
     @classmethod
     def trace(cls, space: Space, card: Operator, pattern: Pattern) -> Template:
@@ -51,10 +56,11 @@ class Template:
         cut = {}
         for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), variables, strict=True):
             cut[node] = space.leaf(Var(name), shape_of(node))
-        term = lower(space, Canon(space, cut, root)(root), shape_of(root))
+        term = lower(space, Canon(space, cut, root, keeps=pattern.keeps)(root), shape_of(root))
         names = frozenset(function_names(term))
-        contraction = names & {"matmul", "gather", "nll"}
-        return cls(card, pattern, term, holes, names, variables, None if contraction else variables[0])
+        first = next(n for n in graph.nodes if n.op == "placeholder")
+        other = names & {"matmul", "gather", "nll"} or shape_of(first) != shape_of(root)
+        return cls(card, pattern, term, holes, names, variables, None if other else variables[0])
 
 
 @functools.lru_cache(maxsize=256)

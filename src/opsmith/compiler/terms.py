@@ -305,14 +305,14 @@ class Space:
             (fixed if still else moving)[inner] = c
         return self._mono(constant, self._poly(fixed)), self._mono(varying, self._poly(moving))
 
-    def reduce(self, name: str, a: Poly, size: Dim) -> Poly:
+    def reduce(self, name: str, a: Poly, size: Dim, *, as_written: bool = False) -> Poly:
         """mean or sum over the last axis, kept with size one. Sums of exponentials stay sums, the rest are means."""
         result = self.zero
         shape = (*a.shape[:-1], 1)
         for mono, coef in a.terms:
             fixed, moving = self._split(mono)
             outer = self._poly({fixed: coef})
-            kept = "sum" if moving.expo is not None else "mean"
+            kept = name if as_written else "sum" if moving.expo is not None else "mean"
             if kept != name:
                 if not isinstance(size, int):
                     kept = name

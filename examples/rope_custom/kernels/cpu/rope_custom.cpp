@@ -14,9 +14,39 @@ namespace {
 constexpr int64_t kTableBytes = 64 << 10;  // of a block's part of the table
 constexpr int kTogether = 4;               // heads, for which a piece of the table is loaded and taken apart once
 
-// One token's rows of n heads.
+inline Vec neighbors(Vec v) {  // of a pair, each in the other's place
+#if defined(__clang__)
+  Vec swapped;
+  for (int l = 0; l < W; ++l) swapped[l] = v[l ^ 1];
+  return swapped;
+#else
+  return __builtin_shuffle(v, lane_index() ^ 1);
+#endif
+}
+// The sine with the sign that it has for each of a pair; transposed, that of the other.
+template <bool inverse, class V>
+V turning(V sine) {
+  return apply(sine, [](Vec s) {
+    const Vec second = __builtin_convertvector((lane_index() & 1) * 2 - 1, Vec);  // -1 for the first of a pair, 1 for the second
+    return inverse ? -second * neighbors(s) : second * s;
+  });
+}
+
+// One token's rows of n heads. Elements stay where they are, and a vector takes its neighbors by one shuffle within lanes;
+// bfloat16 comes apart into the first and the second of each pair by a shift and a mask, which is less still.
 template <bool inverse, int n, class T>
 void turn_rows(const T* in, T* out, int64_t head, const T* cos, const T* sin, int64_t size, bool streaming) {
+  if constexpr (!std::is_same_v<T, bfloat16>) {
+    for_pairs(size, [=](int64_t at, auto lanes) {
+      const auto c = load(cos + at, lanes), s = turning<inverse>(load(sin + at, lanes));
+#pragma GCC unroll 4
+      for (int h = 0; h < n; ++h) {
+        const auto x = read(in + h * head + at, lanes);
+        put(out + h * head + at, fma(apply(x, neighbors), s, x * c), lanes, streaming);
+      }
+    });
+    return;
+  }
   for_lanes(size / 2, [=](int64_t at, auto lanes) {
     Vec c1, c2, s1, s2;
     load_pairs(cos + 2 * at, lanes, c1, c2);

@@ -1,5 +1,6 @@
 """`opsmith bench`: the table, the JSON and the refusal."""
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -73,6 +74,58 @@ def test_a_wrong_result_prints_no_time(card: Operator, capsys: pytest.CaptureFix
     assert err.count("\n") == 1
 
 
+def test_what_behaves_wrong_is_not_timed_either(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every value is within the tolerance, and no two runs agree: only the checks of behavior see it."""
+    turns = itertools.count()
+
+    def unsteady(x: torch.Tensor) -> torch.Tensor:
+        y = -x
+        return y if next(turns) % 2 else torch.nextafter(y, torch.zeros_like(y))
+
+    card.implementations.append(Implementation("unsteady", unsteady))
+    only = ("--dtype", "float32", *QUICK)
+    assert main(["bench", "negate", *only]) == 1
+    out, err = capsys.readouterr()
+    assert "negate 64x64" not in out
+    assert "negate unsteady: two runs of sample '64x64', float32" in err
+    assert main(["bench", "negate", *only, "--quick"]) == 0
+
+
+def test_a_call_of_ones_own_is_timed(card: Operator, capsys: pytest.CaptureFixture[str]) -> None:
+    def negate(x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+    card.function = negate
+    assert main(["bench", "negate", *QUICK, "--quick", "--shape", "x=bfloat16[8,32]@1,8"]) == 0
+    out = capsys.readouterr().out
+    assert "negate x 8x32, bfloat16, forward" in out
+    assert "float32" not in out
+    assert main(["bench", "negate", *QUICK, "--shape", "y=float32[2]"]) == 1
+    assert "--shape: negate takes x: " in capsys.readouterr().err
+
+
+def test_the_definition_is_a_column_where_eager_is_another(
+    card: Operator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (
+        "--no-backward",
+        "--seconds",
+        "0.01",
+        "--dtype",
+        "float32",
+        "--against",
+        "reference,eager",
+        "--json",
+    )
+    assert main(["bench", "negate", *options]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["benchmarks"]
+    assert "reference takes no part: eager runs the definition itself" in result["notes"]
+    card.implementations.append(Implementation("eager", torch.negative))
+    assert main(["bench", "negate", *options]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["benchmarks"]
+    assert {"mine / reference", "mine / eager", "eager / reference"} <= set(result["ratios"]["cold"])
+
+
 def test_one_fault_does_not_keep_others_from_being_timed(
     card: Operator, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +163,7 @@ def test_both_directions_and_a_summary(card: Operator, capsys: pytest.CaptureFix
     [
         (
             ["--against", "eagre"],
-            "--against: no baseline is called 'eagre'; there are: eager, compile, liger",
+            "--against: no baseline is called 'eagre'; there are: reference, eager, compile, liger",
         ),
         (
             ["--against", "liger"],

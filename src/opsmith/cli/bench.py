@@ -19,6 +19,7 @@ from opsmith.cli.common import (
     choose,
     device_of,
     dtypes_of,
+    is_folder,
 )
 
 if TYPE_CHECKING:
@@ -34,10 +35,22 @@ def run(
     dtype: Dtypes = None,
     device: Device = "cpu",
     against: Annotated[
-        str, typer.Option(metavar="NAMES", help="Baselines, with commas: eager, compile, liger (GPU).")
-    ] = "eager,compile",
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Baselines, with commas: reference, eager, compile, liger (GPU). "
+            "By default eager and compile, and for a project reference too.",
+        ),
+    ] = None,
     backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Time gradients too.")] = True,
     seconds: Annotated[float, typer.Option(min=0.01, help="For each comparison.")] = 0.5,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="CALL", help="Time this call of one operator, as a profile spells it."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Verify values, out= and gradients only before timing.")
+    ] = False,
     roofline: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw a roofline into FILE (.svg or .png).")
     ] = None,
@@ -45,20 +58,25 @@ def run(
 ) -> None:
     """Verify operators, then time them, forward and backward, against eager and torch.compile.
 
+    What does not verify is not timed: values, gradients, races, schemas, torch.compile, as `opsmith verify` has them.
     Contestants run interleaved, beside probes of what memory and matmul reach at that moment: roof is the
     part of it that was reached. Float32 and bfloat16, unless --dtype says otherwise.
 
     Example: opsmith bench softmax --dtype bfloat16
+    Example: opsmith bench rms_norm --shape "x=float32[1,128,512] weight=float32[512]"
     """
     from opsmith.measure import WrongResult
     from opsmith.ops import baselines
     from opsmith.ops.bench import bench
+    from opsmith.ops.replay import sample_of
 
     output = Output(json)
     device_of(device)
-    chosen = [name.strip() for name in against.split(",") if name.strip()]
+    usual = (
+        ("eager", "compile") if against is None else tuple(n.strip() for n in against.split(",") if n.strip())
+    )
     try:
-        baselines.choose(chosen, device)
+        baselines.choose(usual, device)
     except ValueError as error:
         raise CommandError(f"--against: {error}") from error
     if roofline is not None:
@@ -68,16 +86,38 @@ def run(
         check_folder("--roofline", Path(roofline))
     results: list[Benchmark] = []
     faults: list[str] = []
+    cards = choose(names, everything)
+    sample = None
+    if shape is not None:
+        if len(cards) != 1:
+            raise CommandError(f"--shape: is a call of one operator, and {len(cards)} are named; name one")
+        try:
+            sample, of = sample_of(cards[0], shape, device)
+        except ValueError as error:
+            raise CommandError(f"--shape: {error}") from error
+        dtype = dtype or [str(of).removeprefix("torch.")]
+    projects, unfit = _projects(names, dtype, quick, output.console)
+    faults += unfit.values()
     work = [
         (card, one)
-        for card in choose(names, everything)
+        for card in cards
         for one in dtypes_of(card, dtype or ["float32", "bfloat16"])
+        if card.name not in unfit
     ]
     for done, (card, one) in enumerate(work):
         title = f"{card.name}, {str(one).removeprefix('torch.')} ({done + 1} of {len(work)})"
         try:
             with output.console.status(title):
-                timed = bench(card, one, against=chosen, device=device, backward=backward, seconds=seconds)
+                timed = bench(
+                    card,
+                    one,
+                    against=("reference", *usual) if against is None and card.name in projects else usual,
+                    device=device,
+                    backward=backward,
+                    seconds=seconds,
+                    sample=sample,
+                    thorough=not quick and (done == 0 or work[done - 1][0] is not card),  # asked once
+                )
                 for result in timed:
                     _print(output.console, result)
                     results.append(result)
@@ -94,6 +134,29 @@ def run(
     output.finish(_as_json(results, faults))
     if faults:
         raise CommandError(f"bench: {len(faults)} faults, the first: {faults[0]}")
+
+
+def _projects(
+    names: list[str] | None, dtype: list[str] | None, quick: bool, console: Console
+) -> tuple[set[str], dict[str, str]]:
+    """The operators of projects that were named by their folders; and those that verify red elsewhere."""
+    from opsmith.authoring.project import cards_of, load
+    from opsmith.cli.verify import elsewhere
+    from opsmith.measure import WrongResult
+    from opsmith.ops.bench import refuse
+
+    found: set[str] = set()
+    unfit: dict[str, str] = {}
+    for folder in [name for name in names or () if is_folder(name)]:
+        mine = {card.name for card in cards_of(load(folder))}
+        found |= mine
+        try:
+            for findings in elsewhere(console, folder, dtype, quick):
+                refuse(findings)
+        except WrongResult as wrong:
+            console.print(f"{wrong}\n", style="red", markup=False)
+            unfit |= dict.fromkeys(mine, str(wrong))
+    return found, unfit
 
 
 def _as_json(results: list[Benchmark], faults: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,8 +63,7 @@ def run(
         _print(output.console, found)
         findings += found
     for folder in [name for name in names or () if is_folder(name)]:
-        for elsewhere in (_interpreted, _emulated):
-            found = elsewhere(output.console, folder, dtype, quick)
+        for found in elsewhere(output.console, folder, dtype, quick):
             _print(output.console, found)
             findings += found
     red = [finding for finding in findings if not finding.ok]
@@ -75,6 +75,12 @@ def run(
             f"{first.implementation}, {first.dtype}, {first.check} of sample {first.sample!r}: {first.why}"
         )
     output.console.print(f"[green]{len(findings)} checks passed[/green]")
+
+
+def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> Iterator[list[Finding]]:
+    """What is found of a project's kernels that this machine cannot run itself."""
+    for look in (_interpreted, _emulated):
+        yield look(console, folder, dtype, quick)
 
 
 def _interpreted(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What an operator is timed against: eager PyTorch, torch.compile, and the best library for the job."""
+"""What an operator is timed against: its definition, eager PyTorch, torch.compile, the best library for the job."""
 
 from __future__ import annotations
 
@@ -161,9 +161,14 @@ def _liger(card: Operator) -> Callable[..., Any] | str:
     return _LIGER.get(card.name, f"we know of no {card.name} in Liger-Kernel")
 
 
+def _reference(card: Operator) -> Callable[..., Any] | str:
+    return card.reference if card.eager is not card.reference else "eager runs the definition itself"
+
+
 BASELINES = {
     baseline.name: baseline
     for baseline in (
+        Baseline("reference", "reference", lambda device: True, _reference),
         Baseline("eager", "eager", lambda device: True, lambda card: card.eager),
         Baseline("compile", "torch.compile", lambda device: True, _compiled),
         Baseline("liger", "Liger", _liger_here, _liger),

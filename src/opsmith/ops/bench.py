@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from opsmith.measure.pool import tensors_of
 from opsmith.operator import Cost, Implementation, Make, Operator, Sample
 from opsmith.ops.baselines import Baseline, choose
 from opsmith.ops.common import short
+from opsmith.ops.conduct import conduct
 from opsmith.ops.passes import Backward, Forward
-from opsmith.ops.verify import verify
+from opsmith.ops.verify import Finding, verify
 
-__all__ = ["AGAINST", "OURS", "Benchmark", "bench", "workloads"]
+__all__ = ["AGAINST", "OURS", "Benchmark", "bench", "refuse", "workloads"]
 
 AGAINST = ("eager", "compile")
 OURS = "opsmith"  # the public function, differentiated
@@ -119,6 +120,8 @@ def bench(
     device: str = "cpu",
     backward: bool = True,
     seconds: float = _SECONDS,
+    thorough: bool = False,
+    sample: Sample | None = None,
 ) -> Iterator[Benchmark]:
     """Verify an operator in one dtype, then time its workloads; a wrong result prints no time.
 
@@ -129,23 +132,30 @@ def bench(
         device: "cpu" or "cuda".
         backward: time the gradients too, where the operator has any.
         seconds: for the comparison that counts, cold; the others get less. Warm-up aside.
+        thorough: verify not values and gradients only, but how the operator behaves: races, schemas, torch.compile.
+        sample: what is timed in the place of the workloads.
 
     Raises:
         WrongResult: a check of the card failed; nothing was timed.
         ValueError: a baseline that does not exist, or cannot run on this device.
     """
     baselines = choose(against, device)
-    red = min((f for f in verify(card, [dtype], device) if not f.ok), key=lambda f: f.elements, default=None)
-    if red is not None:
-        what = f"{red.check} of sample {red.sample!r}, {red.dtype}"
-        raise measure.WrongResult(f"{card.name} {red.implementation}", what, red.why, red.error, red.bound)
+    refuse([*verify(card, [dtype], device), *(conduct(card, dtype, device) if thorough else ())])
     with measure.reused_memory():
         pass  # from here on the allocator's own thresholds stand still, so that all workloads see the same
-    for sample in workloads(card, Make(dtype, device)):
-        run = _Run(card, sample, dtype, device, baselines, seconds)
+    for one in workloads(card, Make(dtype, device)) if sample is None else [sample]:
+        run = _Run(card, one, dtype, device, baselines, seconds)
         yield run.forward()
         if backward and card.differentiable:
             yield run.backward()
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raise WrongResult for the failure on the smallest sample, where there is one: what is wrong has no speed."""
+    red = min((f for f in findings if not f.ok), key=lambda f: f.elements, default=None)
+    if red is not None:
+        what = f"{red.check} of sample {red.sample!r}, {red.dtype}"
+        raise measure.WrongResult(f"{red.operator} {red.implementation}", what, red.why, red.error, red.bound)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Profiles of small models: everything has a class, rows sum to wall time, composites are one operator."""
 
 import copy
+import html
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler.select import signature
+from opsmith.operator import registry
+from opsmith.ops.replay import sample_of
 from opsmith.profiler import Profile
 from opsmith.profiler.align import align
-from opsmith.profiler.collect import called
 from opsmith.profiler.data import ATTENTION, MATMUL, NORM, bill
+from opsmith.profiler.marks import called
 from tests.compiler.models import Encoder, ids, seeded
 
 WIDTH = 64
@@ -121,6 +125,21 @@ def test_gradients_belong_to_the_operators_they_are_of(phase: str) -> None:
     forward = 2 * 64 * (WIDTH * 3 * WIDTH + WIDTH * WIDTH) * 2
     back = sum(r.flops for r in profile.phases[0].rows if r.operator == "linear backward")
     assert back == pytest.approx(2 * forward, rel=0.02)
+
+
+def test_a_row_says_how_it_is_timed_by_itself(both: dict[bool, Profile]) -> None:
+    """What the row names is a call that the command takes."""
+    for profile in both.values():
+        rows = {r.operator: r for r in profile.phases[0].rows}
+        command = shlex.split(rows["rms_norm"].replay)
+        assert command[:4] == ["opsmith", "bench", "rms_norm", "--shape"]
+        sample, dtype = sample_of(registry()["rms_norm"], command[4])
+        assert dtype == torch.float32
+        assert sample.args[0].shape[-1] == WIDTH
+        assert rows["rms_norm"].replay in " ".join(profile.table(400).split())
+        assert html.escape(rows["rms_norm"].replay, quote=False).replace('"', "&#34;").replace(
+            "'", "&#39;"
+        ) in (profile.to_html())
 
 
 def test_training_leaves_the_model_as_it_was() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from opsmith.compiler.canon import BOUNDARIES, op_name, shape_of
+from opsmith.compiler.canon import BOUNDARIES, dim_of, op_name, shape_of
 from opsmith.compiler.operands import Made, nodes_in
 from opsmith.operator import Operator
 
@@ -109,19 +109,24 @@ def between(root: Node, inputs: Iterable[Node]) -> set[Node]:
     return region
 
 
-def hint(value: Any) -> Any:
-    """A value without storage and without symbols, for a dry run of an operator."""
+def hint(value: Any, known: Mapping[Any, int] | None = None) -> Any:
+    """A value without storage and without symbols, for a dry run of an operator; of symbols what is `known`."""
     if isinstance(value, Made):
-        return value.target(*[hint(a) for a in value.args])
+        return value.target(*[hint(a, known) for a in value.args])
     if isinstance(value, Node):
         value = value.meta["val"]
     if isinstance(value, torch.Tensor):
-        sizes = [_number(d) for d in value.shape]
+        sizes = [_number(d, known) for d in value.shape]
         return torch.empty(sizes, dtype=value.dtype, device="meta")
     return value
 
 
-def _number(d: Any) -> int:
+def _number(d: Any, known: Mapping[Any, int] | None = None) -> int:
+    if known and isinstance(d, torch.SymInt):
+        size = dim_of(d)
+        size = size if isinstance(size, int) else size.xreplace(known)
+        if isinstance(size, int) or size.is_number:
+            return int(size)
     return int(d.node.hint) if isinstance(d, torch.SymInt) and d.node.has_hint() else int(d)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
 from opsmith.ops.attention import is_last_dense, last_dense, settings
 from opsmith.ops.attention_check import check_alike, check_options
 from opsmith.ops.attention_eager import eager as eager_attention
@@ -359,6 +360,9 @@ CARD = register(
             *kernels(_native, lambda q, *a, **k: native(q, "attention_varlen")),
             Implementation("eager", _eager),
         ],
+        entries=dict.fromkeys(
+            ("attention_varlen", "attention_varlen_backward"), entry_costs.attention_varlen
+        ),
         schemas=(
             "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, float scale, "
             "bool causal, int window, float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops import common
+from opsmith.ops import common, entry_costs
 from opsmith.ops.common import (
     NATIVE_DTYPES,
     Tensor,
@@ -335,6 +335,7 @@ CARD = register(
                 {"x": ("B", "K"), "weight": ("N", "K")},
             ),
         ),
+        entries={"linear_pack": entry_costs.linear_pack},
         schemas=(
             "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
             "linear_packed(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int activation, *, "

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import logit_chunks
+from opsmith.ops import entry_costs, logit_chunks
 from opsmith.ops.common import (
     as_rows,
     check_float,
@@ -352,6 +352,10 @@ CARD = register(
             Implementation("eager", reference),
         ],
         patterns=(),
+        entries={
+            "linear_cross_entropy_and_gradients": entry_costs.linear_cross_entropy_and_gradients,
+            "linear_cross_entropy_backward": entry_costs.linear_cross_entropy_backward,
+        },
         schemas=(
             "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
             "float label_smoothing, float z_loss, int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",

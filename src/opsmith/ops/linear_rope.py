@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from opsmith.kernels import triton
 from opsmith.operator import Implementation, Kind, Operator, register
-from opsmith.ops import common
+from opsmith.ops import common, entry_costs
 from opsmith.ops.common import (
     as_rows,
     check_float,
@@ -387,6 +387,7 @@ CARD = register(
             Implementation("apart", _apart, "any", lambda x, *a, **k: native(x, "rope_qk"), takes_out=True),
             Implementation("eager", reference),
         ],
+        entries={"linear_rope": entry_costs.linear_rope},
         schemas=(
             "linear_rope(Tensor x, Tensor packed, Tensor? bias, Tensor cos, Tensor sin, Tensor? positions, "
             "int dims, bool interleaved, *, Tensor(a!) q, Tensor(b!) k, Tensor(c!) v) -> ()",

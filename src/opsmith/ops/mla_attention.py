@@ -10,6 +10,7 @@ import torch
 
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
 from opsmith.ops.common import check_float, kernels, native, nbytes, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, has_values
 from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, rope_width
@@ -385,6 +386,7 @@ CARD = register(
             *kernels(attention_form, lambda q, *more, **options: native(q, "mla_attention"), takes_out=False),
             Implementation("eager", reference),
         ],
+        entries={"mla_attention": entry_costs.mla_attention},
         schemas=(
             "mla_attention(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor rope, Tensor block_tables, "
             "Tensor seq_lens, float scale, Tensor? ctkv_scale, Tensor? q_nope_scale, Tensor? wuv, *, "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import kernels, native, nbytes
 from opsmith.ops.mla_cache import MLACache
@@ -248,6 +249,7 @@ CARD_KV = register(
             on_npu("mla_kv_epilogue", kv_launch),
             Implementation("eager", kv_reference),
         ],
+        entries={"mla_kv_epilogue": entry_costs.mla_kv_epilogue},
         schemas=(
             "mla_kv_epilogue(Tensor a, Tensor gamma2, Tensor? cos, Tensor? sin, Tensor slots, int rope_size, "
             "bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, *, Tensor(a!) latent, "
@@ -272,6 +274,7 @@ CARD_Q = register(
             on_npu("mla_q_epilogue"),
             Implementation("eager", q_reference),
         ],
+        entries={"mla_q_epilogue": entry_costs.mla_q_epilogue},
         schemas=(
             "mla_q_epilogue(Tensor q, Tensor wuk, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q_nope_scale, *, "
             "Tensor(a!) q_out, Tensor(b!) q_rope) -> ()",

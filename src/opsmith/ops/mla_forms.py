@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
 from opsmith.ops.common import kernels, native, nbytes
 from opsmith.ops.mla_epilogue_forms import fresh_cache, fresh_rows, some_slots, table
 from opsmith.ops.mla_parts import Parts, Sizes, check_weights
@@ -302,6 +303,7 @@ CARD = register(
             *kernels(partial(preprocess_form, by=kernel), _supports, takes_out=False),
             Implementation("eager", partial(preprocess_form, by=eager)),
         ],
+        entries={"mla_preprocess": entry_costs.mla_preprocess},
         schemas=(
             "mla_preprocess(Tensor x, Tensor wdqkv, Tensor wuq, Tensor wuk, Tensor? gamma0, Tensor? gamma1, "
             "Tensor gamma2, Tensor? beta0, Tensor? beta1, Tensor? bias0, Tensor? bias1, Tensor? descale0, "

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Implementation, Kind, Operator, register
+from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
 from opsmith.ops.attention_eager import default_scale
 from opsmith.ops.common import compiling, direct, kernels, native, needs_grad
@@ -241,6 +242,7 @@ CARD = register(
         implementations=[*kernels(_native, _supports), Implementation("eager", eager)],
         # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
         patterns=(),
+        entries={"paged_attention": entry_costs.paged_attention},
         schemas=(
             "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
             "Tensor? k_scale, Tensor? v_scale, float scale, int window, float softcap, *, Tensor(a!) y) -> ()",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
 from opsmith.ops.common import compiling, direct, kernels, native, short
 from opsmith.ops.mla_cache import has_values
@@ -274,6 +275,7 @@ CARD = register(
             Implementation("eager", partial(cache_form, by=_reference)),
         ],
         patterns=(),
+        entries={"reshape_and_cache": entry_costs.reshape_and_cache},
         schemas=(
             "reshape_and_cache(Tensor k, Tensor v, Tensor slot_mapping, *, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from opsmith.operator import Cost
-from opsmith.profiler import costs
+from opsmith.profiler import costs, entries
 from opsmith.profiler.align import align
-from opsmith.profiler.collect import Mark, Op, Watched
-from opsmith.profiler.composites import CallSequence, cost, shapes
+from opsmith.profiler.collect import Op, Watched
+from opsmith.profiler.composites import CallSequence, Found, shapes
 from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, OTHER, Event, Row
 from opsmith.profiler.kinds import OF_KIND, card_of, kind_of, moves_nothing, transparent
+from opsmith.profiler.marks import Mark
 
 GAP = "between operators"
 VIEWS = "views"
@@ -55,7 +56,7 @@ class Attribution:
         covered = [0.0] * len(runs)
         for unit in self.units:
             row = unit.row
-            times = [sum(flat[p].end - flat[p].start for p in unit.places) * 1e-9 for flat in flats]
+            times = [sum(flat[p].nanoseconds for p in unit.places) * 1e-9 for flat in flats]
             for k, seconds in enumerate(times):
                 covered[k] += seconds
                 series[k][row.kind] = series[k].get(row.kind, 0.0) + seconds
@@ -76,6 +77,8 @@ class Attribution:
                     refused=row.refused,
                     reason=row.reason,
                     source=row.source,
+                    fault=row.fault,
+                    replay=row.replay,
                 )
             into.seconds += sum(times) / len(times)
             into.calls += 1
@@ -99,8 +102,8 @@ class Attribution:
                     Event(
                         row.operator,
                         row.kind,
-                        (op.start - run.start) * 1e-9,
-                        (op.end - op.start) * 1e-9,
+                        (op.began - run.start) * 1e-9,
+                        op.nanoseconds * 1e-9,
                         row.layer,
                         row.shape,
                         row.flops / n,
@@ -146,12 +149,12 @@ class _Reader:
         self.made: dict[int, Unit] = {}  # by autograd's number: what the node is the gradient of
         self.place = {id(op): i for i, op in enumerate(preorder(run.ops))}
         self.owner: dict[int, tuple[int, int]] = {}
+        self.found: list[list[Found]] = []  # by guide: its operators, at the sizes of this run
         # Of several graphs of one model, the one whose calls these are matches most of them.
         aligned = [(g, self._align(guide)) for g, guide in enumerate(guides)]
         for g, owners in sorted(aligned, key=lambda item: -len(item[1])):
             for op, owner in owners.items():
                 self.owner.setdefault(op, (g, owner))
-        self.guides = guides
 
     def read(self) -> Attribution:
         counted = self.units
@@ -170,8 +173,13 @@ class _Reader:
         everything = [*self.run.before, *self.run.ops]
         tops = [op for op in _unwrapped(everything) if not op.backward and guide.run in (None, op.run)]
         places = align([op.name for op in tops], guide.calls.names)
-        owners = {id(op): guide.calls.owners[p] for op, p in zip(tops, places, strict=True) if p is not None}
-        return {op: owner for op, owner in owners.items() if owner is not None}
+        matched = [(op, p) for op, p in zip(tops, places, strict=True) if p is not None]
+        self.found.append(guide.calls.at((p, costs.tensors(op.inputs)) for op, p in matched))
+        owners = guide.calls.owners
+        # Part of an operator is not that operator: the rest of it runs in another way, and what it costs is with that.
+        missing = {p for p, owner in enumerate(owners) if owner is not None} - {p for _, p in matched}
+        broken = {owners[p] for p in missing if not moves_nothing(guide.calls.names[p])}
+        return {id(op): o for op, p in matched if (o := owners[p]) is not None and o not in broken}
 
     def _layer(self, op: Op) -> str:
         return layer_of(op.module)
@@ -206,7 +214,7 @@ class _Reader:
     def _site(self, op: Op, site: tuple[int, int]) -> None:
         unit = self.sites.get(site)
         if unit is None:
-            found = self.guides[site[0]].calls.found[site[1]]
+            found = self.found[site[0]][site[1]]
             row = Row(
                 found.kind,
                 found.operator,
@@ -217,6 +225,8 @@ class _Reader:
                 dtype=found.dtype,
                 known=found.cost is not None,
                 source=found.source,
+                fault=found.fault,
+                replay=found.replay,
             )
             if found.cost is not None:
                 row.flops, row.bytes = found.cost.flops, found.cost.min_bytes
@@ -227,7 +237,7 @@ class _Reader:
         origin, step = mark.origin, mark.origin.step if mark.origin is not None else None
         if origin is not None and origin.part and self.units and self.units[-1].row.source == origin.site:
             return self.units[-1]
-        estimate = cost(mark.card, mark.call)
+        estimate, fault = entries.cost(mark.card, mark.call)
         row = Row(
             OF_KIND[mark.card.kind],
             mark.card.name,
@@ -240,6 +250,8 @@ class _Reader:
             reason=step.reason if step is not None else "",
             refused=dict(step.refused) if step is not None else {},
             source=origin.site if origin is not None else "",
+            fault=fault,
+            replay=entries.replay(mark.card, mark.call),
         )
         if estimate is not None:
             row.flops, row.bytes = estimate.flops, estimate.min_bytes
@@ -257,17 +269,19 @@ class _Reader:
         if moves_nothing(op.name) or kind == FRAMEWORK or (transparent(op.name) and not op.children):
             return Row(FRAMEWORK, VIEWS, "", layer, "", bound="overhead")
         parts = costs.tensors(op.inputs)
-        estimate = _ours(op) if op.name.startswith("opsmith::") else costs.cost_of(op.name, op.inputs)
+        ours = card_of(op.name) is not None
+        estimate, fault = _cost_of(op)
         row = Row(
             kind or OTHER,
             op.name.removeprefix("aten::").rstrip("_"),
             ", ".join(map(str, parts[:4])) + (f" and {len(parts) - 4} more" if len(parts) > 4 else ""),
             layer,
-            "native" if op.name.startswith("opsmith::") else "eager",
+            "native" if ours else "eager",
             pieces=[op.name],
             dtype=next((str(p.dtype).removeprefix("torch.") for p in parts if p.dtype.is_floating_point), ""),
             known=estimate is not None,
             classified=kind is not None,
+            fault=fault,
         )
         if estimate is not None:
             row.flops, row.bytes = estimate.flops, estimate.min_bytes
@@ -294,6 +308,7 @@ class _Reader:
                         dtype=row.dtype,
                         classified=row.classified,
                         source=row.source,
+                        replay=row.replay,
                     )
                 )
             )
@@ -327,7 +342,7 @@ class _Reader:
             if (kind is None or transparent(op.name)) and op.children:
                 yield from self._leaf_costs(op.children)
             elif kind is not None:
-                yield costs.cost_of(op.name, op.inputs) if not op.name.startswith("opsmith::") else _ours(op)
+                yield _cost_of(op)[0]
 
 
 def _unwrapped(ops: Iterable[Op]) -> Iterator[Op]:
@@ -351,29 +366,8 @@ def _dtype_of(call: dict[str, object]) -> str:
     return ""
 
 
-def _ours(op: Op) -> Cost | None:
-    """A kernel of ours that was called by itself: it writes into its arguments, so these are all that it moves."""
-    card = card_of(op.name)
-    parts = costs.tensors(op.inputs)
-    if card is None or not parts:
-        return None
-    kind = OF_KIND[card.kind]
-    back = "backward" in op.name
-    flags = [v for v in op.inputs if isinstance(v, bool)]
-    causal = bool(flags and flags[0])
-    if kind == ATTENTION and card.name == "attention":
-        q, k, v = parts[1:4] if back else parts[:3]
-        forward = costs.attention(q, k, v, None, False)
-        seen = costs.pairs(q.shape[-2], k.shape[-2], causal, at_end=True) / (q.shape[-2] * k.shape[-2] or 1)
-        flops = forward.flops * seen * (2.5 if back else 1.0)
-        return Cost(flops, float(sum(p.nbytes for p in parts)))
-    if kind == MATMUL and card.name in ("linear", "packed_linear") and not back:
-        rows = parts[0].numel // max(parts[0].shape[-1], 1)
-        width = parts[-1].shape[-1] if parts[-1].shape else 0  # the result comes last
-        return Cost(2.0 * rows * parts[0].shape[-1] * width, float(sum(p.nbytes for p in parts)))
-    if kind in (ATTENTION, MATMUL):
-        return None
-    if card.name.endswith("embedding"):
-        return None
-    moved = float(sum(p.nbytes for p in parts))
-    return Cost(float(parts[0].numel), moved)
+def _cost_of(op: Op) -> entries.Estimate:
+    """Ours by their cards, all others by their shapes."""
+    if card_of(op.name) is not None:
+        return entries.cost_of(op.name, op.inputs)
+    return costs.cost_of(op.name, op.inputs), ""

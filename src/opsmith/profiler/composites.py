@@ -7,7 +7,8 @@ is what the profiler sees again when it times the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import opsmith.ops  # noqa: F401  the cards register themselves
-from opsmith.compiler.canon import op_name
+from opsmith.compiler.canon import op_name, shape_of
 from opsmith.compiler.capture import note_constants, tidy
 from opsmith.compiler.recognize import recognize
 from opsmith.compiler.site import Site, hint, where
-from opsmith.operator import Cost, Operator, registry
+from opsmith.compiler.terms import Shape
+from opsmith.operator import Cost, registry
+from opsmith.profiler import entries
+from opsmith.profiler.costs import Spec
 from opsmith.profiler.kinds import OF_KIND, moves_nothing
 
 
@@ -39,6 +43,8 @@ class Found:
     source: str
     backward: float = 1.0  # the least bytes of its gradient over its own
     call: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""  # what is wrong with the formula of its cost
+    replay: str = ""
 
 
 @dataclass
@@ -54,6 +60,25 @@ class CallSequence:
     misses: list[str] = field(default_factory=list)
     reads: list[set[int]] = field(default_factory=list)  # for each call, the calls whose results it reads
     outputs: list[int] = field(default_factory=list)  # for each call, the bytes of its result
+    shapes: list[list[Shape]] = field(
+        default_factory=list
+    )  # of what each call takes, where sizes are symbols
+    sites: list[Site] = field(default_factory=list)  # as `found` has them
+
+    def at(self, runs: Iterable[tuple[int, Sequence[Spec]]]) -> list[Found]:
+        """The operators at the sizes of a run: its calls by their place in the sequence, and what each was given."""
+        seen: dict[Any, Counter[int]] = {}
+        for place, given in runs if self.shapes else ():
+            for spec, shape in zip(given, self.shapes[place], strict=False):
+                if len(spec.shape) == len(shape):
+                    for n, d in zip(spec.shape, shape, strict=True):
+                        if _is_symbol(d):
+                            seen.setdefault(d, Counter())[n] += 1
+        # A call that was taken for another has other sizes: most are what they are taken for.
+        known = {d: sizes.most_common(1)[0][0] for d, sizes in seen.items()}
+        if not known:
+            return self.found
+        return [describe(s, f.pieces, known) for s, f in zip(self.sites, self.found, strict=True)]
 
 
 def trace(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSequence:
@@ -116,6 +141,9 @@ def of_sites(graph: fx.Graph, sites: Sequence[Site]) -> CallSequence:
     calls = [n for n in graph.nodes if n.op == "call_function"]
     place = {n: i for i, n in enumerate(calls)}
     sequence = CallSequence([op_name(n) for n in calls], [None] * len(calls), [])
+    sequence.shapes = [
+        [shape_of(a) for a in pytree.tree_leaves((n.args, n.kwargs)) if _is_tensor(a)] for n in calls
+    ]
     for site in sites:
         for part in site.parts or (site,):
             _enter(sequence, part, place)
@@ -129,21 +157,33 @@ def _places(region: set[fx.Node], place: dict[fx.Node, int]) -> list[int]:
 def _enter(sequence: CallSequence, site: Site, place: dict[fx.Node, int]) -> None:
     places = _places(site.region, place)
     index = len(sequence.found)
+    sequence.sites.append(site)
     sequence.found.append(describe(site, [sequence.names[p] for p in places]))
     for p in places:
         sequence.owners[p] = index
 
 
-def describe(site: Site, pieces: list[str]) -> Found:
-    """A site as the bill names it."""
-    call = {name: hint(value) for name, value in site.arguments.items()}
+def _is_symbol(d: Any) -> bool:
+    return not isinstance(d, int) and bool(d.is_Symbol)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = None) -> Found:
+    """A site as the bill names it, at sizes that are known where they are symbols."""
+    call = {name: hint(value, known) for name, value in site.arguments.items()}
+    estimate, fault = entries.cost(site.card, call)
     written = [p for p in pieces if not moves_nothing(p)]
     return Found(
         operator=site.card.name,
         kind=OF_KIND[site.card.kind],
         shape=shapes(call),
         dtype=_dtype(call),
-        cost=cost(site.card, call),
+        cost=estimate,
+        fault=fault,
+        replay=entries.replay(site.card, call),
         composite=len(written) > 1,
         pieces=written,
         source=where(site.root).strip("()"),
@@ -155,14 +195,6 @@ def describe(site: Site, pieces: list[str]) -> Found:
 # The least bytes of a gradient over those of its operator: of most, the result's gradient and what was kept are read
 # and one gradient is written; a rotation is undone by another; an embedding's gradient is the table's.
 BACKWARD = {"rope": 1.0, "rope_qk": 1.0, "embedding": 1.0, "attention": 2.0}
-
-
-def cost(card: Operator, call: dict[str, Any]) -> Cost | None:
-    """What the card says of a call; None where it can't say."""
-    try:
-        return card.cost(**call)
-    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError):
-        return None
 
 
 def shapes(call: dict[str, Any]) -> str:

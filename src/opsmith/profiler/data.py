@@ -50,6 +50,8 @@ class Row:
         least: the least seconds that the roofs allow.
         known: False where there is no formula for its cost.
         classified: False for a PyTorch operator of which the profiler knows nothing.
+        replay: what to type to time this operator by itself at this shape, or "".
+        fault: what the operator's own formula for its cost raised, or "".
     """
 
     kind: str
@@ -71,6 +73,8 @@ class Row:
     refused: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     source: str = ""
+    fault: str = ""
+    replay: str = ""
 
     @property
     def lost(self) -> float:

@@ -52,6 +52,7 @@ class _Line:
     cells: list[str]
     anchor: str = ""
     detail: str = ""
+    replay: str = ""
 
 
 def _view(profile: Profile, phase: Phase, number: int) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _shape(b: Bill, anchor: str) -> _Line:
         f"{b.of_roof:.0%}" if b.of_roof is not None else "",
         f"{b.lost * 1e3:.3f}",
     ]
-    return _Line(row.kind, f"{operator} {shape}".strip(), cells, anchor, "; ".join(why))
+    return _Line(row.kind, f"{operator} {shape}".strip(), cells, anchor, "; ".join(why), row.replay)
 
 
 def _timeline(phase: Phase) -> dict[str, Any]:

@@ -102,15 +102,12 @@ def bare(name: str) -> str:
     return short.rstrip("_") if not short.endswith("__") else short
 
 
-@functools.lru_cache(maxsize=4096)
 def kind_of(name: str) -> str | None:
     """The class of an operator by its name; None for one that nothing is known of."""
-    if name.startswith("opsmith::"):
-        card = card_of(name)
-        return OF_KIND[card.kind] if card is not None else None
     if "::" not in name:
         return None
-    return _KIND_OF.get(bare(name))
+    card = card_of(name)
+    return OF_KIND[card.kind] if card is not None else _KIND_OF.get(bare(name))
 
 
 def transparent(name: str) -> bool:
@@ -124,14 +121,18 @@ def moves_nothing(name: str) -> bool:
 
 
 def card_of(name: str) -> Operator | None:
-    """The card whose schemas include a dispatcher operator of ours."""
-    return _schemas(len(registry())).get(name.rsplit("::", 1)[-1])
+    """The card of a dispatcher operator: of ours by the card's schemas, of a project's by its namespace."""
+    if name.startswith(("aten::", "autograd::")):
+        return None
+    return _cards(tuple(registry())).get(name if name.startswith("opsmith::") else name.partition("::")[0])
 
 
 @functools.lru_cache(maxsize=2)
-def _schemas(count: int) -> dict[str, Operator]:
-    return {
-        schema.split("(", 1)[0].split("::")[-1]: card
-        for card in registry().values()
+def _cards(names: tuple[str, ...]) -> dict[str, Operator]:
+    cards = registry()
+    mine = {
+        f"opsmith::{schema.split('(', 1)[0].split('::')[-1]}": card
+        for card in cards.values()
         for schema in card.schemas
     }
+    return {**cards, **mine}

@@ -93,6 +93,7 @@ def trust(profile: Profile) -> list[str]:
             f"ERROR: {row.operator} {row.shape} is at {row.of_roof or 0:.0%} of its roof: formula or clock is wrong"
             for row in phase.over_roof
         ]
+        lines += [f"ERROR: {fault}" for fault in dict.fromkeys(row.fault for row in phase.rows) if fault]
         lines += [f"note: {note}" for note in phase.notes]
     return lines + [f"note: {note}" for note in profile.notes]
 
@@ -201,6 +202,8 @@ def _shapes_table(phase: Phase) -> Table:
             f"{one.lost * 1e3:.3f}",
             escape(f"{implementation}{': ' + why if why else ''}"),
         )
+        if one.rows[0].replay:
+            table.add_row("", "", "", "", "", "", "", escape(f"again: {one.rows[0].replay}"))
     if len(groups) > _SHAPES:
         table.add_row(f"and {len(groups) - _SHAPES} more, all of them in the JSON")
     return table

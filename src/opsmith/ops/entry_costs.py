@@ -1,0 +1,179 @@
+"""What an entry of the dispatcher costs when it is called by itself, where the card's own cost does not say.
+
+The profiler sees such a call as shapes without values, under the names of the entry's schema; a card's `entries` names
+the formula. Tensors are on the meta device, and None where a call left them out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opsmith.operator import Cost
+from opsmith.ops.attention_samples import visible_pairs
+from opsmith.ops.common import nbytes
+
+__all__ = [
+    "attention_varlen",
+    "linear_cross_entropy_and_gradients",
+    "linear_cross_entropy_backward",
+    "linear_pack",
+    "linear_rope",
+    "mla_attention",
+    "mla_kv_epilogue",
+    "mla_preprocess",
+    "mla_q_epilogue",
+    "paged_attention",
+    "reshape_and_cache",
+]
+
+Maybe = torch.Tensor | None
+
+
+def linear_pack(weight: torch.Tensor, packed: torch.Tensor) -> Cost:
+    """A weight in another layout: nothing is computed."""
+    return Cost(0.0, nbytes(weight, packed))
+
+
+def linear_rope(
+    x: torch.Tensor, packed: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
+) -> Cost:
+    """The projection, and a rotation of q and k; of the tables what the tokens of one sequence need."""
+    results, turned = q.numel() + k.numel() + v.numel(), q.numel() + k.numel()
+    length, cos = q.shape[-2], rest["cos"]
+    table = 2 * min(length, cos.shape[-2]) * cos.shape[-1] * cos.element_size()
+    moved = nbytes(x, packed, rest["bias"], rest["positions"], q, k, v) + table
+    return Cost(2.0 * results * x.shape[-1] + 3.0 * turned, moved)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> float:
+    return 2.0 * target.numel() * weight.shape[0] * weight.shape[1] + 9.0 * target.numel() * weight.shape[0]
+
+
+def linear_cross_entropy_and_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **rest: Any
+) -> Cost:
+    """Logits once, and a product of their size for each gradient that is asked for."""
+    return _with_gradients(hidden, weight, target, rest)
+
+
+def linear_cross_entropy_backward(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **rest: Any
+) -> Cost:
+    """The same: the logits are computed again."""
+    return _with_gradients(hidden, weight, target, rest)
+
+
+def _with_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, rest: dict[str, Any]
+) -> Cost:
+    wanted = sum(rest.get(name) is not None for name in ("dhidden", "dweight"))
+    tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
+    products = 2.0 * target.numel() * weight.shape[0] * weight.shape[1] * wanted
+    return Cost(_logits(hidden, weight, target) + products, nbytes(hidden, weight, target, *tensors))
+
+
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, **rest: Any
+) -> Cost:
+    """Of one sequence; of several the lengths are values, which a call's shapes do not tell."""
+    if cu_seqlens_q.shape[0] != 2:
+        raise NotImplementedError
+    window = rest["window"] if rest["window"] > 0 else None
+    pairs = visible_pairs(q.shape[0], k.shape[0], rest["causal"], window)
+    back = "dout" in rest
+    tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
+    flops = 2.0 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
+    return Cost(2.5 * flops if back else flops, nbytes(q, k, v, cu_seqlens_q, *tensors))
+
+
+def reshape_and_cache(
+    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor, **rest: Any
+) -> Cost:
+    """Rows read and written; of the caches only the slots of these tokens."""
+    elements, held = k.numel() + v.numel(), k_cache.element_size()
+    scales = 0 if rest["k_scale"] is None else 8 * k.numel() // max(k.shape[-1], 1)
+    return Cost(3.0 * elements if scales else 0.0, nbytes(k, v, slot_mapping) + elements * held + scales)
+
+
+def _rows(block_tables: torch.Tensor, block_size: int) -> int:
+    """The rows that tables stand for, where lengths are not known: every block but the last is full, that has one."""
+    sequences, columns = block_tables.shape
+    return sequences * (max(columns - 1, 0) * block_size + min(columns, 1))
+
+
+def paged_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, **rest: Any
+) -> Cost:
+    """Keys and values as long as the tables say, once, for all heads that share them."""
+    queries = q.shape[1] if q.dim() == 4 else 1
+    heads, kv_heads, dims = q.shape[-2], k_cache.shape[2], k_cache.shape[3] + v_cache.shape[3]
+    rows, window = _rows(block_tables, k_cache.shape[1]), rest["window"] or 0
+    if window > 0:
+        rows = min(rows, block_tables.shape[0] * (window + queries - 1))
+    row = dims * k_cache.element_size() + (0 if rest["k_scale"] is None else 8)
+    moved = rows * kv_heads * row + nbytes(q, block_tables, rest["seq_lens"], rest["y"])
+    return Cost(2.0 * heads * queries * rows * dims, moved)
+
+
+def mla_attention(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    block_tables: torch.Tensor,
+    **rest: Any,
+) -> Cost:
+    """Latent rows as long as the tables say, once for all heads; then the up-projection, where it is fused."""
+    tokens, heads, kv_lora = q_nope.shape
+    wuv, out = rest["wuv"], rest["out"]
+    rows, turned = _rows(block_tables, latent.shape[1]), q_rope.shape[2]
+    each = tokens // max(1, block_tables.shape[0])
+    flops = 2.0 * heads * each * rows * (2 * kv_lora + turned)
+    flops += 0.0 if wuv is None else 2.0 * tokens * wuv.numel()
+    moved = rows * (kv_lora * latent.element_size() + turned * rope.element_size())
+    written = rest["latent_out"] if out is None else out
+    return Cost(flops, moved + nbytes(q_nope, q_rope, block_tables, rest["seq_lens"], wuv, written))
+
+
+def mla_preprocess(
+    x: torch.Tensor,
+    wdqkv: torch.Tensor,
+    wuq: torch.Tensor,
+    wuk: torch.Tensor,
+    q_out: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    **rest: Any,
+) -> Cost:
+    """Three products with weights that are read once; of the cache the rows of these tokens are written."""
+    tokens, (heads, nope, kv_lora) = x.shape[0], wuk.shape
+    turned = q_rope.shape[-1]
+    # A quantized weight may hide its rows in its layout, not what they must add up to.
+    up = heads * (nope + turned)
+    down = kv_lora + turned + (0 if rest["gamma1"] is None else rest["gamma1"].shape[0])
+    inner = x.shape[1] if rest["gamma1"] is None else rest["gamma1"].shape[0]
+    products = down * x.shape[1] + up * inner + wuk.numel()
+    norms = 4 * (x.shape[1] + inner + kv_lora) + 3 * turned * (heads + 1)
+    results = (q_out, q_rope, rest["latent_q"])
+    small = [t for n, t in rest.items() if isinstance(t, torch.Tensor) and n not in ("rope", "latent_q")]
+    rows = tokens * (kv_lora + turned) * latent.element_size()
+    return Cost(2.0 * tokens * products + tokens * norms, nbytes(x, wdqkv, wuq, wuk, *small, *results) + rows)
+
+
+def mla_kv_epilogue(a: torch.Tensor, gamma2: torch.Tensor, rope_size: int, **rest: Any) -> Cost:
+    """A norm and a rotation of each row, which then goes to its slot."""
+    rows, width = a.shape[0], gamma2.shape[0] + rope_size
+    read = rows * width * a.element_size() + nbytes(gamma2, rest["cos"], rest["sin"], rest["slots"])
+    held = rest["latent"].element_size()
+    return Cost(rows * (4.0 * gamma2.shape[0] + 3.0 * rope_size), read + rows * width * held)
+
+
+def mla_q_epilogue(
+    q: torch.Tensor, wuk: torch.Tensor, q_out: torch.Tensor, q_rope: torch.Tensor, **rest: Any
+) -> Cost:
+    """Queries brought into the latent space, and their rope part rotated."""
+    tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape
+    flops = tokens * heads * (2.0 * nope * kv_lora + 3.0 * (q.shape[2] - nope))
+    return Cost(flops, nbytes(q, wuk, rest["cos"], rest["sin"], q_out, q_rope))

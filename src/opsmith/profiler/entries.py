@@ -1,0 +1,129 @@
+"""What a call of a dispatcher entry of ours costs, and a call that a card describes.
+
+A kernel that a program calls by itself shows in the profiler as an entry with the shapes of its arguments. Its cost is,
+in this order: the formula that its card's `entries` names; the card's own, where the entry's arguments are all that it
+needs; and of an operator bound by memory, the bytes of what it was given, since it writes into its arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opsmith.operator import Cost, Operator
+from opsmith.ops.replay import spell
+from opsmith.profiler import costs
+from opsmith.profiler.costs import Inputs, Spec
+from opsmith.profiler.data import ATTENTION, MATMUL
+from opsmith.profiler.kinds import OF_KIND, card_of
+
+Estimate = tuple[Cost | None, str]  # a cost where one is known, and what went wrong in a card's formula
+
+
+def cost(card: Operator, call: dict[str, Any]) -> Estimate:
+    """What the card says of a call; nothing where the call is not known in full."""
+    return _estimate(card, card.cost, call)
+
+
+def replay(card: Operator, call: dict[str, Any]) -> str:
+    """What to type to time a call of a card by itself; "" where its integers mean what random ones could not."""
+    text = spell(card, call) if call else None
+    if text is None:
+        return ""
+    try:
+        inspect.signature(card.function).bind(**call)
+    except TypeError:
+        return ""  # the call is not known in full
+    return f"opsmith bench {shlex.quote(_named(card))} --shape {shlex.quote(text)}"
+
+
+def _named(card: Operator) -> str:
+    """What the command line knows an operator by: a project that was loaded from a folder by that folder."""
+    module = sys.modules.get(str(getattr(card.reference, "__module__", "")))
+    if module is not None and module.__name__.startswith("opsmith_project_") and module.__file__:
+        return str(Path(module.__file__).parent)
+    return card.name
+
+
+def _estimate(card: Operator, formula: Callable[..., Cost], call: dict[str, Any]) -> Estimate:
+    try:
+        inspect.signature(formula).bind(**call)
+    except TypeError:
+        return None, ""
+    try:
+        return formula(**call), ""
+    except NotImplementedError:
+        return None, ""  # a card that has no formula for this call says so
+    except Exception as error:  # whatever a card's author got wrong: the report names it
+        if any(isinstance(v, torch.Tensor) and v.is_meta for v in call.values()) and "meta" in str(error):
+            return None, ""  # it depends on values, and there are none
+        lines = str(error).splitlines() or [""]
+        return None, f"the cost of {card.name} raised {type(error).__name__}: {lines[0]}"
+
+
+def cost_of(name: str, inputs: Inputs) -> Estimate:
+    """The cost of a call of an entry by itself."""
+    card = card_of(name)
+    call = named(name, inputs)
+    if card is None or call is None:
+        return None, ""
+    entry = name.rpartition("::")[2]
+    if entry in card.entries:
+        return _estimate(card, card.entries[entry], call)
+    parts = costs.tensors(inputs)
+    kind = OF_KIND[card.kind]
+    back = "backward" in entry
+    if card.name == "attention":
+        return _attention(parts, call, back), ""
+    if kind == MATMUL and card.name in ("linear", "packed_linear") and not back and parts:
+        rows = parts[0].numel // max(parts[0].shape[-1], 1)
+        width = parts[-1].shape[-1] if parts[-1].shape else 0  # the result comes last
+        moved = float(sum(p.nbytes for p in parts))
+        return Cost(2.0 * rows * parts[0].shape[-1] * width, moved), ""
+    if not back and (mine := _of_card(card, call)) is not None:
+        return _estimate(card, card.cost, mine)
+    if kind in (ATTENTION, MATMUL) or not parts:
+        return None, ""
+    return Cost(float(parts[0].numel), float(sum(p.nbytes for p in parts))), ""
+
+
+def _of_card(card: Operator, call: dict[str, Any]) -> dict[str, Any] | None:
+    """The call as the card's own formula takes it; None where the entry's arguments do not say it all."""
+    parameters = inspect.signature(card.cost).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if any(p.default is p.empty and p.name not in call for p in named):
+        return None
+    # Settings that an entry writes as numbers, the function as words or None: only tensors are sure to mean the same.
+    return {p.name: call[p.name] for p in named if isinstance(call.get(p.name), torch.Tensor | float)}
+
+
+def _attention(parts: list[Spec], call: dict[str, Any], back: bool) -> Cost:
+    q, k, v = parts[1:4] if back else parts[:3]
+    forward = costs.attention(q, k, v, None, False)
+    whole = q.shape[-2] * k.shape[-2] or 1
+    seen = costs.pairs(q.shape[-2], k.shape[-2], bool(call.get("causal")), at_end=True) / whole
+    return Cost(forward.flops * seen * (2.5 if back else 1.0), float(sum(p.nbytes for p in parts)))
+
+
+def named(name: str, inputs: Inputs) -> dict[str, Any] | None:
+    """An entry's arguments by the names of its schema, tensors without memory; None where they are not all known."""
+    space, _, entry = name.rpartition("::")
+    try:
+        schema = getattr(getattr(torch.ops, space), entry).default._schema
+    except AttributeError:
+        return None
+    if len(schema.arguments) != len(inputs):
+        return None
+    return {a.name: _meta(value) for a, value in zip(schema.arguments, inputs, strict=True)}
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    return value

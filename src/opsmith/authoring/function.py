@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from opsmith.authoring.differentiate import differentiated
 from opsmith.kernels import triton
 from opsmith.operator import (
     Cost,
@@ -107,7 +108,7 @@ def card(
         inner: the reference of what the kernels compute, where there is a `before`.
         even: sizes that must be even.
     """
-    call = _Call(kernels, reference, before, inner or reference, tuple(even))
+    call = Call(kernels, reference, before, inner or reference, tuple(even))
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -138,7 +139,7 @@ def card(
     )
 
 
-class _Call:
+class Call:
     """One operator: how a call becomes a call of a kernel."""
 
     def __init__(
@@ -160,7 +161,7 @@ class _Call:
         self.floating = tuple(
             any(c[i].is_floating_point for c in kernels.columns) for i in range(len(self.inputs))
         )
-        self.function = _autograd(self)
+        self.function = differentiated(self)
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         values = self.bind(args, kwargs)
@@ -364,59 +365,3 @@ class _Call:
 
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16, torch.bool)
-
-
-def _autograd(call: _Call) -> type[torch.autograd.Function]:
-    """Forward and backward of an operator: both its kernels, and autograd of the reference for what these leave out."""
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, backend: str, attributes: list[Any], *tensors: torch.Tensor) -> Any:
-            dtypes = call.dtypes(tensors)
-            assert dtypes is not None
-            ctx.save_for_backward(*tensors)
-            ctx.backend, ctx.attributes = backend, attributes
-            return call.run(backend, tensors, attributes, dtypes, call.sizes(tensors))
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            tensors = ctx.saved_tensors
-            wanted = [n for (n, _), w in zip(call.inputs, ctx.needs_input_grad[2:], strict=True) if w]
-            grads: dict[str, torch.Tensor] = {}
-            for (name, _), t in zip(call.inputs, tensors, strict=True):
-                if name in wanted and name in call.kernels.gradients:
-                    grads[name] = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-            if grads:
-                flat = [t if t.is_contiguous() else t.contiguous() for t in (*slopes, *tensors)]
-                outs = {f"d{name}": t for name, t in grads.items()}
-                call.kernels.ops(ctx.backend)[1](*flat, *ctx.attributes, **outs)
-            rest = [n for n in wanted if n not in grads]
-            if rest:
-                grads |= _through_reference(call, tensors, ctx.attributes, slopes, rest)
-            return (None, None, *(grads.get(name) for name, _ in call.inputs))
-
-    Function.__name__ = call.name
-    return Function
-
-
-def _through_reference(
-    call: _Call,
-    tensors: Sequence[torch.Tensor],
-    attributes: Sequence[Any],
-    slopes: Sequence[Any],
-    names: Sequence[str],
-) -> dict[str, torch.Tensor]:
-    """Gradients by autograd of the reference, which is computed once more."""
-    with torch.enable_grad():
-        leaves = [
-            t.detach().requires_grad_(name in names)
-            for (name, _), t in zip(call.inputs, tensors, strict=True)
-        ]
-        results = call.inner(*leaves, *attributes)
-        results = results if isinstance(results, tuple) else (results,)
-        asked = [t for t in leaves if t.requires_grad]
-        found = torch.autograd.grad(results, asked, slopes, allow_unused=True)
-    return {
-        n: g for n, g in zip([n for n, _ in call.inputs if n in names], found, strict=True) if g is not None
-    }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,16 +17,16 @@ from opsmith import measure
 from opsmith.compiler import Session
 from opsmith.profiler import advise, chains
 from opsmith.profiler.attribute import Guide, attribute, names_of
-from opsmith.profiler.collect import Op, Watched, repetition, session, settle, watched
-from opsmith.profiler.composites import CallSequence, of_sites, trace
+from opsmith.profiler.collect import Watched, repetition, session, watched
+from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.data import Phase, Profile
 from opsmith.profiler.marks import Marks, Modules
 from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
+from opsmith.profiler.repeat import Timed, block, estimated, once, one_line, traced_call, watch_shapes
 from opsmith.profiler.roofline import Roofs, judge, stamp
 
 BLOCKS = 6  # profiled repetitions take turns with others in this many blocks
 MOST = 10  # repetitions in a block
-WARM = 3  # a compiled model may compile again at the second sizes that it sees
 OUTLIER = 1.5  # a repetition of more than this times the median was disturbed by something else
 
 
@@ -97,7 +94,7 @@ def profile(
                 isinstance(error, TypeError | ValueError) and not result.phases[-1].rows
             ):
                 raise
-            result.partial = f"{one}: {_line(error)}"
+            result.partial = f"{one}: {one_line(error)}"
             break
     roofs.measure(_dtypes(model))
     return _finished(result, roofs)
@@ -133,13 +130,13 @@ class Recording:
         self._stack.close()
         result = _fresh(self._name)
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            result.partial = _line(error)
+            result.partial = one_line(error)
         run = watched(self._ops(), [])[0]
         found = Phase("program", run.seconds, samples=[run.seconds], overhead_from="estimated")
-        found.overhead = _estimated(run)
+        found.overhead = estimated(run)
         guides = []
         for i, one in enumerate(self._modules.runs):
-            calls = _traced(one.module, one.args, one.kwargs, found)
+            calls = traced_call(one.module, one.args, one.kwargs, found)
             if calls is not None:
                 guides.append(Guide(calls, i))
         roofs = Roofs()
@@ -173,12 +170,6 @@ def _finished(result: Profile, roofs: Roofs) -> Profile:
     return result
 
 
-@dataclass
-class _Timed:
-    run: Watched
-    names: tuple[str, ...]
-
-
 def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: float) -> None:
     found = Phase(work.name, 0.0, tokens=work.tokens, facts=dict(work.facts))
     if isinstance(model, nn.Module):
@@ -186,25 +177,25 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
     marks = Marks(model)
     root = model if isinstance(model, nn.Module) else None
     follow = root is not None and marks.session is None and not hasattr(model, "_orig_mod")
-    timed: list[_Timed] = []
+    timed: list[Timed] = []
     plain: list[float] = []
     shaped: Watched | None = None
     calls: list[CallSequence] = []
     try:
-        shaped, calls = _shapes(work, marks, Modules(root), follow, found)
+        shaped, calls = watch_shapes(work, marks, Modules(root), follow, found)
         work.ready()
-        seconds = _once(work)
+        seconds = once(work)
         count = int(min(max(budget_s / (2 * BLOCKS * max(seconds, 1e-6)), 1), MOST))
         for _ in range(BLOCKS):
-            plain += [_once(work) for _ in range(count)]
-            timed += _block(work, marks, count)
-        plain += [_once(work) for _ in range(count)]
+            plain += [once(work) for _ in range(count)]
+            timed += block(work, marks, count)
+        plain += [once(work) for _ in range(count)]
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if shaped is None:
             shaped = work.left
         if shaped is None:
             raise
-        result.partial = f"{work.name}: {_line(error)}"
+        result.partial = f"{work.name}: {one_line(error)}"
     finally:
         work.close()
     found.cache_bytes = work.cache_bytes
@@ -225,109 +216,9 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
         quiet = [float(np.quantile(times, 0.25)) for times in ([t.run.seconds for t in timed], plain)]
         found.overhead = quiet[0] / quiet[1] - 1
     else:
-        found.overhead_from, found.overhead = "estimated", _estimated(shaped)
+        found.overhead_from, found.overhead = "estimated", estimated(shaped)
     _fill(found, shaped, same, [Guide(c) for c in calls])
     result.phases.append(found)
-
-
-def _shapes(
-    work: Work, marks: Marks, modules: Modules, follow: bool, found: Phase
-) -> tuple[Watched, list[CallSequence]]:
-    """One repetition with shapes, and the sequences of calls that it is read by; warm before it counts."""
-    try:
-        work.ready()
-        for _ in range(WARM if marks.session is not None or hasattr(work.traced, "_orig_mod") else 1):
-            _once(work)
-        marks.keep_calls = True
-        shaped = _watch(work, marks, modules if follow else None)
-    except (Exception, KeyboardInterrupt, SystemExit):
-        if not isinstance(work.left, Watched):
-            # What it did until it stopped, at the second try: the first was a warm-up that nobody watched.
-            with suppress(Exception, KeyboardInterrupt, SystemExit):
-                _watch(work, marks, modules if follow else None)
-        raise
-    marks.keep_calls = False
-    marks.clear()
-    if marks.session is not None:
-        # What the compiler left to PyTorch, because that is faster or more accurate, is still the operator it is.
-        calls = [of_sites(g.original.graph, list(g.sites.values())) for g in marks.session.graphs]
-    else:
-        traced = _traced(work.traced, work.args, work.kwargs, found, work.fresh)
-        calls = [traced] if traced is not None else []
-    return shaped, calls
-
-
-def _traced(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    found: Phase,
-    fresh: Callable[[], dict[str, Any]] | None = None,
-) -> CallSequence | None:
-    """The sequence of a call; None, with a note, where PyTorch can't trace it."""
-    try:
-        return trace(call, args, {**kwargs, **(fresh() if fresh is not None else {})})
-    except Exception as error:  # a model may do anything while it is traced; classes come from its calls then
-        found.notes.append(f"operators written as several calls were not recognized: {_line(error)}")
-        return None
-
-
-def _once(work: Work) -> float:
-    work.before()
-    gc_was = gc.isenabled()
-    gc.disable()
-    try:
-        start = time.perf_counter()
-        work.run()
-        settle()
-        return time.perf_counter() - start
-    finally:
-        if gc_was:
-            gc.enable()
-        work.after()
-
-
-def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
-    """One repetition with shapes; `work.left` keeps it, were it to stop half way."""
-    with ExitStack() as stack:
-        ops = stack.enter_context(session(shapes=True))
-        stack.enter_context(marks.watched())
-        if modules is not None:
-            stack.enter_context(modules.followed())
-        try:
-            work.before()
-            with repetition():
-                work.run()
-                settle()
-        finally:
-            stack.close()
-            seen = watched(ops(), marks.noted, marks.origins)
-            work.left = seen[0] if seen else None
-            work.after()
-    assert work.left is not None
-    return work.left
-
-
-def _block(work: Work, marks: Marks, count: int) -> list[_Timed]:
-    gc_was = gc.isenabled()
-    gc.disable()
-    stack = ExitStack()
-    ops: Callable[[], list[Op]] = stack.enter_context(session(shapes=False))
-    stack.enter_context(marks.watched())
-    try:
-        for _ in range(count):
-            work.before()
-            with repetition():
-                work.run()
-                settle()
-            work.after()
-    finally:
-        stack.close()
-        if gc_was:
-            gc.enable()
-    runs = watched(ops(), [])
-    marks.clear()
-    return [_Timed(run, names_of(run)) for run in runs]
 
 
 def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[Guide]) -> None:
@@ -341,26 +232,6 @@ def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[Guide
     middle = sorted(runs, key=lambda r: r.seconds)[len(runs) // 2]
     found.events = attribution.events(middle)
     found.chains = chains.chains(found.rows, [g.calls for g in guides])
-
-
-def _estimated(run: Watched) -> float:
-    """What recording costs a program that ran once: its calls times a call's recording, measured here."""
-    x = torch.zeros(1)
-    count = 200
-
-    def repeat() -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            x.neg()
-        return (time.perf_counter() - start) / count
-
-    repeat()
-    without = repeat()
-    with session(shapes=True):
-        repeat()
-        recorded = repeat()
-    extra = max(recorded - without, 0.0) * len(names_of(run))
-    return extra / max(run.seconds - extra, 1e-9)
 
 
 def _call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -398,12 +269,6 @@ def _dtypes(*models: Any) -> list[str]:
         if isinstance(model, nn.Module):
             found |= {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     return sorted(found)
-
-
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    what = {KeyboardInterrupt: "interrupted", SystemExit: "the program exited"}.get(type(error))
-    return f"{what or type(error).__name__}" + (f": {lines[0][:200]}" if lines else "")
 
 
 __all__ = ["Recording", "profile"]

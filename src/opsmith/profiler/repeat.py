@@ -1,0 +1,153 @@
+"""One repetition of a phase: plain, timed by the profiler, or watched with its shapes; and what watching costs."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opsmith.profiler.attribute import names_of
+from opsmith.profiler.collect import Op, Watched, repetition, session, settle, watched
+from opsmith.profiler.composites import CallSequence, of_sites, trace
+from opsmith.profiler.data import Phase
+from opsmith.profiler.marks import Marks, Modules
+from opsmith.profiler.phases import Work
+
+WARM = 3  # a compiled model may compile again at the second sizes that it sees
+
+
+@dataclass
+class Timed:
+    run: Watched
+    names: tuple[str, ...]
+
+
+def watch_shapes(
+    work: Work, marks: Marks, modules: Modules, follow: bool, found: Phase
+) -> tuple[Watched, list[CallSequence]]:
+    """One repetition with shapes, and the sequences of calls that it is read by; warm before it counts."""
+    try:
+        work.ready()
+        for _ in range(WARM if marks.session is not None or hasattr(work.traced, "_orig_mod") else 1):
+            once(work)
+        marks.keep_calls = True
+        shaped = _watch(work, marks, modules if follow else None)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        if not isinstance(work.left, Watched):
+            # What it did until it stopped, at the second try: the first was a warm-up that nobody watched.
+            with suppress(Exception, KeyboardInterrupt, SystemExit):
+                _watch(work, marks, modules if follow else None)
+        raise
+    marks.keep_calls = False
+    marks.clear()
+    if marks.session is not None:
+        # What the compiler left to PyTorch, because that is faster or more accurate, is still the operator it is.
+        calls = [of_sites(g.original.graph, list(g.sites.values())) for g in marks.session.graphs]
+    else:
+        traced = traced_call(work.traced, work.args, work.kwargs, found, work.fresh)
+        calls = [traced] if traced is not None else []
+    return shaped, calls
+
+
+def traced_call(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: Phase,
+    fresh: Callable[[], dict[str, Any]] | None = None,
+) -> CallSequence | None:
+    """The sequence of a call; None, with a note, where PyTorch can't trace it."""
+    try:
+        return trace(call, args, {**kwargs, **(fresh() if fresh is not None else {})})
+    except Exception as error:  # a model may do anything while it is traced; classes come from its calls then
+        found.notes.append(f"operators written as several calls were not recognized: {one_line(error)}")
+        return None
+
+
+def once(work: Work) -> float:
+    work.before()
+    gc_was = gc.isenabled()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        work.run()
+        settle()
+        return time.perf_counter() - start
+    finally:
+        if gc_was:
+            gc.enable()
+        work.after()
+
+
+def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
+    """One repetition with shapes; `work.left` keeps it, were it to stop half way."""
+    with ExitStack() as stack:
+        ops = stack.enter_context(session(shapes=True))
+        stack.enter_context(marks.watched())
+        if modules is not None:
+            stack.enter_context(modules.followed())
+        try:
+            work.before()
+            with repetition():
+                work.run()
+                settle()
+        finally:
+            stack.close()
+            seen = watched(ops(), marks.noted, marks.origins)
+            work.left = seen[0] if seen else None
+            work.after()
+    assert work.left is not None
+    return work.left
+
+
+def block(work: Work, marks: Marks, count: int) -> list[Timed]:
+    gc_was = gc.isenabled()
+    gc.disable()
+    stack = ExitStack()
+    ops: Callable[[], list[Op]] = stack.enter_context(session(shapes=False))
+    stack.enter_context(marks.watched())
+    try:
+        for _ in range(count):
+            work.before()
+            with repetition():
+                work.run()
+                settle()
+            work.after()
+    finally:
+        stack.close()
+        if gc_was:
+            gc.enable()
+    runs = watched(ops(), [])
+    marks.clear()
+    return [Timed(run, names_of(run)) for run in runs]
+
+
+def estimated(run: Watched) -> float:
+    """What recording costs a program that ran once: its calls times a call's recording, measured here."""
+    x = torch.zeros(1)
+    count = 200
+
+    def repeat() -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            x.neg()
+        return (time.perf_counter() - start) / count
+
+    repeat()
+    without = repeat()
+    with session(shapes=True):
+        repeat()
+        recorded = repeat()
+    extra = max(recorded - without, 0.0) * len(names_of(run))
+    return extra / max(run.seconds - extra, 1e-9)
+
+
+def one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    what = {KeyboardInterrupt: "interrupted", SystemExit: "the program exited"}.get(type(error))
+    return f"{what or type(error).__name__}" + (f": {lines[0][:200]}" if lines else "")

@@ -42,7 +42,11 @@ class Finding:
 
 
 def verify(
-    card: Operator, dtypes: Sequence[torch.dtype] | None = None, device: str = "cpu"
+    card: Operator,
+    dtypes: Sequence[torch.dtype] | None = None,
+    device: str = "cpu",
+    *,
+    allocating: bool = True,
 ) -> Iterator[Finding]:
     """Yield a finding for every check of an operator on this machine.
 
@@ -54,6 +58,7 @@ def verify(
         card: the operator.
         dtypes: of the inputs; by default all that the card names.
         device: where the samples live.
+        allocating: call implementations that write into `out=` without it too.
     """
     for dtype in dtypes or card.dtypes:
         for sample in card.samples(Make(dtype, device)):
@@ -61,7 +66,8 @@ def verify(
             if card.differentiable:
                 yield check(FUNCTION, "gradients", partial(backward, card.function), differentiated=True)
             for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
-                yield check(implementation.name, "values", partial(forward, implementation.fn))
+                if allocating or not implementation.takes_out:
+                    yield check(implementation.name, "values", partial(forward, implementation.fn))
                 if implementation.takes_out:
                     yield check(implementation.name, "out=", partial(_into, implementation), into=True)
 

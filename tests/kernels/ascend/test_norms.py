@@ -70,6 +70,12 @@ def test_weights_in_float32_beside_rows_of_16_bits(card: str) -> None:
     )
 
 
+def test_a_bias_without_a_weight_has_its_own_type() -> None:
+    make = Make(torch.bfloat16)
+    sample = Sample("float32 bias alone", (make(5, 200), None, make(200).float()))
+    check("layer_norm", sample, launched("layer_norm", sample))
+
+
 def test_layer_norm_keeps_its_digits_far_from_zero() -> None:
     """Mean 1e4 and deviation 1: E[x^2] - E[x]^2 would have none left."""
     make = Make(torch.float32)

@@ -51,3 +51,10 @@ def test_in_place() -> None:
     given = x.clone()
     launch(given, cos, sin, out=given).emulated()
     assert torch.equal(given, apart.result)
+
+
+def test_a_position_without_a_row_is_refused() -> None:
+    cos, sin = rope_table(40, 9)
+    for bad in (-1, 9):
+        with pytest.raises(ValueError, match=r"positions must lie in \[0, 9\)"):
+            launch(torch.zeros(1, 2, 3, 40), cos, sin, positions=torch.tensor([0, bad, 1]))

@@ -148,7 +148,7 @@ def emulate(
     >>> gate, up, y = torch.randn(3, 2, 11008).unbind()
     >>> done = emulate(SOURCES / "silu_mul.cpp", {"gate": gate, "up": up}, {"y": y}, (1, y.numel(), 0, 4))
     >>> done.blocks, done.traffic == 3 * y.nbytes
-    (48, True)
+    (43, True)
 
     Args:
         source: the kernel file.

@@ -19,7 +19,11 @@ def launch(
     rotary_dim: int | None = None,
     out: torch.Tensor | None = None,
 ) -> Launch:
-    """The call that `opsmith.ops.rope` makes; with `out=x`, x without gaps, in place."""
+    """The call that `opsmith.ops.rope` makes; with `out=x`, x without gaps, in place.
+
+    Raises:
+        ValueError: a position has no row in the tables; the kernel does not look.
+    """
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
     dims = x.shape[-1] if rotary_dim is None else rotary_dim
@@ -34,6 +38,8 @@ def launch(
         strides = (heads * tokens * width, tokens * width, width)
     if positions is not None:
         positions = positions.contiguous()
+        if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[-2]:
+            raise ValueError(f"rope: positions must lie in [0, {cos.shape[-2]}), the rows of cos and sin")
     table_stride = cos.shape[-2] * cos.shape[-1] if cos.dim() == 3 and cos.shape[0] > 1 else 0
     position_stride = tokens if positions is not None and positions.numel() > tokens else 0
     if batches > 1 and not table_stride and not position_stride:

@@ -27,4 +27,3 @@ def test_any_number_of_cores_and_traffic_of_one_pass(cores: int) -> None:
         assert done is not None
         assert done.blocks <= cores
         assert done.traffic == registry()["silu_mul"].cost(*sample.args).min_bytes
-        assert done.local_peak > 150_000 or done.blocks > 1

@@ -43,7 +43,8 @@ inline NormTilingData TileNorm(uint64_t rows, uint32_t columns, uint32_t element
         const uint64_t fit = local > forVectors ? (local - forVectors) / row : 0;
         if (fit) {
             t.columnsPerTile = columns;
-            t.rowsPerTile = uint32_t(Min(Min(fit, kNormMaxRows), CeilDiv(rows, platform.cores)));
+            const uint64_t share = CeilDiv(rows, platform.cores);
+            t.rowsPerTile = uint32_t(TileOf(share, Min(fit, kNormMaxRows), padded * elementBytes));
             break;
         }
     }

@@ -31,13 +31,14 @@ inline SiluMulTilingData SiluMulTiling(uint64_t rows, uint64_t columns, uint32_t
     t.columns = columns;
     t.stride = packed ? 2 * columns : columns;
     t.packed = packed;
-    if (rows > 1 && padded <= room) {  // whole rows, as many as give every core some
+    if (rows > 1 && padded <= room) {  // whole rows
+        const uint64_t share = CeilDiv(rows, platform.cores);
         t.columnsPerTile = uint32_t(columns);
-        t.rowsPerTile = uint32_t(Max(1, Min(Min(room / padded, 4095), CeilDiv(rows, platform.cores))));
-    } else {  // pieces of a row, of 512 bytes at least, which a copy moves well
-        const uint64_t share = CeilDiv(columns, CeilDiv(platform.cores, rows));
+        t.rowsPerTile = uint32_t(TileOf(share, Min(room / padded, 4095), padded * elementBytes));
+    } else {  // pieces of a row, in 512 bytes
+        const uint64_t unit = 512 / elementBytes, share = CeilDiv(columns, CeilDiv(platform.cores, rows));
         t.rowsPerTile = 1;
-        t.columnsPerTile = uint32_t(Min(room, AlignUp(share, 512 / elementBytes)));
+        t.columnsPerTile = uint32_t(unit * TileOf(CeilDiv(share, unit), room / unit, 512));
     }
     const uint64_t tiles = CeilDiv(rows, t.rowsPerTile) * CeilDiv(columns, t.columnsPerTile);
     t.blocks = uint32_t(Min(platform.cores, tiles));

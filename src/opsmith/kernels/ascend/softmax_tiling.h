@@ -44,7 +44,8 @@ inline SoftmaxTilingData SoftmaxTiling(uint64_t rows, uint64_t middle, uint64_t 
     const uint64_t fit = local > forColumns ? (local - forColumns) / (padded * element) : 0;
     if (fit) {
         t.columnsPerTile = columns;
-        t.rowsPerTile = uint32_t(Min(Min(fit, kSoftmaxMaxRows), CeilDiv(rows, platform.cores)));
+        const uint64_t share = CeilDiv(rows, platform.cores);
+        t.rowsPerTile = uint32_t(TileOf(share, Min(fit, kSoftmaxMaxRows), padded * elementBytes));
     } else {
         t.rowsPerTile = 1;
         t.columnsPerTile = uint32_t(AlignDown(local / (element + (causal ? 8 : 0)), kRepeatBytes / 4));

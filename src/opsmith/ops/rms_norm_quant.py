@@ -56,8 +56,7 @@ def rms_norm_quant(
     """
     _check(x, weight, bias, scale, offset)
     with torch.no_grad():
-        # A row's own scale is returned in float32, and the kernel's misses the policy there by a last bit.
-        if scale is not None and native(x, "rms_norm_quant") is True:
+        if native(x, "rms_norm_quant") is True:
             return _kernel(x, weight, bias, eps, scale, offset)
         return reference(x, weight, bias, eps, scale=scale, offset=offset)
 

@@ -1,10 +1,33 @@
 // The ends of the two chains of MLA pre-processing, as operators of their own.
+#include <cmath>
+
 #include "mla_absorb.h"
 
 namespace opsmith {
 namespace {
 
 constexpr int64_t kTokens = 32;  // that a head's weight meets at once
+
+// A row's scale to the last bit of float32, from the row `y` that `mla_norm` made of x: it is a result here, and sums in
+// float32 would cost it some. Only the largest element has to be normalized again.
+template <class T>
+float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, float eps, const float* y) {
+  Vec most = {};
+  DVec sums[4] = {};
+  for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
+    most = max(abs(load(y + i, k)), most);
+    const DVec v = to_double(load(x + i, k));
+    sums[u] += v * v;
+  });
+  const float largest = reduce_max(most);
+  if (!gamma) return largest / 127.0f;
+  int64_t at = 0;
+  while (at < n && !(std::fabs(y[at]) >= largest)) ++at;
+  if (at == n) return largest / 127.0f;
+  double value = double(to_float(x[at])) / std::sqrt(reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3])) / double(n) + double(eps)) * double(gamma[at]);
+  if (beta) value += double(beta[at]);
+  return float(std::fabs(value) / 127.0);
+}
 
 }  // namespace
 
@@ -19,7 +42,8 @@ void rms_norm_quant(View x, View weight, View bias, float eps, float scale, floa
         int8_t* const to = q.as<int8_t>() + r * q.strides[0];
         mla_norm(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), eps, y);
         if (s.defined()) {
-          s.as<float>()[r] = mla_quantize(y, n, to);
+          mla_quantize(y, n, to);
+          s.as<float>()[r] = row_scale(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), eps, y);
         } else {
           mla_quantize(y, n, scale, offset, to);
         }

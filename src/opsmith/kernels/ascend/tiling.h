@@ -22,9 +22,10 @@ constexpr uint64_t Min(uint64_t a, uint64_t b) { return a < b ? a : b; }
 constexpr uint64_t Max(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 // Of a core's share, how much one tile takes: what fits, but no more than a quarter, so that copies and vectors work at
-// the same time; and no less than 8 KiB, for a copy to be worth its start. In units of `bytes` each.
+// the same time; no less than 8 KiB, for a copy to be worth its start; and all tiles alike. In units of `bytes` each.
 constexpr uint64_t TileOf(uint64_t share, uint64_t fit, uint64_t bytes) {
-    return Max(1, Min(Min(fit, share), Max(CeilDiv(share, 4), 8192 / bytes)));
+    const uint64_t most = Max(1, Min(Min(fit, share), Max(CeilDiv(share, 4), 8192 / bytes)));
+    return CeilDiv(share, CeilDiv(share, most));
 }
 
 }  // namespace opsmith

@@ -106,6 +106,17 @@ def test_select_measures_its_implementations(rope: Any) -> None:
 
 
 @native
+def test_profile_knows_its_kernels(rope: Any) -> None:
+    """A kernel of a project's own that a program calls by itself has the class and the cost of its card."""
+    x, (cos, sin) = torch.randn(2, HEADS, 256, DIM), table(256)
+    report = opsmith.profile(lambda x: rope.rope_joined(x, cos, sin), (x,), budget_s=0.05)
+    (row,) = [r for r in report.phases[0].rows if "rope_joined" in r.operator]
+    assert (row.kind, row.implementation, row.classified, row.known) == ("RoPE", "native", True, True)
+    expected = rope.CARD.cost(x, cos, sin)
+    assert (row.flops, row.bytes) == (expected.flops, expected.min_bytes)
+
+
+@native
 def test_autocast_and_torch_compile_take_it(rope: Any) -> None:
     q = torch.randn(2, HEADS, 40, DIM, requires_grad=True)
     linear = nn.Linear(DIM, DIM)

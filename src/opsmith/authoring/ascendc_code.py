@@ -16,7 +16,7 @@ from opsmith.authoring.plan import Output
 if TYPE_CHECKING:
     from opsmith.authoring.lower_ascendc import Vectors
 
-__all__ = ["COLUMNS", "FUNCTIONS", "INSTRUCTIONS", "NUMBER", "ROWS", "TILE", "Code", "Phase", "Unsupported"]
+__all__ = ["COLUMNS", "FUNCTIONS", "NUMBER", "ROWS", "TILE", "Code", "Phase", "Unsupported"]
 
 NUMBER, ROWS, COLUMNS, TILE = "number", "rows", "columns", "tile"
 _BINARY = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "max": "Max", "min": "Min"}
@@ -32,7 +32,6 @@ _FUNCTIONS = {
 _TYPES = {"float32": "float", "bfloat16": "bfloat16_t", "float16": "half"}
 # What kernels use of that file.
 FUNCTIONS = (*(f for f, _ in _FUNCTIONS.values()), "NumberOver", "OverNumber", "RoundedTo")
-INSTRUCTIONS = (*_BINARY.values(), *_WITH_NUMBER.values(), *_UNARY.values(), *FUNCTIONS)
 
 
 class Unsupported(ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,24 @@ HEADERS = Path(__file__).parents[1] / "kernels" / "ascend"
 COPIED = ("formula.h", "formula_functions.h", "formula_statistics.h", "tiling.h")
 _DT = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16", "float16": "DT_FLOAT16", "bool": "DT_BOOL"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
+# Instructions that statements call, which are in no template.
+_CALLED = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Max",
+    "Min",
+    "Exp",
+    "Ln",
+    "Sqrt",
+    "Abs",
+    "Relu",
+    "Adds",
+    "Muls",
+    "Maxs",
+    "Mins",
+)
 _ROW_BYTES = 1024  # of a value of each row: 256 floats
 _OF_STATISTIC = {"RowSum": 2, "RowMax": 2, "RowMin": 2, "RowMoments": 4, "RowOnline": 3}  # values of each row
 
@@ -33,7 +52,7 @@ class Ascend:
         # The stem in camel case: what the tiling's names begin with, as msopgen's do.
         self.camel = "".join(part.capitalize() for part in self.name.split("_"))
         try:
-            self.v = Vectors(project.forward, project.kernel_columns)
+            self.v = Vectors(project.forward, project.kernel_columns, _known_names())
         except Unsupported as why:
             raise PrototypeError(f"{project.prototype.op}: no Ascend C kernel: {why}") from None
         self.plan = project.forward
@@ -362,6 +381,16 @@ class Ascend:
         return ", ".join(
             [*(f"{n}_.get()" for n in self.read), *self.attributes, *(f"{n}_.get()" for n in self.outputs)]
         )
+
+
+@functools.cache
+def _known_names() -> frozenset[str]:
+    """Types, functions and macros of what is written: a tensor of such a name would hide them."""
+    files = [HEADERS / name for name in COPIED]
+    files += sorted((Path(__file__).parent / "templates" / "ascendc").glob("*.cpp.j2"))
+    code = " ".join(re.sub(r"//.*", "", file.read_text()) for file in files)
+    words = set(re.findall(r"[A-Za-z_]\w+", code)) | {"bfloat16_t", "half"}
+    return frozenset(w for w in words if w != w.lower() or w.endswith("_t") or w == "half") | set(_CALLED)
 
 
 def _evaluate(expression: str, values: Mapping[str, int]) -> int:

@@ -6,11 +6,11 @@ into local memory is read once; a longer one in parts, once for each pass. float
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 from opsmith.authoring.ascendc_code import (
     COLUMNS,
-    INSTRUCTIONS,
     NUMBER,
     ROWS,
     TILE,
@@ -25,27 +25,27 @@ from opsmith.authoring.rows import Rows
 
 __all__ = ["Vectors"]
 
-# What means something in Ascend C, its macros, or around the tensors in what is written here.
+# What stands around the tensors in what is written here.
 _WORDS = """
-half bfloat16_t int8_t uint8_t event_t pipe_t AscendC formula Forward TPipe TQue TBuf Tile Line tile pipe
-tiling workspace platform data kernel first column part n scratch reads run t cores blocks tiles tileRows
-tileSize tileWidth rowsPerBlock elements bytes element columns fixed room Init Process Fetch Write Release
-Values Input Output Rotation Scratch Reads Apply PerRow Whole Columns Compare CompareScalar Select Duplicate
-RoundedTo RoundedUp NumberOver Smaller Floats
+half formula tile pipe tiling workspace platform data kernel first column part n scratch reads run t cores
+blocks tiles elements bytes element columns fixed room math whole dims attributes context local shape most
+executor check type_of place m sizes loaded resident ge gert ops optiling at bits width number os path cann
+npu package libraries values rotation every
 """
-_TAKEN = frozenset((*_WORDS.split(), *INSTRUCTIONS))
+_SPELLED = re.compile(r"(bytes|number)_|.*_$|k[A-Z]")
+_TAKEN = frozenset(_WORDS.split())
 MOST_BUFFERS = 8  # of input queues: each takes one of the eight events between two pipes
 
 
 class Vectors:
     """The pieces of a kernel, for the templates: phases, tensors, and what they take of local memory."""
 
-    def __init__(self, plan: Plan, columns: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, plan: Plan, columns: Sequence[Mapping[str, str]], taken: Collection[str] = ()) -> None:
         self.plan, self.rows = plan, Rows(plan)
         self.flat = not plan.rowwise
         names = [*plan.inputs, *plan.attributes, *(o.name for o in plan.outputs)]
-        if taken := [n for n in names if n in _TAKEN or n.endswith("_")]:
-            raise Unsupported(f"{taken[0]!r} means something in an Ascend C kernel; name it otherwise")
+        if known := [n for n in names if n in _TAKEN or n in taken or _SPELLED.match(n)]:
+            raise Unsupported(f"{known[0]!r} means something in an Ascend C kernel; name it otherwise")
         if any(o.extent == COLUMN for o in plan.outputs):
             raise Unsupported("sums over rows are not computed by Ascend kernels")
         tensors = [*self.rows.read, *(o.name for o in plan.outputs)]

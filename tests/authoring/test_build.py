@@ -37,7 +37,7 @@ def test_builds_with_steps_once_and_computes(tmp_path: Path, capsys: pytest.Capt
     assert main(["build", str(folder)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"\[\d/3\] turn_built.cpp", out)
-    assert re.search(r"turn_built, cpu: .*turn_built-.*\.so \(\d\.\d s\)", out)
+    assert re.search(r"turn_built, cpu: .*turn_built-.*\.so \(\d+\.\d s\)", out)
     assert main(["build", str(folder), "--backend", "cpu"]) == 0
     assert "[1/" not in capsys.readouterr().out  # from the cache
     card = project.load(folder).CARD

@@ -1,0 +1,121 @@
+"""The study of a captured graph: one run on real inputs, in which each site is chosen and proved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from opsmith.compiler.operands import nodes_in
+from opsmith.compiler.prove import prove
+from opsmith.compiler.select import raised
+from opsmith.compiler.settle import call_of, learning
+from opsmith.compiler.site import Site
+from opsmith.operator import Verdict
+
+if TYPE_CHECKING:
+    from opsmith.compiler.compiled import CompiledGraph, SiteReport
+
+# A model that computes something under no_grad turns recording on again behind it: not while its values are studied.
+_SET_GRAD = torch._C._set_grad_enabled
+
+
+class Study:
+    """One run of the captured graph that stops at every site."""
+
+    def __init__(self, owner: CompiledGraph, args: Sequence[Any], training: bool):
+        self.owner = owner
+        self.args = args
+        self.nodes = list(owner.original.graph.nodes)
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.learn = learning(self.nodes, args) if training else set()
+        self.env: dict[Node, Any] = {}
+        self.at: dict[Node, list[str]] = {}
+        self.last: dict[Node, int] = {
+            n: max((self.order[u] for u in n.users), default=self.order[n]) for n in self.nodes
+        }
+        for name, site in owner.sites.items():
+            end = max(site.outputs, key=self.order.__getitem__)
+            self.at.setdefault(end, []).append(name)
+            for node in (*site.region, *(n for r in site.region for n in r.all_input_nodes)):
+                self.last[node] = max(self.last[node], self.order[end])
+            for value in site.arguments.values():
+                for node in nodes_in(value):
+                    self.last[node] = max(self.last[node], self.order[end])
+
+    def run(self) -> list[tuple[str, Site]]:
+        owner = self.owner
+        kept: list[tuple[str, Site]] = []
+        ending: dict[int, list[Node]] = {}
+        for node, index in self.last.items():
+            ending.setdefault(index, []).append(node)
+        inputs = iter(self.args)
+        done = 0
+        for i, node in enumerate(self.nodes):
+            if node.op == "placeholder":
+                self.env[node] = next(inputs)
+            elif node.op == "get_attr":
+                self.env[node] = attribute(owner.original, str(node.target))
+            elif node.op == "call_function" and node.target is not _SET_GRAD:
+                args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
+                self.env[node] = node.target(*args, **kwargs)
+            for name in [n for m in self.at.get(node, ()) for n in owner.divided(m, self.value, self.learn)]:
+                done += 1
+                if owner.progress is not None:
+                    owner.progress(name, done, len(owner.sites))
+                # What failed at other sizes stays out: one rewritten graph serves all.
+                report = next(r for r in owner.report.sites if r.name == name)
+                if report.status == "kept" and self._site(name, report):
+                    kept.append((name, owner.sites[name]))
+            for finished in ending.get(i, ()):
+                self.env.pop(finished, None)
+        return kept
+
+    def value(self, node: Node) -> Any:
+        return self.env[node]
+
+    def _site(self, name: str, report: SiteReport) -> bool:
+        """Choose and prove one site: what is not accurate enough gives way to the next fastest that is.
+
+        False rolls the site back to the model's own nodes.
+        """
+        owner = self.owner
+        site = owner.sites[name]
+        call = call_of(site, self.value)
+        choice = owner.choice(name, call, may_measure=True)
+        if not owner.selector.config.verify:
+            return True
+        failures: list[str] = []
+        while True:
+            verdict = self._prove(site, choice.implementation, call)
+            report.error, report.bound = verdict.error, verdict.bound
+            if not verdict.ok:
+                failures.append(f"{choice.implementation}: {verdict.why}")
+            report.why = "; ".join(failures)
+            if verdict.ok:
+                return True
+            if choice.implementation == "eager":
+                report.status = "rolled back"
+                return False
+            owner.reject(name, choice.implementation, verdict.why)
+            choice = owner.choice(name, call, may_measure=True)
+
+    def _prove(self, site: Site, candidate: str, call: dict[str, Any]) -> Verdict:
+        owner = self.owner
+        implementation = owner.selector.implementation(site.card, candidate)
+        try:
+            result = implementation.fn(**owner.packer(implementation, call))
+        except Exception as error:  # the model itself has run: an implementation that can't is refused
+            return Verdict(False, math.inf, 0.0, raised(error))
+        return prove(site, self.value, site.results(result))
+
+
+def attribute(gm: Any, name: str) -> Any:
+    """The attribute of a dotted name."""
+    for part in name.split("."):
+        gm = getattr(gm, part)
+    return gm

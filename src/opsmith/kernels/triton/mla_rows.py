@@ -49,6 +49,19 @@ def inverse_rms(x, n, eps, BLOCK: tl.constexpr):
 
 
 @inner
+def exact_inverse_rms(x, n, eps, BLOCK: tl.constexpr):
+    """The same in float64; Newton's step in the place of a root, which not every back end has in float64."""
+    squares = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)
+        squares += v * v
+    mean = tl.sum(squares, 0) / n + eps
+    near = (1.0 / tl.sqrt(mean.to(tl.float32))).to(tl.float64)
+    return near * (1.5 - 0.5 * mean * near * near)
+
+
+@inner
 def normalized(x, gamma, beta, rstd, at, mask, GAMMA: tl.constexpr, BETA: tl.constexpr):
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if GAMMA:
@@ -76,18 +89,25 @@ def norm_row(
 ):
     """One row normalized into y. FORM 0: in y's dtype; 1: int8, `scale` and `offset`; 2: with a scale of its own."""
     rstd = 1.0
-    if GAMMA:
+    if GAMMA and FORM != 2:
         rstd = inverse_rms(x, n, eps, BLOCK)
     step = 1.0
     if FORM == 1:
         step = tl.load(scale)
     if FORM == 2:
-        most = tl.zeros((BLOCK,), tl.float32)
+        # A scale is a result, right to its last bit as any other; the row is divided by it in float32.
+        exact = tl.full((), 1.0, tl.float64)
+        if GAMMA:
+            exact = exact_inverse_rms(x, n, eps, BLOCK)
+        most = tl.zeros((BLOCK,), tl.float64)
         for start in range(0, n, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            most = tl.maximum(most, tl.abs(normalized(x, gamma, beta, rstd, at, at < n, GAMMA, BETA)))
-        step = tl.max(most, 0) / 127.0
+            most = tl.maximum(
+                most, tl.abs(normalized(x, gamma, beta, exact, at, at < n, GAMMA, BETA)).to(tl.float64)
+            )
+        step = (tl.max(most, 0) / 127.0).to(tl.float32)
         tl.store(s, step)
+        rstd = exact.to(tl.float32)
         step = tl.where(step > 0, step, 1.0)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)

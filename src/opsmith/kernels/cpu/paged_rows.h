@@ -114,7 +114,10 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
       Vec a[R] = {}, b[R] = {};
       if (unit < units) {
         const int64_t at = rows.offset[unit];
-        const T *one = keys[0] + at, *other = keys[apart] + at, *far = keys[skip] + at, *farther = keys[skip + apart] + at;
+        const T *one = keys[0] + at, *other = keys[apart] + at;
+        // Numbers: behind the last token stand addresses of nothing, which a prefetch may be given and no pointer may be.
+        const uintptr_t far = uintptr_t(keys[skip]) + at * sizeof(T);
+        const uintptr_t farther = uintptr_t(keys[skip + apart]) + at * sizeof(T);
         const float* q = rows.q + unit * R * depth;
         const auto add = [&](int64_t c, int64_t until) {
           const Vec x = load_units<Units>(one, c, until), y = load_units<Units>(other, c, until);
@@ -126,7 +129,10 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
           }
         };
         for (int64_t c = 0; c < whole; c += step) {
-          if (step >= line || c % line == 0) prefetch_far(far + c), prefetch_far(farther + c);
+          if (step >= line || c % line == 0) {
+            prefetch_far(reinterpret_cast<const void*>(far + c * sizeof(T)));
+            prefetch_far(reinterpret_cast<const void*>(farther + c * sizeof(T)));
+          }
           add(c, c + step);
         }
         if (whole < dim) add(whole, dim);

@@ -286,7 +286,7 @@ class _Job:
     def link_flags(self) -> list[str]:
         found = [*compiler.sanitizer_flags()]
         if self.binds:
-            found += [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"]
+            found += [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu", "-lc10"]
         gpu = next((unit.compiler for unit in self.units if unit.compiler), None)
         return found if gpu is None else [*found, *nvcc.link_flags(gpu, _torch_folder() / "lib")]
 

@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from opsmith import measure
 from opsmith.compiler import Session
 from opsmith.profiler import advise, chains
 from opsmith.profiler.attribute import Guide, attribute, names_of
-from opsmith.profiler.collect import Watched, repetition, session, watched
+from opsmith.profiler.collect import Watched, light, repetition, session, watched
 from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.data import Phase, Profile
 from opsmith.profiler.marks import Marks, Modules
@@ -25,8 +27,8 @@ from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
 from opsmith.profiler.repeat import Timed, block, estimated, once, one_line, traced_call, watch_shapes
 from opsmith.profiler.roofline import Roofs, judge, stamp
 
-BLOCKS = 6  # profiled repetitions take turns with others in this many blocks
-MOST = 10  # repetitions in a block
+LEAST, MOST = 6, 60  # repetitions that are recorded, each beside one that is not
+BLOCKS = 6  # where a recording is not light, they come in this many blocks
 OUTLIER = 1.5  # a repetition of more than this times the median was disturbed by something else
 
 
@@ -162,9 +164,9 @@ def _finished(result: Profile, roofs: Roofs) -> Profile:
     for phase in result.phases:
         judge(phase.rows, roofs)
         phase.rows.sort(key=lambda row: -row.lost)
-        for chain in phase.chains:
+        for found in phase.chains:
             band = roofs.bandwidth(1 << 40)
-            chain.gain = min(chain.gain, chain.bytes_saved / band) if band else 0.0
+            found.gain = min(found.gain, found.bytes_saved / band) if band else 0.0
         phase.chains.sort(key=lambda c: -c.gain)
         phase.advice = advise.advise(result, phase, roofs)
     return result
@@ -177,19 +179,21 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
     marks = Marks(model)
     root = model if isinstance(model, nn.Module) else None
     follow = root is not None and marks.session is None and not hasattr(model, "_orig_mod")
-    timed: list[Timed] = []
-    plain: list[float] = []
+    blocks: list[list[Timed]] = []
+    plain: list[list[float]] = []
     shaped: Watched | None = None
     calls: list[CallSequence] = []
     try:
         shaped, calls = watch_shapes(work, marks, Modules(root), follow, found)
         work.ready()
         seconds = once(work)
-        count = int(min(max(budget_s / (2 * BLOCKS * max(seconds, 1e-6)), 1), MOST))
-        for _ in range(BLOCKS):
-            plain += [once(work) for _ in range(count)]
-            timed += block(work, marks, count)
-        plain += [once(work) for _ in range(count)]
+        count = int(min(max(budget_s / (2 * max(seconds, 1e-6)), LEAST), MOST))
+        rounds = count if light() else BLOCKS
+        for i in range(rounds):
+            # Each goes first in every other round: what a recording leaves in the caches is in the way of both.
+            recorded = block(work, marks, count // rounds) if i % 2 else []
+            plain.append([once(work) for _ in range(count // rounds)])
+            blocks.append(recorded or block(work, marks, count // rounds))
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if shaped is None:
             shaped = work.left
@@ -200,7 +204,7 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
         work.close()
     found.cache_bytes = work.cache_bytes
     wanted = names_of(shaped)
-    same = [t.run for t in timed if t.names == wanted]
+    same = [t.run for t in chain.from_iterable(blocks) if t.names == wanted]
     if same:
         usual = float(np.median([r.seconds for r in same]))
         same = [r for r in same if r.seconds <= OUTLIER * usual]
@@ -210,11 +214,11 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
         )
         same = [shaped]
     found.samples = [r.seconds for r in same]
-    if plain and timed:
-        found.plain = float(np.median(plain))
-        # What else the machine does only ever adds: the faster quarter of both has seen the least of it.
-        quiet = [float(np.quantile(times, 0.25)) for times in ([t.run.seconds for t in timed], plain)]
-        found.overhead = quiet[0] / quiet[1] - 1
+    if blocks:
+        found.plain = float(np.median(list(chain.from_iterable(plain))))
+        # The machine drifts by more than a recording costs: neighbors are compared, and the median of that counts.
+        ratios = [median(t.run.seconds for t in r) / median(p) for r, p in zip(blocks, plain, strict=False)]
+        found.overhead = median(ratios) - 1
     else:
         found.overhead_from, found.overhead = "estimated", estimated(shaped)
     _fill(found, shaped, same, [Guide(c) for c in calls])

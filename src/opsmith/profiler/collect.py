@@ -1,8 +1,9 @@
-"""Run a program under PyTorch's profiler, and keep what it saw: the tree of operators, on the program's own clock.
+"""Run a program under a profiler, and keep what it saw: the tree of operators, on the program's own clock.
 
-Two kinds of session. Timed ones ask for names and times only, half a microsecond an operator, and take turns with
-repetitions that nobody watches: the difference is the overhead. One further session, not timed, asks for shapes and
-follows the modules; an operator's place in the tree tells which is which.
+Two kinds of session. Timed ones ask for names and times only, take turns with repetitions that nobody watches, and the
+difference is the overhead: a recorder of our own asks for a tenth of a microsecond an operator, PyTorch's profiler for
+half a one. One further session, not timed, is PyTorch's, asks for shapes and follows the modules; an operator's place
+in the order tells which is which.
 
 On a GPU an operator's time is that of the kernels that it launched, and what is left of the wall time is when the GPU
 had nothing to do.
@@ -25,6 +26,7 @@ from opsmith.profiler.align import align
 from opsmith.profiler.costs import Inputs, Spec
 from opsmith.profiler.kinds import card_of
 from opsmith.profiler.marks import MODULE, RUN, SITE, Mark, Origin, called
+from opsmith.profiler.recorder import Recorded, library, recording
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own log says on stderr that it starts and stops
 
@@ -83,8 +85,13 @@ class Watched:
 
 @contextlib.contextmanager
 def session(shapes: bool) -> Iterator[Callable[[], list[Op]]]:
-    """PyTorch's profiler; what it yields gives the operators, once it has stopped."""
-    gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    """A profiler, with or without shapes; what it yields gives the operators, once it has stopped."""
+    gpu = _gpu()
+    if not shapes and not gpu:
+        with recording() as found:
+            if found is not None:
+                yield lambda: in_order(found)
+                return
     profiler = torch.autograd.profiler.profile(
         use_kineto=True,
         record_shapes=shapes,
@@ -101,6 +108,15 @@ def session(shapes: bool) -> Iterator[Callable[[], list[Op]]]:
         stopped = True
 
 
+def light() -> bool:
+    """Whether a session without shapes is our recorder: one costs less to begin and to read than a repetition."""
+    return not _gpu() and library() is not None
+
+
+def _gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
 def repetition() -> Any:
     """An annotation around one repetition: its window, on the profiler's own clock."""
     return _RecordFunctionFast(REPETITION)
@@ -110,6 +126,15 @@ def settle() -> None:
     """Wait for the GPU, where one is in use: its work belongs to the repetition that asked for it."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def in_order(found: Recorded) -> list[Op]:
+    """The operators of a recording, each right behind what it began in, as a walk through the tree meets them."""
+    ops: list[Op] = []
+    for name, start, end in zip(found.names, found.starts, found.ends, strict=True):
+        inside = ops and ops[-1].name == REPETITION and start < ops[-1].end
+        (ops[-1].children if inside else ops).append(Op(name, start, end))
+    return ops
 
 
 def tree(results: Any, gpu: bool = False) -> list[Op]:

@@ -1,0 +1,71 @@
+"""Record the operators of this thread by name and time, for a quarter of what PyTorch's profiler asks.
+
+The library is built at first use, as the kernels are, for this very version of PyTorch. Where it cannot be, PyTorch's
+profiler does its work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.autograd.profiler import _run_on_profiler_start, _run_on_profiler_stop
+
+from opsmith.kernels.build import BuildError, build_library
+
+SOURCE = Path(__file__).parent / "binding_recorder.cpp"
+# PyTorch's own headers, which a library that asks for the stable ABI may not include.
+FLAGS = ("-std=c++20", "-UTORCH_TARGET_VERSION", f'-DOPSMITH_TORCH="{torch.__version__}"')
+
+
+@dataclass
+class Recorded:
+    """What ran, in the order in which it began: nanoseconds since 1970."""
+
+    names: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The recorder; None where it cannot be built or loaded."""
+    if os.environ.get("OPSMITH_NATIVE") == "0":
+        return None
+    try:
+        found = ctypes.CDLL(str(build_library("recorder", [SOURCE], flags=FLAGS, tier="portable")))
+    except (BuildError, OSError):  # older compilers do not read PyTorch's headers: its profiler serves
+        return None
+    found.recorder_count.restype = found.recorder_name_bytes.restype = ctypes.c_int64
+    found.recorder_events.restype = found.recorder_names.restype = ctypes.c_void_p
+    return found
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorded | None]:
+    """Record what runs inside; what it yields is filled at the end. None where that is not possible."""
+    recorder = library()
+    if recorder is None or recorder.recorder_start() != 0:
+        yield None
+        return
+    found = Recorded()
+    _run_on_profiler_start()  # compiled code annotates itself only where it is told of a profiler
+    try:
+        yield found
+    finally:
+        recorder.recorder_stop()
+        _run_on_profiler_stop()
+        count = recorder.recorder_count()
+        if count:
+            bytes_of = ctypes.string_at(recorder.recorder_names(), recorder.recorder_name_bytes())
+            events = np.frombuffer(ctypes.string_at(recorder.recorder_events(), 24 * count), np.int64)
+            found.names = bytes_of.decode(errors="replace").split("\0")[:-1]
+            found.starts, found.ends, _ = events.reshape(count, 3).T.tolist()
+        recorder.recorder_release()

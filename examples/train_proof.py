@@ -51,6 +51,17 @@ class Eager:
         return F.embedding(ids, table)
 
     @staticmethod
+    def linear(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        y = F.linear(x, weight, bias)
+        return F.gelu(y) if activation == "gelu" else y
+
+    @staticmethod
     def rms_norm(
         x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,10 +93,6 @@ class Eager:
     @staticmethod
     def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * up
-
-    @staticmethod
-    def gelu(x: torch.Tensor) -> torch.Tensor:
-        return F.gelu(x)
 
     @staticmethod
     def linear_cross_entropy(
@@ -133,11 +140,17 @@ class Model(nn.Module):
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.size.heads, -1)).transpose(1, 2)
 
+    def project(
+        self, layer: nn.ModuleDict, name: str, x: torch.Tensor, activation: str | None = None
+    ) -> torch.Tensor:
+        y: torch.Tensor = self.ops.linear(x, layer[name].weight, layer[name].bias, activation=activation)
+        return y
+
     def attend(self, layer: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (self.heads(layer[name](x)) for name in "qkv")
+        q, k, v = (self.heads(self.project(layer, name, x)) for name in "qkv")
         q, k = self.place(q, k)
         y = self.ops.attention(q, k, v, causal=self.causal)
-        return layer["o"](y.transpose(1, 2).flatten(2))
+        return self.project(layer, "o", y.transpose(1, 2).flatten(2))
 
     def place(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return q, k
@@ -181,7 +194,8 @@ class Llama(Model):
             x, stream = self.ops.rms_norm(added, layer["norms"]["attention"], residual=stream)
             added = self.attend(layer, x)
             x, stream = self.ops.rms_norm(added, layer["norms"]["mlp"], residual=stream)
-            added = layer["down"](self.ops.silu_mul(layer["gate"](x), layer["up"](x)))
+            gate, up = (self.project(layer, name, x) for name in ("gate", "up"))
+            added = self.project(layer, "down", self.ops.silu_mul(gate, up))
         x, _ = self.ops.rms_norm(added, self.norm, residual=stream)
         return x
 
@@ -216,7 +230,7 @@ class Bert(Model):
         x, _ = self.ops.layer_norm(x, *self.norm, residual=self.positions.expand_as(x))
         for layer in self.layers:
             x, _ = self.ops.layer_norm(self.attend(layer, x), *layer["attention"], residual=x)
-            y = layer["down"](self.ops.gelu(layer["up"](x)))
+            y = self.project(layer, "down", self.project(layer, "up", x, "gelu"))
             x, _ = self.ops.layer_norm(y, *layer["mlp"], residual=x)
         return x
 
@@ -375,6 +389,7 @@ def main(
     if out is not None:
         machine = describe()
         cpu = re.sub(r"[^a-z0-9]+", "-", machine.cpu.lower()).strip("-")
+        out.mkdir(parents=True, exist_ok=True)
         path = out / f"training-{datetime.date.today().isoformat()}-{cpu}.json"
         old = json.loads(path.read_text())["results"] if path.exists() else {}
         drawn = {**old, **found}  # today's run of the other model stays

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from opsmith.kernels import triton
+from opsmith.measure import ulp
 from opsmith.ops import linear
+from opsmith.ops.common import always_native, native_library
 from opsmith.ops.linear import ACTIVATIONS, CARD
 
 
@@ -86,3 +89,64 @@ def test_cost_counts_the_multiplications() -> None:
 def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
     with pytest.raises(error, match=f"linear: {message}"):
         call(torch.randn(2, 8), torch.randn(5, 8))
+
+
+def _gradients(fn, *inputs: torch.Tensor, dy: torch.Tensor, **options: object) -> list[torch.Tensor]:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    return list(torch.autograd.grad(fn(*leaves, **options), leaves, dy))
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize(("rows", "k", "n"), [(2, 3000, 1), (130, 37, 70), (300, 257, 390), (128, 64, 6)])
+def test_gradients_are_as_exact_as_pytorchs(rows: int, k: int, n: int, activation: str | None) -> None:
+    x, w, b, dy = torch.randn(rows, k), torch.randn(n, k) * k**-0.5, torch.randn(n), torch.randn(rows, n)
+
+    def eager(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.linear(x, w, b)
+        return y if activation is None else ACTIVATIONS[activation](y)
+
+    exact = _gradients(eager, x.double(), w.double(), b.double(), dy=dy.double())
+    theirs = _gradients(eager, x, w, b, dy=dy)
+    mine = _gradients(linear, x, w, b, dy=dy, activation=activation)
+    for right, them, me in zip(exact, theirs, mine, strict=True):
+        allowed = 2 * (them.double() - right).abs().max() + ulp(torch.float32, float(right.abs().max()))
+        assert (me.double() - right).abs().max() <= allowed
+
+
+def test_gradients_of_views() -> None:
+    x, w = torch.randn(2, 3, 48).transpose(0, 1), torch.randn(48, 66).t()[:, :48]
+    dy = torch.randn(66, 2, 3).permute(2, 1, 0)
+    theirs = _gradients(torch.nn.functional.linear, x, w, dy=dy)
+    with always_native():
+        mine = _gradients(linear, x, w, dy=dy)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_backward_finds_what_the_first_one_did() -> None:
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True)
+    with always_native():
+        y = linear(x, w, activation="gelu")
+    first = torch.autograd.grad(y, (x, w), torch.ones_like(y), retain_graph=True)
+    second = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_autocast_multiplies_in_its_own_dtype() -> None:
+    x, w = torch.randn(64, 128, requires_grad=True), torch.randn(96, 128)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x, w).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(triton.INTERPRETED, reason="the interpreter has the CPU")
+@pytest.mark.parametrize(
+    ("dy", "x", "message"),
+    [
+        (torch.zeros(0, 3), torch.zeros(0, 2), "nothing to multiply"),
+        (torch.zeros(4, 3), torch.zeros(5, 2), "dy must be"),
+        (torch.zeros(4, 3).double(), torch.zeros(4, 2).double(), "dy and x|kernels take"),
+    ],
+)
+def test_the_kernel_of_the_weights_gradient_refuses(dy: torch.Tensor, x: torch.Tensor, message: str) -> None:
+    native_library()
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.opsmith.linear_gradient(dy, x, dweight=x.new_zeros(3, 2))

@@ -188,6 +188,36 @@ def test_nothing_but_ignored_targets_is_what_pytorch_says() -> None:
     assert torch.equal(hidden.grad, torch.zeros(3, 40))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("rows", "classes"), [(40, 300), (700, 90), (40, 1500)])
+def test_most_targets_ignored(rows: int, classes: int, reduction: str) -> None:
+    inputs = torch.randn(rows, 48), torch.randn(classes, 48), torch.randn(classes)
+    target = torch.randint(0, classes, (rows,)).masked_fill(torch.rand(rows) < 0.8, -100)
+    target[0] = -100
+    mine, theirs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    loss = linear_cross_entropy(*mine[:2], target, bias=mine[2], reduction=reduction)
+    expected = reference(*theirs[:2], target, bias=theirs[2], reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    up = torch.randn_like(loss)
+    for a, b in zip(
+        torch.autograd.grad(loss, mine, up), torch.autograd.grad(expected, theirs, up), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            linear_cross_entropy(*inputs[:2], target, bias=inputs[2], reduction=reduction), expected.detach()
+        )
+
+
+def test_an_ignored_row_is_never_read() -> None:
+    hidden, weight = torch.randn(20, 40), torch.randn(300, 40, requires_grad=True)
+    target = torch.randint(0, 300, (20,))
+    target[3:9] = -100
+    hidden[3:9] = math.nan
+    linear_cross_entropy(hidden, weight, target).backward()
+    assert weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
     hidden, weight = torch.randn(3, 40), torch.randn(300, 40)

@@ -18,6 +18,7 @@ __all__ = [
     "attention_varlen",
     "linear_cross_entropy_and_gradients",
     "linear_cross_entropy_backward",
+    "linear_gradient",
     "linear_pack",
     "linear_rope",
     "mla_attention",
@@ -34,6 +35,14 @@ Maybe = torch.Tensor | None
 def linear_pack(weight: torch.Tensor, packed: torch.Tensor) -> Cost:
     """A weight in another layout: nothing is computed."""
     return Cost(0.0, nbytes(weight, packed))
+
+
+def linear_gradient(dy: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, dbias: Maybe = None) -> Cost:
+    """A product that sums over the rows, and the sum of the rows."""
+    rows, n = dy.shape
+    return Cost(
+        2.0 * rows * dweight.numel() + (0 if dbias is None else rows * n), nbytes(dy, x, dweight, dbias)
+    )
 
 
 def linear_rope(

@@ -28,6 +28,7 @@ from opsmith.ops.common import (
     short,
 )
 from opsmith.ops.gelu import GELU
+from opsmith.ops.linear_training import with_gradients
 
 _linear = torch._C._nn.linear
 _gelu = GELU._op
@@ -103,6 +104,8 @@ def linear(
             fn = _onednn
         elif activation in _GELUS and native(x, "gelu") is True:
             return _split(x, weight, bias, activation=activation, residual=residual, out=out)
+    elif _learns(x, weight):
+        fn = _training
     y = fn(x, weight, bias, activation=activation, residual=residual)
     return y if out is None else out.copy_(y)
 
@@ -188,6 +191,34 @@ def _onednn(
     if activation == "relu":
         y.relu_()  # oneDNN's own turns NaN into 0
     return y if residual is None else y.add_(residual)
+
+
+def _learns(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether to multiply by ourselves where gradients are wanted: float32, which PyTorch leaves to MKL."""
+    return (
+        x.dtype == torch.float32
+        and x.numel() > max(x.shape[-1], common.limit)
+        and not torch.is_autocast_enabled("cpu")
+        and _supports_onednn(x, weight) is True
+        and native(x, "linear_gradient") is True
+    )
+
+
+def _training(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if activation is None:
+        return with_gradients(x, weight, bias, residual)
+    if activation in _GELUS:
+        y = with_gradients(x, weight, bias, None, tanh=_GELUS[activation])
+    else:
+        y = ACTIVATIONS[activation](with_gradients(x, weight, bias, None))
+    return y if residual is None else y + residual
 
 
 def _prepack(weight: torch.Tensor, rows: int) -> torch.Tensor:
@@ -335,11 +366,17 @@ CARD = register(
                 {"x": ("B", "K"), "weight": ("N", "K")},
             ),
         ),
-        entries={"linear_pack": entry_costs.linear_pack},
+        entries={
+            "linear_pack": entry_costs.linear_pack,
+            "linear_gradient": entry_costs.linear_gradient,
+        },
         schemas=(
             "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
             "linear_packed(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int activation, *, "
             "Tensor(a!) y) -> ()",
+            "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
+            "Tensor(a!) y, Tensor(b!)? before=None) -> ()",
+            "linear_gradient(Tensor dy, Tensor x, *, Tensor(a!) dweight, Tensor(b!)? dbias=None) -> ()",
         ),
         source="oneDNN matmul with post-operations",
     )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import entry_costs, logit_chunks
+from opsmith.ops import counted_rows, entry_costs
 from opsmith.ops.common import (
     as_rows,
     check_float,
@@ -371,6 +371,6 @@ CARD = register(
 )
 _LIBRARY = torch.library.Library("opsmith", "IMPL")
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("linear_cross_entropy", logit_chunks.forward, _key)
-    _LIBRARY.impl("linear_cross_entropy_and_gradients", logit_chunks.forward_with_gradients, _key)
-    _LIBRARY.impl("linear_cross_entropy_backward", logit_chunks.backward, _key)
+    _LIBRARY.impl("linear_cross_entropy", counted_rows.forward, _key)
+    _LIBRARY.impl("linear_cross_entropy_and_gradients", counted_rows.forward_with_gradients, _key)
+    _LIBRARY.impl("linear_cross_entropy_backward", counted_rows.backward, _key)

@@ -1,6 +1,7 @@
 """The logits of an output layer, a chunk of the classes at a time: the products, and what becomes of each chunk.
 
-These are the operators behind `linear_cross_entropy`, in terms of matrix products and of cross-entropy's kernels.
+The operators behind `linear_cross_entropy`, for the rows that count, in terms of matrix products and of cross-entropy's
+kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _FEWEST_ROWS = 128  # that are worth reading the whole weight for
 _STATE = 6  # float32 numbers a row between two chunks; see kernels/cpu/cross_entropy.h
 _ONEDNN_ROWS = 16
 _ONEDNN_CHAIN = 1024  # products that oneDNN may sum in one float32 chain and still be as exact as PyTorch
+_FEW_ROWS, _SHORT = 512, 64  # so few rows are summed in chains so short
 
 
 class _Chunk(NamedTuple):
@@ -317,7 +319,7 @@ def _gradients(
                 dlogits=d[some],
             )
         if dweight is not None and not in_place:
-            torch.mm(d.t(), logits.hidden, out=dweight[chunk.first : chunk.last])
+            _sum_over_rows(d, logits, dweight[chunk.first : chunk.last])
         if column_sums is not None:
             column_sums[chunk.first : chunk.last] += d.sum(0, dtype=torch.float32)
         if dhidden is not None:
@@ -329,7 +331,22 @@ def _gradients(
     if dweight is not None and in_place:
         for chunk in logits:
             d = logits.memory(chunk).copy_(kept.of(chunk))
-            torch.mm(d.t(), logits.hidden, out=dweight[chunk.first : chunk.last])
+            _sum_over_rows(d, logits, dweight[chunk.first : chunk.last])
+
+
+def _sum_over_rows(d: torch.Tensor, logits: _Logits, out: torch.Tensor) -> None:
+    """out = d.T @ hidden.
+
+    MKL sums a few rows in one chain. PyTorch has the ignored ones in between, and so shorter chains of the others: they
+    are cut here, where the result is small enough to be added to in cache.
+    """
+    few = (
+        d.is_cpu and d.dtype == torch.float32 and logits.classes <= _ONEDNN_CHAIN and logits.rows <= _FEW_ROWS
+    )
+    step = _SHORT if few else max(logits.rows, 1)
+    torch.mm(d[:step].t(), logits.hidden[:step], out=out)
+    for first in range(step, logits.rows, step):
+        out.addmm_(d[first : first + step].t(), logits.hidden[first : first + step])
 
 
 def _again(

@@ -27,12 +27,10 @@ void linear_pack_op(const Tensor& weight, const Tensor& packed) {
   linear_pack(view_of(weight), view_of(packed));
 }
 
-void linear_packed_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-                      const std::optional<Tensor>& residual, int64_t activation, const Tensor& y) {
-  STD_TORCH_CHECK(x.dim() == 2 && packed.dim() == 3, "linear: x must be [M, K] and the packed weight have 3 dimensions");
-  const int64_t m = x.size(0), k = x.size(1), n = packed.size(1);
-  check_matrix("x", x, x, m, k);
-  check_packed(packed, x, n, k);
+void check_epilogue(const Tensor& x, int64_t n, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                    int64_t activation, const Tensor& y) {
+  const int64_t m = x.size(0);
+  check_matrix("x", x, x, m, x.size(1));
   check_matrix("y", y, x, m, n);
   if (residual) check_matrix("residual", *residual, x, m, n);
   if (bias) {
@@ -41,7 +39,43 @@ void linear_packed_op(const Tensor& x, const Tensor& packed, const std::optional
                     "linear: bias must be a contiguous [", n, "] in x's dtype");
   }
   STD_TORCH_CHECK(0 <= activation && activation <= int64_t(Activation::silu), "linear: no activation ", activation);
+}
+
+void linear_packed_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& residual, int64_t activation, const Tensor& y) {
+  STD_TORCH_CHECK(x.dim() == 2 && packed.dim() == 3, "linear: x must be [M, K] and the packed weight have 3 dimensions");
+  check_packed(packed, x, packed.size(1), x.size(1));
+  check_epilogue(x, packed.size(1), bias, residual, activation, y);
   linear_packed(view_of(x), view_of(packed), view_of(bias), view_of(residual), Activation(activation), view_of(y));
+}
+
+void linear_unpacked_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                        const std::optional<Tensor>& residual, int64_t activation, const Tensor& y,
+                        const std::optional<Tensor>& before) {
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1) && dtype_of(x) == DType::f32 &&
+                      dtype_of(weight) == DType::f32 && (weight.stride(0) == 1 || weight.stride(1) == 1),
+                  "linear: x and weight must be float32 [M, K] and [N, K], the weight or its transpose of contiguous rows");
+  check_epilogue(x, weight.size(0), bias, residual, activation, y);
+  if (before) {
+    check_matrix("before", *before, x, x.size(0), weight.size(0));
+    STD_TORCH_CHECK(before->stride(0) == y.stride(0), "linear: before and y must have the same strides");
+  }
+  linear_unpacked(view_of(x), view_of(weight), view_of(bias), view_of(residual), Activation(activation), view_of(y),
+                  view_of(before));
+}
+
+void linear_gradient_op(const Tensor& dy, const Tensor& x, const Tensor& dweight, const std::optional<Tensor>& dbias) {
+  STD_TORCH_CHECK(dy.dim() == 2 && x.dim() == 2 && dtype_of(x) == DType::f32, "linear: dy and x must be float32 matrices");
+  const int64_t m = x.size(0), k = x.size(1), n = dy.size(1);
+  STD_TORCH_CHECK(m > 0 && k > 0 && n > 0, "linear: there is nothing to multiply");
+  check_matrix("x", x, x, m, k);
+  check_matrix("dy", dy, x, m, n);
+  check_matrix("dweight", dweight, x, n, k);
+  if (dbias) {
+    STD_TORCH_CHECK(dbias->dim() == 1 && dbias->size(0) == n && dbias->is_contiguous() && dtype_of(*dbias) == DType::f32,
+                    "linear: dbias must be a contiguous float32 [", n, "]");
+  }
+  linear_gradient(view_of(dy), view_of(x), view_of(dweight), view_of(dbias));
 }
 
 }  // namespace
@@ -50,4 +84,6 @@ void linear_packed_op(const Tensor& x, const Tensor& packed, const std::optional
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   m.impl("linear_pack", TORCH_BOX(&opsmith::linear_pack_op));
   m.impl("linear_packed", TORCH_BOX(&opsmith::linear_packed_op));
+  m.impl("linear_unpacked", TORCH_BOX(&opsmith::linear_unpacked_op));
+  m.impl("linear_gradient", TORCH_BOX(&opsmith::linear_gradient_op));
 }

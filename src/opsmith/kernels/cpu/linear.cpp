@@ -24,6 +24,7 @@ struct Epilogue {
   int64_t residual_stride;
   T* y;
   int64_t y_stride;
+  T* before;  // the activation's input, for its backward; rows like y's
   Activation activation;
 
   template <Activation A>
@@ -32,9 +33,11 @@ struct Epilogue {
       const T* b = bias ? bias + column : nullptr;
       const T* more = residual ? residual + (row + r) * residual_stride + column : nullptr;
       T* to = y + (row + r) * y_stride + column;
+      T* kept = before ? before + (row + r) * y_stride + column : nullptr;
       for_lanes(width, [&](int64_t c, auto lanes) {
         Vec v = load(sums + c);
         if (b) v += load(b + c, lanes);
+        if (kept) store(kept + c, v, lanes);
         v = activate<A>(v);
         if (more) v += load(more + c, lanes);
         store(to + c, v, lanes);
@@ -53,17 +56,31 @@ struct Epilogue {
   }
 };
 
+template <class T>
+Epilogue<T> epilogue(View bias, View residual, Activation activation, View y, View before = {}) {
+  const int64_t residual_stride = residual.defined() ? residual.strides[0] : 0;
+  return {bias.as<T>(), residual.as<T>(), residual_stride, y.as<T>(), y.strides[0], before.as<T>(), activation};
+}
+
 }  // namespace
 
 void linear_packed(View x, View packed, View bias, View residual, Activation activation, View y) {
   if (y.sizes[0] == 0 || y.sizes[1] == 0) return;
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    const int64_t residual_stride = residual.defined() ? residual.strides[0] : 0;
-    const Epilogue<T> epilogue{bias.as<T>(), residual.as<T>(), residual_stride, y.as<T>(), y.strides[0], activation};
-    if (packed.dtype == x.dtype) return packed_product<T>(x, packed, 1, epilogue);
-    packed_product<T, WideBFloatFormat>(x, packed, 1, epilogue);
+    const auto behind = epilogue<T>(bias, residual, activation, y);
+    if (packed.dtype == x.dtype) return packed_product<T>(x, packed, 1, behind);
+    packed_product<T, WideBFloatFormat>(x, packed, 1, behind);
   });
+}
+
+void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y, View before) {
+  if (y.sizes[0] == 0 || y.sizes[1] == 0) return;
+  const int64_t n = weight.sizes[0], k = weight.sizes[1], sizes[] = {1, n, k}, strides[] = {n * k, k, 1};
+  const Kept<1> memory(n * k * int64_t(sizeof(float)));
+  const View packed{memory.as<float>(), DType::f32, 3, sizes, strides};
+  linear_pack(weight, packed);
+  packed_product<float>(x, packed, 1, epilogue<float>(bias, residual, activation, y, before));
 }
 
 }  // namespace opsmith

@@ -9,9 +9,8 @@
 // and of the number of blocks instead of with their product.
 #pragma once
 
-#include <memory>
-
 #include "gemm_tile.h"
+#include "kept.h"
 #include "linear.h"
 
 namespace opsmith {
@@ -294,9 +293,9 @@ void packed_product(const View& x, const View& packed, int64_t group, const Epil
     }
   }
   const int64_t line = kLine / int64_t(sizeof(X)), columns = round_up(depth * Format::steps, line) + (collide ? line : 0);
-  const std::unique_ptr<X[]> wide(new X[size_t(m * columns)]);
-  expand<T>(x, wide.get(), columns);
-  product<Format>(wide.get(), columns, m, packed, n, depth, group, epilogue);
+  const Kept<0> wide(m * columns * int64_t(sizeof(X)));
+  expand<T>(x, wide.as<X>(), columns);
+  product<Format>(wide.as<X>(), columns, m, packed, n, depth, group, epilogue);
 }
 
 }  // namespace opsmith

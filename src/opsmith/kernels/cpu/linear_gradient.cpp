@@ -57,8 +57,16 @@ struct Gradient {
       pack_columns(first, depth, column, width, panels);
       pack_strips(first, depth, row, height, strips);
       if (dbias.defined() && column == 0) add_up(first, depth, row, height);
+      const int64_t next = first + depth, more = std::min(kDepth, m - next);
+      const int64_t tiles = ceil_div(width, PANEL) * ceil_div(height, ROWS);
+      int64_t tile_number = 0, fetched = 0;
       for (int64_t c = 0; c < width; c += PANEL) {
         for (int64_t r = 0; r < height; r += ROWS) {
+          // Rows begin on pages of their own, where the processor fetches nothing ahead by itself.
+          for (++tile_number; fetched * tiles < more * tile_number; ++fetched) {
+            fetch(dy.as<float>() + (next + fetched) * dy.strides[0] + row, height);
+            fetch(x.as<float>() + (next + fetched) * x.strides[0] + column, width);
+          }
           float* const to = dweight.as<float>() + (row + r) * dweight.strides[0] + column + c;
           const int64_t some = std::min<int64_t>(ROWS, height - r), lanes = std::min<int64_t>(PANEL, width - c);
           const Operand a{strips + r / ROWS * kStrip, 1, kLane};
@@ -81,6 +89,10 @@ struct Gradient {
         }
       }
     }
+  }
+
+  static void fetch(const float* p, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) prefetch_far(p + i);
   }
 
   void pack_columns(int64_t first, int64_t depth, int64_t column, int64_t width, float* panels) const {

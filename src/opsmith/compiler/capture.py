@@ -12,6 +12,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from opsmith.compiler.canon import arguments, op_name, shape_of
+from opsmith.compiler.casts import spell_out
 from opsmith.compiler.mutation import effects, localize
 
 
@@ -43,6 +44,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         traced = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(
             *[fake(v) for v in example_inputs]
         )
+        spell_out(traced.graph, [isinstance(v, torch.nn.Parameter) for v in example_inputs])
     note_constants(traced)
     tidy(traced.graph)
     traced.recompile()

@@ -143,7 +143,12 @@ class _Recorder:
         if site is None:
             if node.target is not operator.getitem:
                 self.steps[node] = Step(node.name, _target_name(node.target))
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            weight = self.packer.cast(node, args)
+            if weight is None:
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+            self.weights.add(_memory(weight))
+            self.constant[node] = weight
+            return weight
         choice, implementation = self.choose(site, kwargs)
         packed = self.packer(implementation, kwargs)
         swapped = {k: v for k, v in packed.items() if v is not kwargs[k]}

@@ -358,6 +358,9 @@ def _unrepeated(value: Any) -> Any:
     node = value
     if not isinstance(node, Node):
         return value
+    if node.target is torch.ops.aten.to.dtype and len(node.args) == 2:  # of all copies, or of what is copied
+        source = _unrepeated(node.args[0])
+        return value if source is node.args[0] else Made(node.target, (source, node.args[1]), _shape(source))
     if op_name(node) == "aten::repeat_interleave" and arguments(node).get("dim") in (1, -3):
         return node.args[0]
     if op_name(node) not in ("aten::reshape", "aten::view", "aten::_unsafe_view"):

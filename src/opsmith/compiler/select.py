@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from opsmith import measure
 from opsmith.compiler.config import Config
@@ -199,6 +200,7 @@ class Packer:
 
     def __init__(self) -> None:
         self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._cast: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.constants: dict[
             int, torch.Tensor
         ] = {}  # by address: the weights a plan may pack, views of them too
@@ -217,9 +219,24 @@ class Packer:
             self._packed[key] = implementation.prepack(weight.detach(), rows)
         return {**call, "weight": self._packed[key]}
 
+    def cast(self, node: Node, args: Sequence[Any]) -> torch.Tensor | None:
+        """A weight in the dtype that this call of a graph casts it to, itself a weight then; None for other calls."""
+        if node.target is not torch.ops.aten.to.dtype or node.kwargs or len(args) != 2:
+            return None
+        value, dtype = args
+        weight = self.constants.get(value.data_ptr())
+        if weight is None or weight is not value:
+            return None
+        key = (weight.data_ptr(), dtype)
+        if key not in self._cast:
+            self._cast[key] = weight.detach().to(dtype)
+            self.constants[self._cast[key].data_ptr()] = self._cast[key]
+        return self._cast[key]
+
     def forget(self) -> None:
-        """Drop everything packed: a weight has changed."""
+        """Drop everything packed or cast: a weight has changed."""
         self._packed.clear()
+        self._cast.clear()
 
 
 def _check_names(config: Config) -> None:

@@ -32,6 +32,7 @@ class Study:
         self.args = args
         self.nodes = list(owner.original.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.training = training
         self.learn = learning(self.nodes, args) if training else set()
         self.env: dict[Node, Any] = {}
         self.at: dict[Node, list[str]] = {}
@@ -62,7 +63,8 @@ class Study:
                 self.env[node] = attribute(owner.original, str(node.target))
             elif node.op == "call_function" and node.target is not _SET_GRAD:
                 args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
-                self.env[node] = node.target(*args, **kwargs)
+                cast = None if self.training else owner.packer.cast(node, args)
+                self.env[node] = node.target(*args, **kwargs) if cast is None else cast
             for name in [n for m in self.at.get(node, ()) for n in owner.divided(m, self.value, self.learn)]:
                 done += 1
                 if owner.progress is not None:

@@ -27,7 +27,7 @@ from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
 from opsmith.profiler.repeat import Timed, block, estimated, once, one_line, traced_call, watch_shapes
 from opsmith.profiler.roofline import Roofs, judge, stamp
 
-LEAST, MOST = 6, 60  # repetitions that are recorded, each beside one that is not
+LEAST, MOST = 10, 60  # repetitions that are recorded, each beside one that is not
 BLOCKS = 6  # where a recording is not light, they come in this many blocks
 OUTLIER = 1.5  # a repetition of more than this times the median was disturbed by something else
 

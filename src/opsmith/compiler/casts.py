@@ -1,0 +1,114 @@
+"""Autocast's casts as nodes of the graph: what they give is then an operator's input like any other.
+
+Below autocast the dispatcher casts at the call, and a graph recorded above it shows a product of float32 tensors that
+gives bfloat16: no operator of ours is that. Which calls cast what is not written down here a second time: each kind of
+call is made once, without memory, and what it casts before all else is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_REGIONS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+def spell_out(graph: fx.Graph, weights: Sequence[bool]) -> None:
+    """Write autocast's casts into a graph that was recorded under it.
+
+    A weight is cast once for all its uses, as autocast's own cache does it. Other values are cast for each use where
+    gradients are recorded, so that these add up in the dtype in which they do without us.
+
+    Args:
+        weights: of each placeholder, whether it is one.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        return
+    once = {n for n, w in zip((n for n in graph.nodes if n.op == "placeholder"), weights, strict=True) if w}
+    if not torch.is_grad_enabled():
+        once = set(graph.nodes)
+    made: dict[tuple[Node, torch.dtype], Node] = {}
+    regions: dict[Node, Any] = {}
+    with _uncached():
+        try:
+            for node in list(graph.nodes):
+                if node.op != "call_function":
+                    continue
+                if node.target in _REGIONS:
+                    regions[node] = node.target(*map_arg(node.args, lambda n: regions.pop(n)))
+                    continue
+                for source, dtype in _casts(node).items():
+                    cast = made.get((source, dtype)) if source in once else None
+                    if cast is None:
+                        with graph.inserting_before(node):
+                            cast = graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+                        cast.meta = dict(node.meta, val=source.meta["val"].to(dtype))
+                        made[source, dtype] = cast
+                    node.replace_input_with(source, cast)
+        finally:
+            for entered in regions.values():  # a region that raised half way
+                if entered is not None:
+                    torch.amp.autocast_mode._exit_autocast(entered)
+
+
+def _casts(node: Node) -> dict[Node, torch.dtype]:
+    """What a call casts of its inputs before it does anything else."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return {}
+    values = {
+        n: v
+        for n in node.all_input_nodes
+        if isinstance(v := n.meta.get("val"), torch.Tensor) and v.is_floating_point()
+    }
+    result = node.meta.get("val")
+    if not values or node.target.namespace != "aten" or node.target is torch.ops.aten.to.dtype:
+        return {}
+    if any(n.op == "get_attr" for n in node.all_input_nodes):
+        return {}  # a constant has memory, and a call without memory takes none
+    if isinstance(result, torch.Tensor) and all(v.dtype == result.dtype for v in values.values()):
+        return {}  # what is cast first is seen in the result, or does nothing to it
+    seen = _First({id(v): n for n, v in values.items()})
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    with torch.no_grad(), seen:
+        node.target(*args, **kwargs)
+    return seen.found
+
+
+class _First(TorchDispatchMode):
+    """Notes the casts of known tensors that come before any other call."""
+
+    def __init__(self, known: dict[int, Node]):
+        super().__init__()
+        self.known = known
+        self.found: dict[Node, torch.dtype] = {}
+        self.first = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        source = self.known.get(id(args[0])) if args else None
+        dtype = kwargs.get("dtype")
+        if func.namespace == "prim":  # a question about a tensor
+            return func(*args, **kwargs)
+        if func is not torch.ops.aten._to_copy.default:
+            self.first = False
+        elif self.first and source is not None and dtype is not None:
+            self.found[source] = dtype
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Autocast's cache would keep tensors without memory, and hide the second cast of a weight."""
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)

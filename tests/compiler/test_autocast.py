@@ -1,0 +1,153 @@
+"""Under autocast a model keeps its operators, and the dtypes and gradients that eager PyTorch gives it there."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opsmith.compiler.casts import spell_out
+from tests.compiler.models import (
+    WHOLE_MODEL,
+    WIDTH,
+    Encoder,
+    Feed,
+    first_tensor,
+    ids,
+    llama,
+    numbers,
+    optimized,
+    seeded,
+)
+
+
+def low() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def kept(model: Any) -> Counter[str]:
+    return Counter(s.operator for s in model.opsmith.graphs[-1].report.kept)
+
+
+def held(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str = "result") -> None:
+    assert got.dtype == eager.dtype, what
+    # What autocast left in float32 was rounded to bfloat16 on the way.
+    verdict = WHOLE_MODEL.check(
+        *(t.detach().flatten().bfloat16() for t in (got, eager)), exact.detach().flatten()
+    )
+    assert verdict.ok, f"{what}: {verdict.why}"
+
+
+def encoder() -> Any:
+    return Encoder()
+
+
+@pytest.mark.parametrize(("make", "norm"), [(encoder, "layer_norm"), (llama, "rms_norm")])
+def test_inference_finds_what_it_finds_without(make: Callable[[], Any], norm: str) -> None:
+    eager, plain, model = (seeded(make) for _ in range(3))
+    x = ids(2, 7)
+    with torch.no_grad():
+        exact = first_tensor(copy.deepcopy(eager).double()(x))
+        optimized(plain, x)
+        with low():
+            optimized(model, x)
+            held(first_tensor(model(x)), first_tensor(eager(x)), exact)
+            assert first_tensor(model(ids(1, 9))).shape[:2] == (1, 9)
+    found, usual = kept(model), kept(plain)
+    for operator in ("linear", "attention", norm):
+        assert found[operator] >= usual[operator] > 0, operator
+
+
+@pytest.mark.parametrize("make", [encoder, llama])
+def test_gradients_are_those_of_eager(make: Callable[[], Any]) -> None:
+    eager, model = seeded(make), seeded(make)
+    exact = copy.deepcopy(eager).double()
+    x = ids(2, 7)
+    optimized(model, x)
+
+    def gradients(one: Any, cast: bool) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y = first_tensor(one(x))
+        weight = torch.sin(torch.arange(y.numel(), dtype=torch.float64)).view_as(y)
+        (y * weight.to(y.dtype)).sum().backward()
+        return {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+
+    got, usual, truth = gradients(model, True), gradients(eager, True), gradients(exact, False)
+    assert got.keys() == usual.keys() == truth.keys()
+    scale = torch.stack([t.abs().max() for t in truth.values()]).max().view(1) * 1e-2
+    for name, gradient in got.items():
+        parts = [torch.cat([t.flatten(), scale.to(t.dtype)]) for t in (gradient, usual[name], truth[name])]
+        held(*parts, name)  # type: ignore[misc]
+    assert kept(model)["linear"] > 0
+
+
+def test_a_weight_that_changes_is_cast_anew() -> None:
+    eager, model = seeded(Feed), seeded(Feed)
+    x = numbers(3, WIDTH)
+    with torch.no_grad(), low():
+        optimized(model, x)
+        before = model(x)
+        for one in (eager, model):
+            one.up.weight.mul_(-2.0)
+        assert not torch.equal(model(x), before)
+        torch.testing.assert_close(model(x), eager(x), rtol=0.02, atol=0.02)
+
+
+class Odd(nn.Module):
+    """A part without autocast, and calls that cast what they have made themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = self.first(x)
+        z = torch.einsum("ab,cb->ac", self.second(y), y)
+        return torch.cat([z.to(torch.bfloat16), y], -1)
+
+
+def test_regions_and_what_casts_inside_stay_as_they_are() -> None:
+    eager, model = seeded(Odd), seeded(Odd)
+    x = numbers(3, WIDTH)
+    with torch.no_grad(), low():
+        optimized(model, x)
+        got, want = model(x), eager(x)
+    assert got.dtype == want.dtype == torch.float32
+    torch.testing.assert_close(got[:, 3:], want[:, 3:])  # of the part without autocast
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+    assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize(("learning", "casts"), [(True, 3), (False, 2)])
+def test_a_weight_is_cast_once_and_a_value_for_each_use_that_learns(learning: bool, casts: int) -> None:
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"] = w.meta["val"] = torch.ones(4, 4)
+    uses = [graph.call_function(torch.ops.aten.linear.default, (x, w)) for _ in range(2)]
+    for use in uses:
+        use.meta["val"] = torch.ones(4, 4, dtype=torch.bfloat16)
+    w.meta["val"] = torch.ones(4, 4)
+    graph.output(tuple(uses))
+    with low(), torch.set_grad_enabled(learning):
+        spell_out(graph, [False, True])
+    made = [n for n in graph.nodes if n.target is torch.ops.aten.to.dtype]
+    assert len(made) == casts
+    assert all(n.meta["val"].dtype == torch.bfloat16 for n in made)
+    assert all(set(use.all_input_nodes) <= set(made) for use in uses)
+    graph.lint()
+
+
+def test_without_autocast_nothing_is_written() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(4, 4)
+    graph.output(graph.call_function(torch.ops.aten.linear.default, (x, x)))
+    before = str(graph)
+    spell_out(graph, [False])
+    assert str(graph) == before

@@ -4,7 +4,7 @@
 // lower tail is kept in every type: each curve there is an exponential times something near 1.
 #pragma once
 
-#include "simd.h"
+#include "phi_table.h"
 
 namespace opsmith {
 
@@ -70,8 +70,12 @@ struct Halves {
 template <class T>
 struct Gelu {
   static Vec value(Vec x) {
+#if defined(OPSMITH_AVX512)
+    return times_phi(erf_fine, x);
+#else
     const Halves h(x);
     return h.ramp - h.a * tail(h.reach, gauss(h.reach));
+#endif
   }
   static ValueAndSlope both(Vec x) {
     constexpr float root_half_over_pi = 0.39894228040143268f;
@@ -137,10 +141,14 @@ struct Gelu {
 template <>
 struct Gelu<bfloat16> {
   static Vec value(Vec x) {
+#if defined(OPSMITH_AVX512)
+    return times_phi(erf_coarse, x);
+#else
     const Halves h(x);
     const Vec a = h.a, t = reciprocal_coarse(a + 3.7773f);  // S(infinity) is -infinity: `reach` is not needed
     const Vec square = fma(fma(a, -0.720486409f, -0.0765639664f), a, -5.10909211f);
     return h.ramp - a * exp2_for<bfloat16>(fma(t, 15.5258296f, square));
+#endif
   }
   static ValueAndSlope both(Vec x) {
     const Halves h(x);
@@ -156,7 +164,17 @@ struct Gelu<bfloat16> {
 // The tanh form of Phi is 1 / (1 + e), e = exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)).
 template <class T>
 struct GeluTanh {
-  static Vec value(Vec x) { return x * reciprocal_for<T>(1.0f + odds(x)); }
+  static Vec value(Vec x) {
+#if defined(OPSMITH_AVX512)
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      return times_phi(tanh_coarse, x);
+    } else {
+      return times_phi(tanh_fine, x);
+    }
+#else
+    return x * reciprocal_for<T>(1.0f + odds(x));
+#endif
+  }
   static ValueAndSlope both(Vec x) {
     const Vec c = max(-16.0f, min(16.0f, x));  // the ends are reached: there e is 0, or infinite and s 0
     const Vec e = odds(c), s = reciprocal_for<T>(1.0f + e);

@@ -87,14 +87,16 @@ void layer_norm(View x, View residual, View weight, View bias, double eps, View 
       using P = std::remove_pointer_t<decltype(p)>;
       const Parameter<T, P> w(weight, n, 1.0f), b(bias, n, 0.0f);
       using Stats = Welford<std::is_same_v<T, float>>;
-      norm_forward<T, Stats>(x, residual, y, summed, [&, w = w.data(), b = b.data()](int64_t r, const Stats& stats) {
+      auto parameters = [w = w.data(), b = b.data()](int64_t i, auto k) {
+        return std::make_pair(load(w + i, k), load(b + i, k));
+      };
+      norm_forward<T, Stats>(x, residual, y, summed, parameters, [&](int64_t r, const Stats& stats) {
         const Moments m = stats.moments(n);
         const float scale = 1.0f / std::sqrt(m.variance + float(eps));
         if (mean.defined()) mean.as<float>()[r] = m.high + m.low;
         if (rstd.defined()) rstd.as<float>()[r] = scale;
-        const float low = -m.low * scale;
-        return [=, high = m.high](auto v, int64_t i, auto k) {
-          return fma(fma(v - high, scale, low), load(w + i, k), load(b + i, k));
+        return [scale, high = m.high, low = -m.low * scale](auto v, const auto& weights) {
+          return fma(fma(v - high, scale, low), weights.first, weights.second);
         };
       });
     });

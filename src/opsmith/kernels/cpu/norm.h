@@ -1,8 +1,10 @@
 // What the norms share: weights in either type, and the walk over rows in which reading and writing overlap.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "pair.h"
 
@@ -79,15 +81,32 @@ inline void fetch_pair(const T* p) {
   for (int j = 0; j < 2 * W; j += 64 / int(sizeof(T))) prefetch_far(p + j);
 }
 
+// How far from an element of a row lies what is fetched when it is read: `far`, and from `turn` on `next`, where that is in
+// another row than the one behind it.
+struct Ahead {
+  int64_t far, turn, next;
+
+  int64_t operator()(int64_t i) const { return i < turn ? far : next; }
+};
+
+// For rows of `v` that are walked `rows` at a time.
+template <class T, int rows>
+inline Ahead fetch_ahead(const View& v) {
+  const int64_t n = v.sizes[1];
+  if constexpr (rows == 1) return {fetch_distance<T>(v), n, 0};
+  const int64_t far = std::min(n, norm_ahead / (2 * int64_t(sizeof(T))));
+  return {far, n - far, far - n + rows * v.strides[0]};
+}
+
 // A row of x as it enters the statistics.
 template <class T>
 struct Row {
   const T* x;
-  int64_t ahead;
+  Ahead ahead;
 
   template <class Lanes>
   auto operator()(int64_t i, Lanes k) const {
-    if constexpr (std::is_same_v<Lanes, Both>) fetch_pair(x + ahead + i);
+    if constexpr (std::is_same_v<Lanes, Both>) fetch_pair(x + ahead(i) + i);
     return load(x + i, k);
   }
 };
@@ -114,22 +133,26 @@ struct SumRow {
   }
 };
 
-// One walk along a row: `value(i, k)` enters the statistics, `write(i, k)` does what it does; either may be nullptr.
-template <class Stats, class Value, class Write>
-inline __attribute__((always_inline)) void walk(int64_t n, Stats& stats, const Value& value, const Write& write) {
+// One walk along `rows` rows: `value(g, i, k)` of row g enters its statistics, `write(i, k)` does what it does; either may be
+// nullptr.
+template <int rows, class Stats, class Value, class Write>
+inline __attribute__((always_inline)) void walk(int64_t n, Stats* stats, const Value& value, const Write& write) {
   constexpr bool reads = !std::is_null_pointer_v<Value>, writes = !std::is_null_pointer_v<Write>;
   const int64_t pairs = paired(n);
   int64_t i = 0;
   for (; i < pairs; i += 8 * W) {
     if constexpr (reads) {
-      Vec v[8];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const Pair pair = value(i + 2 * j * W, Both{});
-        v[2 * j] = pair.a;
-        v[2 * j + 1] = pair.b;
+      for (int g = 0; g < rows; ++g) {
+        Vec v[8];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          const Pair pair = value(g, i + 2 * j * W, Both{});
+          v[2 * j] = pair.a;
+          v[2 * j + 1] = pair.b;
+        }
+        stats[g].template merge<8>(v);
       }
-      stats.template merge<8>(v);
     }
     if constexpr (writes) {
 #pragma GCC unroll 4
@@ -138,65 +161,98 @@ inline __attribute__((always_inline)) void walk(int64_t n, Stats& stats, const V
   }
   for (; i + W <= n; i += W) {
     if constexpr (reads) {
-      Vec v[1] = {value(i, Full{})};
-      stats.template merge<1>(v);
+      for (int g = 0; g < rows; ++g) {
+        Vec v[1] = {value(g, i, Full{})};
+        stats[g].template merge<1>(v);
+      }
     }
     if constexpr (writes) write(i, Full{});
   }
   if (i < n) {
     const Part k{int(n - i)};
-    if constexpr (reads) stats.merge_rest(value(i, k), k);
+    if constexpr (reads) {
+      for (int g = 0; g < rows; ++g) stats[g].merge_rest(value(g, i, k), k);
+    }
     if constexpr (writes) write(i, k);
   }
 }
 
-// The forward pass of a norm over rows begin..end. The statistics of each row are taken in the walk in which the row
-// before is written, so that memory is read and written at all times and a row is still in cache when its turn to be
-// written comes. `normalizer(r, stats)` gives the function (value, i, k) that makes a row's output of its input.
-template <class T, class Stats, bool with_residual, bool streaming, class Normalizer>
+// What `normalizer` gives for each of the rows from r on.
+template <class Normalizer, class Stats, int... g>
+inline auto of_rows(const Normalizer& normalizer, int64_t r, const Stats* stats, std::integer_sequence<int, g...>) {
+  return std::array<decltype(normalizer(r, stats[0])), sizeof...(g)>{normalizer(r + g, stats[g])...};
+}
+
+// The forward pass of a norm over rows begin..end, `rows` at a time, which share the loads of the weights. The statistics of
+// rows are taken in the walk in which those before them are written, so that memory is read and written at all times and a
+// row is still in cache when its turn to be written comes. `parameters(i, k)` are the weights, and `normalizer(r, stats)`
+// gives the function (value, weights) that makes a row's output of its input. With a residual, `rows` is 1.
+template <class T, class Stats, int rows, bool with_residual, bool streaming, class Parameters, class Normalizer>
 void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, const View& y, const View& summed,
-               const Normalizer& normalizer) {
-  const int64_t n = x.sizes[1], ahead = fetch_distance<T>(x);
-  const int64_t residual_ahead = with_residual ? fetch_distance<T>(residual) : 0, room = round_up(n, 64);
-  const int64_t y_ahead = fetch_distance<T>(y), summed_ahead = with_residual ? fetch_distance<T>(summed) : 0;
+               const Parameters& parameters, const Normalizer& normalizer) {
+  static_assert(rows == 1 || !with_residual);
+  const int64_t n = x.sizes[1], room = round_up(n, 64), x_step = x.strides[0], y_step = y.strides[0];
+  const Ahead ahead = fetch_ahead<T, rows>(x), y_ahead = fetch_ahead<T, rows>(y);
+  const int64_t residual_ahead = with_residual ? fetch_distance<T>(residual) : 0;
+  const int64_t summed_ahead = with_residual ? fetch_distance<T>(summed) : 0;
   T* const kept = with_residual ? reinterpret_cast<T*>(scratch(2 * room)) : nullptr;
   auto row = [](const View& v, int64_t r) { return v.as<T>() + r * v.strides[0]; };
   auto value_of = [=](int64_t r) {
     if constexpr (with_residual) {
-      return SumRow<T, streaming>{row(x, r),    row(residual, r), ahead, residual_ahead,
-                                  summed_ahead, row(summed, r),   kept + (r & 1) * room};
+      const SumRow<T, streaming> sum{row(x, r),    row(residual, r), ahead.far, residual_ahead,
+                                     summed_ahead, row(summed, r),   kept + (r & 1) * room};
+      return [=](int, int64_t i, auto k) { return sum(i, k); };
     } else {
-      return Row<T>{row(x, r), ahead};
+      const Row<T> first{row(x, r), ahead};
+      return [=](int g, int64_t i, auto k) { return Row<T>{first.x + g * x_step, first.ahead}(i, k); };
     }
   };
-  auto writer_of = [=](int64_t r, const Stats& stats) {
+  auto writer_of = [=, &parameters, &normalizer](int64_t r, const Stats* stats) {
+    const auto normalized = of_rows(normalizer, r, stats, std::make_integer_sequence<int, rows>{});
     const T* const from = with_residual ? kept + (r & 1) * room : row(x, r);
-    return [yr = row(y, r), from, y_ahead, normalized = normalizer(r, stats)](int64_t i, auto k) {
-      if constexpr (!streaming && std::is_same_v<decltype(k), Both>) fetch_pair(yr + y_ahead + i);
-      put(yr + i, normalized(load(from + i, k), i, k), k, streaming);
+    return [=, to = row(y, r)](int64_t i, auto k) {
+      const auto weights = parameters(i, k);
+#pragma GCC unroll 4
+      for (int g = 0; g < rows; ++g) {
+        T* const out = to + g * y_step + i;
+        if constexpr (!streaming && std::is_same_v<decltype(k), Both>) fetch_pair(out + y_ahead(i));
+        put(out, normalized[g](load(from + g * x_step + i, k), weights), k, streaming);
+      }
     };
   };
-  Stats stats;
-  walk(n, stats, value_of(begin), nullptr);
-  for (int64_t r = begin; r + 1 < end; ++r) {
+  Stats stats[rows];
+  walk<rows>(n, stats, value_of(begin), nullptr);
+  for (int64_t r = begin; r + rows < end; r += rows) {
     const auto write = writer_of(r, stats);
-    Stats next;
-    walk(n, next, value_of(r + 1), write);
-    stats = next;
+    Stats next[rows];
+    walk<rows>(n, next, value_of(r + rows), write);
+    std::copy_n(next, rows, stats);
   }
-  walk(n, stats, nullptr, writer_of(end - 1, stats));
+  walk<rows>(n, stats, nullptr, writer_of(end - rows, stats));
   if (streaming) stream_fence();
 }
 
-template <class T, class Stats, class Normalizer>
-void norm_forward(const View& x, const View& residual, const View& y, const View& summed,
+template <class T, class Stats, class Parameters, class Normalizer>
+void norm_forward(const View& x, const View& residual, const View& y, const View& summed, const Parameters& parameters,
                   const Normalizer& normalizer) {
   const int64_t rows = x.sizes[0], n = x.sizes[1];
   const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T))) && can_stream_rows<T>(y) &&
                          (!summed.defined() || can_stream_rows<T>(summed));
+  // Two rows of float32 and their weights are larger than the nearest cache; those of 16 bits would fill the registers.
+  constexpr int group = W == 16 && sizeof(T) == 4 ? 4 : 1;
   auto run = [&](auto with_residual, auto past_cache) {
     parallel_for(rows, row_grain(n, norm_task), [&](int64_t begin, int64_t end) {
-      norm_rows<T, Stats, with_residual.value, past_cache.value>(begin, end, x, residual, y, summed, normalizer);
+      if constexpr (group > 1 && !with_residual.value) {
+        const int64_t grouped = begin + (end - begin) / group * group;
+        if (begin < grouped) {
+          norm_rows<T, Stats, group, false, past_cache.value>(begin, grouped, x, residual, y, summed, parameters, normalizer);
+        }
+        begin = grouped;
+      }
+      if (begin < end) {
+        norm_rows<T, Stats, 1, with_residual.value, past_cache.value>(begin, end, x, residual, y, summed, parameters,
+                                                                      normalizer);
+      }
     });
   };
   auto with = [&](auto with_residual) {

@@ -36,14 +36,15 @@ void rms_norm(View x, View residual, View weight, double eps, double offset, boo
     with_parameter_type<T>(offset != 0.0, weight, View{}, [&](auto* p) {
       using P = std::remove_pointer_t<decltype(p)>;
       const Parameter<T, P> w(weight, n, 1.0f, float(offset));
+      auto parameters = [w = w.data()](int64_t i, auto k) { return load(w + i, k); };
       auto run = [&](auto round) {
-        norm_forward<T, SumOfSquares>(x, residual, y, summed, [&, w = w.data()](int64_t r, const SumOfSquares& stats) {
+        norm_forward<T, SumOfSquares>(x, residual, y, summed, parameters, [&](int64_t r, const SumOfSquares& stats) {
           const float scale = 1.0f / std::sqrt(stats.mean(n) + float(eps));
           if (rstd.defined()) rstd.as<float>()[r] = scale;
-          return [=](auto v, int64_t i, auto k) {
+          return [=](auto v, const auto& weights) {
             v = v * scale;
             if constexpr (round.value) v = round_to<T>(v);
-            return v * load(w + i, k);
+            return v * weights;
           };
         });
       };

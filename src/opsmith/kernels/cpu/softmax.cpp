@@ -2,6 +2,7 @@
 #include <cmath>
 #include <limits>
 
+#include "exp_table.h"
 #include "kernels.h"
 #include "pair.h"
 
@@ -25,7 +26,7 @@ enum Method : int64_t { automatic = 0, stable = 1, fast = 2 };
 constexpr float safe_sum = 1e30f;
 constexpr float safe_maximum = 60.0f;
 
-inline float exp1(float x) { return exp(splat(x))[0]; }
+inline float exp1(float x) { return exp_by_table(splat(x))[0]; }
 
 // Every term is 0 only where every score is -inf: nothing to attend to gives zeros, or NaN where nobody masked.
 inline float inverse_of(float sum, bool masked) { return sum == 0 && masked ? 0.0f : 1.0f / sum; }
@@ -34,7 +35,7 @@ inline float inverse_of(float sum, bool masked) { return sum == 0 && masked ? 0.
 template <class T>
 inline Vec exp_above(Vec z, float top) {
   if constexpr (std::is_same_v<T, float>) {
-    return exp(z - top);
+    return exp_by_table(z - top);
   } else {
     return exp2_for<T>((z - top) * log2_e);
   }
@@ -84,7 +85,7 @@ inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const U
   constexpr bool exact = std::is_same_v<T, float>;
   constexpr float unit = exact ? 1.0f : log2_e;  // rounded results are good enough in powers of two
   const float factor = z.scale * unit;
-  auto power = [](Vec v) { return exact ? exp(v) : exp2_for<T>(v); };
+  auto power = [](Vec v) { return exact ? exp_by_table(v) : exp2_for<T>(v); };
   auto with_bias = [&](Vec v, Vec b) { return z.hiding ? select(b < 0.0f, b, v) : fma(b, unit, v); };
   Vec total{};
   for (int64_t first = 0; first < n; first += piece) {

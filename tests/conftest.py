@@ -10,13 +10,10 @@ os.environ.setdefault("OPSMITH_INDUCTOR", "0")
 # PyTorch's profiler says on stderr that it starts and stops, unless its own log is told so before it is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-import functools
 import random
-import types
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import numpy as np
@@ -36,26 +33,9 @@ hypothesis.settings.load_profile("opsmith")
 THREADS = 2
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import triton.language as tl
-    from triton.runtime import interpreter
+    from tests.interpreter import hasten
 
-    @functools.cache
-    def languages(function: Any) -> list[Any]:
-        """The modules of Triton's language that a `@triton.jit` function sees."""
-        seen = [value for value in function.__globals__.values() if isinstance(value, types.ModuleType)]
-        return [module for module in seen if module in (tl, tl.core)]
-
-    def call_from_a_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a `@triton.jit` function from a kernel that the interpreter runs.
-
-        The interpreter's own method replaces all builtins of the language anew at each such call, also where the
-        kernel's start has done it: that took 40% of the time of these tests.
-        """
-        if any(tl.core.is_builtin(language.load) for language in languages(function.fn)):
-            interpreter._patch_lang(function.fn)
-        return function.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = call_from_a_kernel
+    hasten()
 
 
 @pytest.hookimpl(tryfirst=True)

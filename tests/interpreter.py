@@ -1,0 +1,105 @@
+"""Triton's interpreter, the same in half the time: it runs a kernel's every program in Python, one operation at a time.
+
+Where it computes one answer anew for each operation, as the NumPy type of a Triton type or the properties of a
+shape, the answer is kept here. Nothing that it computes or checks is left out.
+"""
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.language import semantic
+from triton.runtime import interpreter
+
+__all__ = ["hasten"]
+
+VERSION = "3.9.0"  # of constraints.txt: whose internals these are. Another one runs as it is.
+
+
+def hasten() -> None:
+    """Make this process's interpreter faster."""
+    if triton.__version__ != VERSION:
+        return
+    interpreter.InterpretedFunction.__call__ = call_from_a_kernel
+    keep_numpy_types()
+    keep_shapes()
+    # Whether a sum of integers overflows is computed with ten operations, and thrown away: asserts are off.
+    options = interpreter.interpreter_builder.options
+    assert not options.debug
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+@functools.cache
+def languages(function: Any) -> list[Any]:
+    """The modules of Triton's language that a `@triton.jit` function sees."""
+    seen = [value for value in function.__globals__.values() if isinstance(value, types.ModuleType)]
+    return [module for module in seen if module in (tl, tl.core)]
+
+
+def call_from_a_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a `@triton.jit` function from a kernel that the interpreter runs.
+
+    The interpreter's own method replaces all builtins of the language anew at each such call, also where the
+    kernel's start has done it.
+    """
+    if any(tl.core.is_builtin(language.load) for language in languages(function.fn)):
+        interpreter._patch_lang(function.fn)
+    return function.rewrite()(*args, **kwargs)
+
+
+def keep_numpy_types() -> None:
+    """The interpreter's own function builds its whole table at each call."""
+    find, found = interpreter._get_np_dtype, {}
+
+    def kept(ty: Any) -> np.dtype:
+        name = ty.scalar.name
+        if name not in found:
+            found[name] = find(ty)
+        return found[name]
+
+    interpreter._get_np_dtype = kept
+
+    equal = tl.dtype.__eq__
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def keep_shapes() -> None:
+    """Checks a shape, and makes the objects that describe it, once for all values and types of that shape."""
+    block, tensor = tl.block_type.__init__, tl.tensor.__init__
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+    of_types: dict[Any, tuple[Any, int]] = {}
+    of_values: dict[Any, tuple[Any, Any]] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        if sizes in of_types:
+            self.element_ty = element_ty
+            self.shape, self.numel = of_types[sizes]
+        else:
+            block(self, element_ty, shape)
+            of_types[sizes] = self.shape, self.numel
+        self.sizes = sizes
+
+    def value(self: Any, handle: Any, type: Any) -> None:
+        sizes = type.sizes if type.is_block() else ()
+        if sizes in of_values:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = of_values[sizes]
+        else:
+            tensor(self, handle, type)
+            of_values[sizes] = self.shape, self.numel
+
+    def broadcast_two(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        a, b = lhs.type, rhs.type
+        if a.is_block() and b.is_block() and a.sizes == b.sizes:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None)
+    tl.block_type.__init__ = block_type
+    tl.tensor.__init__ = value
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_two

@@ -97,5 +97,8 @@ def findings(folder: Path, implementation: str) -> Iterator[tuple[bool, str, int
 
 
 if __name__ == "__main__":
+    from tests.interpreter import hasten
+
+    hasten()
     folders = [path for path in sorted(Path(sys.argv[1]).iterdir()) if path.is_dir()]
     print(json.dumps({folder.name: list(findings(folder, "triton")) for folder in folders}))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import nn
 import opsmith
 import opsmith.operator as cards
 from opsmith.authoring import load, new
+from opsmith.cli import main
 from opsmith.kernels import build, triton
 from opsmith.operator import Cost, Make, Sample
 
@@ -173,17 +172,18 @@ def test_a_card_without_patterns_is_recognized_by_its_reference() -> None:
     opsmith.restore(model)
 
 
-def test_code_runs_only_where_its_folder_is_named(tmp_path: Path) -> None:
+def test_code_runs_only_where_its_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A folder beside the one that runs a command is not looked into, nor is one that only sounds like an operator."""
     for name in ("gelu", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "operator.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # as `python -c` and `python -m` have it
     for arguments, ran in ((["ops", "gelu"], False), (["ops"], False), (["ops", "./other"], True)):
-        done = subprocess.run(
-            [sys.executable, "-c", f"from opsmith.cli import main; raise SystemExit(main({arguments!r}))"],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            check=False,
-        )
-        assert ("it ran" in done.stderr) is ran, arguments
+        try:
+            said = str(main(arguments))
+        except SystemExit as stopped:
+            said = str(stopped)
+        assert ("it ran" in said + capsys.readouterr().err) is ran, arguments

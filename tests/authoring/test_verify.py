@@ -55,7 +55,8 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
             folder, f"turn_triton_{fault}", triton=faults.TRITON.get(fault), backends=("triton",)
         )
     command = [sys.executable, faults.__file__, str(folder)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Found] = json.loads(done.stdout.strip().splitlines()[-1])

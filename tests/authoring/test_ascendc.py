@@ -17,8 +17,9 @@ from opsmith.authoring.build import projects_kernels
 from opsmith.authoring.new import create
 from opsmith.authoring.project import Kernels
 from opsmith.cli import main
-from opsmith.kernels import build, triton
+from opsmith.kernels import triton
 from opsmith.kernels.ascend import EmulationError
+from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import Make, Operator, Sample
 from opsmith.ops.verify import Finding, examine, forward
 from tests.authoring.prototypes import PROTOTYPES, prototype, text
@@ -42,7 +43,7 @@ TRIED = {
 
 def emulated(test: Callable[..., None]) -> Callable[..., None]:
     """Needs a C++ compiler, and the CPU."""
-    test = pytest.mark.skipif(not build.status().compiler, reason="there is no C++ compiler")(test)
+    test = pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")(test)
     return pytest.mark.skipif(triton.INTERPRETED, reason="the interpreter has the CPU")(test)
 
 

@@ -12,13 +12,14 @@ import torch
 from opsmith.authoring import project
 from opsmith.authoring.signature import Signature
 from opsmith.cli import main
-from opsmith.kernels import build, isa, nvcc
+from opsmith.kernels import isa, nvcc
+from opsmith.kernels.compiler import find_compiler
 
 from . import normed_turn
 
 SRC = Path(__file__).parents[2] / "src"
 
-compiler = pytest.mark.skipif(not build.status().compiler, reason="there is no C++ compiler")
+compiler = pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from opsmith.authoring import project
 from opsmith.authoring.new import BACKENDS, create
 from opsmith.cli import main
 from opsmith.kernels import build, nvcc, triton
+from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import Operator
 from opsmith.ops.verify import verify
 from tests.authoring.prototypes import PROTOTYPES, prototype, text
@@ -39,9 +40,7 @@ TRIED = (
 )
 
 here = "triton" if triton.INTERPRETED else "cpu"
-runs = pytest.mark.skipif(
-    not triton.INTERPRETED and not build.status().compiler, reason="there is no C++ compiler"
-)
+runs = pytest.mark.skipif(not triton.INTERPRETED and not find_compiler(), reason="there is no C++ compiler")
 
 
 def write(folder: Path, name: str, backends: tuple[str, ...]) -> Path:
@@ -93,7 +92,9 @@ def test_what_is_written_is_formatted_and_written_in_a_second(tmp_path: Path) ->
         began = time.process_time()
         write(tmp_path, name, tuple(BACKENDS))
         took.append(time.process_time() - began)
-    assert statistics.median(took) < 1.0  # about a tenth: whatever else a machine does, half of them are not slowed
+    assert (
+        statistics.median(took) < 1.0
+    )  # about a tenth: whatever else a machine does, half of them are not slowed
     for command in (["format", "--check"], ["check"]):
         done = subprocess.run(
             ["ruff", *command, "--isolated", "--line-length", "110", str(tmp_path)],

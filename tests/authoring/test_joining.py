@@ -15,14 +15,15 @@ import opsmith
 import opsmith.operator as cards
 from opsmith.authoring import load, new
 from opsmith.cli import main
-from opsmith.kernels import build, triton
+from opsmith.kernels import triton
+from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import Cost, Make, Sample
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HEADS, DIM = 2, 16
 
 native = pytest.mark.skipif(
-    not build.status().compiler or triton.INTERPRETED,
+    not find_compiler() or triton.INTERPRETED,
     reason="there is no compiler, or the interpreter has the CPU",
 )
 

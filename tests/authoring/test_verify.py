@@ -13,8 +13,8 @@ import torch
 
 from opsmith.authoring import project
 from opsmith.cli import main
-from opsmith.kernels import build
 from opsmith.kernels import triton as kernels
+from opsmith.kernels.compiler import find_compiler
 
 from . import faults, normed_turn
 
@@ -37,7 +37,7 @@ def hold(fault: str, found: Found) -> None:
         assert "values" in checks
 
 
-@pytest.mark.skipif(not build.status().compiler, reason="there is no C++ compiler")
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 @pytest.mark.parametrize("fault", faults.SAID)
 def test_a_fault_planted_in_a_cpu_kernel(fault: str, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ assert races == ["add: 8 places are stored by several programs",
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.skipif(not build.status().compiler, reason="there is no C++ compiler")
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 def test_the_command_prints_a_table_and_the_smallest_failing_case(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

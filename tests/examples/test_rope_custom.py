@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from opsmith.kernels import build, triton
+from opsmith.kernels import triton
+from opsmith.kernels.compiler import find_compiler
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.skipif(
-    not build.status().compiler or triton.INTERPRETED,
+    not find_compiler() or triton.INTERPRETED,
     reason="there is no compiler, or the interpreter has the CPU",
 )
 

@@ -14,6 +14,7 @@ from torch import nn
 import opsmith
 from opsmith.compiler.quantize import Packing
 from opsmith.ops.packed_weight import FORMATS
+from tests.compiler.models import UNTIMED, ids, seeded
 
 
 class Net(nn.Module):
@@ -194,3 +195,29 @@ def test_copies_of_a_model_and_of_its_layers_compute_with_packed_weights() -> No
     model.up.weight.data.zero_()
     assert call(twin, x).equal(expected)
     assert call(part, x).equal(layer)
+
+
+def test_the_arithmetic_around_packed_layers_is_found() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+    model: Any = seeded(
+        lambda: LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    )
+    opsmith.optimize(model, quantize="int8", config=UNTIMED)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    tokens = model.generate(ids(2, 7), max_new_tokens=6, **options)
+    assert tokens.shape == (2, 13)
+    for graph in model.opsmith.graphs:
+        found = [site.operator for site in graph.report.kept]
+        assert [found.count(name) for name in ("rms_norm", "rope_qk", "attention", "silu_mul")] == [
+            5,
+            2,
+            2,
+            2,
+        ]
+        assert not graph.report.misses
+    # What a packed layer fills is a buffer of the program, but for the logits, which are the caller's.
+    text = model.opsmith.graphs[-1].plans[next(reversed(model.opsmith.graphs[-1].plans))].source
+    assert text.count("opsmith_packed_linear_default(buffers[") == 14
+    assert text.count("new_empty") == 1

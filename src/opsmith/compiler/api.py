@@ -349,15 +349,18 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             *[v if v is None or isinstance(v, bool | str) else type(v) for v in values],
             *[(t.shape, t.dtype, t.requires_grad) for t in tensors],
         )
-        if key in seen:
+        plain = all(v is None or isinstance(v, torch.Tensor | bool | int | float | str) for v in values)
+        if plain and key in seen:
             return compiled(*args, **kwargs)
+        # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
         for t in tensors:
             if t.is_floating_point() and t.dim() > 1:
                 torch._dynamo.mark_static(t, t.dim() - 1)
         with _capturing():
             result = compiled(*args, **kwargs)
-        seen.add(key)
+        if plain:
+            seen.add(key)
         return result
 
     return call
@@ -367,7 +370,8 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
 def _capturing() -> Iterator[None]:
     """The settings under which a graph is captured.
 
-    The limit on recompilations counts every model of the process; these are one for each kind of sizes.
+    The limit on recompilations counts every model of the process; these are one for each kind of sizes. Sizes that are
+    equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
     """
     with (
         _uncollected(),
@@ -377,6 +381,7 @@ def _capturing() -> Iterator[None]:
             accumulated_recompile_limit=1 << 16,
             run_gc_after_compile=False,
         ),
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
     ):
         yield
 

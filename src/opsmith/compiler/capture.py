@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from opsmith.compiler.canon import arguments, op_name, shape_of
 from opsmith.compiler.casts import spell_out
+from opsmith.compiler.filled import join
 from opsmith.compiler.mutation import effects, localize
 
 
@@ -68,6 +69,7 @@ def note_constants(gm: fx.GraphModule) -> None:
 
 def tidy(graph: fx.Graph) -> None:
     """Drop what gives its input: dropout out of training, casts and views to what a value is, joins with nothing."""
+    join(graph)
     localize(graph)
     changing = effects(graph).opaque()
     for node in list(graph.nodes):

@@ -23,10 +23,12 @@ from opsmith.compiler.rewrite import rewrite
 from opsmith.compiler.select import Choice, Packer, Selector, raised, signature
 from opsmith.compiler.settle import call_of, settle
 from opsmith.compiler.site import Site, where
+from opsmith.compiler.sizes import Key, differing, named, span, within
 from opsmith.compiler.study import Study, attribute
-from opsmith.operator import Implementation, registry
+from opsmith.operator import Implementation, Operator, registry
 
 MAX_PROGRAMS = 64
+MAX_STRAYS = 8
 Progress = Callable[[str, int, int], None]
 _UNSEEN: Any = object()
 # Asked of every weight at every call.
@@ -94,11 +96,17 @@ class CompiledGraph:
         self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
         for site in found.sites:
             self._add(site)
-        self.plans: dict[tuple[int, ...], ShapePlan] = {}
+        self.plans: dict[Key, ShapePlan] = {}
         self._choices: dict[tuple[str, str], Choice] = {}
         self._unfit: dict[str, dict[str, str]] = {}  # by site: implementations that failed its proof, and why
-        self._programs: dict[tuple[int, ...], Program | None] = {}
-        self._worths: dict[tuple[int, ...], tuple[bool, str]] = {}
+        self._programs: dict[Key, Program | None] = {}
+        self._spans: dict[
+            Key, int
+        ] = {}  # of the programs, those that serve many sizes; results they allocate
+        self._seen: set[Key] = set()  # sizes that such a program has served
+        self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
+        self._strays = 0
+        self._worths: dict[Key, tuple[bool, str]] = {}
         self._rewritten: fx.GraphModule | None = None
         self._lock = threading.RLock()
         self.progress = progress
@@ -147,11 +155,35 @@ class CompiledGraph:
             return self._training(args)
         key = tuple(args[i] for i in self._symbols)
         program = self._programs.get(key, _UNSEEN)
+        if program is _UNSEEN and self._spans:
+            program = self._spanning(key)
         if program is _UNSEEN or self._weights_changed(args):
             return self._first(key, args)
         return self._plain(*args) if program is None else program(args)
 
-    def _first(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+    def _spanning(self, key: Key) -> Any:
+        """The program that serves these sizes among others, until they come again and deserve one of their own."""
+        for sizes, fresh in self._spans.items():
+            if within(key, sizes):
+                if fresh and key in self._seen and len(self._programs) < MAX_PROGRAMS:
+                    return _UNSEEN
+                if fresh and len(self._seen) < 1 << 16:
+                    self._seen.add(key)
+                return self._programs[sizes]
+        return _UNSEEN
+
+    def _span(self, key: Key) -> tuple[Key, frozenset[Any]]:
+        """The sizes to record a program for: those of an example alone, else with all that has been seen to vary."""
+        if self.selector.learning or key in self._seen or not self._programs:
+            return key, frozenset()
+        new = differing(key, next(reversed(self._programs))) - self._varies
+        self._strays += bool(new)
+        # What changes now and then (the size of a batch) has programs of its own, what does so all the time has not.
+        if not self._varies or self._strays > MAX_STRAYS:
+            self._varies, self._strays = self._varies | new, 0
+        return span(key, self._varies, [self._placeholders[i] for i in self._symbols])
+
+    def _first(self, key: Key, args: Sequence[Any]) -> Any:
         with self._lock, torch.no_grad():
             if self._weights_changed(args):
                 self._repack(args)
@@ -161,10 +193,10 @@ class CompiledGraph:
             # What a run changes, weights and random numbers included, must change once: all this is on copies.
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
                 self._prepare(key, rehearsal)
-            program = self._programs[key]
+            program = self._programs[key] if key in self._programs else self._spanning(key)
             return self._plain(*args) if program is None else program(args)
 
-    def _prepare(self, key: tuple[int, ...], rehearsal: Rehearsal) -> Any:
+    def _prepare(self, key: Key, rehearsal: Rehearsal) -> Any:
         tuning = self._rewritten is None or self.selector.learning
         if tuning and not self.report.left:
             try:
@@ -205,7 +237,11 @@ class CompiledGraph:
         self._packed_from = [w.detach() for w in weights]
         self.packer.forget()
         self.packer.constants = {w.data_ptr(): w for w in weights}
+        self._forget_programs()
+
+    def _forget_programs(self) -> None:
         self._programs.clear()
+        self._spans.clear()
 
     def close(self) -> None:
         """Let go of the weights: Dynamo may keep this graph long after its model is gone."""
@@ -213,7 +249,7 @@ class CompiledGraph:
             self.packer.forget()
             self.packer.constants = {}
             self._versions, self._addresses, self._packed_from = [], [], []
-            self._programs.clear()
+            self._forget_programs()
 
     def study(self, args: Sequence[Any], training: bool = False) -> None:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
@@ -224,14 +260,15 @@ class CompiledGraph:
             kept = Study(self, args, training).run()
         self.selector.cache.save()
         if len(self.report.kept) < before:
-            self._programs.clear()  # those of examples seen earlier still have the site
+            self._forget_programs()  # those of examples seen earlier still have the site
         self._rewritten = rewrite(self.original, kept)
 
-    def _record(self, key: tuple[int, ...], rehearsal: Rehearsal, tuning: bool) -> Any:
+    def _record(self, key: Key, rehearsal: Rehearsal, tuning: bool) -> Any:
         assert self._rewritten is not None
+        sizes, free = self._span(key)
         steps: list[PlanStep] = []
 
-        def choose(name: str, call: dict[str, Any]) -> tuple[Choice, Implementation]:
+        def choose(name: str, call: dict[str, Any]) -> tuple[Operator, Choice, Implementation]:
             site = self.sites[name]
             choice = self.choice(name, call, may_measure=False)
             steps.append(
@@ -245,7 +282,7 @@ class CompiledGraph:
                     dict(choice.refused),
                 )
             )
-            return choice, self.selector.implementation(site.card, choice.implementation)
+            return site.card, choice, self.selector.implementation(site.card, choice.implementation)
 
         program, result = record(
             self._rewritten.graph,
@@ -253,6 +290,7 @@ class CompiledGraph:
             rehearsal.again(),
             choose,
             self.packer,
+            free,
         )
         slots = {s.site: s.slot for s in program.steps if s.site is not None}
         for step in steps:
@@ -260,24 +298,26 @@ class CompiledGraph:
         if tuning:
             self._worths[key] = self._worth(program, rehearsal)
         used, note = self._worth_nearby(key)
-        plan = ShapePlan(self._sizes(key), steps, sum(program.slots), used, note, program.source)
-        self._keep(key, program if used else None, plan)
+        plan = ShapePlan(self._sizes(sizes), steps, sum(program.slots), used, note, program.source)
+        if free:
+            self._spans[sizes] = program.fresh if used else 0
+        self._keep(sizes, program if used else None, plan)
         return result
 
-    def _keep(self, key: tuple[int, ...], program: Program | None, plan: ShapePlan) -> None:
+    def _keep(self, sizes: Key, program: Program | None, plan: ShapePlan) -> None:
         if len(self._programs) >= MAX_PROGRAMS:
             oldest = next(iter(self._programs))
             del self._programs[oldest], self.plans[oldest]
-        self._programs[key], self.plans[key] = program, plan
+            self._spans.pop(oldest, None)
+        self._programs[sizes], self.plans[sizes] = program, plan
 
-    def _sizes(self, key: tuple[int, ...]) -> str:
-        names = [str(self._placeholders[i].meta.get("val")) for i in self._symbols]
-        return ", ".join(f"{n}={v}" for n, v in zip(names, key, strict=True))
+    def _sizes(self, key: Key) -> str:
+        return named([str(self._placeholders[i].meta.get("val")) for i in self._symbols], key)
 
-    def _worth_nearby(self, key: tuple[int, ...]) -> tuple[bool, str]:
+    def _worth_nearby(self, key: Key) -> tuple[bool, str]:
         """What was found at the nearest sizes measured: only an example is worth the time of measuring."""
 
-        def distance(other: tuple[int, ...]) -> float:
+        def distance(other: Key) -> float:
             return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(key, other, strict=True))
 
         nearest = min(self._worths, key=distance, default=None)

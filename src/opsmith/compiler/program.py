@@ -4,12 +4,15 @@ One recording run at given sizes executes the rewritten graph step by step, choo
 and sees which results share memory. From that follow the buffers (a result's buffer is free after the last use
 of anything that shares it; what the caller gets is never one of them) and the source text, which is compiled
 once and run at every later call with those sizes.
+
+Where some sizes vary, as the length of a cache does with every token, one program serves them all: what does not
+depend on them stays as it was recorded, the rest is called with what the sizes are by then.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +22,13 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from opsmith.compiler.bind import Call, kernel_calls
+from opsmith.compiler.filled import filled
 from opsmith.compiler.select import Choice, Packer
-from opsmith.operator import Implementation
+from opsmith.compiler.sizes import varying
+from opsmith.compiler.slots import Layout, Slots, is_pure, is_size, last_uses, memory
+from opsmith.operator import Implementation, Operator
 
-Chooser = Callable[[str, dict[str, Any]], tuple[Choice, Implementation]]
-Layout = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]  # slot, bytes into it; sizes, strides
+Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Choice, Implementation]]
 
 
 @dataclass
@@ -50,7 +55,8 @@ class Program:
     _free: list[list[Any]] = field(default_factory=list)
     called: list[str] = field(
         default_factory=list
-    )  # the site of each call of an operator or kernel, in order
+    )  # sites, in the order of the calls of operators and kernels
+    fresh: int = 0  # results of sites that are allocated at every call, as their sizes vary
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Run; concurrent calls each take a set of buffers of their own."""
@@ -74,11 +80,38 @@ class Program:
         ]
 
 
+class Open:
+    """A site whose sizes vary: what was chosen at the recorded ones where it is able, else the public function."""
+
+    def __init__(self, card: Operator, implementation: Implementation, swapped: dict[str, torch.Tensor]):
+        self.card = card
+        self.implementation = implementation
+        self.fn = implementation.fn
+        self._swapped = swapped
+
+    def __call__(self, *, out: Any = None, **call: Any) -> Any:
+        """Run on these sizes."""
+        if self.implementation.accepts(**call) is True:
+            call.update(self._swapped)
+            return self.fn(**call) if out is None else self.fn(**call, out=out)
+        result = self.card.function(**call)
+        if out is not None:
+            several = isinstance(out, tuple)
+            for mine, value in zip(out if several else (out,), result if several else (result,), strict=True):
+                mine.copy_(value)
+        return result
+
+
 def record(
-    graph: fx.Graph, attributes: Callable[[str], Any], args: Sequence[Any], choose: Chooser, packer: Packer
+    graph: fx.Graph,
+    attributes: Callable[[str], Any],
+    args: Sequence[Any],
+    choose: Chooser,
+    packer: Packer,
+    free: Collection[Any] = (),
 ) -> tuple[Program, Any]:
-    """Run the graph once, and return the program for these sizes with the result of this run."""
-    return _Recorder(graph, attributes, args, choose, packer).run()
+    """Run the graph once; the program for these sizes, whichever the symbols in `free` are, and the run's result."""
+    return _Recorder(graph, attributes, args, choose, packer, free).run()
 
 
 class _Recorder:
@@ -89,8 +122,10 @@ class _Recorder:
         args: Sequence[Any],
         choose: Chooser,
         packer: Packer,
+        free: Collection[Any],
     ):
         self.nodes = list(graph.nodes)
+        self.varies = varying(self.nodes, free) if free else set()
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.attributes = attributes
         self.called: list[str] = []
@@ -100,19 +135,18 @@ class _Recorder:
         self.env: dict[Node, Any] = {}
         self.steps: dict[Node, Step] = {}
         self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
+        self.open: dict[Node, Open] = {}
         self.candidates: dict[Node, tuple[torch.Tensor, ...]] = {}
         self.constant: dict[Node, Any] = {}
-        self.weights = {_memory(w) for w in packer.constants.values()}
-        self.slot_of: dict[int, int] = {}  # by the memory of a recorded result: the slot in its place
-        self.devices: list[torch.device] = []  # of the slots
-        self.layouts: dict[
-            Layout, int
-        ] = {}  # what is read and written in slots, and its index among the buffers
+        self.weights = {memory(w) for w in packer.constants.values()}
+        self.slots = Slots()
 
     def run(self) -> tuple[Program, Any]:
         result = self._execute()
         self._fold()
-        slots = self._place(self._last_uses(result))
+        last = last_uses(self.nodes, self.env, result, self.candidates, self.varies)
+        for node, slot in self.slots.place(self.nodes, self.candidates, last).items():
+            self.steps[node].slot = slot
         needed = self._needed()
         source, names = self._source(needed)
         code = compile(source, "<opsmith plan>", "exec")
@@ -120,8 +154,17 @@ class _Recorder:
         steps = [
             self.steps[n] for n in self.nodes if n in self.steps and n in needed and n not in self.constant
         ]
-        layouts = list(self.layouts)
-        return Program(steps, source, slots, self.devices, names["run"], layouts, called=self.called), result
+        program = Program(
+            steps,
+            source,
+            self.slots.sizes,
+            self.slots.devices,
+            names["run"],
+            list(self.slots.layouts),
+            called=self.called,
+            fresh=len(self.calls.keys() & self.varies),
+        )
+        return program, result
 
     def _execute(self) -> Any:
         inputs = iter(self.args)
@@ -144,95 +187,54 @@ class _Recorder:
             if node.target is not operator.getitem:
                 self.steps[node] = Step(node.name, _target_name(node.target))
             weight = self.packer.cast(node, args)
-            if weight is None:
-                return node.target(*args, **kwargs)  # type: ignore[operator]
-            self.weights.add(_memory(weight))
-            self.constant[node] = weight
-            return weight
-        choice, implementation = self.choose(site, kwargs)
+            if weight is not None:
+                self.weights.add(memory(weight))
+                self.constant[node] = weight
+                return weight
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            if node.target is filled and node not in self.varies:
+                self.candidates[node] = (result,)
+            return result
+        card, choice, implementation = self.choose(site, kwargs)
         packed = self.packer(implementation, kwargs)
         swapped = {k: v for k, v in packed.items() if v is not kwargs[k]}
         self.calls[node] = (implementation, swapped)
-        self.weights |= {_memory(w) for w in swapped.values()} - {-1}  # no memory that can be seen
+        if node in self.varies or any(n in self.varies for n in node.all_input_nodes):
+            self.open[node] = Open(card, implementation, swapped)
+        self.weights |= {memory(w) for w in swapped.values()} - {-1}  # no memory that can be seen
         self.steps[node] = Step(node.name, _target_name(node.target), site, choice)
         result = implementation.fn(**packed)
-        if implementation.takes_out:
+        if implementation.takes_out and node not in self.varies:
             self.candidates[node] = result if isinstance(result, tuple) else (result,)
         return result
 
     def _fold(self) -> None:
-        """What follows from the sizes alone (positions, causal masks) is computed once: it is in `env` already."""
+        """What follows from fixed sizes alone (positions, causal masks) is computed once: it is in `env` already."""
         escaping = {n for o in self.nodes if o.op == "output" for n in o.all_input_nodes}
         for node in self.nodes:
-            if node.op != "call_function" or node in self.calls or node in escaping or not _is_pure(node):
+            if node.op != "call_function" or node in self.calls or node in escaping or not is_pure(node):
                 continue
-            if all(source in self.constant or _is_size(source) for source in node.all_input_nodes):
+            known = (
+                n in self.constant or (is_size(n) and n not in self.varies) for n in node.all_input_nodes
+            )
+            if all(known):
                 self.constant[node] = self.env[node]
         # A constant that is changed in place, or seen through a view that is, is none.
         for node in self.nodes:
-            if node.op == "output" or (node.op == "call_function" and not _is_pure(node)):
-                memory = {_memory(self.env.get(n)) for n in node.all_input_nodes}
-                for n in [n for n, v in self.constant.items() if _memory(v) in memory]:
+            if node.op == "output" or (node.op == "call_function" and not is_pure(node)):
+                seen = {memory(self.env.get(n)) for n in node.all_input_nodes}
+                for n in [n for n, v in self.constant.items() if memory(v) in seen]:
                     del self.constant[n]
-
-    def _last_uses(self, result: Any) -> dict[Node, int]:
-        """For each result that could be a buffer, the last step that reads its memory; absent if it escapes."""
-        owner: dict[int, Node] = {}
-        for node, tensors in self.candidates.items():
-            for t in tensors:
-                owner[t.untyped_storage().data_ptr()] = node
-        last = {node: self.order[node] for node in self.candidates}
-        inputs = {_memory(v) for n, v in self.env.items() if n.op in ("placeholder", "get_attr")}
-        for node in self.nodes:
-            value = self.env.get(node)
-            if node.op == "output":
-                value = result
-            for t in _tensors(value):
-                source = owner.get(t.untyped_storage().data_ptr())
-                if source is None or source not in last:
-                    continue
-                uses = [self.order[u] for u in node.users]
-                last[source] = max([last[source], self.order[node], *uses])
-                if node.op == "output" or _memory(t) in inputs:
-                    del last[source]
-        return last
-
-    def _place(self, last: dict[Node, int]) -> list[int]:
-        """Slots by first fit over lifetimes: the largest free slot is grown rather than a new one opened."""
-        sizes: list[int] = []
-        until: list[int] = []
-        for node in self.nodes:
-            if node not in last:
-                continue
-            taken: list[int] = []
-            for t in self.candidates[node]:
-                need = t.untyped_storage().nbytes()
-                free = [
-                    i
-                    for i, end in enumerate(until)
-                    if end < self.order[node] and i not in taken and self.devices[i] == t.device
-                ]
-                slot = min(free, key=lambda i: (abs(sizes[i] - need), i), default=len(sizes))
-                if slot == len(sizes):
-                    sizes.append(0)
-                    until.append(-1)
-                    self.devices.append(t.device)
-                sizes[slot] = max(sizes[slot], need)
-                until[slot] = last[node]
-                taken.append(slot)
-                self.slot_of[_memory(t)] = slot
-            self.steps[node].slot = taken[0]
-        return [-(-s // 64) * 64 for s in sizes]
 
     def _in_slot(self, node: Node) -> bool:
         """True for a value that stands in a slot: a site's result, or a view of one."""
         value = self.env.get(node)
-        own = node in self.calls or (node.op == "call_function" and _is_pure(node))
-        return own and isinstance(value, torch.Tensor) and _memory(value) in self.slot_of
+        own = node in self.calls or (node.op == "call_function" and is_pure(node))
+        return own and node not in self.varies and isinstance(value, torch.Tensor) and value in self.slots
 
     def _stays(self, t: torch.Tensor) -> bool:
         """True for memory that is the same at every call: a slot, or a weight as long as it does not change."""
-        return _memory(t) in self.slot_of or _memory(t) in self.weights
+        return t in self.slots or memory(t) in self.weights
 
     def _source(self, needed: set[Node]) -> tuple[str, dict[str, Any]]:
         names: dict[str, Any] = {}
@@ -255,15 +257,8 @@ class _Recorder:
         def text(value: Any) -> str:
             if isinstance(value, Node):
                 return text(self.env[value]) if self._in_slot(value) else value.name
-            if isinstance(value, torch.Tensor) and _memory(value) in self.slot_of:
-                layout = (
-                    self.slot_of[_memory(value)],
-                    int(value.storage_offset()) * value.element_size(),
-                    value.dtype,
-                    tuple(value.shape),
-                    value.stride(),
-                )
-                return f"buffers[{self.layouts.setdefault(layout, len(self.layouts))}]"
+            if isinstance(value, torch.Tensor) and value in self.slots:
+                return f"buffers[{self.slots.buffer(value)}]"
             if isinstance(value, torch.Tensor):
                 return bind(value, "weight")
             if isinstance(value, list | tuple):
@@ -288,6 +283,8 @@ class _Recorder:
                 site = self._site(node, bind, text)
                 self.called += [self.steps[node].site or node.name] * len(site)
                 lines += site
+            elif node.target is filled and self._in_slot(node):
+                lines.append(self._filled(node, bind, text))
             elif self._in_slot(node):
                 pass
             elif node.op == "call_function" and node.target is operator.getitem:
@@ -306,37 +303,46 @@ class _Recorder:
         """A site's lines: the implementation's call or, where all it works on stays in place, its kernels' calls."""
         implementation, swapped = self.calls[node]
         results = self.candidates.get(node, ())
+        opened = self.open.get(node)
         out = self.steps[node].slot is not None
-        if out:
+        if out and opened is None:
             given = {**map_arg(node.kwargs, self.env.__getitem__), **swapped}
             given["out"] = results if isinstance(self.env[node], tuple) else results[0]
             calls = kernel_calls(implementation.fn, given, self._stays)
             if calls is not None:
                 return [self._kernel(node, call, bind, text) for call in calls]
+        fixed = swapped if opened is None else {}
         parts = [
-            f"{k}={bind(swapped[k], f'{node.name}_{k}') if k in swapped else text(v)}"
+            f"{k}={bind(fixed[k], f'{node.name}_{k}') if k in fixed else text(v)}"
             for k, v in node.kwargs.items()
         ]
         if out:
             parts.append(f"out={text(results if isinstance(self.env[node], tuple) else results[0])}")
-        name = bind(implementation.fn, f"{_target_name(node.target)}_{implementation.name}")
+        name = bind(opened or implementation.fn, f"{_target_name(node.target)}_{implementation.name}")
         return [f"    {'' if out else node.name + ' = '}{name}({', '.join(parts)})"]
 
     def _kernel(self, node: Node, call: Call, bind: Any, text: Any) -> str:
         func, args, kwargs = call
         values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and _memory(value) in self.weights:
+            if isinstance(value, torch.Tensor) and memory(value) in self.weights:
                 bind(value, f"{node.name}_{name}")
         parts = [text(a) for a in args] + [f"{k}={text(v)}" for k, v in kwargs.items()]
         return f"    {bind(func._op, _target_name(func))}({', '.join(parts)})"
+
+    def _filled(self, node: Node, bind: Any, text: Any) -> str:
+        """The kernel's call alone: what it fills is a buffer."""
+        kernel, out, _, _, *args = node.args
+        parts = [text(a) for a in args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+        assert isinstance(kernel, torch._ops.OpOverload)
+        return f"    {bind(kernel._op, _target_name(kernel))}({', '.join(parts)}, {out}={text(node)})"
 
     def _needed(self) -> set[Node]:
         """The nodes whose values the program reads, and those that do more than return one."""
         needed: set[Node] = set()
         for node in reversed(self.nodes):
             effect = node.op in ("output", "placeholder") or (
-                node.op == "call_function" and not _is_pure(node)
+                node.op == "call_function" and not is_pure(node)
             )
             if node in self.calls:
                 effect = False
@@ -351,7 +357,7 @@ class _Recorder:
             return set()
         if node not in self.calls:
             return set(node.all_input_nodes)
-        swapped = self.calls[node][1]
+        swapped = {} if node in self.open else self.calls[node][1]
         read: set[Node] = set()
         map_arg({k: v for k, v in node.kwargs.items() if k not in swapped}, read.add)
         return read
@@ -369,33 +375,6 @@ class _Recorder:
             if end.op != "output":
                 dead.setdefault(end, []).append(node.name)
         return dead
-
-
-def _is_size(node: Node) -> bool:
-    return node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_pure(node: Node) -> bool:
-    """True for an ATen call that neither writes to an input nor draws random numbers."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is operator.getitem or getattr(node.target, "__module__", "") in (
-            "_operator",
-            "math",
-        )
-    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if value.layout == torch.strided and not value.is_mkldnn else []
-    if isinstance(value, list | tuple):
-        return [t for v in value for t in _tensors(v)]
-    return []
-
-
-def _memory(value: Any) -> int:
-    tensors = _tensors(value)
-    return tensors[0].untyped_storage().data_ptr() if tensors else -1
 
 
 def _target_name(target: Any) -> str:

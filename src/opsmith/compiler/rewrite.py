@@ -10,13 +10,15 @@ from torch.fx import Node
 
 from opsmith.compiler.operands import insert
 from opsmith.compiler.site import Site
+from opsmith.compiler.sizes import symbols
 
 
 def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphModule:
     """A copy of the graph in which each named site is a call of its card's public function.
 
-    The call node carries `meta["site"]`, the site's name. Since the functions are public ones, the graph still
-    differentiates; the program for inference is made from the same nodes with the chosen implementations.
+    The call node carries `meta["site"]`, the site's name, and `meta["symbols"]`, those in the sizes of its results.
+    Since the functions are public ones, the graph still differentiates; the program for inference is made from the
+    same nodes with the chosen implementations.
     """
     graph = fx.Graph()
     new: dict[Node, Node] = {}
@@ -34,6 +36,8 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
             call = {k: insert(v, graph, new.__getitem__, at, made) for k, v in site.arguments.items()}
             node = graph.call_function(site.card.function, (), call)
             node.meta["site"] = name
+            sizes = symbols([n.meta.get("val") for n in site.outputs])
+            node.meta["symbols"] = sizes
             results = (
                 [node]
                 if len(targets) == 1
@@ -41,6 +45,8 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
             )
             for function, more in site.after:
                 results = [graph.call_function(function, (r, *more)) for r in results]
+                for result in results:
+                    result.meta["symbols"] = sizes
         for old, target, result in zip(site.outputs, targets, results, strict=True):
             target.replace_all_uses_with(result)
             new[old] = result

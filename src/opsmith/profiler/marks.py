@@ -18,7 +18,7 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 
 from opsmith.compiler.plan import PlanStep
-from opsmith.compiler.program import Program
+from opsmith.compiler.program import Open, Program
 from opsmith.operator import Operator, registry
 from opsmith.ops.replay import call_of
 
@@ -148,9 +148,13 @@ class Marks:
                 runs.append((program, program._run))
                 program._run = self._starting(program._run, origins)
             for name, value in list(names.items()):
-                if id(value) in known and callable(value):
+                if isinstance(value, Open):
+                    who: tuple[Operator, str] | None = (value.card, value.implementation.name)
+                else:
+                    who = known.get(id(value)) if callable(value) else None
+                if who is not None:
                     changed.append((names, name, value))
-                    names[name] = self._noting(value, *known[id(value)])
+                    names[name] = self._noting(value, *who)
         try:
             yield
         finally:

@@ -1,0 +1,194 @@
+"""One program for many sizes: what varies from call to call, a cache above all, is no reason to record anew."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opsmith
+from opsmith.compiler.program import Open
+from opsmith.compiler.sizes import differing, named, span, symbols, varying, within
+from opsmith.operator import Implementation, registry
+from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            max_position_embeddings=128,
+        )
+    )
+
+
+def _programs(model: Any) -> dict[Any, Any]:
+    found = {k: p for graph in model.opsmith.graphs for k, p in graph._programs.items()}
+    assert None not in found.values()
+    return found
+
+
+def _spans(model: Any) -> dict[Any, Any]:
+    return {k: p for k, p in _programs(model).items() if any(isinstance(s, range) for s in k)}
+
+
+def test_a_growing_cache_is_served_by_few_programs() -> None:
+    model = seeded(_llama)
+    want = model.generate(ids(2, 7), max_new_tokens=60, **GREEDY)
+    opsmith.optimize(model, config=UNTIMED)
+    assert torch.equal(model.generate(ids(2, 7), max_new_tokens=60, **GREEDY), want)
+    # The prompt, its first token, and one program for each power of two that the cache grows into.
+    assert len(_programs(model)) <= 7
+    spans = _spans(model)
+    assert len(spans) >= 3
+    assert all(program.fresh == 0 for program in spans.values())
+    # What does not depend on the length of the cache is a kernel's call on fixed memory, as in any program.
+    assert all("opsmith_rms_norm_default(buffers[" in program.source for program in spans.values())
+    assert torch.equal(model.generate(ids(2, 7), max_new_tokens=60, **GREEDY), want)
+    assert len(_programs(model)) <= 7
+
+
+def test_a_cache_captured_anew_keeps_its_constants() -> None:
+    model = seeded(_llama)
+    opsmith.optimize(model, config=UNTIMED)
+    with torch.no_grad():
+        for strided in (False, True):
+            given = ids(1, 9)
+            out = model(given, use_cache=True)
+            for _ in range(3):  # the same arguments from outside; within them, sizes that were equal once
+                token = given[:, :1] if strided else given[:, :1].clone()
+                out = model(token, past_key_values=out.past_key_values, use_cache=True)
+    for graph in model.opsmith.graphs:
+        assert [site.operator for site in graph.report.kept].count("rms_norm") == 5
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_sizes_nobody_has_seen_give_the_same_numbers(shuffled: bool) -> None:
+    model = seeded(Encoder)
+    truth = Truth(model)
+    opsmith.optimize(model, (ids(3, 9), padding(3, 9)), config=UNTIMED)
+    sizes = [(b, n) for b in (2, 3, 5) for n in (5, 9, 11, 12, 17, 31)]
+    if shuffled:
+        random.Random(0).shuffle(sizes)
+    for b, n in sizes * 2:
+        inputs = (ids(b, n, seed=b * n), padding(b, n))
+        with torch.no_grad():
+            truth.check(model(*inputs), *inputs)
+        for program in _programs(model).values():
+            for buffers in program._free:
+                for buffer in buffers:
+                    buffer.fill_(float("nan") if buffer.is_floating_point() else 1)
+    assert _spans(model)
+
+
+def test_sizes_that_come_again_get_a_program_of_their_own() -> None:
+    model = seeded(Feed)
+    truth = Truth(model)
+    opsmith.optimize(model, numbers(2, 4, WIDTH), config=UNTIMED)
+    for batch in (9, 10, 11, 10):
+        x = numbers(batch, 4, WIDTH)
+        with torch.no_grad():
+            truth.check(model(x), x)
+    (graph,) = model.opsmith.graphs
+    keys = list(graph._programs)
+    assert [isinstance(k[0], range) for k in keys] == [False, True, False]
+    assert keys[2][0] == 10
+    sizes = [shape.sizes.partition("=")[2].partition(",")[0] for shape in model.opsmith.plan.shapes]
+    assert sizes == ["2", "8 to 15", "10"]
+
+
+class _Views(nn.Module):
+    """A result of fixed size that is seen through a view of a size that varies, and needed after the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList([Feed() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        first = self.feeds[0](x)
+        view = first[: other.shape[0]].reshape(-1, 2, WIDTH // 2).transpose(0, 1)
+        wide = first[:1].expand(other.shape[0], -1, -1)
+        y = first
+        for feed in self.feeds:
+            y = feed(y)
+        return torch.cat([t.flatten() for t in (y, wide, view, torch.softmax(other, -1))])
+
+
+def test_a_view_whose_size_varies_keeps_a_buffer_alive() -> None:
+    model = seeded(_Views)
+    truth = Truth(model)
+    opsmith.optimize(model, (numbers(6, 4, WIDTH), numbers(3, WIDTH)), config=UNTIMED)
+    for rows in (2, 3, 4, 5, 6, 5, 4, 3, 2):
+        inputs = (numbers(6, 4, WIDTH, seed=rows), numbers(rows, WIDTH, seed=rows + 9))
+        with torch.no_grad():
+            truth.check(model(*inputs), *inputs)
+    assert _spans(model)
+
+
+def test_changed_weights_are_seen_by_a_program_for_many_sizes() -> None:
+    model = seeded(Feed)
+    opsmith.optimize(model, numbers(2, 4, WIDTH), config=UNTIMED)
+    with torch.no_grad():
+        model(numbers(9, 4, WIDTH))
+        assert _spans(model)
+        for p in model.parameters():
+            p.mul_(1.5)
+        changed = seeded(Feed)
+        changed.load_state_dict(model.state_dict())
+        for batch in (9, 12, 12):
+            x = numbers(batch, 4, WIDTH)
+            Truth(changed).check(model(x), x)
+
+
+def test_an_implementation_that_is_not_able_gives_way() -> None:
+    card = registry()["softmax"]
+    refused: list[Any] = []
+
+    def never(*args: Any, **kwargs: Any) -> str:
+        refused.append(kwargs["x"].shape)
+        return "never"
+
+    def fail(**call: Any) -> None:
+        raise AssertionError(call)
+
+    site = Open(card, Implementation("never", fail, supports=never), {})
+    x = numbers(3, 5)
+    want = torch.softmax(x, -1)
+    torch.testing.assert_close(site(x=x), want)
+    out = torch.empty(3, 5)
+    site(x=x, out=out)
+    torch.testing.assert_close(out, want)
+    assert refused == [x.shape] * 2
+
+
+def test_spans_end_at_powers_of_two() -> None:
+    class Holder:
+        def __init__(self, value: Any) -> None:
+            self.meta = {"val": value}
+
+    shapes = torch.fx.experimental.symbolic_shapes.ShapeEnv()
+    source = torch._dynamo.source.ConstantSource("n")
+    symbol = shapes.create_symbol(20, source)
+    size = shapes.create_symintnode(symbol, hint=20, source=source)
+    held: Any = [Holder(4), Holder(size)]
+    sizes, free = span((4, 20), {0, 1}, held)
+    assert sizes == (4, range(16, 32))  # the first is no symbol: it is the same in every call of this graph
+    assert free == {symbol}
+    assert within((4, 31), sizes)
+    assert not within((4, 32), sizes)
+    assert differing((5, 32), sizes) == {0, 1}
+    assert named(["a", "n"], sizes) == "a=4, n=16 to 31"
+    assert symbols([size + 1, 3]) == {symbol}
+    assert varying([], free) == set()

@@ -160,8 +160,7 @@ class _Finder:
             if isinstance(outcome, Site):
                 return outcome
             problem = Mismatch(4 * len(binding) + 100, *outcome)
-        written_out = template.cut is None or len(between(root, _cut_nodes(known))) >= MIN_COMPOSITE
-        if problem is not None and problem.score >= 0 and written_out:
+        if problem is not None and problem.score >= 0 and self._written_out(template, root, known):
             best = self.near.get(root)
             rank = (
                 len(template.names),
@@ -170,6 +169,10 @@ class _Finder:
             if best is None or rank > best[0]:
                 self.near[root] = (rank, template, problem, canon)
         return None
+
+    def _written_out(self, template: Template, root: Node, known: Binding) -> bool:
+        """True where enough calls stand between the input and the root to be an operator that came out otherwise."""
+        return template.cut is None or len(between(root, _cut_nodes(known), MIN_COMPOSITE)) >= MIN_COMPOSITE
 
     def _bind(
         self, template: Template, canon: Canon, root: Node, binding: Binding

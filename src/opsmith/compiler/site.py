@@ -98,10 +98,10 @@ def cuts(root: Node, region: set[Node]) -> list[Node]:
     return list(near)
 
 
-def between(root: Node, inputs: Iterable[Node]) -> set[Node]:
-    """The nodes from the inputs (excluded) to the root (included)."""
+def between(root: Node, inputs: Iterable[Node], enough: int | None = None) -> set[Node]:
+    """The nodes from the inputs (excluded) to the root (included); no more than `enough` of them are looked for."""
     stop, region, queue = set(inputs), {root}, [root]
-    while queue:
+    while queue and (enough is None or len(region) < enough):
         for source in queue.pop().all_input_nodes:
             if source not in stop and source not in region and source.op == "call_function":
                 region.add(source)

@@ -1,10 +1,12 @@
 """Every fault that `opsmith verify` claims to catch, planted in a kernel for a CPU and in one of Triton's."""
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,23 @@ def hold(fault: str, found: Found) -> None:
         assert "values" in checks
 
 
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The project of a fault for the CPU, or that of none, whose kernels are built once."""
+
+    @functools.cache
+    def written(fault: str) -> Path:
+        folder = tmp_path_factory.mktemp("turned")
+        return normed_turn.write(folder, f"turn_cpu_{fault}", cpu=faults.CPU.get(fault), backends=("cpu",))
+
+    return written
+
+
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 @pytest.mark.parametrize("fault", faults.SAID)
-def test_a_fault_planted_in_a_cpu_kernel(fault: str, tmp_path: Path) -> None:
-    folder = normed_turn.write(tmp_path, f"turn_cpu_{fault}", cpu=faults.CPU.get(fault), backends=("cpu",))
-    hold(fault, list(faults.findings(folder, "native")))
+def test_a_fault_planted_in_a_cpu_kernel(fault: str, turned: Callable[[str], Path]) -> None:
+    hold(fault, list(faults.findings(turned(fault), "native")))
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +116,9 @@ assert races == ["add: 8 places are stored by several programs",
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 def test_the_command_prints_a_table_and_the_smallest_failing_case(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    turned: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = normed_turn.write(tmp_path, "turn_red", cpu=faults.CPU["tail"], backends=("cpu",))
+    folder = turned("tail")
     assert main(["verify", str(folder), "--dtype", "float32"]) == 1
     out, err = capsys.readouterr()
     heads = re.split(r"  +", out.splitlines()[0].strip())
@@ -119,18 +132,17 @@ def test_the_command_prints_a_table_and_the_smallest_failing_case(
         "torch.compile, gradients",
         "gradcheck",
     ]
-    assert heads == ["turn_red", "dtype", *checks, "error / bound"]
+    assert heads == ["turn_cpu_tail", "dtype", *checks, "error / bound"]
     assert re.search(r"native +float32 +\d of 8 failed", out)
-    assert re.search(r"start with the smallest: turn_red native, float32, values of sample '1x2'", err)
+    assert re.search(r"start with the smallest: turn_cpu_tail native, float32, values of sample '1x2'", err)
     assert main(["bench", str(folder), "--dtype", "float32"]) == 1  # a wrong result has no time
     assert "unwritten output" in capsys.readouterr().err
 
 
-def test_opcheck_and_gradcheck_look_at_the_projects_own_entries(tmp_path: Path) -> None:
-    folder = normed_turn.write(tmp_path, "turn_checked", backends=("cpu",))
-    card = project.load(folder).CARD
+def test_opcheck_and_gradcheck_look_at_the_projects_own_entries(turned: Callable[[str], Path]) -> None:
+    card = project.load(turned("")).CARD
     from opsmith.ops.conduct import Recorder
 
     with Recorder(card.name) as recorder:
         card.function(torch.randn(3, 8), torch.randn(8), torch.randn(8))
-    assert {call[0]._schema.name for call in recorder.calls.values()} == {"turn_checked::forward"}
+    assert {call[0]._schema.name for call in recorder.calls.values()} == {"turn_cpu_::forward"}

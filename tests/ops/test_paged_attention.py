@@ -97,6 +97,44 @@ def test_empty_sequences_and_queries_before_the_first_key_give_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_int8_caches_may_hold_any_byte_and_any_scale(dtype: torch.dtype, sign: float) -> None:
+    """-128, scales of both signs and zero, q whose numbers lie far apart, a query of zeros."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 16, 128, generator=generator) * torch.tensor([1.0, 1e-3]).repeat(64)
+    q[0, 5] = 0
+    caches = [torch.randint(-128, 128, (20, 16, 4, 128), generator=generator, dtype=torch.int8) for _ in "kv"]
+    scales = [torch.randn(20, 16, 4, generator=generator) * 0.02 for _ in "kv"]
+    scales[1][:10] = scales[1][:10].abs() * sign
+    scales[1][3] = 0
+    tables = torch.arange(20, dtype=torch.int32).view(2, 10)
+    args = q.to(dtype), *caches, tables, torch.tensor([150, 99])
+    options = {"k_scale": scales[0], "v_scale": scales[1]}
+    wide = {name: t.double() for name, t in options.items()}
+    exact = reference(args[0].double(), *args[1:], **wide)
+    with always_native():
+        close(paged_attention(*args, **options), eager(*args, **options), exact)
+
+
+@pytest.mark.parametrize("where", ["q", "k_scale", "v_scale"])
+def test_nan_beside_int8_caches_reaches_the_rows_that_see_it(where: str) -> None:
+    q = torch.randn(2, 16, 64, dtype=torch.bfloat16)
+    caches = [torch.randint(-127, 128, (10, 16, 4, 64), dtype=torch.int8) for _ in "kv"]
+    scales = {"k_scale": torch.rand(10, 16, 4), "v_scale": torch.rand(10, 16, 4)}
+    tables = torch.arange(10, dtype=torch.int32).view(2, 5)
+    if where == "q":
+        q[0, 5, 3] = math.nan
+    else:
+        scales[where][2, 7, 1] = math.nan
+    with always_native():
+        y = paged_attention(q, *caches, tables, torch.tensor([80, 80]), **scales)
+    dead = torch.zeros(2, 16, dtype=torch.bool)
+    dead[0, 5 if where == "q" else slice(4, 8)] = True
+    assert torch.equal(y.isnan().all(-1), dead)
+    assert torch.equal(y.isnan().any(-1), dead)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_int8_caches_are_rounded_by_what_writes_them(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     k, v = (torch.randn(20, 2, d, generator=generator).to(dtype) for d in (33, 40))

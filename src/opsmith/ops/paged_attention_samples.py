@@ -119,6 +119,12 @@ def samples(make: Make) -> Iterator[Sample]:
         yield Sample(f"int8{name}", args, {**scales, **more})
     args, scales = int8(call((60, 33), 4, 2, 48, dv=32, new=2))
     yield Sample("int8, new tokens", args, scales)
+    # Four rows a head and heads of whole lines, which the kernel knows ahead of time.
+    for h, hkv, d, dv in ((16, 4, 128, 64), (40, 10, 64, 128), (32, 1, 128, 128)):
+        args = call((130, 33, 70), h, hkv, d, dv=dv)
+        yield Sample(f"{h}/{hkv}x{d}x{dv}", args)
+        args, scales = int8(args)
+        yield Sample(f"int8, {h}/{hkv}x{d}x{dv}", args, scales)
     q, k, v, *rest = call((50, 33), 4, 2, 32)
     pool = make(2, k.shape[0], k.shape[1], 2, 4, 32)
     yield Sample("a slice of a pool", (q, pool[0, :, :, 0, 1:3], pool[1, :, :, 1, :2], *rest))

@@ -9,28 +9,21 @@
 #include <cmath>
 
 #include "attention_scores.h"
+#include "paged_bytes.h"
 #include "paged_plan.h"
 #include "paged_rows.h"
+#include "paged_sums.h"
+#include "paged_walk.h"
 #include "pair.h"
 #include "parallel.h"
 
 namespace opsmith {
 namespace {
 
-constexpr int64_t kAheadBytes = 32 << 10;  // asked for before they are used
-constexpr int64_t kTogether = 16;          // values of one head before the next head's: memory is read nearly as it lies
-
-// What was summed: a row of `width` floats for each row of scores; then the sums of the weights and the largest scores, in
-// the order of the lanes of a token's scores.
-struct Sums {
-  float* data = nullptr;
-  int64_t rows = 0, width = 0, lanes = 0;
-
-  int64_t size() const { return round_up(rows * width + 2 * lanes, 16); }
-  float* row(int64_t r) const { return data + r * width; }
-  float* totals() const { return data + rows * width; }
-  float* largest() const { return totals() + lanes; }
-};
+constexpr int64_t kAheadBytes = 32 << 10;    // asked for before they are used
+constexpr int64_t kFurtherBytes = 64 << 10;  // whose pages are asked for
+constexpr int64_t kPageRow = 1 << 10;        // bytes of a token from which that is worth while
+constexpr int64_t kTogether = 16;            // values of one head before the next head's: memory is read nearly as it lies
 
 template <class T>
 class Paged {
@@ -56,14 +49,18 @@ class Paged {
       lanes_ = round_up(lanes_, W);
     }
     apart_ = std::max<int64_t>(1, W / lanes_);
+    fours_ = unit() == 4 && apart_ == 1 && (value_dim_ == 64 || value_dim_ == 128);
+#if defined(OPSMITH_PAGED_BYTES)
+    bytes_ = quantized && fours_ && !precise_ && (dim_ == 64 || dim_ == 128);
+#endif
   }
 
   void run() {
     const int64_t pieces = int64_t(plan_.pieces.size()), threads = std::min(plan_.threads, pieces);
     static thread_local std::vector<float> kept;  // by the thread that calls: fresh pages at every call would cost more
     const int64_t stride = sums(nullptr).size();
-    if (int64_t(kept.size()) < pieces * stride) kept.resize(size_t(pieces * stride));
-    partial_ = kept.data();
+    if (int64_t(kept.size()) < pieces * stride + W) kept.resize(size_t(pieces * stride + W));
+    partial_ = kept.data() + (-reinterpret_cast<uintptr_t>(kept.data()) & 63) / sizeof(float);  // vectors on lines of their own
     used_.assign(size_t(pieces), 0);
     left_.reset(new std::atomic<int64_t>[plan_.wholes.size()]);
     for (size_t i = 0; i < plan_.wholes.size(); ++i) left_[i].store(plan_.wholes[i].count, std::memory_order_relaxed);
@@ -79,45 +76,12 @@ class Paged {
   }
 
  private:
-  // Where keys lie, those of a tile and of the next one. The last pointer is repeated, for who reads or asks beyond.
-  struct Tiles {
-    static constexpr int64_t most = 2 * kPagedTile, beyond = kPagedTile;
-    const T *keys[most + beyond], *values[most + beyond];
-    const float *key_scale[most], *value_scale[most];
-    int64_t count = 0;
-
-    void drop(int64_t n) {
-      count -= n;
-      for (const T** p : {keys, values}) std::copy_n(p + n, count + beyond, p);
-      for (const float** p : {key_scale, value_scale}) std::copy_n(p + n, quantized ? count : 0, p);
-    }
-  };
-
-  // A thread's memory.
-  struct Buffers {
-    float *q, *scores, *weights, *key_scale, *value_scale;
-    int64_t* offset;  // of the head of each row, in a token's keys
-    int64_t floats;
-
-    Buffers(float* base, int64_t rows, int64_t depth, int64_t scores_of_tile) {
-      Carver carve{base};
-      q = carve.take(rows * depth);
-      offset = reinterpret_cast<int64_t*>(carve.take(2 * rows));
-      scores = carve.take(scores_of_tile);
-      weights = carve.take(scores_of_tile);
-      key_scale = carve.take(quantized ? scores_of_tile : 0);
-      value_scale = carve.take(quantized ? scores_of_tile : 0);
-      floats = carve.used;
-    }
-  };
-
   // What a thread is at: pieces of a whole that follow each other, in one sum.
   struct Walk {
     const Whole* whole = nullptr;
     int64_t first = 0, next = 0;  // pieces
-    int64_t found = 0;            // the first key whose place is not known yet
-    Tiles tiles;
-    Buffers to{nullptr, 0, 0, 0};
+    Tiles<T> tiles;
+    Buffers to;
     Sums sums;
   };
 
@@ -126,45 +90,19 @@ class Paged {
   int64_t unit() const { return std::min<int64_t>(slots_, kUnit); }  // rows of a head that are multiplied at once
   Sums sums(float* at) const { return {at, slots_ * plan_.heads_at_once, width_, std::max<int64_t>(lanes_, W)}; }
 
-  void find(Walk& walk, int64_t until) const {
-    Tiles& to = walk.tiles;
-    if (walk.found == until) return;
-    const int64_t size = c_.block_size(), end = to.count + until - walk.found;
-    int64_t block = walk.found / size, slot = walk.found % size;
-    for (int64_t j = to.count; j < end; ++block, slot = 0) {
-      const int64_t at = c_.block(walk.whole->sequence, block), stop = std::min(end, j + size - slot);
-      for (; j < stop; ++j, ++slot) {
-        to.keys[j] = place<T>(c_.keys, at, slot);
-        to.values[j] = place<T>(c_.values, at, slot);
-        if constexpr (quantized) {
-          to.key_scale[j] = place<float>(c_.key_scale, at, slot);
-          to.value_scale[j] = place<float>(c_.value_scale, at, slot);
-        }
-      }
-    }
-    to.count = end;
-    walk.found = until;
-    for (const T** p : {to.keys, to.values}) std::fill_n(p + end, Tiles::beyond, p[end - 1]);
-  }
-
-  template <class E>
-  static const E* place(const View& x, int64_t block, int64_t slot) {
-    return x.as<E>() + block * x.strides[0] + slot * x.strides[1];
-  }
-
   void attend(Walk& walk, int64_t at) {
     const Piece& piece = plan_.pieces[size_t(at)];
     const Whole& whole = plan_.wholes[size_t(piece.whole)];
     if (walk.whole != &whole || walk.next != at) {
       finish(walk);
       begin(walk, whole, at);
-      walk.found = piece.from;
-      find(walk, std::min(piece.from + plan_.tile, whole.until));
+      walk.tiles.start(piece.from);
+      walk.tiles.find(c_, whole.sequence, std::min(piece.from + plan_.tile, whole.until));
     }
     walk.next = at + 1;
     for (int64_t from = piece.from, keys; from < piece.until; from += keys) {
       keys = std::min(plan_.tile, piece.until - from);
-      find(walk, std::min(from + 2 * plan_.tile, whole.until));
+      walk.tiles.find(c_, whole.sequence, std::min(from + 2 * plan_.tile, whole.until));
       meet(walk, from, keys);
       walk.tiles.drop(keys);
     }
@@ -173,10 +111,9 @@ class Paged {
   void begin(Walk& walk, const Whole& whole, int64_t piece) const {
     walk.whole = &whole;
     walk.first = piece;
-    walk.tiles.count = 0;
     const int64_t rows = std::max(lanes_, slots_ * plan_.heads_at_once);
     const int64_t scores = round_up(plan_.tile + 2 * apart_, 2 * W) * std::max<int64_t>(lanes_, 1);
-    walk.to = Buffers(Workspace::get(Buffers(nullptr, rows, depth_, scores).floats), rows, depth_, scores);
+    walk.to = Buffers(Workspace::get(Buffers(nullptr, rows, depth_, scores, quantized).floats), rows, depth_, scores, quantized);
     walk.sums = sums(partial_ + piece * sums(nullptr).size());
     std::fill(walk.sums.data, walk.sums.largest(), 0.0f);
     std::fill_n(walk.sums.largest(), walk.sums.lanes, -kInfinity);
@@ -192,6 +129,15 @@ class Paged {
         pack_row<Units>(from, of < rows_ ? dim_ : 0, to, depth_ * Units::per_unit);
       }
     });
+#if defined(OPSMITH_PAGED_BYTES)
+    if (bytes_) {  // rows that only fill up a vector have scores of 0
+      std::fill_n(walk.to.step, lanes_, 0.0f);
+      std::fill_n(walk.to.start, lanes_, 0);
+    }
+    for (int64_t r = 0; bytes_ && r < whole.heads * slots_; ++r) {
+      digits_of(walk.to.q + r * depth_, dim_, walk.to.digits + r * 2 * dim_, walk.to.step + r, walk.to.start + r);
+    }
+#endif
   }
 
   void finish(Walk& walk) {
@@ -206,19 +152,41 @@ class Paged {
   // A tile: scores of all heads, token by token, so that memory is read as it lies; then weights; then sums.
   void meet(const Walk& walk, int64_t at, int64_t keys) const {
     const Whole& whole = *walk.whole;
-    const Tiles& tile = walk.tiles;
-    const int64_t tokens = round_up(keys, 2 * apart_);
-    const Rows rows{walk.to.q, depth_, lanes_, whole.heads * slots_, walk.to.offset};
-    const Ahead keys_ahead = asking(tile.keys, keys, whole, c_.keys.strides[2], dim_);
-    const int64_t skip = keys_ahead.rows - reinterpret_cast<const char* const*>(tile.keys);
-    switch (unit()) {
-      case 1: score_keys<Units, 1, T>(rows, tile.keys, skip, tokens, dim_, walk.to.scores); break;
-      case 2: score_keys<Units, 2, T>(rows, tile.keys, skip, tokens, dim_, walk.to.scores); break;
-      default: score_keys<Units, kUnit, T>(rows, tile.keys, skip, tokens, dim_, walk.to.scores);
-    }
+    const Tiles<T>& tile = walk.tiles;
+    const int64_t tokens = round_up(keys, std::max<int64_t>(2 * apart_, 8));
+    score(walk, keys, tokens);
     settle(walk, at, keys, tokens);
-    precise_ ? weigh<true>(walk, tokens) : weigh<false>(walk, tokens);
     Ahead ahead = asking(tile.values, keys, whole, c_.values.strides[2], value_dim_);
+    precise_ ? weigh<true>(walk, tokens, ahead) : weigh<false>(walk, tokens, ahead);
+    if constexpr (quantized) scale(walk.to.weights, tile.value_scale, c_.value_scale, whole, keys);
+#if defined(OPSMITH_PAGED_BYTES)
+    if constexpr (quantized) {
+      if (bytes_) {
+        float* const step = walk.to.step + lanes_;
+        if (weights_to_digits(walk.to.weights, tokens, lanes_, step)) {
+          const auto add = value_dim_ == 128 ? add_eight<128> : add_eight<64>;
+          for (int64_t j = 0; j < tokens; j += 8) {
+            add(reinterpret_cast<const int32_t*>(walk.to.weights) + j / 2 * lanes_, step, lanes_, tile.values + j, ahead,
+                whole.head * c_.values.strides[2], c_.values.strides[2], whole.heads, slots_ / 4, walk.sums.data);
+          }
+          return;
+        }
+        by_fours(walk.sums.data, walk.sums.rows * width_);
+      }
+    }
+#endif
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+    if constexpr (Units::per_unit == 2) {
+      if (fours_) {
+        const auto add = value_dim_ == 128 ? add_four<128> : add_four<64>;
+        for (int64_t j = 0; j < tokens; j += 4) {
+          add(walk.to.weights + j / 2 * lanes_, lanes_, tile.values + j, ahead, whole.head * c_.values.strides[2],
+              c_.values.strides[2], whole.heads, slots_ / 4, walk.sums.data);
+        }
+        return;
+      }
+    }
+#endif
     const int64_t together = std::max<int64_t>(kTogether, 2 * apart_);
     for (int64_t j = 0; j < tokens; j += together) {
       const Weights weights{walk.to.weights + j / Units::per_unit * lanes_, lanes_, apart_};
@@ -230,6 +198,37 @@ class Paged {
         });
       }
     }
+#if defined(OPSMITH_PAGED_BYTES)
+    if (bytes_) by_fours(walk.sums.data, walk.sums.rows * width_);
+#endif
+  }
+
+  void score(const Walk& walk, int64_t keys, int64_t tokens) const {
+    const Rows rows{walk.to.q, depth_, lanes_, walk.whole->heads * slots_, walk.to.offset};
+    const T* const* const from = walk.tiles.keys;
+    const Ahead ahead = asking(from, keys, *walk.whole, c_.keys.strides[2], dim_);
+    const int64_t skip = ahead.rows - reinterpret_cast<const char* const*>(from), further = ahead.further ? skip + ahead.further : 0;
+#if defined(OPSMITH_PAGED_BYTES)
+    if constexpr (quantized) {
+      if (bytes_) {
+        const ByteRows bytes{walk.to.digits, walk.to.step, walk.to.start};
+        return (dim_ == 128 ? score_bytes<2> : score_bytes<1>)(rows, bytes, from, skip, further, tokens, walk.to.scores);
+      }
+    }
+#endif
+    const auto score = [&](auto r, auto fixed) {
+      score_keys<Units, decltype(r)::value, decltype(fixed)::value, T>(rows, from, skip, further, tokens, dim_, walk.to.scores);
+    };
+    using Any = std::integral_constant<int, 0>;
+    using Most = std::integral_constant<int, kUnit>;
+    constexpr int64_t step = W * Units::per_unit;
+    if (unit() == 1) return score(std::integral_constant<int, 1>{}, Any{});
+    if (unit() == 2) return score(std::integral_constant<int, 2>{}, Any{});
+    if constexpr (step == 32) {  // a vector of bfloat16
+      if (dim_ == 4 * step) return score(Most{}, std::integral_constant<int, 4>{});
+      if (dim_ == 2 * step) return score(Most{}, std::integral_constant<int, 2>{});
+    }
+    score(Most{}, Any{});
   }
 
   // Rows of a tile some way ahead, for what is read of each.
@@ -237,7 +236,8 @@ class Paged {
     const int64_t element = sizeof(T), run = ((whole.heads - 1) * head_stride + dim) * element;
     const int64_t bytes = head_stride == dim ? run : dim * element;  // of heads that lie apart, one is all that is asked for
     const int64_t skip = std::min(plan_.tile, ceil_div(kAheadBytes, std::max<int64_t>(bytes, 1)));
-    return {reinterpret_cast<const char* const*>(rows) + skip, count, whole.head * head_stride * element, bytes};
+    const int64_t further = bytes < kPageRow ? 0 : std::min(plan_.tile, ceil_div(kFurtherBytes, bytes)) - skip;
+    return {reinterpret_cast<const char* const*>(rows) + skip, count, further, whole.head * head_stride * element, bytes};
   }
 
   // The rows from r on that one head has, as many at a time as registers hold: f(how many, which).
@@ -254,9 +254,7 @@ class Paged {
     float* const scores = walk.to.scores;
     const Whole& whole = *walk.whole;
     if constexpr (quantized) {
-      spread(walk.tiles.key_scale, c_.key_scale, whole, keys, tokens, walk.to.key_scale);
-      spread(walk.tiles.value_scale, c_.value_scale, whole, keys, tokens, walk.to.value_scale);
-      for (int64_t i = 0; i < tokens * lanes_; i += W) store(scores + i, load(scores + i) * load(walk.to.key_scale + i));
+      scale(scores, walk.tiles.key_scale, c_.key_scale, whole, keys);
     }
     if (!plain_) transform_scores(scores, tokens * lanes_, options_);
     std::fill(scores + keys * lanes_, scores + tokens * lanes_, -kInfinity);
@@ -270,19 +268,32 @@ class Paged {
     }
   }
 
-  // Factors of tokens and heads as scores stand; 0 where there are none.
-  void spread(const float* const* from, const View& scale, const Whole& whole, int64_t keys, int64_t tokens, float* to) const {
-    std::fill(to, to + tokens * lanes_, 0.0f);
-    for (int64_t j = 0; j < keys; ++j) {
+  // Scores or weights times the factors of their tokens and heads.
+  void scale(float* x, const float* const* from, const View& scale, const Whole& whole, int64_t keys) const {
+    const int64_t stride = scale.strides[2], first = whole.head * stride;
+#if defined(OPSMITH_AVX512)
+    if (slots_ == 4 && stride == 1 && lanes_ == 4 * whole.heads) {  // a vector has four heads
+      const __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+      for (int64_t j = 0; j < keys; ++j) {
+        for (int64_t v = 0; v < lanes_; v += W, x += W) {
+          const __m512 factor = _mm512_castps128_ps512(_mm_loadu_ps(from[j] + first + v / 4));
+          store(x, load(x) * (Vec)_mm512_permutexvar_ps(four, factor));
+        }
+      }
+      return;
+    }
+#endif
+    for (int64_t j = 0; j < keys; ++j, x += lanes_) {
       for (int64_t h = 0; h < whole.heads; ++h) {
-        std::fill_n(to + j * lanes_ + h * slots_, slots_, from[j][(whole.head + h) * scale.strides[2]]);
+        const float factor = from[j][first + h * stride];
+        for (int64_t r = h * slots_; r < (h + 1) * slots_; ++r) x[r] *= factor;
       }
     }
   }
 
   // Scores to weights; where a row's maximum grows, what was summed so far is scaled down.
   template <bool precise>
-  void weigh(const Walk& walk, int64_t tokens) const {
+  void weigh(const Walk& walk, int64_t tokens, Ahead& ahead) const {
     const int64_t stride = std::max<int64_t>(lanes_, W), vecs = tokens * lanes_;
     for (int64_t v = 0; v < lanes_; v += W) {
       const float* const s = walk.to.scores + v;
@@ -290,14 +301,15 @@ class Paged {
       for (int64_t i = stride; i < vecs; i += stride) most = max(load(s + i), most);
       if (lanes_ < W) most = most_of_rows(most);
       Vec base = load(walk.sums.largest() + v);
-      if (any(most > base)) base = raise(walk, v, most);
+      if (any(most > base)) base = walk.sums.raise(v, most, lanes_, exponent_);
       base = select(base == -kInfinity, Vec{}, base);
       const Vec from = base * -exponent_;
       Vec total = {};  // of the tile: one long chain of additions would lose accuracy
       const auto weight = [&](int64_t i) {
-        Vec w = exp2<precise>(precise ? (load(s + i) - base) * exponent_ : fma(load(s + i), splat(exponent_), from));
+        const uintptr_t far = ahead.next(128);  // memory does not wait for the softmax
+        ask(far), ask(far + 64);
+        const Vec w = exp2<precise>(precise ? (load(s + i) - base) * exponent_ : fma(load(s + i), splat(exponent_), from));
         total += w;
-        if constexpr (quantized) w *= load(walk.to.value_scale + v + i);
         return w;
       };
       float* const to = walk.to.weights + v;
@@ -326,50 +338,27 @@ class Paged {
     return load(lane);
   }
 
-  Vec raise(const Walk& walk, int64_t v, Vec most) const {
-    const Vec old = load(walk.sums.largest() + v), now = select(most > old, most, old);
-    const Vec shrink = select(most > old, exp2<true>((old - now) * exponent_), splat(1.0f));
-    store(walk.sums.largest() + v, now);
-    store(walk.sums.totals() + v, load(walk.sums.totals() + v) * shrink);
-    for (int64_t i = 0; i < W && v + i < std::min(walk.sums.rows, lanes_); ++i) {
-      if (!(most[i] > old[i]) || old[i] == -kInfinity) continue;
-      float* p = walk.sums.row(v + i);
-      for (int64_t c = 0; c < width_; c += W) store(p + c, load(p + c) * shrink[i]);
-    }
-    return now;
-  }
-
   // The sums of those who had a part of a whole, and what they make.
   void merge(const Whole& whole) const {
-    const auto part = [&](int64_t i) { return sums(partial_ + i * sums(nullptr).size()); };
-    const int64_t end = whole.piece + whole.count;
+    const int64_t size = sums(nullptr).size();
+    std::vector<Sums> parts;
+    for (int64_t p = whole.piece; p < whole.piece + whole.count; ++p) {
+      if (used_[size_t(p)]) parts.push_back(sums(partial_ + p * size));
+    }
     for (int64_t h = 0; h < whole.heads; ++h) {
       for (int64_t i = 0; i < rows_; ++i) {
         const int64_t r = h * slots_ + i;
-        float largest = -kInfinity, total = 0;
-        for (int64_t p = whole.piece; p < end; ++p) {
-          if (used_[size_t(p)]) largest = std::max(largest, part(p).largest()[r]);
-        }
-        float* const into = part(whole.piece).row(r);
-        bool first = true;
-        for (int64_t p = whole.piece; p < end; ++p) {
-          if (!used_[size_t(p)]) continue;
-          const Sums from = part(p);
-          const float factor = from.largest()[r] == largest ? 1.0f : std::exp2((from.largest()[r] - largest) * exponent_);
-          for (int64_t lane = r; lane < from.lanes; lane += lanes_) total += from.totals()[lane] * factor;
-          for (int64_t c = 0; c < width_; c += W) {
-            const Vec x = load(from.row(r) + c) * factor;
-            store(into + c, first ? x : load(into + c) + x);
-          }
-          first = false;
-        }
-        write(whole.sequence, whole.head + h, i, into, total);
+        const float total = merge_row(parts, r, lanes_, exponent_);
+        write(whole.sequence, whole.head + h, i, parts[0].row(r), total);
       }
     }
   }
 
   void write(int64_t sequence, int64_t kv_head, int64_t row, float* from, float total) const {
     in_order<Units>(from, width_);
+#if defined(OPSMITH_PAGED_BYTES)
+    if (bytes_) by_fours(from, width_);
+#endif
     with_float_type(out_.dtype, [&](auto* t) {
       using Q = std::remove_pointer_t<decltype(t)>;
       Q* to = out_.as<Q>() + sequence * out_.strides[0] + row % queries_ * out_.strides[1] +
@@ -392,6 +381,7 @@ class Paged {
   bool plain_;
   float exponent_;
   bool precise_;
+  bool fours_ = false, bytes_ = false;  // rows by fours of lines whose number is known; and multiplied as bytes
   PagedPlan plan_;
   int64_t lanes_ = 0, apart_ = 1;
   float* partial_ = nullptr;  // of each piece, used where a walk began

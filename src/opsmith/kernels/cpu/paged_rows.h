@@ -13,27 +13,30 @@ namespace opsmith {
 
 constexpr int64_t kPagedTile = 128;  // keys at a time, at most: a multiple of 2 * W
 
-// Asks for rows of memory in the order in which they lie, as many bytes at a time as are used meanwhile: the processor's
-// own prefetcher fetches too little ahead of arithmetic as dense as this.
+// Addresses to ask for are numbers: behind a row or the last token lies nothing, which no pointer may be given.
+inline void ask(uintptr_t address) { prefetch_far(reinterpret_cast<const void*>(address)); }
+
+// Names rows of memory some way ahead in the order in which they lie, as many bytes at a time as are used meanwhile, to be
+// asked for evenly between multiplications: asked for at once, they wait for each other. The page of a row further on is
+// asked for too, so that its address is known by then.
 struct Ahead {
   const char* const* rows = nullptr;
-  int64_t left = 0;    // rows
-  int64_t offset = 0;  // of the first byte wanted of each
+  int64_t left = 0;     // rows
+  int64_t further = 0;  // rows between one and the one whose page is asked for; 0: none is
+  int64_t offset = 0;   // of the first byte wanted of each
   int64_t bytes = 0;
-  int64_t at = 0, due = 0;
+  int64_t at = 0;
 
-  template <int64_t used>
-  void ask() {
-    if constexpr (used % 64) {
-      if ((due += used) < 64) return;
-      due -= 64;
+  uintptr_t next(int64_t used) {
+    const uintptr_t from = uintptr_t(*rows) + uintptr_t(offset + at);
+    if ((at += used) >= bytes) {
+      at = 0;
+      if (left > 1) {
+        ++rows, --left;
+        if (further) ask(uintptr_t(rows[further]) + uintptr_t(offset));
+      }
     }
-    if (left <= 0) return;
-    const char* const from = *rows + offset + at;
-    constexpr int lines = std::max<int>(1, used / 64);
-#pragma GCC unroll 16
-    for (int i = 0; i < lines; ++i) prefetch_far(from + 64 * i);
-    if ((at += 64 * lines) >= bytes) ++rows, --left, at = 0;
+    return from;
   }
 };
 
@@ -95,60 +98,53 @@ struct Rows {
 
 constexpr int kUnit = W / 2 < 4 ? W / 2 : 4;  // rows of a head that are multiplied at once, at most
 
-// Scores of `tokens` tokens, a multiple of what two vectors of scores hold. Tokens go in pairs, so that a row of q is loaded
-// once for both: half a vector of scores of the one, half of the other. What is read is asked for `skip` tokens ahead.
-template <class Units, int R, class T>
-__attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip, int64_t tokens, int64_t dim,
-                                          float* scores) {
+// Scores of `tokens` tokens, a multiple of what a vector of scores holds, one token after the other: the processor fetches
+// ahead what is read in order. What is read is asked for `skip` tokens ahead, its page `further` ahead, unless that is 0.
+// A head has `fixed` vectors, if that is not 0: loops of a known length take a quarter less time.
+template <class Units, int R, int fixed, class T>
+__attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip, int64_t further, int64_t tokens,
+                                          int64_t dim, float* scores) {
   constexpr int64_t step = W * Units::per_unit, line = 64 / int64_t(sizeof(T));
-  constexpr int half = W / 2;
-  const int64_t whole = dim / step * step, units = rows.count / R, all = rows.lanes / R, depth = rows.depth;
-  const int64_t apart = std::max<int64_t>(1, half / rows.lanes);  // tokens between those of a pair
+  const int64_t whole = fixed ? fixed * step : dim / step * step, depth = fixed ? fixed * W : rows.depth;
+  const int64_t units = rows.count / R, all = rows.lanes / R;
   const T* const* const end = keys + tokens;
-  int64_t unit = 0, left = apart;
+  int64_t unit = 0;
   while (keys < end) {
     Vec sum[W];
-    float* const to = scores;
 #pragma GCC unroll 8
-    for (int u = 0; u < half / R; ++u) {
-      Vec a[R] = {}, b[R] = {};
+    for (int u = 0; u < W / R; ++u) {
+      Vec a[R] = {};
       if (unit < units) {
         const int64_t at = rows.offset[unit];
-        const T *one = keys[0] + at, *other = keys[apart] + at;
-        // Numbers: behind the last token stand addresses of nothing, which a prefetch may be given and no pointer may be.
+        const T* const key = *keys + at;
         const uintptr_t far = uintptr_t(keys[skip]) + at * sizeof(T);
-        const uintptr_t farther = uintptr_t(keys[skip + apart]) + at * sizeof(T);
         const float* q = rows.q + unit * R * depth;
-        const auto add = [&](int64_t c, int64_t until) {
-          const Vec x = load_units<Units>(one, c, until), y = load_units<Units>(other, c, until);
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
-            const Vec row = load(q + r * depth + c / Units::per_unit);
-            a[r] = Units::mac(row, x, a[r]);
-            b[r] = Units::mac(row, y, b[r]);
-          }
+        const auto ask_for = [&](int64_t c) {
+          if (step >= line || c % line == 0) ask(far + c * sizeof(T));
         };
-        for (int64_t c = 0; c < whole; c += step) {
-          if (step >= line || c % line == 0) {
-            prefetch_far(reinterpret_cast<const void*>(far + c * sizeof(T)));
-            prefetch_far(reinterpret_cast<const void*>(farther + c * sizeof(T)));
-          }
-          add(c, c + step);
+        const auto add = [&](int64_t c, int64_t until) {
+          const Vec x = load_units<Units>(key, c, until);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c / Units::per_unit), x, a[r]);
+        };
+        if constexpr (fixed) {
+#pragma GCC unroll 8
+          for (int64_t c = 0; c < fixed * step; c += step) ask_for(c), add(c, c + step);
+        } else {
+          for (int64_t c = 0; c < whole; c += step) ask_for(c), add(c, c + step);
+          if (whole < dim) add(whole, dim);
         }
-        if (whole < dim) add(whole, dim);
       }
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[u * R + r] = a[r], sum[half + u * R + r] = b[r];
+      for (int r = 0; r < R; ++r) sum[u * R + r] = a[r];
       if (++unit == all) {
         unit = 0;
         ++keys;
-        if (--left == 0) left = apart, keys += apart, scores += apart * rows.lanes;
+        if (further) ask(uintptr_t(keys[further]) + rows.offset[0] * sizeof(T));
       }
     }
-    scores += half;
-    const Vec done = fold<Units>(sum);
-    std::memcpy(to, &done, half * sizeof(float));
-    std::memcpy(to + apart * rows.lanes, reinterpret_cast<const float*>(&done) + half, half * sizeof(float));
+    store(scores, fold<Units>(sum));
+    scores += W;
   }
 }
 
@@ -160,49 +156,104 @@ struct Weights {
   int64_t apart;
 };
 
-// sums[r * width + ...] += weights[r] . values, for R rows of weights and N groups of values: a group is what one vector
-// of Units holds of a row. Sums of a group of pairs are kept in the order of `in_order`.
+// sums[r * width + ...] += weights[r] . values, for R rows of weights and `count` times N groups of values: a group is what
+// one vector of Units holds of a row. Sums of a group of pairs are kept in the order of `in_order`.
 template <class Units, int R, int N, bool tail, class T>
-__attribute__((noinline)) void add_values(Weights weights, const T* const* values, Ahead& ahead, int64_t at, int64_t tokens,
-                                          int64_t left, float* sums, int64_t width) {
+__attribute__((noinline)) void add_values(Weights weights, const T* const* values, Ahead& asked, int64_t at, int64_t tokens,
+                                          int64_t count, int64_t left, float* sums, int64_t width) {
   constexpr int pair = Units::per_unit, step = W * pair;
-  Vec sum[R][N * pair] = {};
-  for (int64_t j = 0; j < tokens / pair; ++j) {
-    ahead.ask<pair * N * step * int64_t(sizeof(T))>();
-    const T* const value = values[pair == 1 ? j : j + (j & -weights.apart)] + at;
-    const T* const other = values[pair == 1 ? j : j + (j & -weights.apart) + weights.apart] + at;
-    const float* const w = weights.data + j * weights.lanes;
-    Vec column[N * pair];
+  constexpr int64_t used = pair * N * step * int64_t(sizeof(T)), lines = std::max<int64_t>(1, used / 64);
+  Ahead ahead = asked;
+  for (int64_t g = 0; g < count; ++g, at += N * step, sums += N * step) {
+    Vec sum[R][N * pair] = {};
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < tokens / pair; ++j) {
+      const uintptr_t far = ahead.next(used);
+      const T* const value = values[pair == 1 ? j : j + (j & -weights.apart)] + at;
+      const T* const other = values[pair == 1 ? j : j + (j & -weights.apart) + weights.apart] + at;
+      const float* const w = weights.data + j * weights.lanes;
+      Vec column[N * pair];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
-      const int64_t until = tail ? left : (n + 1) * step;
-      const Vec a = load_units<Units>(value, n * step, until);
-      if constexpr (pair == 2) {
+      for (int n = 0; n < N; ++n) {
+        const int64_t until = tail ? left : (n + 1) * step;
+        const Vec a = load_units<Units>(value, n * step, until);
+        if constexpr (pair == 2) {
 #if defined(OPSMITH_AVX512)
-        const __m512i b = (__m512i)load_units<Units>(other, n * step, until);
-        column[2 * n] = (Vec)_mm512_unpacklo_epi16((__m512i)a, b);
-        column[2 * n + 1] = (Vec)_mm512_unpackhi_epi16((__m512i)a, b);
+          const __m512i b = (__m512i)load_units<Units>(other, n * step, until);
+          column[2 * n] = (Vec)_mm512_unpacklo_epi16((__m512i)a, b);
+          column[2 * n + 1] = (Vec)_mm512_unpackhi_epi16((__m512i)a, b);
 #endif
-      } else {
-        column[n] = a;
+        } else {
+          column[n] = a;
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+        for (int64_t i = lines * r / R; i < lines * (r + 1) / R; ++i) ask(far + 64 * i);
+        const Vec x = Units::broadcast(w + r);
+#pragma GCC unroll 16
+        for (int i = 0; i < N * pair; ++i) sum[r][i] = Units::mac(x, column[i], sum[r][i]);
       }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const Vec x = Units::broadcast(w + r);
 #pragma GCC unroll 16
-      for (int i = 0; i < N * pair; ++i) sum[r][i] = Units::mac(x, column[i], sum[r][i]);
+      for (int n = 0; n < N * pair; ++n) {
+        float* p = sums + r * width + n * W;
+        store(p, load(p) + sum[r][n]);
+      }
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int n = 0; n < N * pair; ++n) {
-      float* p = sums + r * width + n * W;
-      store(p, load(p) + sum[r][n]);
-    }
-  }
+  asked = ahead;
 }
+
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+// The same for four tokens and all heads, where a head has 4 * `units` rows and D values: few tokens at a time, so that
+// memory is read nearly as it lies, and little around the multiplications. `weights` are those of the first pair of tokens.
+template <int D>
+__attribute__((noinline)) void add_four(const float* weights, int64_t lanes, const bfloat16* const* values, Ahead& asked,
+                                        int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {
+  Ahead ahead = asked;
+  const bfloat16 *first[2] = {values[0] + at, values[2] + at}, *second[2] = {values[1] + at, values[3] + at};
+  for (int64_t h = 0; h < heads; ++h, weights += 4 * units, sums += 4 * units * D) {
+#pragma GCC unroll 1
+    for (int64_t c = h * head_stride, in = 0; in < D; c += 64, in += 64) {
+      const uintptr_t far = ahead.next(4 * 128);
+      __m512i column[2][4];
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; ++n) {
+          const __m512i a = _mm512_loadu_si512(first[j] + c + 32 * n), b = _mm512_loadu_si512(second[j] + c + 32 * n);
+          column[j][2 * n] = _mm512_unpacklo_epi16(a, b);
+          column[j][2 * n + 1] = _mm512_unpackhi_epi16(a, b);
+        }
+      }
+      for (int64_t u = 0; u < units; ++u) {
+        float* const to = sums + u * 4 * D + in;
+        const float* const w = weights + 4 * u;
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) {
+          if (u == 0) ask(far + 128 * r), ask(far + 128 * r + 64);
+          Vec sum[4];
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) sum[i] = load(to + r * D + i * W);
+#pragma GCC unroll 2
+          for (int j = 0; j < 2; ++j) {
+            const Vec x = splat(w[j * lanes + r]);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) sum[i] = BFloatUnits::mac(x, (Vec)column[j][i], sum[i]);
+          }
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) store(to + r * D + i * W, sum[i]);
+        }
+      }
+    }
+  }
+  asked = ahead;
+}
+#endif
 
 // A row of sums as `add_values` leaves it, in the order of the values' elements.
 template <class Units>
@@ -229,8 +280,9 @@ inline void add_all_values(Weights weights, const T* const* values, Ahead& ahead
   const auto groups = [&](auto n) {
     constexpr int N = decltype(n)::value;
     if constexpr (N <= most) {
-      for (; c + N * step <= dim; c += N * step) {
-        add_values<Units, R, N, false, T>(weights, values, ahead, head + c, tokens, 0, sums + c, width);
+      if (const int64_t count = (dim - c) / (N * step)) {
+        add_values<Units, R, N, false, T>(weights, values, ahead, head + c, tokens, count, 0, sums + c, width);
+        c += count * N * step;
       }
     }
   };
@@ -239,7 +291,7 @@ inline void add_all_values(Weights weights, const T* const* values, Ahead& ahead
   groups(std::integral_constant<int, 2>{});
   groups(std::integral_constant<int, 1>{});
   if (c < dim) {
-    add_values<Units, R, 1, true, T>(weights, values, ahead, head + c, tokens, dim - c, sums + c, width);
+    add_values<Units, R, 1, true, T>(weights, values, ahead, head + c, tokens, 1, dim - c, sums + c, width);
   }
 }
 

@@ -272,7 +272,7 @@ class Paged {
   void scale(float* x, const float* const* from, const View& scale, const Whole& whole, int64_t keys) const {
     const int64_t stride = scale.strides[2], first = whole.head * stride;
 #if defined(OPSMITH_AVX512)
-    if (slots_ == 4 && stride == 1 && lanes_ == 4 * whole.heads) {  // a vector has four heads
+    if (slots_ == 4 && stride == 1 && lanes_ == 4 * whole.heads && lanes_ % W == 0) {  // a vector has four heads
       const __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
       for (int64_t j = 0; j < keys; ++j) {
         for (int64_t v = 0; v < lanes_; v += W, x += W) {

@@ -59,8 +59,9 @@ class Paged {
     const int64_t pieces = int64_t(plan_.pieces.size()), threads = std::min(plan_.threads, pieces);
     static thread_local std::vector<float> kept;  // by the thread that calls: fresh pages at every call would cost more
     const int64_t stride = sums(nullptr).size();
-    if (int64_t(kept.size()) < pieces * stride + W) kept.resize(size_t(pieces * stride + W));
-    partial_ = kept.data() + (-reinterpret_cast<uintptr_t>(kept.data()) & 63) / sizeof(float);  // vectors on lines of their own
+    constexpr int64_t line = 64 / sizeof(float);  // vectors of sums lie on lines of their own
+    if (int64_t(kept.size()) < pieces * stride + line) kept.resize(size_t(pieces * stride + line));
+    partial_ = kept.data() + (-reinterpret_cast<uintptr_t>(kept.data()) & 63) / sizeof(float);
     used_.assign(size_t(pieces), 0);
     left_.reset(new std::atomic<int64_t>[plan_.wholes.size()]);
     for (size_t i = 0; i < plan_.wholes.size(); ++i) left_[i].store(plan_.wholes[i].count, std::memory_order_relaxed);

@@ -73,7 +73,7 @@ def main(
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     reads = []
     for _ in range(rounds):
-        reads.append(measure.measure_roofs(("read",), quick=True).bandwidth("read"))
+        reads.append(measure.measure_roofs(kinds=("read",)).bandwidth("read"))
         for name, model in models.items():
             samples[name].append(decode(model, ids, tokens))
     used = sum(p.numel() for p in eager.parameters()) - eager.model.embed_tokens.weight.numel()

@@ -190,5 +190,6 @@ def test_spans_end_at_powers_of_two() -> None:
     assert not within((4, 32), sizes)
     assert differing((5, 32), sizes) == {0, 1}
     assert named(["a", "n"], sizes) == "a=4, n=16 to 31"
+    assert named(["n", "n"], (3, 3)) == "n=3"  # two inputs of one size
     assert symbols([size + 1, 3]) == {symbol}
     assert varying([], free) == set()

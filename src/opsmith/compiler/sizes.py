@@ -68,6 +68,6 @@ def within(key: Key, sizes: Key) -> bool:
 
 
 def named(names: Sequence[str], sizes: Key) -> str:
-    """Sizes as people read them: `s0=4, s1=512 to 1023`."""
+    """Sizes as people read them, each once: `s0=4, s1=512 to 1023`."""
     texts = [f"{s.start} to {s.stop - 1}" if type(s) is range else str(s) for s in sizes]
-    return ", ".join(f"{n}={t}" for n, t in zip(names, texts, strict=True))
+    return ", ".join(dict.fromkeys(f"{n}={t}" for n, t in zip(names, texts, strict=True)))

@@ -13,25 +13,9 @@ import opsmith
 from opsmith.compiler.program import Open
 from opsmith.compiler.sizes import differing, named, span, symbols, varying, within
 from opsmith.operator import Implementation, registry
-from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded
+from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, llama, numbers, padding, seeded
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=61,
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=48,
-            max_position_embeddings=128,
-        )
-    )
 
 
 def _programs(model: Any) -> dict[Any, Any]:
@@ -45,10 +29,10 @@ def _spans(model: Any) -> dict[Any, Any]:
 
 
 def test_a_growing_cache_is_served_by_few_programs() -> None:
-    model = seeded(_llama)
-    want = model.generate(ids(2, 7), max_new_tokens=60, **GREEDY)
+    model = seeded(llama)
+    want = model.generate(ids(2, 7), max_new_tokens=50, **GREEDY)
     opsmith.optimize(model, config=UNTIMED)
-    assert torch.equal(model.generate(ids(2, 7), max_new_tokens=60, **GREEDY), want)
+    assert torch.equal(model.generate(ids(2, 7), max_new_tokens=50, **GREEDY), want)
     # The prompt, its first token, and one program for each power of two that the cache grows into.
     assert len(_programs(model)) <= 7
     spans = _spans(model)
@@ -56,12 +40,12 @@ def test_a_growing_cache_is_served_by_few_programs() -> None:
     assert all(program.fresh == 0 for program in spans.values())
     # What does not depend on the length of the cache is a kernel's call on fixed memory, as in any program.
     assert all("opsmith_rms_norm_default(buffers[" in program.source for program in spans.values())
-    assert torch.equal(model.generate(ids(2, 7), max_new_tokens=60, **GREEDY), want)
+    assert torch.equal(model.generate(ids(2, 7), max_new_tokens=50, **GREEDY), want)
     assert len(_programs(model)) <= 7
 
 
 def test_a_cache_captured_anew_keeps_its_constants() -> None:
-    model = seeded(_llama)
+    model = seeded(llama)
     opsmith.optimize(model, config=UNTIMED)
     with torch.no_grad():
         for strided in (False, True):

@@ -100,9 +100,7 @@ class CompiledGraph:
         self._choices: dict[tuple[str, str], Choice] = {}
         self._unfit: dict[str, dict[str, str]] = {}  # by site: implementations that failed its proof, and why
         self._programs: dict[Key, Program | None] = {}
-        self._spans: dict[
-            Key, int
-        ] = {}  # of the programs, those that serve many sizes; results they allocate
+        self._spans: dict[Key, int] = {}  # programs that serve many sizes: how many results they allocate
         self._seen: set[Key] = set()  # sizes that such a program has served
         self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
         self._strays = 0
@@ -163,13 +161,13 @@ class CompiledGraph:
 
     def _spanning(self, key: Key) -> Any:
         """The program that serves these sizes among others, until they come again and deserve one of their own."""
-        for sizes, fresh in self._spans.items():
+        for sizes, fresh in list(self._spans.items()):  # another thread may record meanwhile
             if within(key, sizes):
                 if fresh and key in self._seen and len(self._programs) < MAX_PROGRAMS:
                     return _UNSEEN
                 if fresh and len(self._seen) < 1 << 16:
                     self._seen.add(key)
-                return self._programs[sizes]
+                return self._programs.get(sizes, _UNSEEN)
         return _UNSEEN
 
     def _span(self, key: Key) -> tuple[Key, frozenset[Any]]:

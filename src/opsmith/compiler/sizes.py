@@ -56,15 +56,18 @@ def span(key: Key, positions: Collection[int], placeholders: Sequence[Node]) -> 
     return tuple(numbers), free
 
 
+def _serves(size: Any, number: Any) -> bool:
+    return number in size if type(size) is range else bool(number == size)
+
+
 def differing(key: Key, sizes: Key) -> set[int]:
     """The positions at which a key is not one of these sizes."""
-    pairs = enumerate(zip(key, sizes, strict=True))
-    return {i for i, (k, s) in pairs if (k not in s if type(s) is range else k != s)}
+    return {i for i, (k, s) in enumerate(zip(key, sizes, strict=True)) if not _serves(s, k)}
 
 
 def within(key: Key, sizes: Key) -> bool:
     """True when a program for these sizes, some of them ranges, serves a call of this key."""
-    return all(k in s if type(s) is range else k == s for k, s in zip(key, sizes, strict=True))
+    return all(map(_serves, sizes, key))
 
 
 def named(names: Sequence[str], sizes: Key) -> str:

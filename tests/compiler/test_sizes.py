@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import opsmith
 from opsmith.compiler.program import Open
 from opsmith.compiler.sizes import differing, named, span, symbols, varying, within
+from opsmith.compiler.slots import last_uses
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, llama, numbers, padding, seeded
 
@@ -47,15 +49,20 @@ def test_a_growing_cache_is_served_by_few_programs() -> None:
 def test_a_cache_captured_anew_keeps_its_constants() -> None:
     model = seeded(llama)
     opsmith.optimize(model, config=UNTIMED)
+    cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        for strided in (False, True):
-            given = ids(1, 9)
-            out = model(given, use_cache=True)
-            for _ in range(3):  # the same arguments from outside; within them, sizes that were equal once
-                token = given[:, :1] if strided else given[:, :1].clone()
-                out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        for _ in range(3):  # the same arguments from outside, and first an empty cache, then a filled one
+            model(ids(1, 9), past_key_values=cache, use_cache=True)
+    assert len(model.opsmith.graphs) == 2
     for graph in model.opsmith.graphs:
         assert [site.operator for site in graph.report.kept].count("rms_norm") == 5
+
+
+def test_sizes_that_are_equal_once_are_captured_once() -> None:
+    model = seeded(llama)
+    opsmith.optimize(model, config=UNTIMED)
+    model.generate(ids(2, 2), max_new_tokens=6, **GREEDY)
+    assert len(model.opsmith.graphs) == 2  # the prompt's and the tokens'
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -177,3 +184,19 @@ def test_spans_end_at_powers_of_two() -> None:
     assert named(["n", "n"], (3, 3)) == "n=3"  # two inputs of one size
     assert symbols([size + 1, 3]) == {symbol}
     assert varying([], free) == set()
+
+
+def test_what_may_be_a_view_at_other_sizes_keeps_a_buffer() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.relu.default, (x,))
+    view = graph.call_function(torch.ops.aten.reshape.default, (first, [-1]))
+    second = graph.call_function(torch.ops.aten.relu.default, (x,))
+    both = graph.call_function(torch.ops.aten.add.Tensor, (view, second))
+    graph.output(both)
+    nodes = [*graph.nodes]
+    made = {n: numbers(2, 3) for n in (x, first, second, both)}
+    env = {**made, view: numbers(2, 3)}  # a copy, at the recorded sizes
+    candidates = {n: (made[n],) for n in (first, second)}
+    assert last_uses(nodes, env, made[both], candidates, set())[first] == nodes.index(view)
+    assert last_uses(nodes, env, made[both], candidates, {view})[first] == nodes.index(both)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.data import Phase, Profile
 from opsmith.profiler.marks import Marks, Modules
 from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
-from opsmith.profiler.repeat import Timed, block, estimated, once, one_line, traced_call, watch_shapes
+from opsmith.profiler.repeat import Timed, block, once, one_line, overhead, traced_call, watch_shapes
 from opsmith.profiler.roofline import Roofs, judge, stamp
 
 LEAST, MOST = 10, 60  # repetitions that are recorded, each beside one that is not
@@ -134,8 +133,8 @@ class Recording:
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             result.partial = one_line(error)
         run = watched(self._ops(), [])[0]
-        found = Phase("program", run.seconds, samples=[run.seconds], overhead_from="estimated")
-        found.overhead = estimated(run)
+        found = Phase("program", run.seconds, samples=[run.seconds])
+        overhead(found, run, [], [])
         guides = []
         for i, one in enumerate(self._modules.runs):
             calls = traced_call(one.module, one.args, one.kwargs, found)
@@ -216,11 +215,7 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
     found.samples = [r.seconds for r in same]
     if blocks:
         found.plain = float(np.median(list(chain.from_iterable(plain))))
-        # The machine drifts by more than a recording costs: neighbors are compared, and the median of that counts.
-        ratios = [median(t.run.seconds for t in r) / median(p) for r, p in zip(blocks, plain, strict=False)]
-        found.overhead = median(ratios) - 1
-    else:
-        found.overhead_from, found.overhead = "estimated", estimated(shaped)
+    overhead(found, same[0], plain, [[t.run.seconds for t in b] for b in blocks])
     _fill(found, shaped, same, [Guide(c) for c in calls])
     result.phases.append(found)
 

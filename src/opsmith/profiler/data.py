@@ -135,7 +135,8 @@ class Phase:
         plain: median seconds of a repetition without the profiler, interleaved with those with it; 0 if unknown.
         samples: seconds of every profiled repetition.
         overhead: what the profiler added, as a part of `plain`.
-        overhead_from: "measured", or "estimated" where the program ran only once.
+        overhead_from: "measured", or "estimated" by the number of calls where the program ran once, or too unevenly.
+        overhead_error: the standard error of what was measured.
         noise: half the interquartile range of the samples over their median.
         by_kind: for each class, the seconds of every repetition: what a diff takes its noise from.
     """
@@ -146,6 +147,7 @@ class Phase:
     samples: list[float] = field(default_factory=list)
     overhead: float = 0.0
     overhead_from: str = "measured"
+    overhead_error: float = 0.0
     noise: float = 0.0
     tokens: int = 0
     weight_bytes: int = 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from opsmith.profiler.data import Phase
 from opsmith.profiler.marks import Marks, Modules
 from opsmith.profiler.phases import Work
 
+CERTAIN = 0.02  # how exactly repetitions must tell the overhead for it to be theirs
 WARM = 3  # a compiled model may compile again at the second sizes that it sees
 
 
@@ -127,8 +129,32 @@ def block(work: Work, marks: Marks, count: int) -> list[Timed]:
     return [Timed(run, names_of(run)) for run in runs]
 
 
-def estimated(run: Watched) -> float:
-    """What recording costs a program that ran once: its calls times a call's recording, measured here."""
+def overhead(
+    found: Phase, run: Watched, plain: Sequence[Sequence[float]], recorded: Sequence[Sequence[float]]
+) -> None:
+    """What recording added: measured on repetitions in turn, or by its calls where these agree on nothing else.
+
+    The machine drifts by more than a recording costs, so neighbors are compared, and the median of that counts. Where a
+    step takes 150 ms in one repetition and 200 in the next, ten of them cannot tell a hundredth.
+    """
+    ratios = [median(r) / median(p) - 1 for r, p in zip(recorded, plain, strict=False)]
+    counted = estimated(run, shapes=not ratios)
+    if len(ratios) > 1:
+        middle = median(ratios)
+        # The standard error of a median, by the median of what the ratios are from it.
+        error = 1.86 * median([abs(r - middle) for r in ratios]) / len(ratios) ** 0.5
+        if error <= CERTAIN or abs(middle - counted) > 2 * error:
+            found.overhead, found.overhead_error = middle, error
+            return
+        found.notes.append(
+            f"the overhead is {len(names_of(run))} calls times the cost of recording one: repetitions in turn tell it "
+            f"as {middle:+.1%} ±{error:.1%} only"
+        )
+    found.overhead, found.overhead_from = counted, "estimated"
+
+
+def estimated(run: Watched, shapes: bool) -> float:
+    """What recording costs by its calls: how many there were, times a call's recording, measured here."""
     x = torch.zeros(1)
     count = 200
 
@@ -138,12 +164,13 @@ def estimated(run: Watched) -> float:
             x.neg()
         return (time.perf_counter() - start) / count
 
-    repeat()
-    without = repeat()
-    with session(shapes=True):
-        repeat()
-        recorded = repeat()
-    extra = max(recorded - without, 0.0) * len(names_of(run))
+    differences = []
+    for _ in range(7):
+        without = repeat()
+        with session(shapes=shapes):
+            x.neg()
+            differences.append(repeat() - without)
+    extra = max(median(differences), 0.0) * len(names_of(run))
     return extra / max(run.seconds - extra, 1e-9)
 
 

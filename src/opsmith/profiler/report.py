@@ -83,8 +83,9 @@ def trust(profile: Profile) -> list[str]:
     lines.append("roofs, measured in this run: " + (", ".join(roof_lines(profile)) or "unknown"))
     for phase in profile.phases:
         plain = f"{phase.plain * 1e3:.3f} ms without the profiler, " if phase.plain else ""
+        error = f" ±{phase.overhead_error:.1%}" if phase.overhead_error else ""
         lines.append(
-            f"{phase.name}: {phase.wall * 1e3:.3f} ms, {plain}overhead {phase.overhead:+.1%} "
+            f"{phase.name}: {phase.wall * 1e3:.3f} ms, {plain}overhead {phase.overhead:+.1%}{error} "
             f"({phase.overhead_from}), {len(phase.samples)} repetitions, noise ±{phase.noise:.1%}; "
             f"classified {phase.classified:.1%}, with a cost formula {phase.with_formula:.1%} (matmul and attention "
             f"{phase.covered(MATMUL, ATTENTION):.1%}); rows sum to {phase.total / (phase.wall or 1):.1%} of wall time"

@@ -12,6 +12,8 @@ from torch import nn
 import opsmith
 from opsmith.compiler.bind import kernel_calls
 from opsmith.compiler.program import Program
+from opsmith.compiler.source import Writer
+from opsmith.kernels import build
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, gpt2, ids, numbers, padding, seeded
 
 
@@ -196,17 +198,35 @@ def _twice(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 def test_a_step_comes_to_the_kernels_it_calls_and_runs_none() -> None:
     x, out = numbers(2, 3, 4), torch.full((2, 3, 4), 7.0)
-    calls = kernel_calls(_twice, {"x": x, "out": out}, lambda t: True)
-    assert calls is not None
+    found = kernel_calls(_twice, {"x": x, "out": out}, lambda t: True)
+    assert found is not None
+    assert (found.inputs, found.views) == ([], [])
+    calls = found.calls
     assert [str(func) for func, _, _ in calls] == ["opsmith.softmax.default"] * 2
     assert calls[0][1][0].data_ptr() == x.data_ptr()
     assert calls[0][2]["y"].shape == (6, 4)
     assert bool((out == 7).all())
 
 
-def test_what_computes_more_than_kernels_or_moves_keeps_its_python() -> None:
+def test_an_input_that_is_new_at_every_call_is_viewed_anew() -> None:
     x, out = numbers(2, 3, 4), torch.full((2, 3, 4), 7.0)
-    assert kernel_calls(_twice, {"x": x, "out": out}, lambda t: t is out) is None
+    found = kernel_calls(_twice, {"x": x, "out": out}, lambda t: t.data_ptr() == out.data_ptr())
+    assert found is not None
+    assert found.inputs == ["x"]
+    graph = torch.fx.Graph()
+    writer = Writer({"x"}, lambda value: "x" if isinstance(value, torch.fx.Node) else None)
+    lines = writer.kernels("y", found, {"x": graph.placeholder("x")}, {"x": x})
+    source, run = writer.compile(["    (x,) = args", *lines])
+    assert source.count("aten_view_default(x, [6, 4])") == 2
+    if not build.load():
+        pytest.skip("there are no kernels here")
+    other = numbers(2, 3, 4, seed=5)
+    run([other], [])
+    torch.testing.assert_close(out, other.softmax(-1))
+
+
+def test_what_computes_more_than_kernels_keeps_its_python() -> None:
+    x, out = numbers(2, 3, 4), torch.full((2, 3, 4), 7.0)
     assert kernel_calls(lambda x, out: out.copy_(x), {"x": x, "out": out}, lambda t: True) is None
     assert bool((out == 7).all())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 import opsmith
 from opsmith import measure
 from opsmith.compiler import Config
-from opsmith.compiler.select import Packer, Selector, signature
+from opsmith.compiler.bind import Form
+from opsmith.compiler.select import Packer, Selector, contest
 from opsmith.compiler.tuning import TuningCache
+from opsmith.kernels import build
 from opsmith.operator import Implementation, registry
-from tests.compiler.models import WIDTH, Feed, Truth, numbers, seeded
+from tests.compiler.models import WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded
 
 
 def _call(rows: int = 6) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def test_what_was_measured_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch
     _choose(again, _call(rows=7))  # other sizes are another call
     assert counter.calls == 2
     (file,) = tuning_cache.glob("*.json")
-    assert signature(registry()["layer_norm"], _call()) in json.loads(file.read_text())["entries"]
+    assert contest(registry()["layer_norm"], _call(), Form.NEW) in json.loads(file.read_text())["entries"]
 
 
 def test_sizes_that_may_not_be_measured_use_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,33 +107,33 @@ def test_a_disturbed_measurement_serves_this_run_only(monkeypatch: pytest.Monkey
         "[]",
         "{}",
         '{"schema": 99, "entries": {}}',
-        '{"schema": 1, "scope": "SCOPE", "entries": []}',
-        '{"schema": 1, "scope": "SCOPE", "entries": {"KEY": {}}}',
-        '{"schema": 1, "scope": "SCOPE", "entries": {"KEY": {"native": "fast"}}}',
-        '{"schema": 1, "scope": "SCOPE", "entries": {"KEY": {"native": 0.0, "eager": NaN}}}',
-        '{"schema": 1, "scope": "SCOPE", "entries": {"KEY": {"native": -1.0, "eager": true}}}',
-        '{"schema": 1, "scope": "elsewhere", "entries": {"KEY": {"native": 1.0, "eager": 2.0}}}',
+        '{"schema": 2, "scope": "SCOPE", "entries": []}',
+        '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {}}}',
+        '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {"native": "fast"}}}',
+        '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {"native": 0.0, "eager": NaN}}}',
+        '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {"native": -1.0, "eager": true}}}',
+        '{"schema": 2, "scope": "elsewhere", "entries": {"KEY": {"native": 1.0, "eager": 2.0}}}',
         "\x00\x01",
     ],
 )
 def test_a_damaged_file_counts_as_empty(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     counter = _Measured(monkeypatch, {"eager": 0.5})
     path = tmp_path / "tuning.json"
-    key = json.dumps(signature(registry()["layer_norm"], _call()))[1:-1]
+    key = json.dumps(contest(registry()["layer_norm"], _call(), Form.NEW))[1:-1]
     path.write_text(text.replace("SCOPE", TuningCache(path)._scope).replace("KEY", key))
     selector = Selector(Config(), TuningCache(path))
     assert _choose(selector, _call()).implementation == "eager"
     assert counter.calls == 1
     selector.cache.save()
-    assert TuningCache(path).get(signature(registry()["layer_norm"], _call())) is not None
+    assert TuningCache(path).get(contest(registry()["layer_norm"], _call(), Form.NEW)) is not None
 
 
 def test_a_file_that_says_otherwise_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The counterpart of the test above: the same file, undamaged."""
     counter = _Measured(monkeypatch, {})
     path = tmp_path / "tuning.json"
-    entries = {signature(registry()["layer_norm"], _call()): {"native": 2.0, "eager": 1.0}}
-    path.write_text(json.dumps({"schema": 1, "scope": TuningCache(path)._scope, "entries": entries}))
+    entries = {contest(registry()["layer_norm"], _call(), Form.NEW): {"native": 2.0, "eager": 1.0}}
+    path.write_text(json.dumps({"schema": 2, "scope": TuningCache(path)._scope, "entries": entries}))
     assert _choose(Selector(Config(), TuningCache(path)), _call()).implementation == "eager"
     assert counter.calls == 0
 
@@ -255,3 +258,44 @@ def test_inductor_that_fails_or_has_no_time_is_refused(monkeypatch: pytest.Monke
     )
     late = Selector(Config(inductor=True, tune=False, inductor_seconds=0.0))
     assert "is spent" in _choose(late, _call()).refused["inductor"]
+
+
+def _slow(implementation: Implementation, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an implementation's Python take so long."""
+    fn = implementation.fn
+
+    def slow(*args: Any, **call: Any) -> Any:
+        time.sleep(seconds)
+        return fn(*args, **call)
+
+    monkeypatch.setitem(implementation.__dict__, "fn", slow)
+
+
+def test_contestants_are_timed_as_a_program_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program calls kernels without the Python before them, however long that takes, and eager with it."""
+    if not build.load():
+        pytest.skip("there are no kernels here")
+    card = registry()["layer_norm"]
+    _slow(card.implementation("native"), 0.05, monkeypatch)
+    _slow(card.implementation("eager"), 0.005, monkeypatch)
+    model = opsmith.optimize(seeded(Encoder), (ids(2, 5), padding(2, 5)), config=Config(inductor=False))
+    steps = [s for s in model.opsmith.plan.shapes[0].steps if s.operator == "layer_norm"]
+    # All but the last, whose result is the caller's and therefore new: there both take their Python.
+    assert [s.implementation for s in steps] == ["native"] * (len(steps) - 1) + ["eager"]
+    assert all(s.microseconds["native"] < 5e3 for s in steps[:-1])
+    assert model.opsmith.plan.source.count("opsmith_layer_norm") == len(steps) - 1
+
+
+def test_a_measurement_speaks_for_calls_of_its_form_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = _Measured(monkeypatch, {"native": 1.0, "eager": 2.0})
+    selector, card = Selector(Config()), registry()["layer_norm"]
+
+    def choose(form: Form, may_measure: bool = True) -> Any:
+        return selector.choose(card, "layer_norm_0", _call(), Packer(), may_measure=may_measure, form=form)
+
+    assert choose(Form.STILL).implementation == "native"
+    counter.times = {"native": 2.0, "eager": 1.0}
+    assert "nothing measured yet" in choose(Form.NEW, may_measure=False).reason
+    assert choose(Form.NEW).implementation == "eager"
+    assert choose(Form.STILL).implementation == "native"
+    assert counter.calls == 2

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+class Form(enum.Enum):
+    """How a program calls the implementation of a site, which decides what the call takes beside its kernels."""
+
+    STILL = "still"  # all it works on stays in place, so that of its Python nothing remains but kernels
+    BUFFER = (
+        "buffer"  # its result is in a buffer, where it may be given one, but its inputs are new at every call
+    )
+    NEW = "new"  # its result is new too: the caller gets it
+
+
+@dataclass
+class Kernels:
+    """The calls of kernels that a function makes, and what they read that is new at every call."""
+
+    calls: list[Call] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)  # the function's arguments
+    views: list[tuple[torch.Tensor, Call]] = field(default_factory=list)  # of these
 
 
 class _Unbound(Exception):
@@ -18,38 +39,43 @@ class _Unbound(Exception):
 class _Rehearsal(TorchDispatchMode):
     """Keeps the calls of kernels, which only write to what they are given, and makes none of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, still: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.found = Kernels()
+        self._still = still
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "opsmith" and not func._schema.returns:
-            self.calls.append((func, tuple(args), dict(kwargs or {})))
+            self.found.calls.append((func, tuple(args), dict(kwargs or {})))
             return None
         if not func.is_view:
             raise _Unbound
-        return func(*args, **(kwargs or {}))
+        view = func(*args, **(kwargs or {}))
+        if isinstance(view, torch.Tensor) and not self._still(view):
+            self.found.views.append((view, (func, tuple(args), dict(kwargs or {}))))
+        return view
 
 
 def kernel_calls(
-    fn: Callable[..., Any], arguments: Mapping[str, Any], known: Callable[[torch.Tensor], bool]
-) -> list[Call] | None:
+    fn: Callable[..., Any], arguments: Mapping[str, Any], still: Callable[[torch.Tensor], bool]
+) -> Kernels | None:
     """The kernels that a function calls for these arguments, or None where it does more than that.
 
-    Views it makes on the way are arguments of the calls. All tensors must be `known` to be at the same place, with
-    the same sizes and strides, at every call.
+    A tensor is `still` when it is at the same place at every call; the others come anew. All have the same sizes and
+    strides at every call, so the function would take the same way through its Python.
     """
-    if not all(known(value) for value in arguments.values() if isinstance(value, torch.Tensor)):
-        return None
-    rehearsal = _Rehearsal()
+    rehearsal = _Rehearsal(still)
     try:
         with rehearsal:
             fn(**arguments)
     except _Unbound:
         return None
-    calls = rehearsal.calls
-    tensors = [v for _, args, kwargs in calls for v in (*args, *kwargs.values()) if _holds_tensor(v)]
-    return calls if all(isinstance(v, torch.Tensor) and known(v) for v in tensors) else None
+    found = rehearsal.found
+    found.inputs = [k for k, v in arguments.items() if isinstance(v, torch.Tensor) and not still(v)]
+    named = {id(arguments[k]) for k in found.inputs} | {id(view) for view, _ in found.views}
+    tensors = [v for _, args, kwargs in found.calls for v in (*args, *kwargs.values()) if _holds_tensor(v)]
+    known = all(isinstance(v, torch.Tensor) and (still(v) or id(v) in named) for v in tensors)
+    return found if known else None
 
 
 def _holds_tensor(value: Any) -> bool:

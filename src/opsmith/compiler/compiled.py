@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx import Node
 
 from opsmith import measure
+from opsmith.compiler.bind import Form
 from opsmith.compiler.mutation import Rehearsal, effects
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
 from opsmith.compiler.program import Program, record
@@ -98,6 +99,9 @@ class CompiledGraph:
             self._add(site)
         self.plans: dict[Key, ShapePlan] = {}
         self._choices: dict[tuple[str, str], Choice] = {}
+        self._forms: dict[
+            str, Form
+        ] = {}  # by site: how its program will call it, as far as the study can tell
         self._unfit: dict[str, dict[str, str]] = {}  # by site: implementations that failed its proof, and why
         self._programs: dict[Key, Program | None] = {}
         self._spans: dict[Key, int] = {}  # programs that serve many sizes: how many results they allocate
@@ -118,8 +122,8 @@ class CompiledGraph:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._packed_from: list[torch.Tensor] = []
-        self._effects = effects(gm.graph)
-        self._changed = self._effects.inputs(gm.graph)
+        self.effects = effects(gm.graph)
+        self._changed = self.effects.inputs(gm.graph)
 
     def _add(self, site: Site) -> str:
         """Enter a site under a name of its own."""
@@ -130,17 +134,21 @@ class CompiledGraph:
         self.report.sites.append(SiteReport(name, operator, site.pattern, where(site.root), site.composite))
         return name
 
-    def divided(self, name: str, value: Callable[[Node], Any], learn: Collection[Node]) -> list[str]:
+    def divided(
+        self, name: str, value: Callable[[Node], Any], form: Callable[[Site], Form], learn: Collection[Node]
+    ) -> list[str]:
         """The names under which a site runs: its own, or, where they are faster together, those of its parts."""
         site = self.sites[name]
         if not site.parts or self._rewritten is not None:
             return [name]
 
         def choose(part: Site, call: dict[str, Any]) -> Choice:
-            return self.selector.choose(part.card, part.card.name, call, self.packer, may_measure=True)
+            return self.selector.choose(
+                part.card, part.card.name, call, self.packer, may_measure=True, form=form(part)
+            )
 
         call = call_of(site, value)
-        choice = self.choice(name, call, may_measure=True)
+        choice = self.choice(name, call, may_measure=True, form=form(site))
         apart, self._choices[name, signature(site.card, call)] = settle(site, choice, choose, value, learn)
         if not apart:
             return [name]
@@ -186,7 +194,7 @@ class CompiledGraph:
             if self._weights_changed(args):
                 self._repack(args)
             rehearsal = Rehearsal(args, self._changed)
-            if not self._changed and not self._effects.random:
+            if not self._changed and not self.effects.random:
                 return self._prepare(key, rehearsal)
             # What a run changes, weights and random numbers included, must change once: all this is on copies.
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -344,9 +352,12 @@ class CompiledGraph:
         faster = ours <= eager
         return faster, f"{note}: {eager / ours:.2f}x" if faster else f"{note}: eager is faster and runs"
 
-    def choice(self, name: str, call: dict[str, Any], *, may_measure: bool) -> Choice:
-        """The choice for a site and a call; equal calls of one operator choose alike."""
+    def choice(
+        self, name: str, call: dict[str, Any], *, may_measure: bool, form: Form | None = None
+    ) -> Choice:
+        """The choice for a site and a call; equal calls of one operator choose alike, where they have one form."""
         site = self.sites[name]
+        form = self._forms[name] = form or self._forms.get(name, Form.NEW)
         key = (name, signature(site.card, call))
         if key not in self._choices:
             self._choices[key] = self.selector.choose(
@@ -356,6 +367,7 @@ class CompiledGraph:
                 self.packer,
                 may_measure=may_measure,
                 unfit=self._unfit.get(name, {}),
+                form=form,
             )
         return self._choices[key]
 

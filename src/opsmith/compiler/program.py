@@ -21,11 +21,12 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from opsmith.compiler.bind import Call, kernel_calls
+from opsmith.compiler.bind import kernel_calls
 from opsmith.compiler.filled import filled
 from opsmith.compiler.select import Choice, Packer
 from opsmith.compiler.sizes import varying
 from opsmith.compiler.slots import Layout, Slots, is_pure, is_size, last_uses, memory
+from opsmith.compiler.source import Writer, target_name
 from opsmith.operator import Implementation, Operator
 
 Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Choice, Implementation]]
@@ -148,9 +149,7 @@ class _Recorder:
         for node, slot in self.slots.place(self.nodes, self.candidates, last).items():
             self.steps[node].slot = slot
         needed = self._needed()
-        source, names = self._source(needed)
-        code = compile(source, "<opsmith plan>", "exec")
-        exec(code, names)  # the text above, made of node names and bound objects only
+        source, run = self._source(needed)
         steps = [
             self.steps[n] for n in self.nodes if n in self.steps and n in needed and n not in self.constant
         ]
@@ -159,7 +158,7 @@ class _Recorder:
             source,
             self.slots.sizes,
             self.slots.devices,
-            names["run"],
+            run,
             list(self.slots.layouts),
             called=self.called,
             fresh=len(self.calls.keys() & self.varies),
@@ -185,7 +184,7 @@ class _Recorder:
         site = node.meta.get("site")
         if site is None:
             if node.target is not operator.getitem:
-                self.steps[node] = Step(node.name, _target_name(node.target))
+                self.steps[node] = Step(node.name, target_name(node.target))
             weight = self.packer.cast(node, args)
             if weight is not None:
                 self.weights.add(memory(weight))
@@ -202,7 +201,7 @@ class _Recorder:
         if node in self.varies or any(n in self.varies for n in node.all_input_nodes):
             self.open[node] = Open(card, implementation, swapped)
         self.weights |= {memory(w) for w in swapped.values()} - {-1}  # no memory that can be seen
-        self.steps[node] = Step(node.name, _target_name(node.target), site, choice)
+        self.steps[node] = Step(node.name, target_name(node.target), site, choice)
         result = implementation.fn(**packed)
         if implementation.takes_out and node not in self.varies:
             self.candidates[node] = result if isinstance(result, tuple) else (result,)
@@ -236,106 +235,75 @@ class _Recorder:
         """True for memory that is the same at every call: a slot, or a weight as long as it does not change."""
         return t in self.slots or memory(t) in self.weights
 
-    def _source(self, needed: set[Node]) -> tuple[str, dict[str, Any]]:
-        names: dict[str, Any] = {}
-        local = {"args", "buffers", "slice", *(n.name for n in self.nodes)}
-        bound: dict[int, str] = {}
+    def _stands(self, value: Any) -> str | None:
+        """Where a value is found in the program: a buffer, or a name of its own."""
+        if isinstance(value, Node):
+            if not self._in_slot(value):
+                return str(value.name)
+            value = self.env[value]
+        if isinstance(value, torch.Tensor) and value in self.slots:
+            return f"buffers[{self.slots.buffer(value)}]"
+        return None
+
+    def _source(self, needed: set[Node]) -> tuple[str, Callable[..., Any]]:
+        writer = Writer({n.name for n in self.nodes}, self._stands)
         dead = self._dead_after(needed)
-        lines = ["def run(args, buffers):"]
+        lines = []
         placeholders = [n.name for n in self.nodes if n.op == "placeholder"]
         if placeholders:
             lines.append(f"    ({', '.join(placeholders)},) = args")
-
-        def bind(value: Any, hint: str) -> str:
-            if id(value) not in bound:
-                name = "".join(c if c.isalnum() else "_" for c in hint)
-                while name in names or name in local:
-                    name += "_"
-                bound[id(value)], names[name] = name, value
-            return bound[id(value)]
-
-        def text(value: Any) -> str:
-            if isinstance(value, Node):
-                return text(self.env[value]) if self._in_slot(value) else value.name
-            if isinstance(value, torch.Tensor) and value in self.slots:
-                return f"buffers[{self.slots.buffer(value)}]"
-            if isinstance(value, torch.Tensor):
-                return bind(value, "weight")
-            if isinstance(value, list | tuple):
-                inner = ", ".join(text(v) for v in value)
-                return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
-            if isinstance(value, dict):
-                return "{" + ", ".join(f"{k!r}: {text(v)}" for k, v in value.items()) + "}"
-            if value is None or isinstance(value, bool | int | str):
-                return repr(value)
-            if isinstance(value, float) and value == value and abs(value) != float("inf"):
-                return repr(value)
-            if isinstance(value, slice):
-                return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
-            return bind(value, str(value))
-
         for node in self.nodes:
             if node not in needed:
                 continue
             if node.op == "get_attr" or node in self.constant:
-                lines.append(f"    {node.name} = {bind(self.env[node], node.name + '_value')}")
+                lines.append(f"    {node.name} = {writer.bind(self.env[node], node.name + '_value')}")
             elif node in self.calls:
-                site = self._site(node, bind, text)
+                site = self._site(node, writer)
                 self.called += [self.steps[node].site or node.name] * len(site)
                 lines += site
             elif node.target is filled and self._in_slot(node):
-                lines.append(self._filled(node, bind, text))
+                lines.append(self._filled(node, writer))
             elif self._in_slot(node):
                 pass
             elif node.op == "call_function" and node.target is operator.getitem:
-                lines.append(f"    {node.name} = {text(node.args[0])}[{text(node.args[1])}]")
+                lines.append(f"    {node.name} = {writer.text(node.args[0])}[{writer.text(node.args[1])}]")
             elif node.op == "call_function":
-                parts = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-                target = bind(node.target, _target_name(node.target))
-                lines.append(f"    {node.name} = {target}({', '.join(parts)})")
+                call = writer.call(node.target, node.args, node.kwargs, target_name(node.target))
+                lines.append(f"    {node.name} = {call}")
             elif node.op == "output":
-                lines.append(f"    return {text(node.args[0])}")
+                lines.append(f"    return {writer.text(node.args[0])}")
             if dead.get(node):
                 lines.append(f"    del {', '.join(dead[node])}")
-        return "\n".join(lines) + "\n", names
+        return writer.compile(lines)
 
-    def _site(self, node: Node, bind: Any, text: Any) -> list[str]:
-        """A site's lines: the implementation's call or, where all it works on stays in place, its kernels' calls."""
+    def _site(self, node: Node, writer: Writer) -> list[str]:
+        """A site's lines: its kernels' calls, where it consists of these, or else the implementation's own."""
         implementation, swapped = self.calls[node]
-        results = self.candidates.get(node, ())
         opened = self.open.get(node)
-        out = self.steps[node].slot is not None
-        if out and opened is None:
-            given = {**map_arg(node.kwargs, self.env.__getitem__), **swapped}
-            given["out"] = results if isinstance(self.env[node], tuple) else results[0]
-            calls = kernel_calls(implementation.fn, given, self._stays)
-            if calls is not None:
-                return [self._kernel(node, call, bind, text) for call in calls]
-        fixed = swapped if opened is None else {}
-        parts = [
-            f"{k}={bind(fixed[k], f'{node.name}_{k}') if k in fixed else text(v)}"
-            for k, v in node.kwargs.items()
-        ]
-        if out:
-            parts.append(f"out={text(results if isinstance(self.env[node], tuple) else results[0])}")
-        name = bind(opened or implementation.fn, f"{_target_name(node.target)}_{implementation.name}")
-        return [f"    {'' if out else node.name + ' = '}{name}({', '.join(parts)})"]
+        out = None
+        if self.steps[node].slot is not None:
+            results = self.candidates[node]
+            out = results if isinstance(self.env[node], tuple) else results[0]
+        if out is not None and opened is None:
+            values = {**map_arg(node.kwargs, self.env.__getitem__), **swapped, "out": out}
+            found = kernel_calls(implementation.fn, values, self._stays)
+            if found is not None:
+                return writer.kernels(node.name, found, {**node.kwargs, **swapped}, values)
+        label = f"{target_name(node.target)}_{implementation.name}"
+        return writer.site(
+            node.name,
+            opened or implementation.fn,
+            label,
+            node.kwargs,
+            out,
+            swapped if opened is None else {},
+        )
 
-    def _kernel(self, node: Node, call: Call, bind: Any, text: Any) -> str:
-        func, args, kwargs = call
-        values = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and memory(value) in self.weights:
-                bind(value, f"{node.name}_{name}")
-        parts = [text(a) for a in args] + [f"{k}={text(v)}" for k, v in kwargs.items()]
-        return f"    {bind(func._op, _target_name(func))}({', '.join(parts)})"
-
-    def _filled(self, node: Node, bind: Any, text: Any) -> str:
+    def _filled(self, node: Node, writer: Writer) -> str:
         """The kernel's call alone: what it fills is a buffer."""
         kernel, out, _, _, *args = node.args
-        parts = [text(a) for a in args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
         assert isinstance(kernel, torch._ops.OpOverload)
-        return f"    {bind(kernel._op, _target_name(kernel))}({', '.join(parts)}, {out}={text(node)})"
+        return f"    {writer.call(kernel._op, args, {**node.kwargs, str(out): node}, target_name(kernel))}"
 
     def _needed(self) -> set[Node]:
         """The nodes whose values the program reads, and those that do more than return one."""
@@ -375,9 +343,3 @@ class _Recorder:
             if end.op != "output":
                 dead.setdefault(end, []).append(node.name)
         return dead
-
-
-def _target_name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return str(getattr(target, "__name__", target))

@@ -13,7 +13,9 @@ import torch
 from torch.fx import Node
 
 from opsmith import measure
+from opsmith.compiler.bind import Form
 from opsmith.compiler.config import Config
+from opsmith.compiler.source import alone
 from opsmith.compiler.tuning import TuningCache
 from opsmith.operator import Implementation, Kind, Operator, registry
 
@@ -45,6 +47,11 @@ def signature(card: Operator, call: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
+def contest(card: Operator, call: Mapping[str, Any], form: Form) -> str:
+    """What a measurement is of: a call, made as a program makes it."""
+    return f"{signature(card, call)} as={form.value}"
+
+
 class Selector:
     """Chooses implementations under a Config, by measurement where it may take the time."""
 
@@ -70,11 +77,13 @@ class Selector:
         *,
         may_measure: bool,
         unfit: Mapping[str, str] = MappingProxyType({}),
+        form: Form = Form.NEW,
     ) -> Choice:
         """The implementation for this call of this site; `unfit` ones failed the site's proof, and why."""
         accepted, refused = card.candidates(**call)
-        key, config = signature(card, call), self.config
-        pinned, fixed = config.pin.get(site) or config.pin.get(card.name), self.fixed.get(key)
+        key, config = contest(card, call, form), self.config
+        fixed = self.fixed.get(signature(card, call))
+        pinned = config.pin.get(site) or config.pin.get(card.name)
         known = self._measured.get(key) or self.cache.get(key) or {}
         if (
             "inductor" not in (pinned, fixed)
@@ -101,8 +110,8 @@ class Selector:
         times: Mapping[str, float] | None = known or None
         if len(accepted) > 1 and (times is None or not set(names) <= set(times)):
             if not may_measure:
-                return self._nearest(card, call, accepted, refused)
-            times, steady = self._measure(call, accepted, refused, packed)
+                return self._nearest(card, call, form, accepted, refused)
+            times, steady = self._measure(call, accepted, refused, packed, form)
             self._measured[key] = times
             if steady:
                 self.cache.put(key, times)
@@ -112,16 +121,21 @@ class Selector:
         return Choice(best, _why(best, {c.name: times[c.name] for c in accepted}), times, refused)
 
     def _measure(
-        self, call: dict[str, Any], accepted: list[Implementation], refused: dict[str, str], packed: Packer
+        self,
+        call: dict[str, Any],
+        accepted: list[Implementation],
+        refused: dict[str, str],
+        packed: Packer,
+        form: Form,
     ) -> tuple[dict[str, float], bool]:
-        """Seconds by implementation, and whether the machine was quiet enough to remember them.
+        """Seconds by implementation, as a program calls them, and whether the machine was quiet enough to keep them.
 
         An implementation that raises leaves the contest.
         """
         contestants = {}
         for candidate in list(accepted):
             try:
-                contestants[candidate.name] = _bound(candidate, packed(candidate, call))
+                contestants[candidate.name] = alone(candidate, packed(candidate, call), form)
                 contestants[candidate.name]()
             except Exception as error:  # whatever it raises is its reason for not taking part
                 contestants.pop(candidate.name, None)
@@ -134,15 +148,20 @@ class Selector:
         return {name: min(result.samples[name]) for name in contestants}, False
 
     def _nearest(
-        self, card: Operator, call: dict[str, Any], accepted: list[Implementation], refused: dict[str, str]
+        self,
+        card: Operator,
+        call: dict[str, Any],
+        form: Form,
+        accepted: list[Implementation],
+        refused: dict[str, str],
     ) -> Choice:
         """Of the calls measured before, the one closest in work and of the same kind decides."""
         names = {c.name for c in accepted}
-        work = _work(call)
+        work, kind = _work(call), _kind(contest(card, call, form))
         best: tuple[float, str] | None = None
         for key, times in {**dict(self.cache.items()), **self._measured}.items():
             known = names & set(times)
-            if not key.startswith(card.name + " ") or not known or _kind(key) != _kind(signature(card, call)):
+            if not key.startswith(card.name + " ") or not known or _kind(key) != kind:
                 continue
             distance = abs(math.log(max(_numel(key), 1)) - math.log(max(work, 1)))
             if best is None or distance < best[0]:
@@ -271,14 +290,6 @@ def raised(error: Exception) -> str:
     """An exception as a reason: its kind and the first line of what it says."""
     lines = str(error).strip().splitlines() or [""]
     return f"raised {type(error).__name__}: {lines[0][:120]}"
-
-
-def _bound(implementation: Implementation, call: dict[str, Any]) -> Any:
-    if not implementation.takes_out:
-        return lambda: implementation.fn(**call)
-    # As in a plan, where the output is written into a buffer that is there already.
-    out = implementation.fn(**call)
-    return lambda: implementation.fn(**call, out=out)
 
 
 def _why(best: str, times: Mapping[str, float]) -> str:

@@ -10,11 +10,14 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from opsmith.compiler.operands import nodes_in
+from opsmith.compiler.bind import Form
+from opsmith.compiler.filled import filled
+from opsmith.compiler.operands import evaluate, nodes_in
 from opsmith.compiler.prove import prove
-from opsmith.compiler.select import raised
+from opsmith.compiler.select import Choice, raised
 from opsmith.compiler.settle import call_of, learning
 from opsmith.compiler.site import Site
+from opsmith.compiler.slots import memory
 from opsmith.operator import Verdict
 
 if TYPE_CHECKING:
@@ -36,6 +39,11 @@ class Study:
         self.learn = learning(self.nodes, args) if training else set()
         self.env: dict[Node, Any] = {}
         self.at: dict[Node, list[str]] = {}
+        self.weights = {memory(w) for w in owner.packer.constants.values()}
+        self.shared = owner.effects.memory
+        self.buffers: set[int] = set()  # the memory, as `shared` numbers it, for which a program has a buffer
+        results = [n for o in self.nodes if o.op == "output" for n in o.all_input_nodes]
+        self.given = {self.shared[n] for n in results if n in self.shared}  # the caller's
         self.last: dict[Node, int] = {
             n: max((self.order[u] for u in n.users), default=self.order[n]) for n in self.nodes
         }
@@ -65,7 +73,11 @@ class Study:
                 args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
                 cast = None if self.training else owner.packer.cast(node, args)
                 self.env[node] = node.target(*args, **kwargs) if cast is None else cast
-            for name in [n for m in self.at.get(node, ()) for n in owner.divided(m, self.value, self.learn)]:
+                if cast is not None:
+                    self.weights.add(memory(cast))
+                if node.target is filled:
+                    self._in_buffers([node])
+            for name in [n for m in self.at.get(node, ()) for n in self._divided(m)]:
                 done += 1
                 if owner.progress is not None:
                     owner.progress(name, done, len(owner.sites))
@@ -80,6 +92,28 @@ class Study:
     def value(self, node: Node) -> Any:
         return self.env[node]
 
+    def _divided(self, name: str) -> list[str]:
+        return self.owner.divided(name, self.value, self._form, self.learn)
+
+    def _form(self, site: Site) -> Form:
+        """How a program calls the site, if what was chosen for the sites before it remains."""
+        if any(self.shared.get(n) in self.given for n in site.outputs):
+            return Form.NEW
+        return Form.STILL if all(map(self._stays, site.arguments.values())) else Form.BUFFER
+
+    def _stays(self, operand: Any) -> bool:
+        """True for what is at the same place at every call: a weight, a buffer, a view of one, and any number."""
+        value = evaluate(operand, self.value)
+        if not isinstance(value, torch.Tensor) or memory(value) in self.weights:
+            return True
+        return any(
+            self.shared.get(n) in self.buffers and memory(value) == memory(self.env[n])
+            for n in nodes_in(operand)
+        )
+
+    def _in_buffers(self, outputs: Sequence[Node]) -> None:
+        self.buffers |= {self.shared[n] for n in outputs if n in self.shared} - self.given
+
     def _site(self, name: str, report: SiteReport) -> bool:
         """Choose and prove one site: what is not accurate enough gives way to the next fastest that is.
 
@@ -88,9 +122,19 @@ class Study:
         owner = self.owner
         site = owner.sites[name]
         call = call_of(site, self.value)
-        choice = owner.choice(name, call, may_measure=True)
+        choice = owner.choice(name, call, may_measure=True, form=self._form(site))
+        kept, choice = self._proved(name, report, call, choice)
+        if kept and owner.selector.implementation(site.card, choice.implementation).takes_out:
+            self._in_buffers(site.outputs)
+        return kept
+
+    def _proved(
+        self, name: str, report: SiteReport, call: dict[str, Any], choice: Choice
+    ) -> tuple[bool, Choice]:
+        owner = self.owner
+        site = owner.sites[name]
         if not owner.selector.config.verify:
-            return True
+            return True, choice
         failures: list[str] = []
         while True:
             verdict = self._prove(site, choice.implementation, call)
@@ -99,10 +143,10 @@ class Study:
                 failures.append(f"{choice.implementation}: {verdict.why}")
             report.why = "; ".join(failures)
             if verdict.ok:
-                return True
+                return True, choice
             if choice.implementation == "eager":
                 report.status = "rolled back"
-                return False
+                return False, choice
             owner.reject(name, choice.implementation, verdict.why)
             choice = owner.choice(name, call, may_measure=True)
 

@@ -14,8 +14,9 @@ struct NormGradients {
 };
 
 // One thread's rows; the sums over them are added to `dweight` and `dbias`, [n] float32 in the order of pairs.
-// Rows go in groups, so that the columns' sums, and the weight, pass through registers once for all rows of a group. A
-// group is looked at twice; in both looks half of the next one is fetched, and both stay in the second-level cache.
+// Rows go in blocks that stay in the second-level cache and are looked at twice: along the rows, for their means, and then
+// down the columns, a strip at a time, so that the columns' sums and the weight stay in registers for all rows of a block.
+// In both looks half of the next block is fetched.
 template <bool centered, bool with_sum, bool streaming, class T, class P>
 class NormBackward {
  public:
@@ -23,99 +24,153 @@ class NormBackward {
       : of_(of), n_(of.s.sizes[1]), weight_(weight), dweight_(dweight), dbias_(dbias) {}
 
   void operator()(int64_t begin, int64_t end) const {
-    constexpr int group = 4;
     constexpr int64_t cache = int64_t{512} << 10;
-    int64_t r = begin;
-    if (2 * group * 2 * n_ * int64_t(sizeof(T)) <= cache) {
-      for (; r + group <= end; r += group) rows<group>(r);
-    }
-    for (; r < end; ++r) rows<1>(r);
+    const int64_t fit = cache / (2 * 2 * n_ * int64_t(sizeof(T)));  // two blocks, two tensors
+    const int64_t step = std::min(most, std::max<int64_t>(1, fit));
+    for (int64_t r = begin; r < end; r += step) block(r, std::min(step, end - r), step);
     if (streaming) stream_fence();
   }
 
  private:
-  template <int group>
-  void rows(int64_t first) const {
-    const T *const g0 = row(of_.dy, first), *const s0 = row(of_.s, first);
-    const T* const sum0 = with_sum ? row(of_.dsummed, first) : nullptr;
-    T* const x0 = row(of_.dx, first);
-    const int64_t gs = of_.dy.strides[0], ss = of_.s.strides[0], xs = of_.dx.strides[0], n = n_;
-    const int64_t sums = with_sum ? of_.dsummed.strides[0] : 0;
-    const P* const weight = weight_;
-    float *const dweight = dweight_, *const dbias = dbias_;
-    float scale[group], center[group], mean_g[group], mean_along[group];
-    for (int j = 0; j < group; ++j) {
-      scale[j] = of_.rstd[first + j];
-      center[j] = centered ? of_.mean[first + j] : 0.0f;
-      means(g0 + j * gs, s0 + j * ss, group, scale[j], center[j], mean_g[j], mean_along[j]);
-    }
-    lanes(n, [=](int64_t i, auto k) __attribute__((always_inline)) {
-      const auto w = load(weight + i, k);
-      auto along = load(dweight + i, k), total = load(dbias + i, k);
-#pragma GCC unroll 4
-      for (int j = 0; j < group; ++j) {
-        const T *const g = g0 + j * gs + i, *const s = s0 + j * ss + i;
-        if constexpr (std::is_same_v<decltype(k), Both>) fetch_half(g, s, i, n, group);
-        if constexpr (streaming) look_ahead(x0 + (j + group - 1) * xs, i);
-        const auto d = load(g, k);
-        auto h = load(s, k);
-        if constexpr (centered) h = h - center[j];
-        h = h * scale[j];
-        along = fma(d, h, along);
-        if constexpr (centered) total = total + d;
-        auto v = d * w;
-        if constexpr (centered) v = v - mean_g[j];
-        v = (v - h * mean_along[j]) * scale[j];
-        if constexpr (with_sum) v = v + load(sum0 + j * sums + i, k);
-        put(x0 + j * xs + i, v, k, streaming);
-      }
-      store(dweight + i, along, k);
-      if constexpr (centered) store(dbias + i, total, k);
-    });
-  }
+  // Rows of a block. Columns' sums would be loaded and stored less often with more, but stores past the cache that turn
+  // between more rows take longer: 16 bits best by two, 32 bits by four.
+  static constexpr int64_t most = sizeof(T) == 2 ? 2 : 4;
 
-  // mean(g) and mean(g * xhat) of a row.
-  void means(const T* g, const T* s, int64_t group, float scale, float center, float& mean_g,
-             float& mean_along) const {
-    const P* const weight = weight_;
-    const int64_t n = n_;
-    Vec total[2] = {}, along[2] = {};
-    lanes(n, [&](int64_t i, auto k) __attribute__((always_inline)) {
-      if constexpr (std::is_same_v<decltype(k), Both>) {
-        fetch_half(g + i, s + i, i, 0, group);
-        const Pair v = load(g + i, k) * load(weight + i, k);
-        const Pair h = centered ? load(s + i, k) - center : load(s + i, k);
-        along[0] = fma(v.a, h.a, along[0]);
-        along[1] = fma(v.b, h.b, along[1]);
-        if constexpr (centered) {
-          total[0] += v.a;
-          total[1] += v.b;
-        }
-      } else {
-        const Vec v = load(g + i, k) * load(weight + i, k), h = load(s + i, k);
-        along[0] = fma(v, centered ? keep(h - center, k, 0.0f) : h, along[0]);
-        if constexpr (centered) total[0] += v;
-      }
-    });
-    mean_g = centered ? reduce_add(total[0] + total[1]) / float(n) : 0.0f;
-    mean_along = reduce_add(along[0] + along[1]) / float(n) * scale;
-  }
+  struct Scalars {  // of a row
+    float center, scale, mean_g, mean_along;
+    float shift, slope;  // rstd * mean_g, -rstd^2 * mean_along
+  };
 
-  // Of the pair's row in the next group, the first half (from 0) or the second one (from n).
-  void fetch_half(const T* g, const T* s, int64_t i, int64_t from, int64_t group) const {
-    const int64_t back = (from + i) / 2 - i;
-    for (int64_t j = 0; j < W; j += 64 / int64_t(sizeof(T))) {
-      prefetch_far(g + group * of_.dy.strides[0] + back + j);
-      prefetch_far(s + group * of_.s.strides[0] + back + j);
-    }
-  }
-
-  template <class F>
-  static inline __attribute__((always_inline)) void lanes(int64_t n, const F& f) {
+  void block(int64_t first, int64_t rows, int64_t step) const {
+    Scalars scalars[most];
+    for (int64_t r = 0; r < rows; r += 2) rows - r > 1 ? means<2>(first + r, step, scalars + r) : means<1>(first + r, step, scalars + r);
     int64_t i = 0;
-    for (; i < paired(n); i += 2 * W) f(i, Both{});
-    for (; i + W <= n; i += W) f(i, Full{});
-    if (i < n) f(i, Part{int(n - i)});
+    for (; i < paired(n_); i += 4 * W) strip<2>(first, i, Both{}, rows, step, scalars);
+    for (; i + W <= n_; i += W) strip<1>(first, i, Full{}, rows, step, scalars);
+    if (i < n_) strip<1>(first, i, Part{int(n_ - i)}, rows, step, scalars);
+  }
+
+  // mean(g) and mean(g * xhat) of `count` rows.
+  template <int count>
+  void means(int64_t first, int64_t step, Scalars* scalars) const {
+    const int64_t n = n_;
+    const P* const weight = weight_;
+    const T *g[count], *s[count], *sum[count], *next_g[count], *next_s[count];
+    float center[count];
+    Vec total[count][2] = {}, along[count][2] = {};
+    for (int r = 0; r < count; ++r) {
+      g[r] = row(of_.dy, first + r);
+      s[r] = row(of_.s, first + r);
+      sum[r] = with_sum ? row(of_.dsummed, first + r) : nullptr;
+      next_g[r] = row(of_.dy, first + r + step) + n / 2;
+      next_s[r] = row(of_.s, first + r + step) + n / 2;
+      center[r] = centered ? of_.mean[first + r] : 0.0f;
+    }
+    int64_t i = 0;
+    for (; i < paired(n); i += 4 * W) {
+#pragma GCC unroll 2
+      for (int r = 0; r < count; ++r) fetch(next_g[r] + i / 2, next_s[r] + i / 2);
+#pragma GCC unroll 2
+      for (int64_t at = i; at < i + 4 * W; at += 2 * W) {
+        const Pair w = load(weight + at, Both{});
+#pragma GCC unroll 2
+        for (int r = 0; r < count; ++r) {
+          const Pair v = load(g[r] + at, Both{}) * w;
+          Pair h = load(s[r] + at, Both{});
+          if constexpr (with_sum) fetch_pair(sum[r] + at);
+          if constexpr (centered) h = h - center[r];
+          along[r][0] = fma(v.a, h.a, along[r][0]);
+          along[r][1] = fma(v.b, h.b, along[r][1]);
+          if constexpr (centered) {
+            total[r][0] += v.a;
+            total[r][1] += v.b;
+          }
+        }
+      }
+    }
+    for_lanes(n - i, [&](int64_t lane, auto k) __attribute__((always_inline)) {
+      const Vec w = load(weight + i + lane, k);
+      for (int r = 0; r < count; ++r) {
+        const Vec v = load(g[r] + i + lane, k) * w, h = load(s[r] + i + lane, k);
+        along[r][0] = fma(v, centered ? keep(h - center[r], k, 0.0f) : h, along[r][0]);
+        if constexpr (centered) total[r][0] += v;
+      }
+    });
+    for (int r = 0; r < count; ++r) {
+      const float scale = of_.rstd[first + r];
+      const float mean_g = centered ? reduce_add(total[r][0] + total[r][1]) / float(n) : 0.0f;
+      const float mean_along = reduce_add(along[r][0] + along[r][1]) / float(n) * scale;
+      scalars[r] = {center[r], scale, mean_g, mean_along, scale * mean_g, -scale * scale * mean_along};
+    }
+  }
+
+  // `count` pairs or vectors side by side, from column i on, in all rows of a block.
+  template <int count, class Lanes>
+  void strip(int64_t first, int64_t i, Lanes k, int64_t rows, int64_t step, const Scalars* scalars) const {
+    constexpr int64_t lanes = std::is_same_v<Lanes, Both> ? 2 * W : W;
+    const int64_t gs = of_.dy.strides[0], ss = of_.s.strides[0], xs = of_.dx.strides[0];
+    const T *g = row(of_.dy, first) + i, *s = row(of_.s, first) + i, *sum = with_sum ? row(of_.dsummed, first) + i : nullptr;
+    T* x = row(of_.dx, first) + i;
+    if constexpr (streaming) look_down(x, i, rows);
+    const int64_t next_g = step * gs + i / 2 - i, next_s = step * ss + i / 2 - i;
+    using V = decltype(load(g, k));
+    V w[count], along[count], total[count];
+    for (int c = 0; c < count; ++c) {
+      w[c] = load(weight_ + i + c * lanes, k);
+      along[c] = load(dweight_ + i + c * lanes, k);
+      total[c] = load(dbias_ + i + c * lanes, k);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const Scalars of = scalars[r];
+      if constexpr (count == 2) fetch(g + next_g, s + next_s);
+#pragma GCC unroll 2
+      for (int c = 0; c < count; ++c) {
+        const V d = load(g + c * lanes, k);
+        V h = load(s + c * lanes, k);
+        if constexpr (centered) h = h - of.center;
+        if constexpr (centered) total[c] = total[c] + d;
+        V v;
+        if constexpr (std::is_same_v<Lanes, Both>) {
+          const V scaled = d * of.scale;
+          along[c] = fma(scaled, h, along[c]);
+          v = scaled * w[c];
+          if constexpr (centered) v = v - of.shift;
+          v = fma(h, of.slope, v);
+        } else {  // in this order the terms of a row of one element cancel
+          h = h * of.scale;
+          along[c] = fma(d, h, along[c]);
+          v = d * w[c];
+          if constexpr (centered) v = v - of.mean_g;
+          v = (v - h * of.mean_along) * of.scale;
+        }
+        if constexpr (with_sum) v = v + load(sum + c * lanes, k);
+        put(x + c * lanes, v, k, streaming);
+      }
+      g += gs;
+      s += ss;
+      x += xs;
+      if constexpr (with_sum) sum += of_.dsummed.strides[0];
+    }
+    for (int c = 0; c < count; ++c) {
+      store(dweight_ + i + c * lanes, along[c], k);
+      if constexpr (centered) store(dbias_ + i + c * lanes, total[c], k);
+    }
+  }
+
+  // Half as much as two pairs.
+  static void fetch(const T* g, const T* s) {
+    for (int64_t j = 0; j < 2 * W; j += 64 / int64_t(sizeof(T))) {
+      prefetch_far(g + j);
+      prefetch_far(s + j);
+    }
+  }
+
+  // The pages that come next in what is written at x, element i of its row.
+  void look_down(const T* x, int64_t i, int64_t rows) const {
+    constexpr int64_t page = 4096 / int64_t(sizeof(T));
+    if (i % page != 0) return;
+    const int64_t xs = of_.dx.strides[0], next = i + page < n_ ? page : rows * xs - i;
+    for (int64_t r = 0; r < rows; ++r) prefetch(x + r * xs + next);
   }
 
   static T* row(const View& v, int64_t r) { return v.as<T>() + r * v.strides[0]; }

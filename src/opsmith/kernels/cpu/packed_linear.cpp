@@ -9,6 +9,7 @@
 #include "packed_linear.h"
 
 #include "fixed_point.h"
+#include "shares.h"
 
 namespace opsmith {
 namespace {
@@ -193,7 +194,7 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
   const int64_t cost = depth * kColumns * (ceil_div(m, row_blocks) + 4);
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost));
   const int64_t sums_size = most_rows(D) * ceil_div(x.tiles, row_blocks) * kColumns;
-  parallel_for(row_blocks * panels, grain, [&](int64_t begin, int64_t end) {
+  parallel_shares(row_blocks * panels, grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(sums_size + kChunk * kColumns / int64_t(sizeof(float)));
     uint8_t* const unpacked = reinterpret_cast<uint8_t*>(sums + sums_size);
     for (int64_t task = begin; task < end; ++task) {

@@ -2,11 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
-#include <memory>
 #include <vector>
 
 #include "paged_attention.h"
+#include "shares.h"
 #include "simd.h"
 
 namespace opsmith {
@@ -65,33 +64,6 @@ struct PagedPlan {
  private:
   static int64_t above(int64_t a, int64_t b) { return (a + b - 1) / b; }
   static int64_t round_to(int64_t n, int64_t grain) { return above(n, grain) * grain; }
-};
-
-// Hands out pieces: to each thread the next one of a share that lies together, and then what others have not reached.
-class Shares {
- public:
-  Shares(int64_t pieces, int64_t threads) : count_(threads), next_(new Cursor[size_t(threads)]) {
-    for (int64_t t = 0; t < threads; ++t) {
-      next_[size_t(t)].at.store(pieces * t / threads, std::memory_order_relaxed);
-      next_[size_t(t)].end = pieces * (t + 1) / threads;
-    }
-  }
-
-  template <class F>
-  void take(int64_t thread, const F& f) {
-    for (int64_t i = 0; i < count_; ++i) {
-      Cursor& from = next_[size_t((thread + i) % count_)];
-      for (int64_t piece; (piece = from.at.fetch_add(1, std::memory_order_relaxed)) < from.end;) f(piece);
-    }
-  }
-
- private:
-  struct alignas(64) Cursor {  // a line of its own, which the others touch only once they are done
-    std::atomic<int64_t> at;
-    int64_t end;
-  };
-  int64_t count_;
-  std::unique_ptr<Cursor[]> next_;
 };
 
 }  // namespace opsmith

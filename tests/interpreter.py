@@ -27,6 +27,8 @@ def hasten() -> None:
     interpreter.InterpretedFunction.__call__ = call_from_a_kernel
     keep_numpy_types()
     keep_shapes()
+    shorten_calls()
+    interpreter.InterpreterBuilder.cast_impl = cast_with(interpreter.InterpreterBuilder.cast_impl)
     # Whether a sum of integers overflows is computed with ten operations, and thrown away: asserts are off.
     options = interpreter.interpreter_builder.options
     assert not options.debug
@@ -65,6 +67,51 @@ def keep_numpy_types() -> None:
 
     equal = tl.dtype.__eq__
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def shorten_calls() -> None:
+    """Asks two operands of one type for no common one, and no tensor whether it is a constant."""
+    check, unwrap = semantic.TritonSemantic.binary_op_type_checking_impl, tl.core._unwrap_if_constexpr
+    alike = (tl.float32, tl.int32, tl.int64)  # whose sums, quotients, ... of two have their type
+
+    def types_of_two(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and lhs.dtype in alike:
+            return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    def value_of(o: Any) -> Any:
+        return o if type(o) is tl.tensor else unwrap(o)
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def call(*args: Any, member: Any = member, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = types_of_two
+    tl.core._unwrap_if_constexpr = value_of
+    interpreter._patch_attr = patch
+
+
+def cast_with(cast: Any) -> Any:
+    """Casts between bfloat16 and float32 by a shift, as they share their upper bits; others in the interpreter's way.
+
+    That takes a number apart and builds it anew, in a few dozen steps, and truncates, as this does. All numbers come
+    out the same but subnormal ones, of which it makes others: a shift is right for these too.
+    """
+
+    def impl(self: Any, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source is tl.bfloat16 and target is tl.float32:
+            data = (src.data.astype(np.uint32) << 16).view(np.float32)
+        elif source is tl.float32 and target is tl.bfloat16:
+            data = (src.data.view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            return cast(self, src, dst_type)
+        return interpreter.TensorHandle(data, target)
+
+    return impl
 
 
 def keep_shapes() -> None:

@@ -61,13 +61,22 @@ def with_grad(sample: Sample) -> tuple[Sample, list[torch.Tensor]]:
     return Sample(sample.name, args, kwargs), leaves
 
 
-def run_both_ways(fn: Callable[..., Any], sample: Sample) -> list[torch.Tensor]:
-    """Outputs, then the gradients of their sum with fixed weights."""
-    copy, leaves = with_grad(sample)
-    outputs = list(tensors_of(fn(*copy.args, **copy.kwargs)))
-    weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in outputs]
-    grads = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
-    return outputs + [g for g in grads if g is not None]
+def each(fn: Callable[..., Any]) -> Callable[[Any], list[Any]]:
+    """The function of several calls, for a graph of all of them."""
+    return lambda calls: [fn(*args, **kwargs) for args, kwargs in calls]
+
+
+def run_both_ways(fn: Callable[[Any], list[Any]], calls: list[Sample]) -> list[list[torch.Tensor]]:
+    """Of each call: outputs, then the gradients of their sum with fixed weights."""
+    copies = [with_grad(sample) for sample in calls]
+    outputs = [list(tensors_of(got)) for got in fn([(c.args, dict(c.kwargs)) for c, _ in copies])]
+    flat, leaves = [t for one in outputs for t in one], [t for _, own in copies for t in own]
+    weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in flat]
+    grads = iter(torch.autograd.grad(flat, leaves, weights, allow_unused=True))
+    return [
+        one + [g for g in [next(grads) for _ in own] if g is not None]
+        for one, (_, own) in zip(outputs, copies, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=short)
@@ -172,13 +181,13 @@ def test_fake_and_meta_tensors_give_the_shapes(card: Operator) -> None:
 
 @by_name(DIFFERENTIABLE)
 def test_compiled_as_one_graph_equals_eager(card: Operator) -> None:
-    for sample in styles(card):
-        torch.compiler.reset()
-        compiled = torch.compile(card.function, fullgraph=True, backend="aot_eager", dynamic=False)
-        for mine, value in zip(
-            run_both_ways(compiled, sample), run_both_ways(card.function, sample), strict=True
-        ):
-            torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
+    """Every style of a call, in one graph: most of what compiling takes, it takes for each graph."""
+    chosen = list(styles(card))
+    torch.compiler.reset()
+    compiled = torch.compile(each(card.function), fullgraph=True, backend="aot_eager", dynamic=False)
+    got, expected = run_both_ways(compiled, chosen), run_both_ways(each(card.function), chosen)
+    for sample, mine, value in zip(chosen, got, expected, strict=True):
+        torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6, msg=lambda m: f"{sample.name}: {m}")  # noqa: B023
 
 
 @by_name(DIFFERENTIABLE)
@@ -197,11 +206,9 @@ def test_one_tensor_may_be_several_arguments_of_a_compiled_call(card: Operator) 
         pytest.skip("no two tensors of one shape and dtype among the arguments of any sample")
     sample = Sample(sample.name, *one)
     torch.compiler.reset()
-    compiled = torch.compile(card.function, fullgraph=True, backend="aot_eager", dynamic=False)
-    for mine, value in zip(
-        run_both_ways(compiled, sample), run_both_ways(card.function, sample), strict=True
-    ):
-        torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6)
+    compiled = torch.compile(each(card.function), fullgraph=True, backend="aot_eager", dynamic=False)
+    got, expected = run_both_ways(compiled, [sample]), run_both_ways(each(card.function), [sample])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @by_name(CARDS)
@@ -236,7 +243,7 @@ def test_opcheck_of_the_native_operators(card: Operator) -> None:
     with Recorder("opsmith") as recorder:
         for sample in samples(card):
             if card.differentiable:
-                run_both_ways(card.function, sample)
+                run_both_ways(each(card.function), [sample])
             for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
                 implementation.fn(*sample.args, **sample.kwargs)
     called = {call[0]._schema.name.removeprefix("opsmith::") for call in recorder.calls.values()}

@@ -185,7 +185,7 @@ def emulate(
                 f"{entry}: {name} must be a contiguous tensor on the CPU of one of the types "
                 f"{', '.join(_TYPES.values())}, got {t.dtype} on {t.device}"
             )
-    library = _load(source, entry, tuple(_flags(tensors, types or {})), len(parameters))
+    library = _load(source, entry, tuple(_types(tensors, types or {})), len(parameters))
     if tiling is None:
         tiling, blocks = _tile(library, entry, sizes, cores, blocks)
     if not blocks or blocks < 1 or blocks > CORES:
@@ -216,7 +216,7 @@ def _parameters(source: Path, entry: str) -> list[str]:
     return [p.split()[-1].lstrip("*") for p in found[1].split(",")]
 
 
-def _flags(tensors: Mapping[str, torch.Tensor | None], types: Mapping[str, str]) -> list[str]:
+def _types(tensors: Mapping[str, torch.Tensor | None], types: Mapping[str, str]) -> list[str]:
     first = next((t for t in tensors.values() if t is not None), None)
     names = {
         name: _TYPES[t.dtype]
@@ -225,7 +225,7 @@ def _flags(tensors: Mapping[str, torch.Tensor | None], types: Mapping[str, str])
         for name, t in tensors.items()
         if first is not None
     }
-    return [f"-DDTYPE_{name.upper()}={value}" for name, value in {**names, **types}.items()]
+    return [f"#define DTYPE_{name.upper()} {value}" for name, value in {**names, **types}.items()]
 
 
 def _camel(stem: str) -> str:
@@ -244,36 +244,40 @@ def _folders(source: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([HEADERS, source.parent.absolute(), SOURCES]))
 
 
-def _load(source: Path, entry: str, flags: tuple[str, ...], parameters: int) -> ctypes.CDLL:
+def _load(source: Path, entry: str, defines: tuple[str, ...], parameters: int) -> ctypes.CDLL:
     folders = _folders(source)
     files = [file for folder in folders for file in folder.iterdir() if file.suffix in (".h", ".cpp")]
     edited = tuple(sorted(file.stat().st_mtime_ns for file in files))
-    return _built(source, entry, flags, parameters, folders, edited)
+    return _built(source, entry, defines, parameters, folders, edited)
 
 
 @functools.lru_cache(maxsize=256)
 def _built(
     source: Path,
     entry: str,
-    flags: tuple[str, ...],
+    defines: tuple[str, ...],
     parameters: int,
     folders: tuple[Path, ...],
     edited: tuple[int, ...],
 ) -> ctypes.CDLL:
     """The library, looked for in the build system's cache once for each time that a file was edited."""
     header = source.with_name(f"{source.stem}_tiling.h")
-    # One unit, as most of the time goes into headers. The kernel comes first: what it misses, it misses on a board.
-    lines = [f'#include "{source.name}"', '#include "launch.h"', f"OPSMITH_KERNEL({entry}, {parameters})"]
+    # The kernel comes before the launch: what it misses, it misses on a board.
+    lines = [
+        *defines,
+        f'#include "{source.name}"',
+        '#include "launch.h"',
+        f"OPSMITH_KERNEL({entry}, {parameters})",
+    ]
     if header.is_file():
-        lines[1:1] = [f'#include "{header.name}"']
-        lines += [f"OPSMITH_TILING({_camel(source.stem)}Tiling)"]
+        lines += [f'#include "{header.name}"', f"OPSMITH_TILING({_camel(source.stem)}Tiling)"]
     with tempfile.TemporaryDirectory(prefix="opsmith-emulation-") as folder:
         host = Path(folder) / f"{source.stem}_host.cpp"
         host.write_text("\n".join([*lines, ""]))
-        name = f"emulated_{entry}_{hashlib.sha256(' '.join(flags).encode()).hexdigest()[:6]}"
-        return _opened(
-            build.build_library(name, [host], include_dirs=folders, flags=[*_FLAGS, *flags], tier="portable")
-        )
+        name = f"emulated_{entry}_{hashlib.sha256(' '.join(defines).encode()).hexdigest()[:6]}"
+        # The core is one object for all kernels: its key has nothing of theirs.
+        units = [host, HEADERS / "core.cpp"]
+        return _opened(build.build_library(name, units, include_dirs=folders, flags=_FLAGS, tier="portable"))
 
 
 def _tile(

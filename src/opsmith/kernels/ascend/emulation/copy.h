@@ -35,17 +35,8 @@ struct DataCopyPadExtParams {
 
 namespace emulation {
 
-inline void within(const char* field, int64_t value, int64_t low, int64_t high) {
-    if (value < low || value > high)
-        core().fault("%s is %lld, expected %lld to %lld", field, (long long)value, (long long)low, (long long)high);
-}
-
-inline void count_copy(const Buffer* buffer, uint64_t in, uint64_t out) {
-    core().spend(kCopyStart + double(in + out) / kCopyBytes);
-    auto& bytes = core().queues[buffer ? buffer->owner : "nobody"];
-    bytes.first += in;
-    bytes.second += out;
-}
+void within(const char* field, int64_t value, int64_t low, int64_t high);
+void count_copy(const Buffer* buffer, uint64_t in, uint64_t out);
 
 template <class T>
 void begin_copy(pipe_t pipe, const char* name, Here here, const LocalTensor<T>& local, int64_t count) {
@@ -60,14 +51,7 @@ constexpr int64_t padded(int64_t bytes) { return (bytes + kDataBlock - 1) / kDat
 
 namespace emulation {
 
-inline void check_copy(const DataCopyParams& params, int64_t odd) {
-    if (odd)
-        core().fault("copies %lld bytes, expected a multiple of %u: DataCopyPad takes any length", (long long)odd,
-                     kDataBlock);
-    within("blockLen", params.blockLen, 1, 65535);
-    within("srcStride", params.srcStride, 0, 65535);
-    within("dstStride", params.dstStride, 0, 65535);
-}
+void check_copy(const DataCopyParams& params, int64_t odd);
 
 template <class T>
 void copy_in(Here here, const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& params,

@@ -15,58 +15,13 @@ struct Argument {
     int32_t readable, writable;
 };
 
-inline std::string quoted(const std::string& text) {
-    std::string out = "\"";
-    for (const char c : text) {
-        if (c == '"' || c == '\\') out += '\\';
-        out += c;
-    }
-    return out + "\"";
-}
-
 template <size_t... I>
 void call(void (*kernel)(decltype((void)I, GM_ADDR())...), GM_ADDR* arguments, std::index_sequence<I...>) {
     kernel(arguments[I]...);
 }
 
 // Everything of the report is JSON: a fault, or counts and estimates.
-inline std::string report(const Fault* fault, int blocks, const double (&worst)[kPipes]) {
-    Core& c = core();
-    std::string out = "{\"blocks\": " + std::to_string(blocks) + ", \"block\": " + std::to_string(c.block);
-    if (fault)
-        return out + ", \"fault\": {\"text\": " + quoted(fault->text) + ", \"file\": " + quoted(fault->file) +
-               ", \"line\": " + std::to_string(fault->line) + ", \"instruction\": " + quoted(fault->instruction) + "}}";
-    out += ", \"local_peak\": " + std::to_string(c.local_peak) + ", \"instructions\": [";
-    const char* comma = "";
-    for (const auto& [key, i] : c.instructions) {
-        out += comma + ("[" + quoted(i.name)) + ", \"" + kPipeNames[i.pipe] + "\", " + quoted(i.here.file) + ", " +
-               std::to_string(i.here.line) + ", " + std::to_string(i.issued) + "]";
-        comma = ", ";
-    }
-    out += "], \"queues\": {";
-    comma = "";
-    for (const auto& [name, bytes] : c.queues) {
-        out += comma + quoted(name) + ": [" + std::to_string(bytes.first) + ", " + std::to_string(bytes.second) + "]";
-        comma = ", ";
-    }
-    out += "}, \"tensors\": {";
-    comma = "";
-    for (const Region& r : c.regions) {
-        uint64_t missing = 0;
-        if (r.writable && !r.readable)
-            for (const int16_t owner : r.owner) missing += owner < 0;
-        out += comma + quoted(r.name) + ": [" + std::to_string(r.read) + ", " + std::to_string(r.wrote) + ", " +
-               std::to_string(missing) + "]";
-        comma = ", ";
-    }
-    out += "}, \"cycles\": {";
-    comma = "";
-    for (int p = 0; p < kPipes; ++p) {
-        out += comma + quoted(kPipeNames[p]) + ": " + std::to_string(worst[p]);
-        comma = ", ";
-    }
-    return out + "}}";
-}
+std::string report(const Fault* fault, int blocks, const double (&worst)[kPipes]);
 
 // Runs `blocks` blocks of a kernel. `arguments` are its tensors in order, the workspace last; the tiling follows them.
 template <size_t parameters, class Kernel>

@@ -5,6 +5,14 @@
 
 namespace AscendC {
 
+namespace emulation {
+
+// Whether a piece of a local tensor that has `size` bytes of a buffer may be used now.
+void inside(const char* does, int64_t offset, int64_t bytes, int64_t size, const Buffer* buffer, uint32_t generation);
+void aligned(const char* operand, int64_t address, uint32_t to);
+
+}  // namespace emulation
+
 template <class T>
 class GlobalTensor {
 public:
@@ -87,9 +95,7 @@ public:
         emulation::core().spoil_local(uint32_t(address_ + offset), uint32_t(bytes));
     }
     void aligned(const char* operand, uint32_t to = emulation::kDataBlock) const {
-        if (address_ % to)
-            emulation::core().fault("%s begins at byte %lld of local memory, expected a multiple of %u", operand,
-                                    (long long)address_, to);
+        emulation::aligned(operand, address_, to);
     }
     int64_t address() const { return address_; }
     emulation::Buffer* buffer() const { return buffer_; }
@@ -104,13 +110,7 @@ private:
     uint32_t generation_ = 0;
 
     void inside(const char* does, int64_t offset, int64_t bytes) const {
-        const emulation::Core& core = emulation::core();
-        if (!buffer_) core.fault("%s a tensor without memory: AllocTensor, DeQue or TBuf::Get gives it some", does);
-        if (buffer_->generation != generation_ || buffer_->state == emulation::Buffer::kIdle)
-            core.fault("%s a tensor of %s after FreeTensor gave its memory back", does, buffer_->owner.c_str());
-        if (offset < 0 || bytes_ < 0 || offset + bytes > bytes_)
-            core.fault("%s bytes %lld to %lld of a tensor of %s that has %lld", does, (long long)offset,
-                       (long long)(offset + bytes), buffer_->owner.c_str(), (long long)bytes_);
+        emulation::inside(does, offset, bytes, bytes_, buffer_, generation_);
     }
 };
 

@@ -18,21 +18,7 @@ constexpr const char* position_name(TPosition position) {
 }
 
 // The memory behind a TQue or a TBuf.
-inline Buffer* lend(uint32_t len, const std::string& owner) {
-    Core& core = emulation::core();
-    const uint32_t bytes = (len + kDataBlock - 1) / kDataBlock * kDataBlock;
-    if (!len) core.fault("%s asks for no memory", owner.c_str());
-    if (uint64_t(core.local_used) + bytes > kLocalMemory)
-        core.fault("%s needs %u bytes of local memory behind %u that are given out, and there are %u", owner.c_str(),
-                   bytes, core.local_used, kLocalMemory);
-    Buffer& buffer = core.buffers.emplace_back();
-    buffer.address = core.local_used;
-    buffer.bytes = bytes;
-    buffer.owner = owner;
-    core.local_used += bytes;
-    if (core.local_used > core.local_peak) core.local_peak = core.local_used;
-    return &buffer;
-}
+Buffer* lend(uint32_t len, const std::string& owner);
 
 }  // namespace emulation
 
@@ -199,17 +185,8 @@ public:
 private:
     int named_ = 0;
 
-    std::string next_name(TPosition position) {
-        return std::string(emulation::position_name(position)) + " " + std::to_string(named_++);
-    }
-    TEventID free_event(int kind, const char* instruction, Here here) {
-        emulation::Core& core = emulation::core();
-        core.begin(PIPE_S, instruction, here);
-        for (int id = 0; id < emulation::kEvents - core.queued[kind]; ++id)
-            if (!core.taken[kind][id]) return TEventID(id);
-        core.fault("all %d events %s are taken: ReleaseEventID gives one back, and each buffer of a queue holds one",
-                   emulation::kEvents, emulation::event_name(kind).c_str());
-    }
+    std::string next_name(TPosition position);
+    TEventID free_event(int kind, const char* instruction, Here here);
 };
 
 inline TPipe* GetTPipePtr() { return TPipe::current(); }

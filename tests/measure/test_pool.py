@@ -1,7 +1,10 @@
 """Pools: as many sets as the caches ask for, no more than memory allows, shared memory not counted twice."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opsmith.measure import CacheFlush, Pool, cold_bytes, describe
 
@@ -40,8 +43,14 @@ def test_sets_are_made_by_index_and_taken_in_turn() -> None:
     assert [int(pool.take()[0][0]) for _ in range(len(pool) + 1)] == [*range(len(pool)), 0]
 
 
-def test_a_flush_touches_its_whole_block() -> None:
+def test_a_flush_reads_its_whole_block_and_leaves_nothing_to_write_back() -> None:
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend((func._schema.is_mutable, t.numel()) for t in args if isinstance(t, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[tuple[bool, int]] = []
     flush = CacheFlush(total_bytes=4096)
-    flush()
-    flush()
-    assert torch.equal(flush._block, torch.full((1024,), 2.0))
+    with Reads():
+        flush()
+    assert seen == [(False, 1024)]

@@ -66,6 +66,11 @@ void softmax_op(Tensor x, Optional mask, double scale, bool causal, int64_t meth
 }
 
 void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
+  for (const Tensor* t : {&dy, &y, &dx}) {
+    STD_TORCH_CHECK(t->dim() == 3 && t->scalar_type() == y.scalar_type() && (t->size(2) < 2 || t->stride(2) == 1),
+                    "softmax: dy, y and dx must be [outer, L, S] of one dtype, the last dimension contiguous");
+    for (int64_t d = 0; d < 3; ++d) STD_TORCH_CHECK(t->size(d) == y.size(d), "softmax: dy, y and dx must have one shape");
+  }
   softmax_backward(view_of(dy), view_of(y), scale, view_of(dx));
 }
 

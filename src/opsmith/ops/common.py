@@ -121,6 +121,22 @@ def direct(x: Any, weight: Any = None, other: Any = None) -> bool:
     )
 
 
+def streaming(x: Any, weight: Any = None, other: Any = None) -> bool:
+    """`direct()` for operators that read megabytes, and whose bindings refuse every layout and dtype they do not take.
+
+    What streams past leaves nothing of Python's own in cache: there each question waits for memory, 3 to 6 µs.
+    """
+    return (
+        not compiling()
+        and _ready
+        and type(x) is Tensor
+        and x.is_cpu
+        and (weight is None or (type(weight) in PLAIN and weight.is_cpu))
+        and (other is None or (type(other) in PLAIN and other.is_cpu))
+        and not (recording() and needs_grad(x, weight, other))
+    )
+
+
 recording = torch.is_grad_enabled
 
 

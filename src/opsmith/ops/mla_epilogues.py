@@ -236,8 +236,8 @@ def new_queries(
     if joint:
         both = like.new_empty((*shape, kv_lora + rope))
         return Queries(both[..., :kv_lora], both[..., kv_lora:], both)
-    held = torch.int8 if int8 else like.dtype
-    q_out = torch.empty((*shape, kv_lora), dtype=held, device=like.device)
+    # The same way twice: the second time its code is in cache.
+    q_out = like.new_empty((*shape, kv_lora), dtype=torch.int8) if int8 else like.new_empty((*shape, kv_lora))
     return Queries(q_out, like.new_empty((*shape, rope)), None)
 
 

@@ -103,7 +103,7 @@ def _at_once(
 
     While weights stream from memory nothing else stays in cache, and every check from Python waits for its objects.
     """
-    if not common.direct(x, cos, sin) or cache.mode == "int8_tiled" or x.dim() != 2:
+    if not common.streaming(x, cos, sin) or cache.mode == "int8_tiled" or x.dim() != 2:
         return None
     held = w.prepared()
     if held is None or (tokens := x.shape[0]) > _MOST_TOKENS or (recording() and needs_grad(*held)):
@@ -116,7 +116,7 @@ def _at_once(
         return None
     tail = _FORMS[w.quant], w.interleaved, cache.mode == "tiled", eps, None, None
     try:
-        torch.ops.opsmith.mla_preprocess.default(
+        torch.ops.opsmith.mla_preprocess.default._op(
             x,
             *held,
             cos,

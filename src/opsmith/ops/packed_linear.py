@@ -15,7 +15,6 @@ from opsmith.ops.common import (
     check_like,
     check_out,
     dense,
-    direct,
     flat,
     flat_out,
     native,
@@ -23,6 +22,7 @@ from opsmith.ops.common import (
     needs_grad,
     out_rows,
     short,
+    streaming,
 )
 from opsmith.ops.linear import pack_weight
 from opsmith.ops.packed_weight import FORMATS, GROUPS, dequantize, packed_shape, quantize
@@ -70,7 +70,7 @@ def packed_linear(
 
     Source: Jacob et al., "Quantization and Training of Neural Networks", 2018; Frantar et al., "GPTQ", 2023.
     """
-    if out is None and direct(x, weight, bias):
+    if out is None and streaming(x, weight, bias):
         try:
             return _at_once(x, weight, scale, zero, bias, format, group_size)
         except (RuntimeError, AttributeError, IndexError, KeyError):  # the checks say why

@@ -222,3 +222,21 @@ def test_progress_is_for_terminals(project: Project, monkeypatch: pytest.MonkeyP
     project.build(force=True)
     assert "building fake kernels (portable)" in shown.getvalue()
     assert "3/3" in shown.getvalue()
+
+
+def test_bindings_share_torchs_headers_where_there_are_many(tmp_path: Path) -> None:
+    def bindings(count: int, flags: tuple[str, ...] = ("-O2",)) -> list[compiler.Unit]:
+        return [
+            compiler.Unit(tmp_path / f"binding_{len(flags)}_{i}.cpp", (), flags, binds=True)
+            for i in range(count)
+        ]
+
+    kernel = compiler.Unit(tmp_path / "kernel.cpp", (), ("-O2",))
+    gcc, clang = (
+        compiler.Compiler(("c++",), v) for v in ("g++ (Debian) 12.2.0", "Debian clang version 14.0.6")
+    )
+    many = bindings(6)
+    assert compiler._sharing(gcc, [kernel, *many]) == many
+    assert compiler._sharing(clang, [kernel, *many]) == []
+    assert compiler._sharing(gcc, [kernel, *bindings(5)]) == []
+    assert compiler._sharing(gcc, [*many, *bindings(6, ("-O2", "-g1"))]) == []

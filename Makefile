@@ -65,7 +65,7 @@ clean:  ## Remove the environment, caches and build outputs
 	$(call timed,rm -rf $(VENV) $(ASCEND) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
 	  && find src tests -name __pycache__ -type d -prune -exec rm -rf {} +)
 
-# Installed again only when what is to be installed has changed.
+# Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v g++ >/dev/null || echo "g++ was not found: operators will use their slower PyTorch references"
 	@command -v $(PYTHON) >/dev/null \
@@ -75,7 +75,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
 	@echo "installing into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[demo,dev]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

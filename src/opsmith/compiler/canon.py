@@ -7,6 +7,7 @@ types, dropout out of training, copies and layout changes that cancel leave no t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,6 +101,30 @@ class Canon:
 
     def leaf(self, node: Node) -> Poly:
         """The node as an opaque value; a complex one as its two parts."""
+        if node not in self.space.leaves:
+            self.space.leaves[node] = self._leaf(node)
+        return self.space.leaves[node]
+
+    def without(self, node: Node) -> Canon:
+        """The terms of the same graph where one more node is a leaf, whatever it computes.
+
+        What is not computed from that node has been read already.
+        """
+        assert self.root is not None
+        self(self.root)
+        leaf = self.space.leaf(node, shape_of(node))
+        if self.memo.get(node) is leaf:
+            return self
+        stale = {self.root}
+        queue = [node]
+        while queue:
+            users = [u for u in queue.pop().users if u in self.memo and u not in stale]
+            stale.update(users)
+            queue += users
+        known = {n: term for n, term in self.memo.items() if n not in stale}
+        return Canon(self.space, {**known, node: leaf}, self.root, self.opaque, self.keeps)
+
+    def _leaf(self, node: Node) -> Poly:
         leaf = self.space.leaf(node, shape_of(node))
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_complex():
@@ -166,11 +191,18 @@ _COMPLEX = frozenset(
 def arguments(node: Node) -> dict[str, Any]:
     """A call's arguments by the names of its schema, defaults included."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema
-    named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    named.update(zip((a.name for a in schema.arguments), node.args, strict=False))
+    names, defaults = _schema(node.target)
+    named = dict(defaults)
+    named.update(zip(names, node.args, strict=False))
     named.update(node.kwargs)
     return named
+
+
+@functools.lru_cache(maxsize=1024)
+def _schema(target: torch._ops.OpOverload) -> tuple[list[str], dict[str, Any]]:
+    """The names of an operator's arguments, and the defaults: asked of every node, many times."""
+    given = target._schema.arguments
+    return [a.name for a in given], {a.name: a.default_value for a in given if a.has_default_value()}
 
 
 def last_axis(node: Node, dim: Any) -> bool:

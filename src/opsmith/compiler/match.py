@@ -29,9 +29,14 @@ class Mismatch:
     """The closest failure so far: how far the matching came, what it wanted and what stood there."""
 
     score: int = -1
-    expected: str = ""
-    got: str = ""
-    at: Poly | Atom | None = None
+    expected: Poly | Atom | str = ""
+    got: Poly | Atom | str = ""
+    at: Poly | Atom | Node | None = None
+
+    def texts(self) -> tuple[str, str]:
+        """What was wanted and what stood there, as people read it: most mismatches are never reported."""
+        expected, got = (v if isinstance(v, str) else show(v) for v in (self.expected, self.got))
+        return expected, got
 
 
 @dataclass
@@ -53,8 +58,7 @@ class Matcher:
     def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom) -> None:
         score = 4 * len(env) + self.level
         if score > self.mismatch.score:
-            text = expected if isinstance(expected, str) else show(expected)
-            self.mismatch = Mismatch(score, text, show(got), got)
+            self.mismatch = Mismatch(score, expected, got, got)
 
     def _variable(self, poly: Poly) -> str | None:
         atom = poly.atom

@@ -86,6 +86,7 @@ class _Finder:
         # an operator that somebody has added to ours.
         self.templates = sorted(templates, key=lambda t: (-len(t.names), -_size(t.term), -len(t.variables)))
         self.consumed: set[Node] = set()
+        self.names: dict[Poly, set[str]] = {}  # of the functions in a term
         self.near: dict[Node, tuple[tuple[int, int], Template, Mismatch, Canon]] = {}
 
     def run(self) -> Recognition:
@@ -112,32 +113,30 @@ class _Finder:
             if any(not (TRIGGERS[n] & ops) for n in template.names if n in TRIGGERS):
                 continue
             keeps = template.pattern.keeps
+            if keeps not in plain:
+                plain[keeps] = Canon(self.space, None, root, self.opaque, keeps)
             if template.cut is None:
-                if keeps not in plain:
-                    plain[keeps] = Canon(self.space, None, root, self.opaque, keeps)
                 site = self._try(template, plain[keeps], root, {})
                 if site is not None:
                     return site
                 continue
             if keeps not in cut:
-                leaves = {n: self.space.leaf(n, shape_of(n)) for n in cuts(root, region)}
-                cut[keeps] = {
-                    n: Canon(self.space, {n: leaf}, root, self.opaque, keeps) for n, leaf in leaves.items()
-                }
+                cut[keeps] = {n: plain[keeps].without(n) for n in cuts(root, region)}
             for candidate, canon in cut[keeps].items():
                 site = self._try(template, canon, root, {template.cut: canon(candidate)})
                 if site is not None:
                     return site
-        return self._shallow(root, region)
+        return self._shallow(root, region, plain.get(frozenset()))
 
-    def _shallow(self, root: Node, region: set[Node]) -> Site | None:
+    def _shallow(self, root: Node, region: set[Node], plain: Canon | None) -> Site | None:
         """A matmul whose left operand is taken as it is: a scale on it belongs to what computed it."""
         for node in (root, *(n for n in root.all_input_nodes if n in region)):
             position = LEFT_OPERAND.get(op_name(node))
             left = node.args[position] if position is not None else None
             if not isinstance(left, Node):
                 continue
-            canon = Canon(self.space, {left: self.space.leaf(left, shape_of(left))}, root, self.opaque)
+            plain = plain or Canon(self.space, None, root, self.opaque)
+            canon = plain.without(left)
             for template in self.templates:
                 if "matmul" in template.names and "exp" not in template.names:
                     site = self._try(template, canon, root, {})
@@ -150,7 +149,9 @@ class _Finder:
         if "join" in template.names:
             term = lower(self.space, term, shape_of(root))
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
-        if not template.names - {"permute"} <= function_names(term):
+        if term not in self.names:
+            self.names[term] = function_names(term)
+        if not template.names - {"permute"} <= self.names[term]:
             return None
         matcher = Matcher(self.space, template)
         binding = matcher.match(term, known)
@@ -269,8 +270,7 @@ class _Finder:
                 Miss(
                     template.card.name,
                     root.name,
-                    problem.expected,
-                    problem.got,
+                    *problem.texts(),
                     at.name,
                     where(at) or where(root),
                 )

@@ -15,9 +15,9 @@ All of it is arithmetic on reals: whether the rounding is acceptable is decided 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 Dim = Any  # an int, or a sympy expression for a symbolic size
 Shape = tuple[Dim, ...]
@@ -119,10 +119,40 @@ def _accumulate(terms: dict[Mono, float], mono: Mono, coef: float) -> None:
     terms[mono] = 0.0 if before and abs(total) < 1e-9 * abs(coef) else total
 
 
+def _rounded(coef: float) -> float:
+    """A coefficient to six digits."""
+    return coef if coef in (1.0, -1.0) else float(f"{coef:.6g}")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _once(method: Method) -> Method:
+    """Compute what equal terms come to once: a model's layers are read from many nodes, again and again."""
+    name = method.__name__
+
+    def remembered(self: Space, *args: Any, **options: Any) -> Any:
+        key = (name, *[a.uid if isinstance(a, Poly) else a for a in args], *options.values())
+        found = self._known.get(key)
+        if found is None:
+            try:
+                found = method(self, *args, **options)
+            except TooLarge:
+                found = TooLarge
+            self._known[key] = found
+        if found is TooLarge:
+            raise TooLarge
+        return found
+
+    return remembered  # type: ignore[return-value]
+
+
 class Space:
     """Interns terms, so that equal terms are one object and comparison is identity."""
 
     def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+        self.leaves: dict[Any, Poly] = {}  # by graph node: its term as an opaque value
         self._atoms: dict[Any, Atom] = {}
         self._monos: dict[Any, Mono] = {}
         self._polys: dict[Any, Poly] = {}
@@ -147,6 +177,7 @@ class Space:
             self._atoms[key] = Atom(len(self._atoms), name, attrs, tuple(args), shape)
         return self._atoms[key]
 
+    @_once
     def from_atom(self, atom: Atom, power: float = 1) -> Poly:
         """One atom to a power, as a polynomial."""
         return self._poly({self._mono(((atom, power),), None): 1.0})
@@ -168,7 +199,7 @@ class Space:
         kept = sorted(((m, c) for m, c in terms.items() if c != 0.0), key=lambda t: t[0].uid)
         if len(kept) > MAX_MONOMIALS:
             raise TooLarge
-        key = tuple((m.uid, float(f"{c:.6g}")) for m, c in kept)
+        key = tuple([(m.uid, _rounded(c)) for m, c in kept])
         if key not in self._polys:
             shape = broadcast(
                 s for m, _ in kept for s in (*(a.shape for a, _ in m.factors), m.expo.shape if m.expo else ())
@@ -176,6 +207,7 @@ class Space:
             self._polys[key] = Poly(len(self._polys), tuple(kept), shape)
         return self._polys[key]
 
+    @_once
     def add(self, a: Poly, b: Poly, scale: float = 1.0) -> Poly:
         """a + scale * b."""
         terms = dict(a.terms)
@@ -183,10 +215,12 @@ class Space:
             _accumulate(terms, mono, scale * coef)
         return self._poly(terms)
 
+    @_once
     def scale(self, a: Poly, factor: float) -> Poly:
         """factor * a."""
         return self._poly({m: c * factor for m, c in a.terms})
 
+    @_once
     def mul(self, a: Poly, b: Poly) -> Poly:
         """a * b, expanded."""
         if len(a.terms) * len(b.terms) > MAX_MONOMIALS:
@@ -213,6 +247,7 @@ class Space:
         """A product of atoms to powers, times `exp(expo)`."""
         return self._poly({self._mono(factors, expo): 1.0})
 
+    @_once
     def power(self, a: Poly, r: float) -> Poly:
         """a ** r: small whole powers are expanded, one monomial is taken apart, a sum becomes a base."""
         if r == 1:
@@ -251,6 +286,7 @@ class Space:
             unknown += 1
         return unknown <= 1
 
+    @_once
     def exp(self, a: Poly) -> Poly:
         """e ** a, with logarithms undone and constants taken out."""
         result, coef, rest = None, 1.0, {}
@@ -305,6 +341,7 @@ class Space:
             (fixed if still else moving)[inner] = c
         return self._mono(constant, self._poly(fixed)), self._mono(varying, self._poly(moving))
 
+    @_once
     def reduce(self, name: str, a: Poly, size: Dim, *, as_written: bool = False) -> Poly:
         """mean or sum over the last axis, kept with size one. Sums of exponentials stay sums, the rest are means."""
         result = self.zero
@@ -326,6 +363,7 @@ class Space:
             result = self.add(result, self.mul(outer, inner))
         return result
 
+    @_once
     def matmul(self, a: Poly, b: Poly, shape: Shape) -> Poly:
         """a @ b, with constants, and what is constant along a's rows, outside."""
         outer = self.const(1)

@@ -72,6 +72,8 @@ def facts(phase: Phase) -> dict[str, Any]:
         "plain_ms": phase.plain * 1e3,
         "repetitions": len(phase.samples),
         "overhead": phase.overhead,
+        "overhead_from": phase.overhead_from,
+        "overhead_error": phase.overhead_error,
         "noise": phase.noise,
         "classified": phase.classified,
         "covered": phase.covered(MATMUL, ATTENTION),

@@ -23,6 +23,7 @@ from opsmith.compiler.compiled import CompiledGraph, GraphReport, Progress, warn
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.latent import Latent
+from opsmith.compiler.parts import by_parts
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.quantize import Packing
 from opsmith.compiler.report import Report
@@ -46,6 +47,9 @@ class Session:
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's call: one captured graph in, one callable out."""
+        return by_parts(gm, example_inputs, self._graph)
+
+    def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             graph = CompiledGraph(capture(gm, example_inputs), gm, example_inputs, self.selector, _progress())
         except Exception as error:  # of ours: the model has been read by Dynamo

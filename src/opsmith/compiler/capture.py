@@ -30,7 +30,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         if not isinstance(value, torch.Tensor) or mode is None:
             return value
         if isinstance(value, torch._subclasses.FakeTensor):
-            return value
+            if value.fake_mode is mode:
+                return value
+            with mode:  # a result from inside Dynamo's graph, which was traced in a mode of its own
+                return torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
         symbolic = context.tensor_to_context.get(value) if context is not None else None
         if symbolic is None:
             return mode.from_tensor(value, static_shapes=True)

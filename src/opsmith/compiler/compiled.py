@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,15 @@ class GraphReport:
     def kept(self) -> list[SiteReport]:
         """The sites that no proof has rolled back."""
         return [s for s in self.sites if s.status == "kept"]
+
+
+def _unwatched() -> AbstractContextManager[None]:
+    """Whoever counts what is saved for the gradients (a checkpointed layer) does not count a study's."""
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 def warn_left(report: GraphReport) -> None:
@@ -381,7 +391,7 @@ class CompiledGraph:
         with self._lock:
             if self._rewritten is None and not self.report.left:
                 try:
-                    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _unwatched():
                         self.study(Rehearsal(args, self._changed).again(), training=True)
                 except Exception as error:
                     result = self._captured(*args)

@@ -1,0 +1,82 @@
+"""A graph with checkpointed layers: each such layer, and each stretch between them, is a graph of its own.
+
+Activation checkpointing keeps a layer's inputs only, and computes the layer once more for the gradients. Dynamo writes
+it as a call that takes the layer's graph, for a compiler that puts PyTorch's dispatcher to work on all of it. Here
+PyTorch's own function makes that call, random numbers repeated, on what has become of the layer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+from torch.fx.passes.split_module import split_module
+from torch.utils.checkpoint import checkpoint
+
+Run = Callable[..., Any]
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Run]
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def by_parts(gm: fx.GraphModule, examples: Sequence[Any], compile_graph: Compile) -> Run:
+    """Compile Dynamo's graph, or, where it has checkpointed layers, each of its parts."""
+    numbers = _numbers(gm.graph)
+    if not any(numbers.values()):
+        return compile_graph(gm, examples)
+    split = split_module(gm, gm, numbers.__getitem__, keep_original_order=True)
+    values = dict(zip(split.graph.find_nodes(op="placeholder"), examples, strict=True))
+    for call in split.graph.find_nodes(op="call_module"):
+        part: Any = split.get_submodule(call.target)
+        inputs = part.graph.find_nodes(op="placeholder")
+        given = [values.get(a, p.meta.get("example_value")) for a, p in zip(call.args, inputs, strict=True)]
+        layers = part.graph.find_nodes(op="call_function", target=_CHECKPOINT)
+        run = _checkpointed(part, layers[0], given, compile_graph) if layers else compile_graph(part, given)
+        split.set_submodule(call.target, _Part(run))
+    return split.forward
+
+
+class _Part(nn.Module):
+    """A call as a graph can make it."""
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.forward = run
+
+
+def _numbers(graph: fx.Graph) -> dict[Node, int]:
+    """Of each node, the part that it goes to: odd ones are a checkpointed layer, 0 all there is where there is none."""
+    numbers: dict[Node, int] = {}
+    last = 0
+    node: Any
+    for node in graph.nodes:
+        if node.target is _CHECKPOINT:
+            numbers[node] = last + 1
+            last += 2
+        elif node.target is operator.getitem and node.args[0].target is _CHECKPOINT:
+            numbers[node] = numbers[node.args[0]]  # parts hand over tensors only
+        else:
+            numbers[node] = last
+    return numbers
+
+
+def _checkpointed(part: fx.GraphModule, layer: Any, given: Sequence[Any], compile_graph: Compile) -> Run:
+    """The part of one layer, which is compiled unless its caller chooses by operator what is kept."""
+    values = dict(zip(part.graph.find_nodes(op="placeholder"), given, strict=True))
+    body: Any = part.get_submodule(layer.args[0].target)
+    options: dict[str, Any] = {**layer.kwargs, "use_reentrant": False}
+    if "_checkpoint_context_fn" in body.meta:
+        run, options["context_fn"] = body.forward, body.meta["_checkpoint_context_fn"]
+    else:
+        run = by_parts(body, [values.get(a, a) for a in layer.args[1:]], compile_graph)
+    part.add_submodule("layer", _Part(partial(checkpoint, run, **options)))
+    with part.graph.inserting_before(layer):
+        call = part.graph.call_module("layer", layer.args[1:])
+    layer.replace_all_uses_with(call)
+    part.graph.erase_node(layer)
+    part.recompile()
+    return part.forward

@@ -13,7 +13,6 @@ from opsmith.ops import common
 from opsmith.ops.common import (
     Tensor,
     alike,
-    as_rows,
     check_float,
     check_like,
     check_out,
@@ -165,8 +164,8 @@ class _Gelu(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         dx = fresh(x)
-        torch.ops.opsmith.gelu_backward.default(flat(dy), flat(x), dense(bias), ctx.tanh, dx=dx)
-        db = as_rows(dx).sum(0) if bias is not None and ctx.needs_input_grad[1] else None
+        db = bias.new_empty(bias.shape) if bias is not None and ctx.needs_input_grad[1] else None
+        torch.ops.opsmith.gelu_backward.default(flat(dy), flat(x), dense(bias), ctx.tanh, dx=dx, dbias=db)
         return dx if ctx.needs_input_grad[0] else None, db, None
 
 
@@ -247,7 +246,8 @@ CARD = register(
         ),
         schemas=(
             "gelu(Tensor x, Tensor? bias, bool tanh, *, Tensor(a!) y) -> ()",
-            "gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh, *, Tensor(a!) dx) -> ()",
+            "gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh, *, Tensor(a!) dx, "
+            "Tensor(b!)? dbias=None) -> ()",
         ),
         source=_SOURCE,
     )

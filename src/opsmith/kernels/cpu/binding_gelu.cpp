@@ -24,11 +24,14 @@ void gelu_op(const Tensor& x, const Optional& bias, bool tanh, const Tensor& y) 
   gelu(in.view(), view_of(bias), tanh, out.view());
 }
 
-void gelu_backward_op(const Tensor& dy, const Tensor& x, const Optional& bias, bool tanh, const Tensor& dx) {
+void gelu_backward_op(const Tensor& dy, const Tensor& x, const Optional& bias, bool tanh, const Tensor& dx,
+                      const Optional& dbias) {
   const char* const op = "gelu_backward";
   const Rows slope(op, "dy", dy), in(op, "x", x), out(op, "dx", dx);
   check(op, x.dim(), in, bias, {&slope, &out});
-  gelu_backward(slope.view(), in.view(), view_of(bias), tanh, out.view());
+  STD_TORCH_CHECK(!dbias || bias, op, ": there is no bias to have a gradient");
+  check(op, x.dim(), in, dbias, {});
+  gelu_backward(slope.view(), in.view(), view_of(bias), tanh, out.view(), view_of(dbias));
 }
 
 }  // namespace

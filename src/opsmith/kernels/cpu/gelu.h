@@ -6,6 +6,7 @@
 namespace opsmith {
 
 void gelu(View x, View bias, bool tanh, View y);
-void gelu_backward(View dy, View x, View bias, bool tanh, View dx);
+// dbias [n], defined only where bias is: the sums of dx over the rows.
+void gelu_backward(View dy, View x, View bias, bool tanh, View dx, View dbias);
 
 }  // namespace opsmith

@@ -3,6 +3,7 @@
 // RMSNorm is the same without the mean of s and the mean of g.
 #pragma once
 
+#include "column_sums.h"
 #include "norm.h"
 
 namespace opsmith {
@@ -43,7 +44,9 @@ class NormBackward {
 
   void block(int64_t first, int64_t rows, int64_t step) const {
     Scalars scalars[most];
-    for (int64_t r = 0; r < rows; r += 2) rows - r > 1 ? means<2>(first + r, step, scalars + r) : means<1>(first + r, step, scalars + r);
+    for (int64_t r = 0; r < rows; r += 2) {
+      rows - r > 1 ? means<2>(first + r, step, scalars + r) : means<1>(first + r, step, scalars + r);
+    }
     int64_t i = 0;
     for (; i < paired(n_); i += 4 * W) strip<2>(first, i, Both{}, rows, step, scalars);
     for (; i + W <= n_; i += W) strip<1>(first, i, Full{}, rows, step, scalars);
@@ -200,47 +203,21 @@ void norm_column_sums(int64_t begin, int64_t end, const NormGradients& of, float
   }
 }
 
-// All of it: the rows in chunks over the threads, then the chunks' sums together. `offset` is added to the weight.
-// Within a chunk, 32 rows at a time are summed by themselves: rounding errors of a sum grow with its length, and PyTorch's
-// sum, against whose error ours is held, adds in blocks as well.
+// All of it. `offset` is added to the weight.
 template <bool centered>
 void norm_backward(const NormGradients& of, const View& weight, float offset, const View& dweight, const View& dbias) {
   const int64_t rows = of.s.sizes[0], n = of.s.sizes[1];
-  // The split into chunks, and so the order of every addition, depends on the shape and the thread count alone.
-  const int64_t chunks = std::max<int64_t>(1, std::min(num_threads(), rows / row_grain(n, norm_task)));
-  const int64_t stride = round_up(n, 16) + 16;
-  constexpr int64_t block = 32;
-  const int64_t kinds = rows > block * chunks ? 4 : 2;
-  // Of each chunk dweight and dbias, and those of its block of rows where it has several.
-  std::unique_ptr<float[]> partial(new float[size_t(chunks * kinds * stride)]());
-  auto sums = [&](int64_t c, int which) { return partial.get() + (kinds * c + which) * stride; };
-  auto add = [n](float* total, const float* part) {
-    for_lanes(n, [=](int64_t i, auto k) { store(total + i, load(total + i, k) + load(part + i, k), k); });
-  };
+  ColumnSums<2> sums(rows, n, row_grain(n, norm_task));  // dweight and dbias
   with_float_type(of.s.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    auto over_rows = [&](auto&& f) {
-      parallel_for(n > 0 && rows > 0 ? chunks : 0, 1, [&](int64_t first, int64_t last) {
-        for (int64_t c = first; c < last; ++c) {
-          const int64_t begin = rows * c / chunks, end = rows * (c + 1) / chunks;
-          f(begin, std::min(begin + block, end), sums(c, 0), sums(c, 1));
-          for (int64_t r = begin + block; r < end; r += block) {
-            std::fill_n(sums(c, 2), 2 * stride, 0.0f);
-            f(r, std::min(r + block, end), sums(c, 2), sums(c, 3));
-            add(sums(c, 0), sums(c, 2));
-            if constexpr (centered) add(sums(c, 1), sums(c, 3));
-          }
-        }
-      });
-    };
     if (of.dx.defined()) {
       const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T))) && can_stream_rows<T>(of.dx);
       with_parameter_type<T>(offset != 0.0f, weight, View{}, [&](auto* p) {
         using P = std::remove_pointer_t<decltype(p)>;
         const Parameter<T, P> w(weight, n, 1.0f, offset);
         auto run = [&](auto with_sum, auto past_cache) {
-          over_rows([&](int64_t begin, int64_t end, float* dw, float* db) {
-            NormBackward<centered, with_sum.value, past_cache.value, T, P>(of, w.data(), dw, db)(begin, end);
+          sums.over_rows([&](int64_t begin, int64_t end, const auto& to) {
+            NormBackward<centered, with_sum.value, past_cache.value, T, P>(of, w.data(), to[0], to[1])(begin, end);
           });
         };
         auto with = [&](auto with_sum) {
@@ -249,18 +226,12 @@ void norm_backward(const NormGradients& of, const View& weight, float offset, co
         of.dsummed.defined() ? with(std::true_type{}) : with(std::false_type{});
       });
     } else {
-      over_rows([&](int64_t begin, int64_t end, float* dw, float* db) {
-        norm_column_sums<centered, T>(begin, end, of, dw, db);
+      sums.over_rows([&](int64_t begin, int64_t end, const auto& to) {
+        norm_column_sums<centered, T>(begin, end, of, to[0], to[1]);
       });
     }
-    for (int which = 0; which < 2; ++which) {
-      const View& out = which ? dbias : dweight;
-      if (!out.defined()) continue;
-      for (int64_t c = 1; c < chunks; ++c) add(sums(0, which), sums(c, which));
-      with_float_type(out.dtype, [&](auto* o) {
-        from_pair_order<T>(sums(0, which), n, out.as<std::remove_pointer_t<decltype(o)>>());
-      });
-    }
+    if (dweight.defined()) sums.template write<T>(0, dweight);
+    if (dbias.defined()) sums.template write<T>(1, dbias);
   });
 }
 

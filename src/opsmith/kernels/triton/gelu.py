@@ -131,7 +131,13 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, *, y: torch.Ten
 
 
 def gelu_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, *, dx: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    tanh: bool,
+    *,
+    dx: torch.Tensor,
+    dbias: torch.Tensor | None = None,
 ) -> None:
     dy, x, dx = spread_out(dy, x, dx, may_ignore_rows=bias is None)
     launch(
@@ -149,6 +155,8 @@ def gelu_backward(
         BIAS=bias is not None,
         BLOCK=BLOCK,
     )
+    if dbias is not None:
+        torch.sum(dx.reshape(-1, dbias.shape[0]), 0, out=dbias)
 
 
 KERNELS = {"gelu": gelu, "gelu_backward": gelu_backward}

@@ -218,19 +218,19 @@ class CompiledGraph:
             try:
                 self.study(rehearsal.again())
             except Exception as error:
-                result = self._captured(*rehearsal.again())  # the model's own error is the one to see
+                self._captured(*rehearsal.again())  # the model's own error is the one to see
                 self._leave(error)
-                self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, self.report.left))
-                return result
         if self.report.left:
-            self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, self.report.left))
-            return self._plain(*rehearsal.again())
+            return self._eagerly(key, rehearsal, self.report.left)
         try:
             return self._record(key, rehearsal, tuning)
         except Exception as error:
-            result = self._plain(*rehearsal.again())  # as above
-            self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, f"{raised(error)}: eager runs"))
-            return result
+            return self._eagerly(key, rehearsal, f"{raised(error)}: eager runs")
+
+    def _eagerly(self, key: Key, rehearsal: Rehearsal, why: str) -> Any:
+        result = self._plain(*rehearsal.again())
+        self._keep(key, None, ShapePlan(self._sizes(key), [], 0, False, why))
+        return result
 
     def _leave(self, error: Exception) -> None:
         """Run the graph as it was captured, from now on: what we cannot study must not stop the model."""

@@ -83,6 +83,8 @@ def test_sizes_that_may_not_be_measured_use_the_nearest(monkeypatch: pytest.Monk
     _choose(selector, _call(rows=400))
     assert _choose(selector, _call(rows=6), may_measure=False).implementation == "eager"
     assert _choose(selector, _call(rows=300), may_measure=False).implementation == "native"
+    across = _call(rows=300) | {"x": numbers(WIDTH, 300).T}  # in another layout
+    assert _choose(selector, across, may_measure=False).reason == "fastest at the nearest shape measured"
     # Nothing is known of another dtype.
     half = {name: t.bfloat16() for name, t in _call(rows=300).items()}
     assert "nothing measured yet" in _choose(selector, half, may_measure=False).reason

@@ -347,17 +347,17 @@ class CompiledGraph:
         if not self.selector.config.tune or not self.sites:
             note = "not timed as a whole" if self.sites else "no operator of ours in this graph"
             return bool(self.sites), note
-        # Both have just run, so they are warm; the fastest sample is what other work disturbed least.
-        result = measure.quick(
-            {
-                "opsmith": lambda: program(rehearsal.again(numbers=False)),
-                "eager": lambda: self.original(*rehearsal.again(numbers=False)),
-            },
-            budget_s=0.15,
-            warmup=0,
-            min_rounds=2,
-        )
-        ours, eager = min(result.samples["opsmith"]), min(result.samples["eager"])
+        contestants = {
+            "opsmith": lambda: program(rehearsal.again(numbers=False)),
+            "eager": lambda: self.original(*rehearsal.again(numbers=False)),
+        }
+        ours = eager = math.inf
+        for _ in range(2):
+            # Both have just run, so they are warm; the fastest sample is what other work disturbed least.
+            result = measure.quick(contestants, budget_s=0.15, warmup=0, min_rounds=1)
+            ours, eager = (min(best, *result.samples[n]) for n, best in (("opsmith", ours), ("eager", eager)))
+            if ours <= eager:
+                break  # a large model's prompt takes seconds: only one that seems to lose is timed again
         note = f"opsmith {ours * 1e3:.3f} ms, eager {eager * 1e3:.3f} ms"
         faster = ours <= eager
         return faster, f"{note}: {eager / ours:.2f}x" if faster else f"{note}: eager is faster and runs"

@@ -314,9 +314,12 @@ def _numel(key: str) -> int:
 
 
 def _kind(key: str) -> tuple[tuple[str, ...], ...]:
-    """What must agree for a measurement to speak for another shape: tensors present, dtypes, ranks, settings."""
+    """What must agree for a measurement to speak for another shape: tensors present, dtypes, ranks, settings.
+
+    Layouts need not: what stands before a site may give it another one than the model did when it was measured.
+    """
     kinds = []
     for part in key.split(" "):
-        head, _, sizes = part.partition("[")
+        head, _, sizes = part.partition("@")[0].partition("[")
         kinds.append((head, str(sizes.count(","))) if sizes else (head,))
     return tuple(kinds)

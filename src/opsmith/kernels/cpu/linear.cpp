@@ -45,6 +45,17 @@ struct Epilogue {
     }
   }
 
+  // What is written is read before, a few lines of each row: asked for while the sums are computed.
+  void expect(int64_t row, int rows, int64_t column, int64_t width) const {
+    for (int r = 0; r < rows; ++r) {
+      const int64_t at = (row + r) * y_stride + column;
+      for (int64_t c = 0; c < width; c += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(y + at + c, 1, 2);
+        if (before) __builtin_prefetch(before + at + c, 1, 2);
+      }
+    }
+  }
+
   void operator()(int64_t row, int rows, int64_t column, int64_t width, const float* sums, int64_t) const {
     switch (activation) {
       case Activation::gelu: return run<Activation::gelu>(row, rows, column, width, sums);

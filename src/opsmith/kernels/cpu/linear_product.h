@@ -216,6 +216,15 @@ inline Split split_product(int64_t m, int64_t most_rows, int64_t groups, int64_t
   return {blocks, groups, std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost))};
 }
 
+// Tells an epilogue that wants to know which rows and columns it gets after the next tile.
+template <class Epilogue>
+auto expect(const Epilogue& e, int64_t row, int rows, int64_t column, int64_t width, int)
+    -> decltype(e.expect(row, rows, column, width)) {
+  e.expect(row, rows, column, width);
+}
+template <class Epilogue>
+void expect(const Epilogue&, int64_t, int, int64_t, int64_t, long) {}
+
 // The epilogue gets rows of x with all their columns of one group of panels, `epilogue(row, rows, column, width, sums,
 // panel_step)`: column `column + c` of the r-th row is at sums[c / kPanel * panel_step + r * kPanel + c % kPanel].
 template <class Format, class Epilogue>
@@ -253,6 +262,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
             t.sums = panel_sums + r * kPanel;
             // One tile leaves the processor time to fetch ahead by itself, and it does so better.
             t.lines = tiles > 1 && i * share * kLine < step_bytes ? share : 0;
+            if (complete) expect(epilogue, row + r, count, first, last - first, 0);
             multiply_block(count, width, t);
             t.ahead += share * kLine * (t.depth / kStep);
             if (complete) epilogue(row + r, count, first, last - first, sums + r * kPanel, panel_step);

@@ -1,6 +1,7 @@
 """Verification is only worth something if it finds faults: each of these was planted, and must be named."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,29 @@ def test_a_right_operator_passes_every_check() -> None:
     assert {f.check for f in findings} == {"values", "out=", "gradients"}
     assert {f.dtype for f in findings} == {"float32", "bfloat16", "float16"}
     assert {f.sample for f in findings} == {"vector", "strided", "empty"}
+
+
+def test_checks_of_a_sample_share_the_references_results_and_no_others() -> None:
+    """An implementation that changes nothing asks for nothing new: one that is wrong at other values is still found."""
+    asked = []
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        asked.append(x.dtype)
+        return 2 * x + 1
+
+    first: list[torch.Tensor] = []
+
+    def right_at_first(x: torch.Tensor) -> torch.Tensor:
+        first.append(x.clone())
+        return 2 * first[0] + 1
+
+    plain = replace(card(double_plus_one), reference=reference, differentiable=False)
+    several = [Implementation("one", double_plus_one), Implementation("two", double_plus_one)]
+    several += [Implementation("late", right_at_first)]
+    held = replace(plain, implementations=several, samples=lambda make: [Sample("vector", (make(17),))])
+    found = list(verify(held, [torch.float32]))
+    assert [(f.implementation, f.ok) for f in found] == [("one", True), ("two", True), ("late", False)]
+    assert asked.count(torch.float64) == 3  # the values of the sample, and two orders of them
 
 
 def unwritten_tail(x: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,9 @@ from opsmith.ops.common import always_native, short
 
 __all__ = ["FUNCTION", "Finding", "backward", "examine", "forward", "verify", "with_leaves"]
 
+# Of one call: its tensors, what each eager spelling made of them, and what the reference did.
+Known = tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]], list[torch.Tensor]]
+
 FUNCTION = "autograd"  # the name under which the public function's gradients are reported
 
 
@@ -63,13 +66,18 @@ def verify(
     for dtype in dtypes or card.dtypes:
         for sample in card.samples(Make(dtype, device)):
             check = partial(examine, card, short(dtype), sample)
+            known: list[Known] = []  # every implementation is held to the same numbers
             if card.differentiable:
                 yield check(FUNCTION, "gradients", partial(backward, card.function), differentiated=True)
             for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
                 if allocating or not implementation.takes_out:
-                    yield check(implementation.name, "values", partial(forward, implementation.fn))
+                    yield check(
+                        implementation.name, "values", partial(forward, implementation.fn), known=known
+                    )
                 if implementation.takes_out:
-                    yield check(implementation.name, "out=", partial(_into, implementation), into=True)
+                    yield check(
+                        implementation.name, "out=", partial(_into, implementation), into=True, known=known
+                    )
 
 
 def examine(
@@ -82,6 +90,7 @@ def examine(
     *,
     differentiated: bool = False,
     into: bool = False,
+    known: list[Known] | None = None,
 ) -> Finding:
     """The finding of one check; what it raises is a finding too.
 
@@ -94,11 +103,12 @@ def examine(
         fn: `fn(args, kwargs, *outs)` gives the tensors to hold against the reference.
         differentiated: they are gradients.
         into: they are written into `outs`.
+        known: what the reference gave in other checks of this sample and of the same kind, and will have given in this.
     """
     inputs = (sample.args, dict(sample.kwargs))
     elements = sum(t.numel() for t in tensors_of(inputs))
     report = partial(Finding, card.name, name, dtype, sample.name, elements, check)
-    truth = _Truth(card, inputs, backward if differentiated else forward)
+    truth = _Truth(card, inputs, backward if differentiated else forward, [] if known is None else known)
     try:
         outs = (
             [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in truth.eager(*inputs)]
@@ -121,8 +131,15 @@ class _Truth:
     largest errors differ by chance, so the larger one is the yardstick.
     """
 
-    def __init__(self, card: Operator, inputs: tuple[Any, Any], run: Callable[..., list[torch.Tensor]]):
+    def __init__(
+        self,
+        card: Operator,
+        inputs: tuple[Any, Any],
+        run: Callable[..., list[torch.Tensor]],
+        known: list[Known],
+    ):
         self._card = card
+        self._known = known
         self._run = run
         self._inputs = inputs
         fused_only = run is forward or card.eager is card.reference
@@ -130,9 +147,16 @@ class _Truth:
         self._left: list[tuple[torch.Tensor, ...]] = []
 
     def __call__(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        given = [t.detach().clone() for t in tensors_of((args, kwargs))]
+        for then, left, exact in self._known:
+            if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(then, given, strict=True)):
+                self._left = list(left)
+                return exact
         eager = [self._run(fn, *_in_dtypes_of((args, kwargs), self._inputs)) for fn in self._spellings]
         self._left = list(zip(*eager, strict=True))
-        return self._run(self._card.reference, args, kwargs)
+        left, exact = list(self._left), self._run(self._card.reference, args, kwargs)
+        self._known.append((given, left, exact))
+        return exact
 
     def eager(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Eager's results in the dtypes of the sample."""

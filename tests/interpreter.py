@@ -70,17 +70,27 @@ def keep_numpy_types() -> None:
 
 
 def shorten_calls() -> None:
-    """Asks two operands of one type for no common one, and no tensor whether it is a constant."""
+    """Asks two operands of one type for no common one, makes a constant once, and asks no tensor whether it is one."""
     check, unwrap = semantic.TritonSemantic.binary_op_type_checking_impl, tl.core._unwrap_if_constexpr
     alike = (tl.float32, tl.int32, tl.int64)  # whose sums, quotients, ... of two have their type
+    constants: dict[Any, Any] = {}
 
     def types_of_two(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and lhs.dtype in alike:
-            return self.broadcast_impl_value(lhs, rhs)
+        if type(lhs) is tl.tensor and lhs.dtype in alike:
+            if type(rhs) is tl.tensor and lhs.dtype is rhs.dtype:
+                return self.broadcast_impl_value(lhs, rhs)
+            if type(rhs) in (int, float) and rhs != 0:  # 0.0 and -0.0 are equal, and two numbers
+                sizes = lhs.type.sizes if lhs.type.is_block() else None
+                key = (type(rhs), rhs, lhs.dtype.name, sizes, args, *kwargs.items())
+                if key not in constants:
+                    same, constants[key] = check(self, lhs, rhs, *args, **kwargs)
+                    if same is not lhs or len(constants) > 1000:
+                        return same, constants.pop(key)
+                return lhs, constants[key]
         return check(self, lhs, rhs, *args, **kwargs)
 
     def value_of(o: Any) -> Any:
-        return o if type(o) is tl.tensor else unwrap(o)
+        return o if type(o) in (tl.tensor, int, float, bool, type(None)) else unwrap(o)
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         def call(*args: Any, member: Any = member, **kwargs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -90,3 +92,36 @@ def test_cost_counts_each_tensor_once() -> None:
 def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
     with pytest.raises(error, match=f"layer_norm: .*{message}"):
         call(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"weight": torch.ones(5)}, "weight must be a contiguous vector of 8"),
+        ({"weight": torch.ones(8, dtype=torch.float16)}, "weight must be float32 or in the input's dtype"),
+        ({"bias": torch.ones(16)[::2]}, "bias must be a contiguous vector of 8"),
+        ({"residual": torch.ones(4, 7), "summed": torch.ones(4, 8)}, "residual must be .rows, n."),
+        ({"residual": torch.ones(4, 8)}, "summed must be given too"),
+        ({"summed": torch.ones(8, 4).t()}, "summed must be .rows, n."),
+        ({"y": torch.zeros(3, 8)}, "y must be .rows, n."),
+        ({"mean": torch.ones(3)}, "mean must be a contiguous vector of 4 float32"),
+        ({"rstd": torch.ones(4, dtype=torch.bfloat16)}, "rstd must be a contiguous vector of 4 float32"),
+        ({"x": torch.ones(2, 2, 8)}, "x must be .rows, n."),
+    ],
+)
+def test_the_kernel_refuses_what_it_would_read_beyond(wrong: dict[str, Any], message: str) -> None:
+    none = dict.fromkeys(("residual", "weight", "bias", "summed", "mean", "rstd"))
+    given = {"x": torch.ones(4, 8), "eps": 1e-5, "y": torch.zeros(4, 8), **none, **wrong}
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.opsmith.layer_norm(**given)
+    assert not given["y"].any()
+
+
+@pytest.mark.parametrize("name", ["dy", "dsummed", "mean", "rstd", "weight", "dx", "dweight", "dbias"])
+def test_the_backward_kernel_refuses_what_it_would_read_beyond(name: str) -> None:
+    rows = {k: torch.ones(4, 8) for k in ("dy", "dsummed", "s", "dx")}
+    given = rows | {k: torch.ones(4) for k in ("mean", "rstd")}
+    given |= {k: torch.ones(8) for k in ("weight", "dweight", "dbias")}
+    given[name] = given[name][..., :-1]
+    with pytest.raises(RuntimeError, match=f"layer_norm: {name} must be"):
+        torch.ops.opsmith.layer_norm_backward(**given)

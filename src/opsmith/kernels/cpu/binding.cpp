@@ -1,4 +1,4 @@
-// Registers the kernels with torch through its stable ABI, and lends them torch's thread pool.
+// Lends the kernels torch's thread pool, and registers softmax with torch through its stable ABI.
 #include "binding.h"
 
 #include "kernels.h"
@@ -41,19 +41,6 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-void layer_norm_op(Tensor x, Optional residual, Optional weight, Optional bias, double eps, Tensor y, Optional summed,
-                   Optional mean, Optional rstd) {
-  STD_TORCH_CHECK(!residual || summed, "layer_norm: with a residual, summed must be given too");
-  layer_norm(view_of(x), view_of(residual), view_of(weight), view_of(bias), eps, view_of(y), view_of(summed),
-             view_of(mean), view_of(rstd));
-}
-
-void layer_norm_backward_op(Tensor dy, Optional dsummed, Tensor s, Tensor mean, Tensor rstd, Optional weight,
-                            Optional dx, Optional dweight, Optional dbias) {
-  layer_norm_backward(view_of(dy), view_of(dsummed), view_of(s), view_of(mean), view_of(rstd), view_of(weight),
-                      view_of(dx), view_of(dweight), view_of(dbias));
-}
-
 void softmax_op(Tensor x, Optional mask, double scale, bool causal, int64_t method, Tensor y) {
   if (x.dim() == 3) return softmax(view_of(x), view_of(mask), scale, causal, method, view_of(y));
   // Rows of any number of dimensions, in which nothing depends on the place of a row.
@@ -79,8 +66,6 @@ void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   using namespace opsmith;
-  m.impl("layer_norm", TORCH_BOX(&layer_norm_op));
-  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward_op));
   m.impl("softmax", TORCH_BOX(&softmax_op));
   m.impl("softmax_backward", TORCH_BOX(&softmax_backward_op));
 }

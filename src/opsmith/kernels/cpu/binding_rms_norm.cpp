@@ -7,19 +7,6 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-void check_rows(const char* name, const Optional& t, const Tensor& like) {
-  if (!t) return;
-  STD_TORCH_CHECK(t->dim() == 2 && like.dim() == 2 && t->size(0) == like.size(0) && t->size(1) == like.size(1) &&
-                      (t->size(1) < 2 || t->stride(1) == 1 || t->numel() == 0) && t->scalar_type() == like.scalar_type(),
-                  "rms_norm: ", name, " must be [rows, n] like the input, with a contiguous last dimension");
-}
-
-void check_vector(const char* name, const Optional& t, int64_t n, bool float32) {
-  if (!t) return;
-  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == n && t->is_contiguous() && (!float32 || dtype_of(*t) == DType::f32),
-                  "rms_norm: ", name, " must be a contiguous vector of ", n, float32 ? " float32" : "");
-}
-
 void rms_norm_op(const Tensor& x, const Optional& residual, const Optional& weight, double eps, double offset,
                  bool round_first, const Tensor& y, const Optional& summed, const Optional& rstd) {
   STD_TORCH_CHECK(x.dim() > 0 && (!residual || (summed && same_sizes(*residual, x))),
@@ -28,23 +15,23 @@ void rms_norm_op(const Tensor& x, const Optional& residual, const Optional& weig
   const Rows added = residual ? Rows("rms_norm", "residual", *residual) : in;
   const Rows sum = summed ? Rows("rms_norm", "summed", *summed) : in;
   STD_TORCH_CHECK(out.like(in) && added.like(in) && sum.like(in), "rms_norm: all rows must have one shape and dtype");
-  check_vector("weight", weight, in.n(), false);
+  check_vector("rms_norm", "weight", weight, in.n(), false);
   STD_TORCH_CHECK(!weight || dtype_of(*weight) == in.dtype() || dtype_of(*weight) == DType::f32,
                   "rms_norm: the weight must be float32 or in x's dtype");
-  check_vector("rstd", rstd, in.rows(), true);
+  check_vector("rms_norm", "rstd", rstd, in.rows(), true);
   rms_norm(in.view(), residual ? added.view() : View{}, view_of(weight), eps, offset, round_first, out.view(),
            summed ? sum.view() : View{}, view_of(rstd));
 }
 
 void rms_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Tensor& s, const Tensor& rstd,
                           const Optional& weight, double offset, const Optional& dx, const Optional& dweight) {
-  check_rows("s", s, s);
-  check_rows("dy", dy, s);
-  check_rows("dsummed", dsummed, s);
-  check_vector("rstd", rstd, s.size(0), true);
-  check_vector("weight", weight, s.size(1), false);
-  check_rows("dx", dx, s);
-  check_vector("dweight", dweight, s.size(1), false);
+  check_rows("rms_norm", "s", s, s);
+  check_rows("rms_norm", "dy", dy, s);
+  check_rows("rms_norm", "dsummed", dsummed, s);
+  check_vector("rms_norm", "rstd", rstd, s.size(0), true);
+  check_vector("rms_norm", "weight", weight, s.size(1), false);
+  check_rows("rms_norm", "dx", dx, s);
+  check_vector("rms_norm", "dweight", dweight, s.size(1), false);
   rms_norm_backward(view_of(dy), view_of(dsummed), view_of(s), view_of(rstd), view_of(weight), offset, view_of(dx),
                     view_of(dweight));
 }

@@ -1,0 +1,53 @@
+// Registers LayerNorm and its backward pass, and checks what their memory safety needs.
+#include "binding.h"
+#include "kernels.h"
+
+namespace opsmith {
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+void check_weight(const char* name, const Optional& t, const Tensor& x) {
+  check_vector("layer_norm", name, t, x.size(1), false);
+  STD_TORCH_CHECK(!t || t->scalar_type() == x.scalar_type() || dtype_of(*t) == DType::f32, "layer_norm: ", name,
+                  " must be float32 or in the input's dtype");
+}
+
+void layer_norm_op(const Tensor& x, const Optional& residual, const Optional& weight, const Optional& bias, double eps,
+                   const Tensor& y, const Optional& summed, const Optional& mean, const Optional& rstd) {
+  STD_TORCH_CHECK(!residual || summed, "layer_norm: with a residual, summed must be given too");
+  check_rows("layer_norm", "x", x, x);
+  check_rows("layer_norm", "residual", residual, x);
+  check_weight("weight", weight, x);
+  check_weight("bias", bias, x);
+  check_rows("layer_norm", "y", y, x);
+  check_rows("layer_norm", "summed", summed, x);
+  check_vector("layer_norm", "mean", mean, x.size(0), true);
+  check_vector("layer_norm", "rstd", rstd, x.size(0), true);
+  layer_norm(view_of(x), view_of(residual), view_of(weight), view_of(bias), eps, view_of(y), view_of(summed),
+             view_of(mean), view_of(rstd));
+}
+
+void layer_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Tensor& s, const Tensor& mean,
+                            const Tensor& rstd, const Optional& weight, const Optional& dx, const Optional& dweight,
+                            const Optional& dbias) {
+  check_rows("layer_norm", "s", s, s);
+  check_rows("layer_norm", "dy", dy, s);
+  check_rows("layer_norm", "dsummed", dsummed, s);
+  check_vector("layer_norm", "mean", mean, s.size(0), true);
+  check_vector("layer_norm", "rstd", rstd, s.size(0), true);
+  check_weight("weight", weight, s);
+  check_rows("layer_norm", "dx", dx, s);
+  check_weight("dweight", dweight, s);
+  check_weight("dbias", dbias, s);
+  layer_norm_backward(view_of(dy), view_of(dsummed), view_of(s), view_of(mean), view_of(rstd), view_of(weight),
+                      view_of(dx), view_of(dweight), view_of(dbias));
+}
+
+}  // namespace
+}  // namespace opsmith
+
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
+  m.impl("layer_norm", TORCH_BOX(&opsmith::layer_norm_op));
+  m.impl("layer_norm_backward", TORCH_BOX(&opsmith::layer_norm_backward_op));
+}

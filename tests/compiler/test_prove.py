@@ -65,7 +65,7 @@ def test_a_wrong_implementation_gives_way_to_the_next(
     plant(fn)
     model, x = seeded(Feed), numbers(3, 4, WIDTH)
     truth = Truth(model)
-    opsmith.optimize(model, x, config=UNTIMED)
+    opsmith.optimize(model, [x, numbers(2, 7, WIDTH)], config=UNTIMED)
     assert _used(model).isdisjoint({"planted"})
     report = model.opsmith.report
     assert report.rolled_back == []

@@ -122,6 +122,22 @@ def test_gradients_of_views() -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_the_gradient_of_a_transposed_weight_lies_as_the_weight_does(activation: str | None) -> None:
+    x, w, b, dy = torch.randn(130, 37), torch.randn(37, 70) * 37**-0.5, torch.randn(70), torch.randn(130, 70)
+
+    def eager(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = x @ w + b
+        return y if activation is None else ACTIVATIONS[activation](y)
+
+    mine = _gradients(lambda x, w, b: linear(x, w.t(), b, activation=activation), x, w, b, dy=dy)
+    assert mine[1].stride() == w.stride()
+    exact = _gradients(eager, x.double(), w.double(), b.double(), dy=dy.double())
+    for right, them, me in zip(exact, _gradients(eager, x, w, b, dy=dy), mine, strict=True):
+        allowed = 2 * (them.double() - right).abs().max() + ulp(torch.float32, float(right.abs().max()))
+        assert (me.double() - right).abs().max() <= allowed
+
+
 def test_a_second_backward_finds_what_the_first_one_did() -> None:
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True)
     with always_native():

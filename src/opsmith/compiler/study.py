@@ -135,7 +135,7 @@ class Study:
         site = owner.sites[name]
         if not owner.selector.config.verify:
             return True, choice
-        failures: list[str] = []
+        failures = [report.why] if report.why else []  # of examples before this one
         while True:
             verdict = self._prove(site, choice.implementation, call)
             report.error, report.bound = verdict.error, verdict.bound

@@ -71,7 +71,12 @@ class _Linear(torch.autograd.Function):
         if need_x:
             by = weight.t() if weight.is_contiguous() else weight.t().contiguous()
             dx = torch.ops.mkldnn._linear_pointwise.default(dz, by, None, "none", [], "").view(x.shape)
-        if need_w or need_b:
+        if need_w and not weight.is_contiguous() and weight.t().is_contiguous():
+            # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
+            dw = torch.empty_like(weight.t())
+            torch.ops.opsmith.linear_gradient.default(as_rows(x), dz, dweight=dw)
+            dw, db = dw.t(), dz.sum(0) if need_b else None
+        elif need_w or need_b:
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
             db = dy.new_empty(weight.shape[:1]) if need_b else None
             torch.ops.opsmith.linear_gradient.default(dz, as_rows(x), dweight=dw, dbias=db)

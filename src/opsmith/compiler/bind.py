@@ -18,7 +18,7 @@ class Form(enum.Enum):
 
     STILL = "still"  # all it works on stays in place, so that of its Python nothing remains but kernels
     BUFFER = (
-        "buffer"  # its result is in a buffer, where it may be given one, but its inputs are new at every call
+        "buffer"  # its inputs are new at every call, its result is in a buffer, where it may be given one
     )
     NEW = "new"  # its result is new too: the caller gets it
 

@@ -109,9 +109,7 @@ class CompiledGraph:
             self._add(site)
         self.plans: dict[Key, ShapePlan] = {}
         self._choices: dict[tuple[str, str], Choice] = {}
-        self._forms: dict[
-            str, Form
-        ] = {}  # by site: how its program will call it, as far as the study can tell
+        self._forms: dict[str, Form] = {}  # by site: how its program will call it, as far as a study can tell
         self._unfit: dict[str, dict[str, str]] = {}  # by site: implementations that failed its proof, and why
         self._programs: dict[Key, Program | None] = {}
         self._spans: dict[Key, int] = {}  # programs that serve many sizes: how many results they allocate

@@ -26,9 +26,7 @@ class Writer:
         self._taken = {"args", "buffers", "slice", *taken}
         self._stands = stands
         self._bound: dict[int, str] = {}
-        self._inputs: dict[
-            int, str
-        ] = {}  # of the site that is written: expressions for what is new at every call
+        self._inputs: dict[int, str] = {}  # of the site being written: expressions for what is new every time
 
     def bind(self, value: Any, hint: str) -> str:
         """The name of an object, like `hint` where it gets it now."""

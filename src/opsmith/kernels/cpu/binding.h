@@ -57,6 +57,13 @@ inline void check_vector(const char* op, const char* name, const std::optional<T
                   ": ", name, " must be a contiguous vector of ", n, float32 ? " float32" : "");
 }
 
+// What a row is multiplied with, or its gradient.
+inline void check_weight(const char* op, const char* name, const std::optional<Tensor>& t, int64_t n, DType dtype) {
+  check_vector(op, name, t, n, false);
+  STD_TORCH_CHECK(!t || dtype_of(*t) == dtype || dtype_of(*t) == DType::f32, op, ": ", name,
+                  " must be float32 or in the input's dtype");
+}
+
 // A tensor as [rows, n], n being its last dimension, wherever its strides allow that: Python then makes no view. The
 // last dimension must be contiguous.
 class Rows {

@@ -7,19 +7,13 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-void check_weight(const char* name, const Optional& t, const Tensor& x) {
-  check_vector("layer_norm", name, t, x.size(1), false);
-  STD_TORCH_CHECK(!t || t->scalar_type() == x.scalar_type() || dtype_of(*t) == DType::f32, "layer_norm: ", name,
-                  " must be float32 or in the input's dtype");
-}
-
 void layer_norm_op(const Tensor& x, const Optional& residual, const Optional& weight, const Optional& bias, double eps,
                    const Tensor& y, const Optional& summed, const Optional& mean, const Optional& rstd) {
   STD_TORCH_CHECK(!residual || summed, "layer_norm: with a residual, summed must be given too");
   check_rows("layer_norm", "x", x, x);
   check_rows("layer_norm", "residual", residual, x);
-  check_weight("weight", weight, x);
-  check_weight("bias", bias, x);
+  check_weight("layer_norm", "weight", weight, x.size(1), dtype_of(x));
+  check_weight("layer_norm", "bias", bias, x.size(1), dtype_of(x));
   check_rows("layer_norm", "y", y, x);
   check_rows("layer_norm", "summed", summed, x);
   check_vector("layer_norm", "mean", mean, x.size(0), true);
@@ -36,10 +30,10 @@ void layer_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Ten
   check_rows("layer_norm", "dsummed", dsummed, s);
   check_vector("layer_norm", "mean", mean, s.size(0), true);
   check_vector("layer_norm", "rstd", rstd, s.size(0), true);
-  check_weight("weight", weight, s);
+  check_weight("layer_norm", "weight", weight, s.size(1), dtype_of(s));
   check_rows("layer_norm", "dx", dx, s);
-  check_weight("dweight", dweight, s);
-  check_weight("dbias", dbias, s);
+  check_weight("layer_norm", "dweight", dweight, s.size(1), dtype_of(s));
+  check_weight("layer_norm", "dbias", dbias, s.size(1), dtype_of(s));
   layer_norm_backward(view_of(dy), view_of(dsummed), view_of(s), view_of(mean), view_of(rstd), view_of(weight),
                       view_of(dx), view_of(dweight), view_of(dbias));
 }

@@ -17,9 +17,7 @@ class Form(enum.Enum):
     """How a program calls the implementation of a site, which decides what the call takes beside its kernels."""
 
     STILL = "still"  # all it works on stays in place, so that of its Python nothing remains but kernels
-    BUFFER = (
-        "buffer"  # its inputs are new at every call, its result is in a buffer, where it may be given one
-    )
+    BUFFER = "buffer"  # its result is in a buffer, where it takes one, but its inputs are new at every call
     NEW = "new"  # its result is new too: the caller gets it
 
 

@@ -25,7 +25,7 @@ from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.latent import Latent
 from opsmith.compiler.parts import by_parts
 from opsmith.compiler.plan import Plan
-from opsmith.compiler.quantize import Packing
+from opsmith.compiler.quantize import Packing, needed
 from opsmith.compiler.report import Report
 from opsmith.compiler.select import Selector, raised
 from opsmith.ops.installed import load_installed
@@ -51,7 +51,14 @@ class Session:
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            graph = CompiledGraph(capture(gm, example_inputs), gm, example_inputs, self.selector, _progress())
+            graph = CompiledGraph(
+                capture(gm, example_inputs),
+                gm,
+                example_inputs,
+                self.selector,
+                _progress(),
+                partial(self.packing.join, inputs=example_inputs),
+            )
         except Exception as error:  # of ours: the model has been read by Dynamo
             self.unread.append(GraphReport(nodes=len(gm.graph.nodes), left=raised(error)))
             warn_left(self.unread[-1])
@@ -327,7 +334,9 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         # A frame of our own: Dynamo starts at none of PyTorch's, and a model may be one of its modules.
         return model._call_impl(*args, **kwargs)
 
-    compiled = torch.compile(forward, backend=session.backend, dynamic=True)
+    compiled = torch.compile(
+        forward, backend=session.backend, dynamic=True, options={"guard_filter_fn": needed}
+    )
     seen: set[tuple[Any, ...]] = set()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from opsmith import measure
 from opsmith.compiler.bind import Form
-from opsmith.compiler.mutation import Rehearsal, effects
+from opsmith.compiler.mutation import Effects, Rehearsal, effects
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
 from opsmith.compiler.program import Program, record
 from opsmith.compiler.recognize import Miss, Recognition, recognize
@@ -95,6 +95,7 @@ class CompiledGraph:
         examples: Sequence[Any],
         selector: Selector,
         progress: Progress | None = None,
+        more: Callable[[fx.GraphModule, Effects], Sequence[Site]] = lambda gm, effects: (),
     ):
         self.original = gm
         self._plain: Callable[..., Any] = gm  # what runs where no program does
@@ -105,7 +106,8 @@ class CompiledGraph:
         self._counts: Counter[str] = Counter()
         self.sites: dict[str, Site] = {}
         self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
-        for site in found.sites:
+        self.effects = effects(gm.graph)
+        for site in (*found.sites, *more(gm, self.effects)):
             self._add(site)
         self.plans: dict[Key, ShapePlan] = {}
         self._choices: dict[tuple[str, str], Choice] = {}
@@ -130,7 +132,6 @@ class CompiledGraph:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._packed_from: list[torch.Tensor] = []
-        self.effects = effects(gm.graph)
         self._changed = self.effects.inputs(gm.graph)
 
     def _add(self, site: Site) -> str:

@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 
 from opsmith.compiler.bind import kernel_calls
 from opsmith.compiler.filled import filled
+from opsmith.compiler.joined import joined
 from opsmith.compiler.select import Choice, Packer
 from opsmith.compiler.sizes import varying
 from opsmith.compiler.slots import Layout, Slots, is_pure, is_size, last_uses, memory
@@ -191,12 +192,15 @@ class _Recorder:
                 self.constant[node] = weight
                 return weight
             result = node.target(*args, **kwargs)  # type: ignore[operator]
+            if node.target is joined and all(n.op == "placeholder" for n in node.all_input_nodes):
+                self.weights.add(memory(result))
+                self.constant[node] = result
             if node.target is filled and node not in self.varies:
                 self.candidates[node] = (result,)
             return result
         card, choice, implementation = self.choose(site, kwargs)
         packed = self.packer(implementation, kwargs)
-        swapped = {k: v for k, v in packed.items() if v is not kwargs[k]}
+        swapped = {k: v for k, v in packed.items() if v is not kwargs[k] or node.kwargs[k] in self.constant}
         self.calls[node] = (implementation, swapped)
         if node in self.varies or any(n in self.varies for n in node.all_input_nodes):
             self.open[node] = Open(card, implementation, swapped)

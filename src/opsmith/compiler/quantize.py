@@ -10,8 +10,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.types import GuardFilterEntry
 
+from opsmith.compiler.joined import join, side_by_side
+from opsmith.compiler.mutation import Effects
+from opsmith.compiler.site import Site
 from opsmith.operator import registry
 from opsmith.ops.common import always_native
 from opsmith.ops.packed_module import PackedLinear
@@ -31,6 +35,7 @@ class QuantizedLayer:
     nbytes: int = 0
     why: str = ""
     released: int = 0  # bytes of its own weight that went back to the system
+    joined: tuple[str, ...] = ()  # the layers, this one among them, whose packed weights lie side by side
 
     def __str__(self) -> str:
         if self.status != "packed":
@@ -78,6 +83,7 @@ class Packing:
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
         self._packed: dict[str, tuple[nn.Linear, Standing]] = {}
+        self._of: dict[int, Standing] = {}  # by a packed weight
 
     def put_in(
         self,
@@ -109,7 +115,26 @@ class Packing:
                 record.status, record.nbytes = "packed", packed.nbytes
                 record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
                 self._packed[name] = (module, packed)
+                self._of[id(packed.weight)] = packed
                 packed.stand_in(module)
+
+    def join(self, graph: fx.GraphModule, effects: Effects, inputs: Sequence[Any]) -> list[Site]:
+        """The groups of layers in a graph that one call can stand for; their packed weights then lie side by side."""
+        return join(graph, inputs, lambda t: self._of.get(id(t)), self._lay, effects)
+
+    def _lay(self, layers: Sequence[Standing]) -> bool:
+        """Whether layers' packed weights lie side by side now: not where one of them does so with others."""
+        names = {id(packed): name for name, (_, packed) in self._packed.items()}
+        if any(id(layer) not in names for layer in layers):
+            return False  # rolled back
+        group = tuple(names[id(layer)] for layer in layers)
+        records = [record for record in self.layers if record.name in group]
+        before = {record.joined for record in records}
+        if before == {()}:
+            side_by_side(layers)
+            for record in records:
+                record.joined = group
+        return before <= {(), group} and len(before) == 1
 
     def prove(self, run: Callable[[], object]) -> None:
         """Hold each layer to the tolerance of its operator on the inputs that it gets while `run` runs the model.
@@ -139,7 +164,7 @@ class Packing:
                 why = _wrong(packed, seen[record.name])
                 if why:
                     record.status, record.why = "rolled back", why
-                    del module.forward, self._packed[record.name]
+                    del module.forward, self._packed[record.name], self._of[id(packed.weight)]
 
     def release(self, model: nn.Module) -> None:
         """Give the packed layers' own weights back to the system: what stands there has their shapes and no numbers.
@@ -187,6 +212,7 @@ class Packing:
             if "forward" in vars(module):
                 del module.forward
         self._packed.clear()
+        self._of.clear()
 
 
 def _replaced(module: nn.Linear) -> bool:
@@ -225,3 +251,9 @@ def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
         got = packed(x)
         exact = card.reference(x.double(), *args, None if bias is None else bias.double(), **options)
         return card.tolerance.check(got, card.eager(x, *args, bias, **options), exact).why
+
+
+def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+    """Of what Dynamo would ask before every call, all but what is inside a packed layer, which nobody else changes."""
+    inside = tuple(g.name + end for g in guards if g.has_value and type(g.value) is Standing for end in ".[")
+    return [not g.name.startswith(inside) for g in guards]

@@ -86,6 +86,10 @@ class Report:
             lines.append(
                 f"quantized: {len(packed)} linear layers to {worst.format}; the most was lost in {worst}"
             )
+        if groups := {layer.joined: None for layer in packed if layer.joined}:
+            lines.append(
+                f"joined: {len(groups)} groups of layers of one input, as {', '.join(next(iter(groups)))}"
+            )
         if released := sum(layer.released for layer in self.quantized):
             lines.append(
                 f"given back to the system: {released / 2**20:.1f} MiB of weights; restore is not possible"

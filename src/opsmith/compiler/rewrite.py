@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import accumulate
 
 from torch import fx
+import torch
 from torch.fx import Node
 
 from opsmith.compiler.operands import insert
 from opsmith.compiler.site import Site
 from opsmith.compiler.sizes import symbols
+from opsmith.compiler.slots import may_be_view
 
 
 def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphModule:
@@ -38,17 +41,22 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
             node.meta["site"] = name
             sizes = symbols([n.meta.get("val") for n in site.outputs])
             node.meta["symbols"] = sizes
-            results = (
-                [node]
-                if len(targets) == 1
-                else [graph.call_function(operator.getitem, (node, i)) for i in range(len(targets))]
-            )
+            if site.columns:
+                results = _columns(graph, node, site.columns)
+                for result in results:
+                    result.meta["symbols"] = sizes
+            elif len(targets) == 1:
+                results = [node]
+            else:
+                results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(targets))]
             for function, more in site.after:
                 results = [graph.call_function(function, (r, *more)) for r in results]
                 for result in results:
                     result.meta["symbols"] = sizes
         for old, target, result in zip(site.outputs, targets, results, strict=True):
             target.replace_all_uses_with(result)
+            if site.columns:
+                _by_any_stride(result)
             new[old] = result
         # Dead-code elimination keeps what it takes for impure (attention draws a seed for its dropout).
         inner = [new[n] for n in site.region if n not in site.outputs and n in new]
@@ -58,3 +66,21 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(gm, graph)
+
+
+def _columns(graph: fx.Graph, node: Node, columns: Sequence[int]) -> list[Node]:
+    """The parts of a result that stand side by side in its last dimension."""
+    ends = list(accumulate(columns))
+    return [
+        graph.call_function(torch.ops.aten.slice.Tensor, (node, -1, end - n, end))
+        for n, end in zip(columns, ends, strict=True)
+    ]
+
+
+def _by_any_stride(node: Node) -> None:
+    """Let what the model views as a tensor without gaps be a copy where its new strides allow no view."""
+    for user in node.users:
+        if may_be_view(user):
+            if user.target is torch.ops.aten.view.default:
+                user.target = torch.ops.aten.reshape.default
+            _by_any_stride(user)

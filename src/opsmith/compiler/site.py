@@ -29,6 +29,7 @@ class Site:
         tuple[Callable[..., Any], tuple[Any, ...]], ...
     ] = ()  # what makes the model's layout of a result: calls on it, with further arguments
     parts: tuple[Site, ...] = ()  # the sites that this one is made of, which run where they are faster
+    columns: tuple[int, ...] = ()  # how many columns of the one result each output is, where they are that
 
     @property
     def root(self) -> Node:
@@ -43,6 +44,8 @@ class Site:
     def results(self, result: Any) -> tuple[torch.Tensor, ...]:
         """A call's results in the model's layout."""
         results = result if isinstance(result, tuple) else (result,)
+        if self.columns:
+            results = result.split(self.columns, -1)
         for call, more in self.after:
             results = tuple(call(r, *more) for r in results)
         return results

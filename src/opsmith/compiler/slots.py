@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from opsmith.compiler.filled import filled
+from opsmith.compiler.joined import joined
 
 Layout = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]  # slot, bytes into it; sizes, strides
 
@@ -125,7 +126,7 @@ def is_size(node: Node) -> bool:
 def is_pure(node: Node) -> bool:
     """True for an ATen call that neither writes to an input nor draws random numbers."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target in (operator.getitem, filled) or getattr(node.target, "__module__", "") in (
+        return node.target in (operator.getitem, filled, joined) or getattr(node.target, "__module__", "") in (
             "_operator",
             "math",
         )

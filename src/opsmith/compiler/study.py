@@ -12,7 +12,8 @@ from torch.fx.node import map_arg
 
 from opsmith.compiler.bind import Form
 from opsmith.compiler.filled import filled
-from opsmith.compiler.operands import evaluate, nodes_in
+from opsmith.compiler.joined import joined
+from opsmith.compiler.operands import Made, evaluate, nodes_in
 from opsmith.compiler.prove import prove
 from opsmith.compiler.select import Choice, raised
 from opsmith.compiler.settle import call_of, learning
@@ -103,6 +104,8 @@ class Study:
 
     def _stays(self, operand: Any) -> bool:
         """True for what is at the same place at every call: a weight, a buffer, a view of one, and any number."""
+        if isinstance(operand, Made) and operand.target is joined:
+            return True
         value = evaluate(operand, self.value)
         if not isinstance(value, torch.Tensor) or memory(value) in self.weights:
             return True

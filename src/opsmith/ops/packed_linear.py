@@ -218,19 +218,18 @@ def _native(
 ) -> torch.Tensor:
     """The kernels: `linear`'s for bfloat16, and dot products of bytes for the others."""
     if format == "bf16":
-        y = x.new_empty((*x.shape[:-1], weight.shape[1])) if out is None else out
+        rows = as_rows(x)
+        y = rows.new_empty((rows.shape[0], weight.shape[1])) if out is None else out
         target = out_rows(y) if y.dim() > 1 else y.unsqueeze(0)
-        torch.ops.opsmith.linear_packed.default(
-            as_rows(x), weight.contiguous(), dense(bias), None, 0, y=target
-        )
-        return y
+        torch.ops.opsmith.linear_packed.default(rows, weight.contiguous(), dense(bias), None, 0, y=target)
+        return y if out is not None or x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[1])
     assert scale is not None
     y = x.new_empty((*x.shape[:-1], scale.shape[-1])) if out is None else out
     torch.ops.opsmith.packed_linear.default(
         flat(x),
         weight.contiguous(),
-        scale.contiguous(),
-        None if zero is None else zero.contiguous(),
+        _in_rows(scale),
+        None if zero is None else _in_rows(zero),
         dense(bias),
         4 if format == "int4" else 8,
         group_size,
@@ -238,6 +237,12 @@ def _native(
         y=flat_out(y),
     )
     return y
+
+
+def _in_rows(t: torch.Tensor) -> torch.Tensor:
+    """Scales as the kernel takes them: by groups, also columns of a larger tensor."""
+    rows = t.stride()[-1] == 1 and (t.dim() == 1 or t.stride()[0] >= t.shape[1])
+    return t if rows else t.contiguous()
 
 
 def _promised(x: torch.Tensor, *tensors: torch.Tensor | None, **options: Any) -> bool:

@@ -28,12 +28,15 @@ void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale
                     "packed_linear: scale must be a contiguous float32 [", n, "]");
   } else {
     const int64_t groups = (k + group - 1) / group;
-    STD_TORCH_CHECK(scale.dim() == 2 && scale.size(0) == groups && scale.size(1) == n && scale.is_contiguous() &&
-                        scale.scalar_type() == ScalarType::BFloat16,
-                    "packed_linear: scale must be a contiguous bfloat16 [", groups, ", ", n, "]");
-    STD_TORCH_CHECK(!zero || (zero->dim() == 2 && zero->size(0) == groups && zero->size(1) == n && zero->is_contiguous() &&
-                              zero->scalar_type() == ScalarType::Char),
-                    "packed_linear: zero must be a contiguous int8 [", groups, ", ", n, "]");
+    // Columns of a larger one: the scales of a layer that shares its packed weight with others.
+    const auto in_rows = [&](const Tensor& t, ScalarType type) {
+      return t.dim() == 2 && t.size(0) == groups && t.size(1) == n && t.scalar_type() == type &&
+             (n < 2 || t.stride(1) == 1) && (groups < 2 || t.stride(0) >= n);
+    };
+    STD_TORCH_CHECK(in_rows(scale, ScalarType::BFloat16),
+                    "packed_linear: scale must be a bfloat16 [", groups, ", ", n, "] with contiguous rows");
+    STD_TORCH_CHECK(!zero || in_rows(*zero, ScalarType::Char),
+                    "packed_linear: zero must be an int8 [", groups, ", ", n, "] with contiguous rows");
   }
   STD_TORCH_CHECK(!zero || group > 0, "packed_linear: zeros belong to groups");
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == n && (n < 2 || bias->stride(0) == 1) &&

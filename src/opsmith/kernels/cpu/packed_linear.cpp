@@ -38,7 +38,7 @@ struct Tile {
   int64_t depth, block;  // of K: here, and until a factor changes
   const bfloat16* scale;  // of the columns, [block]; null if they have one for all blocks
   const int8_t* zero;
-  int64_t groups_stride;
+  int64_t scale_stride, zero_stride;  // from one block's to the next
   int64_t columns;  // that there are
   float* sums;      // rows of kColumns
   bool first;       // else it is added to the sums
@@ -60,7 +60,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     IVec sum[R][D][NV], zero[NV];
     if (t.zero) {
 #pragma GCC unroll 2
-      for (int n = 0; n < NV; ++n) zero[n] = to_int(load_some(t.zero + b * t.groups_stride + n * W, t.columns - n * W));
+      for (int n = 0; n < NV; ++n) zero[n] = to_int(load_some(t.zero + b * t.zero_stride + n * W, t.columns - n * W));
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -112,7 +112,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     Vec scale[NV];
 #pragma GCC unroll 2
     for (int n = 0; n < NV; ++n) {
-      scale[n] = t.scale ? load_some(t.scale + b * t.groups_stride + n * W, t.columns - n * W) : splat(1.0f);
+      scale[n] = t.scale ? load_some(t.scale + b * t.scale_stride + n * W, t.columns - n * W) : splat(1.0f);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -211,10 +211,11 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
         t.block = x.block;
         t.weight = panel + k * width * width_bits / 8;
         t.pitch = 4 * width;
-        t.groups_stride = n;
+        t.scale_stride = grouped ? p.scale.strides[0] : 0;
+        t.zero_stride = p.zero.defined() ? p.zero.strides[0] : 0;
         t.columns = columns;
-        t.scale = grouped ? p.scale.as<bfloat16>() + k / p.group * n + first : nullptr;
-        t.zero = p.zero.defined() ? p.zero.as<int8_t>() + k / p.group * n + first : nullptr;
+        t.scale = grouped ? p.scale.as<bfloat16>() + k / p.group * t.scale_stride + first : nullptr;
+        t.zero = p.zero.defined() ? p.zero.as<int8_t>() + k / p.group * t.zero_stride + first : nullptr;
         t.first = k == 0;
         const bool unpack_first = nibbles && tiles_end - tile > kTilesThatUnpack;
         if (unpack_first) {

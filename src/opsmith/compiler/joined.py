@@ -53,7 +53,7 @@ class Part:
     @property
     def columns(self) -> int:
         """How many numbers it gives for each row."""
-        return int(shape_of(self.node)[-1])  # type: ignore[call-overload]
+        return int(shape_of(self.node)[-1])
 
 
 def joined(axis: int, *parts: torch.Tensor | int) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _source(x: Node) -> Node:
 
 
 def _private(group: list[Part], graph: fx.Graph, effects: Effects) -> bool:
-    """Whether nobody can tell that results are columns of a larger one: none is returned, changed, or read by strides."""
+    """Whether results can be columns of a larger one: none is returned, changed, or read by its strides."""
     memory = {effects.memory[p.node] for p in group if p.node in effects.memory}
     returned = {effects.memory.get(n) for o in graph.nodes if o.op == "output" for n in o.all_input_nodes}
     by_strides = any(

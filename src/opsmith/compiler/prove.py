@@ -24,7 +24,9 @@ from opsmith.operator import Tolerance, Verdict
 def prove(site: Site, value: Callable[[Node], Any], got: tuple[torch.Tensor | None, ...]) -> Verdict:
     """Hold the operator's results to the card's tolerance; `value` gives what eager computed at a node."""
     # Layers that one kernel does together stay what each was by itself, which is proved where it was packed.
-    if site.columns and all(r is not None and r.equal(value(n)) for r, n in zip(got, site.outputs, strict=True)):
+    if site.columns and all(
+        r is not None and r.equal(value(n)) for r, n in zip(got, site.outputs, strict=True)
+    ):
         return Verdict(True, 0.0, 0.0)
     exact = run_wide(site, value)
     worst = Verdict(True, 0.0, 0.0)

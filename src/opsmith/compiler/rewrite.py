@@ -6,8 +6,8 @@ import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
-from torch import fx
 import torch
+from torch import fx
 from torch.fx import Node
 
 from opsmith.compiler.operands import insert

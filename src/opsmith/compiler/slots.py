@@ -126,7 +126,9 @@ def is_size(node: Node) -> bool:
 def is_pure(node: Node) -> bool:
     """True for an ATen call that neither writes to an input nor draws random numbers."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target in (operator.getitem, filled, joined) or getattr(node.target, "__module__", "") in (
+        return node.target in (operator.getitem, filled, joined) or getattr(
+            node.target, "__module__", ""
+        ) in (
             "_operator",
             "math",
         )

@@ -28,6 +28,7 @@ from opsmith.compiler.select import Choice, Packer
 from opsmith.compiler.sizes import varying
 from opsmith.compiler.slots import Layout, Slots, is_pure, is_size, last_uses, memory
 from opsmith.compiler.source import Writer, target_name
+from opsmith.kernels import calls
 from opsmith.operator import Implementation, Operator
 
 Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Choice, Implementation]]
@@ -307,7 +308,9 @@ class _Recorder:
         """The kernel's call alone: what it fills is a buffer."""
         kernel, out, _, _, *args = node.args
         assert isinstance(kernel, torch._ops.OpOverload)
-        return f"    {writer.call(kernel._op, args, {**node.kwargs, str(out): node}, target_name(kernel))}"
+        return (
+            f"    {writer.call(calls.of(kernel), args, {**node.kwargs, str(out): node}, target_name(kernel))}"
+        )
 
     def _needed(self) -> set[Node]:
         """The nodes whose values the program reads, and those that do more than return one."""

@@ -29,7 +29,17 @@ from opsmith.kernels import cache, compiler, isa, nvcc
 from opsmith.kernels.compiler import BuildError, Compiler, Unit, Watch
 from opsmith.kernels.progress import shown
 
-__all__ = ["BuildError", "Status", "build", "build_best", "build_library", "clean", "load", "status"]
+__all__ = [
+    "BuildError",
+    "Status",
+    "build",
+    "build_best",
+    "build_library",
+    "clean",
+    "load",
+    "loaded",
+    "status",
+]
 
 SOURCES = Path(__file__).parent / "cpu"
 _NAME = "opsmith"
@@ -82,6 +92,11 @@ def load() -> bool:
         if _outcome is None:
             _load()
         return bool(_outcome)
+
+
+def loaded() -> Path | None:
+    """The library that was loaded."""
+    return _loaded and _loaded[0]
 
 
 def _load() -> None:
@@ -197,6 +212,7 @@ def build_library(
     *,
     include_dirs: Sequence[Path] = (),
     flags: Sequence[str] = (),
+    links: Sequence[str] = (),
     tier: str,
     force: bool = False,
     watch: Watch | None = None,
@@ -211,6 +227,7 @@ def build_library(
         sources: C++ files, with different names.
         include_dirs: folders of headers of the project; headers count as content, like sources.
         flags: for the compiler, after those of every build and of the tier.
+        links: for the linker, likewise.
         tier: a name from ``opsmith.kernels.isa.TIERS``.
         force: build even if the cache holds the library.
         watch: is told of every step; by default a line on the terminal shows them.
@@ -221,7 +238,7 @@ def build_library(
     """
     for _ in range(_ATTEMPTS):
         try:
-            job = _Job.of(name, sources, include_dirs, flags, tier)
+            job = _Job.of(name, sources, include_dirs, flags, tier, links)
             found = compiler.find_compiler()
             if not force and (path := job.find(found)):
                 return path
@@ -245,10 +262,16 @@ class _Job:
     name: str
     tier: str
     units: dict[Unit, str]
+    links: tuple[str, ...] = ()
 
     @staticmethod
     def of(
-        name: str, sources: Sequence[Path], include_dirs: Sequence[Path], flags: Sequence[str], tier: str
+        name: str,
+        sources: Sequence[Path],
+        include_dirs: Sequence[Path],
+        flags: Sequence[str],
+        tier: str,
+        links: Sequence[str] = (),
     ) -> _Job:
         if tier not in isa.FLAGS:
             raise ValueError(f"opsmith: {tier!r} is no tier: expected one of {', '.join(isa.TIERS)}")
@@ -269,11 +292,17 @@ class _Job:
                 units.append(Unit(source, folders, (*isa.FLAGS[tier], *more, *flags), system, binds=True))
             else:
                 units.append(Unit(source, folders, (*isa.FLAGS[tier], *flags)))
-        return _Job(name, tier, {unit: unit.key() for unit in units})
+        return _Job(name, tier, {unit: unit.key() for unit in units}, tuple(links))
 
     @property
     def key(self) -> str:
-        system = [sys.platform, platform.machine(), *compiler.COMPILE_FLAGS, *compiler.LINK_FLAGS]
+        system = [
+            sys.platform,
+            platform.machine(),
+            *compiler.COMPILE_FLAGS,
+            *compiler.LINK_FLAGS,
+            *self.links,
+        ]
         if any(unit.compiler for unit in self.units):  # linked with what this torch has of CUDA
             system += self.link_flags
         return f"{self.name}-{self.tier}-{compiler.fingerprint([*system, *self.units.values()])[:20]}"
@@ -284,7 +313,7 @@ class _Job:
 
     @property
     def link_flags(self) -> list[str]:
-        found = [*compiler.sanitizer_flags()]
+        found = [*compiler.sanitizer_flags(), *self.links]
         if self.binds:
             found += [f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu", "-lc10"]
         gpu = next((unit.compiler for unit in self.units if unit.compiler), None)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Implementation, Kind, Operator, Pattern, register
 from opsmith.ops.attention_check import check
 from opsmith.ops.attention_eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention_samples import cost, promised, samples, workloads
-from opsmith.ops.common import direct, kernels, native, needs_grad, recorded, small, spread
+from opsmith.ops.common import compiling, kernels, native, needs_grad, recorded, small, spread
 
 
 def attention(
@@ -55,13 +56,17 @@ def attention(
     Source: Vaswani et al., 2017; Dao et al., "FlashAttention", 2022; Beltagy et al., 2020 (window);
     Gemma 2, 2024 (softcap).
     """
-    if mask is None and window is None and softcap is None and out is None and direct(q, k, v):
+    if mask is None and window is None and softcap is None and out is None and not compiling():
         try:
-            y = torch.empty_like(q)
-            at = 1.0 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
-            _kernel(q, k, v, None, at, causal, 0, 0.0, y=y)
-            return y
-        except (RuntimeError, IndexError):  # the checks say why, or values are wider than keys
+            at = 1.0 / math.sqrt(q.size(-1) or 1) if scale is None else scale
+            y: torch.Tensor | None = calls.new_attention(q, k, v, None, at, causal, 0, 0.0)
+            if y is not None:
+                return y
+        except (
+            RuntimeError,
+            IndexError,
+            AttributeError,
+        ):  # the checks say why, or values are wider than keys
             pass
     check(q, k, v, mask, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)
@@ -287,4 +292,3 @@ CARD = register(
 )
 
 ATTENTION = torch.ops.opsmith.attention.default
-_kernel = ATTENTION._op

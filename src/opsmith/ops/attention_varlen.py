@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import is_last_dense, last_dense, settings
@@ -20,7 +21,7 @@ from opsmith.ops.attention_samples import promised, visible_pairs
 from opsmith.ops.common import (
     check_float,
     check_out,
-    direct,
+    compiling,
     kernels,
     native,
     nbytes,
@@ -72,12 +73,13 @@ def attention_varlen(
 
     Source: Dao et al., "FlashAttention", 2022 (the packed layout is that of its varlen interface).
     """
-    if window is None and softcap is None and out is None and direct(q, k, v):
+    if window is None and softcap is None and out is None and not compiling():
         try:
-            if cu_seqlens_q.is_cpu and cu_seqlens_k.is_cpu:
-                y = torch.empty_like(q)
-                at = 1.0 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
-                _kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0, y=y)
+            at = 1.0 / math.sqrt(q.size(-1) or 1) if scale is None else scale
+            y: torch.Tensor | None = calls.new_attention_varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0
+            )
+            if y is not None:
                 return y
         except (RuntimeError, AttributeError, IndexError):  # the checks say why
             pass
@@ -375,4 +377,3 @@ CARD = register(
 )
 
 ATTENTION_VARLEN = torch.ops.opsmith.attention_varlen.default
-_kernel = ATTENTION_VARLEN._op

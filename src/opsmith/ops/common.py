@@ -1,23 +1,22 @@
 """What every operator's file needs: the checks, the views, and whether native kernels can run.
 
 How a public function begins, so that a call of one token costs what its kernel costs. A question to a tensor takes
-50 to 100 ns, a helper or a ContextVar 30 to 50, and a small kernel of PyTorch a microsecond; so each question is asked
-at most once, and of the arguments that PyTorch or the kernel refuses itself nothing is asked before:
+50 to 100 ns, a helper 30 to 50, and where weights stream through the caches each of them waits for memory; so nothing
+is asked that the kernel's binding refuses itself, and the checks run after its error, to say what to do:
 
-    if OTHER_OPTIONS_ARE_DEFAULT and not compiling() and type(x) is Tensor and x.numel() <= common.limit:
+    if OTHER_OPTIONS_ARE_DEFAULT and not compiling():
         try:
-            return PYTORCHS_BUILTIN(x, ...)    # where it is done before a call of ours begins: not F's wrapper of it
-        except RuntimeError:                   # what it refuses, the checks name
-            _check(x, ...)
-            raise
-    if out is None and direct(x, weight):      # a kernel of ours, in one call
-        ...
-    _check(x, ...)                             # views, copies, other devices, float64, and autograd: of small() calls
-                                               # PyTorch's, whose nodes cost less than a Function of ours
+            y = calls.new_operator(x, weight, ...)  # None for what PyTorch has to decide: kernels/calls.py
+            if y is not None:
+                return y
+        except RuntimeError:  # the checks say why
+            pass
+    _check(x, ...)                                  # views, copies, other devices, float64, and autograd: of small()
+                                                    # calls PyTorch's, whose nodes cost less than a Function of ours
 
-What the builtin or the kernel would take in silence and the function does not (broadcasting, promotion, another
-device) is tested on the way. Which of the two an operator takes, and up to which size, is measured:
-`benchmarks/overhead.py`, docs/guide/small-calls.md.
+Where PyTorch's builtin is done before a call of ours begins, it is called first (`embedding`, `linear` of one row), and
+what it would take in silence and the function does not (broadcasting, promotion, another device) is tested on the way.
+Which of the two an operator takes is measured: `benchmarks/overhead.py`, docs/guide/small-calls.md.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import Any
 
 import torch
 
-from opsmith.kernels import build, triton
+from opsmith.kernels import build, calls, triton
 from opsmith.operator import Implementation, Supports
 
 Tensor = torch.Tensor
@@ -51,7 +50,9 @@ def native_library() -> bool:
     """True once the native library is loaded (built at the first call); a constant in a compiled graph."""
     global _ready
     loaded = build.load()
-    _ready = loaded and not triton.INTERPRETED
+    if loaded and not triton.INTERPRETED and not _ready:
+        calls.begin()
+        _ready = True
     return loaded
 
 
@@ -115,22 +116,6 @@ def direct(x: Any, weight: Any = None, other: Any = None) -> bool:
         and x.dtype in NATIVE_DTYPES
         and x.is_cpu
         and x.numel() <= _QUICK  # a result of more is worth asking for huge pages
-        and (weight is None or (type(weight) in PLAIN and weight.is_cpu))
-        and (other is None or (type(other) in PLAIN and other.is_cpu))
-        and not (recording() and needs_grad(x, weight, other))
-    )
-
-
-def streaming(x: Any, weight: Any = None, other: Any = None) -> bool:
-    """`direct()` for operators that read megabytes, and whose bindings refuse every layout and dtype they do not take.
-
-    What streams past leaves nothing of Python's own in cache: there each question waits for memory, 3 to 6 µs.
-    """
-    return (
-        not compiling()
-        and _ready
-        and type(x) is Tensor
-        and x.is_cpu
         and (weight is None or (type(weight) in PLAIN and weight.is_cpu))
         and (other is None or (type(other) in PLAIN and other.is_cpu))
         and not (recording() and needs_grad(x, weight, other))

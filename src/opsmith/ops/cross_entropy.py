@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
 from opsmith.ops.common import (
@@ -16,7 +17,6 @@ from opsmith.ops.common import (
     as_rows,
     check_float,
     compiling,
-    direct,
     fresh,
     kernels,
     native,
@@ -101,16 +101,18 @@ def cross_entropy(
             _check(logits, target, label_smoothing, reduction, dtype)
             check_targets(target, logits.shape[-1], ignore_index)
             raise
-    if reduction in _REDUCED and 0.0 <= label_smoothing <= 1.0 and direct(logits, target):
+    if reduction in _REDUCED and 0.0 <= label_smoothing <= 1.0 and not compiling():
         try:
             if dtype is None or dtype is torch.float32 or dtype is logits.dtype:
-                loss = torch.empty_like(_NUMBERS[dtype or logits.dtype])
+                like = _NUMBERS[dtype or logits.dtype]
                 rows, flat = logits, target
                 if logits.dim() != 2 and logits.shape[:-1] == target.shape:
                     rows, flat = logits.view(-1, logits.shape[-1]), target.reshape(-1)
-                _kernel(rows, flat, ignore_index, label_smoothing, z_loss, _REDUCED[reduction], loss=loss)
-                return loss
-        except RuntimeError:  # the checks say why
+                options = (ignore_index, label_smoothing, z_loss, _REDUCED[reduction])
+                loss: torch.Tensor | None = calls.new_cross_entropy(rows, flat, *options, loss=[like])
+                if loss is not None:
+                    return loss
+        except (RuntimeError, AttributeError, KeyError):  # the checks say why
             pass
     _check(logits, target, label_smoothing, reduction, dtype)
     options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
@@ -126,7 +128,7 @@ def cross_entropy(
         )
     if needs_grad(logits):
         loss = recorded(_CrossEntropy, logits, target, options, dtype or logits.dtype, overwrite)
-        return loss  # type: ignore[no-any-return]
+        return loss
     return _forward(logits, target, options, dtype or logits.dtype, None)
 
 
@@ -396,5 +398,3 @@ CARD = register(
         source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
     )
 )
-
-_kernel = torch.ops.opsmith.cross_entropy.default._op

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops import common
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
-    Tensor,
     alike,
     as_rows,
     check_float,
     check_like,
     check_out,
     compiling,
-    direct,
     flat,
     flat_out,
     fresh,
@@ -29,7 +27,6 @@ from opsmith.ops.common import (
     nbytes,
     needs_grad,
     recorded,
-    recording,
     short,
     small,
 )
@@ -41,9 +38,7 @@ _CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     partial(F.gelu, approximate="tanh"),
 )
 
-_silu = torch._C._nn.silu
-_FEW = 2048  # elements that PyTorch's two kernels have done before one of ours has
-_REFUSED = (RuntimeError, TypeError, IndexError)  # by PyTorch, or by the kernel's binding
+_REFUSED = (RuntimeError, IndexError, AttributeError)  # by the kernel's binding, or by what is no such tensor
 
 
 def silu_mul(
@@ -69,26 +64,10 @@ def silu_mul(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    if out is None:
-        try:
-            if (
-                up is not None
-                and not compiling()
-                and type(gate) is Tensor
-                and 1 < gate.numel() <= _FEW <= common.limit  # one number may have no dimension
-                and gate.is_same_size(up)
-                and gate.dtype is up.dtype
-                and gate.is_cpu
-                and up.is_cpu
-            ):
-                y = _silu(gate)
-                return y * up if recording() else y.mul_(up)
-            if direct(gate, up):
-                y = torch.empty_like(gate) if up is not None else _empty_half(gate)
-                _kernel(gate, up, SILU, y=y)
-                return y
-        except _REFUSED:  # the checks say why
-            pass
+    if out is None and not compiling():
+        y = _at_once(gate, up, SILU)
+        if y is not None:
+            return y
     return _gated("silu_mul", gate, up, SILU, out)
 
 
@@ -119,13 +98,10 @@ def gelu_mul(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     curve = GELU_TANH if tanh else GELU
-    if out is None and direct(gate, up):
-        try:
-            y = torch.empty_like(gate) if up is not None else _empty_half(gate)
-            _kernel(gate, up, curve, y=y)
+    if out is None and not compiling():
+        y = _at_once(gate, up, curve)
+        if y is not None:
             return y
-        except _REFUSED:  # the checks say why
-            pass
     return _gated("gelu_mul", gate, up, curve, out)
 
 
@@ -180,10 +156,13 @@ def _half(shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:-1], shape[-1] // 2))
 
 
-def _empty_half(gate: torch.Tensor) -> torch.Tensor:
-    """Memory for the result of a packed call."""
-    *leading, n = gate.shape
-    return gate.new_empty(*leading, n // 2)  # sizes one by one are parsed in half the time of a tuple's
+def _at_once(gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch.Tensor | None:
+    """The kernel, whose binding refuses what does not fit; None for a refused call, or one in another form."""
+    try:
+        half = True if up is not None else gate.size(-1) // 2
+        return calls.new_gated(gate, up, curve, y=half)  # type: ignore[no-any-return]
+    except _REFUSED:  # the checks say why
+        return None
 
 
 def _forward(
@@ -191,7 +170,7 @@ def _forward(
 ) -> torch.Tensor:
     y = out
     if y is None:
-        y = fresh(gate) if up is not None else _empty_half(gate)
+        y = fresh(gate) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     GATED(*_flat(gate, up), curve, y=flat_out(y))
     return y
 
@@ -330,4 +309,3 @@ GELU_CARD = register(
 )
 
 GATED = torch.ops.opsmith.gated.default
-_kernel = GATED._op

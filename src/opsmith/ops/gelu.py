@@ -8,17 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops import common
 from opsmith.ops.common import (
-    Tensor,
     alike,
     check_float,
     check_like,
     check_out,
     compiling,
     dense,
-    direct,
     flat,
     flat_out,
     fresh,
@@ -54,18 +52,13 @@ def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
 
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    if out is None:
-        # The plain form is oneDNN's in PyTorch, whose set-up takes four times as long as our call.
-        if tanh and not compiling() and type(x) is Tensor and x.numel() <= _FEW <= common.limit:
-            try:
-                return _gelu(x, approximate="tanh")
-            except RuntimeError:  # the checks say why
-                check_float("gelu", x, least_dim=0)
-                raise
-        if direct(x):
-            y = torch.empty_like(x)
-            _kernel(x, None, tanh, y=y)
-            return y
+    if out is None and not compiling():
+        try:
+            y: torch.Tensor | None = calls.new_gelu(x, None, tanh)
+            if y is not None:
+                return y
+        except RuntimeError:  # the checks say why
+            pass
     check_float("gelu", x, least_dim=0)
     if out is not None:
         check_out("gelu", out, x)
@@ -91,11 +84,11 @@ def bias_gelu(
 
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    if out is None and bias is not None and direct(x, bias):
+    if out is None and bias is not None and not compiling():
         try:
-            y = torch.empty_like(x)
-            _kernel(x, bias, tanh, y=y)
-            return y
+            y: torch.Tensor | None = calls.new_gelu(x, bias, tanh)
+            if y is not None:
+                return y
         except RuntimeError:  # the checks say why
             pass
     check_float("bias_gelu", x)
@@ -282,4 +275,3 @@ BIAS_CARD = register(
 )
 
 GELU = torch.ops.opsmith.gelu.default
-_kernel = GELU._op

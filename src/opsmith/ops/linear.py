@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common, entry_costs
 from opsmith.ops.common import (
@@ -27,11 +28,9 @@ from opsmith.ops.common import (
     out_rows,
     short,
 )
-from opsmith.ops.gelu import GELU
 from opsmith.ops.linear_training import with_gradients
 
 _linear = torch._C._nn.linear
-_gelu = GELU._op
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -91,7 +90,7 @@ def linear(
                 if activation is None:
                     return y
                 if activation in _GELUS and direct(y):
-                    _gelu(y, None, _GELUS[activation], y=y)
+                    calls.gelu(y, None, _GELUS[activation], y=y)
                     return y
                 return ACTIVATIONS[activation](y)
         except (RuntimeError, AttributeError, ValueError):  # the checks say why

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import triton
+from opsmith.kernels import calls, triton
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops import common, entry_costs
 from opsmith.ops.common import (
@@ -137,7 +137,7 @@ def _one_row(
         raise ValueError("a bias that would be broadcast")
     shape = (1, heads + 2 * kv_heads, 1, head_dim) if x.dim() == 3 else (*x.shape[:-1], -1, head_dim)
     q, k, v = _linear(x, weight, bias).view(shape).split_with_sizes((heads, kv_heads, kv_heads), 1)
-    _rotate(q, k, cos, sin, positions, dims, interleaved, False, yq=q, yk=k)
+    calls.rope_qk(q, k, cos, sin, positions, dims, interleaved, False, yq=q, yk=k)
     return q, k, v
 
 
@@ -314,7 +314,7 @@ def _packed(
 ) -> Triple:
     """The kernel at once, for what it takes as it is; it refuses what does not fit."""
     q, k, v = _fresh(x, *sizes)
-    _kernel(as_rows(x), packed, bias, cos, sin, positions, dims, interleaved, q=q, k=k, v=v)
+    calls.linear_rope(as_rows(x), packed, bias, cos, sin, positions, dims, interleaved, q=q, k=k, v=v)
     return q, k, v
 
 
@@ -397,4 +397,3 @@ CARD = register(
     )
 )
 # In a call of one token, the overload's own call in Python would be a part that counts.
-_kernel, _rotate = torch.ops.opsmith.linear_rope.default._op, torch.ops.opsmith.rope_qk.default._op

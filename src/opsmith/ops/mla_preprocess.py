@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels import calls
 from opsmith.kernels.triton import DEVICE
-from opsmith.ops import common
-from opsmith.ops.common import check_float, native, needs_grad, recording, short
+from opsmith.ops.common import check_float, compiling, native, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, check_slots
 from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, check_table
 from opsmith.ops.mla_epilogues import join, new_queries
@@ -103,36 +103,37 @@ def _at_once(
 
     While weights stream from memory nothing else stays in cache, and every check from Python waits for its objects.
     """
-    if not common.streaming(x, cos, sin) or cache.mode == "int8_tiled" or x.dim() != 2:
-        return None
-    held = w.prepared()
-    if held is None or (tokens := x.shape[0]) > _MOST_TOKENS or (recording() and needs_grad(*held)):
-        return None
-    if cos is not None and cos.dtype is not x.dtype and cos.dtype is not torch.float32:
-        return None
-    results = new_queries(x, w.rope, w.kv_lora, cache.mode == "joint", False, w.heads)
-    latent_q = x.new_empty((tokens, w.q_lora)) if latent and w.q_lora is not None else None
-    if latent and latent_q is None:
+    held = None if compiling() or cache.mode == "int8_tiled" else w.prepared()
+    if held is None or (latent and w.q_lora is None):
         return None
     tail = _FORMS[w.quant], w.interleaved, cache.mode == "tiled", eps, None, None
     try:
-        torch.ops.opsmith.mla_preprocess.default._op(
+        if x.dim() != 2 or x.size(0) > _MOST_TOKENS:
+            return None
+        if cos is not None and cos.dtype is not x.dtype and cos.dtype is not torch.float32:
+            return None
+        both = new_queries(x, w.rope, w.kv_lora, True, False, w.heads) if cache.mode == "joint" else None
+        made: Any = calls.new_mla_preprocess(
             x,
             *held,
             cos,
             sin,
             slot_mapping,
             *tail,
-            q_out=results.q_out,
-            q_rope=results.q_rope,
+            q_out=(w.heads, w.kv_lora) if both is None else both.q_out,
+            q_rope=(w.heads, w.rope) if both is None else both.q_rope,
             latent=cache.latent,
             rope=cache.rope,
-            latent_q=latent_q,
+            latent_q=w.q_lora if latent else None,
         )
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    if made is None:
         return None
     cache.kv_lora = w.kv_lora
-    return results.pair if latent_q is None else (*results.pair, latent_q)
+    if both is None:
+        return made  # type: ignore[no-any-return]
+    return (*both.pair, made) if latent else both.pair
 
 
 def compute(

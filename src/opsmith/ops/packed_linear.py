@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
     check_out,
+    compiling,
     dense,
     flat,
     flat_out,
@@ -22,7 +24,6 @@ from opsmith.ops.common import (
     needs_grad,
     out_rows,
     short,
-    streaming,
 )
 from opsmith.ops.linear import pack_weight
 from opsmith.ops.packed_weight import FORMATS, GROUPS, dequantize, packed_shape, quantize
@@ -70,9 +71,11 @@ def packed_linear(
 
     Source: Jacob et al., "Quantization and Training of Neural Networks", 2018; Frantar et al., "GPTQ", 2023.
     """
-    if out is None and streaming(x, weight, bias):
+    if out is None and not compiling():
         try:
-            return _at_once(x, weight, scale, zero, bias, format, group_size)
+            y = _at_once(x, weight, scale, zero, bias, format, group_size)
+            if y is not None:
+                return y
         except (RuntimeError, AttributeError, IndexError, KeyError):  # the checks say why
             pass
     _check(x, weight, scale, zero, bias, format, group_size, out)
@@ -98,17 +101,19 @@ def _at_once(
     bias: torch.Tensor | None,
     format: str,
     group_size: int,
-) -> torch.Tensor:
-    """The kernel on a small x, whose binding refuses what does not fit: checks of our own would take longer than it."""
-    if scale is None:
-        if format != "bf16" or zero is not None or group_size or x.dim() != 2:
-            raise KeyError(format)
-        y = x.new_empty((x.shape[0], weight.shape[1]))
-        _linear_packed(x, weight, bias, None, 0, y=y)
-        return y
-    bits = _BITS[format]
-    y = x.new_empty((*x.shape[:-1], scale.shape[-1]))
-    _packed_linear(x, weight, scale, zero, bias, bits, group_size, format == "int8_dynamic", y=y)
+) -> torch.Tensor | None:
+    """The kernel, whose binding refuses what does not fit; None for a call in another form than the usual one.
+
+    While weights stream from memory nothing else stays in cache: each question to a tensor would wait for memory.
+    """
+    y: torch.Tensor | None = None
+    if scale is not None:
+        dynamic = format == "int8_dynamic"
+        y = calls.new_packed_linear(
+            x, weight, scale, zero, bias, _BITS[format], group_size, dynamic, y=scale.size(-1)
+        )
+    elif format == "bf16" and zero is None and not group_size and x.dim() == 2:
+        y = calls.new_linear_packed(x, weight, bias, None, 0, y=weight.size(1))
     return y
 
 
@@ -358,6 +363,3 @@ CARD = register(
         source="Jacob et al., 2018; Frantar et al., 2023",
     )
 )
-
-_packed_linear = torch.ops.opsmith.packed_linear.default._op
-_linear_packed = torch.ops.opsmith.linear_packed.default._op

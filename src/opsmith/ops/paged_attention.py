@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
 from opsmith.ops.attention_eager import default_scale
-from opsmith.ops.common import compiling, kernels, native, needs_grad, streaming
+from opsmith.ops.common import compiling, kernels, native, needs_grad
 from opsmith.ops.paged_attention_check import check, check_blocks
 from opsmith.ops.paged_attention_samples import cost, promised, samples, workloads
 
@@ -65,12 +66,13 @@ def paged_attention(
     Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023; Dao et al.,
     "Flash-Decoding", 2023.
     """
-    if window is None and softcap is None and out is None and streaming(q, k_cache, v_cache):
+    if window is None and softcap is None and out is None and not compiling():
         try:
-            if block_tables.is_cpu and seq_lens.is_cpu and q.is_contiguous():
-                y = torch.empty_like(q)
-                at = (q.shape[-1] or 1) ** -0.5 if scale is None else scale
-                _kernel(q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, at, 0, 0.0, y=y)
+            at = (q.size(-1) or 1) ** -0.5 if scale is None else scale
+            y: torch.Tensor | None = calls.new_paged_attention(
+                q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, at, 0, 0.0
+            )
+            if y is not None:
                 return y
         except (
             RuntimeError,
@@ -251,5 +253,3 @@ CARD = register(
         source="Kwon et al., 2023; Dao et al., 2023",
     )
 )
-
-_kernel = torch.ops.opsmith.paged_attention.default._op

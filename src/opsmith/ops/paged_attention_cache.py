@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
-from opsmith.ops.common import compiling, direct, kernels, native, short
+from opsmith.ops.common import compiling, kernels, native, short
 from opsmith.ops.mla_cache import has_values
 from opsmith.ops.paged_attention_check import check_caches, check_integers
 
@@ -55,14 +56,12 @@ def reshape_and_cache(
 
     Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023.
     """
-    if direct(k, k_cache, v_cache) and v.__class__ is torch.Tensor and not v.requires_grad:
+    if not compiling():
+        given = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
         try:
-            if v.is_cpu and slot_mapping.is_cpu:
-                _kernel(
-                    k, v, slot_mapping, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale
-                )
+            if calls.new_reshape_and_cache(k, v, slot_mapping, **given):
                 return
-        except (RuntimeError, AttributeError):  # the checks say why
+        except RuntimeError:  # the checks say why
             pass
     _check(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     # Not torch.no_grad(): a compiled graph that raises within it leaves gradients off.
@@ -285,5 +284,3 @@ CARD = register(
         source="Kwon et al., 2023",
     )
 )
-
-_kernel = torch.ops.opsmith.reshape_and_cache.default._op

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import check_out, direct, kernels, native, short
@@ -55,7 +56,7 @@ def quantized_embedding(
         try:
             if prefetch >= 0:
                 y = scale.new_empty(*ids.shape, table.shape[1], dtype=dtype)
-                _kernel(ids, table, scale, prefetch, None, None, None, y=y)
+                calls.quantized_embedding(ids, table, scale, prefetch, None, None, None, y=y)
                 return y
         except (
             RuntimeError,
@@ -253,5 +254,3 @@ CARD = register(
         source="Guan et al., 2019",
     )
 )
-
-_kernel = torch.ops.opsmith.quantized_embedding.default._op

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
@@ -15,8 +16,8 @@ from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
+    compiling,
     dense,
-    direct,
     fresh,
     kernels,
     native,
@@ -68,15 +69,14 @@ def rms_norm(
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if out is None and direct(x, weight, residual):
+    if out is None and not compiling():
+        summed = None if residual is None else True
         try:
-            y = torch.empty_like(x)
-            if residual is None:
-                _kernel(x, None, weight, eps, weight_offset, round_before_weight, y=y)
-                return y
-            s = torch.empty_like(x)
-            _kernel(x, residual, weight, eps, weight_offset, round_before_weight, y=y, summed=s)
-            return y, s
+            made: Result | None = calls.new_rms_norm(
+                x, residual, weight, eps, weight_offset, round_before_weight, summed=summed
+            )
+            if made is not None:
+                return made
         except RuntimeError:  # the checks say why
             pass
     _check(x, weight, residual, out)
@@ -330,4 +330,3 @@ CARD = register(
 )
 
 RMS_NORM = torch.ops.opsmith.rms_norm.default
-_kernel = RMS_NORM._op

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops.ascend import on_npu
-from opsmith.ops.common import check_out, direct, fresh, kernels, native, needs_grad, recorded
+from opsmith.ops.common import check_out, compiling, fresh, kernels, native, needs_grad, recorded
 from opsmith.ops.rope_check import Pair, bad_position, check, check_key, chosen, name_bad_position
 from opsmith.ops.rope_patterns import PATTERNS
 from opsmith.ops.rope_samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
@@ -54,14 +55,14 @@ def rope(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    if out is None and direct(x, cos, sin) and (positions is None or chosen(positions, cos)):
+    if out is None and not compiling():
         try:
-            y = torch.empty_like(x)
-            dims = x.shape[-1] if rotary_dim is None else rotary_dim
-            if dims:
-                _kernel(x, cos, sin, positions, dims, interleaved, False, y=y)
-                return y
-        except (RuntimeError, IndexError):  # the checks say why
+            dims = x.size(-1) if rotary_dim is None else rotary_dim
+            if dims and (positions is None or chosen(positions, cos)):
+                y: torch.Tensor | None = calls.new_rope(x, cos, sin, positions, dims, interleaved, False)
+                if y is not None:
+                    return y
+        except (RuntimeError, IndexError, AttributeError):  # the checks say why
             pass
     dims = check("rope", x, cos, sin, positions, rotary_dim)
     if out is not None and out is not x:
@@ -104,14 +105,16 @@ def rope_qk(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    if out is None and direct(q, cos, sin) and direct(k) and (positions is None or chosen(positions, cos)):
+    if out is None and not compiling():
         try:
-            yq, yk = torch.empty_like(q), torch.empty_like(k)
-            dims = q.shape[-1] if rotary_dim is None else rotary_dim
-            if dims:
-                _kernel_qk(q, k, cos, sin, positions, dims, interleaved, False, yq=yq, yk=yk)
-                return yq, yk
-        except (RuntimeError, IndexError):  # the checks say why
+            dims = q.size(-1) if rotary_dim is None else rotary_dim
+            if dims and (positions is None or chosen(positions, cos)):
+                made: Pair | None = calls.new_rope_qk(
+                    q, k, cos, sin, positions, dims, interleaved, False, yk=[k]
+                )
+                if made is not None:
+                    return made
+        except (RuntimeError, IndexError, AttributeError):  # the checks say why
             pass
     dims = check("rope_qk", q, cos, sin, positions, rotary_dim)
     check_key(q, k)
@@ -351,4 +354,3 @@ CARD_QK = register(
 )
 
 ROPE, ROPE_QK = torch.ops.opsmith.rope.default, torch.ops.opsmith.rope_qk.default
-_kernel, _kernel_qk = ROPE._op, ROPE_QK._op

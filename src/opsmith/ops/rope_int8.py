@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
-from opsmith.ops.common import Tensor, check_out, direct, kernels, native, nbytes, short
+from opsmith.ops.common import check_out, compiling, kernels, native, nbytes, short
 from opsmith.ops.rope import CARD as FLOATING
 from opsmith.ops.rope import dense_rows
 from opsmith.ops.rope_check import Pair, check_heads, check_table, chosen, name_bad_position
@@ -55,15 +56,16 @@ def rope_int8(
 
     Source: Su et al., 2021; Jacob et al., "Quantization and Training of Neural Networks", 2018.
     """
-    if out is None and direct(x_scale, cos, sin) and (positions is None or chosen(positions, cos)):
+    if out is None and not compiling():
         try:
-            if type(x_q) is Tensor and x_q.is_cpu and x_q.is_contiguous():
-                y_q, y_scale = torch.empty_like(x_q), torch.empty_like(x_scale)
-                dims = x_q.shape[-1] if rotary_dim is None else rotary_dim
-                if dims:
-                    _kernel(x_q, x_scale, cos, sin, positions, dims, interleaved, y=y_q, y_scale=y_scale)
-                    return y_q, y_scale
-        except (RuntimeError, IndexError):  # the checks say why
+            dims = x_q.size(-1) if rotary_dim is None else rotary_dim
+            if dims and (positions is None or chosen(positions, cos)):
+                made: Pair | None = calls.new_rope_int8(
+                    x_q, x_scale, cos, sin, positions, dims, interleaved, y=[x_q], y_scale=[x_scale]
+                )
+                if made is not None:
+                    return made
+        except (RuntimeError, IndexError, AttributeError):  # the checks say why
             pass
     dims = _check(x_q, x_scale, cos, sin, positions, rotary_dim, out)
     options: dict[str, Any] = {"interleaved": interleaved, "positions": positions, "rotary_dim": dims}
@@ -233,4 +235,3 @@ CARD = register(
 )
 
 ROPE_INT8 = torch.ops.opsmith.rope_int8.default
-_kernel = ROPE_INT8._op

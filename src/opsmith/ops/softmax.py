@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
 from opsmith.ops.ascend import on_npu
@@ -18,7 +19,6 @@ from opsmith.ops.common import (
     check_mask,
     check_out,
     compiling,
-    direct,
     fresh,
     kernels,
     native,
@@ -68,23 +68,16 @@ def softmax(
 
     Source: Bridle, 1990; Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    if mask is None and out is None and not causal and method in METHODS:
-        if (
-            scale == 1.0
-            and not compiling()
-            and type(x) is Tensor
-            and (n := x.numel()) <= common.limit
-            and (n > 1 or x.dim())  # PyTorch takes what has no dimension
-        ):
-            try:
+    if mask is None and out is None and not causal and method in METHODS and not compiling():
+        try:
+            if dim == -1 or dim == x.dim() - 1:
+                y: torch.Tensor | None = calls.new_softmax(x, None, scale, False, METHODS[method])
+                if y is not None:
+                    return y
+            if scale == 1.0 and type(x) is Tensor and x.dim() and x.numel() <= common.limit:
                 return _softmax(x, dim, False)
-            except (RuntimeError, IndexError):  # the checks say why
-                _check(x, dim, mask, causal, method, out)
-                raise
-        if dim == -1 and direct(x) and x.dim():
-            y = torch.empty_like(x)
-            _kernel(x, None, scale, False, METHODS[method], y=y)
-            return y
+        except (RuntimeError, IndexError, AttributeError):  # the checks say why
+            pass
     _check(x, dim, mask, causal, method, out)
     wants_grad = needs_grad(x, mask)
     plain = mask is None and not causal and scale == 1.0
@@ -323,4 +316,3 @@ CARD = register(
 )
 
 SOFTMAX = torch.ops.opsmith.softmax.default
-_kernel = SOFTMAX._op

@@ -42,6 +42,7 @@ namespace {
 using Optional = std::optional<Tensor>;
 
 void softmax_op(Tensor x, Optional mask, double scale, bool causal, int64_t method, Tensor y) {
+  STD_TORCH_CHECK(x.dim() > 0, "softmax: x must have at least one dimension");
   if (x.dim() == 3) return softmax(view_of(x), view_of(mask), scale, causal, method, view_of(y));
   // Rows of any number of dimensions, in which nothing depends on the place of a row.
   const Rows in("softmax", "x", x), out("softmax", "y", y);
@@ -61,11 +62,30 @@ void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
   softmax_backward(view_of(dy), view_of(y), scale, view_of(dx));
 }
 
+// Built before any file's registration asks for it.
+std::vector<std::pair<std::string_view, Boxed>>& offered() {
+  static std::vector<std::pair<std::string_view, Boxed>> all;
+  return all;
+}
+
 }  // namespace
+
+void offer(torch::stable::detail::StableLibrary& library, const char* name, Boxed boxed) {
+  library.impl(name, boxed);
+  offered().emplace_back(name, boxed);
+}
+
 }  // namespace opsmith
+
+extern "C" __attribute__((visibility("default"))) opsmith::Boxed opsmith_kernel(const char* name) {
+  for (const auto& [known, boxed] : opsmith::offered()) {
+    if (known == name) return boxed;
+  }
+  return nullptr;
+}
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   using namespace opsmith;
-  m.impl("softmax", TORCH_BOX(&softmax_op));
-  m.impl("softmax_backward", TORCH_BOX(&softmax_backward_op));
+  offer(m, "softmax", TORCH_BOX(&softmax_op));
+  offer(m, "softmax_backward", TORCH_BOX(&softmax_backward_op));
 }

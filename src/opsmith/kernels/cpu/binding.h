@@ -16,6 +16,11 @@ namespace opsmith {
 
 using torch::stable::Tensor;
 
+using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
+
+// Registers a kernel with PyTorch, and keeps it by name for a caller that needs nothing of PyTorch's dispatcher.
+void offer(torch::stable::detail::StableLibrary& library, const char* name, Boxed boxed);
+
 inline DType dtype_of(const Tensor& t) {
   using torch::headeronly::ScalarType;
   switch (t.scalar_type()) {

@@ -32,6 +32,6 @@ void attention_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k,
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  m.impl("attention", TORCH_BOX(&opsmith::attention_op));
-  m.impl("attention_backward", TORCH_BOX(&opsmith::attention_backward_op));
+  opsmith::offer(m, "attention", TORCH_BOX(&opsmith::attention_op));
+  opsmith::offer(m, "attention_backward", TORCH_BOX(&opsmith::attention_backward_op));
 }

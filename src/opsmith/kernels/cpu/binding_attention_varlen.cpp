@@ -50,6 +50,6 @@ void attention_varlen_backward_op(const Tensor& dout, const Tensor& q, const Ten
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  m.impl("attention_varlen", TORCH_BOX(&opsmith::attention_varlen_op));
-  m.impl("attention_varlen_backward", TORCH_BOX(&opsmith::attention_varlen_backward_op));
+  opsmith::offer(m, "attention_varlen", TORCH_BOX(&opsmith::attention_varlen_op));
+  opsmith::offer(m, "attention_varlen_backward", TORCH_BOX(&opsmith::attention_varlen_backward_op));
 }

@@ -38,6 +38,6 @@ void gelu_backward_op(const Tensor& dy, const Tensor& x, const Optional& bias, b
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  m.impl("gelu", TORCH_BOX(&opsmith::gelu_op));
-  m.impl("gelu_backward", TORCH_BOX(&opsmith::gelu_backward_op));
+  opsmith::offer(m, "gelu", TORCH_BOX(&opsmith::gelu_op));
+  opsmith::offer(m, "gelu_backward", TORCH_BOX(&opsmith::gelu_backward_op));
 }

@@ -42,6 +42,6 @@ void layer_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Ten
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  m.impl("layer_norm", TORCH_BOX(&opsmith::layer_norm_op));
-  m.impl("layer_norm_backward", TORCH_BOX(&opsmith::layer_norm_backward_op));
+  opsmith::offer(m, "layer_norm", TORCH_BOX(&opsmith::layer_norm_op));
+  opsmith::offer(m, "layer_norm_backward", TORCH_BOX(&opsmith::layer_norm_backward_op));
 }

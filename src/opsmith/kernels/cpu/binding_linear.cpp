@@ -82,8 +82,8 @@ void linear_gradient_op(const Tensor& dy, const Tensor& x, const Tensor& dweight
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  m.impl("linear_pack", TORCH_BOX(&opsmith::linear_pack_op));
-  m.impl("linear_packed", TORCH_BOX(&opsmith::linear_packed_op));
-  m.impl("linear_unpacked", TORCH_BOX(&opsmith::linear_unpacked_op));
-  m.impl("linear_gradient", TORCH_BOX(&opsmith::linear_gradient_op));
+  opsmith::offer(m, "linear_pack", TORCH_BOX(&opsmith::linear_pack_op));
+  opsmith::offer(m, "linear_packed", TORCH_BOX(&opsmith::linear_packed_op));
+  opsmith::offer(m, "linear_unpacked", TORCH_BOX(&opsmith::linear_unpacked_op));
+  opsmith::offer(m, "linear_gradient", TORCH_BOX(&opsmith::linear_gradient_op));
 }

@@ -117,7 +117,7 @@ void attention_op(const Tensor& q_nope, const Tensor& q_rope, const Tensor& late
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  m.impl("rms_norm_quant", TORCH_BOX(&opsmith::quant_op));
-  m.impl("mla_q_epilogue", TORCH_BOX(&opsmith::q_epilogue_op));
-  m.impl("mla_attention", TORCH_BOX(&opsmith::attention_op));
+  opsmith::offer(m, "rms_norm_quant", TORCH_BOX(&opsmith::quant_op));
+  opsmith::offer(m, "mla_q_epilogue", TORCH_BOX(&opsmith::q_epilogue_op));
+  opsmith::offer(m, "mla_attention", TORCH_BOX(&opsmith::attention_op));
 }

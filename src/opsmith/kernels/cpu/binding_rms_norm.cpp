@@ -38,6 +38,6 @@ void rms_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Tenso
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&opsmith::rms_norm_op));
-  m.impl("rms_norm_backward", TORCH_BOX(&opsmith::rms_norm_backward_op));
+  opsmith::offer(m, "rms_norm", TORCH_BOX(&opsmith::rms_norm_op));
+  opsmith::offer(m, "rms_norm_backward", TORCH_BOX(&opsmith::rms_norm_backward_op));
 }

@@ -132,8 +132,8 @@ void linear_rope_op(const Tensor& x, const Tensor& packed, const Optional& bias,
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  m.impl("rope", TORCH_BOX(&opsmith::rope_op));
-  m.impl("rope_qk", TORCH_BOX(&opsmith::rope_qk_op));
-  m.impl("rope_int8", TORCH_BOX(&opsmith::rope_int8_op));
-  m.impl("linear_rope", TORCH_BOX(&opsmith::linear_rope_op));
+  opsmith::offer(m, "rope", TORCH_BOX(&opsmith::rope_op));
+  opsmith::offer(m, "rope_qk", TORCH_BOX(&opsmith::rope_qk_op));
+  opsmith::offer(m, "rope_int8", TORCH_BOX(&opsmith::rope_int8_op));
+  opsmith::offer(m, "linear_rope", TORCH_BOX(&opsmith::linear_rope_op));
 }

@@ -1,0 +1,307 @@
+// Calls kernels from Python without PyTorch's argument parser and dispatcher, where these would decide nothing: tensors that are plain
+// and on the CPU, no gradient, and a thread in which nothing listens. Every other call goes to the operator that PyTorch registered.
+//
+// What has no place in PyTorch's stable ABI is needed here, so a library serves the one version it was built with.
+#include <Python.h>
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/TensorBase.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+// Two functions whose headers would take ten times as long to compile as all of this. A version of PyTorch that has them no more makes
+// the library one that does not load, and all calls PyTorch's.
+namespace at {
+TORCH_API bool hasCallbacks();
+}
+TORCH_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+
+namespace {
+
+using Value = uint64_t;  // StableIValue
+using Boxed = void (*)(Value*, uint64_t, uint64_t);
+using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+static_assert(sizeof(Impl) == sizeof(at::TensorBase));  // all that a tensor is
+
+constexpr int kMost = 32;  // arguments
+constexpr int kMostMade = 4;  // results
+constexpr size_t kHuge = size_t(4) << 20;  // bytes from which memory comes from the system, page by page
+constexpr uintptr_t kPage = 4096;
+
+PyTypeObject* tensor_type;
+PyTypeObject* parameter_type;
+Py_ssize_t place_of_impl;  // in a tensor's Python object
+
+struct Kernel {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  Boxed boxed;
+  PyObject* op;  // what PyTorch registered
+  PyObject* name;
+  PyObject* names;  // of the arguments
+  PyObject* defaults;  // of the arguments, Ellipsis where there is none
+  int count;
+  bool makes;  // its results, or True where it was given all of them; None from a call that is not for us
+  char types[kMost];  // T tensor, o tensor or None, y output, p output or None, i int, f float, b bool
+};
+
+bool is_output(char type) { return type == 'y' || type == 'p'; }
+bool is_tensor(char type) { return is_output(type) || type == 'T' || type == 'o'; }
+
+constexpr c10::DispatchKeySet kOfAutograd =
+    c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+
+// Whether nothing but the tensors decides which kernel runs, and nobody looks on.
+bool undisturbed() {
+  static const c10::impl::LocalDispatchKeySet usual{c10::impl::PODLocalDispatchKeySet{}};
+  const c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
+  return now.included_ - kOfAutograd == usual.included_ - kOfAutograd &&
+         now.excluded_ - kOfAutograd == usual.excluded_ - kOfAutograd && !c10::impl::dispatch_mode_enabled() &&
+         !at::impl::torch_function_mode_enabled() && !at::hasCallbacks();
+}
+
+// The tensor of a Python object, or nullptr where it is not a plain one on the CPU.
+c10::TensorImpl* plain(PyObject* given) {
+  if (Py_TYPE(given) != tensor_type && Py_TYPE(given) != parameter_type) return nullptr;
+  auto* const t = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(given) + place_of_impl);
+  constexpr c10::DispatchKeySet kBeside = kOfAutograd | c10::autocast_dispatch_keyset;
+  return t->key_set() - kBeside == c10::DispatchKeySet(c10::DispatchKey::CPU) ? t : nullptr;
+}
+
+// One argument as a number; a tensor as its address. False where PyTorch has to decide.
+bool convert(char type, PyObject* given, bool grad, Value& value) {
+  if (is_tensor(type)) {
+    if (given == Py_None && (type == 'o' || type == 'p')) {
+      value = 0;
+      return true;
+    }
+    c10::TensorImpl* const t = plain(given);
+    value = reinterpret_cast<Value>(t);
+    return t != nullptr && !(grad && t->requires_grad());
+  }
+  if (type == 'i') {
+    if (!PyLong_CheckExact(given)) return false;
+    int overflow;
+    value = static_cast<Value>(PyLong_AsLongLongAndOverflow(given, &overflow));
+    return overflow == 0;
+  }
+  if (type == 'f') {
+    if (!PyFloat_CheckExact(given)) return false;
+    const double number = PyFloat_AS_DOUBLE(given);
+    std::memcpy(&value, &number, sizeof(number));
+    return true;
+  }
+  value = given == Py_True;
+  return PyBool_Check(given);
+}
+
+// The arguments by position; false where PyTorch's parser has to say what is wrong. An output that we make may be left out.
+bool place(const Kernel* self, PyObject* const* args, Py_ssize_t given, PyObject* names, PyObject** placed) {
+  if (given > self->count) return false;
+  for (int i = 0; i < self->count; ++i) placed[i] = i < given ? args[i] : PyTuple_GET_ITEM(self->defaults, i);
+  const Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
+  for (Py_ssize_t n = 0; n < named; ++n) {
+    int i = int(given);
+    while (i < self->count && PyTuple_GET_ITEM(self->names, i) != PyTuple_GET_ITEM(names, n)) ++i;
+    if (i == self->count) return false;
+    placed[i] = args[given + n];
+  }
+  for (int i = 0; i < self->count; ++i) {
+    if (placed[i] == Py_Ellipsis && !(self->makes && is_output(self->types[i]))) return false;
+  }
+  return true;
+}
+
+// New memory for a result.
+at::TensorBase fresh(c10::IntArrayRef sizes, at::ScalarType dtype) {
+  at::TensorBase y = at::detail::empty_cpu(sizes, dtype);
+#ifdef __linux__
+  if (y.nbytes() >= kHuge) {  // most of a large result's time goes to its first touch: a wish, that may be refused
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(y.mutable_data_ptr()), end = begin + y.nbytes();
+    const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+    madvise(reinterpret_cast<void*>(first), (end - first) / kPage * kPage, MADV_HUGEPAGE);
+  }
+#endif
+  return y;
+}
+
+bool is_floating(const c10::TensorImpl* t) {
+  const at::ScalarType dtype = c10::typeMetaToScalarType(t->dtype());
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// A result as the call describes it: in a list the tensor that it is like, the sizes instead of x's last one, or like x.
+bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
+  if (PyLong_CheckExact(given) || PyTuple_CheckExact(given)) {
+    if (x->dim() == 0 || !is_floating(x)) return false;
+    c10::SmallVector<int64_t, 6> sizes(x->sizes().begin(), x->sizes().end() - 1);
+    const bool several = PyTuple_CheckExact(given);
+    for (Py_ssize_t i = 0; i < (several ? PyTuple_GET_SIZE(given) : 1); ++i) {
+      PyObject* const one = several ? PyTuple_GET_ITEM(given, i) : given;
+      int overflow = 0;
+      const int64_t size = PyLong_CheckExact(one) ? PyLong_AsLongLongAndOverflow(one, &overflow) : -1;
+      if (size < 0 || overflow != 0) return false;
+      sizes.push_back(size);
+    }
+    y = fresh(sizes, c10::typeMetaToScalarType(x->dtype()));
+    return true;
+  }
+  const bool like_x = given == Py_Ellipsis || given == Py_True;
+  const bool like_one = PyList_CheckExact(given) && PyList_GET_SIZE(given) == 1;
+  const c10::TensorImpl* const like = like_x && is_floating(x) ? x : like_one ? plain(PyList_GET_ITEM(given, 0)) : nullptr;
+  if (!like) return false;
+  y = fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()));
+  return true;
+}
+
+struct Made {
+  at::TensorBase tensors[kMostMade];
+  int count = 0;
+};
+
+// The results that a call asks for: those that have no default, and others that it describes. A tensor is one to write into.
+bool make(const Kernel* self, PyObject** placed, bool grad, Value* values, Made& made) {
+  const c10::TensorImpl* const x = plain(placed[0]);
+  if (!x || !x->is_contiguous()) return false;
+  for (int i = 0; i < self->count; ++i) {
+    if (!is_output(self->types[i]) || convert(self->types[i], placed[i], grad, values[i])) continue;
+    if (made.count == kMostMade || !described(placed[i], x, made.tensors[made.count])) return false;
+    values[i] = reinterpret_cast<Value>(made.tensors[made.count++].unsafeGetTensorImpl());
+  }
+  return true;
+}
+
+PyObject* results(const Made& made) {
+  if (made.count == 1) return THPVariable_Wrap(made.tensors[0]);
+  PyObject* const all = PyTuple_New(made.count);
+  for (int i = 0; all && i < made.count; ++i) {
+    PyObject* const one = THPVariable_Wrap(made.tensors[i]);
+    if (!one) {
+      Py_DECREF(all);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(all, i, one);
+  }
+  return all;
+}
+
+// What went wrong, or nothing. The kernel owns what it is given.
+std::string run(const Kernel* self, Value* values) {
+  PyThreadState* const state = PyEval_SaveThread();
+  std::string wrong;
+  try {
+    for (int i = 0; i < self->count; ++i) {
+      const char type = self->types[i];
+      if (!is_tensor(type) || values[i] == 0) continue;
+      values[i] = reinterpret_cast<Value>(new Impl(Impl::reclaim_copy(reinterpret_cast<c10::TensorImpl*>(values[i]))));
+      if (type == 'o' || type == 'p') values[i] = reinterpret_cast<Value>(new Value(values[i]));
+    }
+    self->boxed(values, uint64_t(self->count), 0);
+  } catch (const std::exception& error) {
+    wrong = error.what();
+    if (wrong.empty()) wrong = "opsmith: a kernel failed";
+  } catch (...) {
+    wrong = "opsmith: a kernel failed";
+  }
+  PyEval_RestoreThread(state);
+  return wrong;
+}
+
+PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* names) {
+  auto* const self = reinterpret_cast<Kernel*>(me);
+  PyObject* placed[kMost];
+  Value values[kMost];
+  Made made;
+  bool ours = place(self, args, PyVectorcall_NARGS(flags), names, placed) && undisturbed();
+  const bool grad = ours && c10::GradMode::is_enabled();
+  for (int i = 0; ours && i < self->count; ++i) {
+    const char type = self->types[i];
+    ours = (self->makes && is_output(type)) || convert(type, placed[i], grad, values[i]);
+  }
+  try {
+    ours = ours && (!self->makes || make(self, placed, grad, values, made));
+  } catch (const std::exception& error) {  // there is no such memory
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  if (!ours) {
+    if (self->makes) Py_RETURN_NONE;
+    return PyObject_Vectorcall(self->op, args, flags, names);
+  }
+  const std::string wrong = run(self, values);
+  if (wrong.empty()) {
+    if (!self->makes) Py_RETURN_NONE;
+    if (made.count == 0) Py_RETURN_TRUE;
+    return results(made);
+  }
+  PyErr_SetString(PyExc_RuntimeError, wrong.c_str());
+  return nullptr;
+}
+
+PyObject* text(PyObject* me) { return PyUnicode_FromFormat("<kernel %U>", reinterpret_cast<Kernel*>(me)->name); }
+
+void drop(PyObject* me) {
+  auto* const self = reinterpret_cast<Kernel*>(me);
+  Py_XDECREF(self->op);
+  Py_XDECREF(self->name);
+  Py_XDECREF(self->names);
+  Py_XDECREF(self->defaults);
+  Py_TYPE(me)->tp_free(me);
+}
+
+PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// To be called once. 1, or 0 where a tensor's Python object does not hold its tensor as we think it does: `impl` is that of `tensor`.
+EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* impl) {
+  tensor_type = Py_TYPE(tensor);
+  parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
+  place_of_impl = sizeof(PyObject);
+  while (place_of_impl < tensor_type->tp_basicsize &&
+         *reinterpret_cast<void**>(reinterpret_cast<char*>(tensor) + place_of_impl) != impl) {
+    place_of_impl += sizeof(void*);
+  }
+  if (place_of_impl >= tensor_type->tp_basicsize) return 0;
+  type.tp_name = "opsmith.Kernel";
+  type.tp_basicsize = sizeof(Kernel);
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  type.tp_vectorcall_offset = offsetof(Kernel, vectorcall);
+  type.tp_call = PyVectorcall_Call;
+  type.tp_dealloc = drop;
+  type.tp_repr = text;
+  return PyType_Ready(&type) == 0;
+}
+
+// A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception.
+EXPORT PyObject* opsmith_direct(void* boxed, const char* types, PyObject* op, PyObject* name, PyObject* names, PyObject* defaults,
+                                int makes) {
+  const size_t count = std::strlen(types);
+  if (count > kMost) return PyErr_Format(PyExc_ValueError, "opsmith: a kernel of %zu arguments, at most %d", count, kMost);
+  auto* const self = PyObject_New(Kernel, &type);
+  if (!self) return nullptr;
+  self->vectorcall = call;
+  self->boxed = reinterpret_cast<Boxed>(boxed);
+  self->op = Py_NewRef(op);
+  self->name = Py_NewRef(name);
+  self->names = Py_NewRef(names);
+  self->defaults = Py_NewRef(defaults);
+  self->count = int(count);
+  self->makes = makes != 0;
+  std::memcpy(self->types, types, count);
+  return reinterpret_cast<PyObject*>(self);
+}

@@ -1,0 +1,114 @@
+"""Kernels as Python calls them: `calls.gelu(x, None, False, y=y)` is `torch.ops.opsmith.gelu`, only sooner.
+
+PyTorch's way from Python to a kernel reads the arguments against a schema, boxes them and asks its dispatcher, which
+for plain tensors on a CPU has nothing to decide. That takes 2 to 3 µs, and 50 to 100 where megabytes of weights have
+just emptied the caches. A library of ours, built for this very PyTorch and Python, goes to the kernel at once and
+leaves every other call (a mode, a profiler, a subclass, a gradient) to PyTorch. Where it cannot be built, all calls
+are PyTorch's.
+
+`calls.new_gelu(x, None, False)` makes its result too, like x, and returns it; where the call is not for it, it does
+nothing and returns None. A result may be described: by the sizes in place of x's last one (`y=64`, `y=(8, 64)`) or by
+a tensor that it is like (`y=[k]`); one that is optional is made where it is described, or is True. A tensor is written
+into, and where there is none to make, True is returned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opsmith.kernels import build
+
+SOURCE = Path(__file__).parent / "binding_direct.cpp"
+_TYPES = {"Tensor": "T", "Optional[Tensor]": "o", "int": "i", "float": "f", "bool": "b"}
+
+_libraries: tuple[ctypes.PyDLL, ctypes.CDLL] | None = (
+    None  # what calls, and the kernels, once they are loaded
+)
+
+
+def __getattr__(name: str) -> Any:
+    """A kernel that was not asked for before, as quick as it can be had by now."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    op = name.removeprefix("new_")
+    overload = getattr(torch.ops.opsmith, op).default
+    made = None if _libraries is None else _made(*_libraries, overload, op != name)
+    found = made or (overload._op if op == name else _not_ours)
+    if _libraries is not None:
+        globals()[name] = found
+    return found
+
+
+def of(overload: Any) -> Callable[..., Any]:
+    """An operator of ours as a program calls it."""
+    if overload.namespace != "opsmith" or overload._overloadname != "default":
+        return overload._op  # type: ignore[no-any-return]
+    return globals().get(overload._opname) or __getattr__(overload._opname)  # type: ignore[no-any-return]
+
+
+def begin() -> None:
+    """From now on, call the loaded kernels directly, if that is possible."""
+    global _libraries
+    path, caller = build.loaded(), library()
+    if path is not None and caller is not None:
+        kernels = ctypes.CDLL(str(path))
+        kernels.opsmith_kernel.restype = ctypes.c_void_p
+        _libraries = caller, kernels
+
+
+@functools.cache
+def library() -> ctypes.PyDLL | None:
+    """What calls kernels, built if need be; None where it cannot be built or loaded."""
+    flags = (
+        *("-std=c++20", "-UTORCH_TARGET_VERSION", f"-I{sysconfig.get_path('include')}"),
+        *(f'-DOPSMITH_TORCH="{torch.__version__}"', f'-DOPSMITH_PYTHON="{sys.version}"'),
+    )
+    links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
+    if os.environ.get("OPSMITH_NATIVE") == "0" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    try:
+        path = build.build_library("direct", [SOURCE], flags=flags, links=links, tier="portable")
+        found = ctypes.PyDLL(str(path))
+    except (build.BuildError, OSError):  # no headers of Python's, say
+        return None
+    found.opsmith_direct.restype = ctypes.py_object
+    found.opsmith_direct.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_char_p),
+        *([ctypes.py_object] * 4),
+        ctypes.c_int,
+    )
+    found.opsmith_direct_begin.argtypes = (ctypes.py_object, ctypes.py_object, ctypes.c_void_p)
+    probe = torch.empty(1)
+    return found if found.opsmith_direct_begin(probe, torch.nn.Parameter, probe._cdata) else None
+
+
+def _made(
+    caller: ctypes.PyDLL, kernels: ctypes.CDLL, overload: Any, makes: bool
+) -> Callable[..., Any] | None:
+    """A kernel that is called directly; None where the library has none, or takes what we do not pass on."""
+    boxed = kernels.opsmith_kernel(overload._opname.encode())
+    arguments = overload._schema.arguments
+    types = [_TYPES.get(str(a.type)) for a in arguments]
+    if boxed is None or None in types or overload._schema.returns:
+        return None
+    for i, a in enumerate(arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            types[i] = "y" if types[i] == "T" else "p"
+    names = tuple(sys.intern(a.name) for a in arguments)
+    defaults = tuple(a.default_value if a.has_default_value() else ... for a in arguments)
+    return caller.opsmith_direct(  # type: ignore[no-any-return]
+        boxed, "".join(t or "" for t in types).encode(), overload._op, str(overload), names, defaults, makes
+    )
+
+
+def _not_ours(*args: Any, **kwargs: Any) -> None:
+    """What makes results, where nothing of ours can."""

@@ -1,0 +1,233 @@
+"""Kernels called without PyTorch's dispatcher: the same results and errors, and PyTorch's way wherever it matters."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opsmith.ops
+from opsmith.kernels import build, calls
+from opsmith.ops import common
+
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _direct():
+    if not common.native_library() or not common._ready or calls.library() is None:
+        pytest.skip("kernels are not called directly here")
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=EPS)
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "layer_norm", "softmax", "gelu", "packed_linear", "mla_preprocess"]
+)
+def test_kernels_are_called_directly(name):
+    assert type(getattr(calls, name)).__name__ == "Kernel"
+    assert name in repr(getattr(calls, f"new_{name}"))
+    assert calls.of(getattr(torch.ops.opsmith, name).default) is getattr(calls, name)
+
+
+def test_other_operators_stay_pytorchs():
+    assert calls.of(torch.ops.aten.view.default) is torch.ops.aten.view.default._op
+    with pytest.raises(AttributeError):
+        calls.no_such_kernel  # noqa: B018
+
+
+def test_writes_what_the_operator_writes():
+    x, weight = torch.randn(3, 40), torch.randn(40)
+    y, expected, s, sum_expected = (torch.empty_like(x) for _ in range(4))
+    torch.ops.opsmith.rms_norm(x, x, weight, EPS, 0.0, False, y=expected, summed=sum_expected)
+    assert calls.rms_norm(x, x, weight, EPS, 0.0, False, summed=s, y=y) is None
+    assert torch.equal(y, expected)
+    assert torch.equal(s, sum_expected)
+
+
+def test_makes_results_as_they_are_described():
+    x = torch.randn(2, 3, 40)
+    torch.testing.assert_close(calls.new_rms_norm(x, None, None, EPS, 0.0, False), _norm(x))
+    y, s = calls.new_rms_norm(x, x, None, EPS, 0.0, False, summed=True)
+    assert torch.equal(s, 2 * x)
+    torch.testing.assert_close(y, _norm(2 * x))
+    given = torch.empty_like(x)
+    made = calls.new_rms_norm(x, x, None, EPS, 0.0, False, y=given, summed=[x])
+    assert torch.equal(made, s)
+    assert torch.equal(given, y)
+    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False, y=given) is True
+    gate = torch.randn(2, 3, 40)
+    half = torch.nn.functional.silu(gate[..., :20]) * gate[..., 20:]
+    for described in (20, (20,)):
+        torch.testing.assert_close(calls.new_gated(gate, None, 0, y=described), half)
+
+
+@pytest.mark.parametrize("described", [-1, (20, -1), [], "20", 1 << 70, (2.0,)])
+def test_a_result_that_cannot_be_made_is_left_to_pytorch(described):
+    assert calls.new_gated(torch.randn(2, 40), None, 0, y=described) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64])
+def test_what_kernels_do_not_take_is_not_made(dtype):
+    assert calls.new_gelu(torch.ones(2, 8, dtype=dtype), None, False) is None
+
+
+def test_strides_other_than_a_rows_are_not_for_us():
+    assert calls.new_rms_norm(torch.randn(8, 4).t(), None, None, EPS, 0.0, False) is None
+
+
+def test_gradients_are_not_lost():
+    x = torch.randn(2, 8, requires_grad=True)
+    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False) is None
+    with torch.no_grad():
+        y = calls.new_rms_norm(x, None, None, EPS, 0.0, False)
+    assert not y.requires_grad
+    weight = torch.nn.Parameter(torch.ones(8))
+    assert calls.new_rms_norm(x.detach(), None, weight, EPS, 0.0, False) is None
+
+
+def test_inference_mode_makes_inference_tensors():
+    with torch.inference_mode():
+        y = calls.new_rms_norm(torch.randn(2, 8), None, None, EPS, 0.0, False)
+    assert y.is_inference()
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_operator():
+    x = torch.randn(2, 8)
+    y = torch.empty_like(x)
+    with _Seen() as seen:
+        calls.rms_norm(x, None, None, EPS, 0.0, False, y=y)
+        assert calls.new_rms_norm(x, None, None, EPS, 0.0, False) is None
+    assert seen.names == ["opsmith.rms_norm.default"]
+    torch.testing.assert_close(y, _norm(x))
+
+
+def test_a_function_mode_sees_public_calls_alone():
+    class Nothing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 8)
+    with Nothing():
+        assert calls.new_rms_norm(x, None, None, EPS, 0.0, False) is None
+        torch.testing.assert_close(opsmith.ops.rms_norm(x, eps=EPS), _norm(x))
+
+
+def test_a_profiler_sees_the_operator():
+    x = torch.randn(2, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        calls.rms_norm(x, None, None, EPS, 0.0, False, y=torch.empty_like(x))
+    assert "opsmith::rms_norm" in {event.key for event in profile.key_averages()}
+
+
+def test_tensors_that_are_not_plain_go_to_pytorch():
+    x = torch.randn(2, 8)
+
+    class Sub(torch.Tensor):
+        pass
+
+    assert calls.new_rms_norm(x.as_subclass(Sub), None, None, EPS, 0.0, False) is None
+    assert calls.new_rms_norm(x.to("meta"), None, None, EPS, 0.0, False) is None
+    with FakeTensorMode() as mode:
+        fake, y = mode.from_tensor(x), mode.from_tensor(x)
+        assert calls.new_rms_norm(fake, None, None, EPS, 0.0, False) is None
+        calls.rms_norm(fake, None, None, EPS, 0.0, False, y=y)
+    conjugate = torch.randn(2, 8, dtype=torch.complex64).conj()
+    assert calls.new_rms_norm(conjugate, None, None, EPS, 0.0, False) is None
+
+
+def test_functorch_is_not_passed_by():
+    x = torch.randn(3, 2, 8)
+    seen = []
+    torch.vmap(lambda row: seen.append(calls.new_rms_norm(row, None, None, EPS, 0.0, False)) or row)(x)
+    assert seen == [None]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.randn(2, 8), None, torch.ones(3), EPS, 0.0, False), {}),
+        ((torch.randn(2, 8), None, None, EPS, 0.0), {}),
+        ((1, None, None, EPS, 0.0, False), {}),
+        ((torch.randn(2, 8), None, None, EPS, 0.0, False), {"no_such": 1}),
+        ((torch.randn(2, 8), None, None, EPS, 0.0, False, 1, 2, 3, 4, 5), {}),
+        ((torch.randn(2, 8), None, None, EPS, 0.0, False), {"x": torch.randn(2, 8)}),
+    ],
+)
+def test_errors_are_the_operators(args, kwargs):
+    y = torch.empty(2, 8)
+    op = torch.ops.opsmith.rms_norm.default._op
+    errors = []
+    for call in (op, calls.rms_norm):
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            call(*args, **{"y": y, **kwargs})
+        errors.append((caught.type, str(caught.value).splitlines()[0]))
+    assert errors[0] == errors[1]
+
+
+def test_numbers_are_converted_as_pytorch_does():
+    x, y = torch.randn(2, 8), torch.empty(2, 8)
+    calls.rms_norm(x, None, None, 0, 0, False, y=y)  # whole numbers for floats: PyTorch's parser takes them
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), eps=0.0))
+
+
+def test_nothing_is_kept_of_what_was_given():
+    x, w = torch.randn(2, 8), torch.ones(3)
+    before = (x._use_count(), w._use_count(), sys.getrefcount(x), sys.getrefcount(w))
+    for _ in range(20):
+        y = calls.new_rms_norm(x, None, None, EPS, 0.0, False)
+        with pytest.raises(RuntimeError):  # a weight of another size
+            calls.new_rms_norm(x, x, w, EPS, 0.0, False, summed=True)
+        calls.rms_norm(x, x, None, EPS, 0.0, False, y=y, summed=torch.empty_like(x))
+    assert y._use_count() == 1
+    assert before == (x._use_count(), w._use_count(), sys.getrefcount(x), sys.getrefcount(w))
+
+
+def test_threads_call_at_once():
+    x = torch.randn(64, 512)
+    expected = calls.new_rms_norm(x, None, None, EPS, 0.0, False)
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            if not torch.equal(calls.new_rms_norm(x, None, None, EPS, 0.0, False), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("error", [build.BuildError("no headers"), OSError("not for this process")])
+def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(calls, "_libraries", None)
+    monkeypatch.setattr(
+        calls, "build", type("Failing", (), {"build_library": fail, "BuildError": build.BuildError})
+    )
+    for name in ("gelu", "new_gelu"):
+        monkeypatch.delitem(vars(calls), name, raising=False)
+    assert calls.library.__wrapped__() is None
+    assert calls.gelu is torch.ops.opsmith.gelu.default._op
+    assert calls.new_gelu(torch.randn(8), None, False) is None
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(opsmith.ops.gelu(x), torch.nn.functional.gelu(x))

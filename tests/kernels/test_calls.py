@@ -231,3 +231,33 @@ def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
     assert calls.new_gelu(torch.randn(8), None, False) is None
     x = torch.randn(2, 8)
     torch.testing.assert_close(opsmith.ops.gelu(x), torch.nn.functional.gelu(x))
+
+
+def test_one_row_times_a_matrix_is_pytorchs_product():
+    x, weight, bias = torch.randn(1, 1, 8), torch.randn(3, 8), torch.randn(3)
+    assert torch.equal(calls.linear_row(x, weight, bias, 8), torch.nn.functional.linear(x, weight, bias))
+    assert torch.equal(calls.linear_row(x, weight, None, 8), torch.nn.functional.linear(x, weight))
+    learnt = torch.nn.Parameter(weight)
+    calls.linear_row(x, learnt, bias, 8).sum().backward()
+    assert torch.equal(learnt.grad, x.view(1, 8).expand(3, 8))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (torch.randn(2, 8), torch.randn(3, 8), None, 99),  # two rows
+        (torch.randn(1, 8), torch.randn(3, 8), None, 7),  # too long
+        (torch.randn(8), torch.randn(8), None, 99),  # a vector as weight
+        (torch.randn(2, 4), torch.randn(3, 8), None, 99),
+        (torch.randn(1, 8), torch.randn(3, 8), torch.randn(1), 99),  # a bias that would be broadcast
+        (torch.randn(1, 8), torch.randn(3, 8), torch.randn(3).half(), 99),
+        (torch.randn(1, 8), torch.randn(3, 8).half(), None, 99),
+        (torch.randn(1, 8).double(), torch.randn(3, 8).double(), None, 99),
+        (torch.randn(1, 8), torch.randn(3, 8, device="meta"), None, 99),
+        (torch.randn(1, 8), None, None, 99),
+        (torch.randn(1, 8), torch.randn(3, 8), None, 1 << 70),
+        (torch.randn(1, 8), torch.randn(3, 8), None),
+    ],
+)
+def test_any_other_product_is_not_for_us(args):
+    assert calls.linear_row(*args) is None

@@ -6,7 +6,8 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/core/TensorBase.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/linear_ops.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -33,7 +34,7 @@ namespace {
 using Value = uint64_t;  // StableIValue
 using Boxed = void (*)(Value*, uint64_t, uint64_t);
 using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-static_assert(sizeof(Impl) == sizeof(at::TensorBase));  // all that a tensor is
+static_assert(sizeof(Impl) == sizeof(at::Tensor));  // all that a tensor is
 
 constexpr int kMost = 32;  // arguments
 constexpr int kMostMade = 4;  // results
@@ -250,6 +251,38 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   return nullptr;
 }
 
+const at::Tensor& tensor_of(PyObject* plain_one) {
+  return *reinterpret_cast<const at::Tensor*>(reinterpret_cast<char*>(plain_one) + place_of_impl);
+}
+
+// PyTorch's linear(x, weight, bias) for one row of at most `most` numbers, which it computes sooner than Python can ask whether it is
+// one; None for any other call. With gradients too: it is PyTorch that computes.
+PyObject* linear_row(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 4 || !PyLong_CheckExact(args[3]) || !undisturbed()) Py_RETURN_NONE;
+  const c10::TensorImpl *const x = plain(args[0]), *const weight = plain(args[1]);
+  const bool biased = args[2] != Py_None;
+  const c10::TensorImpl* const bias = biased ? plain(args[2]) : nullptr;
+  if (!x || !weight || (biased && !bias) || !is_floating(x) || x->dim() == 0 || weight->dim() != 2) Py_RETURN_NONE;
+  const int64_t n = weight->size(0), k = weight->size(1);
+  if (x->numel() != k || x->size(x->dim() - 1) != k || k > PyLong_AsLongLong(args[3]) || weight->dtype() != x->dtype() ||
+      (biased && (bias->dim() != 1 || bias->size(0) != n || bias->dtype() != x->dtype()))) {
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  at::Tensor y;
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    y = at::_ops::linear::call(tensor_of(args[0]), tensor_of(args[1]),
+                               biased ? std::optional<at::Tensor>(tensor_of(args[2])) : std::nullopt);
+  } catch (...) {  // asked again from Python, it says what is wrong
+  }
+  PyEval_RestoreThread(state);
+  return THPVariable_Wrap(y);  // None for none
+}
+
+PyMethodDef linear_row_method = {"linear_row", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear_row)), METH_FASTCALL,
+                                 nullptr};
+
 PyObject* text(PyObject* me) { return PyUnicode_FromFormat("<kernel %U>", reinterpret_cast<Kernel*>(me)->name); }
 
 void drop(PyObject* me) {
@@ -286,6 +319,8 @@ EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* imp
   type.tp_repr = text;
   return PyType_Ready(&type) == 0;
 }
+
+EXPORT PyObject* opsmith_direct_linear_row() { return PyCFunction_New(&linear_row_method, nullptr); }
 
 // A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception.
 EXPORT PyObject* opsmith_direct(void* boxed, const char* types, PyObject* op, PyObject* name, PyObject* names, PyObject* defaults,

@@ -48,6 +48,11 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+def linear_row(x: Any, weight: Any, bias: Any, most: int) -> torch.Tensor | None:
+    """PyTorch's `linear(x, weight, bias)` for one row of at most so many numbers; None for any other call."""
+    return None
+
+
 def of(overload: Any) -> Callable[..., Any]:
     """An operator of ours as a program calls it."""
     if overload.namespace != "opsmith" or overload._overloadname != "default":
@@ -63,6 +68,7 @@ def begin() -> None:
         kernels = ctypes.CDLL(str(path))
         kernels.opsmith_kernel.restype = ctypes.c_void_p
         _libraries = caller, kernels
+        globals()["linear_row"] = caller.opsmith_direct_linear_row()
 
 
 @functools.cache
@@ -80,7 +86,7 @@ def library() -> ctypes.PyDLL | None:
         found = ctypes.PyDLL(str(path))
     except (build.BuildError, OSError):  # no headers of Python's, say
         return None
-    found.opsmith_direct.restype = ctypes.py_object
+    found.opsmith_direct.restype = found.opsmith_direct_linear_row.restype = ctypes.py_object
     found.opsmith_direct.argtypes = (
         *(ctypes.c_void_p, ctypes.c_char_p),
         *([ctypes.py_object] * 4),

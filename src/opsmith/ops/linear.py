@@ -13,15 +13,12 @@ from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common, entry_costs
 from opsmith.ops.common import (
-    NATIVE_DTYPES,
-    Tensor,
     as_rows,
     check_float,
     check_like,
     check_out,
     compiling,
     dense,
-    direct,
     native,
     nbytes,
     needs_grad,
@@ -75,27 +72,21 @@ def linear(
 
     Source: Intel oneDNN's matmul with post-operations, through PyTorch.
     """
-    if residual is None and out is None and not compiling() and type(x) is Tensor:
-        try:
-            n, k = weight.shape
-            # One row times a matrix is bound by memory: oneDNN's set-up for an epilogue is dearer than its win.
-            if (
-                x.numel() == k <= common.limit
-                and x.dtype in NATIVE_DTYPES
-                and weight.is_cpu
-                and (bias is None or bias.shape == (n,))
-                and (activation is None or activation in ACTIVATIONS)
-            ):
-                y = _linear(x, weight, bias)
-                if activation is None:
-                    return y
-                if activation in _GELUS and direct(y):
-                    calls.gelu(y, None, _GELUS[activation], y=y)
-                    return y
-                return ACTIVATIONS[activation](y)
-        except (RuntimeError, AttributeError, ValueError):  # the checks say why
-            _check(x, weight, bias, activation, residual, out)
-            raise
+    if (
+        residual is None
+        and out is None
+        and not compiling()
+        and (activation is None or activation in ACTIVATIONS)
+    ):
+        # One row times a matrix is bound by memory: oneDNN's set-up for an epilogue is dearer than its win.
+        row: torch.Tensor | None = calls.linear_row(x, weight, bias, common.limit)
+        if row is not None:
+            if activation is None:
+                return row
+            if activation in _GELUS and not row.requires_grad:
+                calls.gelu(row, None, _GELUS[activation], y=row)
+                return row
+            return ACTIVATIONS[activation](row)
     _check(x, weight, bias, activation, residual, out)
     fn = reference
     if not needs_grad(x, weight, bias, residual):

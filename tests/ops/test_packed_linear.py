@@ -315,7 +315,7 @@ def test_calls_that_do_not_fit() -> None:
     module = layer(64, 32, "int8")
     call = {"format": "int8"}
     with pytest.raises(ValueError, match=r"packed_linear: weight must have shape \(32, 72\)"):
-        module(torch.randn(2, 65))
+        packed_linear(torch.randn(2, 65), module.weight, module.scale, **call)
     with pytest.raises(TypeError, match="packed_linear: x must be a floating-point tensor, got int64"):
         module(torch.ones(2, 64, dtype=torch.int64))
     with pytest.raises(ValueError, match="packed_linear: an int8 weight needs its scale"):

@@ -68,7 +68,7 @@ def attention(
             AttributeError,
         ):  # the checks say why, or values are wider than keys
             pass
-    check(q, k, v, mask, window, softcap, out)
+    check(q, k, v, mask, scale, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)
     if native(q, "attention") is not True or (
         wants_grad and (small(q.numel() + k.numel()) or (mask is not None and mask.requires_grad))

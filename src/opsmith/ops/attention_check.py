@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import alike, check_float, check_mask, check_out, short
+from opsmith.ops.common import alike, check_float, check_mask, check_number, check_out, short
 
 
-def check(q: Any, k: Any, v: Any, mask: Any, window: Any, softcap: Any, out: Any) -> None:
+def check(q: Any, k: Any, v: Any, mask: Any, scale: Any, window: Any, softcap: Any, out: Any) -> None:
+    if scale is not None:
+        check_number("attention", "scale", scale)
     if mask is None and window is None and softcap is None and out is None and _fits(q, k, v):
         return  # the usual call, found out in a third of the time
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -69,6 +71,10 @@ def check_alike(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
 def check_options(op: str, heads: int, kv_heads: int, window: Any, softcap: Any) -> None:
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"{op}: q's {heads} heads must be a multiple of the {kv_heads} heads of k and v")
+    if window is not None:
+        check_number(op, "window", window, whole=True)
+    if softcap is not None:
+        check_number(op, "softcap", softcap)
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be at least 1, got {window}; pass None for no window")
     if softcap is not None and not softcap > 0:

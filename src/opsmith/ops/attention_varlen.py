@@ -20,6 +20,7 @@ from opsmith.ops.attention_eager import reference as attention_reference
 from opsmith.ops.attention_samples import promised, visible_pairs
 from opsmith.ops.common import (
     check_float,
+    check_number,
     check_out,
     compiling,
     kernels,
@@ -84,6 +85,8 @@ def attention_varlen(
         except (RuntimeError, AttributeError, IndexError):  # the checks say why
             pass
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, out)
+    if scale is not None:
+        check_number("attention_varlen", "scale", scale)
     if native(q, "attention_varlen") is not True:
         if q.is_meta:
             return _like_q(q, v) if out is None else out

@@ -229,6 +229,30 @@ def out_rows(out: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def writable(out: torch.Tensor) -> bool:
+    """True where the kernels can write their rows into `out` itself, whose memory may have gaps between rows only."""
+    if out.is_contiguous():
+        return True
+    if out.dim() == 0 or out.stride()[-1] != 1:
+        return False
+    step = 0
+    for size, stride in zip(reversed(out.shape[:-1]), reversed(out.stride()[:-1]), strict=True):
+        if size != 1:
+            if stride == 0 or (step and stride != step):
+                return False
+            step = stride * size
+    return True
+
+
+def check_number(op: str, name: str, value: Any, *, whole: bool = False) -> None:
+    """Refuse an option that is no number."""
+    if isinstance(value, int if whole else (int, float)) or compiling():
+        return
+    if not hasattr(value, "__index__" if whole else "__float__"):  # tensors and NumPy's numbers have it
+        kind = "a whole number" if whole else "a number"
+        raise TypeError(f"{op}: {name} must be {kind}, got {value!r} ({type(value).__name__})")
+
+
 def alike(t: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
     """True for a tensor of this shape, in x's dtype and on its device: the usual case, found out quickly."""
     return isinstance(t, torch.Tensor) and t.shape == shape and t.dtype is x.dtype and t.device == x.device

@@ -16,6 +16,7 @@ from opsmith.ops.common import (
     Tensor,
     as_rows,
     check_float,
+    check_number,
     compiling,
     fresh,
     kernels,
@@ -94,15 +95,18 @@ def cross_entropy(
                 and logits.is_cpu
                 and target.is_cpu
                 and not overwrite
+                and 0.0 <= label_smoothing <= 1.0
             ):
                 code: Any = _OF_PYTORCH[reduction]
                 return _loss(logits, target, None, code, ignore_index, label_smoothing)
-        except (RuntimeError, IndexError, ValueError, AttributeError):  # the checks say why
-            _check(logits, target, label_smoothing, reduction, dtype)
+        except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):  # the checks say why
+            _check(logits, target, dtype, ignore_index, label_smoothing, z_loss, reduction)
             check_targets(target, logits.shape[-1], ignore_index)
             raise
-    if reduction in _REDUCED and 0.0 <= label_smoothing <= 1.0 and not compiling():
+    if reduction in _REDUCED and not compiling():
         try:
+            if not 0.0 <= label_smoothing <= 1.0:
+                raise RuntimeError("the checks say which")
             if dtype is None or dtype is torch.float32 or dtype is logits.dtype:
                 like = _NUMBERS[dtype or logits.dtype]
                 rows, flat = logits, target
@@ -112,9 +116,9 @@ def cross_entropy(
                 loss: torch.Tensor | None = calls.new_cross_entropy(rows, flat, *options, loss=[like])
                 if loss is not None:
                     return loss
-        except (RuntimeError, AttributeError, KeyError):  # the checks say why
+        except (RuntimeError, TypeError, AttributeError, KeyError):  # the checks say why
             pass
-    _check(logits, target, label_smoothing, reduction, dtype)
+    _check(logits, target, dtype, ignore_index, label_smoothing, z_loss, reduction)
     options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
     if native(logits, "cross_entropy") is not True or (small(logits.numel()) and not overwrite):
         return reference(
@@ -171,7 +175,7 @@ def reference(
     return loss.sum() if reduction == "sum" else loss.view(target.shape)
 
 
-def _check(logits: Any, target: Any, label_smoothing: float, reduction: str, dtype: Any) -> None:
+def _check(logits: Any, target: Any, dtype: Any, *options: Any) -> None:
     check_float("cross_entropy", logits, "logits")
     check_target("cross_entropy", target, logits)
     if target.shape != logits.shape[:-1]:
@@ -182,7 +186,7 @@ def _check(logits: Any, target: Any, label_smoothing: float, reduction: str, dty
             f"cross_entropy: target must have the shape of logits {tuple(logits.shape)} without the last "
             f"dimension, got {tuple(target.shape)}; {advice}"
         )
-    check_options("cross_entropy", label_smoothing, reduction)
+    check_options("cross_entropy", *options)
     if logits.shape[-1] == 0 and target.numel():
         raise ValueError(f"cross_entropy: logits must have at least one class, got {tuple(logits.shape)}")
     if dtype is not None and dtype not in (logits.dtype, torch.float32):
@@ -200,9 +204,12 @@ def check_target(op: str, target: Any, logits: torch.Tensor, name: str = "logits
         raise ValueError(f"{op}: target is on {target.device}, {name} on {logits.device}; move one of them")
 
 
-def check_options(op: str, label_smoothing: float, reduction: str) -> None:
-    """Refuse a reduction that does not exist, and a label smoothing that is no share."""
-    if reduction not in REDUCTIONS:
+def check_options(op: str, ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: str) -> None:
+    """Refuse a reduction that does not exist, a label smoothing that is no share, and what is no number."""
+    check_number(op, "ignore_index", ignore_index, whole=True)
+    check_number(op, "label_smoothing", label_smoothing)
+    check_number(op, "z_loss", z_loss)
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")

@@ -26,6 +26,7 @@ from opsmith.ops.common import (
     recording,
     short,
     small,
+    writable,
 )
 
 _DTYPES = (*NATIVE_DTYPES, torch.float64)
@@ -96,8 +97,10 @@ def embedding(
         y = reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
     elif training:
         y = recorded(_Embedding, ids, table, padding, sparse_grad)
-    else:
+    elif out is None or writable(out):
         return _native(ids, table, out=out)
+    else:
+        y = _native(ids, table)
     return y if out is None else out.copy_(y)
 
 

@@ -29,6 +29,7 @@ from opsmith.ops.common import (
     recorded,
     short,
     small,
+    writable,
 )
 
 SILU, GELU, GELU_TANH = 0, 1, 2
@@ -38,7 +39,13 @@ _CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     partial(F.gelu, approximate="tanh"),
 )
 
-_REFUSED = (RuntimeError, IndexError, AttributeError)  # by the kernel's binding, or by what is no such tensor
+_REFUSED = (
+    RuntimeError,
+    IndexError,
+    AttributeError,
+    TypeError,
+    ValueError,
+)  # by the kernel's binding, or by what is no such tensor
 
 
 def silu_mul(
@@ -130,8 +137,10 @@ def _gated(
         y = _reference(gate, up, curve)
     elif training:
         y = recorded(_Gated, gate, up, curve)
-    else:
+    elif out is None or writable(out):
         return _forward(gate, up, curve, out)
+    else:
+        y = _forward(gate, up, curve, None)
     return y if out is None else out.copy_(y)
 
 

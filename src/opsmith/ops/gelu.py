@@ -27,6 +27,7 @@ from opsmith.ops.common import (
     recorded,
     short,
     small,
+    writable,
 )
 
 _gelu = torch._C._nn.gelu
@@ -118,8 +119,10 @@ def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tens
         y = reference(x if bias is None else x + bias, tanh=tanh)
     elif training:
         y = recorded(_Gelu, x, bias, tanh)
-    else:
+    elif out is None or writable(out):
         return _forward(x, bias, tanh, out)
+    else:
+        y = _forward(x, bias, tanh, None)
     return y if out is None else out.copy_(y)
 
 

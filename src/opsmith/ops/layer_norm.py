@@ -16,6 +16,7 @@ from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
+    check_number,
     compiling,
     dense,
     fresh,
@@ -27,7 +28,7 @@ from opsmith.ops.common import (
     short,
     small,
 )
-from opsmith.ops.norm import Result, check_pair, store
+from opsmith.ops.norm import Result, check_pair, store, writes_rows
 
 
 def layer_norm(
@@ -71,16 +72,19 @@ def layer_norm(
             made: Result | None = calls.new_layer_norm(x, residual, weight, bias, eps, summed=summed)
             if made is not None:
                 return made
-        except RuntimeError:  # the checks say why
+        except (RuntimeError, TypeError):  # the checks say why
             pass
     _check(x, weight, bias, residual, out)
+    check_number("layer_norm", "eps", eps)
     training = needs_grad(x, weight, bias, residual)
     if native(x, "layer_norm") is not True or (training and small(x.numel())):
         return store(reference(x, weight, bias, eps, residual=residual), out)
     if training:
         y, s = recorded(_LayerNorm, x, weight, bias, eps, residual)
         return store((y, s) if residual is not None else y, out)
-    return _native(x, weight, bias, eps, residual=residual, out=out)
+    if writes_rows(out):
+        return _native(x, weight, bias, eps, residual=residual, out=out)
+    return store(_native(x, weight, bias, eps, residual=residual), out)
 
 
 def reference(

@@ -26,6 +26,7 @@ from opsmith.ops.common import (
 from opsmith.ops.cross_entropy import (
     REDUCTIONS,
     Options,
+    TargetError,
     check_options,
     check_target,
     check_targets,
@@ -74,19 +75,24 @@ def linear_cross_entropy(
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; Hsu et al., "Liger Kernel",
     2024.
     """
-    _check(hidden, weight, target, bias, label_smoothing, reduction, dtype)
+    _check(hidden, weight, target, bias, dtype)
+    check_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if _supports(hidden, weight, target) is not True or small(target.numel() * weight.shape[0]):
-        return reference(
-            hidden,
-            weight,
-            target,
-            bias=bias,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            reduction=reduction,
-            dtype=dtype,
-        )
+        try:
+            return reference(
+                hidden,
+                weight,
+                target,
+                bias=bias,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                reduction=reduction,
+                dtype=dtype,
+            )
+        except TargetError:
+            check_targets(target, weight.shape[0], ignore_index, "linear_cross_entropy")
+            raise
     options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
     if needs_grad(hidden, weight, bias):
         function = _Reduced if options[3] else _Each
@@ -107,9 +113,7 @@ def reference(
     return loss_of(F.linear(hidden, weight, bias), target, **options)
 
 
-def _check(
-    hidden: Any, weight: Any, target: Any, bias: Any, label_smoothing: float, reduction: str, dtype: Any
-) -> None:
+def _check(hidden: Any, weight: Any, target: Any, bias: Any, dtype: Any) -> None:
     op = "linear_cross_entropy"
     check_float(op, hidden, "hidden")
     check_float(op, weight, "weight")
@@ -133,7 +137,6 @@ def _check(
             f"{op}: target must have the shape of hidden {tuple(hidden.shape)} without the last dimension, "
             f"got {tuple(target.shape)}"
         )
-    check_options(op, label_smoothing, reduction)
     if weight.shape[0] == 0 and target.numel():
         raise ValueError(f"{op}: weight must have at least one row, got {tuple(weight.shape)}")
     if dtype is not None and dtype not in (hidden.dtype, torch.float32):

@@ -15,6 +15,7 @@ from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
+    check_number,
     check_out,
     dense,
     direct,
@@ -88,16 +89,18 @@ def linear_rope(
         and direct(x, weight, bias)
         and direct(cos, sin)
         and (positions is None or chosen(positions, cos))
-        and heads > 0 < kv_heads
+        and weight is not None
     ):
         dims = head_dim if rotary_dim is None else rotary_dim
         sizes = heads, kv_heads, head_dim
         try:
+            if not heads > 0 < kv_heads:
+                raise ValueError("the checks say which")
             if dims and weight.dim() == 3:
                 return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
             if dims and x.numel() == x.shape[-1] <= common.limit:
                 return _one_row(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
-        except (RuntimeError, IndexError, ValueError):  # the checks say why
+        except (RuntimeError, IndexError, ValueError, TypeError):  # the checks say why
             pass
     dims = _check(x, weight, bias, cos, sin, heads, kv_heads, head_dim, positions, rotary_dim, out)
     options: dict[str, Any] = {
@@ -199,6 +202,8 @@ def _check(
     check_float("linear_rope", weight, "weight", least_dim=2)
     if x.dim() > 3:
         raise ValueError(f"linear_rope: expected x [B, L, K] or [T, K], got shape {tuple(x.shape)}")
+    for name, size in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        check_number("linear_rope", name, size, whole=True)
     if min(heads, kv_heads, head_dim) < 1:
         raise ValueError(
             "linear_rope: heads, kv_heads and head_dim must be positive, "
@@ -293,7 +298,7 @@ def _native(
             v=targets[2],
         )
     except RuntimeError:
-        name_bad_position(positions, cos)
+        name_bad_position(positions, cos, "linear_rope")
         raise
     for target, t in zip(targets, (q, k, v), strict=True):
         if target is not t:

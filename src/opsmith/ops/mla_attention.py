@@ -11,7 +11,7 @@ import torch
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
-from opsmith.ops.common import check_float, kernels, native, nbytes, needs_grad, short
+from opsmith.ops.common import check_float, check_number, kernels, native, nbytes, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, has_values
 from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, rope_width
 from opsmith.ops.mla_parts import rows_of
@@ -66,6 +66,7 @@ def mla_attention(
         q_nope_scale = cache.q_nope_scale if q_nope_scale is None else q_nope_scale
         check_inference(op, rotated, wuv)
     scales = check_scales(op, cache, ctkv_scale, (q_nope_scale, q_out.shape[1]))
+    check_number(op, "scale", scale)
     args = nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales
     if native(rotated, op) is not True or needs_grad(nope, rotated, cache.latent, cache.rope, wuv):
         check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)

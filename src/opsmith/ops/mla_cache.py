@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from opsmith.ops.common import short
+from opsmith.ops.common import check_number, short
 
 Mode = Literal["joint", "split", "int8_tiled", "tiled"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -101,6 +101,9 @@ class MLACache:
         """
         if mode not in MODES:
             raise ValueError(f"{_NAME}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        sizes = {"blocks": blocks, "block_size": block_size, "kv_lora": kv_lora, "rope": rope}
+        for name, size in sizes.items():
+            check_number(_NAME, name, size, whole=True)
         if min(blocks, kv_lora, rope) < 0 or not 1 <= block_size <= _LARGEST_BLOCK:
             raise ValueError(
                 f"{_NAME}: blocks, kv_lora and rope must not be negative and block_size in [1, {_LARGEST_BLOCK}], got "

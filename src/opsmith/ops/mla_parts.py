@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opsmith.ops.common import dense, short
+from opsmith.ops.common import check_number, dense, short
 from opsmith.ops.mla_projection import Projection
 
 NORMS = ("gamma0", "gamma1", "gamma2", "beta0", "beta1")
@@ -99,7 +99,11 @@ def check_weights(
 ) -> None:
     """Refuse weights of other shapes or dtypes than these sizes and this form of quantization have."""
     heads, nope, rope, kv_lora, q_lora = sizes
+    check_number(op, "rope", rope, whole=True)
+    if q_lora is not None:
+        check_number(op, "q_lora", q_lora, whole=True)
     for name, value in zip(("heads", "nope", "kv_lora"), (heads, nope, kv_lora), strict=True):
+        check_number(op, name, value, whole=True)
         if value < 1:
             raise ValueError(f"{op}: {name} must be positive, got {value}")
     if rope < 0 or rope % 2 or (q_lora is not None and q_lora < 1):

@@ -8,7 +8,7 @@ import torch
 
 from opsmith.kernels import calls
 from opsmith.kernels.triton import DEVICE
-from opsmith.ops.common import check_float, compiling, native, needs_grad, short
+from opsmith.ops.common import check_float, check_number, compiling, native, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, check_slots
 from opsmith.ops.mla_check import check_cache_type, check_inference, check_scales, check_table
 from opsmith.ops.mla_epilogues import join, new_queries
@@ -92,6 +92,7 @@ def mla_preprocess(
     parts = w.parts()
     given = ctkv_scale, q_nope_scale, return_latent_q
     scales = check(op, x, parts, cos, sin, slot_mapping, cache, *given, values=False)
+    check_number(op, "eps", eps)
     return compute(x, parts, cos, sin, slot_mapping, cache, eps, return_latent_q, *scales)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import alike, check_like, check_out, short
+from opsmith.ops.common import alike, check_like, check_out, short, writable
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
 
@@ -24,6 +24,13 @@ def check_pair(op: str, x: torch.Tensor, residual: Any, out: Any) -> None:
             raise ValueError(f"{op}: out must be one tensor, or a pair (y, sum) when residual is given")
         for t in pair:
             check_out(op, t, x)
+
+
+def writes_rows(out: Result | None) -> bool:
+    """True where a kernel can write into what was asked for."""
+    if isinstance(out, tuple):
+        return all(writable(t) for t in out)
+    return out is None or writable(out)
 
 
 def store(result: Result, out: Result | None) -> Result:

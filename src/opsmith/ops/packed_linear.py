@@ -24,6 +24,7 @@ from opsmith.ops.common import (
     needs_grad,
     out_rows,
     short,
+    writable,
 )
 from opsmith.ops.linear import pack_weight
 from opsmith.ops.packed_weight import FORMATS, GROUPS, dequantize, packed_shape, quantize
@@ -87,7 +88,9 @@ def packed_linear(
     if needs_grad(x, bias) or _supports(x, weight, scale, zero, bias, **options) is not True:
         y = reference(x, weight, scale, zero, bias, **options)
         return y if out is None else out.copy_(y)
-    return _native(x, weight, scale, zero, bias, **options, out=out)
+    if out is None or writable(out):
+        return _native(x, weight, scale, zero, bias, **options, out=out)
+    return out.copy_(_native(x, weight, scale, zero, bias, **options))
 
 
 _BITS = {"int8": 8, "int8_dynamic": 8, "int4": 4}

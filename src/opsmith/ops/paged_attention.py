@@ -13,7 +13,7 @@ from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
 from opsmith.ops.attention_eager import default_scale
-from opsmith.ops.common import compiling, kernels, native, needs_grad
+from opsmith.ops.common import check_number, compiling, kernels, native, needs_grad
 from opsmith.ops.paged_attention_check import check, check_blocks
 from opsmith.ops.paged_attention_samples import cost, promised, samples, workloads
 
@@ -81,6 +81,8 @@ def paged_attention(
         ):  # the checks say why, or values are wider than keys
             pass
     check(q, k_cache, v_cache, block_tables, seq_lens, window, softcap, k_scale, v_scale, out)
+    if scale is not None:
+        check_number("paged_attention", "scale", scale)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     if not (q.is_cuda or compiling()):

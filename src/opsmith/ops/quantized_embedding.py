@@ -10,7 +10,7 @@ import torch
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.ascend import on_npu
-from opsmith.ops.common import check_out, direct, kernels, native, short
+from opsmith.ops.common import check_out, direct, kernels, native, short, writable
 from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,7 +68,9 @@ def quantized_embedding(
     if _supports(ids, table, scale, dtype=dtype) is not True:
         y = reference(ids, table, scale, dtype=dtype)
         return y if out is None else out.copy_(y)
-    return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids, out=out)
+    if out is None or writable(out):
+        return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids, out=out)
+    return out.copy_(_native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids))
 
 
 def reference(

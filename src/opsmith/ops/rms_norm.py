@@ -16,6 +16,7 @@ from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
+    check_number,
     compiling,
     dense,
     fresh,
@@ -27,7 +28,7 @@ from opsmith.ops.common import (
     short,
     small,
 )
-from opsmith.ops.norm import Result, check_pair, store
+from opsmith.ops.norm import Result, check_pair, store, writes_rows
 
 
 def rms_norm(
@@ -80,6 +81,8 @@ def rms_norm(
         except RuntimeError:  # the checks say why
             pass
     _check(x, weight, residual, out)
+    check_number("rms_norm", "eps", eps)
+    check_number("rms_norm", "weight_offset", weight_offset)
     how: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
     training = needs_grad(x, weight, residual)
     if native(x, "rms_norm") is not True or (training and small(x.numel())):
@@ -87,7 +90,9 @@ def rms_norm(
     if training:
         y, s = recorded(_RMSNorm, x, weight, eps, residual, weight_offset, round_before_weight)
         return store((y, s) if residual is not None else y, out)
-    return _native(x, weight, eps, residual=residual, **how, out=out)
+    if writes_rows(out):
+        return _native(x, weight, eps, residual=residual, **how, out=out)
+    return store(_native(x, weight, eps, residual=residual, **how), out)
 
 
 def reference(

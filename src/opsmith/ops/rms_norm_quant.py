@@ -9,7 +9,17 @@ import torch
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.ascend import on_npu
-from opsmith.ops.common import as_rows, check_float, check_like, dense, kernels, native, nbytes, short
+from opsmith.ops.common import (
+    as_rows,
+    check_float,
+    check_like,
+    check_number,
+    dense,
+    kernels,
+    native,
+    nbytes,
+    short,
+)
 from opsmith.ops.mla_projection import q8, quantize_rows
 from opsmith.ops.mla_reference import normalize
 from opsmith.ops.mla_tolerance import Steps
@@ -55,6 +65,7 @@ def rms_norm_quant(
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and the NPU operator RmsNormQuant.
     """
     _check(x, weight, bias, scale, offset)
+    check_number("rms_norm_quant", "eps", eps)
     with torch.no_grad():
         if native(x, "rms_norm_quant") is True:
             return _kernel(x, weight, bias, eps, scale, offset)
@@ -125,6 +136,8 @@ def _check(x: Any, weight: Any, bias: Any, scale: Any, offset: Any) -> None:
     if scale is None and offset is not None:
         raise ValueError("rms_norm_quant: an offset needs a scale; without one each row's own is symmetric")
     for name, value in (("scale", scale), ("offset", offset)):
+        if value is not None:
+            check_number("rms_norm_quant", name, value)
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise ValueError(f"rms_norm_quant: {name} must be one number, got shape {tuple(value.shape)}")
 

@@ -245,7 +245,7 @@ def native_qk(
             yk=tk,
         )
     except RuntimeError:
-        name_bad_position(positions, cos)
+        name_bad_position(positions, cos, "rope_qk")
         raise
     return yq if tq is yq else yq.copy_(tq), yk if tk is yk else yk.copy_(tk)
 

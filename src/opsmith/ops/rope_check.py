@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import check_float, short
+from opsmith.ops.common import check_float, check_number, short
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -15,11 +15,11 @@ class PositionError(IndexError, ValueError):
     """A position that the table has no row for: an IndexError as in PyTorch, and a ValueError as in opsmith."""
 
 
-def bad_position(positions: torch.Tensor, rows: int) -> PositionError:
+def bad_position(positions: torch.Tensor, rows: int, op: str = "rope") -> PositionError:
     """The error that names the first position without a row."""
     bad = positions[(positions < 0) | (positions >= rows)]
     return PositionError(
-        f"rope: positions must be in [0, {rows}) for a table of {rows} rows, got {int(bad[0])}; "
+        f"{op}: positions must be in [0, {rows}) for a table of {rows} rows, got {int(bad[0])}; "
         "make a longer table"
     )
 
@@ -60,6 +60,7 @@ def check_table(
 ) -> int:
     """Refuse a table that does not serve these tokens' heads of this size; the number of rotated dimensions."""
     dims = size if rotary_dim is None else rotary_dim
+    check_number(op, "rotary_dim", dims, whole=True)
     if dims % 2 or not 2 <= dims <= size:
         raise ValueError(
             f"{op}: the rotated dimensions must be an even number in [2, {size}], the head size, got {dims}"
@@ -131,8 +132,8 @@ def check_key(q: torch.Tensor, k: Any) -> None:
         )
 
 
-def name_bad_position(positions: torch.Tensor | None, table: torch.Tensor) -> None:
+def name_bad_position(positions: torch.Tensor | None, table: torch.Tensor, op: str = "rope") -> None:
     """What a refusal of the kernel was about, where it was a position."""
     rows = table.shape[-2]
     if positions is not None and bool(((positions < 0) | (positions >= rows)).any()):
-        raise bad_position(positions, rows) from None
+        raise bad_position(positions, rows, op) from None

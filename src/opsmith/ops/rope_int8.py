@@ -139,7 +139,7 @@ def _native(
     try:
         ROPE_INT8(dense_rows(x_q), x_scale, *table, positions, dims, interleaved, y=target, y_scale=y_scale)
     except RuntimeError:
-        name_bad_position(positions, cos)
+        name_bad_position(positions, cos, "rope_int8")
         raise
     return y_q if target is y_q else y_q.copy_(target), y_scale
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import short
+from opsmith.ops.common import check_number, short
 
 Scaling = Mapping[str, Any]
 
@@ -52,6 +52,7 @@ def rope_table(
     """
     if not dtype.is_floating_point:
         raise TypeError(f"rope_table: dtype must be floating-point, got {short(dtype)}")
+    check_number("rope_table", "length", length, whole=True)
     if length < 0:
         raise ValueError(f"rope_table: length must not be negative, got {length}")
     frequencies, factor = frequencies_of(dim, length, theta, scaling)
@@ -65,6 +66,7 @@ def frequencies_of(
     dim: int, length: int, theta: float = 10000.0, scaling: Scaling | None = None
 ) -> tuple[torch.Tensor, float]:
     """The angle from one position to the next, [dim / 2] in float64, and the factor on cosine and sine."""
+    check_number("rope_table", "dim", dim, whole=True)
     if dim < 2 or dim % 2:
         raise ValueError(f"rope_table: dim must be a positive even number, got {dim}")
     given = _Parameters({} if scaling is None else scaling)
@@ -72,7 +74,9 @@ def frequencies_of(
     scale = _SCALINGS.get(kind)
     if scale is None:
         raise ValueError(f"rope_table: rope_type must be one of {', '.join(_SCALINGS)}; got {kind!r}")
-    theta = float(given.get("rope_theta", theta))
+    base = given.get("rope_theta", theta)
+    check_number("rope_table", "theta", base)
+    theta = float(base)
     if not (math.isfinite(theta) and theta > 0):
         raise ValueError(f"rope_table: theta must be a positive number, got {theta}")
     return scale(dim, length, theta, given)
@@ -105,7 +109,12 @@ class _Parameters:
         longest = self.get("max_position_embeddings")
         if longest is not None and self.get("factor") is None:
             return float(longest) / self.trained()
-        return float(self["factor"])
+        return self.number("factor")
+
+    def number(self, name: str) -> float:
+        value = self[name]
+        check_number("rope_table", f"scaling's {name}", value)
+        return float(value)
 
 
 def _powers(dim: int, theta: float) -> torch.Tensor:
@@ -117,7 +126,7 @@ def _default(dim: int, length: int, theta: float, given: _Parameters) -> tuple[t
 
 
 def _linear(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
-    return _powers(dim, theta) / float(given["factor"]), 1.0
+    return _powers(dim, theta) / given.number("factor"), 1.0
 
 
 def _proportional(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
@@ -130,7 +139,7 @@ def _proportional(dim: int, length: int, theta: float, given: _Parameters) -> tu
 
 def _dynamic(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
     """A larger base once the text is longer than the model was trained for."""
-    factor = float(given["factor"])
+    factor = given.number("factor")
     trained = float(
         given.get("max_position_embeddings", given.get("original_max_position_embeddings", length))
     )
@@ -171,8 +180,8 @@ def _yarn_factor(factor: float, given: _Parameters) -> float:
 
 def _llama3(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
     """Long waves are stretched, short ones left, those between are a blend by their length."""
-    factor, trained = float(given["factor"]), given.trained()
-    low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+    factor, trained = given.number("factor"), given.trained()
+    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
     frequencies = _powers(dim, theta)
     turns = trained * frequencies / (2 * math.pi)  # in the trained length
     kept = (turns - low) / (high - low) if high != low else (turns >= low).double()

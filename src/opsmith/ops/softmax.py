@@ -17,6 +17,7 @@ from opsmith.ops.common import (
     Tensor,
     check_float,
     check_mask,
+    check_number,
     check_out,
     compiling,
     fresh,
@@ -76,9 +77,9 @@ def softmax(
                     return y
             if scale == 1.0 and type(x) is Tensor and x.dim() and x.numel() <= common.limit:
                 return _softmax(x, dim, False)
-        except (RuntimeError, IndexError, AttributeError):  # the checks say why
+        except (RuntimeError, IndexError, AttributeError, TypeError):  # the checks say why
             pass
-    _check(x, dim, mask, causal, method, out)
+    _check(x, dim, scale, mask, causal, method, out)
     wants_grad = needs_grad(x, mask)
     plain = mask is None and not causal and scale == 1.0
     if (
@@ -118,13 +119,15 @@ def reference(
     return torch.softmax(s.masked_fill(dead, 0.0), dim).masked_fill(dead, 0.0).to(x.dtype)
 
 
-def _check(x: Any, dim: int, mask: Any, causal: bool, method: str, out: Any) -> None:
+def _check(x: Any, dim: int, scale: Any, mask: Any, causal: bool, method: str, out: Any) -> None:
     check_float("softmax", x)
+    check_number("softmax", "dim", dim, whole=True)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(
             f"softmax: dim must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}, got {dim}"
         )
-    if method not in METHODS:
+    check_number("softmax", "scale", scale)
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"softmax: method must be one of {', '.join(METHODS)}, got {method!r}")
     if causal and (x.dim() < 2 or dim % x.dim() != x.dim() - 1):
         raise ValueError(

@@ -1,0 +1,132 @@
+"""What all operators owe their callers: any layout of `out`, and errors that name the operator and the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import opsmith.ops as ops
+
+_X, _PAIR = (70, 65), (2, 3, 40, 16)
+
+
+def _x(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+_COS, _SIN = ops.rope_table(16, 40)
+_PACKED = ops.PackedLinear.from_linear(torch.nn.Linear(65, 80), format="int8")
+_WITH_OUT: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda **o: ops.layer_norm(_x(*_X), _x(65), **o),
+    "rms_norm": lambda **o: ops.rms_norm(_x(*_X), _x(65), **o),
+    "gelu": lambda **o: ops.gelu(_x(*_X), **o),
+    "bias_gelu": lambda **o: ops.bias_gelu(_x(*_X), _x(65), **o),
+    "silu_mul": lambda **o: ops.silu_mul(_x(*_X), _x(*_X), **o),
+    "gelu_mul": lambda **o: ops.gelu_mul(_x(70, 130), tanh=True, **o),
+    "softmax": lambda **o: ops.softmax(_x(*_X), scale=0.3, **o),
+    "rope": lambda **o: ops.rope(_x(*_PAIR), _COS, _SIN, **o),
+    "attention": lambda **o: ops.attention(_x(*_PAIR), _x(*_PAIR), _x(*_PAIR), **o),
+    "embedding": lambda **o: ops.embedding(torch.arange(70) % 5, _x(5, 65), **o),
+    "quantized_embedding": lambda **o: ops.quantized_embedding(
+        torch.arange(70) % 5, torch.arange(5 * 65).view(5, 65).to(torch.int8), torch.ones(5), **o
+    ),
+    "packed_linear": lambda **o: ops.packed_linear(
+        _x(*_X), _PACKED.weight, _PACKED.scale, format="int8", **o
+    ),
+    "linear": lambda **o: ops.linear(_x(*_X), _x(80, 65), **o),
+}
+
+
+@pytest.mark.parametrize("name", _WITH_OUT)
+@pytest.mark.parametrize("layout", ["every second column", "transposed", "rows with gaps"])
+def test_out_of_any_layout_is_written_and_its_gaps_are_not(name: str, layout: str) -> None:
+    expected = _WITH_OUT[name]()
+    *leading, n = expected.shape
+    if layout == "every second column":
+        memory = torch.full((*leading, 2 * n), torch.nan)
+        out, gaps = memory[..., ::2], memory[..., 1::2]
+    elif layout == "transposed":
+        out, gaps = torch.full((n, *leading), torch.nan).movedim(0, -1), torch.full((0,), torch.nan)
+    else:
+        memory = torch.full((*leading, n + 3), torch.nan)
+        out, gaps = memory[..., :n], memory[..., n:]
+    returned = _WITH_OUT[name](out=out)
+    assert returned is out
+    torch.testing.assert_close(out, expected)
+    assert bool(gaps.isnan().all())
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_a_norm_writes_its_pair_into_any_layout(name: str) -> None:
+    x, residual = _x(*_X), torch.ones(_X)
+    expected = getattr(ops, name)(x, residual=residual)
+    out = tuple(torch.full((70, 130), torch.nan)[:, ::2] for _ in range(2))
+    returned = getattr(ops, name)(x, residual=residual, out=out)
+    for got, into, right in zip(returned, out, expected, strict=True):
+        assert got is into
+        torch.testing.assert_close(into, right)
+
+
+_Q, _TABLES, _LENGTHS = torch.ones(1, 2, 16), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1])
+_STARTS, _TARGET = torch.tensor([0, 1]), torch.zeros(70, dtype=torch.int64)
+_BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "layer_norm": (lambda: ops.layer_norm(_x(*_X), eps="a"), "eps"),  # type: ignore[arg-type]
+    "rms_norm": (lambda: ops.rms_norm(_x(3, 4), eps="a"), "eps"),  # type: ignore[arg-type]
+    "softmax": (lambda: ops.softmax(_x(*_X), scale="a"), "scale"),  # type: ignore[arg-type]
+    "attention": (lambda: ops.attention(_x(*_PAIR), _x(*_PAIR), _x(*_PAIR), window=2.5), "window"),  # type: ignore[arg-type]
+    "attention_varlen": (lambda: ops.attention_varlen(_Q, _Q, _Q, _STARTS, _STARTS, scale="a"), "scale"),  # type: ignore[arg-type]
+    "paged_attention": (
+        lambda: ops.paged_attention(_Q, _Q[None], _Q[None], _TABLES, _LENGTHS, softcap="a"),  # type: ignore[arg-type]
+        "softcap",
+    ),
+    "rope": (lambda: ops.rope(_x(*_PAIR), _COS, _SIN, rotary_dim=8.0), "rotary_dim"),  # type: ignore[arg-type]
+    "rope_table": (lambda: ops.rope_table(16.0, 4), "dim"),  # type: ignore[arg-type]
+    "linear_rope": (
+        lambda: ops.linear_rope(_x(40, 8), _x(48, 8), None, _COS, _SIN, heads="1", kv_heads=1, head_dim=16),  # type: ignore[arg-type]
+        "heads",
+    ),
+    "cross_entropy": (lambda: ops.cross_entropy(_x(*_X), _TARGET, z_loss="a"), "z_loss"),  # type: ignore[arg-type]
+    "linear_cross_entropy": (
+        lambda: ops.linear_cross_entropy(_x(*_X), _x(9, 65), _TARGET, label_smoothing="a"),  # type: ignore[arg-type]
+        "label_smoothing",
+    ),
+    "rms_norm_quant": (lambda: ops.rms_norm_quant(_x(3, 4), scale="a"), "scale"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", _BAD)
+def test_what_is_no_number_is_named(name: str) -> None:
+    call, argument = _BAD[name]
+    with pytest.raises(TypeError, match=f"^{name}: .*{argument} must be a (whole )?number, got "):
+        call()
+
+
+@pytest.mark.parametrize("rows", [2, 200])
+def test_label_smoothing_is_a_share_however_few_logits_there_are(rows: int) -> None:
+    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\], got -0.1"):
+        ops.cross_entropy(_x(rows, 9), torch.zeros(rows, dtype=torch.int64), label_smoothing=-0.1)
+
+
+def test_errors_found_by_another_operators_code_have_the_callers_name() -> None:
+    with pytest.raises(IndexError, match=r"^linear_cross_entropy: targets"):
+        ops.linear_cross_entropy(_x(2, 3), _x(5, 3), torch.tensor([1, 5]))
+    with pytest.raises(IndexError, match=r"^rope_qk: positions"):
+        ops.rope_qk(_x(*_PAIR), _x(*_PAIR), _COS, _SIN, positions=torch.full((40,), 40))
+    with pytest.raises(ValueError, match=r"^silu_mul: gate must have at least 1 dimension"):
+        ops.silu_mul(torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"^linear_rope: weight must be a tensor"):
+        ops.linear_rope(_x(40, 8), None, None, _COS, _SIN, heads=1, kv_heads=1, head_dim=16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8", "int8_dynamic", "int4"])
+def test_a_packed_layer_takes_rows_of_its_size_only(format: str) -> None:
+    # 63 columns are packed as 64 are, so the packed weight itself cannot tell.
+    layer = ops.PackedLinear.from_linear(torch.nn.Linear(64, 32), format=format)
+    for rows in (_x(3, 63), _x(63), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"packed_linear: input must be a tensor \[..., 64\], got "):
+            layer(rows)
+    with pytest.raises(TypeError, match="got list"):
+        layer([1.0])

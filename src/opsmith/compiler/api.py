@@ -334,9 +334,9 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         # A frame of our own: Dynamo starts at none of PyTorch's, and a model may be one of its modules.
         return model._call_impl(*args, **kwargs)
 
-    compiled = torch.compile(
-        forward, backend=session.backend, dynamic=True, options={"guard_filter_fn": needed}
-    )
+    # Dynamo builds its guards twice where somebody chooses among them.
+    options: Any = None if session.config.quantize is None else {"guard_filter_fn": needed}
+    compiled = torch.compile(forward, backend=session.backend, dynamic=True, options=options)
     seen: set[tuple[Any, ...]] = set()
 
     def call(*args: Any, **kwargs: Any) -> Any:

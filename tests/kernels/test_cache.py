@@ -132,6 +132,16 @@ def test_old_files_go(project: Project, monkeypatch: pytest.MonkeyPatch) -> None
     assert project.compiled() == []
 
 
+def test_what_is_used_outlives_what_is_newer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_KEEP", {"libraries": 2, "objects": 100})
+    first, second = project.build(), project.build(flags=["-DX"])
+    os.utime(first, (1, 1))
+    os.utime(second, (2, 2))
+    assert project.build() == first
+    third = project.build(flags=["-DY"])
+    assert {path for path in first.parent.iterdir() if path.suffix == ".so"} == {first, third}
+
+
 # Folders, disks and compilers that are not there
 
 

@@ -328,6 +328,7 @@ class _Job:
             paths = [self.library(store, built_by)] if built_by else store.find(f"{self.key}-*.so")
             for path in paths:
                 if self.usable(store, path):
+                    store.used(path)
                     return path
         return None
 

@@ -23,7 +23,8 @@ from typing import Any
 __all__ = ["Store", "Unusable", "configured", "fallback", "readable", "writable"]
 
 _FOLDERS = ("libraries", "objects", "locks", "building")
-_KEEP = {"libraries": 64, "objects": 1024}  # newest files kept; editing sources leaves old ones behind
+# Files kept, those made or looked up last: editing sources leaves old ones behind.
+_KEEP = {"libraries": 64, "objects": 1024}
 _LOCK_SECONDS = (
     1800.0  # longer than any build; a lock dies with its process, so only a hung one is waited for
 )
@@ -124,8 +125,13 @@ class Store:
             return sorted(self.folder("libraries").glob(pattern), key=_age)
         return []
 
+    def used(self, path: Path) -> None:
+        """Note that a file serves still, so that pruning spares it."""
+        with contextlib.suppress(OSError):  # a folder that can only be read is never pruned
+            os.utime(path)
+
     def prune(self) -> None:
-        """Drop all but the newest files."""
+        """Drop all but the files that were made or used last."""
         for name, count in _KEEP.items():
             files = [path for path in self.folder(name).iterdir() if path.suffix != ".json"]
             for path in sorted(files, key=_age)[count:]:

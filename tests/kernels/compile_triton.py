@@ -5,7 +5,8 @@ is compiled instead, down to machine code. Prints a line for each that does not 
 
     python tests/kernels/compile_triton.py [--every] [name of a card ...]
 
-Without --every, the first few variants of each kernel for each GPU: all of them take a quarter of an hour.
+Without --every, each kernel for each GPU, and of each kernel a few variants that take different ways through it: all
+of them take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -19,9 +20,34 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 from opsmith.authoring.triton_check import FEW, take_the_cpus_place, walk
-from opsmith.kernels.triton.ahead import Ahead
+from opsmith.kernels.triton.ahead import Ahead, Variant
 
-ahead = Ahead(FEW)
+
+class EachWay(Ahead):
+    """The first variant of a kernel for a GPU, and a few that differ from those before by more than sizes.
+
+    What decides the way through a kernel is which arguments are there, flags and dtypes. Another size of a block
+    compiles the same lines; that it is a power of two, the interpreter asks of every sample. The ways are compiled
+    for the first GPU; the second has a variant of each kernel, to show what is particular to it.
+    """
+
+    every = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: dict[str, set[object]] = {}
+
+    def wanted(self, variant: Variant) -> bool:
+        way = tuple((k, str(v)) for k, v in variant.constants.items() if type(v) is not int)
+        ways = self.ways.setdefault(variant.name, set())
+        first = not any(key[:2] == (variant.name, self.target.arch) for key in self.compiled)
+        if not (self.every or first or (way not in ways and len(ways) < FEW)):
+            return False
+        ways.add(way)
+        return True
+
+
+ahead = EachWay()
 take_the_cpus_place(ahead)
 import opsmith.ops  # noqa: F401, E402  registers the cards
 from opsmith.operator import registry  # noqa: E402
@@ -33,7 +59,7 @@ def main(names: list[str]) -> int:
     """Compile what the cards launch."""
     if "--every" in names:
         names.remove("--every")
-        ahead.most = sys.maxsize
+        ahead.every = True
     chosen = [card for card in registry().values() if not names or card.name in names]
     for stopped in walk(chosen, ahead):
         print(f"  {stopped}")

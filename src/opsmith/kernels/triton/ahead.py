@@ -102,9 +102,13 @@ class Ahead:
             tuple(map(str, constants.values())),
             str(settings),
         )
-        if key in self.compiled or sum(other[:2] == key[:2] for other in self.compiled) >= self.most:
-            return
-        self.compiled[key] = self.compiler(variant, self.target)
+        if key not in self.compiled and self.wanted(variant):
+            self.compiled[key] = self.compiler(variant, self.target)
+
+    def wanted(self, variant: Variant) -> bool:
+        """Whether this one more variant of its kernel is to be compiled."""
+        alike = [key for key in self.compiled if key[:2] == (variant.name, self.target.arch)]
+        return len(alike) < self.most
 
 
 def place(kernel: Any, error: object) -> str:

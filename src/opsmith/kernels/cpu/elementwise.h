@@ -25,6 +25,11 @@ struct Walk {
 
   int64_t grain() const { return row_grain(width, task); }
   int64_t size(int64_t r) const { return flat ? std::min(piece, total - r * piece) : width; }
+  // Elements from what is read to what is asked for: the next row, where rows do not follow each other in memory.
+  int64_t ahead(const View& v) const {
+    const int64_t size = v.dtype == DType::f32 ? 4 : 2, most = 65536 / size;
+    return flat ? 1024 / size : std::min(most, v.strides[0]);
+  }
   template <class T>
   T* row(const View& v, int64_t r) const {
     return v.as<T>() + r * (flat ? piece : v.strides[0]);
@@ -71,6 +76,17 @@ inline void prefetch_ahead(const T* p, Lanes) {
 }
 template <class T>
 inline void prefetch_ahead(const T*, Part) {}
+
+// The same for kernels that read several streams, into the second-level cache: the nearest has no room for as many lines on
+// their way. `far` is Walk::ahead's.
+template <class T, class Lanes>
+inline void prefetch_streams(const T* p, int64_t far, Lanes) {
+  for (size_t line = 0; line < Lanes::count * sizeof(T); line += 64) {
+    prefetch_far(reinterpret_cast<const char*>(p + far) + line);
+  }
+}
+template <class T>
+inline void prefetch_streams(const T*, int64_t, Part) {}
 
 // Calls f with a null pointer to the curve: 0 SiLU, 1 GELU, 2 its tanh form.
 template <class T, class F>

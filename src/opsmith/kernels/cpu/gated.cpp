@@ -9,16 +9,17 @@ namespace {
 template <class T, class F>
 void forward(const View& gate, const View& up, const View& y) {
   const Walk walk({&gate, &up, &y});
+  const int64_t g_ahead = walk.ahead(gate), u_ahead = walk.ahead(up);
   const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)));
-  parallel_for(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
+  parallel_rows(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* g = walk.row<T>(gate, r);
       const T* u = walk.row<T>(up, r);
       T* out = walk.row<T>(y, r);
       const bool streaming = past_cache && can_stream_both(out);
       for_pairs(walk.size(r), [=](int64_t i, auto k) {
-        prefetch_ahead(g + i, k);
-        prefetch_ahead(u + i, k);
+        prefetch_streams(g + i, g_ahead, k);
+        prefetch_streams(u + i, u_ahead, k);
         look_ahead(out, i);
         put(out + i, value_of<F>(load(g + i, k)) * load(u + i, k), k, streaming);
       });
@@ -30,8 +31,9 @@ void forward(const View& gate, const View& up, const View& y) {
 template <class T, class F>
 void backward(const View& dy, const View& gate, const View& up, const View& dgate, const View& dup) {
   const Walk walk({&dy, &gate, &up, &dgate, &dup});
+  const int64_t d_ahead = walk.ahead(dy), g_ahead = walk.ahead(gate), u_ahead = walk.ahead(up);
   const bool past_cache = outlives_cache(2 * walk.total * int64_t(sizeof(T)));
-  parallel_for(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
+  parallel_rows(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* d = walk.row<T>(dy, r);
       const T* g = walk.row<T>(gate, r);
@@ -40,9 +42,9 @@ void backward(const View& dy, const View& gate, const View& up, const View& dgat
       T* du = walk.row<T>(dup, r);
       const bool streaming = past_cache && can_stream_both(dg) && can_stream_both(du);
       for_pairs(walk.size(r), [=](int64_t i, auto k) {
-        prefetch_ahead(d + i, k);
-        prefetch_ahead(g + i, k);
-        prefetch_ahead(u + i, k);
+        prefetch_streams(d + i, d_ahead, k);
+        prefetch_streams(g + i, g_ahead, k);
+        prefetch_streams(u + i, u_ahead, k);
         look_ahead(dg, i);
         look_ahead(du, i);
         const auto seen = load(d + i, k);

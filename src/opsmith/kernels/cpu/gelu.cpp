@@ -12,7 +12,7 @@ void forward(const View& x, const View& bias, const View& y) {
   const Walk walk({&x, &y}, !bias.defined());
   const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)));
   const T* const b = bias.as<T>();
-  parallel_for(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
+  parallel_rows(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* in = walk.row<T>(x, r);
       T* out = walk.row<T>(y, r);
@@ -34,7 +34,7 @@ void backward(const View& dy, const View& x, const View& bias, const View& dx) {
   const Walk walk({&dy, &x, &dx}, !bias.defined());
   const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)));
   const T* const b = bias.as<T>();
-  parallel_for(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
+  parallel_rows(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* d = walk.row<T>(dy, r);
       const T* in = walk.row<T>(x, r);

@@ -241,7 +241,7 @@ void norm_forward(const View& x, const View& residual, const View& y, const View
   // Two rows of float32 and their weights are larger than the nearest cache; those of 16 bits would fill the registers.
   constexpr int group = W == 16 && sizeof(T) == 4 ? 4 : 1;
   auto run = [&](auto with_residual, auto past_cache) {
-    parallel_for(rows, row_grain(n, norm_task), [&](int64_t begin, int64_t end) {
+    parallel_rows(rows, row_grain(n, norm_task), [&](int64_t begin, int64_t end) {
       if constexpr (group > 1 && !with_residual.value) {
         const int64_t grouped = begin + (end - begin) / group * group;
         if (begin < grouped) {

@@ -15,9 +15,9 @@ struct NormGradients {
 };
 
 // One thread's rows; the sums over them are added to `dweight` and `dbias`, [n] float32 in the order of pairs.
-// Rows go in blocks that stay in the second-level cache and are looked at twice: along the rows, for their means, and then
-// down the columns, a strip at a time, so that the columns' sums and the weight stay in registers for all rows of a block.
-// In both looks half of the next block is fetched.
+// Rows go in blocks that stay in the second-level cache and are looked at twice: all together, for their means and for the
+// columns' sums, which are loaded and stored once for a block; and then one by one, to be written, since stores past the
+// cache that turn between rows take longer. In both looks half of the next block is fetched.
 template <bool centered, bool with_sum, bool streaming, class T, class P>
 class NormBackward {
  public:
@@ -25,139 +25,115 @@ class NormBackward {
       : of_(of), n_(of.s.sizes[1]), weight_(weight), dweight_(dweight), dbias_(dbias) {}
 
   void operator()(int64_t begin, int64_t end) const {
-    constexpr int64_t cache = int64_t{512} << 10;
-    const int64_t fit = cache / (2 * 2 * n_ * int64_t(sizeof(T)));  // two blocks, two tensors
-    const int64_t step = std::min(most, std::max<int64_t>(1, fit));
-    for (int64_t r = begin; r < end; r += step) block(r, std::min(step, end - r), step);
+    const bool fits = 2 * 2 * most * n_ * int64_t(sizeof(T)) <= int64_t{1} << 20;  // two blocks, two tensors
+    int64_t r = begin;
+    for (; fits && r + most <= end; r += most) block<most>(r);
+    for (; r < end; ++r) block<1>(r);
     if (streaming) stream_fence();
   }
 
  private:
-  // Rows of a block. Columns' sums would be loaded and stored less often with more, but stores past the cache that turn
-  // between more rows take longer: 16 bits best by two, 32 bits by four.
-  static constexpr int64_t most = sizeof(T) == 2 ? 2 : 4;
+  static constexpr int most = 4;  // rows of a block
 
-  struct Scalars {  // of a row
-    float center, scale, mean_g, mean_along;
-    float shift, slope;  // rstd * mean_g, -rstd^2 * mean_along
+  struct Means {  // of g and of g * xhat
+    float g, along;
   };
 
-  void block(int64_t first, int64_t rows, int64_t step) const {
-    Scalars scalars[most];
-    for (int64_t r = 0; r < rows; r += 2) {
-      rows - r > 1 ? means<2>(first + r, step, scalars + r) : means<1>(first + r, step, scalars + r);
-    }
-    int64_t i = 0;
-    for (; i < paired(n_); i += 4 * W) strip<2>(first, i, Both{}, rows, step, scalars);
-    for (; i + W <= n_; i += W) strip<1>(first, i, Full{}, rows, step, scalars);
-    if (i < n_) strip<1>(first, i, Part{int(n_ - i)}, rows, step, scalars);
+  template <int count>
+  void block(int64_t first) const {
+    Means means[count];
+    sum<count>(first, means);
+    for (int r = 0; r < count; ++r) write<count>(first + r, means[r]);
   }
 
-  // mean(g) and mean(g * xhat) of `count` rows.
   template <int count>
-  void means(int64_t first, int64_t step, Scalars* scalars) const {
-    const int64_t n = n_;
-    const P* const weight = weight_;
-    const T *g[count], *s[count], *sum[count], *next_g[count], *next_s[count];
-    float center[count];
-    Vec total[count][2] = {}, along[count][2] = {};
+  void sum(int64_t first, Means* means) const {
+    const int64_t n = n_, next_g = count * of_.dy.strides[0], next_s = count * of_.s.strides[0];
+    const T *g[count], *s[count];
+    float center[count], scale[count];
+    Vec total[count] = {}, along[count] = {};
     for (int r = 0; r < count; ++r) {
       g[r] = row(of_.dy, first + r);
       s[r] = row(of_.s, first + r);
-      sum[r] = with_sum ? row(of_.dsummed, first + r) : nullptr;
-      next_g[r] = row(of_.dy, first + r + step) + n / 2;
-      next_s[r] = row(of_.s, first + r + step) + n / 2;
       center[r] = centered ? of_.mean[first + r] : 0.0f;
+      scale[r] = of_.rstd[first + r];
     }
-    int64_t i = 0;
-    for (; i < paired(n); i += 4 * W) {
-#pragma GCC unroll 2
-      for (int r = 0; r < count; ++r) fetch(next_g[r] + i / 2, next_s[r] + i / 2);
-#pragma GCC unroll 2
-      for (int64_t at = i; at < i + 4 * W; at += 2 * W) {
-        const Pair w = load(weight + at, Both{});
-#pragma GCC unroll 2
-        for (int r = 0; r < count; ++r) {
-          const Pair v = load(g[r] + at, Both{}) * w;
-          Pair h = load(s[r] + at, Both{});
-          if constexpr (with_sum) fetch_pair(sum[r] + at);
-          if constexpr (centered) h = h - center[r];
-          along[r][0] = fma(v.a, h.a, along[r][0]);
-          along[r][1] = fma(v.b, h.b, along[r][1]);
-          if constexpr (centered) {
-            total[r][0] += v.a;
-            total[r][1] += v.b;
-          }
+    float *const dweight = dweight_, *const dbias = dbias_;
+    const P* const weight = weight_;
+    auto add = [&](int64_t i, auto k) __attribute__((always_inline)) {
+      using V = decltype(load(g[0], k));
+      const V w = load(weight + i, k);
+      V column_along = load(dweight + i, k), column_total{};
+      if constexpr (centered) column_total = load(dbias + i, k);
+#pragma GCC unroll 4
+      for (int r = 0; r < count; ++r) {
+        const V d = load(g[r] + i, k);
+        V h = load(s[r] + i, k);
+        if constexpr (centered) h = h - center[r];
+        h = h * scale[r];
+        column_along = fma(d, h, column_along);
+        if constexpr (centered) column_total = column_total + d;
+        const V v = d * w;
+        if constexpr (std::is_same_v<decltype(k), Both>) {
+          along[r] = fma(v.a, h.a, fma(v.b, h.b, along[r]));
+          if constexpr (centered) total[r] += v.a + v.b;
+        } else {
+          along[r] += keep(v * h, k, 0.0f);
+          if constexpr (centered) total[r] += v;
         }
       }
+      store(dweight + i, column_along, k);
+      if constexpr (centered) store(dbias + i, column_total, k);
+    };
+    int64_t i = 0;
+    for (; i < paired(n); i += 4 * W) {
+#pragma GCC unroll 4
+      for (int r = 0; r < count; ++r) fetch(g[r] + next_g + i / 2, s[r] + next_s + i / 2);
+      add(i, Both{});
+      add(i + 2 * W, Both{});
     }
-    for_lanes(n - i, [&](int64_t lane, auto k) __attribute__((always_inline)) {
-      const Vec w = load(weight + i + lane, k);
-      for (int r = 0; r < count; ++r) {
-        const Vec v = load(g[r] + i + lane, k) * w, h = load(s[r] + i + lane, k);
-        along[r][0] = fma(v, centered ? keep(h - center[r], k, 0.0f) : h, along[r][0]);
-        if constexpr (centered) total[r][0] += v;
-      }
-    });
+    for_lanes(n - i, [&](int64_t lane, auto k) __attribute__((always_inline)) { add(i + lane, k); });
     for (int r = 0; r < count; ++r) {
-      const float scale = of_.rstd[first + r];
-      const float mean_g = centered ? reduce_add(total[r][0] + total[r][1]) / float(n) : 0.0f;
-      const float mean_along = reduce_add(along[r][0] + along[r][1]) / float(n) * scale;
-      scalars[r] = {center[r], scale, mean_g, mean_along, scale * mean_g, -scale * scale * mean_along};
+      means[r] = {centered ? reduce_add(total[r]) / float(n) : 0.0f, reduce_add(along[r]) / float(n)};
     }
   }
 
-  // `count` pairs or vectors side by side, from column i on, in all rows of a block.
-  template <int count, class Lanes>
-  void strip(int64_t first, int64_t i, Lanes k, int64_t rows, int64_t step, const Scalars* scalars) const {
-    constexpr int64_t lanes = std::is_same_v<Lanes, Both> ? 2 * W : W;
-    const int64_t gs = of_.dy.strides[0], ss = of_.s.strides[0], xs = of_.dx.strides[0];
-    const T *g = row(of_.dy, first) + i, *s = row(of_.s, first) + i, *sum = with_sum ? row(of_.dsummed, first) + i : nullptr;
-    T* x = row(of_.dx, first) + i;
-    if constexpr (streaming) look_down(x, i, rows);
-    const int64_t next_g = step * gs + i / 2 - i, next_s = step * ss + i / 2 - i;
-    using V = decltype(load(g, k));
-    V w[count], along[count], total[count];
-    for (int c = 0; c < count; ++c) {
-      w[c] = load(weight_ + i + c * lanes, k);
-      along[c] = load(dweight_ + i + c * lanes, k);
-      total[c] = load(dbias_ + i + c * lanes, k);
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      const Scalars of = scalars[r];
-      if constexpr (count == 2) fetch(g + next_g, s + next_s);
-#pragma GCC unroll 2
-      for (int c = 0; c < count; ++c) {
-        const V d = load(g + c * lanes, k);
-        V h = load(s + c * lanes, k);
-        if constexpr (centered) h = h - of.center;
-        if constexpr (centered) total[c] = total[c] + d;
-        V v;
-        if constexpr (std::is_same_v<Lanes, Both>) {
-          const V scaled = d * of.scale;
-          along[c] = fma(scaled, h, along[c]);
-          v = scaled * w[c];
-          if constexpr (centered) v = v - of.shift;
-          v = fma(h, of.slope, v);
-        } else {  // in this order the terms of a row of one element cancel
-          h = h * of.scale;
-          along[c] = fma(d, h, along[c]);
-          v = d * w[c];
-          if constexpr (centered) v = v - of.mean_g;
-          v = (v - h * of.mean_along) * of.scale;
-        }
-        if constexpr (with_sum) v = v + load(sum + c * lanes, k);
-        put(x + c * lanes, v, k, streaming);
+  template <int count>
+  void write(int64_t r, const Means& mean) const {
+    const int64_t n = n_;
+    const T *const g = row(of_.dy, r), *const s = row(of_.s, r), *const sum = with_sum ? row(of_.dsummed, r) : nullptr;
+    const T *const next_g = row(of_.dy, r + count) + n / 2, *const next_s = row(of_.s, r + count) + n / 2;
+    T* const x = row(of_.dx, r);
+    const P* const weight = weight_;
+    const float center = centered ? of_.mean[r] : 0.0f, scale = of_.rstd[r], mean_g = mean.g, mean_along = mean.along;
+    const float shift = scale * mean_g, slope = -scale * scale * mean_along;
+    auto put_one = [=](int64_t i, auto k) __attribute__((always_inline)) {
+      const auto d = load(g + i, k);
+      auto h = load(s + i, k), v = d * load(weight + i, k);
+      if constexpr (centered) h = h - center;
+      if constexpr (std::is_same_v<decltype(k), Both>) {
+        v = v * scale;
+        if constexpr (centered) v = v - shift;
+        v = fma(h, slope, v);
+      } else {  // in this order the terms of a row of one element cancel
+        if constexpr (centered) v = v - mean_g;
+        v = (v - h * scale * mean_along) * scale;
       }
-      g += gs;
-      s += ss;
-      x += xs;
-      if constexpr (with_sum) sum += of_.dsummed.strides[0];
+      if constexpr (with_sum) v = v + load(sum + i, k);
+      put(x + i, v, k, streaming);
+    };
+    int64_t i = 0;
+    for (; i < paired(n); i += 4 * W) {
+      fetch(next_g + i / 2, next_s + i / 2);
+      if constexpr (with_sum) {
+        fetch_pair(sum + sum_ahead + i);
+        fetch_pair(sum + sum_ahead + i + 2 * W);
+      }
+      if constexpr (streaming) look_ahead(x, i);
+      put_one(i, Both{});
+      put_one(i + 2 * W, Both{});
     }
-    for (int c = 0; c < count; ++c) {
-      store(dweight_ + i + c * lanes, along[c], k);
-      if constexpr (centered) store(dbias_ + i + c * lanes, total[c], k);
-    }
+    for_lanes(n - i, [&](int64_t lane, auto k) __attribute__((always_inline)) { put_one(i + lane, k); });
   }
 
   // Half as much as two pairs.
@@ -168,16 +144,9 @@ class NormBackward {
     }
   }
 
-  // The pages that come next in what is written at x, element i of its row.
-  void look_down(const T* x, int64_t i, int64_t rows) const {
-    constexpr int64_t page = 4096 / int64_t(sizeof(T));
-    if (i % page != 0) return;
-    const int64_t xs = of_.dx.strides[0], next = i + page < n_ ? page : rows * xs - i;
-    for (int64_t r = 0; r < rows; ++r) prefetch(x + r * xs + next);
-  }
-
   static T* row(const View& v, int64_t r) { return v.as<T>() + r * v.strides[0]; }
 
+  static constexpr int64_t sum_ahead = 4096 / int64_t(sizeof(T));
   const NormGradients of_;
   const int64_t n_;
   const P* const weight_;

@@ -8,7 +8,7 @@
 #include <new>
 #include <string>
 
-#include "parallel.h"
+#include "shares.h"
 #include "simd.h"
 
 namespace opsmith {

@@ -51,4 +51,15 @@ inline void parallel_shares(int64_t n, int64_t grain, const F& f) {
   });
 }
 
+// The same for rows that all take the same time, of which at least `grain` are worth a piece: many pieces for each thread where
+// there are rows enough, halves where there are few.
+template <class F>
+inline void parallel_rows(int64_t n, int64_t grain, const F& f) {
+  constexpr int64_t each = 16, least = 4;  // pieces a thread
+  const int64_t threads = num_threads();
+  if (threads == 1 || n < least * threads * grain) return parallel_for(n, grain, f);
+  const int64_t share = (n + each * threads - 1) / (each * threads);
+  parallel_shares(n, (std::max(grain, share) + 7) / 8 * 8, f);
+}
+
 }  // namespace opsmith

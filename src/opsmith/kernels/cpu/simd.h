@@ -276,7 +276,6 @@ inline bool can_stream(const T* p) {
 }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }  // what is read once need not stay
 inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // to the second-level cache
 
 // What a value becomes when it is stored as T and read back.

@@ -15,6 +15,7 @@ constexpr int64_t task = 8192;
 constexpr int block = 8 * W;  // elements between two looks at the running maximum
 constexpr int piece = 8 * block;  // elements summed before the sum is added to the row's
 constexpr int ahead = 2048;  // bytes from what is read to what is asked for, into the next row at a row's end
+constexpr int far_ahead = 8192;  // the same, into the second-level cache
 constexpr int page = 4096;  // stores past the cache wait for the address of a new page: it is looked up one ahead
 
 enum Method : int64_t { automatic = 0, stable = 1, fast = 2 };
@@ -95,7 +96,7 @@ inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const U
     const int64_t end = std::min(first + piece, n);
     constexpr int64_t step = 4 * W;
     for (; i + step <= end; i += step) {
-      for (size_t line = 0; line < step * sizeof(T); line += 64) prefetch_once((const char*)(z.x + i) + line + ahead);
+      for (size_t line = 0; line < step * sizeof(T); line += 64) prefetch_far((const char*)(z.x + i) + line + far_ahead);
       if constexpr (writing) {
         for (int64_t j = i; j < i + step; j += 2 * W) put_terms<T, biased>(done, j, terms);
       }
@@ -205,7 +206,7 @@ void forward(const View& x, const View& mask, float scale, bool causal, int64_t 
   const int64_t L = x.sizes[1], S = x.sizes[2], rows = x.sizes[0] * L;
   const int64_t width = round_up(S, W);
   const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T))), masked = biased || causal;
-  parallel_for(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
+  parallel_rows(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
     float* const terms = scratch(2 * width + width / block + 1);
     float* const bias = terms + width;
     float* const tops = bias + width;  // one a block
@@ -275,10 +276,9 @@ inline double dot_and_write(const Gradient<T> next, int64_t n, const Gradient<T>
     int64_t i = first;
     const int64_t end = std::min(first + piece, n);
     for (; i + step <= end; i += step) {
-      // Two streams of float32 keep the CPU's own prefetcher busy; those of 16 bits leave it time to fall behind.
-      for (size_t line = 0; sizeof(T) < 4 && line < step * sizeof(T); line += 64) {
-        prefetch((const char*)(next.dy + i) + line + ahead);
-        prefetch((const char*)(next.y + i) + line + ahead);
+      for (size_t line = 0; line < step * sizeof(T); line += 64) {
+        prefetch_far((const char*)(next.dy + i) + line + far_ahead);
+        prefetch_far((const char*)(next.y + i) + line + far_ahead);
       }
       for (int u = 0; u < 2; ++u) {
         const int64_t j = i + u * 2 * W;
@@ -303,7 +303,7 @@ template <class T>
 void backward(const View& dy, const View& y, float scale, const View& dx) {
   const int64_t L = y.sizes[1], S = y.sizes[2], rows = y.sizes[0] * L;
   const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T)));
-  parallel_for(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
+  parallel_rows(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
     Gradient<T> last;
     for (int64_t r = begin; r < end; ++r) {
       const int64_t o = r / L, l = r % L;

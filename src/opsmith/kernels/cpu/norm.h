@@ -236,7 +236,8 @@ template <class T, class Stats, class Parameters, class Normalizer>
 void norm_forward(const View& x, const View& residual, const View& y, const View& summed, const Parameters& parameters,
                   const Normalizer& normalizer) {
   const int64_t rows = x.sizes[0], n = x.sizes[1];
-  const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T))) && can_stream_rows<T>(y) &&
+  const int64_t written = (summed.defined() ? 2 : 1) * rows * n * int64_t(sizeof(T));
+  const bool streaming = outlives_cache(written) && can_stream_rows<T>(y) &&
                          (!summed.defined() || can_stream_rows<T>(summed));
   // Two rows of float32 and their weights are larger than the nearest cache; those of 16 bits would fill the registers.
   constexpr int group = W == 16 && sizeof(T) == 4 ? 4 : 1;

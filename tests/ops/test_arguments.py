@@ -70,6 +70,49 @@ def test_a_norm_writes_its_pair_into_any_layout(name: str) -> None:
         torch.testing.assert_close(into, right)
 
 
+_OF_ONE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "layer_norm": lambda x: ops.layer_norm(x, residual=x)[0],
+    "rms_norm": ops.rms_norm,
+    "softmax": lambda x: ops.softmax(x, scale=0.5, mask=x > -1),
+    "gelu": ops.gelu,
+    "bias_gelu": lambda x: ops.bias_gelu(x, x[0]),
+    "silu_mul": lambda x: ops.silu_mul(x, x),
+    "gelu_mul": ops.gelu_mul,
+    "rope": lambda x: ops.rope(x.reshape(1, 4, -1, 16), _COS, _SIN),
+    "attention": lambda x: ops.attention(*[x.reshape(1, 4, -1, 16)] * 3, causal=True),
+    "embedding": lambda x: ops.embedding(torch.arange(5), x),
+    "linear": lambda x: ops.linear(x, x, activation="gelu"),
+    "cross_entropy": lambda x: ops.cross_entropy(x, torch.zeros(x.shape[0], dtype=torch.int64)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of PyTorch's, about its own attention
+@pytest.mark.parametrize("name", _OF_ONE)
+@pytest.mark.parametrize("rows", [8, 80])  # less than a call of ours is worth, and more
+def test_transforms_of_torch_func_reach_through(name: str, rows: int) -> None:
+    call, several = (
+        _OF_ONE[name],
+        _x(3, rows, 64)[:, :32] if name in ("rope", "attention") else _x(3, rows, 64),
+    )
+    each = torch.stack([call(x) for x in several])
+    torch.testing.assert_close(torch.func.vmap(call)(several), each, rtol=1e-4, atol=1e-5)
+    x = several[0].clone().requires_grad_()
+    call(x).square().sum().backward()
+    gradient = torch.func.grad(lambda x: call(x).square().sum())(several[0])
+    torch.testing.assert_close(gradient, x.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_for_each_sample() -> None:
+    weight, several = _x(64), _x(5, 80, 64)
+    grads = torch.func.vmap(torch.func.grad(lambda w, x: ops.rms_norm(x, w).square().sum()), (None, 0))(
+        weight, several
+    )
+    for x, grad in zip(several, grads, strict=True):
+        w = weight.clone().requires_grad_()
+        ops.rms_norm(x, w).square().sum().backward()
+        torch.testing.assert_close(grad, w.grad, rtol=1e-4, atol=1e-4)
+
+
 _Q, _TABLES, _LENGTHS = torch.ones(1, 2, 16), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1])
 _STARTS, _TARGET = torch.tensor([0, 1]), torch.zeros(70, dtype=torch.int64)
 _BAD: dict[str, tuple[Callable[[], Any], str]] = {

@@ -62,6 +62,8 @@ native_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def native(x: torch.Tensor, op: str) -> bool | str:
     """True when a kernel of ours, `torch.ops.opsmith.op`, can take this tensor, else the reason why not."""
+    if not compiling() and _transforming():
+        return "the kernels have no rules for torch.func's transforms (vmap, grad, jvp)"
     if x.dtype not in NATIVE_DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {short(x.dtype)}"
     if x.is_cuda or (x.is_cpu and triton.DEVICE == "cpu"):
@@ -95,6 +97,7 @@ def _gpu() -> Supports:
 
 
 compiling = torch.compiler.is_dynamo_compiling
+_transforming = torch._C._are_functorch_transforms_active
 
 
 def small(elements: int) -> bool:

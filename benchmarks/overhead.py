@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--only silu_mul,gelu] [--dtype bfloat16] [--seconds 0.5]
 
-"kernel" is the time of the dispatcher calls that the public function makes, made alone with the same arguments;
-"above" is what the public function costs beyond that: checks, views, the memory for the result.
+"kernel" is the time of the calls of kernels that the public function makes, made alone with the same arguments and into
+results that are there; "above" is what the public function costs beyond that: checks, views, the memory for the result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith.ops  # noqa: F401  registers the cards
 from opsmith import measure
+from opsmith.kernels import calls
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample, registry
 from opsmith.ops.common import short
@@ -37,7 +38,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
-            self.calls.append(partial(func, *args, **kwargs))
+            self.calls.append(partial(calls.of(func), *args, **kwargs))
         return result
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith
-from opsmith.kernels import triton
+from opsmith.kernels import calls, triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Sample, registry
 from opsmith.ops.common import SMALL, native_library, small_up_to
@@ -134,6 +134,38 @@ def test_the_short_way_gives_what_the_reference_gives(name: str, grad: bool) -> 
                 for y in (got, want)
             )
             torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-4)
+
+
+# A call that is refused and asked again in the long way costs twenty of the short ones.
+WIDTHS = "paged_attention", "attention", "attention_varlen"  # values wider than keys are refused
+
+
+@pytest.mark.skipif(not native_library() or triton.INTERPRETED, reason="C++ kernels are not what runs here")
+@pytest.mark.parametrize("name", [card.name for card in registry().values()])
+def test_kernels_refuse_no_usual_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return kernel(*args, **kwargs)
+            except RuntimeError as error:
+                refused.append(str(error).splitlines()[0])
+                raise
+
+        return call
+
+    for schema in (s for card in registry().values() for s in card.schemas):
+        new = f"new_{schema.partition('(')[0]}"
+        monkeypatch.setattr(calls, new, watched(getattr(calls, new)))
+    with torch.no_grad():
+        for sample in registry()[name].samples(Make(torch.bfloat16)):
+            given = list(tensors_of((sample.args, list(sample.kwargs.values()))))
+            if all(t.is_contiguous() for t in given) and not (
+                name in WIDTHS and len({t.shape[-1] for t in given[1:3]}) > 1
+            ):
+                registry()[name].function(*sample.args, **sample.kwargs)
+    assert refused == []
 
 
 X, W = torch.randn(1, 8), torch.randn(3, 8)

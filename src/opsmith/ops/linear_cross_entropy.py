@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import counted_rows, entry_costs
+from opsmith.ops import common, counted_rows, entry_costs
 from opsmith.ops.common import (
     as_rows,
     check_float,
     check_like,
+    compiling,
     fresh,
     kernels,
     native,
@@ -30,8 +31,10 @@ from opsmith.ops.cross_entropy import (
     check_options,
     check_target,
     check_targets,
+    cross_entropy,
 )
 from opsmith.ops.cross_entropy import reference as loss_of
+from opsmith.ops.linear import linear
 
 # By what the gradients are too large until the backward, where float16 would else lose what is small in them.
 _HALF_SCALE = 128.0
@@ -75,6 +78,21 @@ def linear_cross_entropy(
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; Hsu et al., "Liger Kernel",
     2024.
     """
+    if not compiling():
+        try:
+            if target.numel() == 1 and weight.size(0) <= common.limit:  # nothing to save: as two operators
+                logits = linear(hidden, weight, bias)
+                return cross_entropy(
+                    logits,
+                    target,
+                    ignore_index=ignore_index,
+                    label_smoothing=label_smoothing,
+                    z_loss=z_loss,
+                    reduction=reduction,
+                    dtype=dtype,
+                )
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the checks say why
+            pass
     _check(hidden, weight, target, bias, dtype)
     check_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if _supports(hidden, weight, target) is not True or small(target.numel() * weight.shape[0]):

@@ -115,7 +115,7 @@ def _at_once(
         y = calls.new_packed_linear(
             x, weight, scale, zero, bias, _BITS[format], group_size, dynamic, y=scale.size(-1)
         )
-    elif format == "bf16" and zero is None and not group_size and x.dim() == 2:
+    elif format == "bf16" and zero is None and not group_size:
         y = calls.new_linear_packed(x, weight, bias, None, 0, y=weight.size(1))
     return y
 

@@ -9,17 +9,18 @@ using Optional = std::optional<Tensor>;
 
 void layer_norm_op(const Tensor& x, const Optional& residual, const Optional& weight, const Optional& bias, double eps,
                    const Tensor& y, const Optional& summed, const Optional& mean, const Optional& rstd) {
-  STD_TORCH_CHECK(!residual || summed, "layer_norm: with a residual, summed must be given too");
-  check_rows("layer_norm", "x", x, x);
-  check_rows("layer_norm", "residual", residual, x);
-  check_weight("layer_norm", "weight", weight, x.size(1), dtype_of(x));
-  check_weight("layer_norm", "bias", bias, x.size(1), dtype_of(x));
-  check_rows("layer_norm", "y", y, x);
-  check_rows("layer_norm", "summed", summed, x);
-  check_vector("layer_norm", "mean", mean, x.size(0), true);
-  check_vector("layer_norm", "rstd", rstd, x.size(0), true);
-  layer_norm(view_of(x), view_of(residual), view_of(weight), view_of(bias), eps, view_of(y), view_of(summed),
-             view_of(mean), view_of(rstd));
+  STD_TORCH_CHECK(x.dim() > 0 && (!residual || (summed && same_sizes(*residual, x))),
+                  "layer_norm: with a residual like x, summed must be given too");
+  const Rows in("layer_norm", "x", x), out("layer_norm", "y", y);
+  const Rows added = residual ? Rows("layer_norm", "residual", *residual) : in;
+  const Rows sum = summed ? Rows("layer_norm", "summed", *summed) : in;
+  STD_TORCH_CHECK(out.like(in) && added.like(in) && sum.like(in), "layer_norm: all rows must have one shape and dtype");
+  check_weight("layer_norm", "weight", weight, in.n(), in.dtype());
+  check_weight("layer_norm", "bias", bias, in.n(), in.dtype());
+  check_vector("layer_norm", "mean", mean, in.rows(), true);
+  check_vector("layer_norm", "rstd", rstd, in.rows(), true);
+  layer_norm(in.view(), residual ? added.view() : View{}, view_of(weight), view_of(bias), eps, out.view(),
+             summed ? sum.view() : View{}, view_of(mean), view_of(rstd));
 }
 
 void layer_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Tensor& s, const Tensor& mean,

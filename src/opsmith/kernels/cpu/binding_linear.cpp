@@ -11,6 +11,11 @@ void check_matrix(const char* name, const Tensor& t, const Tensor& like, int64_t
   STD_TORCH_CHECK(t.scalar_type() == like.scalar_type(), "linear: ", name, " and x must have one dtype");
 }
 
+std::optional<Rows> rows_of(const char* name, const std::optional<Tensor>& t) {
+  if (!t) return std::nullopt;
+  return Rows("linear", name, *t);
+}
+
 void check_packed(const Tensor& packed, const Tensor& like, int64_t n, int64_t k) {
   const int64_t unit = elements_per_unit(dtype_of(packed)), depth = (k + unit - 1) / unit * unit;
   STD_TORCH_CHECK(packed.dim() == 3 && packed.size(0) == 1 && packed.size(1) == n && packed.size(2) == depth &&
@@ -27,12 +32,13 @@ void linear_pack_op(const Tensor& weight, const Tensor& packed) {
   linear_pack(view_of(weight), view_of(packed));
 }
 
-void check_epilogue(const Tensor& x, int64_t n, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                    int64_t activation, const Tensor& y) {
-  const int64_t m = x.size(0);
-  check_matrix("x", x, x, m, x.size(1));
-  check_matrix("y", y, x, m, n);
-  if (residual) check_matrix("residual", *residual, x, m, n);
+void check_epilogue(const Tensor& x, int64_t n, const std::optional<Tensor>& bias, const std::optional<Rows>& residual,
+                    int64_t activation, const Rows& y) {
+  const Rows in("linear", "x", x);
+  for (const auto& [name, rows] : {std::pair("y", &y), std::pair("residual", residual ? &*residual : &y)}) {
+    STD_TORCH_CHECK(rows->rows() == in.rows() && rows->n() == n && rows->dtype() == in.dtype(), "linear: ", name, " must be ",
+                    in.rows(), " rows of ", n, " in x's dtype");
+  }
   if (bias) {
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n && (n < 2 || bias->stride(0) == 1) &&
                         bias->scalar_type() == x.scalar_type(),
@@ -43,10 +49,12 @@ void check_epilogue(const Tensor& x, int64_t n, const std::optional<Tensor>& bia
 
 void linear_packed_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
                       const std::optional<Tensor>& residual, int64_t activation, const Tensor& y) {
-  STD_TORCH_CHECK(x.dim() == 2 && packed.dim() == 3, "linear: x must be [M, K] and the packed weight have 3 dimensions");
-  check_packed(packed, x, packed.size(1), x.size(1));
-  check_epilogue(x, packed.size(1), bias, residual, activation, y);
-  linear_packed(view_of(x), view_of(packed), view_of(bias), view_of(residual), Activation(activation), view_of(y));
+  STD_TORCH_CHECK(packed.dim() == 3, "linear: a packed weight must have 3 dimensions");
+  const Rows in("linear", "x", x), out("linear", "y", y);
+  const auto added = rows_of("residual", residual);
+  check_packed(packed, x, packed.size(1), in.n());
+  check_epilogue(x, packed.size(1), bias, added, activation, out);
+  linear_packed(in.view(), view_of(packed), view_of(bias), added ? added->view() : View{}, Activation(activation), out.view());
 }
 
 void linear_unpacked_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -55,13 +63,15 @@ void linear_unpacked_op(const Tensor& x, const Tensor& weight, const std::option
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1) && dtype_of(x) == DType::f32 &&
                       dtype_of(weight) == DType::f32 && (weight.stride(0) == 1 || weight.stride(1) == 1),
                   "linear: x and weight must be float32 [M, K] and [N, K], the weight or its transpose of contiguous rows");
-  check_epilogue(x, weight.size(0), bias, residual, activation, y);
+  const Rows out("linear", "y", y);
+  const auto added = rows_of("residual", residual);
+  check_epilogue(x, weight.size(0), bias, added, activation, out);
   if (before) {
     check_matrix("before", *before, x, x.size(0), weight.size(0));
-    STD_TORCH_CHECK(before->stride(0) == y.stride(0), "linear: before and y must have the same strides");
+    STD_TORCH_CHECK(x.size(0) < 2 || before->stride(0) == out.view().strides[0], "linear: before and y must have the same strides");
   }
-  linear_unpacked(view_of(x), view_of(weight), view_of(bias), view_of(residual), Activation(activation), view_of(y),
-                  view_of(before));
+  linear_unpacked(view_of(x), view_of(weight), view_of(bias), added ? added->view() : View{}, Activation(activation),
+                  out.view(), view_of(before));
 }
 
 void linear_gradient_op(const Tensor& dy, const Tensor& x, const Tensor& dweight, const std::optional<Tensor>& dbias) {

@@ -35,9 +35,11 @@ CPU = {
     "inplace": {
         "double sum = 0;": "double sum = 0; const_cast<T*>(in)[0] = from_float<T>(2 * to_float(in[0]));"
     },
-    "race": {
+    "race": {  # the pause lets threads meet on any machine
+        "#include <cmath>": "#include <chrono>\n#include <cmath>\n#include <thread>",
         "double sum = 0;": "static float row[8192]; double sum = 0;",
         "for (int64_t i = 0; i < n; i += 2) {": "for (int64_t i = 0; i < n; ++i) row[i] = to_float(in[i]) * scale;\n"
+        "        std::this_thread::sleep_for(std::chrono::microseconds(20));\n"
         "        for (int64_t i = 0; i < n; i += 2) {",
         "a = to_float(in[i]) * scale, b = to_float(in[i + 1]) * scale": "a = row[i], b = row[i + 1]",
     },

@@ -66,7 +66,7 @@ def test_makes_results_as_they_are_described():
         torch.testing.assert_close(calls.new_gated(gate, None, 0, y=described), half)
 
 
-@pytest.mark.parametrize("described", [-1, (20, -1), [], "20", 1 << 70, (2.0,)])
+@pytest.mark.parametrize("described", [-1, (20, -1), [], "20", 1 << 70, (1 << 40, 1 << 40), 1 << 40, (2.0,)])
 def test_a_result_that_cannot_be_made_is_left_to_pytorch(described):
     assert calls.new_gated(torch.randn(2, 40), None, 0, y=described) is None
 
@@ -74,6 +74,12 @@ def test_a_result_that_cannot_be_made_is_left_to_pytorch(described):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64])
 def test_what_kernels_do_not_take_is_not_made(dtype):
     assert calls.new_gelu(torch.ones(2, 8, dtype=dtype), None, False) is None
+
+
+def test_large_results_are_left_to_those_who_ask_for_huge_pages():
+    x = torch.ones(1024, 1024)
+    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False) is None
+    assert calls.new_rms_norm(x[:1023], None, None, EPS, 0.0, False) is not None
 
 
 def test_strides_other_than_a_rows_are_not_for_us():

@@ -18,10 +18,6 @@
 #include <cstring>
 #include <string>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 // Two functions whose headers would take ten times as long to compile as all of this. A version of PyTorch that has them no more makes
 // the library one that does not load, and all calls PyTorch's.
 namespace at {
@@ -38,8 +34,7 @@ static_assert(sizeof(Impl) == sizeof(at::Tensor));  // all that a tensor is
 
 constexpr int kMost = 32;  // arguments
 constexpr int kMostMade = 4;  // results
-constexpr size_t kHuge = size_t(4) << 20;  // bytes from which memory comes from the system, page by page
-constexpr uintptr_t kPage = 4096;
+constexpr int64_t kLarge = int64_t(4) << 20;  // bytes of a result
 
 PyTypeObject* tensor_type;
 PyTypeObject* parameter_type;
@@ -125,17 +120,15 @@ bool place(const Kernel* self, PyObject* const* args, Py_ssize_t given, PyObject
   return true;
 }
 
-// New memory for a result.
-at::TensorBase fresh(c10::IntArrayRef sizes, at::ScalarType dtype) {
-  at::TensorBase y = at::detail::empty_cpu(sizes, dtype);
-#ifdef __linux__
-  if (y.nbytes() >= kHuge) {  // most of a large result's time goes to its first touch: a wish, that may be refused
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(y.mutable_data_ptr()), end = begin + y.nbytes();
-    const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
-    madvise(reinterpret_cast<void*>(first), (end - first) / kPage * kPage, MADV_HUGEPAGE);
+// New memory for a result; false for a large one, which is worth asking for huge pages first (ops/common.py).
+bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& y) {
+  int64_t bytes = int64_t(c10::elementSize(dtype));
+  for (const int64_t size : sizes) {
+    if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
   }
-#endif
-  return y;
+  if (bytes >= kLarge) return false;
+  y = at::detail::empty_cpu(sizes, dtype);
+  return true;
 }
 
 bool is_floating(const c10::TensorImpl* t) {
@@ -156,15 +149,12 @@ bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
       if (size < 0 || overflow != 0) return false;
       sizes.push_back(size);
     }
-    y = fresh(sizes, c10::typeMetaToScalarType(x->dtype()));
-    return true;
+    return fresh(sizes, c10::typeMetaToScalarType(x->dtype()), y);
   }
   const bool like_x = given == Py_Ellipsis || given == Py_True;
   const bool like_one = PyList_CheckExact(given) && PyList_GET_SIZE(given) == 1;
   const c10::TensorImpl* const like = like_x && is_floating(x) ? x : like_one ? plain(PyList_GET_ITEM(given, 0)) : nullptr;
-  if (!like) return false;
-  y = fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()));
-  return true;
+  return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y);
 }
 
 struct Made {

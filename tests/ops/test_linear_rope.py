@@ -69,7 +69,7 @@ def test_one_token_at_a_position_needs_no_checks_and_equals_the_rest(
             assert mine.is_contiguous()
             torch.testing.assert_close(mine, value)
     for wrong in ({"positions": torch.tensor([9])}, {"rotary_dim": 0}, {"kv_heads": 0}):
-        with pytest.raises(ValueError, match="rope: "):
+        with pytest.raises(ValueError, match="linear_rope: "):
             linear_rope(x, weight, bias, *table, **{**given, **wrong})
     with pytest.raises(ValueError, match="bias must have shape"):
         linear_rope(x, weight, bias[:1], *table, **given)
@@ -96,5 +96,5 @@ def test_one_token_at_a_position_needs_no_checks_and_equals_the_rest(
 def test_errors_name_what_was_expected_and_what_came(change, error, message) -> None:
     cos, sin = rope_table(8, 5)
     given = {"x": torch.randn(2, 5, 8), "weight": torch.randn(40, 8), "bias": None, "cos": cos, "sin": sin}
-    with pytest.raises(error, match=f"rope: .*{message}"):
+    with pytest.raises(error, match=f"linear_rope: .*{message}"):
         linear_rope(**{**given, "heads": 3, "kv_heads": 1, "head_dim": 8, **change})

@@ -74,17 +74,20 @@ def begin() -> None:
 @functools.cache
 def library() -> ctypes.PyDLL | None:
     """What calls kernels, built if need be; None where it cannot be built or loaded."""
+    headers = Path(sysconfig.get_path("include"))
     flags = (
-        *("-std=c++20", "-UTORCH_TARGET_VERSION", f"-I{sysconfig.get_path('include')}"),
+        *("-std=c++20", "-UTORCH_TARGET_VERSION", f"-I{headers}"),
         *(f'-DOPSMITH_TORCH="{torch.__version__}"', f'-DOPSMITH_PYTHON="{sys.version}"'),
     )
     links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
     if os.environ.get("OPSMITH_NATIVE") == "0" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
+    if not (headers / "Python.h").exists():  # a compiler would say so at the start of every process
+        return None
     try:
         path = build.build_library("direct", [SOURCE], flags=flags, links=links, tier="portable")
         found = ctypes.PyDLL(str(path))
-    except (build.BuildError, OSError):  # no headers of Python's, say
+    except (build.BuildError, OSError):  # an older compiler, say, or another PyTorch's headers
         return None
     found.opsmith_direct.restype = found.opsmith_direct_linear_row.restype = ctypes.py_object
     found.opsmith_direct.argtypes = (

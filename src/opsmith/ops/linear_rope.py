@@ -258,7 +258,7 @@ def _apart(
     """The fastest product for a weight as it is, then one pass that rotates and lays out."""
     q, k, v = _parts(linear(x, weight, bias), heads, kv_heads, head_dim)
     out = _fresh(x, heads, kv_heads, head_dim) if out is None else out
-    rotate(q, k, cos, sin, **options, out=out[:2])
+    rotate(q, k, cos, sin, **options, out=out[:2], op="linear_rope")
     out[2].copy_(v)
     return out
 

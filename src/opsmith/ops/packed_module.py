@@ -160,8 +160,11 @@ class PackedLinear(nn.Module):
         Raises:
             TypeError, ValueError: for a wrong dtype, shape or device.
         """
-        if not (isinstance(input, torch.Tensor) and input.dim() and input.shape[-1] == self.in_features):
-            # A packed weight may be padded: its shape alone does not say how many columns it has.
+        try:
+            fits = input.size(-1) == self.in_features
+        except (AttributeError, IndexError, TypeError):  # no tensor, or a number
+            fits = False
+        if not fits:  # a packed weight may be padded: its shape alone does not say how many columns it has
             got = tuple(input.shape) if isinstance(input, torch.Tensor) else type(input).__name__
             raise (ValueError if isinstance(input, torch.Tensor) else TypeError)(
                 f"packed_linear: input must be a tensor [..., {self.in_features}], got {got}"

@@ -226,8 +226,9 @@ def native_qk(
     rotary_dim: int | None = None,
     out: Pair | None = None,
     inverse: bool = False,
+    op: str = "rope_qk",
 ) -> Pair:
-    """The kernel on both, without autograd."""
+    """The kernel on both, without autograd; errors name the operator that was called."""
     yq, yk = (fresh(q), fresh(k)) if out is None else out
     dims = q.shape[-1] if rotary_dim is None else rotary_dim
     tq, tk = dense_rows(yq), dense_rows(yk)
@@ -245,7 +246,7 @@ def native_qk(
             yk=tk,
         )
     except RuntimeError:
-        name_bad_position(positions, cos, "rope_qk")
+        name_bad_position(positions, cos, op)
         raise
     return yq if tq is yq else yq.copy_(tq), yk if tk is yk else yk.copy_(tk)
 

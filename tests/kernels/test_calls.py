@@ -239,6 +239,15 @@ def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
     torch.testing.assert_close(opsmith.ops.gelu(x), torch.nn.functional.gelu(x))
 
 
+def test_what_was_asked_for_too_early_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr(calls, "_libraries", None)
+    monkeypatch.delitem(vars(calls), "gelu", raising=False)
+    assert calls.gelu is torch.ops.opsmith.gelu.default._op
+    assert vars(calls)["gelu"] is calls.gelu  # not looked up at every call
+    calls.begin()
+    assert type(calls.gelu).__name__ == "Kernel"
+
+
 def test_one_row_times_a_matrix_is_pytorchs_product():
     x, weight, bias = torch.randn(1, 1, 8), torch.randn(3, 8), torch.randn(3)
     assert torch.equal(calls.linear_row(x, weight, bias, 8), torch.nn.functional.linear(x, weight, bias))

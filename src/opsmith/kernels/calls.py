@@ -30,9 +30,8 @@ from opsmith.kernels import build
 SOURCE = Path(__file__).parent / "binding_direct.cpp"
 _TYPES = {"Tensor": "T", "Optional[Tensor]": "o", "int": "i", "float": "f", "bool": "b"}
 
-_libraries: tuple[ctypes.PyDLL, ctypes.CDLL] | None = (
-    None  # what calls, and the kernels, once they are loaded
-)
+_libraries: tuple[ctypes.PyDLL, ctypes.CDLL] | None = None  # what calls, and the loaded kernels
+_early: set[str] = set()  # names that were asked for before that
 
 
 def __getattr__(name: str) -> Any:
@@ -42,9 +41,9 @@ def __getattr__(name: str) -> Any:
     op = name.removeprefix("new_")
     overload = getattr(torch.ops.opsmith, op).default
     made = None if _libraries is None else _made(*_libraries, overload, op != name)
-    found = made or (overload._op if op == name else _not_ours)
-    if _libraries is not None:
-        globals()[name] = found
+    globals()[name] = found = made or (overload._op if op == name else _not_ours)
+    if _libraries is None:
+        _early.add(name)
     return found
 
 
@@ -68,6 +67,8 @@ def begin() -> None:
         kernels = ctypes.CDLL(str(path))
         kernels.opsmith_kernel.restype = ctypes.c_void_p
         _libraries = caller, kernels
+        while _early:
+            globals().pop(_early.pop(), None)
         globals()["linear_row"] = caller.opsmith_direct_linear_row()
 
 

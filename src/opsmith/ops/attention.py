@@ -62,11 +62,7 @@ def attention(
             y: torch.Tensor | None = calls.new_attention(q, k, v, None, at, causal, 0, 0.0)
             if y is not None:
                 return y
-        except (
-            RuntimeError,
-            IndexError,
-            AttributeError,
-        ):  # the checks say why, or values are wider than keys
+        except (RuntimeError, IndexError, AttributeError):  # the checks say why, or values are wider
             pass
     check(q, k, v, mask, scale, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)

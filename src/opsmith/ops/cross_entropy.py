@@ -105,9 +105,7 @@ def cross_entropy(
             raise
     if reduction in _REDUCED and not compiling():
         try:
-            if not 0.0 <= label_smoothing <= 1.0:
-                raise RuntimeError("the checks say which")
-            if dtype is None or dtype is torch.float32 or dtype is logits.dtype:
+            if 0.0 <= label_smoothing <= 1.0 and dtype in (None, torch.float32, logits.dtype):
                 like = _NUMBERS[dtype or logits.dtype]
                 rows, flat = logits, target
                 if logits.dim() != 2 and logits.shape[:-1] == target.shape:

@@ -78,36 +78,24 @@ def linear_cross_entropy(
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; Hsu et al., "Liger Kernel",
     2024.
     """
+    how: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "reduction": reduction,
+        "dtype": dtype,
+    }
     if not compiling():
         try:
             if target.numel() == 1 and weight.size(0) <= common.limit:  # nothing to save: as two operators
-                logits = linear(hidden, weight, bias)
-                return cross_entropy(
-                    logits,
-                    target,
-                    ignore_index=ignore_index,
-                    label_smoothing=label_smoothing,
-                    z_loss=z_loss,
-                    reduction=reduction,
-                    dtype=dtype,
-                )
+                return cross_entropy(linear(hidden, weight, bias), target, **how)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the checks say why
             pass
     _check(hidden, weight, target, bias, dtype)
     check_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if _supports(hidden, weight, target) is not True or small(target.numel() * weight.shape[0]):
         try:
-            return reference(
-                hidden,
-                weight,
-                target,
-                bias=bias,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                reduction=reduction,
-                dtype=dtype,
-            )
+            return reference(hidden, weight, target, bias=bias, **how)
         except TargetError:
             check_targets(target, weight.shape[0], ignore_index, "linear_cross_entropy")
             raise

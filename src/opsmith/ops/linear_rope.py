@@ -94,11 +94,10 @@ def linear_rope(
         dims = head_dim if rotary_dim is None else rotary_dim
         sizes = heads, kv_heads, head_dim
         try:
-            if not heads > 0 < kv_heads:
-                raise ValueError("the checks say which")
-            if dims and weight.dim() == 3:
+            usual = dims and heads > 0 < kv_heads
+            if usual and weight.dim() == 3:
                 return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
-            if dims and x.numel() == x.shape[-1] <= common.limit:
+            if usual and x.numel() == x.shape[-1] <= common.limit:
                 return _one_row(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
         except (RuntimeError, IndexError, ValueError, TypeError):  # the checks say why
             pass
@@ -401,4 +400,3 @@ CARD = register(
         source="Su et al., 2021",
     )
 )
-# In a call of one token, the overload's own call in Python would be a part that counts.

@@ -74,11 +74,7 @@ def paged_attention(
             )
             if y is not None:
                 return y
-        except (
-            RuntimeError,
-            AttributeError,
-            IndexError,
-        ):  # the checks say why, or values are wider than keys
+        except (RuntimeError, AttributeError, IndexError):  # the checks say why, or values are wider
             pass
     check(q, k_cache, v_cache, block_tables, seq_lens, window, softcap, k_scale, v_scale, out)
     if scale is not None:

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 
 from opsmith.kernels import calls
 from opsmith.operator import Implementation, Kind, Operator, Pattern, register
+from opsmith.ops import common
 from opsmith.ops.attention_check import check
 from opsmith.ops.attention_eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention_samples import cost, promised, samples, workloads
-from opsmith.ops.common import compiling, kernels, native, needs_grad, recorded, small, spread
+from opsmith.ops.common import compiling, kernels, native, needs_grad, recorded, small
+from opsmith.ops.nonzero_rows import nonzero_rows, spread
 
 
 def attention(
@@ -125,7 +127,7 @@ def last_dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    return None if mask is None else spread(mask, (*q.shape[:3], k.shape[2]))
+    return None if mask is None else common.spread(mask, (*q.shape[:3], k.shape[2]))
 
 
 def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -177,6 +179,10 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, mask, y, row_sums = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if mask is None and (some := _of_some_queries(dy, q, k, v, y, row_sums, ctx.settings)):
+            grads = (g if want else None for g, want in zip(some, wanted, strict=False))
+            return (*grads, None, None, None, None, None)
         dq, dk, dv = (torch.empty_like(last_dense(t)) for t in (q, k, v))
         torch.ops.opsmith.attention_backward.default(
             last_dense(dy),
@@ -191,9 +197,56 @@ class _Attention(torch.autograd.Function):
             dk=dk,
             dv=dv,
         )
-        wanted = ctx.needs_input_grad
         grads = (g if want else None for g, want in zip((dq, dk, dv), wanted, strict=False))
         return (*grads, None, None, None, None, None)
+
+
+def _of_some_queries(
+    dy: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    y: torch.Tensor,
+    row_sums: torch.Tensor,
+    settings: tuple[float, bool, int, float],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The gradients where dy is zero for many tokens: the other queries, as packed sequences.
+
+    None where there are not enough such tokens, where a query's position counts, or a layout is not [B, L, H, D].
+    """
+    _, causal, window, _ = settings
+    if causal or window:
+        return None
+    (batch, heads, length, _), keys = q.shape, k.shape[2]
+    tokens = [t.transpose(1, 2) for t in (dy, q, k, v, y, row_sums)]
+    if any(t.stride(0) != t.shape[1] * t.stride(1) or t.stride(3) != 1 for t in tokens[:4]):
+        return None
+    if (
+        tokens[0].stride(2) != dy.shape[3]
+        or (rows := nonzero_rows(tokens[0].flatten(0, 1).flatten(1))) is None
+    ):
+        return None
+    few_dy, few_q, few_y, few_sums = (tokens[i].flatten(0, 1).index_select(0, rows) for i in (0, 1, 4, 5))
+    all_k, all_v = tokens[2].flatten(0, 1), tokens[3].flatten(0, 1)
+    few_dq, dk, dv = (torch.empty(t.shape, dtype=q.dtype) for t in (few_q, all_k, all_v))
+    torch.ops.opsmith.attention_varlen_backward.default(
+        few_dy,
+        few_q,
+        all_k,
+        all_v,
+        few_y,
+        few_sums,
+        torch.searchsorted(rows, torch.arange(0, (batch + 1) * length, length)),
+        torch.arange(0, (batch + 1) * keys, keys),
+        *settings,
+        dq=few_dq,
+        dk=dk,
+        dv=dv,
+    )
+    dq = spread(few_dq.flatten(1), rows, batch * length)
+    shapes = ((length, heads), (keys, k.shape[1]), (keys, k.shape[1]))
+    dq, dk, dv = (t.view(batch, *n, -1).transpose(1, 2) for t, n in zip((dq, dk, dv), shapes, strict=True))
+    return dq, dk, dv
 
 
 _Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")

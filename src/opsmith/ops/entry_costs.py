@@ -25,6 +25,7 @@ __all__ = [
     "mla_kv_epilogue",
     "mla_preprocess",
     "mla_q_epilogue",
+    "nonzero_rows",
     "paged_attention",
     "reshape_and_cache",
 ]
@@ -43,6 +44,12 @@ def linear_gradient(dy: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, db
     return Cost(
         2.0 * rows * dweight.numel() + (0 if dbias is None else rows * n), nbytes(dy, x, dweight, dbias)
     )
+
+
+def nonzero_rows(x: torch.Tensor, found: torch.Tensor) -> Cost:
+    """At least the first cache line of each row."""
+    line = min(64, x.shape[1] * x.element_size())
+    return Cost(0.0, x.shape[0] * line + nbytes(found))
 
 
 def linear_rope(

@@ -359,6 +359,7 @@ CARD = register(
         entries={
             "linear_pack": entry_costs.linear_pack,
             "linear_gradient": entry_costs.linear_gradient,
+            "nonzero_rows": entry_costs.nonzero_rows,
         },
         schemas=(
             "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
@@ -367,6 +368,7 @@ CARD = register(
             "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
             "Tensor(a!) y, Tensor(b!)? before=None) -> ()",
             "linear_gradient(Tensor dy, Tensor x, *, Tensor(a!) dweight, Tensor(b!)? dbias=None) -> ()",
+            "nonzero_rows(Tensor x, *, Tensor(a!) found) -> ()",
         ),
         source="oneDNN matmul with post-operations",
     )

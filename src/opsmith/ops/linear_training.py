@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from opsmith.ops.common import as_rows, dense, fresh, in_huge_pages, recorded
+from opsmith.ops.nonzero_rows import nonzero_rows, spread
 
 _CODES = {None: 0, False: 1, True: 2}  # the kernel's numbers of no activation, and of the two GELUs
 
@@ -60,24 +61,38 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, before = ctx.saved_tensors
         need_x, need_w, need_b, need_r, _ = ctx.needs_input_grad
-        dz = rows = as_rows(dy)
-        if before is not None:
-            z = as_rows(before)
+        dz, taken, z = as_rows(dy), as_rows(x), None if before is None else as_rows(before)
+        m = dz.shape[0]
+        rows = nonzero_rows(dz)
+        if rows is not None:
+            dz, taken = dz.index_select(0, rows), taken.index_select(0, rows)
+            z = None if z is None else z.index_select(0, rows)
+        if z is not None:
             # Its memory is ours, unless there may be a second backward.
             again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
-            dz = fresh(z) if again else z
-            torch.ops.opsmith.gelu_backward.default(rows, z, None, ctx.tanh, dx=dz)
+            given, dz = dz, fresh(z) if again and rows is None else z
+            torch.ops.opsmith.gelu_backward.default(given, z, None, ctx.tanh, dx=dz)
         dx = dw = db = None
         if need_x:
-            by = weight.t() if weight.is_contiguous() else weight.t().contiguous()
-            dx = torch.ops.mkldnn._linear_pointwise.default(dz, by, None, "none", [], "").view(x.shape)
+            dx = _times(dz, weight, few=rows is not None)
+            dx = (dx if rows is None else spread(dx, rows, m)).view(x.shape)
         if need_w and not weight.is_contiguous() and weight.t().is_contiguous():
             # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
             dw = torch.empty_like(weight.t())
-            torch.ops.opsmith.linear_gradient.default(as_rows(x), dz, dweight=dw)
+            torch.ops.opsmith.linear_gradient.default(taken, dz, dweight=dw)
             dw, db = dw.t(), dz.sum(0) if need_b else None
         elif need_w or need_b:
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
             db = dy.new_empty(weight.shape[:1]) if need_b else None
-            torch.ops.opsmith.linear_gradient.default(dz, as_rows(x), dweight=dw, dbias=db)
+            torch.ops.opsmith.linear_gradient.default(dz, taken, dweight=dw, dbias=db)
         return dx, dw if need_w else None, db, dy if need_r else None, None
+
+
+def _times(dz: torch.Tensor, weight: torch.Tensor, *, few: bool) -> torch.Tensor:
+    """dz @ weight."""
+    if few and 1 in weight.stride():  # oneDNN makes a kernel for each number of rows, and this one varies
+        dx = dz.new_empty(dz.shape[0], weight.shape[1])
+        torch.ops.opsmith.linear_unpacked.default(dz, weight.t(), None, None, 0, y=dx)
+        return dx
+    by = weight.t() if weight.is_contiguous() else weight.t().contiguous()
+    return torch.ops.mkldnn._linear_pointwise.default(dz, by, None, "none", [], "")  # type: ignore[no-any-return]

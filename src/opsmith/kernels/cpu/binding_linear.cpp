@@ -88,6 +88,14 @@ void linear_gradient_op(const Tensor& dy, const Tensor& x, const Tensor& dweight
   linear_gradient(view_of(dy), view_of(x), view_of(dweight), view_of(dbias));
 }
 
+void nonzero_rows_op(const Tensor& x, const Tensor& found) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(0) > 0 && dtype_of(x) == DType::f32, "linear: x must be a float32 matrix with rows");
+  check_matrix("x", x, x, x.size(0), x.size(1));
+  STD_TORCH_CHECK(found.dim() == 1 && found.size(0) == 1 + x.size(0) && found.is_contiguous() && dtype_of(found) == DType::i64,
+                  "linear: found must be a contiguous int64 [", 1 + x.size(0), "]");
+  nonzero_rows(view_of(x), view_of(found));
+}
+
 }  // namespace
 }  // namespace opsmith
 
@@ -96,4 +104,5 @@ STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   opsmith::offer(m, "linear_packed", TORCH_BOX(&opsmith::linear_packed_op));
   opsmith::offer(m, "linear_unpacked", TORCH_BOX(&opsmith::linear_unpacked_op));
   opsmith::offer(m, "linear_gradient", TORCH_BOX(&opsmith::linear_gradient_op));
+  opsmith::offer(m, "nonzero_rows", TORCH_BOX(&opsmith::nonzero_rows_op));
 }

@@ -3,7 +3,8 @@
 //
 // A block of the result stays in the second-level cache. Piece by piece of kDepth rows, x is copied into panels of
 // PANEL columns, one of which fits the nearest cache, and dy into strips of ROWS columns; each tile of the result takes
-// the piece's sum from registers. So an accumulator sums kDepth products, and those sums are added.
+// the piece's sum from registers. So an accumulator sums kDepth products, and those sums are added. Of few rows it sums
+// fewer: they may be what is left of many, most of them zero, that a library would have summed in as many pieces.
 #include "gemm_tile.h"
 #include "linear.h"
 
@@ -11,6 +12,7 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kDepth = W == 4 ? 16 : 128;  // shorter where each product is rounded by itself
+constexpr int64_t kFewRows = 512, kShort = W == 4 ? 16 : 32;
 constexpr int64_t kMostColumns = 256;  // of x, and
 constexpr int64_t kMostRows = 384;     // of the result in a block
 constexpr int64_t kLane = 8;           // a strip's columns with what pads them, so that copying moves whole vectors
@@ -75,10 +77,10 @@ struct Gradient {
             for (int64_t i = 0; i < ROWS; ++i) {
               for (int64_t at = 0; at < PANEL; at += 16) prefetch(to + i * dweight.strides[0] + at);
             }
-            product_in_registers<FloatUnits, ROWS, VECS>(depth, a, b, PANEL, to, dweight.strides[0], first > 0);
+            multiply(depth, a, b, to, dweight.strides[0], first > 0);
             continue;
           }
-          product_in_registers<FloatUnits, ROWS, VECS>(depth, a, b, PANEL, tile, PANEL, false);
+          multiply(depth, a, b, tile, PANEL, false);
           for (int64_t i = 0; i < some; ++i) {
             float* const p = to + i * dweight.strides[0];
             for_lanes(lanes, [&](int64_t at, auto part) {
@@ -88,6 +90,13 @@ struct Gradient {
           }
         }
       }
+    }
+  }
+
+  void multiply(int64_t depth, Operand a, const float* b, float* to, int64_t stride, bool add) const {
+    const int64_t chain = m <= kFewRows ? kShort : kDepth;
+    for (int64_t i = 0; i < depth; i += chain, a.data += chain * kLane, b += chain * PANEL, add = true) {
+      product_in_registers<FloatUnits, ROWS, VECS>(std::min(chain, depth - i), a, b, PANEL, to, stride, add);
     }
   }
 

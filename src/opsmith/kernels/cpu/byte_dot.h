@@ -16,6 +16,17 @@ inline Bytes bytes_of(IVec v) { return (__m512i)v; }
 inline Four four_of(IVec v) { return (__m512i)v; }
 inline IVec dot4(IVec sum, Bytes w, Four x) { return (IVec)_mm512_dpbusd_epi32((__m512i)sum, w, x); }
 
+// v x + w y = (v + y) (w + x) - v w - x y: a multiplication less, where one is due in a cycle and two additions are. The
+// last two terms are left in, as they are common to all rows and to all columns. For v, w below 16, x from -64 to 63 and
+// y from 0 to 127.
+constexpr bool kPairsPay = true;
+inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) {
+  return (IVec)_mm512_dpbusd_epi32((__m512i)sum, _mm512_add_epi8(v, y), _mm512_add_epi8(w, x));
+}
+inline IVec rest_of_pair(IVec sum, Bytes v, Bytes w) { return dot4(sum, v, w); }
+// Of four numbers that follow each other times the next four.
+inline IVec twice_products_of_fours(IVec v) { return v * (IVec)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1); }
+
 #else
 
 struct Bytes {
@@ -60,6 +71,12 @@ inline IVec dot4(IVec sum, Bytes w, Four x) {
 }
 
 #endif
+
+constexpr bool kPairsPay = false;
+inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) { return dot4(dot4(sum, v, x), w, y); }
+inline IVec rest_of_pair(IVec sum, Bytes, Bytes) { return sum; }
+inline IVec twice_products_of_fours(IVec) { return IVec{}; }
+
 #endif
 
 inline Four broadcast_four(const int8_t* p) {

@@ -2,7 +2,9 @@
 //
 // Two digits hold 15 bits and a sign, four hold 31: more than a bfloat16 or a float has. The factors are powers of two, so
 // numbers down to a 128th of the largest of their block keep every bit, and smaller ones lose less than 2^-15 or 2^-31 of
-// the largest. One digit is the operator's own rounding (dynamic quantization): a factor for the whole row, the largest
+// the largest. Where the weight is nibbles, the lower of two digits has a bit less, so that a nibble added to it is a byte
+// still (byte_dot.h): one from -64 to 63 for the low nibbles of a step, from 0 to 127 for the high ones.
+// One digit is the operator's own rounding (dynamic quantization): a factor for the whole row, the largest
 // number at 127.
 #pragma once
 
@@ -25,12 +27,14 @@ struct FixedPoint {
   std::unique_ptr<int8_t[]> digits;  // [tile][depth / 4][row of the tile][D][4]
   std::unique_ptr<float[]> factor;   // [rows][blocks]
   std::unique_ptr<int32_t[]> sum;    // [rows][blocks][D], of each digit over a block
+  std::unique_ptr<int32_t[]> pairs;  // [rows][blocks], of the products of low digits that meet the two nibbles of a byte
 
   FixedPoint(int64_t rows, int64_t k, int64_t depth, int64_t block, int D, int tile_rows)
       : rows(rows), blocks((k + block - 1) / block), depth(depth), block(block), tiles((rows + tile_rows - 1) / tile_rows) {
     digits.reset(new int8_t[size_t(rows * depth * D)]);
     factor.reset(new float[size_t(rows * blocks)]);
     sum.reset(new int32_t[size_t(rows * blocks * D)]);
+    pairs.reset(new int32_t[size_t(rows * blocks)]);
   }
 
   int64_t first_row(int64_t tile) const { return tile * rows / tiles; }
@@ -49,20 +53,39 @@ inline float largest(const T* x, int64_t n) {
   return any(odd) ? NAN : reduce_max(most);
 }
 
+constexpr int kBits = 8;        // of a digit
+constexpr int kNibbleBits = 7;  // of the lower one of two for nibbles
+
 // Digits d of numbers k.. at `to + k / 4 * step + 4 d`, zeros up to `width`.
-template <int D, class T>
-inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, int8_t* to, int64_t step, int32_t* sum) {
-  IVec total[D] = {};
+template <int D, bool nibbles, class T>
+inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, int8_t* to, int64_t step, int32_t* sum,
+                      int32_t* pairs) {
+  IVec total[D] = {}, products{};
+  IVec below;  // what makes the low digits of the low nibbles signed
+  if constexpr (nibbles) {
+    for (int j = 0; j < W; ++j) below[j] = j & 4 ? 0 : 1 << (kNibbleBits - 1);
+  }
   for_lanes(n, [&](int64_t i, auto lanes) {
     const Vec v = keep(load(x + i, lanes), lanes, 0.0f) * multiplier;
     IVec whole = nearest_integers(v);
     int8_t digits[D][W];
 #pragma GCC unroll 4
     for (int d = 0; d < D; ++d) {
-      const IVec digit = d == D - 1 ? whole : (IVec)(whole << 24) >> 24;
+      IVec digit = whole;
+      if (d < D - 1) {
+        if constexpr (nibbles) {
+          if (W == 4) below = (IVec{} + 1 - int32_t(i / 4 % 2)) << (kNibbleBits - 1);
+          const IVec rest = (whole + below) >> kNibbleBits;
+          digit = whole - (rest << kNibbleBits);
+          products += twice_products_of_fours(digit);
+          whole = rest;
+        } else {
+          digit = (IVec)(whole << 24) >> 24;
+          whole = (whole - digit) >> kBits;
+        }
+      }
       store_low_bytes(digits[d], digit);
       total[d] += digit;
-      whole = (whole - digit) >> 8;
     }
     for (int j = 0; j < W && i + j < width; j += 4) {
 #pragma GCC unroll 4
@@ -71,19 +94,19 @@ inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, in
   });
   for (int64_t k = round_up(n, W); k < width; k += 4) std::memset(to + k / 4 * step, 0, 4 * D);
   for (int d = 0; d < D; ++d) sum[d] = reduce_add(total[d]);
+  *pairs = reduce_add(products) / 2;
 }
 
-// The largest power of two that leaves `most` times it with D digits.
-template <int D>
+// The largest power of two that leaves `most` times it with so many bits.
+template <int bits>
 inline float power_of_two(float most) {
-  constexpr int bits = 8 * D - 1;
   constexpr float limit = float(int64_t{127} << (bits - 7));  // so that the first digit is at most 127
   const int exponent = std::max(int((float_bits(most) >> 23) & 255) - 127, bits - 127);  // a float holds no power above
   const float power = bits_float(uint32_t(bits - 1 - exponent + 127) << 23);
   return most * power <= limit ? power : power / 2;
 }
 
-template <int D, class T>
+template <int D, bool nibbles, class T>
 FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_rows) {
   const int64_t m = x.sizes[0], k = x.sizes[1], depth = round_up(k, padding);
   FixedPoint f(m, k, depth, block, D, tile_rows);
@@ -103,11 +126,13 @@ FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_r
           factor = most / 127.0f;
         } else {
           const float here = largest(row + at, n);
-          multiplier = power_of_two<D>(here);
+          multiplier = power_of_two<nibbles ? kNibbleBits + 7 : kBits * D - 1>(here);
           factor = here != here ? here : 1.0f / multiplier;
         }
-        f.factor[size_t(r * f.blocks + b)] = factor;
-        to_digits<D>(row + at, n, width, multiplier, digits + at / 4 * step, step, f.sum.get() + (r * f.blocks + b) * D);
+        const int64_t i = r * f.blocks + b;
+        f.factor[size_t(i)] = factor;
+        to_digits<D, nibbles>(row + at, n, width, multiplier, digits + at / 4 * step, step, &f.sum[size_t(i * D)],
+                              &f.pairs[size_t(i)]);
       }
     }
   });

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kChunk = 512;     // of K of a panel that the rows share while it is in the nearest cache
 constexpr int64_t kMostRows = 384;  // of x that do so
 constexpr int64_t kTilesThatUnpack = 4;  // nibbles each for itself: the multiplications leave time for it
-constexpr int64_t kAhead = 8192;    // bytes from what is used to what is fetched
+constexpr int64_t kAhead = 16384;   // bytes from what is used to what is fetched
 constexpr int64_t kBlock = 128;     // of K that share a factor, where the weight names no groups
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -27,11 +27,15 @@ constexpr int kVectors = 2;
 constexpr int most_rows(int D) {
   return W == 16 ? (D == 1 ? 12 : D == 2 ? 6 : 3) : (D == 1 ? 4 : D == 2 ? 2 : 1);
 }
+// The low digits of a pair of nibbles are multiplied at once for so many rows: fewer do not pay for what is to be taken off.
+constexpr int kLeastPaired = 3, kMostPaired = 5;
 
 struct Tile {
   const int8_t* digits;
   const float* factor;   // [row][block]
   const int32_t* start;  // [row][block][D]: what a sum begins with, times the zero if there is one
+  const int32_t* pairs;  // [row][block]: what pairs are to begin with besides
+  int low_bits;          // of the lower of two digits
   int64_t blocks;        // from one row of these to the next
   const uint8_t* weight;
   int64_t pitch;         // bytes of a step
@@ -53,11 +57,12 @@ template <int D, int R, int NV, bool nibbles>
 __attribute__((noinline)) void multiply(const Tile& t) {
   // The processor fetches ahead by itself, and better, unless the arithmetic keeps it from seeing the next loads.
   constexpr bool busy = R * D * (nibbles ? 2 : 1) >= 8;
+  constexpr bool paired = kPairsPay && nibbles && D == 2 && R >= kLeastPaired && R <= kMostPaired;
   const uint8_t* w = t.weight;
   const int8_t* x = t.digits;
   int64_t k = 0;
   for (int64_t b = 0; k < t.depth; ++b) {
-    IVec sum[R][D][NV], zero[NV];
+    IVec sum[R][D][NV], zero[NV], rest[NV] = {};
     if (t.zero) {
 #pragma GCC unroll 2
       for (int n = 0; n < NV; ++n) zero[n] = to_int(load_some(t.zero + b * t.zero_stride + n * W, t.columns - n * W));
@@ -73,6 +78,10 @@ __attribute__((noinline)) void multiply(const Tile& t) {
 #pragma GCC unroll 2
           for (int n = 0; n < NV; ++n) sum[r][d][n] = start * zero[n];
         }
+        if (paired && d == 0) {
+#pragma GCC unroll 2
+          for (int n = 0; n < NV; ++n) sum[r][0][n] -= t.pairs[r * t.blocks + b];
+        }
       }
     }
     auto add = [&](const Bytes (&column)[NV]) __attribute__((always_inline)) {
@@ -87,6 +96,22 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       }
       x += 4 * R * D;
     };
+    auto add_pairs = [&](const Bytes (&low)[NV], const Bytes (&high)[NV]) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const int8_t *x_low = x + 4 * D * r, *x_high = x_low + 4 * D * R;
+        const Four low0 = broadcast_four(x_low), low1 = broadcast_four(x_low + 4);
+        const Four high0 = broadcast_four(x_high), high1 = broadcast_four(x_high + 4);
+#pragma GCC unroll 2
+        for (int n = 0; n < NV; ++n) {
+          sum[r][D - 1][n] = dot4(dot4(sum[r][D - 1][n], low[n], low1), high[n], high1);
+          sum[r][0][n] = dot_pair(sum[r][0][n], low[n], high[n], low0, high0);
+        }
+      }
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; ++n) rest[n] = rest_of_pair(rest[n], low[n], high[n]);
+      x += 8 * R * D;
+    };
     const int64_t until = std::min(k + t.block, t.depth);
     for (; k < until; k += nibbles ? 8 : 4, w += t.pitch) {
       IVec word[NV];
@@ -96,7 +121,15 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         if constexpr (busy) prefetch_far(w + kAhead + n * 4 * W);
         word[n] = load_words(w + n * 4 * W);
       }
-      if constexpr (nibbles) {
+      if constexpr (paired) {
+        Bytes high[NV];
+#pragma GCC unroll 2
+        for (int n = 0; n < NV; ++n) {
+          column[n] = bytes_of(word[n] & 0x0f0f0f0f);
+          high[n] = bytes_of((word[n] >> 4) & 0x0f0f0f0f);
+        }
+        add_pairs(column, high);
+      } else if constexpr (nibbles) {
 #pragma GCC unroll 2
         for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n] & 0x0f0f0f0f);
         add(column);
@@ -121,7 +154,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       for (int n = 0; n < NV; ++n) {
         Vec whole;
         if constexpr (D == 1) whole = to_float(sum[r][0][n]);
-        if constexpr (D == 2) whole = to_float((sum[r][1][n] << 8) + sum[r][0][n]);
+        if constexpr (D == 2) whole = to_float((sum[r][1][n] << t.low_bits) + sum[r][0][n] - rest[n]);
         if constexpr (D == 4) {
           whole = fma(to_float((sum[r][3][n] << 8) + sum[r][2][n]), 65536.0f, to_float((sum[r][1][n] << 8) + sum[r][0][n]));
         }
@@ -209,6 +242,7 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
         t.blocks = x.blocks;
         t.depth = std::min(kChunk, depth - k);
         t.block = x.block;
+        t.low_bits = nibbles ? kNibbleBits : kBits;
         t.weight = panel + k * width * width_bits / 8;
         t.pitch = 4 * width;
         t.scale_stride = grouped ? p.scale.strides[0] : 0;
@@ -228,6 +262,7 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
           t.digits = x.digits.get() + (r * depth + count * k) * D;
           t.factor = x.factor.get() + r * x.blocks + k / x.block;
           t.start = start.get() + (r * x.blocks + k / x.block) * D;
+          t.pairs = x.pairs.get() + r * x.blocks + k / x.block;
           t.sums = sums + (r - row) * kColumns;
           if (nibbles && !unpack_first) {
             if constexpr (D > 1) multiply_panel<D, true>(count, width, t);
@@ -259,13 +294,17 @@ void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, 
   if (y.sizes[0] == 0 || n == 0) return;
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    auto run = [&](auto digits, int64_t block) {
+    auto run = [&](auto digits, auto nibbles, int64_t block) {
       constexpr int D = decltype(digits)::value;
-      product<D, T>(fixed_point<D, T>(x, block, kDepth, most_rows(D)), weight, n, bias.as<T>(), y.as<T>(), y.strides[0]);
+      const bool paired = kPairsPay && nibbles && x.sizes[0] <= kTilesThatUnpack * kMostPaired;
+      product<D, T>(fixed_point<D, nibbles, T>(x, block, kDepth, paired ? kMostPaired : most_rows(D)), weight, n, bias.as<T>(),
+                    y.as<T>(), y.strides[0]);
     };
-    if (dynamic) return run(std::integral_constant<int, 1>{}, kChunk);
+    using std::integral_constant;
+    if (dynamic) return run(integral_constant<int, 1>{}, std::false_type{}, kChunk);
     constexpr int digits = std::is_same_v<T, float> ? 4 : 2;
-    run(std::integral_constant<int, digits>{}, weight.group > 0 ? weight.group : kBlock);
+    if (weight.bits == 4) return run(integral_constant<int, digits>{}, std::bool_constant<digits == 2>{}, weight.group);
+    run(integral_constant<int, digits>{}, std::false_type{}, kBlock);
   });
 }
 

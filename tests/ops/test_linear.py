@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from opsmith.kernels import triton
+from opsmith.kernels import build, triton
 from opsmith.measure import ulp
 from opsmith.ops import linear
 from opsmith.ops.common import always_native, native_library
@@ -166,3 +167,54 @@ def test_the_kernel_of_the_weights_gradient_refuses(dy: torch.Tensor, x: torch.T
     native_library()
     with pytest.raises(RuntimeError, match=message):
         torch.ops.opsmith.linear_gradient(dy, x, dweight=x.new_zeros(3, 2))
+
+
+@pytest.mark.skipif(not build.load(), reason="the native library is not available")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_few_rows_meet_the_weight_as_it_is(dtype: torch.dtype) -> None:
+    """Odd sizes, rows that are apart in memory, all epilogues in turn, results between guards."""
+    rows_kernel = CARD.implementation("rows")
+    activations = [None, *ACTIVATIONS]
+    sizes = [
+        (m, k, n) for m in (1, 2, 3, 4, 6, 9) for k in (1, 7, 33, 130, 1100) for n in (1, 3, 64, 69, 140)
+    ]
+    for case, (m, k, n) in enumerate(sizes):
+        generator = torch.Generator().manual_seed(case)
+        x = torch.randn(m, k + case % 3, generator=generator).to(dtype)[:, :k]
+        weight = (torch.randn(n, k + case % 2, generator=generator) * k**-0.5).to(dtype)[:, :k]
+        bias = torch.randn(n, generator=generator).to(dtype) if case % 3 else None
+        residual = torch.randn(m, n + 1, generator=generator).to(dtype)[:, :n] if case % 2 else None
+        call = {"activation": activations[case % len(activations)]}
+        # More than four are not for it to be chosen; a program for a range of sizes may come to hold them all the same.
+        assert (rows_kernel.supports(x, weight, bias, **call, residual=residual) is True) == (m <= 4)
+        y = torch.full((m, n + 3), torch.nan, dtype=dtype)
+        rows_kernel.fn(x, weight, bias, **call, residual=residual, out=y[:, :n])
+        eager = CARD.reference(x, weight, bias, **call, residual=residual)
+        double = [None if t is None else t.double() for t in (bias, residual)]
+        exact = CARD.reference(x.double(), weight.double(), double[0], **call, residual=double[1])
+        slack = (
+            torch.finfo(torch.float32).eps * k**0.5
+        )  # eager's largest error of few results is a matter of luck
+        verdict = CARD.tolerance.check(y[:, :n], eager, exact)
+        assert verdict.error <= verdict.bound + slack, (m, k, n, call, verdict)
+        assert bool(y[:, n:].isnan().all()), "written outside the output"
+
+
+@pytest.mark.skipif(not build.load(), reason="the native library is not available")
+def test_more_rows_a_transposed_weight_or_another_dtype_are_not_for_that_kernel() -> None:
+    rows_kernel, x, weight = CARD.implementation("rows"), torch.randn(4, 8), torch.randn(5, 8)
+    assert rows_kernel.supports(x, weight) is True
+    assert "4 rows at most, x has 5" in str(rows_kernel.supports(torch.randn(5, 8), weight))
+    assert "rows contiguous" in str(rows_kernel.supports(x, torch.randn(8, 5).t()))
+    assert "x's dtype" in str(rows_kernel.supports(x, weight.bfloat16()))
+    for given in (torch.randn(8, 5).t(), torch.randn(5, 16)[:, ::2]):
+        torch.testing.assert_close(linear(x, given), F.linear(x, given))
+
+
+@pytest.mark.skipif(not build.load(), reason="the native library is not available")
+def test_a_row_with_nan_or_infinity_keeps_to_itself() -> None:
+    x, weight = torch.ones(2, 70), torch.ones(9, 70)
+    x[0, 69], weight[3, 5] = torch.nan, torch.inf
+    y = linear(x, weight)
+    assert bool(y[0].isnan().all())
+    assert y[1].tolist() == [70, 70, 70, torch.inf, 70, 70, 70, 70, 70]

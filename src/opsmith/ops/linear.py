@@ -19,6 +19,7 @@ from opsmith.ops.common import (
     check_out,
     compiling,
     dense,
+    in_huge_pages,
     native,
     nbytes,
     needs_grad,
@@ -72,25 +73,24 @@ def linear(
 
     Source: Intel oneDNN's matmul with post-operations, through PyTorch.
     """
-    if (
-        residual is None
-        and out is None
-        and not compiling()
-        and (activation is None or activation in ACTIVATIONS)
-    ):
-        # One row times a matrix is bound by memory: oneDNN's set-up for an epilogue is dearer than its win.
-        row: torch.Tensor | None = calls.linear_row(x, weight, bias, common.limit)
-        if row is not None:
-            if activation is None:
-                return row
-            if activation in _GELUS and not row.requires_grad:
-                calls.gelu(row, None, _GELUS[activation], y=row)
-                return row
-            return ACTIVATIONS[activation](row)
+    if residual is None and out is None and not compiling() and activation in _CODES:
+        try:  # a few rows times a matrix are bound by memory, and one that is small by what stands before the product
+            if x.numel() <= _ROWS * x.shape[-1] and weight.is_contiguous():
+                y: torch.Tensor | None = calls.new_linear_rows(
+                    x, weight, bias, None, _CODES[activation], y=weight.shape[0]
+                )
+                if y is None and (y := calls.linear_row(x, weight, bias, common.limit)) is not None:
+                    y = y if activation is None else ACTIVATIONS[activation](y)
+                if y is not None:
+                    return y
+        except (RuntimeError, TypeError, AttributeError, IndexError):  # the checks say why
+            pass
     _check(x, weight, bias, activation, residual, out)
     fn = reference
     if not needs_grad(x, weight, bias, residual):
-        if _supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
+        if not compiling() and _supports_rows(x, weight) is True:  # a graph serves any number of rows
+            fn = _rows
+        elif _supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
             fn = _onednn
         elif activation in _GELUS and native(x, "gelu") is True:
             return _split(x, weight, bias, activation=activation, residual=residual, out=out)
@@ -235,7 +235,7 @@ def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
     """The weight as our kernel reads it, [1, N, K], K rounded up to pairs in bfloat16; the same for all rows."""
     n, k = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    packed = weight.new_empty(1, n, k + k % 2 if weight.dtype == torch.bfloat16 else k)
+    packed = in_huge_pages(weight.new_empty(1, n, k + k % 2 if weight.dtype == torch.bfloat16 else k))
     torch.ops.opsmith.linear_pack.default(weight, packed=packed)
     return packed
 
@@ -257,6 +257,40 @@ def _native(
         rows, packed, dense(bias), added, _CODES[activation], y=out_rows(y) if y.dim() > 1 else y.unsqueeze(0)
     )
     return y
+
+
+_ROWS = 4  # of x, at most, that our kernel multiplies by a weight as it is
+
+
+def _rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Our kernel for a few rows, which reads the weight once, as it is, at the rate of memory."""
+    y = x.new_empty((*x.shape[:-1], weight.shape[0])) if out is None else out
+    added = None if residual is None else as_rows(residual)
+    torch.ops.opsmith.linear_rows.default(
+        as_rows(x),
+        weight,
+        dense(bias),
+        added,
+        _CODES[activation],
+        y=out_rows(y) if y.dim() > 1 else y.unsqueeze(0),
+    )
+    return y
+
+
+def _supports_rows(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    if x.numel() > _ROWS * x.shape[-1]:
+        return f"for {_ROWS} rows at most, x has {x.numel() // x.shape[-1]}"
+    if weight.dtype != x.dtype or weight.stride(1) != 1:
+        return "the weight must be in x's dtype, its rows contiguous"
+    return native(x, "linear_rows")
 
 
 def _supports_native(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
@@ -341,6 +375,7 @@ CARD = register(
         implementations=[
             Implementation("onednn", _onednn, "cpu", _supports_onednn, prepack=_prepack),
             Implementation("native", _native, "cpu", _supports_native, takes_out=True, prepack=pack_weight),
+            Implementation("rows", _rows, "cpu", _supports_rows, takes_out=True),
             Implementation("split", _split, "cpu", _supports_split, takes_out=True),
             Implementation("eager", reference),
         ],
@@ -364,6 +399,8 @@ CARD = register(
         schemas=(
             "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
             "linear_packed(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int activation, *, "
+            "Tensor(a!) y) -> ()",
+            "linear_rows(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
             "Tensor(a!) y) -> ()",
             "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
             "Tensor(a!) y, Tensor(b!)? before=None) -> ()",

@@ -57,6 +57,16 @@ void linear_packed_op(const Tensor& x, const Tensor& packed, const std::optional
   linear_packed(in.view(), view_of(packed), view_of(bias), added ? added->view() : View{}, Activation(activation), out.view());
 }
 
+void linear_rows_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& residual, int64_t activation, const Tensor& y) {
+  const Rows in("linear", "x", x), out("linear", "y", y);
+  const auto added = rows_of("residual", residual);
+  STD_TORCH_CHECK(weight.dim() == 2, "linear: weight must be [N, K]");
+  check_matrix("weight", weight, x, weight.size(0), in.n());
+  check_epilogue(x, weight.size(0), bias, added, activation, out);
+  linear_rows(in.view(), view_of(weight), view_of(bias), added ? added->view() : View{}, Activation(activation), out.view());
+}
+
 void linear_unpacked_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                         const std::optional<Tensor>& residual, int64_t activation, const Tensor& y,
                         const std::optional<Tensor>& before) {
@@ -102,6 +112,7 @@ void nonzero_rows_op(const Tensor& x, const Tensor& found) {
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   opsmith::offer(m, "linear_pack", TORCH_BOX(&opsmith::linear_pack_op));
   opsmith::offer(m, "linear_packed", TORCH_BOX(&opsmith::linear_packed_op));
+  opsmith::offer(m, "linear_rows", TORCH_BOX(&opsmith::linear_rows_op));
   opsmith::offer(m, "linear_unpacked", TORCH_BOX(&opsmith::linear_unpacked_op));
   opsmith::offer(m, "linear_gradient", TORCH_BOX(&opsmith::linear_gradient_op));
   opsmith::offer(m, "nonzero_rows", TORCH_BOX(&opsmith::nonzero_rows_op));

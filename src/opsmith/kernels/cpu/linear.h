@@ -21,6 +21,9 @@ void linear_pack(View weight, View packed);
 // x [M, K], residual and y [M, N], any row stride; bias [N]. y = activation(x weight^T + bias) + residual.
 void linear_packed(View x, View packed, View bias, View residual, Activation activation, View y);
 
+// The same for a few rows of x and a weight [N, K] in x's dtype, any row stride.
+void linear_rows(View x, View weight, View bias, View residual, Activation activation, View y);
+
 // The same for a float32 weight [N, K] of which one of the strides is 1. `before`, undefined or with y's strides, gets
 // what the activation is given.
 void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y, View before);

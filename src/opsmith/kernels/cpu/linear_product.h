@@ -11,11 +11,10 @@
 
 #include "gemm_tile.h"
 #include "kept.h"
-#include "linear.h"
+#include "linear_epilogue.h"
 
 namespace opsmith {
 
-constexpr int64_t kPanel = kLinearPanel;
 constexpr int64_t kSum = 64;        // units of K that one accumulator sums
 constexpr int64_t kBlock = 384;     // units of K of a panel, at most, that the rows share while they are in cache
 constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in cache

@@ -52,6 +52,14 @@ def linear_row(x: Any, weight: Any, bias: Any, most: int) -> torch.Tensor | None
     return None
 
 
+def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
+    caller = library()
+    found = _same if caller is None else caller.opsmith_direct_in_huge_pages()
+    globals()["in_huge_pages"] = found
+    return found(t)  # type: ignore[no-any-return]
+
+
 def of(overload: Any) -> Callable[..., Any]:
     """An operator of ours as a program calls it."""
     if overload.namespace != "opsmith" or overload._overloadname != "default":
@@ -90,7 +98,12 @@ def library() -> ctypes.PyDLL | None:
         found = ctypes.PyDLL(str(path))
     except (build.BuildError, OSError):  # an older compiler, say, or another PyTorch's headers
         return None
-    found.opsmith_direct.restype = found.opsmith_direct_linear_row.restype = ctypes.py_object
+    for function in (
+        found.opsmith_direct,
+        found.opsmith_direct_linear_row,
+        found.opsmith_direct_in_huge_pages,
+    ):
+        function.restype = ctypes.py_object
     found.opsmith_direct.argtypes = (
         *(ctypes.c_void_p, ctypes.c_char_p),
         *([ctypes.py_object] * 4),
@@ -118,6 +131,10 @@ def _made(
     return caller.opsmith_direct(  # type: ignore[no-any-return]
         boxed, "".join(t or "" for t in types).encode(), overload._op, str(overload), names, defaults, makes
     )
+
+
+def _same(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 def _not_ours(*args: Any, **kwargs: Any) -> None:

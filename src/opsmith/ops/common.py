@@ -21,11 +21,7 @@ Which of the two an operator takes is measured: `benchmarks/overhead.py`, docs/g
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
-import mmap
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -165,43 +161,22 @@ def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def fresh(x: torch.Tensor) -> torch.Tensor:
-    """New contiguous memory for a result like x."""
+def fresh(x: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+    """New contiguous memory for a result like x, or of another shape."""
     # empty_like takes a third of the time of empty with a shape.
-    y = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    like = shape is None and x.is_contiguous()
+    y = torch.empty_like(x) if like else x.new_empty(x.shape if shape is None else shape)
     return y if compiling() else in_huge_pages(y)
 
 
-_HUGE = 4 << 20  # bytes from which memory comes from the system, page by page
-_PAGE = 4096
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
-
-
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
-    """Let Linux back new memory, about to be written, with pages of 2 MB, and at once.
-
-    Most of a large result's time goes to its first touch. Where two threads touch it while they write, a quarter of
-    the calls were seen to take twice as long. Memory that is there already stays as it is.
-    """
-    if t.nbytes >= _HUGE and type(t) is torch.Tensor and t.is_cpu and (libc := _libc()) is not None:
-        start = -(-t.data_ptr() // _PAGE) * _PAGE
-        size = (t.data_ptr() + t.nbytes - start) // _PAGE * _PAGE
-        resident = ctypes.c_ubyte()
-        libc.mincore(start + size // (2 * _PAGE) * _PAGE, _PAGE, ctypes.byref(resident))
-        if not resident.value & 1:
-            libc.madvise(start, size, _MADV_HUGEPAGE)  # wishes: may be refused
-            libc.madvise(start, size, _MADV_POPULATE_WRITE)
-    return t
+    """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
+    return calls.in_huge_pages(t)
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL | None:
-    if sys.platform != "linux" or mmap.PAGESIZE != _PAGE:
-        return None
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    return libc
+def soonest(kernel: Any) -> Callable[..., Any]:
+    """A kernel, an operator of ours, as it is called soonest: directly, or PyTorch's way where a graph is captured."""
+    return kernel if compiling() else calls.of(kernel)  # type: ignore[no-any-return]
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from opsmith.ops.common import (
     recorded,
     short,
     small,
+    soonest,
     writable,
 )
 
@@ -179,8 +180,8 @@ def _forward(
 ) -> torch.Tensor:
     y = out
     if y is None:
-        y = fresh(gate) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
-    GATED(*_flat(gate, up), curve, y=flat_out(y))
+        y = fresh(gate) if up is not None else fresh(gate, _half(gate.shape))
+    soonest(GATED)(*_flat(gate, up), curve, y=flat_out(y))
     return y
 
 
@@ -223,7 +224,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dgate, dup = fresh(gate), None if up is None else fresh(up)
-        torch.ops.opsmith.gated_backward.default(flat(dy), *_flat(gate, up), ctx.curve, dgate=dgate, dup=dup)
+        soonest(GATED_BACKWARD)(flat(dy), *_flat(gate, up), ctx.curve, dgate=dgate, dup=dup)
         return dgate, dup, None
 
 
@@ -318,3 +319,4 @@ GELU_CARD = register(
 )
 
 GATED = torch.ops.opsmith.gated.default
+GATED_BACKWARD = torch.ops.opsmith.gated_backward.default

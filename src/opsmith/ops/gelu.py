@@ -27,6 +27,7 @@ from opsmith.ops.common import (
     recorded,
     short,
     small,
+    soonest,
     writable,
 )
 
@@ -130,7 +131,7 @@ def _forward(
     x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None
 ) -> torch.Tensor:
     y = fresh(x) if out is None else out
-    GELU(flat(x), dense(bias), tanh, y=flat_out(y))
+    soonest(GELU)(flat(x), dense(bias), tanh, y=flat_out(y))
     return y
 
 
@@ -161,7 +162,7 @@ class _Gelu(torch.autograd.Function):
         x, bias = ctx.saved_tensors
         dx = fresh(x)
         db = bias.new_empty(bias.shape) if bias is not None and ctx.needs_input_grad[1] else None
-        torch.ops.opsmith.gelu_backward.default(flat(dy), flat(x), dense(bias), ctx.tanh, dx=dx, dbias=db)
+        soonest(GELU_BACKWARD)(flat(dy), flat(x), dense(bias), ctx.tanh, dx=dx, dbias=db)
         return dx if ctx.needs_input_grad[0] else None, db, None
 
 
@@ -278,3 +279,4 @@ BIAS_CARD = register(
 )
 
 GELU = torch.ops.opsmith.gelu.default
+GELU_BACKWARD = torch.ops.opsmith.gelu_backward.default

@@ -27,6 +27,7 @@ from opsmith.ops.common import (
     recorded,
     short,
     small,
+    soonest,
 )
 from opsmith.ops.norm import Result, check_pair, store, writes_rows
 
@@ -134,11 +135,11 @@ def _native(
     if y is None:
         y = fresh(x)
     if residual is None:
-        torch.ops.opsmith.layer_norm.default(as_rows(x), None, dense(weight), dense(bias), eps, y=out_rows(y))
+        soonest(LAYER_NORM)(as_rows(x), None, dense(weight), dense(bias), eps, y=out_rows(y))
         return y
     if summed is None:
         summed = fresh(x)
-    torch.ops.opsmith.layer_norm.default(
+    soonest(LAYER_NORM)(
         as_rows(x), as_rows(residual), dense(weight), dense(bias), eps, y=out_rows(y), summed=out_rows(summed)
     )
     return y, summed
@@ -160,7 +161,7 @@ class _LayerNorm(torch.autograd.Function):
         y = fresh(x)
         mean, rstd = torch.empty(2, rows.shape[0], dtype=torch.float32, device=x.device).unbind()
         s = x if residual is None else fresh(x)
-        torch.ops.opsmith.layer_norm.default(
+        soonest(LAYER_NORM)(
             rows,
             None if residual is None else as_rows(residual),
             dense(weight),
@@ -186,7 +187,7 @@ class _LayerNorm(torch.autograd.Function):
         dx = fresh(s) if need_x or need_r else None
         dw = fresh(weight) if need_w else None
         db = fresh(bias) if need_b else None
-        torch.ops.opsmith.layer_norm_backward.default(
+        soonest(LAYER_NORM_BACKWARD)(
             as_rows(dy),
             as_rows(dsummed) if ctx.has_residual else None,
             as_rows(s),
@@ -269,3 +270,6 @@ CARD = register(
         source="Ba, Kiros, Hinton, 2016; Welford, 1962; Chan, Golub, LeVeque, 1979",
     )
 )
+
+LAYER_NORM = torch.ops.opsmith.layer_norm.default
+LAYER_NORM_BACKWARD = torch.ops.opsmith.layer_norm_backward.default

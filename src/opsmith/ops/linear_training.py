@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import as_rows, dense, fresh, in_huge_pages, recorded
+from opsmith.ops.common import as_rows, dense, fresh, recorded
 from opsmith.ops.nonzero_rows import nonzero_rows, spread
 
 _CODES = {None: 0, False: 1, True: 2}  # the kernel's numbers of no activation, and of the two GELUs
@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
         residual: torch.Tensor | None,
         tanh: bool | None,
     ) -> torch.Tensor:
-        y = in_huge_pages(x.new_empty((*x.shape[:-1], weight.shape[0])))
+        y = fresh(x, torch.Size((*x.shape[:-1], weight.shape[0])))
         before = None if tanh is None else fresh(y)
         torch.ops.opsmith.linear_unpacked.default(
             as_rows(x),

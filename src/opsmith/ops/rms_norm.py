@@ -27,6 +27,7 @@ from opsmith.ops.common import (
     recorded,
     short,
     small,
+    soonest,
 )
 from opsmith.ops.norm import Result, check_pair, store, writes_rows
 
@@ -167,11 +168,13 @@ def _native(
     if y is None:
         y = fresh(x)
     if residual is None:
-        RMS_NORM(as_rows(x), None, dense(weight), eps, weight_offset, round_before_weight, y=out_rows(y))
+        soonest(RMS_NORM)(
+            as_rows(x), None, dense(weight), eps, weight_offset, round_before_weight, y=out_rows(y)
+        )
         return y
     if summed is None:
         summed = fresh(x)
-    RMS_NORM(
+    soonest(RMS_NORM)(
         as_rows(x),
         as_rows(residual),
         dense(weight),
@@ -201,7 +204,7 @@ class _RMSNorm(torch.autograd.Function):
         y = fresh(x)
         rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
         s = x if residual is None else fresh(x)
-        RMS_NORM(
+        soonest(RMS_NORM)(
             rows,
             None if residual is None else as_rows(residual),
             dense(weight),
@@ -227,7 +230,7 @@ class _RMSNorm(torch.autograd.Function):
         need_x, need_w, _, need_r, *_ = ctx.needs_input_grad
         dx = fresh(s) if need_x or need_r else None
         dw = fresh(weight) if need_w else None
-        torch.ops.opsmith.rms_norm_backward.default(
+        soonest(RMS_NORM_BACKWARD)(
             as_rows(dy),
             as_rows(dsummed) if ctx.has_residual else None,
             as_rows(s),
@@ -335,3 +338,4 @@ CARD = register(
 )
 
 RMS_NORM = torch.ops.opsmith.rms_norm.default
+RMS_NORM_BACKWARD = torch.ops.opsmith.rms_norm_backward.default

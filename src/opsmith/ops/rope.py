@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from opsmith.kernels import calls
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops.ascend import on_npu
-from opsmith.ops.common import check_out, compiling, fresh, kernels, native, needs_grad, recorded
+from opsmith.ops.common import check_out, compiling, fresh, kernels, native, needs_grad, recorded, soonest
 from opsmith.ops.rope_check import Pair, bad_position, check, check_key, chosen, name_bad_position
 from opsmith.ops.rope_patterns import PATTERNS
 from opsmith.ops.rope_samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
@@ -208,7 +208,9 @@ def _native(
     dims = x.shape[-1] if rotary_dim is None else rotary_dim
     target = dense_rows(y)
     try:
-        ROPE(dense_rows(x), dense_rows(cos), dense_rows(sin), positions, dims, interleaved, inverse, y=target)
+        soonest(ROPE)(
+            dense_rows(x), dense_rows(cos), dense_rows(sin), positions, dims, interleaved, inverse, y=target
+        )
     except RuntimeError:
         name_bad_position(positions, cos)
         raise
@@ -233,7 +235,7 @@ def native_qk(
     dims = q.shape[-1] if rotary_dim is None else rotary_dim
     tq, tk = dense_rows(yq), dense_rows(yk)
     try:
-        ROPE_QK(
+        soonest(ROPE_QK)(
             dense_rows(q),
             dense_rows(k),
             dense_rows(cos),

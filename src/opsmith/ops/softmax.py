@@ -27,6 +27,7 @@ from opsmith.ops.common import (
     needs_grad,
     recorded,
     small,
+    soonest,
     spread,
 )
 
@@ -205,7 +206,7 @@ def _over_rows(
         None if t is None else t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
         for t in views[:2]
     ]
-    SOFTMAX(rows[0], rows[1], scale, causal, method, y=views[2])
+    soonest(SOFTMAX)(rows[0], rows[1], scale, causal, method, y=views[2])
 
 
 def _mergeable(t: torch.Tensor, split: int) -> bool:
@@ -238,7 +239,7 @@ class _Softmax(torch.autograd.Function):
         shape = (1, -1, y.shape[-1]) if y.numel() else (1, 0, max(y.shape[-1], 1))
         rows = dy.reshape(shape)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        torch.ops.opsmith.softmax_backward.default(rows, y.view(shape), ctx.scale, dx=dx.view(shape))
+        soonest(SOFTMAX_BACKWARD)(rows, y.view(shape), ctx.scale, dx=dx.view(shape))
         return dx, None, None, None, None
 
 
@@ -319,3 +320,4 @@ CARD = register(
 )
 
 SOFTMAX = torch.ops.opsmith.softmax.default
+SOFTMAX_BACKWARD = torch.ops.opsmith.softmax_backward.default

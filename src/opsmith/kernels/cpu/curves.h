@@ -4,13 +4,9 @@
 // lower tail is kept in every type: each curve there is an exponential times something near 1.
 #pragma once
 
-#include "phi_table.h"
+#include "slope_table.h"
 
 namespace opsmith {
-
-struct ValueAndSlope {
-  Vec value, slope;
-};
 
 // e^x, 1 / x: exact to a unit or so for float32, to 1e-4 of themselves or better for what is rounded to 16 bits.
 template <class T>
@@ -78,6 +74,9 @@ struct Gelu {
 #endif
   }
   static ValueAndSlope both(Vec x) {
+#if defined(OPSMITH_AVX512)
+    if (!exact || !any(x < tail_begins)) return both_by_tables(erf_fine, erf_slope_fine, x);
+#endif
     constexpr float root_half_over_pi = 0.39894228040143268f;
     const Halves h(x);
     const Vec g = gauss(h.reach), t = tail(h.reach, g), slope = fma(h.reach * -root_half_over_pi, g, t);
@@ -151,6 +150,9 @@ struct Gelu<bfloat16> {
 #endif
   }
   static ValueAndSlope both(Vec x) {
+#if defined(OPSMITH_AVX512)
+    return both_by_tables(erf_coarse, erf_slope_coarse, x);
+#else
     const Halves h(x);
     const Vec a = h.reach, t = reciprocal_coarse(a + 2.6875f);
     const Vec square = fma(fma(a, -0.719991986f, -0.0958071185f), a, -4.80949518f);
@@ -158,6 +160,7 @@ struct Gelu<bfloat16> {
     const Vec rest = fma(fma(fma(t, -26.5837127f, 34.1891168f), t, -9.15223473f), t, 1.04143901f);
     const Vec slope = e * fma(fma(a, -0.997952534f, -0.0707924152f), a, rest);
     return {h.ramp - h.a * e, select(x < 0.0f, slope, 1.0f - slope)};
+#endif
   }
 };
 
@@ -176,6 +179,13 @@ struct GeluTanh {
 #endif
   }
   static ValueAndSlope both(Vec x) {
+#if defined(OPSMITH_AVX512)
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      return both_by_tables(tanh_coarse, tanh_slope_coarse, x);
+    } else {
+      if (!std::is_same_v<T, float> || !any(x < tail_begins)) return both_by_tables(tanh_fine, tanh_slope_fine, x);
+    }
+#endif
     const Vec c = max(-16.0f, min(16.0f, x));  // the ends are reached: there e is 0, or infinite and s 0
     const Vec e = odds(c), s = reciprocal_for<T>(1.0f + e);
     const Vec rate = fma(c * c, 6 * root_2_over_pi * cubic, 2 * root_2_over_pi);

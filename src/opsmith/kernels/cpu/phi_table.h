@@ -147,22 +147,37 @@ alignas(64) constexpr float tanh_coarse[4][32] = {
 };
 
 
-// NaN stays NaN, and -infinity times 0 is one, as in the definition.
+constexpr float nothing_left = 7.75f;  // in the last entry
+
+// Where in the tables a = |x| lies, 0 <= a <= nothing_left.
+template <int terms>
+struct Place {
+  static constexpr bool fine = terms > 4;
+  static constexpr float quarters = 3145728.0f;  // 1.5 * 2^21: added to it, a number is rounded to quarters, the last bits
+  Vec rounded, from;
+  explicit Place(Vec a) : rounded(a + quarters), from(fine ? Vec(_mm512_reduce_ps(a, 0x20 | nearest)) : a) {}
+
+  Vec coefficient(const float* of) const {
+    return _mm512_permutex2var_ps(_mm512_load_ps(of), (__m512i)rounded, _mm512_load_ps(of + 16));
+  }
+  Vec polynomial(const float (&table)[terms][32]) const {
+    Vec p = coefficient(table[terms - 1]);
+#pragma GCC unroll 8
+    for (int j = terms - 2; j >= 0; --j) p = fma(p, from, coefficient(table[j]));
+    return p;
+  }
+};
+
+// max(x, 0). NaN stays NaN, and -infinity becomes one, as times 0 in the definition.
+inline Vec ramp_of(Vec x) {
+  constexpr int32_t zero_below = 0x18531822;  // by kind: NaN to itself, infinity too, -infinity to NaN, what is negative to 0
+  return _mm512_fixupimm_ps(x, x, _mm512_set1_epi32(zero_below), 0);
+}
+
 template <int terms>
 inline Vec times_phi(const float (&table)[terms][32], Vec x) {
-  constexpr bool fine = terms > 4;
-  constexpr float quarters = 3145728.0f;  // 1.5 * 2^21: added to it, a number is rounded to quarters, the last bits
-  constexpr int32_t zero_below = 0x18531822;  // by kind: NaN to itself, infinity too, -infinity to NaN, what is negative to 0
-  const Vec ramp = _mm512_fixupimm_ps(x, x, _mm512_set1_epi32(zero_below), 0);
-  const Vec a = as_float(min(as_int(x) & 0x7fffffff, as_int(splat(7.75f))));  // as integers floats are in order, too
-  const Vec rounded = a + quarters, from = fine ? Vec(_mm512_reduce_ps(a, 0x20 | nearest)) : a;
-  auto coefficient = [&](int j) -> Vec {
-    return _mm512_permutex2var_ps(_mm512_load_ps(table[j]), (__m512i)rounded, _mm512_load_ps(table[j] + 16));
-  };
-  Vec p = coefficient(terms - 1);
-#pragma GCC unroll 8
-  for (int j = terms - 2; j >= 0; --j) p = fma(p, from, coefficient(j));
-  return fma(-a, p, ramp);
+  const Vec a = as_float(min(as_int(x) & 0x7fffffff, as_int(splat(nothing_left))));  // as integers floats are in order, too
+  return fma(-a, Place<terms>(a).polynomial(table), ramp_of(x));
 }
 
 #endif

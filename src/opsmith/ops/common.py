@@ -176,7 +176,7 @@ def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
 
 def soonest(kernel: Any) -> Callable[..., Any]:
     """A kernel, an operator of ours, as it is called soonest: directly, or PyTorch's way where a graph is captured."""
-    return kernel if compiling() else calls.of(kernel)  # type: ignore[no-any-return]
+    return kernel if compiling() else calls.of(kernel)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

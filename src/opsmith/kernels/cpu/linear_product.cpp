@@ -1,0 +1,130 @@
+// The innermost part of the linear layer's product: tiles of sums in registers.
+#include "linear_product.h"
+
+namespace opsmith {
+namespace {
+
+template <class Lanes>
+Lanes lanes_of(int count) {
+  if constexpr (std::is_same_v<Lanes, Part>) {
+    return Part{count};
+  } else {
+    return Full{};
+  }
+}
+
+// M rows by N vectors, the last of them `last` lanes wide.
+template <class Format, int M, int N, class Lanes>
+__attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
+  // Few rows leave registers for several sums that alternate: they hide latency, and each is shorter.
+  constexpr int spare = ROWS * VECS / (M * N), chains = spare >= 4 ? 4 : spare >= 2 ? 2 : 1;
+  const typename Format::X* x[M];
+#pragma GCC unroll 8
+  for (int r = 0; r < M; ++r) x[r] = t.x + r * t.x_stride;
+  const auto* columns = t.columns;
+  const char* ahead = t.ahead;
+  const auto lanes = lanes_of<Lanes>(last);
+  Vec block[M][N];  // in memory, the nearest cache's
+  for (int64_t k = 0; k < t.depth;) {
+    const int64_t summed = k;
+    Vec sum[chains][M][N];
+#pragma GCC unroll 4
+    for (int u = 0; u < chains; ++u) {
+#pragma GCC unroll 8
+      for (int r = 0; r < M; ++r) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) sum[u][r][n] = Vec{};
+      }
+    }
+    auto add_unit = [&](int i, int u) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+      for (int step = 0; step < Format::steps; ++step) {
+        Vec column[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N - 1; ++n) column[n] = Format::column(columns + n * W, step, Full{});
+        column[N - 1] = Format::column(columns + (N - 1) * W, step, lanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < M; ++r) {
+          const Vec a = Format::broadcast(x[r] + (k + i) * Format::steps + step);
+#pragma GCC unroll 8
+          for (int n = 0; n < N; ++n) sum[u][r][n] = Format::mac(a, column[n], sum[u][r][n]);
+        }
+      }
+      columns += t.ldb;
+    };
+    const int64_t until = std::min(k + kSum, t.depth);
+    for (; k + kStep <= until; k += kStep) {
+      for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
+        __builtin_prefetch(ahead, 0, 2);  // not to the nearest cache, where it would push out what is in use
+      }
+      if constexpr (std::is_same_v<Lanes, Full>) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kStep; ++i) add_unit(i, i % chains);
+      } else {  // the last panel at most: not worth the time that compiling it unrolled for each width would take
+#pragma GCC unroll 1
+        for (int i = 0; i < kStep; i += chains) {
+#pragma GCC unroll 4
+          for (int u = 0; u < chains; ++u) add_unit(i + u, u);
+        }
+      }
+    }
+    for (; k < until; ++k) add_unit(0, 0);
+#pragma GCC unroll 8
+    for (int r = 0; r < M; ++r) {
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        Vec total = sum[0][r][n];
+        if constexpr (chains == 2) total += sum[1][r][n];
+        if constexpr (chains == 4) total = (total + sum[1][r][n]) + (sum[2][r][n] + sum[3][r][n]);
+        if (summed > 0) total += block[r][n];
+        block[r][n] = total;
+        if (k == t.depth) {
+          float* p = t.sums + r * kPanel + n * W;
+          store(p, t.first ? total : load(p) + total);
+        }
+      }
+    }
+  }
+  if (t.depth == 0 && t.first) {
+    for (int r = 0; r < M; ++r) std::fill(t.sums + r * kPanel, t.sums + r * kPanel + N * W, 0.0f);
+  }
+}
+
+template <class Format, int N, class Lanes>
+inline void multiply_rows(int rows, const Tile<Format>& t, int last) {
+  switch (rows) {
+    case 1: return multiply<Format, 1, N, Lanes>(t, last);
+    case 2: return multiply<Format, 2, N, Lanes>(t, last);
+    case 3: return multiply<Format, 3, N, Lanes>(t, last);
+    case 4: return multiply<Format, 4, N, Lanes>(t, last);
+    case 5: return multiply<Format, 5, N, Lanes>(t, last);
+    default: return multiply<Format, ROWS, N, Lanes>(t, last);
+  }
+}
+
+}  // namespace
+
+template <class Format>
+void multiply_block(int rows, int64_t width, Tile<Format> t) {
+  for (; width >= PANEL; width -= PANEL, t.columns += PANEL, t.sums += PANEL) {
+    multiply_rows<Format, VECS, Full>(rows, t, W);
+    t.lines = 0;
+  }
+  const int last = int((width - 1) % W + 1);
+  switch (ceil_div(width, W)) {
+    case 0: return;
+    case 1: return multiply_rows<Format, 1, Part>(rows, t, last);
+    case 2: return multiply_rows<Format, 2, Part>(rows, t, last);
+    case 3: return multiply_rows<Format, std::min(3, VECS), Part>(rows, t, last);
+    default: return multiply_rows<Format, VECS, Part>(rows, t, last);
+  }
+}
+
+template void multiply_block(int, int64_t, Tile<FloatFormat>);
+template void multiply_block(int, int64_t, Tile<HalfFormat>);
+template void multiply_block(int, int64_t, Tile<WideBFloatFormat>);
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+template void multiply_block(int, int64_t, Tile<BFloatFormat>);
+#endif
+
+}  // namespace opsmith

@@ -149,6 +149,24 @@ def test_other_inputs_are_used_in_the_third_call() -> None:
     assert shapes == [(4,), (4,), (7,)]
 
 
+def test_fewer_calls_are_the_first_ones() -> None:
+    x = torch.randn(8)
+    seen: list[torch.Tensor] = []
+
+    def exp(given: torch.Tensor) -> torch.Tensor:
+        seen.append(given.clone())
+        return given.exp()
+
+    assert check_call(exp, (x,), torch.exp, 1e-5, calls=1).calls == 1
+    assert len(seen) == 1
+    assert torch.equal(seen[0], x)
+    assert check_call(exp, (x,), torch.exp, 1e-5).calls == 3
+    assert len(seen) == 4
+    for calls in (0, 4):
+        with pytest.raises(ValueError, match=rf"calls must be 1, 2 or 3, got {calls}"):
+            check_call(exp, (x,), torch.exp, 1e-5, calls=calls)
+
+
 @pytest.mark.parametrize(
     ("got", "expected"),
     [

@@ -84,8 +84,10 @@ def run_both_ways(fn: Callable[[Any], list[Any]], calls: list[Sample]) -> list[l
 def test_implementations_and_gradients_keep_the_tolerance(card: Operator, dtype: torch.dtype) -> None:
     """Values, out= and gradients of all samples, in memory filled with NaN, the inputs left as they were."""
     assert dtype in card.dtypes
-    # Interpreted kernels take minutes: they are run into given memory alone, which is the harder case.
-    findings = list(verify(card, [dtype], allocating=not triton.INTERPRETED))
+    # Interpreted kernels take minutes: they are run into given memory alone, which is the harder case, and what shows
+    # that their callers keep nothing from one call to the next, which no dtype has to do with, in one dtype.
+    calls = 1 if triton.INTERPRETED and dtype != torch.float32 else 3
+    findings = list(verify(card, [dtype], allocating=not triton.INTERPRETED, calls=calls))
     tried = {f.implementation for f in findings}
     # Where Triton's interpreter has the CPU, what is written in C++ takes no call.
     refused = {i.name for i in card.implementations if i.device == "cpu" and i.name != "triton"}

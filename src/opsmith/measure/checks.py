@@ -273,6 +273,7 @@ def check_call(
     *,
     outs: Sequence[torch.Tensor] = (),
     other_inputs: Sequence[Any] | None = None,
+    calls: int = 3,
     name: str = "call",
 ) -> Checked:
     """Calls `fn` three times, under conditions in which a cheat fails, and compares with a float64 reference.
@@ -293,15 +294,19 @@ def check_call(
         outs: output buffers that `fn` writes; only their shape, strides and dtype are used.
         other_inputs: arguments of the third call; the same values in another order by default, which keeps
             indices in range, masks masks, and offsets (integers from 0 that never decrease) offsets.
+        calls: the first of these alone, where others have shown that nothing is kept from one call to the next.
         name: the contestant, for the error.
 
     Raises:
         WrongResult: naming the contestant, the fault, and the error.
+        ValueError: `calls` is not 1, 2 or 3.
     """
+    if calls not in (1, 2, 3):
+        raise ValueError(f"check_call: calls must be 1, 2 or 3, got {calls!r}")
     copy = _Copy(inputs)
     error, allowed = 0.0, 0.0
     previous: list[torch.Tensor] = []
-    for turn in range(3):
+    for turn in range(calls):
         if turn == 1:
             copy.vary(turn)
         elif turn == 2:
@@ -325,4 +330,4 @@ def check_call(
         if seen[0] >= error:
             error, allowed = seen
         previous = [tensor.detach().clone() for tensor in tensors_of(got)]
-    return Checked(error, allowed, 3)
+    return Checked(error, allowed, calls)

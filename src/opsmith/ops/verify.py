@@ -50,6 +50,7 @@ def verify(
     device: str = "cpu",
     *,
     allocating: bool = True,
+    calls: int = 3,
 ) -> Iterator[Finding]:
     """Yield a finding for every check of an operator on this machine.
 
@@ -62,10 +63,11 @@ def verify(
         dtypes: of the inputs; by default all that the card names.
         device: where the samples live.
         allocating: call implementations that write into `out=` without it too.
+        calls: of each implementation with each sample, as `check_call` makes them.
     """
     for dtype in dtypes or card.dtypes:
         for sample in card.samples(Make(dtype, device)):
-            check = partial(examine, card, short(dtype), sample)
+            check = partial(examine, card, short(dtype), sample, calls=calls)
             known: list[Known] = []  # every implementation is held to the same numbers
             if card.differentiable:
                 yield check(FUNCTION, "gradients", partial(backward, card.function), differentiated=True)
@@ -91,6 +93,7 @@ def examine(
     differentiated: bool = False,
     into: bool = False,
     known: list[Known] | None = None,
+    calls: int = 3,
 ) -> Finding:
     """The finding of one check; what it raises is a finding too.
 
@@ -104,6 +107,7 @@ def examine(
         differentiated: they are gradients.
         into: they are written into `outs`.
         known: what the reference gave in other checks of this sample and of the same kind, and will have given in this.
+        calls: of `fn`, as `check_call` makes them.
     """
     inputs = (sample.args, dict(sample.kwargs))
     elements = sum(t.numel() for t in tensors_of(inputs))
@@ -116,7 +120,9 @@ def examine(
             else []
         )
         with always_native():
-            seen = check_call(fn, inputs, truth, truth.tolerance, outs=outs, name=f"{card.name} {name}")
+            seen = check_call(
+                fn, inputs, truth, truth.tolerance, outs=outs, calls=calls, name=f"{card.name} {name}"
+            )
     except WrongResult as wrong:
         return report(False, wrong.error, wrong.allowed, str(wrong))
     except Exception as raised:

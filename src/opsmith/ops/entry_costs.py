@@ -38,7 +38,9 @@ def linear_pack(weight: torch.Tensor, packed: torch.Tensor) -> Cost:
     return Cost(0.0, nbytes(weight, packed))
 
 
-def linear_gradient(dy: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, dbias: Maybe = None) -> Cost:
+def linear_gradient(
+    dy: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, dbias: Maybe = None, **rest: Any
+) -> Cost:
     """A product that sums over the rows, and the sum of the rows."""
     rows, n = dy.shape
     return Cost(

@@ -404,7 +404,8 @@ CARD = register(
             "Tensor(a!) y) -> ()",
             "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
             "Tensor(a!) y, Tensor(b!)? before=None) -> ()",
-            "linear_gradient(Tensor dy, Tensor x, *, Tensor(a!) dweight, Tensor(b!)? dbias=None) -> ()",
+            "linear_gradient(Tensor dy, Tensor x, bool shortly=False, *, Tensor(a!) dweight, "
+            "Tensor(b!)? dbias=None) -> ()",
             "nonzero_rows(Tensor x, *, Tensor(a!) found) -> ()",
         ),
         source="oneDNN matmul with post-operations",

@@ -64,6 +64,7 @@ class _Linear(torch.autograd.Function):
         dz, taken, z = as_rows(dy), as_rows(x), None if before is None else as_rows(before)
         m = dz.shape[0]
         rows = nonzero_rows(dz)
+        few = rows is not None
         if rows is not None:
             dz, taken = dz.index_select(0, rows), taken.index_select(0, rows)
             z = None if z is None else z.index_select(0, rows)
@@ -74,17 +75,17 @@ class _Linear(torch.autograd.Function):
             torch.ops.opsmith.gelu_backward.default(given, z, None, ctx.tanh, dx=dz)
         dx = dw = db = None
         if need_x:
-            dx = _times(dz, weight, few=rows is not None)
+            dx = _times(dz, weight, few=few)
             dx = (dx if rows is None else spread(dx, rows, m)).view(x.shape)
         if need_w and not weight.is_contiguous() and weight.t().is_contiguous():
             # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
             dw = torch.empty_like(weight.t())
-            torch.ops.opsmith.linear_gradient.default(taken, dz, dweight=dw)
+            torch.ops.opsmith.linear_gradient.default(taken, dz, few, dweight=dw)
             dw, db = dw.t(), dz.sum(0) if need_b else None
         elif need_w or need_b:
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
             db = dy.new_empty(weight.shape[:1]) if need_b else None
-            torch.ops.opsmith.linear_gradient.default(dz, taken, dweight=dw, dbias=db)
+            torch.ops.opsmith.linear_gradient.default(dz, taken, few, dweight=dw, dbias=db)
         return dx, dw if need_w else None, db, dy if need_r else None, None
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from opsmith.kernels.triton import INTERPRETED
+from opsmith.ops.common import native
 from opsmith.ops.cross_entropy import REDUCTIONS
 from opsmith.ops.linear import ONEDNN_DTYPES
 
@@ -337,12 +338,19 @@ def _gradients(
 def _sum_over_rows(d: torch.Tensor, logits: _Logits, out: torch.Tensor) -> None:
     """out = d.T @ hidden.
 
-    MKL sums a few rows in one chain. PyTorch has the ignored ones in between, and so shorter chains of the others: they
-    are cut here, where the result is small enough to be added to in cache.
+    Libraries sum a few rows in one chain. PyTorch has the ignored ones in between, and so shorter chains of the
+    others: they are cut here, where the result is small enough to be added to in cache.
     """
     few = (
         d.is_cpu and d.dtype == torch.float32 and logits.classes <= _ONEDNN_CHAIN and logits.rows <= _FEW_ROWS
     )
+    if logits.rows == 1:  # the library's product reads what it writes
+        torch.mul(d.t(), logits.hidden, out=out)
+        return
+    wide = logits.rows >= _ONEDNN_ROWS and d.dtype == torch.float32 and out.stride(1) == 1
+    if wide and native(d, "linear_gradient") is True:
+        torch.ops.opsmith.linear_gradient.default(d, logits.hidden, few, dweight=out)
+        return
     step = _SHORT if few else max(logits.rows, 1)
     torch.mm(d[:step].t(), logits.hidden[:step], out=out)
     for first in range(step, logits.rows, step):

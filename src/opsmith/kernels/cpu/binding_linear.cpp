@@ -84,7 +84,8 @@ void linear_unpacked_op(const Tensor& x, const Tensor& weight, const std::option
                   out.view(), view_of(before));
 }
 
-void linear_gradient_op(const Tensor& dy, const Tensor& x, const Tensor& dweight, const std::optional<Tensor>& dbias) {
+void linear_gradient_op(const Tensor& dy, const Tensor& x, bool shortly, const Tensor& dweight,
+                        const std::optional<Tensor>& dbias) {
   STD_TORCH_CHECK(dy.dim() == 2 && x.dim() == 2 && dtype_of(x) == DType::f32, "linear: dy and x must be float32 matrices");
   const int64_t m = x.size(0), k = x.size(1), n = dy.size(1);
   STD_TORCH_CHECK(m > 0 && k > 0 && n > 0, "linear: there is nothing to multiply");
@@ -95,7 +96,7 @@ void linear_gradient_op(const Tensor& dy, const Tensor& x, const Tensor& dweight
     STD_TORCH_CHECK(dbias->dim() == 1 && dbias->size(0) == n && dbias->is_contiguous() && dtype_of(*dbias) == DType::f32,
                     "linear: dbias must be a contiguous float32 [", n, "]");
   }
-  linear_gradient(view_of(dy), view_of(x), view_of(dweight), view_of(dbias));
+  linear_gradient(view_of(dy), view_of(x), shortly, view_of(dweight), view_of(dbias));
 }
 
 void nonzero_rows_op(const Tensor& x, const Tensor& found) {

@@ -29,8 +29,8 @@ void linear_rows(View x, View weight, View bias, View residual, Activation activ
 void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y, View before);
 
 // float32. dy [M, N], x [M, K], dweight [N, K], any row stride; dbias [N] or undefined; no size is 0.
-// dweight = dy^T x; dbias = the sum of dy's rows.
-void linear_gradient(const View& dy, const View& x, const View& dweight, const View& dbias);
+// dweight = dy^T x, summed in shorter chains where `shortly`; dbias = the sum of dy's rows.
+void linear_gradient(const View& dy, const View& x, bool shortly, const View& dweight, const View& dbias);
 
 // float32. x [M, N], any row stride, M > 0; found int64 [1 + M]: how many rows are not zero, and which, in order. If none is,
 // row 0 stands for them.

@@ -3,8 +3,8 @@
 //
 // A block of the result stays in the second-level cache. Piece by piece of kDepth rows, x is copied into panels of
 // PANEL columns, one of which fits the nearest cache, and dy into strips of ROWS columns; each tile of the result takes
-// the piece's sum from registers. So an accumulator sums kDepth products, and those sums are added. Of few rows it sums
-// fewer: they may be what is left of many, most of them zero, that a library would have summed in as many pieces.
+// the piece's sum from registers. So an accumulator sums kDepth products, and those sums are added. It sums fewer
+// where that is asked for: of rows that are left of many, most of them zero, a library makes as many pieces as of all.
 #include "gemm_tile.h"
 #include "linear.h"
 
@@ -12,7 +12,7 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kDepth = W == 4 ? 16 : 128;  // shorter where each product is rounded by itself
-constexpr int64_t kFewRows = 512, kShort = W == 4 ? 16 : 32;
+constexpr int64_t kShort = W == 4 ? 16 : 32;
 constexpr int64_t kMostColumns = 256;  // of x, and
 constexpr int64_t kMostRows = 384;     // of the result in a block
 constexpr int64_t kLane = 8;           // a strip's columns with what pads them, so that copying moves whole vectors
@@ -20,11 +20,12 @@ constexpr int64_t kStrip = kDepth * kLane + 16;  // strips a power of two apart 
 
 struct Gradient {
   const View &dy, &x, &dweight, &dbias;
-  int64_t m, n, k;
+  int64_t m, n, k, chain;
   int64_t row_blocks, column_blocks, rows, columns;  // rows and columns of the largest block
 
-  Gradient(const View& dy, const View& x, const View& dweight, const View& dbias)
-      : dy(dy), x(x), dweight(dweight), dbias(dbias), m(dy.sizes[0]), n(dy.sizes[1]), k(x.sizes[1]) {
+  Gradient(const View& dy, const View& x, bool shortly, const View& dweight, const View& dbias)
+      : dy(dy), x(x), dweight(dweight), dbias(dbias), m(dy.sizes[0]), n(dy.sizes[1]), k(x.sizes[1]),
+        chain(shortly ? kShort : kDepth) {
     const int64_t threads = num_threads();
     column_blocks = ceil_div(k, kMostColumns);
     row_blocks = ceil_div(n, kMostRows);
@@ -94,7 +95,6 @@ struct Gradient {
   }
 
   void multiply(int64_t depth, Operand a, const float* b, float* to, int64_t stride, bool add) const {
-    const int64_t chain = m <= kFewRows ? kShort : kDepth;
     for (int64_t i = 0; i < depth; i += chain, a.data += chain * kLane, b += chain * PANEL, add = true) {
       product_in_registers<FloatUnits, ROWS, VECS>(std::min(chain, depth - i), a, b, PANEL, to, stride, add);
     }
@@ -148,8 +148,8 @@ struct Gradient {
 
 }  // namespace
 
-void linear_gradient(const View& dy, const View& x, const View& dweight, const View& dbias) {
-  Gradient(dy, x, dweight, dbias).run();
+void linear_gradient(const View& dy, const View& x, bool shortly, const View& dweight, const View& dbias) {
+  Gradient(dy, x, shortly, dweight, dbias).run();
 }
 
 }  // namespace opsmith

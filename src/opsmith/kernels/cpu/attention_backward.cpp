@@ -34,7 +34,8 @@ class AttentionBackward {
       : p_(p), x_(x), depth_(ceil_div(p.dim, pack)), value_depth_(ceil_div(p.value_dim, pack)),
         width_(round_up(p.dim, W)), value_width_(round_up(p.value_dim, W)) {
     const int64_t key_bytes = 4 * (depth_ + width_ / pack + value_depth_);
-    tile_ = std::clamp<int64_t>(kTileBytes / key_bytes / PANEL * PANEL, PANEL, kMaxTile);
+    // In float32 a strip's tile comes from the second-level cache in any case, and a row that is one tile needs no delta.
+    tile_ = precise ? kMaxTile : std::clamp<int64_t>(kTileBytes / key_bytes / PANEL * PANEL, PANEL, kMaxTile);
     tile_ = std::min(tile_, std::max<int64_t>(round_up(p.keys, PANEL), PANEL));
     tiles_ = ceil_div(p.keys, tile_);
     block_ = std::min(kBlock, round_up(p.rows(), ROWS));
@@ -66,6 +67,8 @@ class AttentionBackward {
 
  private:
   int64_t heads() const { return p_.batch * p_.kv_heads; }
+
+  bool whole_rows() const { return precise && tiles_ == 1; }  // all keys of a row are in one tile
 
   double head_cycles() const {
     const double pairs = double(p_.rows()) * double(p_.keys) * (p_.options.causal ? 0.5 : 1.0);
@@ -152,6 +155,7 @@ class AttentionBackward {
     set_lanes(to.dq, 0, padded * width_);
     pack_rows<Units>(q, length, at.rows, p_.dim, to.q_rows, width_);
     pack_rows<Units>(dout, value_length, at.rows, p_.value_dim, to.dout_rows, value_width_);
+    if (whole_rows()) return;
     for (int64_t r = 0; r < at.rows; r += ROWS) sum_deltas(at, to, r, int(std::min<int64_t>(ROWS, at.rows - r)));
   }
 
@@ -254,7 +258,7 @@ class AttentionBackward {
     const bool capped = p_.options.softcap > 0;
     // As the forward pass weighs, exact where a mask holds the lowest float.
     const auto weigh = [&](int64_t j) { return exp2<precise>((load(scores + j) - largest) * exponent) * inverse; };
-    if (precise && tiles_ == 1) {  // the whole row is here: this delta has the rounding errors of what it is taken from
+    if (whole_rows()) {  // this delta has the rounding errors of what it is taken from
       Vec sum{};
       for (int64_t j = 0; j < vecs * W; j += W) {
         const Vec weight = weigh(j);
@@ -264,7 +268,7 @@ class AttentionBackward {
       delta = reduce_add(sum);
     }
     for (int64_t j = 0; j < vecs * W; j += W) {
-      const Vec weight = precise && tiles_ == 1 ? load(scores + j) : weigh(j);
+      const Vec weight = whole_rows() ? load(scores + j) : weigh(j);
       Vec gradient = weight * (load(gradients + j) - delta);
       if (capped) gradient *= load(to.slope + j);
       store(p + j, weight);

@@ -291,3 +291,12 @@ def test_one_row_times_a_matrix_is_pytorchs_product():
 )
 def test_any_other_product_is_not_for_us(args):
     assert calls.linear_row(*args) is None
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,)], ids=str)
+def test_a_result_is_the_rows_that_ids_pick(shape):
+    table = torch.randn(7, 5)
+    ids = torch.randint(0, 7, shape)
+    assert torch.equal(calls.new_embedding(ids, table, y=[table, ...]), table[ids])
+    assert calls.new_embedding(ids, table, y=[table.to("meta"), ...]) is None
+    assert calls.new_embedding(ids, table, y=[torch.tensor(1.0), ...]) is None

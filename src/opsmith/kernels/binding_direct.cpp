@@ -165,7 +165,8 @@ bool is_floating(const c10::TensorImpl* t) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// A result as the call describes it: in a list the tensor that it is like, the sizes instead of x's last one, or like x.
+// A result as the call describes it: in a list the tensor that it is like; in a list of two the table of which x picks rows; the sizes
+// instead of x's last one; or like x.
 bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
   if (PyLong_CheckExact(given) || PyTuple_CheckExact(given)) {
     if (x->dim() == 0 || !is_floating(x)) return false;
@@ -179,6 +180,13 @@ bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
       sizes.push_back(size);
     }
     return fresh(sizes, c10::typeMetaToScalarType(x->dtype()), y);
+  }
+  if (PyList_CheckExact(given) && PyList_GET_SIZE(given) == 2) {
+    const c10::TensorImpl* const table = plain(PyList_GET_ITEM(given, 0));
+    if (!table || table->dim() == 0) return false;
+    c10::SmallVector<int64_t, 6> sizes(x->sizes().begin(), x->sizes().end());
+    sizes.append(table->sizes().begin() + 1, table->sizes().end());
+    return fresh(sizes, c10::typeMetaToScalarType(table->dtype()), y);
   }
   const bool like_x = given == Py_Ellipsis || given == Py_True;
   const bool like_one = PyList_CheckExact(given) && PyList_GET_SIZE(given) == 1;

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
 from opsmith.ops.common import (
@@ -20,6 +21,7 @@ from opsmith.ops.common import (
     compiling,
     kernels,
     native,
+    native_library,
     needs_grad,
     out_rows,
     recorded,
@@ -70,8 +72,13 @@ def embedding(
     Source: Mikolov et al., "Efficient Estimation of Word Representations in Vector Space", 2013.
     """
     if out is None and not compiling():
-        # Looking at each argument would take as long as a short gather, so PyTorch does it on its way.
+        # Looking at each argument would take as long as a short gather, so the kernel or PyTorch does it on its way.
         try:
+            if padding_idx is None and ids.numel() <= _FEW and table.is_contiguous():
+                y: torch.Tensor | None = calls.new_embedding(ids, table, y=[table, ...])
+                if y is not None:
+                    return y
+                native_library()  # from now on
             if (
                 not (recording() and table.requires_grad)
                 and (padding_idx is None or -(rows := table.shape[0]) <= padding_idx < rows)

@@ -28,7 +28,6 @@ from opsmith.ops.common import (
 )
 from opsmith.ops.linear_training import with_gradients
 
-_linear = torch._C._nn.linear
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),

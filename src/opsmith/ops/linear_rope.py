@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from opsmith.kernels import calls, triton
 from opsmith.operator import Implementation, Kind, Operator, register
-from opsmith.ops import common, entry_costs
+from opsmith.ops import entry_costs
 from opsmith.ops.common import (
     as_rows,
     check_float,
@@ -31,7 +31,6 @@ from opsmith.ops.rope import dense_rows, reference_qk
 from opsmith.ops.rope import native_qk as rotate
 from opsmith.ops.rope_check import check_table, chosen, name_bad_position
 
-_linear = torch._C._nn.linear
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _LONGEST = (
     512  # least common multiple of a head's size and a panel of the packed weight, for the fused C++ kernel
@@ -97,7 +96,7 @@ def linear_rope(
             usual = dims and heads > 0 < kv_heads
             if usual and weight.dim() == 3:
                 return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
-            if usual and x.numel() == x.shape[-1] <= common.limit:
+            if usual and x.numel() == x.shape[-1]:
                 return _one_row(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
         except (RuntimeError, IndexError, ValueError, TypeError):  # the checks say why
             pass
@@ -138,7 +137,7 @@ def _one_row(
     if bias is not None and bias.shape != (n,):
         raise ValueError("a bias that would be broadcast")
     shape = (1, heads + 2 * kv_heads, 1, head_dim) if x.dim() == 3 else (*x.shape[:-1], -1, head_dim)
-    q, k, v = _linear(x, weight, bias).view(shape).split_with_sizes((heads, kv_heads, kv_heads), 1)
+    q, k, v = linear(x, weight, bias).view(shape).split_with_sizes((heads, kv_heads, kv_heads), 1)
     calls.rope_qk(q, k, cos, sin, positions, dims, interleaved, False, yq=q, yk=k)
     return q, k, v
 

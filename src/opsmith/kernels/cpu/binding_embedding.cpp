@@ -53,7 +53,9 @@ void embedding_op(Tensor ids, Tensor table, Tensor y) {
   const Ids id(op, ids, table.size(0));
   const int64_t n = table.size(1);
   const Matrix out(op, "y", y, id.size(), n);
-  STD_TORCH_CHECK(out.view().dtype == dtype_of(table), op, ": y must have the table's dtype");
+  const DType dtype = dtype_of(table);
+  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, op, ": table must be floating-point");
+  STD_TORCH_CHECK(out.view().dtype == dtype, op, ": y must have the table's dtype");
   embedding(id.view(), Matrix(op, "table", table, table.size(0), n).view(), out.view());
 }
 

@@ -10,7 +10,7 @@ template <class T, class F>
 void forward(const View& gate, const View& up, const View& y) {
   const Walk walk({&gate, &up, &y});
   const int64_t g_ahead = walk.ahead(gate), u_ahead = walk.ahead(up);
-  const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)));
+  const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)), 3);
   parallel_rows(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* g = walk.row<T>(gate, r);
@@ -32,7 +32,7 @@ template <class T, class F>
 void backward(const View& dy, const View& gate, const View& up, const View& dgate, const View& dup) {
   const Walk walk({&dy, &gate, &up, &dgate, &dup});
   const int64_t d_ahead = walk.ahead(dy), g_ahead = walk.ahead(gate), u_ahead = walk.ahead(up);
-  const bool past_cache = outlives_cache(2 * walk.total * int64_t(sizeof(T)));
+  const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)), 5);
   parallel_rows(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* d = walk.row<T>(dy, r);

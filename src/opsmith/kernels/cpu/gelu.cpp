@@ -32,7 +32,7 @@ void forward(const View& x, const View& bias, const View& y) {
 template <class T, class F>
 void backward(const View& dy, const View& x, const View& bias, const View& dx) {
   const Walk walk({&dy, &x, &dx}, !bias.defined());
-  const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)));
+  const bool past_cache = outlives_cache(walk.total * int64_t(sizeof(T)), 3);
   const T* const b = bias.as<T>();
   parallel_rows(walk.count, walk.grain(), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -59,7 +59,7 @@ template <class T, class F>
 void backward_of_bias(const View& dy, const View& x, const View& bias, const View& dx, const View& dbias) {
   constexpr int64_t group = 4;
   const int64_t rows = x.sizes[0], n = x.sizes[1], ds = dy.strides[0], xs = x.strides[0], os = dx.strides[0];
-  const bool past_cache = outlives_cache(rows * n * int64_t(sizeof(T)));
+  const bool past_cache = outlives_cache(rows * n * int64_t(sizeof(T)), 3);
   const T* const b = bias.as<T>();
   ColumnSums<1> sums(rows, n, row_grain(n, Walk::task));
   sums.over_rows([&](int64_t begin, int64_t end, const auto& to) {

@@ -180,7 +180,8 @@ void norm_backward(const NormGradients& of, const View& weight, float offset, co
   with_float_type(of.s.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     if (of.dx.defined()) {
-      const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T))) && can_stream_rows<T>(of.dx);
+      const int64_t tensors = of.dsummed.defined() ? 4 : 3;
+      const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T)), tensors) && can_stream_rows<T>(of.dx);
       with_parameter_type<T>(offset != 0.0f, weight, View{}, [&](auto* p) {
         using P = std::remove_pointer_t<decltype(p)>;
         const Parameter<T, P> w(weight, n, 1.0f, offset);

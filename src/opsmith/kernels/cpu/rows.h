@@ -59,11 +59,11 @@ inline int64_t last_level_cache() {
   return found > 0 ? found : int64_t{32} << 20;
 }
 
-// Whether results this large are gone from the cache before anyone reads them: then writing them past the cache
-// saves reading each line before it is overwritten.
-inline bool outlives_cache(int64_t bytes) {
+// Whether results are gone from the cache before anyone reads them: then writing them past the cache saves reading each line
+// before it is overwritten. So it is where all that a call reads and writes, `tensors` of so many bytes, has no room there.
+inline bool outlives_cache(int64_t bytes, int64_t tensors = 2) {
   static const int64_t cache = last_level_cache();
-  return bytes > cache / 2;
+  return bytes * tensors > cache;
 }
 
 // Stores past the cache wait for the address of a new page, and what comes after them with them: it is looked up one page

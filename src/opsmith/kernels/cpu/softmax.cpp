@@ -302,7 +302,7 @@ inline double dot_and_write(const Gradient<T> next, int64_t n, const Gradient<T>
 template <class T>
 void backward(const View& dy, const View& y, float scale, const View& dx) {
   const int64_t L = y.sizes[1], S = y.sizes[2], rows = y.sizes[0] * L;
-  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T)));
+  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T)), 3);
   parallel_rows(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
     Gradient<T> last;
     for (int64_t r = begin; r < end; ++r) {

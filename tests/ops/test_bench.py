@@ -1,5 +1,6 @@
 """Benchmarks: what takes part, on what, and that a wrong result prints no time. No time is asserted."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from opsmith import measure
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
 from opsmith.ops.bench import bench, workloads
+from opsmith.ops.passes import ColdData
 
 
 def negate(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,11 +63,31 @@ def test_workloads_of_the_card_are_what_is_timed() -> None:
 
 def test_large_outputs_are_timed_on_fresh_pages_and_in_reused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opsmith.ops.bench._FRESH_PAGES", 64 * 64 * 4)
+    (small,) = run(card(workloads=lambda make: iter([Sample("big", (make(64, 64),))])))
+    assert list(small.columns) == ["cold", "reused", "warm"]
+    assert small.columns["cold"].notes == {"outputs": "as the allocator gives them"}
+    monkeypatch.setattr("opsmith.ops.bench._ALWAYS_FRESH", 64 * 64 * 4)
+    machine = dataclasses.replace(measure.describe(), caches=(measure.Cache(1, 64 * 64, 1),))
+    monkeypatch.setattr(measure, "describe", lambda: machine)
     (result,) = run(card(workloads=lambda make: iter([Sample("big", (make(64, 64),))])))
     assert list(result.columns) == ["cold", "reused"]
+    assert result.columns["cold"].notes == {"outputs": "on fresh pages"}
     assert set(result.columns["cold"].names) == {"mine", "eager"}
     assert set(result.columns["reused"].names) == {"mine", "mine, out=", "eager"}
     assert result.columns["reused"].notes == {"outputs": "in memory of earlier ones"}
+
+
+def test_autograds_code_is_back_after_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    grad = torch.autograd.grad
+
+    def backward(*args: Any, **options: Any) -> Any:
+        events.append("backward")
+        return grad(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    ColdData(lambda: events.append("flush"))()
+    assert events == ["flush", "backward"]
 
 
 def test_the_peak_is_that_of_each_contestant() -> None:

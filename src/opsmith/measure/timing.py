@@ -23,7 +23,7 @@ from .clock import Clock, Stopwatch, stopwatch_for
 from .comparison import Comparison, spread_messages
 from .contestants import Prepared, Repeated
 from .machine import describe
-from .pool import CacheFlush, Inputs, Pool
+from .pool import Inputs, Pool
 from .roofs import RoofProbes, Roofs
 
 __all__ = ["columns", "compare", "measure_roofs", "quick"]
@@ -43,7 +43,7 @@ class _Runner:
         stopwatch: Stopwatch,
         pool: Pool | None,
         warm: bool,
-        flush: CacheFlush | None,
+        flush: Callable[[], object] | None,
     ) -> None:
         self.call, self.inner = call, 1
         self._times = call.times if isinstance(call, Repeated) else 1
@@ -88,7 +88,7 @@ def compare(
     *,
     pool: Pool | None = None,
     warm: bool = False,
-    flush: CacheFlush | None = None,
+    flush: Callable[[], object] | None = None,
     check: object = None,
     tolerance: Tolerance | None = None,
     roofs: RoofProbes | None = None,
@@ -297,7 +297,7 @@ def _validate(
     contestants: Mapping[str, Callable[..., object]],
     pool: Pool | None,
     warm: bool,
-    flush: CacheFlush | None,
+    flush: Callable[[], object] | None,
     rounds: int,
     roofs: RoofProbes | None,
 ) -> None:
@@ -345,7 +345,7 @@ def _too_slow(
     ]
 
 
-def _column(pool: Pool | None, warm: bool, flush: CacheFlush | None) -> str:
+def _column(pool: Pool | None, warm: bool, flush: Callable[[], object] | None) -> str:
     if flush is not None:
         return "cold, flushed"
     if pool is None:

@@ -17,7 +17,7 @@ from opsmith.operator import Cost, Implementation, Make, Operator, Sample
 from opsmith.ops.baselines import Baseline, choose
 from opsmith.ops.common import short
 from opsmith.ops.conduct import conduct
-from opsmith.ops.passes import Backward, Forward
+from opsmith.ops.passes import Backward, ColdData, Forward
 from opsmith.ops.verify import Finding, verify
 
 __all__ = ["AGAINST", "OURS", "Benchmark", "bench", "refuse", "workloads"]
@@ -27,8 +27,11 @@ OURS = "opsmith"  # the public function, differentiated
 _LARGEST = 2  # samples that stand in for workloads where a card names none
 # Smaller inputs would have to be too many for their rotation to leave the caches: those are flushed instead.
 _LEAST_SHARE_OF_POOL = {"cpu": 1 / 256, "cuda": 1 / 4096}
-# Outputs of this size are fresh pages at every call, unless the memory of earlier ones is kept.
-_FRESH_PAGES = 32 << 20
+# Outputs of this size may be fresh pages at every call, unless the memory of earlier ones is kept: glibc gives the
+# end of its heap back once that has grown.
+_FRESH_PAGES = 1 << 20
+# And from here on they are: glibc asks the system for each.
+_ALWAYS_FRESH = 32 << 20
 # How much of it is kept, in peaks of a call.
 _SPARE, _SPARE_AT_MOST = 3, 2 << 30
 # Above so many operations a byte, the matmul rate may be the roof; no operator bound by memory comes near it.
@@ -43,7 +46,8 @@ class Benchmark:
     """One workload in one dtype and one direction: its comparisons by column, and what became of each contestant.
 
     Columns: "cold" (nothing in cache; on a CPU, large outputs on fresh pages), "reused" (the same, in memory that
-    earlier outputs have left), "warm" (everything in cache) and "graph" (cold, replayed by a CUDA graph).
+    earlier outputs have left), "warm" (everything in cache, where it fits) and "graph" (cold, replayed by a CUDA
+    graph).
     """
 
     operator: str
@@ -286,14 +290,15 @@ class _Run:
         cold = partial(
             measure.compare,
             pool=pool,
-            flush=flush,
+            flush=ColdData(flush) if flush is not None and prepared else flush,
             roofs=measure.RoofProbes(self._roofs(one.cost()), device=self.device),
             warmup=1,  # everyone has been called by now
             min_rounds=3,
             device=self.device,
         )
         # Like with like: what writes into memory of its own is compared where the others' memory is there already too.
-        outputs = "on fresh pages" if large else "as the allocator gives them"
+        fresh_pages = large and one.largest_output >= _ALWAYS_FRESH
+        outputs = "on fresh pages" if fresh_pages else "as the allocator gives them"
         found = {
             "cold": cold(fresh if large else everyone, budget_s=self.seconds, notes={"outputs": outputs})
         }
@@ -302,7 +307,7 @@ class _Run:
                 found["reused"] = cold(
                     everyone, budget_s=self.seconds, notes={"outputs": "in memory of earlier ones"}
                 )
-        else:
+        if size + one.largest_output <= measure.describe().last_level_cache or not large:
             found["warm"] = measure.compare(
                 everyone,
                 pool=pool,

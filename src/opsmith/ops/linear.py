@@ -258,7 +258,7 @@ def _native(
     return y
 
 
-_ROWS = 4  # of x, at most, that our kernel multiplies by a weight as it is
+_ROWS = 8  # of x, at most, that our kernel multiplies by a weight as it is
 
 
 def _rows(

@@ -16,7 +16,7 @@ from opsmith.ops import common
 from opsmith.ops.attention_check import check
 from opsmith.ops.attention_eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention_samples import cost, promised, samples, workloads
-from opsmith.ops.common import compiling, kernels, native, needs_grad, recorded, small
+from opsmith.ops.common import compiling, kernels, native, needs_grad, recorded, small, soonest
 from opsmith.ops.nonzero_rows import nonzero_rows, spread
 
 
@@ -163,7 +163,7 @@ class _Attention(torch.autograd.Function):
         # Not the logarithm of the sum: added to a mask of -3e38 it would vanish, and every weight feels its rounding.
         row_sums = torch.empty((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
         ctx.settings = (scale, causal, window, softcap)
-        ATTENTION(
+        soonest(ATTENTION)(
             last_dense(q),
             last_dense(k),
             last_dense(v),
@@ -184,7 +184,7 @@ class _Attention(torch.autograd.Function):
             grads = (g if want else None for g, want in zip(some, wanted, strict=False))
             return (*grads, None, None, None, None, None)
         dq, dk, dv = (torch.empty_like(last_dense(t)) for t in (q, k, v))
-        torch.ops.opsmith.attention_backward.default(
+        soonest(ATTENTION_BACKWARD)(
             last_dense(dy),
             last_dense(q),
             last_dense(k),
@@ -341,3 +341,4 @@ CARD = register(
 )
 
 ATTENTION = torch.ops.opsmith.attention.default
+ATTENTION_BACKWARD = torch.ops.opsmith.attention_backward.default

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import as_rows, dense, fresh, recorded
+from opsmith.ops.common import as_rows, dense, fresh, recorded, soonest
 from opsmith.ops.nonzero_rows import nonzero_rows, spread
 
 _CODES = {None: 0, False: 1, True: 2}  # the kernel's numbers of no activation, and of the two GELUs
@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         y = fresh(x, torch.Size((*x.shape[:-1], weight.shape[0])))
         before = None if tanh is None else fresh(y)
-        torch.ops.opsmith.linear_unpacked.default(
+        soonest(torch.ops.opsmith.linear_unpacked.default)(
             as_rows(x),
             weight if 1 in weight.stride() else weight.contiguous(),
             dense(bias),
@@ -72,7 +72,7 @@ class _Linear(torch.autograd.Function):
             # Its memory is ours, unless there may be a second backward.
             again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
             given, dz = dz, fresh(z) if again and rows is None else z
-            torch.ops.opsmith.gelu_backward.default(given, z, None, ctx.tanh, dx=dz)
+            soonest(torch.ops.opsmith.gelu_backward.default)(given, z, None, ctx.tanh, dx=dz)
         dx = dw = db = None
         if need_x:
             dx = _times(dz, weight, few=few)
@@ -80,12 +80,12 @@ class _Linear(torch.autograd.Function):
         if need_w and not weight.is_contiguous() and weight.t().is_contiguous():
             # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
             dw = torch.empty_like(weight.t())
-            torch.ops.opsmith.linear_gradient.default(taken, dz, few, dweight=dw)
+            soonest(torch.ops.opsmith.linear_gradient.default)(taken, dz, few, dweight=dw)
             dw, db = dw.t(), dz.sum(0) if need_b else None
         elif need_w or need_b:
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
             db = dy.new_empty(weight.shape[:1]) if need_b else None
-            torch.ops.opsmith.linear_gradient.default(dz, taken, few, dweight=dw, dbias=db)
+            soonest(torch.ops.opsmith.linear_gradient.default)(dz, taken, few, dweight=dw, dbias=db)
         return dx, dw if need_w else None, db, dy if need_r else None, None
 
 
@@ -93,7 +93,7 @@ def _times(dz: torch.Tensor, weight: torch.Tensor, *, few: bool) -> torch.Tensor
     """dz @ weight."""
     if few and 1 in weight.stride():  # oneDNN makes a kernel for each number of rows, and this one varies
         dx = dz.new_empty(dz.shape[0], weight.shape[1])
-        torch.ops.opsmith.linear_unpacked.default(dz, weight.t(), None, None, 0, y=dx)
+        soonest(torch.ops.opsmith.linear_unpacked.default)(dz, weight.t(), None, None, 0, y=dx)
         return dx
     by = weight.t() if weight.is_contiguous() else weight.t().contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(dz, by, None, "none", [], "")  # type: ignore[no-any-return]

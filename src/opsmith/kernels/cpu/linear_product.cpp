@@ -105,7 +105,7 @@ inline void multiply_rows(int rows, const Tile<Format>& t, int last) {
 }  // namespace
 
 template <class Format>
-void multiply_block(int rows, int64_t width, Tile<Format> t) {
+void multiply_block(int rows, int64_t width, Tile<Format>& t) {
   for (; width >= PANEL; width -= PANEL, t.columns += PANEL, t.sums += PANEL) {
     multiply_rows<Format, VECS, Full>(rows, t, W);
     t.lines = 0;
@@ -120,11 +120,11 @@ void multiply_block(int rows, int64_t width, Tile<Format> t) {
   }
 }
 
-template void multiply_block(int, int64_t, Tile<FloatFormat>);
-template void multiply_block(int, int64_t, Tile<HalfFormat>);
-template void multiply_block(int, int64_t, Tile<WideBFloatFormat>);
+template void multiply_block(int, int64_t, Tile<FloatFormat>&);
+template void multiply_block(int, int64_t, Tile<HalfFormat>&);
+template void multiply_block(int, int64_t, Tile<WideBFloatFormat>&);
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
-template void multiply_block(int, int64_t, Tile<BFloatFormat>);
+template void multiply_block(int, int64_t, Tile<BFloatFormat>&);
 #endif
 
 }  // namespace opsmith

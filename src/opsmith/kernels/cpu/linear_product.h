@@ -91,9 +91,10 @@ struct Tile {
   int64_t lines;      // of it, at each step
 };
 
-// sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel. Compiled once for all epilogues, in linear_product.cpp.
+// sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel; moves `t` along the columns. Compiled once for all
+// epilogues, in linear_product.cpp.
 template <class Format>
-void multiply_block(int rows, int64_t width, Tile<Format> t);
+void multiply_block(int rows, int64_t width, Tile<Format>& t);
 
 // How rows and groups of panels are shared out: as many rows at once as cache allows, so that the weight is read few
 // times, but enough tasks for every thread, and no thread woken for less than it costs.
@@ -143,17 +144,18 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
           const bool complete = k + length >= depth && column + kPanel >= last;
           Tile<Format> t;
           t.depth = std::min(length, depth - k);
-          t.columns = weight + column * depth + k * width;
+          const auto* const columns = weight + column * depth + k * width;
           t.ldb = width;
           t.x_stride = x_stride;
           t.first = k == 0;
-          t.ahead = reinterpret_cast<const char*>(t.columns + t.depth * width);  // the weight is read in order
+          t.ahead = reinterpret_cast<const char*>(columns + t.depth * width);  // the weight is read in order
           const int64_t step_bytes = kStep * width * int64_t(sizeof(*weight));
           const int64_t share = std::max<int64_t>(1, step_bytes / (kLine * tiles));
           for (int64_t i = 0; i < tiles; ++i) {
             const int64_t r = i * rows / tiles;
             const int count = int((i + 1) * rows / tiles - r);
             t.x = x + (row + r) * x_stride + k * Format::steps;
+            t.columns = columns;
             t.sums = panel_sums + r * kPanel;
             // One tile leaves the processor time to fetch ahead by itself, and it does so better.
             t.lines = tiles > 1 && i * share * kLine < step_bytes ? share : 0;

@@ -87,7 +87,7 @@ def linear(
     _check(x, weight, bias, activation, residual, out)
     fn = reference
     if not needs_grad(x, weight, bias, residual):
-        if not compiling() and _supports_rows(x, weight) is True:  # a graph serves any number of rows
+        if not compiling() and supports_rows(x, weight) is True:  # a graph serves any number of rows
             fn = _rows
         elif _supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
             fn = _onednn
@@ -284,7 +284,7 @@ def _rows(
     return y
 
 
-def _supports_rows(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+def supports_rows(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
     if x.numel() > _ROWS * x.shape[-1]:
         return f"for {_ROWS} rows at most, x has {x.numel() // x.shape[-1]}"
     if weight.dtype != x.dtype or weight.stride(1) != 1:
@@ -374,7 +374,7 @@ CARD = register(
         implementations=[
             Implementation("onednn", _onednn, "cpu", _supports_onednn, prepack=_prepack),
             Implementation("native", _native, "cpu", _supports_native, takes_out=True, prepack=pack_weight),
-            Implementation("rows", _rows, "cpu", _supports_rows, takes_out=True),
+            Implementation("rows", _rows, "cpu", supports_rows, takes_out=True),
             Implementation("split", _split, "cpu", _supports_split, takes_out=True),
             Implementation("eager", reference),
         ],

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from opsmith.kernels.triton import INTERPRETED
-from opsmith.ops.common import native
+from opsmith.ops.common import dense, native
 from opsmith.ops.cross_entropy import REDUCTIONS
-from opsmith.ops.linear import ONEDNN_DTYPES
+from opsmith.ops.linear import ONEDNN_DTYPES, supports_rows
 
 __all__ = ["backward", "forward", "forward_with_gradients", "onednn_multiplies"]
 
@@ -83,9 +83,13 @@ class _Logits:
             y = self._onednn(chunk, some)
             return y if out is None else out.copy_(y)
         out = self.memory(chunk)[some] if out is None else out
+        hidden = self.hidden[some]
+        if supports_rows(hidden, chunk.weight) is True:
+            torch.ops.opsmith.linear_rows.default(hidden, chunk.weight, dense(chunk.bias), None, 0, y=out)
+            return out
         if chunk.bias is None:
-            return torch.mm(self.hidden[some], chunk.weight.t(), out=out)
-        return torch.addmm(chunk.bias, self.hidden[some], chunk.weight.t(), out=out)
+            return torch.mm(hidden, chunk.weight.t(), out=out)
+        return torch.addmm(chunk.bias, hidden, chunk.weight.t(), out=out)
 
     def _onednn(self, chunk: _Chunk, some: slice) -> torch.Tensor:
         linear = torch.ops.mkldnn._linear_pointwise

@@ -52,19 +52,27 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
       }
       columns += t.ldb;
     };
-    const int64_t until = std::min(k + kSum, t.depth);
-    for (; k + kStep <= until; k += kStep) {
+    auto fetch = [&]() __attribute__((always_inline)) {
       for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
         __builtin_prefetch(ahead, 0, 2);  // not to the nearest cache, where it would push out what is in use
       }
+    };
+    const int64_t until = std::min(k + kSum, t.depth);
+    for (; k + kStep <= until; k += kStep) {
       if constexpr (std::is_same_v<Lanes, Full>) {
 #pragma GCC unroll 8
-        for (int i = 0; i < kStep; ++i) add_unit(i, i % chains);
+        for (int i = 0; i < kStep; ++i) {
+          if (i % kFetchStep == 0) fetch();
+          add_unit(i, i % chains);
+        }
       } else {  // the last panel at most: not worth the time that compiling it unrolled for each width would take
 #pragma GCC unroll 1
         for (int i = 0; i < kStep; i += chains) {
 #pragma GCC unroll 4
-          for (int u = 0; u < chains; ++u) add_unit(i + u, u);
+          for (int u = 0; u < chains; ++u) {
+            if ((i + u) % kFetchStep == 0) fetch();
+            add_unit(i + u, u);
+          }
         }
       }
     }

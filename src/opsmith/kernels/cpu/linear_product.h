@@ -17,8 +17,11 @@ namespace opsmith {
 
 constexpr int64_t kSum = 64;        // units of K that one accumulator sums
 constexpr int64_t kBlock = 384;     // units of K of a panel, at most, that the rows share while they are in cache
+constexpr int64_t kFewRows = 24;    // of x, which leave room for longer blocks
+constexpr int64_t kLongBlock = 704;
 constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in cache
-constexpr int kStep = 8;            // units of K between two groups of prefetches
+constexpr int kStep = 8;            // units of K in a turn of the loop
+constexpr int kFetchStep = 2;       // units of K between two groups of prefetches: many at once would wait for each other
 constexpr int64_t kLine = 64;       // bytes
 
 struct Couple {  // two bfloat16
@@ -88,7 +91,7 @@ struct Tile {
   float* sums;     // rows of kPanel
   bool first;      // else it is added to the sums
   const char* ahead;  // what the cache will need next
-  int64_t lines;      // of it, at each step
+  int64_t lines;      // of it, at each kFetchStep
 };
 
 // sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel; moves `t` along the columns. Compiled once for all
@@ -129,7 +132,8 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
   const auto* weight = packed.as<typename Format::Unit>();
   const int64_t most_rows = group == 1 ? kMostRows : kMostRows / 2, panel_step = most_rows * kPanel;
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
-  const int64_t some = std::max(depth, kSum), length = round_up(ceil_div(some, ceil_div(some, kBlock)), kSum);
+  const int64_t some = std::max(depth, kSum), most = m <= kFewRows ? kLongBlock : kBlock;
+  const int64_t length = round_up(ceil_div(some, ceil_div(some, most)), kSum);
   parallel_for(s.row_blocks * s.groups, s.grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(group * panel_step);
     for (int64_t task = begin; task < end; ++task) {
@@ -149,8 +153,8 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
           t.x_stride = x_stride;
           t.first = k == 0;
           t.ahead = reinterpret_cast<const char*>(columns + t.depth * width);  // the weight is read in order
-          const int64_t step_bytes = kStep * width * int64_t(sizeof(*weight));
-          const int64_t share = std::max<int64_t>(1, step_bytes / (kLine * tiles));
+          const int64_t step_bytes = kFetchStep * width * int64_t(sizeof(*weight));
+          const int64_t share = ceil_div(step_bytes, kLine * tiles);
           for (int64_t i = 0; i < tiles; ++i) {
             const int64_t r = i * rows / tiles;
             const int count = int((i + 1) * rows / tiles - r);
@@ -161,7 +165,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
             t.lines = tiles > 1 && i * share * kLine < step_bytes ? share : 0;
             if (complete) expect(epilogue, row + r, count, first, last - first, 0);
             multiply_block(count, width, t);
-            t.ahead += share * kLine * (t.depth / kStep);
+            t.ahead += share * kLine * (t.depth / kFetchStep);
             if (complete) epilogue(row + r, count, first, last - first, sums + r * kPanel, panel_step);
           }
         }

@@ -40,43 +40,83 @@ void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t columns, 
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 // The same two rows at a time: an instruction multiplies pairs that lie one below the other, once they are interleaved.
-// That leaves the sums of 32 columns in another order, in which they stay until the last rows.
-template <int M>
-void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w, int64_t columns, int64_t rows,
-                  const AbsorbFetch& fetch, bool first, bool last, float* out) {
+// That leaves the sums of 32 columns in another order, in which they stay until the last rows. N blocks of 32 columns.
+template <int M, int N>
+inline void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w, int64_t columns, int64_t rows,
+                         const Ahead* next, int64_t at, bool first, bool last, float* out) {
   const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  for (int64_t c = 0; c < columns; c += 2 * W) {
-    Vec low[M], high[M];
+  Vec low[M][N], high[M][N];
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      low[m] = first ? Vec{} : load(out + m * columns + c);
-      high[m] = first ? Vec{} : load(out + m * columns + c + W);
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+    for (int j = 0; j < N; ++j) {
+      low[m][j] = first ? Vec{} : load(out + m * columns + 2 * W * j);
+      high[m][j] = first ? Vec{} : load(out + m * columns + 2 * W * j + W);
     }
-    fetch(c * 2, columns * 2, rows);
-    for (int64_t n = 0; n < rows; n += 2) {
-      const bfloat16* p = w + n * columns + c;
+  }
+  for (int64_t n = 0; n < rows; n += 2) {
+    const char* const asked = next ? (*next)(at + n * columns * 2) : nullptr;
+    __m512bh even[N], odd[N];
+#pragma GCC unroll 2
+    for (int j = 0; j < N; ++j) {
+      const bfloat16* const p = w + n * columns + 2 * W * j;
+      if (asked) {
+        prefetch_far(asked + 4 * W * j);
+        prefetch_far(asked + columns * 2 + 4 * W * j);
+      }
       const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + columns);
-      const __m512bh even = (__m512bh)_mm512_unpacklo_epi16(a, b), odd = (__m512bh)_mm512_unpackhi_epi16(a, b);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        float pair;
-        std::memcpy(&pair, q + m * q_stride + n, sizeof pair);
-        const __m512bh x = (__m512bh)_mm512_set1_ps(pair);
-        low[m] = (Vec)_mm512_dpbf16_ps((__m512)low[m], x, even);
-        high[m] = (Vec)_mm512_dpbf16_ps((__m512)high[m], x, odd);
-      }
+      even[j] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+      odd[j] = (__m512bh)_mm512_unpackhi_epi16(a, b);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      float* const to = out + m * columns + c;
-      if (last) {
-        store(to, (Vec)_mm512_permutex2var_ps((__m512)low[m], front, (__m512)high[m]));
-        store(to + W, (Vec)_mm512_permutex2var_ps((__m512)low[m], back, (__m512)high[m]));
-      } else {
-        store(to, low[m]);
-        store(to + W, high[m]);
+      float pair;
+      std::memcpy(&pair, q + m * q_stride + n, sizeof pair);
+      const __m512bh x = (__m512bh)_mm512_set1_ps(pair);
+#pragma GCC unroll 2
+      for (int j = 0; j < N; ++j) {
+        low[m][j] = (Vec)_mm512_dpbf16_ps((__m512)low[m][j], x, even[j]);
+        high[m][j] = (Vec)_mm512_dpbf16_ps((__m512)high[m][j], x, odd[j]);
       }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+    for (int j = 0; j < N; ++j) {
+      float* const to = out + m * columns + 2 * W * j;
+      const __m512 a = (__m512)low[m][j], b = (__m512)high[m][j];
+      store(to, last ? (Vec)_mm512_permutex2var_ps(a, front, b) : low[m][j]);
+      store(to + W, last ? (Vec)_mm512_permutex2var_ps(a, back, b) : high[m][j]);
+    }
+  }
+}
+
+// Sums of few tokens are added to in memory, so that the weight is read nearly as it lies; those of more would come and go
+// for longer than the products take, and stay in registers for as many rows.
+constexpr int64_t kFewTokens = 2, kDeepRows = 128;
+
+inline void absorb_in_pairs(const float* q, int64_t q_stride, int64_t tokens, const bfloat16* w, int64_t rows, int64_t columns,
+                            const Ahead& ahead, float* out) {
+  const int64_t tiles = ceil_div(tokens, kDotTokens), group = tokens <= kFewTokens ? kAbsorbRows : kDeepRows;
+  for (int64_t n = 0; n < rows; n += group) {
+    const int64_t some = std::min(group, rows - n);
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t t = i * tokens / tiles;
+      with_tile((i + 1) * tokens / tiles - t, 1, [&](auto m, auto) {
+        bfloat16 x[m() * kDeepRows];
+        for (int j = 0; j < m(); ++j) {
+          for_lanes(some, [&](int64_t k, auto l) { store(x + j * kDeepRows + k, load(q + (t + j) * q_stride + n + k, l), l); });
+        }
+        auto block = [&](auto blocks, int64_t c) {
+          absorb_pairs<m(), blocks()>(x, kDeepRows, w + n * columns + c, columns, some, i == 0 ? &ahead : nullptr,
+                                      (n * columns + c) * 2 + kAheadBytes, n == 0, n + some == rows, out + t * columns + c);
+        };
+        int64_t c = 0;
+        for (; c + 4 * W <= columns; c += 4 * W) block(std::integral_constant<int, 2>{}, c);
+        if (c < columns) block(std::integral_constant<int, 1>{}, c);
+      });
     }
   }
 }
@@ -86,33 +126,19 @@ void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w, int64_
 template <class T>
 void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_t rows, int64_t columns,
             const Ahead& ahead, float* out) {
-  const int64_t row_bytes = columns * int64_t(sizeof(T)), tiles = ceil_div(tokens, kDotTokens);
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
-  const bool pairs = std::is_same_v<T, bfloat16> && columns % (2 * W) == 0 && rows % 2 == 0;
-#else
-  constexpr bool pairs = false;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    if (columns % (2 * W) == 0 && rows % 2 == 0) return absorb_in_pairs(q, q_stride, tokens, w, rows, columns, ahead, out);
+  }
 #endif
+  const int64_t row_bytes = columns * int64_t(sizeof(T)), tiles = ceil_div(tokens, kDotTokens);
   for (int64_t n = 0; n < rows; n += kAbsorbRows) {
     const int64_t some = std::min(kAbsorbRows, rows - n), at = n * row_bytes;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t = i * tokens / tiles;
       const AbsorbFetch fetch{ahead(at + kAheadBytes), i * row_bytes / tiles, (i + 1) * row_bytes / tiles};
       with_tile((i + 1) * tokens / tiles - t, 1, [&](auto m, auto) {
-        if (!pairs) {
-          absorb_tile<T, m()>(q + t * q_stride + n, q_stride, w + n * columns, columns, some, fetch, n == 0,
-                              out + t * columns);
-        }
-#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
-        if constexpr (std::is_same_v<T, bfloat16>) {
-          if (!pairs) return;
-          bfloat16 x[kDotTokens * kAbsorbRows];
-          for (int j = 0; j < m(); ++j) {
-            for_lanes(some, [&](int64_t k, auto l) { store(x + j * kAbsorbRows + k, load(q + (t + j) * q_stride + n + k, l), l); });
-          }
-          absorb_pairs<m()>(x, kAbsorbRows, w + n * columns, columns, some, fetch, n == 0, n + some == rows,
-                            out + t * columns);
-        }
-#endif
+        absorb_tile<T, m()>(q + t * q_stride + n, q_stride, w + n * columns, columns, some, fetch, n == 0, out + t * columns);
       });
     }
   }

@@ -10,6 +10,7 @@ namespace opsmith {
 constexpr int kDotTokens = W == 16 ? 6 : 4;  // of a tile: with kDotRows of the weight, as many sums as there are registers
 constexpr int kDotRows = W == 16 ? 4 : 2;
 constexpr int64_t kAheadBytes = 48 << 10;  // from what is used to what is asked for
+constexpr int64_t kNearBytes = 24 << 10;   // of the nearest cache
 
 // What will be read, for asking ahead of time: `size` bytes from `base` on, then those from `then` on.
 struct Ahead {
@@ -37,6 +38,20 @@ inline V merge(V a, V b) {
   return (V)low + (V)high;
 }
 
+// Lanes l and l ^ h of v added.
+template <int h, int... l>
+inline Vec swapped(Vec v, std::integer_sequence<int, l...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(v, v, (l ^ h)...);
+#else
+  return __builtin_shuffle(v, IVec{(l ^ h)...});
+#endif
+}
+template <int h, class V>
+inline V fold(V v) {
+  return v + (V)swapped<h>((Vec)v, std::make_integer_sequence<int, W>{});
+}
+
 // to[r] = the sum of the lanes of v[r], halves upon halves: R vectors take R log R steps and not R log W.
 template <int R, class V, class S>
 inline void store_totals(V (&v)[R], S* to) {
@@ -44,10 +59,16 @@ inline void store_totals(V (&v)[R], S* to) {
   V all = v[0];
   if constexpr (R == 2) all = merge<W / 2>(v[0], v[1]);
   if constexpr (R == 4) all = merge<W / 4>(merge<W / 2>(v[0], v[2]), merge<W / 2>(v[1], v[3]));
-  if constexpr (W / R >= 16) all = merge<8>(all, all);
-  if constexpr (W / R >= 8) all = merge<4>(all, all);
-  if constexpr (W / R >= 4) all = merge<2>(all, all);
-  all = merge<1>(all, all);
+  if constexpr (W / R >= 16) all = fold<8>(all);
+  if constexpr (W / R >= 8) all = fold<4>(all);
+  if constexpr (W / R >= 4) all = fold<2>(all);
+  all = fold<1>(all);
+#if defined(OPSMITH_AVX512)
+  if constexpr (R == 4) {  // one after the other they take as long as a third of the shortest rows
+    _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, (__m512i)all)));
+    return;
+  }
+#endif
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) to[r] = all[r * (W / R)];
 }
@@ -132,8 +153,10 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
   IVec sum[M][R];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
+    IVec start{};
+    start[0] = int32_t(-128u * uint32_t(x_sum[m]));
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[m][r] = IVec{};
+    for (int r = 0; r < R; ++r) sum[m][r] = start;
   }
   int64_t k = 0;
   auto add = [&](const IVec (&word)[R]) __attribute__((always_inline)) {
@@ -163,12 +186,7 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
     add(word);
   }
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    int32_t* const to = out + m * out_stride;
-    store_totals(sum[m], to);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) to[r] = int32_t(uint32_t(to[r]) - 128u * uint32_t(x_sum[m]));
-  }
+  for (int m = 0; m < M; ++m) store_totals(sum[m], out + m * out_stride);
 }
 
 inline IVec load_bytes(const uint8_t* p) {
@@ -242,15 +260,20 @@ inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows,
                      int64_t out_stride, const Tile& tile) {
   const int64_t tiles = ceil_div(tokens, kDotTokens), row_bytes = w_stride * int64_t(sizeof(S));
   const int64_t distance = std::max(kAheadBytes, kDotRows * row_bytes);
+  // A tile's tokens stay in the nearest cache for so many rows, if they fit there together.
+  const int64_t fit = tiles == 1 ? 1 : std::max<int64_t>(1, (kNearBytes / row_bytes - kDotTokens) / kDotRows);
   for (int64_t r = 0; r < rows;) {
     const int64_t count = rows - r >= kDotRows ? kDotRows : 1, lines = ceil_div(count, tiles);
+    const int64_t end = r + std::min(fit * count, (rows - r) / count * count);
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t = i * tokens / tiles, some = (i + 1) * tokens / tiles - t;
       const int64_t asked = std::min(count, i * lines);
-      const Fetch fetch{ahead(r * row_bytes + distance) + asked * row_bytes, int(std::min(lines, count - asked))};
-      with_tile(some, count, [&](auto m, auto n) { tile(m, n, t, w + r * w_stride, fetch, out + t * out_stride + r); });
+      for (int64_t s = r; s < end; s += count) {
+        const Fetch fetch{ahead(s * row_bytes + distance) + asked * row_bytes, int(std::min(lines, count - asked))};
+        with_tile(some, count, [&](auto m, auto n) { tile(m, n, t, w + s * w_stride, fetch, out + t * out_stride + s); });
+      }
     }
-    r += count;
+    r = end;
   }
 }
 

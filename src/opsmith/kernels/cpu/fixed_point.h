@@ -110,7 +110,7 @@ template <int D, bool nibbles, class T>
 FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_rows) {
   const int64_t m = x.sizes[0], k = x.sizes[1], depth = round_up(k, padding);
   FixedPoint f(m, k, depth, block, D, tile_rows);
-  parallel_for(m, row_grain(k, 32768), [&](int64_t begin, int64_t end) {
+  parallel_for(m, row_grain(k, 8192), [&](int64_t begin, int64_t end) {
     int64_t tile = begin * f.tiles / m;
     for (int64_t r = begin; r < end; ++r) {
       while (f.first_row(tile + 1) <= r) ++tile;

@@ -17,7 +17,8 @@ namespace {
 constexpr int64_t kChunk = 512;     // of K of a panel that the rows share while it is in the nearest cache
 constexpr int64_t kMostRows = 384;  // of x that do so
 constexpr int64_t kTilesThatUnpack = 4;  // nibbles each for itself: the multiplications leave time for it
-constexpr int64_t kAhead = 16384;   // bytes from what is used to what is fetched
+constexpr int64_t kAhead = 24576;   // bytes from what is used to what is fetched to the second-level cache,
+constexpr int64_t kNear = 3072;     // and from there to the nearest one
 constexpr int64_t kBlock = 128;     // of K that share a factor, where the weight names no groups
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -118,7 +119,10 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       Bytes column[NV];
 #pragma GCC unroll 2
       for (int n = 0; n < NV; ++n) {
-        if constexpr (busy) prefetch_far(w + kAhead + n * 4 * W);
+        if constexpr (busy) {
+          prefetch_far(w + kAhead + n * 4 * W);
+          __builtin_prefetch(w + kNear + n * 4 * W, 0, 3);
+        }
         word[n] = load_words(w + n * 4 * W);
       }
       if constexpr (paired) {

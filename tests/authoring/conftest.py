@@ -1,6 +1,5 @@
-"""Projects are built here by the dozen: the headers of torch that each one's binding includes are read once."""
+"""Projects are built here by the dozen: what all include is read once, and optimized no further than tests need."""
 
-import dataclasses
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -11,45 +10,40 @@ from filelock import FileLock
 
 from opsmith.kernels import build, compiler, isa
 
-HEADER = (
-    "project_binding.h"  # what a generated binding includes first: a compiler takes one precompiled header
-)
+# What generated sources include first, as a compiler takes one precompiled header: of the binding, and of the kernels.
+HEADERS = {"project_binding.h": "binding.cpp", "formula.h": "gelu.cpp"}
+# tests/examples and the processes that tests start build as users do.
+FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compiler.COMPILE_FLAGS)
 
 
 @pytest.fixture(scope="session")
 def precompiled(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """A folder with that header precompiled: g++ looks there first, and takes it where the flags agree."""
+    """A folder with those headers precompiled: g++ looks there first, and takes them where the flags agree."""
     found = compiler.find_compiler()
     if found is None or "clang" in found.version:  # which does it another way
         return None
     folder = tmp_path_factory.getbasetemp().parent / "headers"
-    made = folder / f"{HEADER}.gch"
     with FileLock(f"{folder}.lock"):
-        if not made.exists():
-            folder.mkdir(exist_ok=True)
-            (unit,) = build._Job.of(
-                "x", [build.SOURCES / "binding.cpp"], [build.SOURCES], (), isa.tier()
-            ).units
-            unit = dataclasses.replace(unit, source=build.SOURCES / HEADER)
-            part = made.with_suffix(".part")
-            run = [
-                *compiler._command(found, unit),
-                "-w",
-                "-x",
-                "c++-header",
-                str(unit.source),
-                "-o",
-                str(part),
-            ]
-            subprocess.run(run, check=True)
-            part.replace(made)
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            part.mkdir()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(compiler, "COMPILE_FLAGS", FLAGS)
+                for header, like in HEADERS.items():
+                    job = build._Job.of("x", [build.SOURCES / like], [build.SOURCES], (), isa.tier())
+                    (unit,) = job.units
+                    run = [*compiler._command(found, unit), "-w", "-x", "c++-header"]
+                    run += [str(build.SOURCES / header), "-o", str(part / f"{header}.gch")]
+                    subprocess.run(run, check=True)
+            part.rename(folder)
     return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bindings_build_faster(precompiled: Path | None) -> Iterator[None]:
-    """The compiler by another name: what it makes is the same, and so are the keys that the cache knows it by."""
+def projects_build_faster(precompiled: Path | None) -> Iterator[None]:
+    """The compiler by another name: it makes the same, and the cache knows that by the same keys."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "COMPILE_FLAGS", FLAGS)
         if precompiled and (found := compiler.find_compiler()):
             patch.setenv("CXX", shlex.join([*found.command, f"-I{precompiled}"]))
         yield

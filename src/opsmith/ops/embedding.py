@@ -35,6 +35,7 @@ _DTYPES = (*NATIVE_DTYPES, torch.float64)
 # PyTorch's gather is as fast as any up to results of 16 MiB, which are still in a cache when they are read. Ours writes
 # larger ones past the cache. In bytes for each element of a call that is `small`:
 _IN_CACHE = (16 << 20) // SMALL
+_AT_ONCE = 256  # ids up to which our gather, called directly, is done before PyTorch's also for the shortest rows
 _FEW = 64  # ids whose rows are in a cache afterwards, however long
 # Malloc takes blocks of this size from the system each time, and gives them back.
 _FROM_SYSTEM = 32 << 20
@@ -74,7 +75,7 @@ def embedding(
     if out is None and not compiling():
         # Looking at each argument would take as long as a short gather, so the kernel or PyTorch does it on its way.
         try:
-            if padding_idx is None and ids.numel() <= _FEW and table.is_contiguous():
+            if padding_idx is None and ids.numel() <= _AT_ONCE and table.is_contiguous():
                 y: torch.Tensor | None = calls.new_embedding(ids, table, y=[table, ...])
                 if y is not None:
                     return y

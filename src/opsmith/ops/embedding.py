@@ -21,7 +21,6 @@ from opsmith.ops.common import (
     compiling,
     kernels,
     native,
-    native_library,
     needs_grad,
     out_rows,
     recorded,
@@ -35,7 +34,7 @@ _DTYPES = (*NATIVE_DTYPES, torch.float64)
 # PyTorch's gather is as fast as any up to results of 16 MiB, which are still in a cache when they are read. Ours writes
 # larger ones past the cache. In bytes for each element of a call that is `small`:
 _IN_CACHE = (16 << 20) // SMALL
-_AT_ONCE = 256  # ids up to which our gather, called directly, is done before PyTorch's also for the shortest rows
+_AT_ONCE = 256  # ids for which our gather, called directly, is done first, however short the rows
 _FEW = 64  # ids whose rows are in a cache afterwards, however long
 # Malloc takes blocks of this size from the system each time, and gives them back.
 _FROM_SYSTEM = 32 << 20
@@ -79,7 +78,7 @@ def embedding(
                 y: torch.Tensor | None = calls.new_embedding(ids, table, y=[table, ...])
                 if y is not None:
                     return y
-                native_library()  # from now on
+                native(table, "embedding")  # which loads the library, for the calls to come
             if (
                 not (recording() and table.requires_grad)
                 and (padding_idx is None or -(rows := table.shape[0]) <= padding_idx < rows)

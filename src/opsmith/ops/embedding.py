@@ -74,7 +74,8 @@ def embedding(
     if out is None and not compiling():
         # Looking at each argument would take as long as a short gather, so the kernel or PyTorch does it on its way.
         try:
-            if padding_idx is None and ids.numel() <= _AT_ONCE and table.is_contiguous():
+            n = ids.numel()
+            if padding_idx is None and n <= _AT_ONCE and table.is_contiguous():
                 y: torch.Tensor | None = calls.new_embedding(ids, table, y=[table, ...])
                 if y is not None:
                     return y
@@ -86,7 +87,7 @@ def embedding(
                 and ids.is_cpu
                 and table.is_cpu
                 and (
-                    (n := ids.numel()) <= _FEW <= common.limit
+                    n <= _FEW <= common.limit
                     or n * table.shape[1] * table.element_size() // _IN_CACHE <= common.limit
                 )
             ):

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 
 from opsmith.kernels import calls
 from opsmith.operator import Implementation, Kind, Operator, Pattern, register
-from opsmith.ops import common
 from opsmith.ops.attention_check import check
 from opsmith.ops.attention_eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention_samples import cost, promised, samples, workloads
-from opsmith.ops.common import compiling, kernels, native, needs_grad, recorded, small, soonest
-from opsmith.ops.nonzero_rows import nonzero_rows, spread
+from opsmith.ops.common import compiling, kernels, native, needs_grad, recorded, small, soonest, spread
+from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
 
 def attention(
@@ -127,7 +126,7 @@ def last_dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    return None if mask is None else common.spread(mask, (*q.shape[:3], k.shape[2]))
+    return None if mask is None else spread(mask, (*q.shape[:3], k.shape[2]))
 
 
 def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -243,7 +242,7 @@ def _of_some_queries(
         dk=dk,
         dv=dv,
     )
-    dq = spread(few_dq.flatten(1), rows, batch * length)
+    dq = among_zeros(few_dq.flatten(1), rows, batch * length)
     shapes = ((length, heads), (keys, k.shape[1]), (keys, k.shape[1]))
     dq, dk, dv = (t.view(batch, *n, -1).transpose(1, 2) for t, n in zip((dq, dk, dv), shapes, strict=True))
     return dq, dk, dv

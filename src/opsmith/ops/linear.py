@@ -250,11 +250,23 @@ def _native(
 ) -> torch.Tensor:
     """Our kernel, which sums K in blocks and so is more accurate than the libraries; the weight plain or packed."""
     packed = weight if weight.dim() == 3 else pack_weight(weight)
-    y = x.new_empty((*x.shape[:-1], packed.shape[1])) if out is None else out
+    return _through(torch.ops.opsmith.linear_packed.default, x, packed, bias, activation, residual, out)
+
+
+def _through(
+    kernel: Callable[..., object],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """A kernel of ours on rows; the weight is [N, K], or packed [1, N, K]."""
+    y = x.new_empty((*x.shape[:-1], weight.shape[-2])) if out is None else out
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
-    torch.ops.opsmith.linear_packed.default(
-        rows, packed, dense(bias), added, _CODES[activation], y=out_rows(y) if y.dim() > 1 else y.unsqueeze(0)
-    )
+    target = out_rows(y) if y.dim() > 1 else y.unsqueeze(0)
+    kernel(rows, weight, dense(bias), added, _CODES[activation], y=target)
     return y
 
 
@@ -271,20 +283,11 @@ def _rows(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Our kernel for a few rows, which reads the weight once, as it is, at the rate of memory."""
-    y = x.new_empty((*x.shape[:-1], weight.shape[0])) if out is None else out
-    added = None if residual is None else as_rows(residual)
-    torch.ops.opsmith.linear_rows.default(
-        as_rows(x),
-        weight,
-        dense(bias),
-        added,
-        _CODES[activation],
-        y=out_rows(y) if y.dim() > 1 else y.unsqueeze(0),
-    )
-    return y
+    return _through(torch.ops.opsmith.linear_rows.default, x, weight, bias, activation, residual, out)
 
 
 def supports_rows(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    """True where these are few rows, and a weight that our kernel reads as it is; else the reason why not."""
     if x.numel() > _ROWS * x.shape[-1]:
         return f"for {_ROWS} rows at most, x has {x.numel() // x.shape[-1]}"
     if weight.dtype != x.dtype or weight.stride(1) != 1:

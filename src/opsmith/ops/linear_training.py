@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from opsmith.ops.common import as_rows, dense, fresh, recorded, soonest
-from opsmith.ops.nonzero_rows import nonzero_rows, spread
+from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
 _CODES = {None: 0, False: 1, True: 2}  # the kernel's numbers of no activation, and of the two GELUs
 
@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if need_x:
             dx = _times(dz, weight, few=few)
-            dx = (dx if rows is None else spread(dx, rows, m)).view(x.shape)
+            dx = (dx if rows is None else among_zeros(dx, rows, m)).view(x.shape)
         if need_w and not weight.is_contiguous() and weight.t().is_contiguous():
             # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
             dw = torch.empty_like(weight.t())

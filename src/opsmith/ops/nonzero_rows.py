@@ -34,6 +34,6 @@ def nonzero_rows(x: torch.Tensor) -> torch.Tensor | None:
     return found[1 : 1 + max(count, 1)] if count <= m - m / _WORTH else None
 
 
-def spread(few: torch.Tensor, rows: torch.Tensor, m: int) -> torch.Tensor:
+def among_zeros(few: torch.Tensor, rows: torch.Tensor, m: int) -> torch.Tensor:
     """[m, N]: these rows, and zeros elsewhere."""
     return few.new_zeros(m, few.shape[1]).index_copy_(0, rows, few)

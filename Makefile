@@ -6,6 +6,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
+# A target starts up to a hundred processes: where the environment says so, each would compile all that it imports anew,
+# PyTorch in 2 s and a model's library in 8, and keep none of it for the next.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 VENV := .venv

@@ -52,11 +52,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Half a million objects are imported to stay: looking for garbage among them took a third of collecting."""
+    """Half a million objects are imported to stay: looking for garbage among them took a third of collecting.
+
+    Tests make few cycles, and many objects that live for long: they are looked through less often, and without those.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 10, 10)
         gc.enable()
 
 

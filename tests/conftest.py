@@ -65,6 +65,11 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Libraries that count what they have not got back at the end do get it back."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def session_tuning_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tuning results of fixtures that outlive a test stay out of the user's own cache."""

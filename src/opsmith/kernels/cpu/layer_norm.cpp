@@ -75,6 +75,31 @@ class Welford {
   int rest_count_ = 0;
 };
 
+template <class T>
+struct LayerNorm {
+  using Stats = Welford<std::is_same_v<T, float>>;
+  struct Of {
+    float scale, high, low;
+  };
+
+  Of of(int64_t r, const Stats& stats) const {
+    const Moments m = stats.moments(n);
+    const float scale = 1.0f / std::sqrt(m.variance + eps);
+    if (mean) mean[r] = m.high + m.low;
+    if (rstd) rstd[r] = scale;
+    return {scale, m.high, -m.low * scale};
+  }
+
+  template <class V, class Weights>
+  static V apply(const Of& of, V v, const Weights& weights) {
+    return fma(fma(v - of.high, of.scale, of.low), weights.first, weights.second);
+  }
+
+  int64_t n;
+  float eps;
+  float *mean, *rstd;  // or null
+};
+
 }  // namespace
 
 void layer_norm(View x, View residual, View weight, View bias, double eps, View y, View summed, View mean,
@@ -83,22 +108,14 @@ void layer_norm(View x, View residual, View weight, View bias, double eps, View 
   if (x.sizes[0] == 0 || n == 0) return;
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
+    const LayerNorm<T> norm{n, float(eps), mean.as<float>(), rstd.as<float>()};
     with_parameter_type<T>(false, weight, bias, [&](auto* p) {
       using P = std::remove_pointer_t<decltype(p)>;
       const Parameter<T, P> w(weight, n, 1.0f), b(bias, n, 0.0f);
-      using Stats = Welford<std::is_same_v<T, float>>;
       auto parameters = [w = w.data(), b = b.data()](int64_t i, auto k) {
         return std::make_pair(load(w + i, k), load(b + i, k));
       };
-      norm_forward<T, Stats>(x, residual, y, summed, parameters, [&](int64_t r, const Stats& stats) {
-        const Moments m = stats.moments(n);
-        const float scale = 1.0f / std::sqrt(m.variance + float(eps));
-        if (mean.defined()) mean.as<float>()[r] = m.high + m.low;
-        if (rstd.defined()) rstd.as<float>()[r] = scale;
-        return [scale, high = m.high, low = -m.low * scale](auto v, const auto& weights) {
-          return fma(fma(v - high, scale, low), weights.first, weights.second);
-        };
-      });
+      norm_forward<T>(x, residual, y, summed, parameters, norm);
     });
   });
 }

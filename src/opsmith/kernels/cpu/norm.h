@@ -133,15 +133,16 @@ struct SumRow {
   }
 };
 
-// One walk along `rows` rows: `value(g, i, k)` of row g enters its statistics, `write(i, k)` does what it does; either may be
-// nullptr.
+// One walk along `rows` rows: where it `reads`, `value(g, i, k)` of row g enters its statistics; where it `writes`,
+// `write(i, k)` does what it does. Asked once for a block of vectors, this costs nothing, and a walk for each of the three
+// cases would take three times as long to compile.
 template <int rows, class Stats, class Value, class Write>
-inline __attribute__((always_inline)) void walk(int64_t n, Stats* stats, const Value& value, const Write& write) {
-  constexpr bool reads = !std::is_null_pointer_v<Value>, writes = !std::is_null_pointer_v<Write>;
+inline __attribute__((always_inline)) void walk(int64_t n, bool reads, Stats* stats, const Value& value, bool writes,
+                                                const Write& write) {
   const int64_t pairs = paired(n);
   int64_t i = 0;
   for (; i < pairs; i += 8 * W) {
-    if constexpr (reads) {
+    if (reads) {
 #pragma GCC unroll 4
       for (int g = 0; g < rows; ++g) {
         Vec v[8];
@@ -154,42 +155,37 @@ inline __attribute__((always_inline)) void walk(int64_t n, Stats* stats, const V
         stats[g].template merge<8>(v);
       }
     }
-    if constexpr (writes) {
+    if (writes) {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) write(i + 2 * j * W, Both{});
     }
   }
   for (; i + W <= n; i += W) {
-    if constexpr (reads) {
+    if (reads) {
       for (int g = 0; g < rows; ++g) {
         Vec v[1] = {value(g, i, Full{})};
         stats[g].template merge<1>(v);
       }
     }
-    if constexpr (writes) write(i, Full{});
+    if (writes) write(i, Full{});
   }
   if (i < n) {
     const Part k{int(n - i)};
-    if constexpr (reads) {
+    if (reads) {
       for (int g = 0; g < rows; ++g) stats[g].merge_rest(value(g, i, k), k);
     }
-    if constexpr (writes) write(i, k);
+    if (writes) write(i, k);
   }
-}
-
-// What `normalizer` gives for each of the rows from r on.
-template <class Normalizer, class Stats, int... g>
-inline auto of_rows(const Normalizer& normalizer, int64_t r, const Stats* stats, std::integer_sequence<int, g...>) {
-  return std::array<decltype(normalizer(r, stats[0])), sizeof...(g)>{normalizer(r + g, stats[g])...};
 }
 
 // The forward pass of a norm over rows begin..end, `rows` at a time, which share the loads of the weights. The statistics of
 // rows are taken in the walk in which those before them are written, so that memory is read and written at all times and a
-// row is still in cache when its turn to be written comes. `parameters(i, k)` are the weights, and `normalizer(r, stats)`
-// gives the function (value, weights) that makes a row's output of its input. With a residual, `rows` is 1.
-template <class T, class Stats, int rows, bool with_residual, bool streaming, class Parameters, class Normalizer>
+// row is still in cache when its turn to be written comes. `parameters(i, k)` are the weights, `norm.of(r, stats)` is what
+// a row's statistics come to, and `norm.apply(that, value, weights)` makes its output of its input. With a residual, `rows`
+// is 1.
+template <class T, int rows, bool with_residual, bool streaming, class Parameters, class Norm>
 void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, const View& y, const View& summed,
-               const Parameters& parameters, const Normalizer& normalizer) {
+               const Parameters& parameters, const Norm& norm) {
   static_assert(rows == 1 || !with_residual);
   const int64_t n = x.sizes[1], room = round_up(n, 64), x_step = x.strides[0], y_step = y.strides[0];
   const Ahead ahead = fetch_ahead<T, rows>(x), y_ahead = fetch_ahead<T, rows>(y);
@@ -207,34 +203,32 @@ void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, 
       return [=](int g, int64_t i, auto k) { return Row<T>{first.x + g * x_step, first.ahead}(i, k); };
     }
   };
-  auto writer_of = [=, &parameters, &normalizer](int64_t r, const Stats* stats) {
-    const auto normalized = of_rows(normalizer, r, stats, std::make_integer_sequence<int, rows>{});
+  std::array<typename Norm::Of, rows> of{};
+  auto writer_of = [=, &parameters, &norm](int64_t r, const auto& of) {
     const T* const from = with_residual ? kept + (r & 1) * room : row(x, r);
-    return [=, to = row(y, r)](int64_t i, auto k) {
+    return [=, &norm, to = row(y, r)](int64_t i, auto k) {
       const auto weights = parameters(i, k);
 #pragma GCC unroll 4
       for (int g = 0; g < rows; ++g) {
         T* const out = to + g * y_step + i;
         if constexpr (!streaming && std::is_same_v<decltype(k), Both>) fetch_pair(out + y_ahead(i));
-        put(out, normalized[g](load(from + g * x_step + i, k), weights), k, streaming);
+        put(out, norm.apply(of[g], load(from + g * x_step + i, k), weights), k, streaming);
       }
     };
   };
-  Stats stats[rows];
-  walk<rows>(n, stats, value_of(begin), nullptr);
-  for (int64_t r = begin; r + rows < end; r += rows) {
-    const auto write = writer_of(r, stats);
-    Stats next[rows];
-    walk<rows>(n, next, value_of(r + rows), write);
-    std::copy_n(next, rows, stats);
+  for (int64_t r = begin - rows; r < end; r += rows) {  // rows from r on are written, those after them read
+    const bool reads = r + rows < end, writes = r >= begin;
+    typename Norm::Stats stats[rows];
+    walk<rows>(n, reads, stats, value_of(r + rows), writes, writer_of(r, of));
+    if (!reads) break;
+    for (int g = 0; g < rows; ++g) of[size_t(g)] = norm.of(r + rows + g, stats[g]);
   }
-  walk<rows>(n, stats, nullptr, writer_of(end - rows, stats));
   if (streaming) stream_fence();
 }
 
-template <class T, class Stats, class Parameters, class Normalizer>
+template <class T, class Parameters, class Norm>
 void norm_forward(const View& x, const View& residual, const View& y, const View& summed, const Parameters& parameters,
-                  const Normalizer& normalizer) {
+                  const Norm& norm) {
   const int64_t rows = x.sizes[0], n = x.sizes[1];
   const int64_t written = (summed.defined() ? 2 : 1) * rows * n * int64_t(sizeof(T));
   const bool streaming = outlives_cache(written) && can_stream_rows<T>(y) &&
@@ -243,17 +237,14 @@ void norm_forward(const View& x, const View& residual, const View& y, const View
   constexpr int group = W == 16 && sizeof(T) == 4 ? 4 : 1;
   auto run = [&](auto with_residual, auto past_cache) {
     parallel_rows(rows, row_grain(n, norm_task), [&](int64_t begin, int64_t end) {
-      if constexpr (group > 1 && !with_residual.value) {
-        const int64_t grouped = begin + (end - begin) / group * group;
-        if (begin < grouped) {
-          norm_rows<T, Stats, group, false, past_cache.value>(begin, grouped, x, residual, y, summed, parameters, normalizer);
-        }
-        begin = grouped;
-      }
-      if (begin < end) {
-        norm_rows<T, Stats, 1, with_residual.value, past_cache.value>(begin, end, x, residual, y, summed, parameters,
-                                                                      normalizer);
-      }
+      auto some = [&](auto together, int64_t first, int64_t last) {
+        if (first == last) return;
+        norm_rows<T, together.value, with_residual.value, past_cache.value>(first, last, x, residual, y, summed, parameters, norm);
+      };
+      constexpr int most = with_residual.value ? 1 : group;
+      const int64_t grouped = begin + (end - begin) / most * most;
+      some(std::integral_constant<int, most>{}, begin, grouped);
+      if constexpr (most > 1) some(std::integral_constant<int, 1>{}, grouped, end);
     });
   };
   auto with = [&](auto with_residual) {

@@ -18,18 +18,18 @@ struct NormGradients {
 // Rows go in blocks that stay in the second-level cache and are looked at twice: all together, for their means and for the
 // columns' sums, which are loaded and stored once for a block; and then one by one, to be written, since stores past the
 // cache that turn between rows take longer. In both looks half of the next block is fetched.
-template <bool centered, bool with_sum, bool streaming, class T, class P>
+template <bool centered, class T, class P>
 class NormBackward {
  public:
-  NormBackward(const NormGradients& of, const P* weight, float* dweight, float* dbias)
-      : of_(of), n_(of.s.sizes[1]), weight_(weight), dweight_(dweight), dbias_(dbias) {}
+  NormBackward(const NormGradients& of, bool streaming, const P* weight, float* dweight, float* dbias)
+      : of_(of), streaming_(streaming), n_(of.s.sizes[1]), weight_(weight), dweight_(dweight), dbias_(dbias) {}
 
   void operator()(int64_t begin, int64_t end) const {
     const bool fits = 2 * 2 * most * n_ * int64_t(sizeof(T)) <= int64_t{1} << 20;  // two blocks, two tensors
     int64_t r = begin;
     for (; fits && r + most <= end; r += most) block<most>(r);
     for (; r < end; ++r) block<1>(r);
-    if (streaming) stream_fence();
+    if (streaming_) stream_fence();
   }
 
  private:
@@ -43,7 +43,7 @@ class NormBackward {
   void block(int64_t first) const {
     Means means[count];
     sum<count>(first, means);
-    for (int r = 0; r < count; ++r) write<count>(first + r, means[r]);
+    for (int r = 0; r < count; ++r) write(first + r, first + r + count, means[r]);
   }
 
   template <int count>
@@ -98,11 +98,11 @@ class NormBackward {
     }
   }
 
-  template <int count>
-  void write(int64_t r, const Means& mean) const {
+  void write(int64_t r, int64_t next, const Means& mean) const {
+    const bool streaming = streaming_;
     const int64_t n = n_;
-    const T *const g = row(of_.dy, r), *const s = row(of_.s, r), *const sum = with_sum ? row(of_.dsummed, r) : nullptr;
-    const T *const next_g = row(of_.dy, r + count) + n / 2, *const next_s = row(of_.s, r + count) + n / 2;
+    const T *const g = row(of_.dy, r), *const s = row(of_.s, r), *const sum = of_.dsummed.defined() ? row(of_.dsummed, r) : nullptr;
+    const T *const next_g = row(of_.dy, next) + n / 2, *const next_s = row(of_.s, next) + n / 2;
     T* const x = row(of_.dx, r);
     const P* const weight = weight_;
     const float center = centered ? of_.mean[r] : 0.0f, scale = of_.rstd[r], mean_g = mean.g, mean_along = mean.along;
@@ -119,17 +119,17 @@ class NormBackward {
         if constexpr (centered) v = v - mean_g;
         v = (v - h * scale * mean_along) * scale;
       }
-      if constexpr (with_sum) v = v + load(sum + i, k);
+      if (sum) v = v + load(sum + i, k);
       put(x + i, v, k, streaming);
     };
     int64_t i = 0;
     for (; i < paired(n); i += 4 * W) {
       fetch(next_g + i / 2, next_s + i / 2);
-      if constexpr (with_sum) {
+      if (sum) {
         fetch_pair(sum + sum_ahead + i);
         fetch_pair(sum + sum_ahead + i + 2 * W);
       }
-      if constexpr (streaming) look_ahead(x, i);
+      if (streaming) look_ahead(x, i);
       put_one(i, Both{});
       put_one(i + 2 * W, Both{});
     }
@@ -148,6 +148,7 @@ class NormBackward {
 
   static constexpr int64_t sum_ahead = 4096 / int64_t(sizeof(T));
   const NormGradients of_;
+  const bool streaming_;
   const int64_t n_;
   const P* const weight_;
   float *const dweight_, *const dbias_;
@@ -185,15 +186,9 @@ void norm_backward(const NormGradients& of, const View& weight, float offset, co
       with_parameter_type<T>(offset != 0.0f, weight, View{}, [&](auto* p) {
         using P = std::remove_pointer_t<decltype(p)>;
         const Parameter<T, P> w(weight, n, 1.0f, offset);
-        auto run = [&](auto with_sum, auto past_cache) {
-          sums.over_rows([&](int64_t begin, int64_t end, const auto& to) {
-            NormBackward<centered, with_sum.value, past_cache.value, T, P>(of, w.data(), to[0], to[1])(begin, end);
-          });
-        };
-        auto with = [&](auto with_sum) {
-          streaming ? run(with_sum, std::true_type{}) : run(with_sum, std::false_type{});
-        };
-        of.dsummed.defined() ? with(std::true_type{}) : with(std::false_type{});
+        sums.over_rows([&](int64_t begin, int64_t end, const auto& to) {
+          NormBackward<centered, T, P>(of, streaming, w.data(), to[0], to[1])(begin, end);
+        });
       });
     } else {
       sums.over_rows([&](int64_t begin, int64_t end, const auto& to) {

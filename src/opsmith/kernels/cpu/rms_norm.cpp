@@ -25,6 +25,29 @@ class SumOfSquares {
   Vec total_[4] = {};
 };
 
+template <class T>
+struct RmsNorm {
+  using Stats = SumOfSquares;
+  using Of = float;  // what a row is multiplied with
+
+  Of of(int64_t r, const Stats& stats) const {
+    const float scale = 1.0f / std::sqrt(stats.mean(n) + eps);
+    if (rstd) rstd[r] = scale;
+    return scale;
+  }
+
+  template <class V>
+  V apply(Of scale, V v, const V& weights) const {
+    v = v * scale;
+    return (round_first ? round_to<T>(v) : v) * weights;
+  }
+
+  int64_t n;
+  float eps;
+  bool round_first;
+  float* rstd;  // or null
+};
+
 }  // namespace
 
 void rms_norm(View x, View residual, View weight, double eps, double offset, bool round_first, View y, View summed,
@@ -33,26 +56,11 @@ void rms_norm(View x, View residual, View weight, double eps, double offset, boo
   if (x.sizes[0] == 0 || n == 0) return;
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
+    const RmsNorm<T> norm{n, float(eps), round_first, rstd.as<float>()};
     with_parameter_type<T>(offset != 0.0, weight, View{}, [&](auto* p) {
       using P = std::remove_pointer_t<decltype(p)>;
       const Parameter<T, P> w(weight, n, 1.0f, float(offset));
-      auto parameters = [w = w.data()](int64_t i, auto k) { return load(w + i, k); };
-      auto run = [&](auto round) {
-        norm_forward<T, SumOfSquares>(x, residual, y, summed, parameters, [&](int64_t r, const SumOfSquares& stats) {
-          const float scale = 1.0f / std::sqrt(stats.mean(n) + float(eps));
-          if (rstd.defined()) rstd.as<float>()[r] = scale;
-          return [=](auto v, const auto& weights) {
-            v = v * scale;
-            if constexpr (round.value) v = round_to<T>(v);
-            return v * weights;
-          };
-        });
-      };
-      if (!std::is_same_v<T, float> && round_first) {
-        run(std::bool_constant<!std::is_same_v<T, float>>{});
-      } else {
-        run(std::false_type{});
-      }
+      norm_forward<T>(x, residual, y, summed, [w = w.data()](int64_t i, auto k) { return load(w + i, k); }, norm);
     });
   });
 }

@@ -98,16 +98,30 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
   }
 }
 
-template <class Format, int N, class Lanes>
-inline void multiply_rows(int rows, const Tile<Format>& t, int last) {
+template <class Format>
+inline void multiply_panel(int rows, const Tile<Format>& t) {
   switch (rows) {
-    case 1: return multiply<Format, 1, N, Lanes>(t, last);
-    case 2: return multiply<Format, 2, N, Lanes>(t, last);
-    case 3: return multiply<Format, 3, N, Lanes>(t, last);
-    case 4: return multiply<Format, 4, N, Lanes>(t, last);
-    case 5: return multiply<Format, 5, N, Lanes>(t, last);
-    default: return multiply<Format, ROWS, N, Lanes>(t, last);
+    case 1: return multiply<Format, 1, VECS, Full>(t, W);
+    case 2: return multiply<Format, 2, VECS, Full>(t, W);
+    case 3: return multiply<Format, 3, VECS, Full>(t, W);
+    case 4: return multiply<Format, 4, VECS, Full>(t, W);
+    case 5: return multiply<Format, 5, VECS, Full>(t, W);
+    default: return multiply<Format, ROWS, VECS, Full>(t, W);
   }
+}
+
+// The last panel, of less than its width. Rows that do not make a whole tile go in twos: compiling every number of rows for
+// every width would take longer than that ever saves.
+template <class Format, int N>
+void multiply_last(int rows, Tile<Format> t, int last) {
+  if (rows == ROWS) return multiply<Format, ROWS, N, Part>(t, last);
+  for (; rows >= 2; rows -= 2) {
+    multiply<Format, 2, N, Part>(t, last);
+    t.x += 2 * t.x_stride;
+    t.sums += 2 * kPanel;
+    t.lines = 0;
+  }
+  if (rows == 1) multiply<Format, 1, N, Part>(t, last);
 }
 
 }  // namespace
@@ -115,16 +129,16 @@ inline void multiply_rows(int rows, const Tile<Format>& t, int last) {
 template <class Format>
 void multiply_block(int rows, int64_t width, Tile<Format>& t) {
   for (; width >= PANEL; width -= PANEL, t.columns += PANEL, t.sums += PANEL) {
-    multiply_rows<Format, VECS, Full>(rows, t, W);
+    multiply_panel(rows, t);
     t.lines = 0;
   }
   const int last = int((width - 1) % W + 1);
   switch (ceil_div(width, W)) {
     case 0: return;
-    case 1: return multiply_rows<Format, 1, Part>(rows, t, last);
-    case 2: return multiply_rows<Format, 2, Part>(rows, t, last);
-    case 3: return multiply_rows<Format, std::min(3, VECS), Part>(rows, t, last);
-    default: return multiply_rows<Format, VECS, Part>(rows, t, last);
+    case 1: return multiply_last<Format, 1>(rows, t, last);
+    case 2: return multiply_last<Format, 2>(rows, t, last);
+    case 3: return multiply_last<Format, std::min(3, VECS)>(rows, t, last);
+    default: return multiply_last<Format, VECS>(rows, t, last);
   }
 }
 

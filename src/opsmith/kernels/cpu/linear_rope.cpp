@@ -64,9 +64,9 @@ struct Projection {
                   : h < q.heads + k.heads ? place_of(k, b, h - q.heads, l)
                                           : place_of(v, b, h - q.heads - k.heads, l);
     if (turned > 0 && rotation.interleaved) {
-      rotate_row<true, false, false, 1>(head, 0, to, 0, t, table.half, false, 0);
+      rotate_row<true, false, 1>(head, 0, to, 0, t, table.half, false, 0);
     } else if (turned > 0) {
-      rotate_row<false, false, false, 1>(head, 0, to, 0, t, table.half, false, 0);
+      rotate_row<false, false, 1>(head, 0, to, 0, t, table.half, false, 0);
     }
     for_lanes(q.dims - turned, [&](int64_t i, auto k) { store(to + turned + i, load(head + turned + i, k), k); });
   }

@@ -94,9 +94,9 @@ inline void mla_rotate(const float* x, int64_t n, const MlaRotation& rotation, c
   const int64_t half = n / 2;
   const TableRow<float> t{row, row + n, row + half, row + n + half};
   if (rotation.interleaved) {
-    rotate_row<true, false, false, 1>(x, 0, to, 0, t, half, false, 0);
+    rotate_row<true, false, 1>(x, 0, to, 0, t, half, false, 0);
   } else {
-    rotate_row<false, false, false, 1>(x, 0, to, 0, t, half, false, 0);
+    rotate_row<false, false, 1>(x, 0, to, 0, t, half, false, 0);
   }
 }
 

@@ -14,7 +14,7 @@ constexpr int64_t kTask = 16384;            // elements that are worth a thread'
 constexpr int64_t kAhead = 2048;            // bytes of x between what is read and what is asked for
 constexpr int kTogether = 2;                // heads, for which a row of the table is read once
 
-template <bool interleaved, bool inverse, bool shared, class T, class C>
+template <bool interleaved, bool shared, class T, class C>
 void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t b, int64_t begin, int64_t end,
                   bool past_cache) {
   const int64_t half = table.half, rest = x.dims - 2 * half;
@@ -28,7 +28,7 @@ void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t
     const bool streaming = past_cache && can_stream_both(to) && can_stream_both(to + (n - 1) * y.head_stride) &&
                            (interleaved || can_stream_both(to + half));
     for (int i = 0; i < n && streaming; ++i) look_ahead_of_row(to + i * y.head_stride, x.dims);
-    rotate_row<interleaved, inverse, shared, n>(from, x.head_stride, to, y.head_stride, t, half, streaming, ahead);
+    rotate_row<interleaved, shared, n>(from, x.head_stride, to, y.head_stride, t, half, streaming, ahead);
     for (int i = 0; i < n && rest > 0 && !in_place; ++i) {
       std::memcpy(to + i * y.head_stride + 2 * half, from + i * x.head_stride + 2 * half, size_t(rest) * sizeof(T));
     }
@@ -57,7 +57,7 @@ void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t
   }
 }
 
-template <bool interleaved, bool inverse, class T, class C>
+template <bool interleaved, class T, class C>
 void rotate_all(const View& xv, const View& morev, const Table<C>& table, const View& yv, const View& more_yv) {
   const Heads x(xv), y(yv);
   const Heads more = morev.defined() ? Heads(morev) : x, more_y = morev.defined() ? Heads(more_yv) : y;
@@ -75,8 +75,8 @@ void rotate_all(const View& xv, const View& morev, const Table<C>& table, const 
       const int64_t b = task / blocks, begin = task % blocks * block, end = std::min(x.tokens, begin + block);
       auto turn = [&](auto shared) {
         constexpr bool s = decltype(shared)::value;
-        rotate_block<interleaved, inverse, s, T>(x, y, table, b, begin, end, past_cache);
-        if (morev.defined()) rotate_block<interleaved, inverse, s, T>(more, more_y, table, b, begin, end, past_cache);
+        rotate_block<interleaved, s, T>(x, y, table, b, begin, end, past_cache);
+        if (morev.defined()) rotate_block<interleaved, s, T>(more, more_y, table, b, begin, end, past_cache);
       };
       if (table.shared(b, begin, end)) {
         turn(std::true_type{});
@@ -112,13 +112,9 @@ void rope(View x, View more, View cos, View sin, View positions, Rotation rotati
   auto run = [&](auto* t, auto* c) {
     using T = std::remove_pointer_t<decltype(t)>;
     using C = std::remove_pointer_t<decltype(c)>;
-    const Table<C> table{cos, sin, positions, half};
-    if (rotation.interleaved) {
-      if (rotation.inverse) return rotate_all<true, true, T>(x, more, table, y, more_y);
-      return rotate_all<true, false, T>(x, more, table, y, more_y);
-    }
-    if (rotation.inverse) return rotate_all<false, true, T>(x, more, table, y, more_y);
-    return rotate_all<false, false, T>(x, more, table, y, more_y);
+    const Table<C> table{cos, sin, positions, half, rotation.inverse};
+    if (rotation.interleaved) return rotate_all<true, T>(x, more, table, y, more_y);
+    return rotate_all<false, T>(x, more, table, y, more_y);
   };
   with_table_type(x.dtype, cos.dtype, run);
 }

@@ -30,7 +30,7 @@ inline void store_rounded(int8_t* p, Vec v, Part k) {
 template <bool interleaved, bool shared, class C>
 inline float rotate_quantized(const int8_t* x, int8_t* y, const TableRow<C>& t, int64_t half, int64_t dims, float sign,
                               float* turned) {
-  rotate_row<interleaved, false, shared, 1>(x, 0, turned, 0, t, half, false, 0);
+  rotate_row<interleaved, shared, 1>(x, 0, turned, 0, t, half, false, 0);
   for_lanes(dims - 2 * half, [=](int64_t i, auto k) { store(turned + 2 * half + i, load(x + 2 * half + i, k), k); });
   Vec most{};
   IVec odd{};

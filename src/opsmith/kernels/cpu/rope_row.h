@@ -9,10 +9,12 @@
 namespace opsmith {
 
 // The pairs (x1, x2) of a row become (x1 cos - x2 sin, x2 cos + x1 sin). The table may be as wide as the rotated
-// dimensions, with entries of their own for the first and the second of a pair, or half as wide, shared by both.
+// dimensions, with entries of their own for the first and the second of a pair, or half as wide, shared by both. The inverse
+// rotation, the transpose, is that by the sines exchanged and negated.
 template <class C>
 struct TableRow {
   const C *cos1, *sin1, *cos2, *sin2;
+  float sign = 1;  // of the sines
 };
 
 // Calls f with null pointers of the types of x and of the table: x's own, or float32.
@@ -52,11 +54,13 @@ template <class C>
 struct Table {
   const View &cos, &sin, &positions;
   int64_t half;
+  bool inverse = false;
 
   TableRow<C> row(int64_t b, int64_t l) const {
     const int64_t p = positions.defined() ? position_at(positions, b, l) : l;
     const C *c = place(cos, b, p), *s = place(sin, b, p);
     const int64_t second = cos.sizes[cos.dim - 1] == half ? 0 : half;
+    if (inverse) return {c, s + second, c + second, s, -1};
     return {c, s, c + second, s + second};
   }
 
@@ -78,15 +82,9 @@ struct Table {
   }
 };
 
-template <bool inverse>
 inline void rotate(Vec x1, Vec x2, Vec cos1, Vec sin1, Vec cos2, Vec sin2, Vec& y1, Vec& y2) {
-  if constexpr (inverse) {  // the transpose: of tables whose two entries of a pair differ, too
-    y1 = fma(x1, cos1, x2 * sin2);
-    y2 = fma(x2, cos2, -(x1 * sin1));
-  } else {
-    y1 = fma(x1, cos1, -(x2 * sin1));
-    y2 = fma(x2, cos2, x1 * sin2);
-  }
+  y1 = fma(x1, cos1, -(x2 * sin1));
+  y2 = fma(x2, cos2, x1 * sin2);
 }
 
 #if defined(__clang__)
@@ -151,12 +149,12 @@ inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
 }
 
 // Two vectors of the first halves of N heads, from element i on, and two of the second: whole lines of 16-bit results.
-template <bool inverse, bool shared, int N, class S, class T, class C>
+template <bool shared, int N, class S, class T, class C>
 inline __attribute__((always_inline)) void rotate_two(const S* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
                                                       int64_t half, int64_t i, bool streaming, int64_t ahead) {
   auto two = [](const auto* p) { return Pair{load(p), load(p + W)}; };
-  const Pair cos1 = two(t.cos1 + i), sin1 = two(t.sin1 + i);
-  const Pair cos2 = shared ? cos1 : two(t.cos2 + i), sin2 = shared ? sin1 : two(t.sin2 + i);
+  const Pair cos1 = two(t.cos1 + i), sin1 = two(t.sin1 + i) * t.sign;
+  const Pair cos2 = shared ? cos1 : two(t.cos2 + i), sin2 = shared ? sin1 : two(t.sin2 + i) * t.sign;
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) {
     const S* from = x + n * x_step + i;
@@ -165,8 +163,8 @@ inline __attribute__((always_inline)) void rotate_two(const S* x, int64_t x_step
     prefetch(from + ahead + half);
     const Pair x1 = two(from), x2 = two(from + half);
     Pair y1, y2;
-    rotate<inverse>(x1.a, x2.a, cos1.a, sin1.a, cos2.a, sin2.a, y1.a, y2.a);
-    rotate<inverse>(x1.b, x2.b, cos1.b, sin1.b, cos2.b, sin2.b, y1.b, y2.b);
+    rotate(x1.a, x2.a, cos1.a, sin1.a, cos2.a, sin2.a, y1.a, y2.a);
+    rotate(x1.b, x2.b, cos1.b, sin1.b, cos2.b, sin2.b, y1.b, y2.b);
     put_in_order(to, y1, streaming);
     put_in_order(to + half, y2, streaming);
   }
@@ -174,22 +172,22 @@ inline __attribute__((always_inline)) void rotate_two(const S* x, int64_t x_step
 
 // Rotates 2 * half elements of N heads of one token, `x_step` and `y_step` apart; y may be x. `shared` says that both of
 // a pair have one entry in the table. `streaming` asks for stores past the cache. What lies `ahead` will be read soon.
-template <bool interleaved, bool inverse, bool shared, int N, class S, class T, class C>
+template <bool interleaved, bool shared, int N, class S, class T, class C>
 inline __attribute__((always_inline)) void rotate_row(const S* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
                                                       int64_t half, bool streaming, int64_t ahead) {
   int64_t done = 0;
   if constexpr (!interleaved && sizeof(T) == 2) {
     for (; done + 2 * W <= half; done += 2 * W) {
-      rotate_two<inverse, shared, N>(x, x_step, y, y_step, t, half, done, streaming, ahead);
+      rotate_two<shared, N>(x, x_step, y, y_step, t, half, done, streaming, ahead);
     }
   }
   for_lanes(half - done, [=](int64_t at, auto k) __attribute__((always_inline)) {
     const int64_t i = done + at;
-    const Vec cos1 = load(t.cos1 + i, k), sin1 = load(t.sin1 + i, k);
+    const Vec cos1 = load(t.cos1 + i, k), sin1 = load(t.sin1 + i, k) * t.sign;
     Vec cos2 = cos1, sin2 = sin1;
     if constexpr (!shared) {
       cos2 = load(t.cos2 + i, k);
-      sin2 = load(t.sin2 + i, k);
+      sin2 = load(t.sin2 + i, k) * t.sign;
     }
     const int64_t first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + W : half + i;
 #pragma GCC unroll 4
@@ -205,7 +203,7 @@ inline __attribute__((always_inline)) void rotate_row(const S* x, int64_t x_step
         x1 = load(from + first, k);
         x2 = load(from + second, k);
       }
-      rotate<inverse>(x1, x2, cos1, sin1, cos2, sin2, y1, y2);
+      rotate(x1, x2, cos1, sin1, cos2, sin2, y1, y2);
       if constexpr (interleaved) {
         put_pairs(to + first, y1, y2, k, streaming);
       } else {

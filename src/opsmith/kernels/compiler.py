@@ -35,10 +35,12 @@ COMPILE_FLAGS = (*_BASE_FLAGS, *_MATH_FLAGS)
 # A symbol that nobody defines should fail here, by name, and not when the library is loaded.
 LINK_FLAGS = ("-shared", "-Wl,--no-undefined", "-Wl,--as-needed")
 
-# What bindings include of torch takes a third of their compile time, so several of them share it precompiled.
-_SHARED_HEADER = "torch_headers.h"
-_SHARED = "".join(f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor"))
-_WORTH_SHARING = 6  # bindings: precompiling takes as long as that saves with three
+# What bindings include of torch takes a third of their compile time, and what kernels include of the compiler's own half
+# a second each, so several of them share it precompiled.
+_TORCH = "".join(f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor"))
+_STANDARD = "".join(f"#include <{name}>\n" for name in ("algorithm", "cmath", "memory", "string", "vector"))
+_VECTORS = "#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n"
+_WORTH_SHARING = 6  # units: precompiling takes as long as that saves with three
 
 _SANITIZERS = ("address", "undefined", "thread")
 
@@ -172,24 +174,17 @@ def compile_and_link(
     """
     lines = ["rule compile", " command = $run", " description = $in"]
     lines += ["rule link", " command = $run", " description = $out"]
-    sharing = _sharing(compiler, units.values())
-    if sharing:
-        (folder / _SHARED_HEADER).write_text(_SHARED)
-        run = [
-            *_command(compiler, sharing[0]),
-            "-x",
-            "c++-header",
-            _SHARED_HEADER,
-            "-o",
-            f"{_SHARED_HEADER}.gch",
-        ]
-        lines += [f"build {_SHARED_HEADER}.gch: compile {_SHARED_HEADER}", _ninja_run(run)]
+    shared: dict[Unit, str] = {}  # a unit's precompiled header
+    for header, text, sharing in _sharing(compiler, units.values()):
+        (folder / header).write_text(text)
+        run = [*_command(compiler, sharing[0]), "-x", "c++-header", header, "-o", f"{header}.gch"]
+        lines += [f"build {header}.gch: compile {header}", _ninja_run(run)]
+        shared |= dict.fromkeys(sharing, header)
     # The longest first, so that no core is left with one at the end: a binding is quick, a large kernel is not.
     for name, unit in sorted(units.items(), key=lambda u: (u[1].binds, -u[1].source.stat().st_size)):
-        shared, needs = (
-            (["-include", _SHARED_HEADER], f" | {_SHARED_HEADER}.gch") if unit in sharing else ([], "")
-        )
-        run = [*_command(compiler, unit), *shared, "-c", str(unit.source), "-o", name]
+        header = shared.get(unit)
+        include, needs = (["-include", header], f" | {header}.gch") if header else ([], "")
+        run = [*_command(compiler, unit), *include, "-c", str(unit.source), "-o", name]
         lines += [f"build {_ninja_path(name)}: compile {_ninja_path(unit.source)}{needs}", _ninja_run(run)]
     inputs = [*units, *objects]
     run = [*compiler.command, *inputs, *LINK_FLAGS, *link_flags, "-o", library]
@@ -206,11 +201,20 @@ def _command(compiler: Compiler, unit: Unit) -> list[str]:
     return [*chosen.command, *base, *unit.flags, *includes]
 
 
-def _sharing(compiler: Compiler, units: Iterable[Unit]) -> list[Unit]:
-    """The bindings that share torch's headers precompiled; none, where it would not pay. Clang does it another way."""
-    found = [unit for unit in units if unit.binds]
-    alike = len({(unit.flags, unit.system_dirs) for unit in found}) == 1
-    return found if alike and len(found) >= _WORTH_SHARING and "clang" not in compiler.version else []
+def _sharing(compiler: Compiler, units: Iterable[Unit]) -> list[tuple[str, str, list[Unit]]]:
+    """Headers to precompile, each with its text and the units that share it. Clang does it another way."""
+    if "clang" in compiler.version:
+        return []
+    bindings, kernels = [], []
+    for unit in units:
+        if unit.compiler is None:
+            (bindings if unit.binds else kernels).append(unit)
+    found = [("torch_headers.h", _TORCH, bindings), ("standard_headers.h", _STANDARD + _VECTORS, kernels)]
+    return [
+        (header, text, sharing)
+        for header, text, sharing in found
+        if len(sharing) >= _WORTH_SHARING and len({(unit.flags, unit.system_dirs) for unit in sharing}) == 1
+    ]
 
 
 def finished(folder: Path) -> set[str]:

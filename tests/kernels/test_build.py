@@ -224,19 +224,24 @@ def test_progress_is_for_terminals(project: Project, monkeypatch: pytest.MonkeyP
     assert "3/3" in shown.getvalue()
 
 
-def test_bindings_share_torchs_headers_where_there_are_many(tmp_path: Path) -> None:
-    def bindings(count: int, flags: tuple[str, ...] = ("-O2",)) -> list[compiler.Unit]:
+def test_units_share_headers_where_there_are_many(tmp_path: Path) -> None:
+    def units(count: int, flags: tuple[str, ...] = ("-O2",), binds: bool = True) -> list[compiler.Unit]:
         return [
-            compiler.Unit(tmp_path / f"binding_{len(flags)}_{i}.cpp", (), flags, binds=True)
+            compiler.Unit(tmp_path / f"{binds}_{len(flags)}_{i}.cpp", (), flags, binds=binds)
             for i in range(count)
         ]
 
-    kernel = compiler.Unit(tmp_path / "kernel.cpp", (), ("-O2",))
     gcc, clang = (
         compiler.Compiler(("c++",), v) for v in ("g++ (Debian) 12.2.0", "Debian clang version 14.0.6")
     )
-    many = bindings(6)
-    assert compiler._sharing(gcc, [kernel, *many]) == many
-    assert compiler._sharing(clang, [kernel, *many]) == []
-    assert compiler._sharing(gcc, [kernel, *bindings(5)]) == []
-    assert compiler._sharing(gcc, [*many, *bindings(6, ("-O2", "-g1"))]) == []
+    bindings, kernels = units(6), units(7, binds=False)
+    by_another = compiler.Unit(tmp_path / "gpu.cu", (), (), compiler=gcc)
+
+    def shared(*given: compiler.Unit, by: compiler.Compiler = gcc) -> list[list[compiler.Unit]]:
+        return [sharing for _, _, sharing in compiler._sharing(by, given)]
+
+    assert shared(*kernels[:2], *bindings, by_another) == [bindings]
+    assert shared(*kernels, *bindings, by_another) == [bindings, kernels]
+    assert shared(*kernels, *bindings, by=clang) == []
+    assert shared(*kernels[:5], *units(5)) == []
+    assert shared(*bindings, *units(6, ("-O2", "-g1"))) == []

@@ -35,8 +35,8 @@ COMPILE_FLAGS = (*_BASE_FLAGS, *_MATH_FLAGS)
 # A symbol that nobody defines should fail here, by name, and not when the library is loaded.
 LINK_FLAGS = ("-shared", "-Wl,--no-undefined", "-Wl,--as-needed")
 
-# What bindings include of torch takes a third of their compile time, and what kernels include of the compiler's own half
-# a second each, so several of them share it precompiled.
+# What bindings include of torch takes a third of their compile time, and what kernels include of the compiler's own
+# half a second, so several of them share it precompiled.
 _TORCH = "".join(f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor"))
 _STANDARD = "".join(f"#include <{name}>\n" for name in ("algorithm", "cmath", "memory", "string", "vector"))
 _VECTORS = "#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n"

@@ -182,8 +182,8 @@ def compile_and_link(
         shared |= dict.fromkeys(sharing, header)
     # The longest first, so that no core is left with one at the end: a binding is quick, a large kernel is not.
     for name, unit in sorted(units.items(), key=lambda u: (u[1].binds, -u[1].source.stat().st_size)):
-        header = shared.get(unit)
-        include, needs = (["-include", header], f" | {header}.gch") if header else ([], "")
+        ready = shared.get(unit)
+        include, needs = (["-include", ready], f" | {ready}.gch") if ready else ([], "")
         run = [*_command(compiler, unit), *include, "-c", str(unit.source), "-o", name]
         lines += [f"build {_ninja_path(name)}: compile {_ninja_path(unit.source)}{needs}", _ninja_run(run)]
     inputs = [*units, *objects]
@@ -205,7 +205,8 @@ def _sharing(compiler: Compiler, units: Iterable[Unit]) -> list[tuple[str, str, 
     """Headers to precompile, each with its text and the units that share it. Clang does it another way."""
     if "clang" in compiler.version:
         return []
-    bindings, kernels = [], []
+    bindings: list[Unit] = []
+    kernels: list[Unit] = []
     for unit in units:
         if unit.compiler is None:
             (bindings if unit.binds else kernels).append(unit)

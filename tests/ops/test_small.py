@@ -81,6 +81,29 @@ def test_one_call_of_ours_is_faster_than_several_of_pytorch(name: str, dtype: to
     assert all(n.startswith("opsmith.") for n in computed)
 
 
+# Where autograd records, calls of ours pay for a node in Python, and PyTorch's for each of theirs.
+LEARNING = {
+    "gelu": (lambda x: opsmith.ops.gelu(x), 0),
+    "gelu with tanh": (lambda x: opsmith.ops.gelu(x, tanh=True), SMALL),
+    "gelu_mul": (lambda x: opsmith.ops.gelu_mul(x, x), 0),
+    "gelu_mul with tanh": (lambda x: opsmith.ops.gelu_mul(x, x, tanh=True), SMALL),
+    "silu_mul": (lambda x: opsmith.ops.silu_mul(x, x), SMALL),
+    "rms_norm": (lambda x: opsmith.ops.rms_norm(x), 0),
+    "layer_norm": (lambda x: opsmith.ops.layer_norm(x), SMALL << 4),
+    "softmax": (lambda x: opsmith.ops.softmax(x), SMALL << 4),
+}
+
+
+@pytest.mark.skipif(not native_library(), reason="there are no kernels of ours")
+@pytest.mark.parametrize("name", list(LEARNING))
+def test_calls_that_learn_are_pytorchs_up_to_a_size(name: str) -> None:
+    function, most = LEARNING[name]
+    for elements in (most, most + 64) if most else (64,):
+        with Recorded() as seen:
+            function(torch.randn(elements // 64, 64, requires_grad=True))
+        assert any(n.startswith("opsmith.") for n in seen.names) is (elements > most)
+
+
 def leaves(sample: Sample, grad: bool) -> tuple[list[Any], dict[str, Any], list[torch.Tensor]]:
     """The sample's arguments, with floating-point tensors that want gradients if asked."""
     inputs: list[torch.Tensor] = []

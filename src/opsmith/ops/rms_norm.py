@@ -26,7 +26,6 @@ from opsmith.ops.common import (
     out_rows,
     recorded,
     short,
-    small,
     soonest,
 )
 from opsmith.ops.norm import Result, check_pair, store, writes_rows
@@ -86,7 +85,7 @@ def rms_norm(
     check_number("rms_norm", "weight_offset", weight_offset)
     how: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
     training = needs_grad(x, weight, residual)
-    if native(x, "rms_norm") is not True or (training and small(x.numel())):
+    if native(x, "rms_norm") is not True:
         return store(eager(x, weight, eps, residual=residual, **how), out)
     if training:
         y, s = recorded(_RMSNorm, x, weight, eps, residual, weight_offset, round_before_weight)

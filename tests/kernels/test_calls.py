@@ -300,3 +300,29 @@ def test_a_result_is_the_rows_that_ids_pick(shape):
     assert torch.equal(calls.new_embedding(ids, table, y=[table, ...]), table[ids])
     assert calls.new_embedding(ids, table, y=[table.to("meta"), ...]) is None
     assert calls.new_embedding(ids, table, y=[torch.tensor(1.0), ...]) is None
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 5), (2, 1 << 40)], ids=str)
+def test_sizes_are_a_tensors_shape(shape):
+    x = torch.empty(shape) if 0 in shape else torch.tensor(0.0).expand(shape)
+    assert calls.sizes(x) == x.shape
+    assert calls.sizes(torch.nn.Parameter(x)) == x.shape
+    assert calls.sizes(x.to("meta")) == x.shape
+    with pytest.raises(AttributeError):
+        calls.sizes(list(shape))
+
+
+def test_a_number_that_is_left_out_is_not_zero():
+    q, lengths = torch.randn(1, 2, 16), torch.tensor([4])
+    k, v = torch.randn(2, 1, 4, 2, 16)
+    tables = torch.zeros(1, 1, dtype=torch.int32)
+
+    def attend(scale):
+        return calls.new_paged_attention(q, k, v, tables, lengths, None, None, scale, 0, 0.0)
+
+    assert torch.equal(attend(None), attend(0.25))
+    torch.testing.assert_close(attend(0.0), v.mean(1))
+    y = torch.empty_like(q)
+    torch.ops.opsmith.paged_attention(q, k, v, tables, lengths, None, None, None, 0, 0.0, y=y)
+    assert torch.equal(y, attend(None))
+    assert attend(1) is None  # an int is PyTorch's to convert

@@ -55,7 +55,7 @@ struct Kernel {
   PyObject* defaults;  // of the arguments, Ellipsis where there is none
   int count;
   bool makes;  // its results, or True where it was given all of them; None from a call that is not for us
-  char types[kMost];  // T tensor, o tensor or None, y output, p output or None, i int, f float, b bool
+  char types[kMost];  // T tensor, o tensor or None, y output, p output or None, i int, f float, g float or None, b bool
 };
 
 bool is_output(char type) { return type == 'y' || type == 'p'; }
@@ -97,6 +97,10 @@ bool convert(char type, PyObject* given, bool grad, Value& value) {
     int overflow;
     value = static_cast<Value>(PyLong_AsLongLongAndOverflow(given, &overflow));
     return overflow == 0;
+  }
+  if (type == 'g') {  // the object itself: 0.0 and None are two things
+    value = given == Py_None ? 0 : reinterpret_cast<Value>(given);
+    return given == Py_None || PyFloat_CheckExact(given);
   }
   if (type == 'f') {
     if (!PyFloat_CheckExact(given)) return false;
@@ -232,6 +236,12 @@ std::string run(const Kernel* self, Value* values) {
   try {
     for (int i = 0; i < self->count; ++i) {
       const char type = self->types[i];
+      if (type == 'g' && values[i] != 0) {
+        const double number = PyFloat_AS_DOUBLE(reinterpret_cast<PyObject*>(values[i]));
+        Value* const held = new Value;
+        std::memcpy(held, &number, sizeof(number));
+        values[i] = reinterpret_cast<Value>(held);
+      }
       if (!is_tensor(type) || values[i] == 0) continue;
       values[i] = reinterpret_cast<Value>(new Impl(Impl::reclaim_copy(reinterpret_cast<c10::TensorImpl*>(values[i]))));
       if (type == 'o' || type == 'p') values[i] = reinterpret_cast<Value>(new Value(values[i]));
@@ -305,6 +315,24 @@ PyObject* linear_row(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyMethodDef linear_row_method = {"linear_row", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear_row)), METH_FASTCALL,
                                  nullptr};
 
+// A tensor's shape. PyTorch's own answers read their arguments against a signature, and wait for that code when it is in no cache.
+PyObject* sizes(PyObject*, PyObject* given) {
+  const c10::TensorImpl* const t = plain(given);
+  if (!t) return PyObject_GetAttrString(given, "shape");
+  PyObject* const all = PyTuple_New(t->dim());
+  for (int64_t d = 0; all && d < t->dim(); ++d) {
+    PyObject* const size = PyLong_FromLongLong(t->size(d));
+    if (!size) {
+      Py_DECREF(all);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(all, d, size);
+  }
+  return all;
+}
+
+PyMethodDef sizes_method = {"sizes", sizes, METH_O, nullptr};
+
 // What it is given, its memory on huge pages where that is worth something.
 PyObject* in_huge_pages(PyObject*, PyObject* given) {
   if (c10::TensorImpl* const t = plain(given)) {
@@ -355,6 +383,7 @@ EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* imp
 }
 
 EXPORT PyObject* opsmith_direct_linear_row() { return PyCFunction_New(&linear_row_method, nullptr); }
+EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, nullptr); }
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
 
 // A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception.

@@ -28,7 +28,14 @@ import torch
 from opsmith.kernels import build
 
 SOURCE = Path(__file__).parent / "binding_direct.cpp"
-_TYPES = {"Tensor": "T", "Optional[Tensor]": "o", "int": "i", "float": "f", "bool": "b"}
+_TYPES = {
+    "Tensor": "T",
+    "Optional[Tensor]": "o",
+    "int": "i",
+    "float": "f",
+    "Optional[float]": "g",
+    "bool": "b",
+}
 
 _libraries: tuple[ctypes.PyDLL, ctypes.CDLL] | None = None  # what calls, and the loaded kernels
 _early: set[str] = set()  # names that were asked for before that
@@ -50,6 +57,11 @@ def __getattr__(name: str) -> Any:
 def linear_row(x: Any, weight: Any, bias: Any, most: int) -> torch.Tensor | None:
     """PyTorch's `linear(x, weight, bias)` for one row of at most so many numbers; None for any other call."""
     return None
+
+
+def sizes(t: Any) -> tuple[int, ...]:
+    """A tensor's shape, sooner than PyTorch says it."""
+    return t.shape  # type: ignore[no-any-return]
 
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
@@ -78,6 +90,7 @@ def begin() -> None:
         while _early:
             globals().pop(_early.pop(), None)
         globals()["linear_row"] = caller.opsmith_direct_linear_row()
+        globals()["sizes"] = caller.opsmith_direct_sizes()
 
 
 @functools.cache
@@ -101,6 +114,7 @@ def library() -> ctypes.PyDLL | None:
     for function in (
         found.opsmith_direct,
         found.opsmith_direct_linear_row,
+        found.opsmith_direct_sizes,
         found.opsmith_direct_in_huge_pages,
     ):
         function.restype = ctypes.py_object

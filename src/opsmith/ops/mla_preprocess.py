@@ -109,9 +109,8 @@ def _at_once(
         return None
     tail = _FORMS[w.quant], w.interleaved, cache.mode == "tiled", eps, None, None
     try:
-        if x.dim() != 2 or x.size(0) > _MOST_TOKENS:
-            return None
-        if cos is not None and cos.dtype is not x.dtype and cos.dtype is not torch.float32:
+        sizes = calls.sizes(x)
+        if len(sizes) != 2 or sizes[0] > _MOST_TOKENS:
             return None
         both = new_queries(x, w.rope, w.kv_lora, True, False, w.heads) if cache.mode == "joint" else None
         made: Any = calls.new_mla_preprocess(

@@ -74,7 +74,8 @@ def packed_linear(
     """
     if out is None and not compiling():
         try:
-            y = _at_once(x, weight, scale, zero, bias, format, group_size)
+            n = calls.sizes(weight)[1] if scale is None else calls.sizes(scale)[-1]
+            y = at_once(x, weight, scale, zero, bias, format, group_size, n)
             if y is not None:
                 return y
         except (RuntimeError, AttributeError, IndexError, KeyError):  # the checks say why
@@ -96,7 +97,7 @@ def packed_linear(
 _BITS = {"int8": 8, "int8_dynamic": 8, "int4": 4}
 
 
-def _at_once(
+def at_once(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
@@ -104,19 +105,18 @@ def _at_once(
     bias: torch.Tensor | None,
     format: str,
     group_size: int,
+    n: int,
 ) -> torch.Tensor | None:
-    """The kernel, whose binding refuses what does not fit; None for a call in another form than the usual one.
+    """The kernel for `n` columns, whose binding refuses what does not fit; None for a call in an unusual form.
 
     While weights stream from memory nothing else stays in cache: each question to a tensor would wait for memory.
     """
     y: torch.Tensor | None = None
     if scale is not None:
         dynamic = format == "int8_dynamic"
-        y = calls.new_packed_linear(
-            x, weight, scale, zero, bias, _BITS[format], group_size, dynamic, y=scale.size(-1)
-        )
+        y = calls.new_packed_linear(x, weight, scale, zero, bias, _BITS[format], group_size, dynamic, y=n)
     elif format == "bf16" and zero is None and not group_size:
-        y = calls.new_linear_packed(x, weight, bias, None, 0, y=weight.size(1))
+        y = calls.new_linear_packed(x, weight, bias, None, 0, y=n)
     return y
 
 

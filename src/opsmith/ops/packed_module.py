@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.ops.common import in_huge_pages, short
-from opsmith.ops.packed_linear import packed, packed_linear
+from opsmith.kernels import calls
+from opsmith.ops.common import compiling, in_huge_pages, short
+from opsmith.ops.packed_linear import at_once, packed, packed_linear
 from opsmith.ops.packed_weight import FORMATS, GROUPS, WeightError, dequantize, packed_shape, quantize
 
 _NAME = "PackedLinear"
@@ -160,6 +161,25 @@ class PackedLinear(nn.Module):
         Raises:
             TypeError, ValueError: for a wrong dtype, shape or device.
         """
+        held = self._buffers  # asking the module itself for a buffer takes five times as long
+        weight, bias = held["weight"], held["bias"]
+        assert weight is not None
+        try:
+            if not compiling() and calls.sizes(input)[-1] == self.in_features:
+                y = at_once(
+                    input,
+                    weight,
+                    held["scale"],
+                    held["zero"],
+                    bias,
+                    self.format,
+                    self.group_size,
+                    self.out_features,
+                )
+                if y is not None:
+                    return y
+        except (RuntimeError, AttributeError, IndexError):  # a bias in another dtype, or what the checks name
+            pass
         try:
             fits = input.size(-1) == self.in_features
         except (AttributeError, IndexError, TypeError):  # no tensor, or a number
@@ -169,9 +189,6 @@ class PackedLinear(nn.Module):
             raise (ValueError if isinstance(input, torch.Tensor) else TypeError)(
                 f"packed_linear: input must be a tensor [..., {self.in_features}], got {got}"
             )
-        held = self._buffers  # asking the module itself for a buffer takes five times as long
-        weight, bias = held["weight"], held["bias"]
-        assert weight is not None
         if bias is not None and bias.dtype is not input.dtype and input.is_floating_point():
             bias = bias.to(input.dtype)
         return packed_linear(

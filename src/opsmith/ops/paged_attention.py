@@ -68,9 +68,8 @@ def paged_attention(
     """
     if window is None and softcap is None and out is None and not compiling():
         try:
-            at = (q.size(-1) or 1) ** -0.5 if scale is None else scale
             y: torch.Tensor | None = calls.new_paged_attention(
-                q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, at, 0, 0.0
+                q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, scale, 0, 0.0
             )
             if y is not None:
                 return y
@@ -221,7 +220,7 @@ def _native(
         seq_lens,
         k_scale,
         v_scale,
-        default_scale(q) if scale is None else scale,
+        scale,
         window or 0,
         softcap or 0.0,
         y=y,
@@ -245,7 +244,7 @@ CARD = register(
         entries={"paged_attention": entry_costs.paged_attention},
         schemas=(
             "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
-            "Tensor? k_scale, Tensor? v_scale, float scale, int window, float softcap, *, Tensor(a!) y) -> ()",
+            "Tensor? k_scale, Tensor? v_scale, float? scale, int window, float softcap, *, Tensor(a!) y) -> ()",
         ),
         differentiable=False,
         source="Kwon et al., 2023; Dao et al., 2023",

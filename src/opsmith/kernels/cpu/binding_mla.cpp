@@ -103,6 +103,10 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
   check_float_vector("beta1", beta1, inner);
   check_float_vector("gamma2", gamma2, kv_lora);
   check_table(cos, sin, tokens, width);
+  for (const Optional* t : {&cos, &sin}) {
+    STD_TORCH_CHECK(!*t || dtype_of(**t) == dtype || dtype_of(**t) == DType::f32,
+                    "mla_preprocess: cos and sin must be float32 or in x's dtype");
+  }
   STD_TORCH_CHECK(slots.dim() == 1 && slots.size(0) == tokens, "mla_preprocess: a slot for each token");
   MlaCall call;
   call.quant = MlaQuant(quant);

@@ -1,5 +1,7 @@
 // Registers attention on caches in blocks, and what fills them. Lengths, blocks and slots are checked here too, before
 // anything is read or written: a compiled graph has nobody else who would.
+#include <cmath>
+
 #include "binding.h"
 #include "paged_attention.h"
 
@@ -54,7 +56,7 @@ struct Queries {
 };
 
 void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& table,
-                        const Tensor& lengths, const Optional& key_scale, const Optional& value_scale, double scale,
+                        const Tensor& lengths, const Optional& key_scale, const Optional& value_scale, std::optional<double> scale,
                         int64_t window, double softcap, const Tensor& out) {
   const char* const op = "paged_attention";
   STD_TORCH_CHECK((q.dim() == 3 || q.dim() == 4) && out.dim() == q.dim() && out.scalar_type() == q.scalar_type(), op,
@@ -83,7 +85,8 @@ void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& value
                       " for block ", i, " of sequence ", b);
     }
   }
-  paged_attention(queries.view(q), cache, {float(scale), window, float(softcap)}, outs.view(out));
+  const double factor = scale ? *scale : std::pow(double(std::max<int64_t>(queries.sizes[3], 1)), -0.5);
+  paged_attention(queries.view(q), cache, {float(factor), window, float(softcap)}, outs.view(out));
 }
 
 void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots, const Tensor& keys, const Tensor& values,

@@ -167,7 +167,7 @@ def bert() -> Any:
     )
 
 
-def gpt2() -> Any:
+def gpt2(layers: int = 2) -> Any:
     """A tiny GPT-2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -175,7 +175,7 @@ def gpt2() -> Any:
         GPT2Config(
             vocab_size=VOCABULARY,
             n_embd=WIDTH,
-            n_layer=2,
+            n_layer=layers,
             n_head=HEADS,
             n_positions=64,
             bos_token_id=0,
@@ -184,7 +184,7 @@ def gpt2() -> Any:
     )
 
 
-def llama() -> Any:
+def llama(layers: int = 2) -> Any:
     """A tiny Llama with grouped queries."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -192,7 +192,7 @@ def llama() -> Any:
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=WIDTH,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=HEADS,
             num_key_value_heads=2,
             intermediate_size=64,

@@ -70,7 +70,7 @@ def test_times_come_with_samples_and_machine(quick: dict[str, Any]) -> None:
     times = result["times"]["1×16"]
     assert times["checked"]
     assert set(times["contestants"]) == {"eager", "opsmith"}
-    assert all(len(c["samples"]) >= 7 for c in times["contestants"].values())
+    assert all(len(c["samples"]) >= 5 for c in times["contestants"].values())
     ratio = result["ratios"]["1×16"]["eager"]
     assert result["geometric_means"]["eager"] == pytest.approx(ratio["speedup"])
     assert quick["machine"]["threads"] == torch.get_num_threads()

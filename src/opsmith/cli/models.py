@@ -153,7 +153,7 @@ def race(
         exact: the float64 result for the first batch; None leaves out the check.
         dtype: the dtype that the models compute in.
         rounds: samples of each, at most.
-        budget_s: seconds after which no further round starts; seven rounds at least, three where a call is slow.
+        budget_s: seconds after which no further round starts; five rounds at least, three where a call is slow.
         rounded: the weights of a contestant were rounded: its error may be `_ROUNDED` of the result.
 
     Raises:
@@ -175,8 +175,9 @@ def race(
         {name: _rotating(call, batches) for name, call in contestants.items()},
         check=check,
         rounds=rounds,
-        min_rounds=3 if slow else 7,
-        warmup=1,
+        # So many that all agree are a statement; of a model that takes half a second, each one more takes seconds.
+        min_rounds=3 if slow else 5,
+        warmup=int(exact is None),  # to be checked, each has just run
         budget_s=budget_s,
         notes={"inputs": f"{len(batches)} batches of random tokens in turn", "outputs": "freshly allocated"},
     )

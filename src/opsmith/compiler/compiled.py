@@ -20,9 +20,10 @@ from opsmith.compiler.bind import Form
 from opsmith.compiler.mutation import Effects, Rehearsal, effects
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
 from opsmith.compiler.program import Program, record
+from opsmith.compiler.reasons import raised
 from opsmith.compiler.recognize import Miss, Recognition, recognize
 from opsmith.compiler.rewrite import rewrite
-from opsmith.compiler.select import Choice, Packer, Selector, raised, signature
+from opsmith.compiler.select import Choice, Packer, Selector, signature
 from opsmith.compiler.settle import call_of, settle
 from opsmith.compiler.site import Site, where
 from opsmith.compiler.sizes import Key, differing, named, span, within
@@ -270,6 +271,7 @@ class CompiledGraph:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
         if not self._versions and self._weights:
             self._repack(args)
+        self.selector.inductor.wait()
         before = len(self.report.kept)
         with torch.no_grad():
             kept = Study(self, args, training).run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,12 +14,11 @@ from torch.fx import Node
 from opsmith import measure
 from opsmith.compiler.bind import Form
 from opsmith.compiler.config import Config
+from opsmith.compiler.inductor import Inductor
+from opsmith.compiler.reasons import raised
 from opsmith.compiler.source import alone
 from opsmith.compiler.tuning import TuningCache
-from opsmith.operator import Implementation, Kind, Operator, registry
-
-# Inductor generates code of its own for these; for the rest it calls the library that eager calls.
-INDUCTOR_KINDS = (Kind.NORM, Kind.SOFTMAX, Kind.ACTIVATION)
+from opsmith.operator import Implementation, Operator, registry
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,7 @@ class Selector:
         self.fixed = dict(fixed or {})  # from a saved plan: implementation by signature
         self.learning = False  # while `optimize` shows its examples: each one is studied
         self._measured: dict[str, dict[str, float]] = {}
-        self._inductor: dict[str, Implementation] = {}
-        self._inductor_ran: set[str] = set()
-        self._inductor_left = config.inductor_seconds
+        self.inductor = Inductor(config.inductor_seconds)
 
     def choose(
         self,
@@ -93,7 +89,11 @@ class Selector:
             refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
         elif config.inductor or "inductor" in (pinned, fixed):
             forced = "inductor" in (pinned, fixed)
-            self._enter_inductor(card, call, key, accepted, refused, may_measure or forced)
+            entered = self.inductor.enter(card, call, key, may_measure, forced)
+            if isinstance(entered, str):
+                refused["inductor"] = entered
+            else:
+                accepted.append(entered)
         for name in (*config.forbid.get(card.name, ()), *config.forbid.get(site, ())):
             _refuse(name, "forbidden by the configuration", accepted, refused)
         for name, why in unfit.items():
@@ -140,7 +140,7 @@ class Selector:
             except Exception as error:  # whatever it raises is its reason for not taking part
                 contestants.pop(candidate.name, None)
                 _refuse(candidate.name, raised(error), accepted, refused)
-        result = measure.quick(contestants, budget_s=0.12)
+        result = measure.quick(contestants, budget_s=0.12, warmup=0)  # each has just run
         steady = all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in contestants)
         if steady and set(contestants) == {c.name for c in accepted}:
             return {name: result.median(name) for name in contestants}, True
@@ -172,46 +172,15 @@ class Selector:
             )
         return Choice(best[1], "fastest at the nearest shape measured", {}, refused)
 
-    def _enter_inductor(
-        self,
-        card: Operator,
-        call: dict[str, Any],
-        key: str,
-        accepted: list[Implementation],
-        refused: dict[str, str],
-        may_compile: bool,
-    ) -> None:
-        """Let Inductor compete where it may compile, or has run this very call: a model at work never waits for it."""
-        if card.kind not in INDUCTOR_KINDS:
-            refused["inductor"] = "Inductor calls the same library as eager for this operator"
-            return
-        if card.name not in self._inductor:
-            if not may_compile or self._inductor_left <= 0:
-                refused["inductor"] = "not tried: the time for Inductor's compilations is spent"
-                return
-            self._inductor[card.name] = Implementation(
-                "inductor", torch.compile(card.reference, dynamic=True)
-            )
-        candidate = self._inductor[card.name]
-        if key in self._inductor_ran:
-            accepted.append(candidate)
-            return
-        if not may_compile:
-            refused["inductor"] = "not tried at sizes that were no example"
-            return
-        start = time.monotonic()
-        try:
-            candidate.fn(**call)
-        except Exception as error:  # whatever a foreign compiler raises is its reason for not taking part
-            refused["inductor"] = f"failed to compile: {raised(error)}"
-            return
-        self._inductor_left -= time.monotonic() - start
-        self._inductor_ran.add(key)
-        accepted.append(candidate)
+    def get_ready(self) -> None:
+        """Let Inductor prepare itself in the background where it will compete and nothing was ever measured here."""
+        if self.config.inductor and self.config.tune and not self.fixed and not self.cache.items():
+            self.inductor.get_ready()
 
     def implementation(self, card: Operator, name: str) -> Implementation:
         """An implementation by name, Inductor's included."""
-        return self._inductor[card.name] if name == "inductor" else card.implementation(name)
+        compiled = self.inductor.compiled(card) if name == "inductor" else None
+        return compiled or card.implementation(name)
 
 
 class Packer:
@@ -284,12 +253,6 @@ def _refuse(name: str, why: str, accepted: list[Implementation], refused: dict[s
     if found is not None:
         accepted.remove(found)
         refused[name] = why
-
-
-def raised(error: Exception) -> str:
-    """An exception as a reason: its kind and the first line of what it says."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"raised {type(error).__name__}: {lines[0][:120]}"
 
 
 def _why(best: str, times: Mapping[str, float]) -> str:

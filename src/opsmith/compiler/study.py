@@ -15,7 +15,8 @@ from opsmith.compiler.filled import filled
 from opsmith.compiler.joined import joined
 from opsmith.compiler.operands import Made, evaluate, nodes_in
 from opsmith.compiler.prove import prove
-from opsmith.compiler.select import Choice, raised
+from opsmith.compiler.reasons import raised
+from opsmith.compiler.select import Choice
 from opsmith.compiler.settle import call_of, learning
 from opsmith.compiler.site import Site
 from opsmith.compiler.slots import memory

@@ -138,7 +138,7 @@ class Marks:
             known[id(card.function)] = (card, "opsmith")
             for implementation in card.implementations:
                 known.setdefault(id(implementation.fn), (card, implementation.name))
-            compiled = self.session.selector._inductor.get(card.name)
+            compiled = self.session.selector.inductor.compiled(card)
             if compiled is not None:
                 known[id(compiled.fn)] = (card, compiled.name)
         changed: list[tuple[dict[str, Any], str, Any]] = []

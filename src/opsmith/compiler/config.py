@@ -37,8 +37,8 @@ class Config(BaseModel):
         forbid: implementations never to use, by operator or by site.
         inductor: let PyTorch's Inductor compete for the operators it generates code for; OPSMITH_INDUCTOR=0
             turns the default off.
-        inductor_seconds: time its compilations may take in all; once it is spent none begins, and what would need one is
-            reported as not tried.
+        inductor_seconds: time its compilations may take in all; once it is spent none begins, and what would
+            need one is reported as not tried.
         tune: measure the contestants; False takes the first that is able, in the card's order.
         verify: prove every site on the example inputs, and roll back what fails.
     """

@@ -45,6 +45,7 @@ SOURCES = Path(__file__).parent / "cpu"
 _NAME = "opsmith"
 # The oldest torch whose stable ABI the library asks for, so that one build serves many versions.
 _TORCH_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+_BINDING_LEVEL = "-O2"  # checks have no loops that more would help, and take a quarter longer to compile with it
 _ATTEMPTS = 3
 # What compilers and assemblers older than a tier say of its flags and instructions.
 _TOO_OLD = re.compile("unrecognized command.line option|unknown argument|no such instruction")
@@ -288,7 +289,7 @@ class _Job:
                 units.append(Unit(source, folders, nvcc.FLAGS, compiler=gpu))
             elif gpu is not None or source.name.startswith("binding"):
                 system = (_torch_folder() / "include", *([nvcc.include(gpu)] if gpu else ()))
-                more = (_TORCH_ABI, *(["-DUSE_CUDA"] if gpu else ()))
+                more = (_TORCH_ABI, _BINDING_LEVEL, *(["-DUSE_CUDA"] if gpu else ()))
                 units.append(Unit(source, folders, (*isa.FLAGS[tier], *more, *flags), system, binds=True))
             else:
                 units.append(Unit(source, folders, (*isa.FLAGS[tier], *flags)))

@@ -54,75 +54,18 @@ struct Operand {  // A
   int64_t step;
 };
 
-// C[M, N * W] (+)= A[M, depth] B[depth, N * W]
+// C[M, N * W] (+)= A[M, depth] B[depth, N * W], in one chain of additions. Compiled once for all, as what follows, in
+// gemm_tile.cpp.
 template <class Units, int M, int N>
-__attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb, float* c,
-                                                    int64_t ldc, bool add) {
-  Vec sum[M][N];
-#pragma GCC unroll 8
-  for (int r = 0; r < M; ++r) {
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) sum[r][n] = Vec{};
-  }
-  const float* row[M];
-#pragma GCC unroll 8
-  for (int r = 0; r < M; ++r) row[r] = a.data + r * a.row_stride;
-  for (int64_t k = 0, at = 0; k < depth; ++k, at += a.step) {
-    Vec column[N];
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) column[n] = load(b + k * ldb + n * W);
-#pragma GCC unroll 8
-    for (int r = 0; r < M; ++r) {
-      const Vec x = Units::broadcast(row[r] + at);
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) sum[r][n] = Units::mac(x, column[n], sum[r][n]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < M; ++r) {
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
-      float* p = c + r * ldc + n * W;
-      store(p, add ? load(p) + sum[r][n] : sum[r][n]);
-    }
-  }
-}
-
-template <class Units, int M>
-inline void product_columns(int vecs, int64_t depth, Operand a, const float* b, int64_t ldb, float* c, int64_t ldc,
-                            bool add) {
-  switch (vecs) {
-    case 1: return product_in_registers<Units, M, 1>(depth, a, b, ldb, c, ldc, add);
-    case 2: return product_in_registers<Units, M, 2>(depth, a, b, ldb, c, ldc, add);
-    case 3: return product_in_registers<Units, M, std::min(3, VECS)>(depth, a, b, ldb, c, ldc, add);
-    default: return product_in_registers<Units, M, VECS>(depth, a, b, ldb, c, ldc, add);
-  }
-}
+void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add);
 
 // The rows of C that `product` writes for m <= ROWS rows asked for: A must have as many readable.
 inline int padded_rows(int m) { return m <= 2 ? m : m <= 4 ? 4 : ROWS; }
 
 // C[m, vecs * W] (+)= A[m, depth] B[depth, vecs * W], m <= ROWS.
 template <class Units>
-inline void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride,
-                    float* c, int64_t ldc, bool add) {
-  while (depth > Units::chain) {  // one long chain of additions would lose accuracy
-    product<Units>(m, vecs, Units::chain, a, b, ldb, panel_stride, c, ldc, add);
-    a.data += Units::chain * a.step;
-    b += Units::chain * ldb;
-    depth -= Units::chain;
-    add = true;
-  }
-  for (int64_t v = 0; v < vecs; v += VECS, b += panel_stride, c += PANEL) {
-    const int n = int(std::min<int64_t>(VECS, vecs - v));
-    switch (padded_rows(m)) {
-      case 1: product_columns<Units, 1>(n, depth, a, b, ldb, c, ldc, add); break;
-      case 2: product_columns<Units, 2>(n, depth, a, b, ldb, c, ldc, add); break;
-      case 4: product_columns<Units, 4>(n, depth, a, b, ldb, c, ldc, add); break;
-      default: product_columns<Units, ROWS>(n, depth, a, b, ldb, c, ldc, add);
-    }
-  }
-}
+void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride, float* c,
+             int64_t ldc, bool add);
 
 // W units of a row from element `at` on, zeros past its n elements.
 template <class Units, class T>
@@ -169,28 +112,7 @@ inline __attribute__((always_inline)) void transpose(Vec* v) {
 // B = rows^T: column j of B is row j of the source, its units along the depth. `to` has panels of PANEL columns,
 // ceil(n / per_unit) * PANEL units each; columns up to a multiple of W are written, zeros past `rows`.
 template <class Units, class T>
-void pack_transposed(const T* from, int64_t stride, int64_t rows, int64_t n, float* to) {
-  const int64_t depth = ceil_div(n, Units::per_unit);
-  for (int64_t j = 0; j < rows; j += W) {
-    float* panel = to + j / PANEL * depth * PANEL + j % PANEL;
-    const int count = int(std::min<int64_t>(W, rows - j));
-    for (int64_t k = 0; k < depth; k += W) {
-      Vec unit[W];
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
-        unit[i] = i < count ? load_units<Units>(from + (j + i) * stride, k * Units::per_unit, n) : Vec{};
-      }
-      transpose(unit);
-      float* p = panel + k * PANEL;
-      if (depth - k >= W) {
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) store(p + i * PANEL, unit[i]);
-      } else {
-        for (int i = 0; i < depth - k; ++i) store(p + i * PANEL, unit[i]);
-      }
-    }
-  }
-}
+void pack_transposed(const T* from, int64_t stride, int64_t rows, int64_t n, float* to);
 
 // B = rows: row k of B is made of the per_unit rows of the source from k * per_unit on. `to` has rows of `width`
 // units, a multiple of W; zeros past `rows` and n.

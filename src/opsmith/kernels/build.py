@@ -45,7 +45,8 @@ SOURCES = Path(__file__).parent / "cpu"
 _NAME = "opsmith"
 # The oldest torch whose stable ABI the library asks for, so that one build serves many versions.
 _TORCH_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
-_BINDING_LEVEL = "-O2"  # checks have no loops that more would help, and take a quarter longer to compile with it
+# Checks have no loops that more would help, and take a quarter longer to compile with it.
+_BINDING_LEVEL = "-O2"
 _ATTEMPTS = 3
 # What compilers and assemblers older than a tier say of its flags and instructions.
 _TOO_OLD = re.compile("unrecognized command.line option|unknown argument|no such instruction")

@@ -87,7 +87,7 @@ LEARNING = {
     "gelu with tanh": (lambda x: opsmith.ops.gelu(x, tanh=True), SMALL),
     "gelu_mul": (lambda x: opsmith.ops.gelu_mul(x, x), 0),
     "gelu_mul with tanh": (lambda x: opsmith.ops.gelu_mul(x, x, tanh=True), SMALL),
-    "silu_mul": (lambda x: opsmith.ops.silu_mul(x, x), SMALL),
+    "silu_mul": (lambda x: opsmith.ops.silu_mul(x, x), SMALL << 2),
     "rms_norm": (lambda x: opsmith.ops.rms_norm(x), 0),
     "layer_norm": (lambda x: opsmith.ops.layer_norm(x), SMALL << 4),
     "softmax": (lambda x: opsmith.ops.softmax(x), SMALL << 4),

@@ -69,7 +69,7 @@ def violations(package: Path) -> list[str]:
 
 def torch_includes(package: Path) -> list[str]:
     """Every kernel source, the binding aside, that includes a torch header."""
-    sources = [file for suffix in ("h", "cpp") for file in sorted(package.glob(f"kernels/cpu/*.{suffix}"))]
+    sources = [file for suffix in ("h", "cpp") for file in sorted(package.glob(f"kernels/cpu/**/*.{suffix}"))]
     return [
         file.name
         for file in sources

@@ -11,7 +11,7 @@ from filelock import FileLock
 from opsmith.kernels import build, compiler, isa
 
 # What generated sources include first, as a compiler takes one precompiled header: of the binding, and of the kernels.
-HEADERS = {"project_binding.h": "binding.cpp", "formula.h": "gelu.cpp"}
+HEADERS = {"project_binding.h": "binding.cpp", "formula.h": "gelu/gelu.cpp"}
 # tests/examples and the processes that tests start build as users do.
 FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compiler.COMPILE_FLAGS)
 

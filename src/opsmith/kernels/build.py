@@ -396,7 +396,7 @@ class _Job:
 
 
 def _sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.cpp"))
+    return sorted(SOURCES.rglob("*.cpp"))
 
 
 def _object(source: Path) -> str:

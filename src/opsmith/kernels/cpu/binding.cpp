@@ -1,7 +1,5 @@
-// Lends the kernels torch's thread pool, and registers softmax with torch through its stable ABI.
+// What every library binds alike: torch's thread pool for its kernels, and the kernels by name.
 #include "binding.h"
-
-#include "kernels.h"
 #include "parallel.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -39,29 +37,6 @@ extern "C" int64_t opsmith_num_threads() { return torch::stable::get_num_threads
 namespace opsmith {
 namespace {
 
-using Optional = std::optional<Tensor>;
-
-void softmax_op(Tensor x, Optional mask, double scale, bool causal, int64_t method, Tensor y) {
-  STD_TORCH_CHECK(x.dim() > 0, "softmax: x must have at least one dimension");
-  if (x.dim() == 3) return softmax(view_of(x), view_of(mask), scale, causal, method, view_of(y));
-  // Rows of any number of dimensions, in which nothing depends on the place of a row.
-  const Rows in("softmax", "x", x), out("softmax", "y", y);
-  STD_TORCH_CHECK(!mask && !causal && out.like(in), "softmax: with a mask or causality, x must be [outer, L, S]");
-  const View a = in.view(), b = out.view();
-  const int64_t sizes[] = {1, a.sizes[0], a.sizes[1]};
-  const int64_t x_strides[] = {0, a.strides[0], 1}, y_strides[] = {0, b.strides[0], 1};
-  softmax({a.data, a.dtype, 3, sizes, x_strides}, View{}, scale, false, method, {b.data, b.dtype, 3, sizes, y_strides});
-}
-
-void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
-  for (const Tensor* t : {&dy, &y, &dx}) {
-    STD_TORCH_CHECK(t->dim() == 3 && t->scalar_type() == y.scalar_type() && (t->size(2) < 2 || t->stride(2) == 1),
-                    "softmax: dy, y and dx must be [outer, L, S] of one dtype, the last dimension contiguous");
-    for (int64_t d = 0; d < 3; ++d) STD_TORCH_CHECK(t->size(d) == y.size(d), "softmax: dy, y and dx must have one shape");
-  }
-  softmax_backward(view_of(dy), view_of(y), scale, view_of(dx));
-}
-
 // Built before any file's registration asks for it.
 std::vector<std::pair<std::string_view, Boxed>>& offered() {
   static std::vector<std::pair<std::string_view, Boxed>> all;
@@ -82,10 +57,4 @@ extern "C" __attribute__((visibility("default"))) opsmith::Boxed opsmith_kernel(
     if (known == name) return boxed;
   }
   return nullptr;
-}
-
-STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  using namespace opsmith;
-  offer(m, "softmax", TORCH_BOX(&softmax_op));
-  offer(m, "softmax_backward", TORCH_BOX(&softmax_backward_op));
 }

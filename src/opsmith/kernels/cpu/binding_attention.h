@@ -1,6 +1,7 @@
 // What the memory safety of dense and packed attention needs.
 #pragma once
 
+#include "attention.h"
 #include "binding.h"
 
 namespace opsmith {
@@ -31,6 +32,30 @@ inline void check_row_sums(const char* op, const std::optional<Tensor>& sums, co
   bool fits = sums->dim() == out.dim() && dtype_of(*sums) == DType::f32 && sums->is_contiguous();
   for (int64_t d = 0; fits && d + 1 < out.dim(); ++d) fits = sums->size(d) == out.size(d);
   STD_TORCH_CHECK(fits && sums->size(out.dim() - 1) == 2, op, ": row_sums must be contiguous float32 [..., 2]");
+}
+
+// The offsets of packed sequences. They are checked here too: a compiled graph has nobody else who would, and a wrong one
+// would be a read out of bounds.
+inline void check_starts(const char* name, const View& starts, int64_t length) {
+  const int64_t n = starts.dim == 1 ? starts.sizes[0] : 0;
+  STD_TORCH_CHECK(n > 0 && (starts.dtype == DType::i32 || starts.dtype == DType::i64), "attention_varlen: ", name,
+                  " must be int32 or int64 and hold one number more than there are sequences");
+  STD_TORCH_CHECK(Sequences::at(starts, 0) == 0, "attention_varlen: ", name, " must start at 0, got ",
+                  Sequences::at(starts, 0));
+  for (int64_t i = 1; i < n; ++i) {
+    STD_TORCH_CHECK(Sequences::at(starts, i - 1) <= Sequences::at(starts, i), "attention_varlen: ", name,
+                    " must not decrease, got ", Sequences::at(starts, i - 1), " before ", Sequences::at(starts, i));
+  }
+  STD_TORCH_CHECK(Sequences::at(starts, n - 1) == length, "attention_varlen: ", name, " must end at ", length,
+                  ", the tokens there are, got ", Sequences::at(starts, n - 1));
+}
+
+inline Sequences checked(const Tensor& q, const Tensor& k, const Tensor& query_starts, const Tensor& key_starts) {
+  STD_TORCH_CHECK(query_starts.numel() == key_starts.numel(), "attention_varlen: cu_seqlens_q and cu_seqlens_k must ",
+                  "name as many sequences, got ", query_starts.numel(), " and ", key_starts.numel(), " offsets");
+  check_starts("cu_seqlens_q", view_of(query_starts), q.size(0));
+  check_starts("cu_seqlens_k", view_of(key_starts), k.size(0));
+  return {query_starts.numel() - 1, view_of(query_starts), view_of(key_starts)};
 }
 
 }  // namespace opsmith

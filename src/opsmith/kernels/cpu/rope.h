@@ -29,8 +29,10 @@ int64_t linear_rope_group(int64_t head_dim);
 void linear_rope(View x, View packed, View bias, View cos, View sin, View positions, Rotation rotation, View q, View k,
                  View v);
 
-// The place of a position outside [0, rows), counted over all of them, or -1.
-int64_t first_bad_position(View positions, int64_t rows);
-int64_t position_at(const View& positions, int64_t batch, int64_t token);
+inline int64_t position_at(const View& positions, int64_t batch, int64_t token) {
+  const int64_t of_batch = positions.dim == 2 && positions.sizes[0] > 1 ? batch * positions.strides[0] : 0;
+  const int64_t place = of_batch + token * positions.strides[positions.dim - 1];
+  return positions.dtype == DType::i32 ? positions.as<int32_t>()[place] : positions.as<int64_t>()[place];
+}
 
 }  // namespace opsmith

@@ -90,23 +90,6 @@ void rotate_all(const View& xv, const View& morev, const Table<C>& table, const 
 
 }  // namespace
 
-int64_t position_at(const View& positions, int64_t batch, int64_t token) {
-  const int64_t of_batch = positions.dim == 2 && positions.sizes[0] > 1 ? batch * positions.strides[0] : 0;
-  const int64_t place = of_batch + token * positions.strides[positions.dim - 1];
-  return positions.dtype == DType::i32 ? positions.as<int32_t>()[place] : positions.as<int64_t>()[place];
-}
-
-int64_t first_bad_position(View positions, int64_t rows) {
-  const int64_t tokens = positions.sizes[positions.dim - 1], batch = positions.dim == 2 ? positions.sizes[0] : 1;
-  for (int64_t b = 0; b < batch; ++b) {
-    for (int64_t l = 0; l < tokens; ++l) {
-      const int64_t p = position_at(positions, b, l);
-      if (p < 0 || p >= rows) return b * tokens + l;
-    }
-  }
-  return -1;
-}
-
 void rope(View x, View more, View cos, View sin, View positions, Rotation rotation, View y, View more_y) {
   const int64_t half = rotation.dims / 2;
   auto run = [&](auto* t, auto* c) {

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "norm_backward.h"
+#include "norm.h"
 
 namespace opsmith {
 namespace {
@@ -63,10 +63,6 @@ void rms_norm(View x, View residual, View weight, double eps, double offset, boo
       norm_forward<T>(x, residual, y, summed, [w = w.data()](int64_t i, auto k) { return load(w + i, k); }, norm);
     });
   });
-}
-
-void rms_norm_backward(View dy, View dsummed, View s, View rstd, View weight, double offset, View dx, View dweight) {
-  norm_backward<false>({dy, dsummed, s, nullptr, rstd.as<float>(), dx}, weight, float(offset), dweight, View{});
 }
 
 }  // namespace opsmith

@@ -3,7 +3,6 @@
 #include <limits>
 
 #include "exp_table.h"
-#include "kernels.h"
 #include "pair.h"
 
 namespace opsmith {

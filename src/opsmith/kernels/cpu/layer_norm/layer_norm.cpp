@@ -1,8 +1,8 @@
 // LayerNorm: each row is read from memory once, while the row before it, still in cache, is written.
 #include <cmath>
 
-#include "kernels.h"
-#include "norm_backward.h"
+#include "layer_norm.h"
+#include "norm.h"
 
 namespace opsmith {
 namespace {
@@ -118,11 +118,6 @@ void layer_norm(View x, View residual, View weight, View bias, double eps, View 
       norm_forward<T>(x, residual, y, summed, parameters, norm);
     });
   });
-}
-
-void layer_norm_backward(View dy, View dsummed, View s, View mean, View rstd, View weight, View dx, View dweight,
-                         View dbias) {
-  norm_backward<true>({dy, dsummed, s, mean.as<float>(), rstd.as<float>(), dx}, weight, 0.0f, dweight, dbias);
 }
 
 }  // namespace opsmith

@@ -1,0 +1,30 @@
+// Registers the backward passes of attention, dense and over packed sequences.
+#include "attention.h"
+#include "binding_attention.h"
+
+namespace opsmith {
+namespace {
+
+void attention_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                           const Tensor& row_sums, const std::optional<Tensor>& mask, double scale, bool causal,
+                           int64_t window, double softcap, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+  attention_backward(view_of(dout), view_of(q), view_of(k), view_of(v), view_of(out), view_of(row_sums), view_of(mask),
+                     {float(scale), causal, window, float(softcap)}, view_of(dq), view_of(dk), view_of(dv));
+}
+
+void attention_varlen_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                  const Tensor& out, const Tensor& row_sums, const Tensor& query_starts,
+                                  const Tensor& key_starts, double scale, bool causal, int64_t window, double softcap,
+                                  const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+  attention_varlen_backward(view_of(dout), view_of(q), view_of(k), view_of(v), view_of(out), view_of(row_sums),
+                            checked(q, k, query_starts, key_starts), {float(scale), causal, window, float(softcap)},
+                            view_of(dq), view_of(dk), view_of(dv));
+}
+
+}  // namespace
+}  // namespace opsmith
+
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
+  opsmith::offer(m, "attention_backward", TORCH_BOX(&opsmith::attention_backward_op));
+  opsmith::offer(m, "attention_varlen_backward", TORCH_BOX(&opsmith::attention_varlen_backward_op));
+}

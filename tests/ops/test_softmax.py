@@ -118,3 +118,26 @@ def test_a_boolean_mask_hides_nan_and_infinity(method: str, dtype: torch.dtype) 
     got = softmax(torch.where(mask, x, hidden), mask=mask, method=method)
     assert torch.equal(got, softmax(x, mask=mask, method=method))
     assert bool((got[~mask] == 0).all())
+
+
+@pytest.mark.parametrize("method", ["auto", "stable", "fast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sequences", [1, 50], ids=["in cache", "past it"])
+def test_padding_is_neither_read_nor_left_unwritten(sequences: int, dtype: torch.dtype, method: str) -> None:
+    lengths = torch.tensor([0, 1, 31, 63, 64, 65, 128, 130, 499, 500, 511, 512])
+    mask = (torch.arange(512) < lengths[:, None]).view(-1, 1, 1, 512)
+    x = torch.randn(len(lengths), sequences, 33, 512, dtype=dtype)
+    expected = reference(x.float(), mask=mask)
+    y = torch.full_like(x, math.nan)
+    softmax(x.masked_fill(~mask, math.nan), mask=mask, method=method, out=y)
+    assert not y.masked_select(~mask).any()
+    bound = 2**-21 if dtype is torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(y.float(), expected, atol=2**-24, rtol=bound)
+
+
+def test_a_row_of_nan_is_nan_where_padding_is_hidden() -> None:
+    x = torch.randn(4, 200)
+    x[2, 7] = math.nan
+    y = softmax(x, mask=torch.arange(200) < 100)
+    assert y[2].isnan().all()
+    assert y[[0, 1, 3]].isfinite().all()

@@ -63,8 +63,9 @@ struct Scores {
 template <class T>
 struct Unwritten {
   T* y = nullptr;
-  float inverse = 0;  // of the sum
-  bool streaming = false;
+  int64_t n = 0, hidden = 0;  // terms, and how many more results there are, all hidden
+  float inverse = 0;          // of the sum
+  bool biased = false, streaming = false;
 };
 
 // The result of a row from 2 W of its terms, which are in the order of pairs unless a bias, that is not, met them.
@@ -158,13 +159,45 @@ inline float scan_stable(Scores<T> z, int64_t n, float* terms, float* tops, floa
   return top;
 }
 
+// What is hidden at a row's end: zeros, or NaN as all of its row; in whole lines, past the cache where asked to.
+template <class T>
+inline void hide(T* y, int64_t n, float inverse, bool streaming) {
+  const Vec value = splat(inverse == inverse ? 0.0f : inverse);
+  constexpr int64_t line = 64 / sizeof(T);
+  int64_t i = streaming ? std::min<int64_t>(n, -(reinterpret_cast<uintptr_t>(y) / sizeof(T)) % line) : 0;
+  for_lanes(i, [&](int64_t at, auto k) { store(y + at, value, k); });
+  for (; i + 2 * W <= n; i += 2 * W) put_in_order(y + i, {value, value}, streaming);
+  for_lanes(n - i, [&](int64_t at, auto k) { store(y + i + at, value, k); });
+}
+
 template <class T, bool biased>
-inline void write_fast(const Unwritten<T> done, int64_t n, const float* const terms) {
-  const int64_t paired = n / (4 * W) * (4 * W);  // as scan_fast has left them
+inline void write_terms(const Unwritten<T> done, const float* const terms) {
+  const int64_t paired = done.n / (4 * W) * (4 * W);  // as scan_fast has left them
   for (int64_t i = 0; i < paired; i += 2 * W) put_terms<T, biased>(done, i, terms);
-  for_lanes(n - paired, [&](int64_t at, auto k) {
+  for_lanes(done.n - paired, [&](int64_t at, auto k) {
     store(done.y + paired + at, load(terms + paired + at) * done.inverse, k);
   });
+}
+
+template <class T>
+inline void write(Unwritten<T>& last, const float* terms) {
+  if (!last.y) return;
+  last.biased ? write_terms<T, true>(last, terms) : write_terms<T, false>(last, terms);
+  hide(last.y + last.n, last.hidden, last.inverse, last.streaming);
+  last.y = nullptr;
+}
+
+// scan_fast, and `last` is written: on the way, or before where its terms do not lie as this row's will.
+template <class T>
+inline float scan_and_write(const Scores<T> z, int64_t n, float* terms, Unwritten<T>& last) {
+  const bool biased = z.bias;
+  if (last.n != n || last.biased != biased) write(last, terms);
+  const Unwritten<T> done = last;
+  last.y = nullptr;
+  if (!done.y) return biased ? scan_fast<T, false, true>(z, n, terms, done) : scan_fast<T, false, false>(z, n, terms, done);
+  const float sum = biased ? scan_fast<T, true, true>(z, n, terms, done) : scan_fast<T, true, false>(z, n, terms, done);
+  hide(done.y + n, done.hidden, done.inverse, done.streaming);
+  return sum;
 }
 
 // A row with its maximum subtracted. Returns the maximum.
@@ -182,13 +215,26 @@ inline float row_stable(Scores<T> z, int64_t n, bool masked, float* terms, float
   return maximum;
 }
 
-// The mask of a row as float32 to add: 0 or -inf for a boolean one.
-inline void unpack_mask(const View& mask, int64_t offset, int64_t n, float* bias) {
+// What a mask says of a row.
+struct Masked {
+  int64_t n;    // elements to look at: all behind them are hidden
+  bool biased;  // whether something is added to these, or hides some
+};
+
+// The mask of a row, written as float32 to add where there is something to add: -inf where a boolean one hides.
+inline Masked unpack_mask(const View& mask, int64_t offset, int64_t n, float* bias) {
   const int64_t stride = mask.strides[2];
   if (mask.dtype == DType::boolean) {
     const bool* p = mask.as<bool>() + offset;
-    for (int64_t i = 0; i < n; ++i) bias[i] = p[i * stride] ? 0.0f : -infinity;
-    return;
+    const int64_t all = n;
+    while (n > 0 && !p[(n - 1) * stride]) --n;  // as padding does
+    n = std::min(all, round_up(n, 4 * W));  // whole lines: one that is written in two parts waits for memory
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n; ++i) kept += p[i * stride];
+    if (kept < n) {
+      for (int64_t i = 0; i < n; ++i) bias[i] = p[i * stride] ? 0.0f : -infinity;
+    }
+    return {n, kept < n};
   }
   with_float_type(mask.dtype, [&](auto* t) {
     const auto* p = mask.as<std::remove_pointer_t<decltype(t)>>() + offset;
@@ -198,57 +244,51 @@ inline void unpack_mask(const View& mask, int64_t offset, int64_t n, float* bias
       for (int64_t i = 0; i < n; ++i) bias[i] = to_float(p[i * stride]);
     }
   });
+  return {n, true};
 }
 
-template <class T, bool biased>
+template <class T>
 void forward(const View& x, const View& mask, float scale, bool causal, int64_t method, const View& y) {
   const int64_t L = x.sizes[1], S = x.sizes[2], rows = x.sizes[0] * L;
   const int64_t width = round_up(S, W);
-  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T))), masked = biased || causal;
+  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T))), hiding = mask.dtype == DType::boolean;
   parallel_rows(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
     float* const terms = scratch(2 * width + width / block + 1);
     float* const bias = terms + width;
     float* const tops = bias + width;  // one a block
-    int64_t unpacked = -1;  // the mask row that `bias` holds: a mask that broadcasts is unpacked once
+    int64_t unpacked = -1;  // the mask row that `masked` and `bias` hold: a mask that broadcasts is unpacked once
+    Masked masked{S, false};
     bool try_fast = method != stable;
     Unwritten<T> last;
     for (int64_t r = begin; r < end; ++r) {
       const int64_t o = r / L, l = r % L;
-      const int64_t n = causal ? std::clamp<int64_t>(l + S - L + 1, 0, S) : S;
-      if constexpr (biased) {
+      if (mask.defined()) {
         const int64_t offset = o * mask.strides[0] + l * mask.strides[1];
-        if (offset != unpacked) unpack_mask(mask, offset, S, bias);
+        if (offset != unpacked) masked = unpack_mask(mask, offset, S, bias);
         unpacked = offset;
       }
+      const int64_t n = causal ? std::clamp<int64_t>(l + S - L + 1, 0, masked.n) : masked.n;
       T* const out = y.as<T>() + o * y.strides[0] + l * y.strides[1];
-      const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], biased ? bias : nullptr, mask.dtype == DType::boolean, scale};
-      const bool streaming = past_cache && can_stream_both(out);
+      const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], masked.biased ? bias : nullptr, hiding, scale};
+      const bool streaming = past_cache && can_stream_both(out), may_hide = mask.defined() || causal;
       float sum = 0;
       bool done = false;
       if (try_fast) {
-        sum = last.y ? scan_fast<T, true, biased>(z, n, terms, last) : scan_fast<T, false, biased>(z, n, terms, last);
-        last.y = nullptr;
-        const bool safe = sum >= 1.0f && sum <= safe_sum;
-        done = safe || method == fast;
+        sum = scan_and_write(z, n, terms, last);
+        done = (sum >= 1.0f && sum <= safe_sum) || method == fast;
         try_fast = done;
-        if (done) last = {out, inverse_of(sum, masked), streaming};
-      } else if (last.y) {
-        write_fast<T, biased>(last, S, terms);
-        last.y = nullptr;
+        if (done) last = {out, n, S - n, inverse_of(sum, may_hide), masked.biased, streaming};
+      } else {
+        write(last, terms);
       }
       if (!done) {
-        const float maximum = row_stable(z, n, masked, terms, tops, out, streaming, sum);
+        const float maximum = row_stable(z, n, may_hide, terms, tops, out, streaming, sum);
         // The next row is probably like this one.
         try_fast = method == automatic && maximum >= 0 && maximum <= safe_maximum;
-      }
-      if (causal) {  // the next row has another length
-        if (last.y) write_fast<T, biased>(last, n, terms);
-        last.y = nullptr;
-        const Vec hidden = splat(sum == sum ? 0.0f : sum);
-        for_lanes(S - n, [&](int64_t i, auto k) { store(out + n + i, hidden, k); });
+        hide(out + n, S - n, sum, streaming);
       }
     }
-    if (last.y) write_fast<T, biased>(last, S, terms);
+    write(last, terms);
     if (past_cache) stream_fence();
   });
 }
@@ -327,8 +367,7 @@ void softmax(View x, View mask, double scale, bool causal, int64_t method, View 
   if (x.sizes[2] == 0) return;
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    const auto run = mask.defined() ? forward<T, true> : forward<T, false>;
-    run(x, mask, float(scale), causal, method, y);
+    forward<T>(x, mask, float(scale), causal, method, y);
   });
 }
 

@@ -82,7 +82,7 @@ inline void put_terms(const Unwritten<T> done, int64_t i, const float* const ter
 // Writes `done`'s result from `terms`, and e^z of a row in its place. Returns the sum of these, added up in pieces,
 // since each addition to a sum that holds a dominating term loses half a unit of that term.
 template <class T, bool writing, bool biased>
-inline float scan_fast(const Scores<T> z, int64_t n, float* const terms, const Unwritten<T> done) {
+inline __attribute__((always_inline)) float scan_fast(const Scores<T> z, int64_t n, float* const terms, const Unwritten<T> done) {
   constexpr bool exact = std::is_same_v<T, float>;
   constexpr float unit = exact ? 1.0f : log2_e;  // rounded results are good enough in powers of two
   const float factor = z.scale * unit;
@@ -162,6 +162,7 @@ inline float scan_stable(Scores<T> z, int64_t n, float* terms, float* tops, floa
 // What is hidden at a row's end: zeros, or NaN as all of its row; in whole lines, past the cache where asked to.
 template <class T>
 inline void hide(T* y, int64_t n, float inverse, bool streaming) {
+  if (n == 0) return;
   const Vec value = splat(inverse == inverse ? 0.0f : inverse);
   constexpr int64_t line = 64 / sizeof(T);
   int64_t i = streaming ? std::min<int64_t>(n, -(reinterpret_cast<uintptr_t>(y) / sizeof(T)) % line) : 0;
@@ -185,19 +186,6 @@ inline void write(Unwritten<T>& last, const float* terms) {
   last.biased ? write_terms<T, true>(last, terms) : write_terms<T, false>(last, terms);
   hide(last.y + last.n, last.hidden, last.inverse, last.streaming);
   last.y = nullptr;
-}
-
-// scan_fast, and `last` is written: on the way, or before where its terms do not lie as this row's will.
-template <class T>
-inline float scan_and_write(const Scores<T> z, int64_t n, float* terms, Unwritten<T>& last) {
-  const bool biased = z.bias;
-  if (last.n != n || last.biased != biased) write(last, terms);
-  const Unwritten<T> done = last;
-  last.y = nullptr;
-  if (!done.y) return biased ? scan_fast<T, false, true>(z, n, terms, done) : scan_fast<T, false, false>(z, n, terms, done);
-  const float sum = biased ? scan_fast<T, true, true>(z, n, terms, done) : scan_fast<T, true, false>(z, n, terms, done);
-  hide(done.y + n, done.hidden, done.inverse, done.streaming);
-  return sum;
 }
 
 // A row with its maximum subtracted. Returns the maximum.
@@ -247,48 +235,75 @@ inline Masked unpack_mask(const View& mask, int64_t offset, int64_t n, float* bi
   return {n, true};
 }
 
+// Rows one after the other.
+template <class T>
+struct Forward {
+  View x, y;
+  float scale;
+  bool causal, may_hide, past_cache;
+  int64_t method;
+  float *terms, *tops;  // scratch: tops one a block
+  bool try_fast = method != stable;
+  Unwritten<T> last{};
+
+  // Some rows under one row of a mask, which lets them look at n elements; `bias` is what it adds to or hides of these.
+  template <bool biased>
+  void rows(int64_t begin, int64_t end, int64_t most, const float* bias, bool hiding) {
+    const int64_t L = x.sizes[1], S = x.sizes[2];
+    if (last.biased != biased) write(last, terms);
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t o = r / L, l = r % L;
+      const int64_t n = causal ? std::clamp<int64_t>(l + S - L + 1, 0, most) : most;
+      T* const out = y.as<T>() + o * y.strides[0] + l * y.strides[1];
+      const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], bias, hiding, scale};
+      const bool streaming = past_cache && can_stream_both(out);
+      if (last.n != n || !try_fast) write(last, terms);
+      float sum = 0;
+      if (try_fast) {
+        if (last.y) {
+          sum = scan_fast<T, true, biased>(z, n, terms, last);
+          hide(last.y + n, last.hidden, last.inverse, last.streaming);
+          last.y = nullptr;
+        } else {
+          sum = scan_fast<T, false, biased>(z, n, terms, last);
+        }
+        try_fast = (sum >= 1.0f && sum <= safe_sum) || method == fast;
+        if (try_fast) {
+          last = {out, n, S - n, inverse_of(sum, may_hide), biased, streaming};
+          continue;
+        }
+      }
+      const float maximum = row_stable(z, n, may_hide, terms, tops, out, streaming, sum);
+      hide(out + n, S - n, sum, streaming);
+      // The next row is probably like this one.
+      try_fast = method == automatic && maximum >= 0 && maximum <= safe_maximum;
+    }
+  }
+};
+
 template <class T>
 void forward(const View& x, const View& mask, float scale, bool causal, int64_t method, const View& y) {
   const int64_t L = x.sizes[1], S = x.sizes[2], rows = x.sizes[0] * L;
   const int64_t width = round_up(S, W);
-  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T))), hiding = mask.dtype == DType::boolean;
+  const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T)));
   parallel_rows(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
     float* const terms = scratch(2 * width + width / block + 1);
     float* const bias = terms + width;
-    float* const tops = bias + width;  // one a block
-    int64_t unpacked = -1;  // the mask row that `masked` and `bias` hold: a mask that broadcasts is unpacked once
-    Masked masked{S, false};
-    bool try_fast = method != stable;
-    Unwritten<T> last;
-    for (int64_t r = begin; r < end; ++r) {
-      const int64_t o = r / L, l = r % L;
-      if (mask.defined()) {
-        const int64_t offset = o * mask.strides[0] + l * mask.strides[1];
-        if (offset != unpacked) masked = unpack_mask(mask, offset, S, bias);
-        unpacked = offset;
+    Forward<T> some{x, y, scale, causal, mask.defined() || causal, past_cache, method, terms, bias + width};
+    auto offset = [&](int64_t r) { return r / L * mask.strides[0] + r % L * mask.strides[1]; };
+    for (int64_t r = begin, next = end; r < end; r = next, next = end) {
+      Masked masked{S, false};
+      if (mask.defined()) {  // one that broadcasts is unpacked once
+        for (next = r + 1; next < end && offset(next) == offset(r);) ++next;
+        masked = unpack_mask(mask, offset(r), S, bias);
       }
-      const int64_t n = causal ? std::clamp<int64_t>(l + S - L + 1, 0, masked.n) : masked.n;
-      T* const out = y.as<T>() + o * y.strides[0] + l * y.strides[1];
-      const Scores<T> z{x.as<T>() + o * x.strides[0] + l * x.strides[1], masked.biased ? bias : nullptr, hiding, scale};
-      const bool streaming = past_cache && can_stream_both(out), may_hide = mask.defined() || causal;
-      float sum = 0;
-      bool done = false;
-      if (try_fast) {
-        sum = scan_and_write(z, n, terms, last);
-        done = (sum >= 1.0f && sum <= safe_sum) || method == fast;
-        try_fast = done;
-        if (done) last = {out, n, S - n, inverse_of(sum, may_hide), masked.biased, streaming};
+      if (masked.biased) {
+        some.template rows<true>(r, next, masked.n, bias, mask.dtype == DType::boolean);
       } else {
-        write(last, terms);
-      }
-      if (!done) {
-        const float maximum = row_stable(z, n, may_hide, terms, tops, out, streaming, sum);
-        // The next row is probably like this one.
-        try_fast = method == automatic && maximum >= 0 && maximum <= safe_maximum;
-        hide(out + n, S - n, sum, streaming);
+        some.template rows<false>(r, next, masked.n, nullptr, false);
       }
     }
-    write(last, terms);
+    write(some.last, terms);
     if (past_cache) stream_fence();
   });
 }

@@ -39,13 +39,19 @@ void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t columns, 
 }
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+// 32 sums as two interleaved rows leave them, in the order of the columns.
+inline void store_in_order(float* to, Vec low, Vec high) {
+  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  store(to, (Vec)_mm512_permutex2var_ps((__m512)low, front, (__m512)high));
+  store(to + W, (Vec)_mm512_permutex2var_ps((__m512)low, back, (__m512)high));
+}
+
 // The same two rows at a time: an instruction multiplies pairs that lie one below the other, once they are interleaved.
 // That leaves the sums of 32 columns in another order, in which they stay until the last rows. N blocks of 32 columns.
 template <int M, int N>
 inline void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w, int64_t columns, int64_t rows,
                          const Ahead* next, int64_t at, bool first, bool last, float* out) {
-  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   Vec low[M][N], high[M][N];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
@@ -86,9 +92,12 @@ inline void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w,
 #pragma GCC unroll 2
     for (int j = 0; j < N; ++j) {
       float* const to = out + m * columns + 2 * W * j;
-      const __m512 a = (__m512)low[m][j], b = (__m512)high[m][j];
-      store(to, last ? (Vec)_mm512_permutex2var_ps(a, front, b) : low[m][j]);
-      store(to + W, last ? (Vec)_mm512_permutex2var_ps(a, back, b) : high[m][j]);
+      if (last) {
+        store_in_order(to, low[m][j], high[m][j]);
+      } else {
+        store(to, low[m][j]);
+        store(to + W, high[m][j]);
+      }
     }
   }
 }
@@ -96,6 +105,58 @@ inline void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w,
 // Sums of few tokens are added to in memory, so that the weight is read nearly as it lies; those of more would come and go
 // for longer than the products take, and stay in registers for as many rows.
 constexpr int64_t kFewTokens = 2, kDeepRows = 128;
+
+// R rows for one token, over all columns, its sums in memory. Meanwhile `next` comes, as many bytes: if it is this weight's, a
+// byte of each line is loaded, which the processor cannot drop as it may what it is only asked for.
+template <int R, bool ours>
+inline void absorb_rows(const bfloat16* x, const bfloat16* w, const char* next, int64_t columns, float* out) {
+  __m512bh pair[R / 2];
+#pragma GCC unroll 2
+  for (int j = 0; j < R / 2; ++j) {
+    float two;
+    std::memcpy(&two, x + 2 * j, sizeof two);
+    pair[j] = (__m512bh)_mm512_set1_ps(two);
+  }
+  for (int64_t c = 0; c < columns; c += 2 * W) {
+#pragma GCC unroll 4
+    for (int j = 0; j < R; ++j, next += 64) {
+      if constexpr (ours) {
+        (void)*static_cast<const volatile char*>(next);
+      } else {
+        prefetch_far(next);
+      }
+    }
+    Vec low = load(out + c), high = load(out + c + W);
+#pragma GCC unroll 2
+    for (int j = 0; j < R / 2; ++j) {
+      const bfloat16* const p = w + 2 * j * columns + c;
+      const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + columns);
+      low = (Vec)_mm512_dpbf16_ps((__m512)low, pair[j], (__m512bh)_mm512_unpacklo_epi16(a, b));
+      high = (Vec)_mm512_dpbf16_ps((__m512)high, pair[j], (__m512bh)_mm512_unpackhi_epi16(a, b));
+    }
+    store(out + c, low);
+    store(out + c + W, high);
+  }
+}
+
+// For one token, whose products take a fraction of the time that the weight takes to come: in the order in which it lies.
+inline void absorb_one(const float* q, const bfloat16* w, int64_t rows, int64_t columns, const char* then, float* out) {
+  constexpr int R = 4;
+  std::fill_n(out, columns, 0.0f);
+  for (int64_t n = 0; n < rows; n += R, w += R * columns) {
+    bfloat16 x[R];
+    const int64_t left = rows - n;
+    for (int64_t i = 0; i < std::min<int64_t>(R, left); ++i) x[i] = from_float<bfloat16>(q[n + i]);
+    if (left >= 2 * R) {
+      absorb_rows<R, true>(x, w, reinterpret_cast<const char*>(w + R * columns), columns, out);
+    } else if (left >= R) {
+      absorb_rows<R, false>(x, w, then, columns, out);
+    } else {
+      absorb_rows<2, false>(x, w, then, columns, out);
+    }
+  }
+  for (int64_t c = 0; c < columns; c += 2 * W) store_in_order(out + c, load(out + c), load(out + c + W));
+}
 
 inline void absorb_in_pairs(const float* q, int64_t q_stride, int64_t tokens, const bfloat16* w, int64_t rows, int64_t columns,
                             const Ahead& ahead, float* out) {
@@ -128,7 +189,9 @@ void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_
             const Ahead& ahead, float* out) {
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bfloat16>) {
-    if (columns % (2 * W) == 0 && rows % 2 == 0) return absorb_in_pairs(q, q_stride, tokens, w, rows, columns, ahead, out);
+    const bool pairs = columns % (2 * W) == 0 && rows % 2 == 0;
+    if (pairs && tokens == 1) return absorb_one(q, w, rows, columns, ahead.then, out);
+    if (pairs) return absorb_in_pairs(q, q_stride, tokens, w, rows, columns, ahead, out);
   }
 #endif
   const int64_t row_bytes = columns * int64_t(sizeof(T)), tiles = ceil_div(tokens, kDotTokens);

@@ -271,7 +271,8 @@ class Attention {
       const T* const w = c_.wuv.as<T>() + h * values * latent_;
       const Ahead ahead{reinterpret_cast<const char*>(w), values * latent_ * int64_t(sizeof(T)),
                         reinterpret_cast<const char*>(w) + num_threads() * values * latent_ * int64_t(sizeof(T))};
-      dot_rows(some, w, latent_, values, ahead, out, values, [&](auto m, auto r, int64_t i, const T* rows, Fetch fetch, float* o) {
+      constexpr int64_t step = Dots<T, T>::step * sizeof(T);
+      dot_rows<step>(some, w, latent_, values, ahead, out, values, [&](auto m, auto r, int64_t i, const T* rows, auto fetch, float* o) {
         dot_tile<T, T, m(), r()>(x + i * stride, stride, rows, latent_, latent_, fetch, o, values);
       });
       for (int64_t i = 0; i < some; ++i) {

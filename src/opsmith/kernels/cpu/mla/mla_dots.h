@@ -1,5 +1,9 @@
 // Products of a few rows with a weight that lies as PyTorch keeps it, [N, K]: every row of the weight is read once, from
 // end to end, and meets all tokens while it is in registers. Nothing is packed, so nothing is held twice.
+//
+// One token leaves the processor time to fetch ahead by itself, which it does as fast as memory is, but for a single stream:
+// its rows are read one after the other. With more, the products keep it from seeing the next loads, and lines are asked for;
+// what it is asked for while its queue is full it drops, so that it is asked twice.
 #pragma once
 
 #include "byte_dot.h"
@@ -9,7 +13,10 @@ namespace opsmith {
 
 constexpr int kDotTokens = W == 16 ? 6 : 4;  // of a tile: with kDotRows of the weight, as many sums as there are registers
 constexpr int kDotRows = W == 16 ? 4 : 2;
-constexpr int64_t kAheadBytes = 48 << 10;  // from what is used to what is asked for
+constexpr int kFewRows = 2;  // where all tokens are in one tile: as many places of memory to fetch from
+constexpr int64_t kAheadBytes = 48 << 10;  // from what is used to what is asked for,
+constexpr int64_t kAgainBytes = 24 << 10;  // and to what is asked for again
+constexpr int64_t kStreamBytes = 3 << 10;  // the same for a single stream, of which a hint is enough
 constexpr int64_t kNearBytes = 24 << 10;   // of the nearest cache
 
 // What will be read, for asking ahead of time: `size` bytes from `base` on, then those from `then` on.
@@ -20,13 +27,26 @@ struct Ahead {
   const char* operator()(int64_t at) const { return at < size ? base + at : then + (at - size); }
 };
 
-// What a tile asks for: at each of its steps `lines` pieces of memory that follow each other.
+// What a tile asks for: at each of its steps `lines` pieces of memory that follow each other, and those `again` bytes before
+// them once more.
 struct Fetch {
   const char* at;
   int lines;
+  int64_t again;
   template <int bytes>
-  void step() {
-    for (int i = 0; i < lines; ++i, at += bytes) prefetch_far(at);
+  void step(const void*) {
+    for (int i = 0; i < lines; ++i, at += bytes) {
+      prefetch_far(at);
+      if (again) prefetch_far(at - again);
+    }
+  }
+};
+
+// The same for rows that are read one after the other.
+struct FetchStream {
+  template <int bytes>
+  static void step(const void* used) {
+    prefetch_far(static_cast<const char*>(used) + kStreamBytes);
   }
 };
 
@@ -101,7 +121,7 @@ struct Dots<bfloat16, bfloat16> {
 #endif
 
 // out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not.
-template <class T, class S, int M, int R>
+template <class T, class S, int M, int R, class Fetch>
 __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t x_stride, const S* w, int64_t w_stride,
                                         int64_t depth, Fetch fetch, float* out, int64_t out_stride) {
   using D = Dots<T, S>;
@@ -113,7 +133,7 @@ __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t
   }
   int64_t k = 0;
   for (; k + D::step <= depth; k += D::step) {
-    fetch.step<D::step * sizeof(S)>();
+    fetch.template step<D::step * sizeof(S)>(w + k);
     decltype(D::weight(w, Full{})) column[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) column[r] = D::weight(w + r * w_stride + k, Full{});
@@ -146,7 +166,7 @@ constexpr int64_t kByteStep = 4 * W;
 
 // The same in integers; what comes out is exact. One factor of a byte product is unsigned: the weight plus 128, of which
 // 128 times the sum of x, `x_sum`, is taken again.
-template <int M, int R>
+template <int M, int R, class Fetch>
 __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, const int32_t* x_sum, const int8_t* w,
                                             int64_t w_stride, int64_t depth, Fetch fetch, int32_t* out,
                                             int64_t out_stride) {
@@ -172,7 +192,7 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
   };
   IVec word[R];
   for (; k + kByteStep <= depth; k += kByteStep) {
-    fetch.step<kByteStep>();
+    fetch.template step<kByteStep>(w + k);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) word[r] = load_words(w + r * w_stride + k);
     add(word);
@@ -203,7 +223,7 @@ inline IVec load_bytes(const uint8_t* p) {
 
 // The same with numbers of 4 bits, in groups of `bytes` bytes that have a factor each. x is divided into its even numbers
 // and, `half` further on, its odd ones.
-template <int M, int R>
+template <int M, int R, class Fetch>
 __attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int64_t half, const uint8_t* w, int64_t w_stride,
                                            const float* factor, int64_t groups, int64_t bytes, Fetch fetch, float* out,
                                            int64_t out_stride) {
@@ -211,7 +231,7 @@ __attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int
   for (int64_t g = 0; g < groups; ++g) {
     Vec sum[M][R] = {};
     for (int64_t j = g * bytes; j < (g + 1) * bytes; j += W) {
-      fetch.step<W>();
+      fetch.template step<W>(w + j);
       Vec low[R], high[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -235,11 +255,14 @@ __attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int
   for (int m = 0; m < M; ++m) store_totals(total[m], out + m * out_stride);
 }
 
-// Calls tile<M, R> for `tokens` <= kDotTokens and R = kDotRows or 1.
+// Calls tile<M, R> for `tokens` <= kDotTokens and R = kDotRows, kFewRows or 1.
 template <class F>
 inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
   auto of_rows = [&](auto m) {
-    if (rows == kDotRows) return f(m, std::integral_constant<int, kDotRows>{});
+    if constexpr (m() >= kDotTokens / 2) {  // as many as a tile has where there are several
+      if (rows == kDotRows) return f(m, std::integral_constant<int, kDotRows>{});
+    }
+    if (rows == kFewRows) return f(m, std::integral_constant<int, kFewRows>{});
     f(m, std::integral_constant<int, 1>{});
   };
   switch (tokens) {
@@ -253,23 +276,31 @@ inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
 }
 
 // out [tokens, rows] of rows of the weight, which are the first bytes of `ahead`; `tile(m, r, t, w, fetch, out)` computes
-// those of r rows and m tokens from t on. All tiles of some rows share in asking for what comes: the processor's queue for
-// it is short.
-template <class S, class O, class Tile>
+// those of r rows and m tokens from t on, `step` bytes of a row at a time. All tiles of some rows share in asking for what
+// comes: the processor's queue for it is short.
+template <int64_t step, class S, class O, class Tile>
 inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const Ahead& ahead, O* out,
                      int64_t out_stride, const Tile& tile) {
+  if constexpr (step == 64) {
+    if (tokens == 1) {
+      using One = std::integral_constant<int, 1>;
+      for (int64_t r = 0; r < rows; ++r) tile(One{}, One{}, 0, w + r * w_stride, FetchStream{}, out + r);
+      return;
+    }
+  }
   const int64_t tiles = ceil_div(tokens, kDotTokens), row_bytes = w_stride * int64_t(sizeof(S));
+  const int64_t together = tiles == 1 ? kFewRows : kDotRows, again = tiles == 1 ? kAgainBytes : 0;
   const int64_t distance = std::max(kAheadBytes, kDotRows * row_bytes);
   // A tile's tokens stay in the nearest cache for so many rows, if they fit there together.
   const int64_t fit = tiles == 1 ? 1 : std::max<int64_t>(1, (kNearBytes / row_bytes - kDotTokens) / kDotRows);
   for (int64_t r = 0; r < rows;) {
-    const int64_t count = rows - r >= kDotRows ? kDotRows : 1, lines = ceil_div(count, tiles);
+    const int64_t count = rows - r >= together ? together : 1, lines = ceil_div(count, tiles);
     const int64_t end = r + std::min(fit * count, (rows - r) / count * count);
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t = i * tokens / tiles, some = (i + 1) * tokens / tiles - t;
       const int64_t asked = std::min(count, i * lines);
       for (int64_t s = r; s < end; s += count) {
-        const Fetch fetch{ahead(s * row_bytes + distance) + asked * row_bytes, int(std::min(lines, count - asked))};
+        const Fetch fetch{ahead(s * row_bytes + distance) + asked * row_bytes, int(std::min(lines, count - asked)), again};
         with_tile(some, count, [&](auto m, auto n) { tile(m, n, t, w + s * w_stride, fetch, out + t * out_stride + s); });
       }
     }

@@ -10,14 +10,17 @@ namespace opsmith {
 template <class X>
 struct MlaActivations {
   MlaActivations(int64_t tokens, int64_t depth)
-      : stride(round_up(std::max<int64_t>(1, depth), 64)), rows_(new X[size_t(tokens * stride)]()),
+      : stride(round_up(std::max<int64_t>(1, depth), 64)), rows_(new Line[size_t(tokens * stride) / (64 / sizeof(X))]()),
         scales(new float[size_t(tokens)]()), sums(new int32_t[size_t(tokens)]()) {}
-  X* row(int64_t t) const { return rows_.get() + t * stride; }
+  X* row(int64_t t) const { return rows_[0].x + t * stride; }
 
   const int64_t stride;
 
  private:
-  const std::unique_ptr<X[]> rows_;
+  struct alignas(64) Line {  // a vector that lies in two of them is loaded twice
+    X x[64 / sizeof(X)];
+  };
+  const std::unique_ptr<Line[]> rows_;
 
  public:
   const std::unique_ptr<float[]> scales;
@@ -49,8 +52,8 @@ struct MlaFloat {
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
-             [&](auto m, auto r, int64_t i, const S* w, Fetch next, float* o) {
+    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
+             [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
                dot_tile<T, S, m(), r()>(x.row(t + i), x.stride, w, w_stride, depth, next, o, out_stride);
              });
     mla_add_bias<T>(p, first, tokens, rows, out, out_stride);
@@ -70,8 +73,8 @@ struct MlaWeightInt8 {
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
-             [&](auto m, auto r, int64_t i, const S* w, Fetch next, float* o) {
+    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
+             [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
                dot_tile<T, S, m(), r()>(x.row(t + i), x.stride, w, w_stride, depth, next, o, out_stride);
              });
     const float* descale = p.descale.as<float>() + first;
@@ -102,8 +105,8 @@ struct MlaWeightInt4 {
                    int64_t rows, int64_t, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0], half = p.weight.sizes[1], groups = p.descale.sizes[1];
     const uint8_t* const base = p.weight.as<S>();
-    dot_rows(tokens, base + first * w_stride, w_stride, rows, ahead, out, out_stride,
-             [&](auto m, auto r, int64_t i, const S* w, Fetch next, float* o) {
+    dot_rows<W>(tokens, base + first * w_stride, w_stride, rows, ahead, out, out_stride,
+             [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
                const float* factor = p.descale.as<float>() + (w - base) / w_stride * groups;
                nibble_tile<m(), r()>(x.row(t + i), x.stride, half, w, w_stride, factor, groups, half / groups, next, o,
                                      out_stride);
@@ -133,8 +136,8 @@ struct MlaInteger {
   static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t* sums) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, sums, rows,
-             [&](auto m, auto r, int64_t i, const S* w, Fetch next, int32_t* o) {
+    dot_rows<kByteStep>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, sums, rows,
+             [&](auto m, auto r, int64_t i, const S* w, auto next, int32_t* o) {
                integer_tile<m(), r()>(x.row(t + i), x.stride, x.sums.get() + t + i, w, w_stride, depth, next, o,
                                       rows);
              });

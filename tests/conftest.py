@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Inductor compiles C++ for seconds; the tests that are about it ask for it.
 os.environ.setdefault("OPSMITH_INDUCTOR", "0")
+# Dynamo collects garbage after each graph, in a process that holds half a million objects.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # PyTorch's profiler says on stderr that it starts and stops, unless its own log is told so before it is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -32,6 +34,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("opsmith")
 
 THREADS = 2
+
+# Dynamo times the guards of each graph, with every cache emptied for it: 20 ms of each compilation, and for a log.
+torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter import hasten

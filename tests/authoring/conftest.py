@@ -9,20 +9,24 @@ import pytest
 from filelock import FileLock
 
 from opsmith.kernels import build, compiler, isa
+from opsmith.profiler import recorder
 
 # What generated sources include first, as a compiler takes one precompiled header: of the binding, and of the kernels.
 HEADERS = {"project_binding.h": "binding.cpp", "formula.h": "gelu/gelu.cpp"}
 # tests/examples and the processes that tests start build as users do.
-FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compiler.COMPILE_FLAGS)
+USUAL = compiler.COMPILE_FLAGS
+FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in USUAL)
 
 
 @pytest.fixture(scope="session")
-def precompiled(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+def precompiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
     """A folder with those headers precompiled: g++ looks there first, and takes them where the flags agree."""
     found = compiler.find_compiler()
     if found is None or "clang" in found.version:  # which does it another way
         return None
-    folder = tmp_path_factory.getbasetemp().parent / "headers"
+    own = tmp_path_factory.getbasetemp()
+    # A worker's lies in that of its session. Without workers, the folder above is that of all sessions there ever were.
+    folder = (own.parent if hasattr(request.config, "workerinput") else own) / "headers"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             part = folder.with_suffix(".part")
@@ -47,3 +51,11 @@ def projects_build_faster(precompiled: Path | None) -> Iterator[None]:
         if precompiled and (found := compiler.find_compiler()):
             patch.setenv("CXX", shlex.join([*found.command, f"-I{precompiled}"]))
         yield
+
+
+@pytest.fixture
+def usual_recorder() -> None:
+    """The profiler's recorder, which belongs to no project, built with the usual flags, as for all other tests: once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "COMPILE_FLAGS", USUAL)
+        recorder.library()

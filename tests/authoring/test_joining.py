@@ -106,7 +106,7 @@ def test_select_measures_its_implementations(rope: Any) -> None:
 
 
 @native
-def test_profile_knows_its_kernels(rope: Any) -> None:
+def test_profile_knows_its_kernels(rope: Any, usual_recorder: None) -> None:
     """A kernel of a project's own that a program calls by itself has the class and the cost of its card."""
     x, (cos, sin) = torch.randn(2, HEADS, 256, DIM), table(256)
     report = opsmith.profile(lambda x: rope.rope_joined(x, cos, sin), (x,), budget_s=0.05)

@@ -52,11 +52,11 @@ def quantized_embedding(
 
     Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019.
     """
-    if out is None and next_ids is None and dtype in DTYPES and direct(scale, ids, table):
+    if out is None and dtype in DTYPES and direct(scale, ids, table):
         try:
             if prefetch >= 0:
                 y = scale.new_empty(*ids.shape, table.shape[1], dtype=dtype)
-                calls.quantized_embedding(ids, table, scale, prefetch, None, None, None, y=y)
+                calls.quantized_embedding(ids, table, scale, prefetch, next_ids, None, None, y=y)
                 return y
         except (
             RuntimeError,

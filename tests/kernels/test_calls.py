@@ -57,6 +57,14 @@ def test_makes_results_as_they_are_described():
     torch.testing.assert_close(calls.new_rms_norm(x, None, None, EPS, 0.0, False), _norm(x))
     y, s = calls.new_rms_norm(x, x, None, EPS, 0.0, False, summed=True)
     assert torch.equal(s, 2 * x)
+    q, scales = calls.new_rms_norm_quant(x, None, None, EPS, None, None, q=torch.int8, s=(torch.float32,))
+    assert (q.dtype, q.shape, scales.dtype, scales.shape) == (
+        torch.int8,
+        x.shape,
+        torch.float32,
+        x.shape[:-1],
+    )
+    assert calls.new_rms_norm_quant(x.long(), None, None, EPS, None, None, q=torch.int8, s=None) is None
     torch.testing.assert_close(y, _norm(2 * x))
     given = torch.empty_like(x)
     made = calls.new_rms_norm(x, x, None, EPS, 0.0, False, y=given, summed=[x])
@@ -241,6 +249,7 @@ def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
+    assert type(calls.gelu) is type(calls.new_gelu)  # both are there, to be put back
     monkeypatch.setattr(calls, "_libraries", None)
     monkeypatch.setattr(
         calls, "build", type("Failing", (), {"build_library": fail, "BuildError": build.BuildError})

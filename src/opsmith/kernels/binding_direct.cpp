@@ -12,6 +12,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/Dtype.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -170,20 +171,26 @@ bool is_floating(const c10::TensorImpl* t) {
 }
 
 // A result as the call describes it: in a list the tensor that it is like; in a list of two the table of which x picks rows; the sizes
-// instead of x's last one; or like x.
+// instead of x's last one, a dtype before them where it is not x's; or like x, in another dtype where one is given.
 bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
+  if (THPDtype_Check(given)) return is_floating(x) && fresh(x->sizes(), reinterpret_cast<THPDtype*>(given)->scalar_type, y);
   if (PyLong_CheckExact(given) || PyTuple_CheckExact(given)) {
     if (x->dim() == 0 || !is_floating(x)) return false;
     c10::SmallVector<int64_t, 6> sizes(x->sizes().begin(), x->sizes().end() - 1);
+    at::ScalarType dtype = c10::typeMetaToScalarType(x->dtype());
     const bool several = PyTuple_CheckExact(given);
-    for (Py_ssize_t i = 0; i < (several ? PyTuple_GET_SIZE(given) : 1); ++i) {
+    Py_ssize_t i = 0;
+    if (several && PyTuple_GET_SIZE(given) > 0 && THPDtype_Check(PyTuple_GET_ITEM(given, 0))) {
+      dtype = reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(given, i++))->scalar_type;
+    }
+    for (; i < (several ? PyTuple_GET_SIZE(given) : 1); ++i) {
       PyObject* const one = several ? PyTuple_GET_ITEM(given, i) : given;
       int overflow = 0;
       const int64_t size = PyLong_CheckExact(one) ? PyLong_AsLongLongAndOverflow(one, &overflow) : -1;
       if (size < 0 || overflow != 0) return false;
       sizes.push_back(size);
     }
-    return fresh(sizes, c10::typeMetaToScalarType(x->dtype()), y);
+    return fresh(sizes, dtype, y);
   }
   if (PyList_CheckExact(given) && PyList_GET_SIZE(given) == 2) {
     const c10::TensorImpl* const table = plain(PyList_GET_ITEM(given, 0));

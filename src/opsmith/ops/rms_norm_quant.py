@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
@@ -14,6 +15,7 @@ from opsmith.ops.common import (
     check_float,
     check_like,
     check_number,
+    compiling,
     dense,
     kernels,
     native,
@@ -64,6 +66,14 @@ def rms_norm_quant(
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and the NPU operator RmsNormQuant.
     """
+    if not compiling():
+        try:
+            own = (torch.float32,) if scale is None else None
+            made = calls.new_rms_norm_quant(x, weight, bias, eps, scale, offset, q=torch.int8, s=own)
+            if made is not None:
+                return made  # type: ignore[no-any-return]
+        except RuntimeError:  # the checks say why
+            pass
     _check(x, weight, bias, scale, offset)
     check_number("rms_norm_quant", "eps", eps)
     with torch.no_grad():

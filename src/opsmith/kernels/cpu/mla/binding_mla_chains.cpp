@@ -10,18 +10,18 @@ void check_float(const char* name, DType dtype) {
 
 void quant_op(const Tensor& x, const Optional& weight, const Optional& bias, double eps, const Optional& scale,
               const Optional& offset, const Tensor& q, const Optional& s) {
-  STD_TORCH_CHECK(x.dim() == 2 && dense(x) && q.dim() == 2 && dense(q) && same_sizes(x, q) && dtype_of(q) == DType::i8,
-                  "rms_norm_quant: x and q must be rows of one size with a contiguous last dimension, q int8");
-  check_float("x", dtype_of(x));
-  check_float_vector("weight", weight, x.size(1));
-  check_float_vector("bias", bias, x.size(1));
-  STD_TORCH_CHECK(bool(s) != bool(scale) && (!bias || weight), "rms_norm_quant: either a scale, or s for one of each row");
-  if (s) {
-    check_vector("s", s, x.size(0));
-    check_dtype("s", *s, DType::f32);
-  }
-  rms_norm_quant(view_of(x), view_of(weight), view_of(bias), float(eps), scale ? number("scale", scale) : 1.0f,
-                 offset ? number("offset", offset) : 0.0f, view_of(q), view_of(s));
+  const char* const op = "rms_norm_quant";
+  const Rows in(op, "x", x), to(op, "q", q);
+  STD_TORCH_CHECK(to.rows() == in.rows() && to.n() == in.n() && to.dtype() == DType::i8, op, ": q must be int8, of x's size");
+  check_float("x", in.dtype());
+  for (const auto& [name, t] : {std::pair("weight", &weight), std::pair("bias", &bias)}) check_weight(op, name, *t, in.n(), in.dtype());
+  STD_TORCH_CHECK(bool(s) != bool(scale) && (!bias || weight) && (!offset || scale), op, ": either a scale, or s for one of each row");
+  STD_TORCH_CHECK(!s || (s->numel() == in.rows() && s->is_contiguous() && dtype_of(*s) == DType::f32), op,
+                  ": s must be contiguous float32, one for each row");
+  const int64_t rows = in.rows(), step = 1;
+  const View scales = s ? View{s->data_ptr(), DType::f32, 1, &rows, &step} : View{};
+  rms_norm_quant(in.view(), view_of(weight), view_of(bias), float(eps), scale ? number("scale", scale) : 1.0f,
+                 offset ? number("offset", offset) : 0.0f, to.view(), scales);
 }
 
 void q_epilogue_op(const Tensor& q, const Tensor& wuk, const Optional& cos, const Optional& sin, bool interleaved,

@@ -55,7 +55,7 @@ def projects_build_faster(precompiled: Path | None) -> Iterator[None]:
 
 @pytest.fixture
 def usual_recorder() -> None:
-    """The profiler's recorder, which belongs to no project, built with the usual flags, as for all other tests: once."""
+    """The profiler's recorder, which is no project, built with the usual flags, as for all other tests: once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "COMPILE_FLAGS", USUAL)
         recorder.library()

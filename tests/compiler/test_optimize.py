@@ -55,6 +55,34 @@ def test_a_written_out_encoder_is_recognized_and_right_at_every_size() -> None:
     assert len(model.opsmith.graphs) == 1  # one graph for all of them
 
 
+class _Squeezed(nn.Module):
+    """What it computes depends on the number of axes that `squeeze` leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.feed(x)
+        return y.squeeze(0) * 2 if y.squeeze(0).dim() == 2 else y + 1
+
+
+class _Alone(_Squeezed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.feed(x) * (3 if x.shape[0] == 1 else 1)
+
+
+def test_one_graph_serves_a_batch_of_one_unless_the_model_asks_for_it() -> None:
+    for build, graphs in ((Feed, 1), (_Squeezed, 2), (_Alone, 2)):
+        model = seeded(build)
+        truth = Truth(model)
+        optimized(model, numbers(3, 4, WIDTH))
+        for batch, length in [(1, 4), (2, 7), (1, 9), (3, 4)]:
+            with torch.no_grad():
+                truth.check(model(numbers(batch, length, WIDTH)), numbers(batch, length, WIDTH))
+        assert len(model.opsmith.graphs) == graphs
+
+
 def test_sizes_of_zero_and_one_cost_a_graph_each_at_most() -> None:
     model = seeded(lambda: Encoder(layers=1))
     truth = Truth(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import opsmith
 from opsmith import measure
-from opsmith.compiler import Config
+from opsmith.compiler import Config, inductor
 from opsmith.compiler.bind import Form
 from opsmith.compiler.select import Packer, Selector, contest
 from opsmith.compiler.tuning import TuningCache
@@ -274,15 +275,13 @@ def test_the_budget_is_looked_at_before_every_compilation(monkeypatch: pytest.Mo
     assert _choose(Selector(pinned), _call(), may_measure=False).implementation == "inductor"
 
 
-def test_inductor_gets_ready_beside_the_capture_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where it will compete and nothing is known of this machine; nothing is timed before it is done."""
-    from torch._inductor import cpu_vec_isa
-
+def test_headers_are_compiled_beside_the_capture_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where Inductor will compete and nothing is known of this machine; nothing is timed before it is done."""
     log: list[str] = []
 
-    def probe() -> None:
+    def compile_headers() -> None:
         time.sleep(0.2)
-        log.append("probed")
+        log.append("compiled")
         raise RuntimeError("no compiler")  # which is no reason to stop
 
     def timed(*_: Any, **options: Any) -> Any:
@@ -290,19 +289,51 @@ def test_inductor_gets_ready_beside_the_capture_and_is_waited_for(monkeypatch: p
         return quick(*_, **options)
 
     quick = measure.quick
-    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", probe)
+    monkeypatch.setattr(inductor, "_compile_headers", compile_headers)
+    monkeypatch.setattr(inductor, "_headers", None)
     monkeypatch.setattr(measure, "quick", timed)
-    # Compiling nothing: what takes part is not what is looked at here.
+    # Compiling nothing else: what takes part is not what is looked at here.
     config = Config(inductor=True, inductor_seconds=0.0)
     opsmith.optimize(seeded(Feed), numbers(3, 4, WIDTH), config=config)
-    assert log[0] == "probed" != log[1]
+    assert log[0] == "compiled" != log[1]
     log.clear()
+    monkeypatch.setattr(inductor, "_headers", None)
     opsmith.optimize(seeded(Feed), numbers(3, 4, WIDTH), config=Config(inductor=False))
     cache = TuningCache()
     cache.put("a call", {"eager": 1.0})
     cache.save()
     opsmith.optimize(seeded(Feed), numbers(5, 4, WIDTH), config=config)
-    assert "probed" not in log
+    assert "compiled" not in log
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere Inductor asks the processor only")
+def test_our_compilations_pick_what_trials_would_and_leave_those_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nine seconds of trying out the C++ compiler: spared where we compile, not where somebody else does."""
+    from torch._inductor import cpu_vec_isa
+
+    tried: list[str] = []  # instruction sets that PyTorch's vector classes were compiled for
+
+    def check(self: Any, code: str) -> bool:
+        tried.extend([str(self)] * (code == self._avx_code))
+        return True
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", check)
+    cpu_vec_isa.VecISA._VecISA__bool__impl.cache_clear()  # type: ignore[attr-defined]
+    inductor.forget_trials()
+    try:
+        with inductor.compiling(general=True):
+            trusted = str(cpu_vec_isa.pick_vec_isa())
+        assert tried == []
+        assert str(cpu_vec_isa.pick_vec_isa()) == trusted in tried
+        known = cpu_vec_isa.valid_vec_isa_list()
+        with inductor.compiling(general=True):
+            assert cpu_vec_isa.valid_vec_isa_list() is known
+        assert cpu_vec_isa.valid_vec_isa_list() is known
+    finally:
+        cpu_vec_isa.VecISA._VecISA__bool__impl.cache_clear()  # type: ignore[attr-defined]
+        inductor.forget_trials()
 
 
 def _slow(implementation: Implementation, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
-from opsmith.compiler.capture import capture
+from opsmith.compiler.capture import NotGeneral, capture
 from opsmith.compiler.compiled import CompiledGraph, GraphReport, Progress, warn_left
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
@@ -45,21 +45,28 @@ class Session:
         self.packing = Packing()
         self.latent = Latent(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
+        self.general = False  # whether what is captured is to serve sizes of one too
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's call: one captured graph in, one callable out."""
-        return by_parts(gm, example_inputs, self._graph)
+        run = by_parts(gm, example_inputs, self._graph)
+        if self.general:
+            # What is captured behind a break could not be captured anew: the model has run up to there.
+            self.general = torch.fx.experimental._config.backed_size_oblivious = False
+        return run
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             graph = CompiledGraph(
-                capture(gm, example_inputs),
+                capture(gm, example_inputs, self.general),
                 gm,
                 example_inputs,
                 self.selector,
                 _progress(),
                 partial(self.packing.join, inputs=example_inputs),
             )
+        except NotGeneral:
+            raise
         except Exception as error:  # of ours: the model has been read by Dynamo
             self.unread.append(GraphReport(nodes=len(gm.graph.nodes), left=raised(error)))
             warn_left(self.unread[-1])
@@ -341,6 +348,7 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     options: Any = None if session.config.quantize is None else {"guard_filter_fn": needed}
     compiled = torch.compile(forward, backend=session.backend, dynamic=True, options=options)
     seen: set[tuple[Any, ...]] = set()
+    general = True  # until a graph of this model turns out not to be
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if session.latent.waiting:
@@ -351,6 +359,7 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             return captured(*args, **kwargs) if through else model._call_impl(*args, **kwargs)
 
     def captured(*args: Any, **kwargs: Any) -> Any:
+        nonlocal general
         values = (*args, *kwargs.values())
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
@@ -373,8 +382,19 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         for t in tensors:
             if t.is_floating_point() and t.dim() > 1:
                 torch._dynamo.mark_static(t, t.dim() - 1)
-        with _capturing():
-            result = compiled(*args, **kwargs)
+        # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
+        session.general = general and plain and all(size > 1 for t in tensors for size in t.shape)
+        try:
+            with _capturing(session.general):
+                result = compiled(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, NotGeneral):
+                raise
+            general = session.general = False
+            with _capturing(False):
+                result = compiled(*args, **kwargs)
+        finally:
+            session.general = False
         if plain:
             seen.add(key)
         return result
@@ -383,11 +403,12 @@ def _entry(model: nn.Module, session: Session) -> Callable[..., Any]:
 
 
 @contextmanager
-def _capturing() -> Iterator[None]:
+def _capturing(general: bool) -> Iterator[None]:
     """The settings under which a graph is captured.
 
     The limit on recompilations counts every model of the process; these are one for each kind of sizes. Sizes that are
     equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
+    A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size.
     """
     with (
         _uncollected(),
@@ -397,7 +418,9 @@ def _capturing() -> Iterator[None]:
             accumulated_recompile_limit=1 << 16,
             run_gc_after_compile=False,
         ),
-        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        torch.fx.experimental._config.patch(  # type: ignore[attr-defined]
+            use_duck_shape=False, backed_size_oblivious=general
+        ),
     ):
         yield
 

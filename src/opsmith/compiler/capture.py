@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from opsmith.compiler.canon import arguments, op_name, shape_of
 from opsmith.compiler.casts import spell_out
@@ -17,11 +18,11 @@ from opsmith.compiler.filled import join
 from opsmith.compiler.mutation import effects, localize
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], general: bool = False) -> fx.GraphModule:
     """Retrace Dynamo's graph to ATen operators, keeping linear, attention and embedding whole.
 
     Runs under the tracing context's fake mode, so sizes stay symbolic and one graph serves every batch and
-    sequence length; before autograd, so that one rewrite serves inference and training.
+    sequence length; before autograd, so that one rewrite serves inference and training. `general` graphs are checked.
     """
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
@@ -51,10 +52,37 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             *[fake(v) for v in example_inputs]
         )
         spell_out(traced.graph, [isinstance(v, torch.nn.Parameter) for v in example_inputs])
+    if general:
+        check_general(traced.graph)
     note_constants(traced)
     tidy(traced.graph)
     traced.recompile()
     return traced
+
+
+class NotGeneral(Exception):
+    """A model that has to be captured with sizes of one apart."""
+
+
+def check_general(graph: fx.Graph) -> None:
+    """Make sure that a graph captured to serve sizes of one too (`backed_size_oblivious`) does.
+
+    PyTorch then takes every size for one like any. Two answers change what a model computes next. `squeeze` decides on
+    the number of axes: where it was to drop a size and did not, a guard has the model captured anew at a size of one.
+    And a slice with bounds that would have to be compared gets a size of which nothing is known.
+
+    Raises:
+        NotGeneral: for such a size.
+    """
+    for node in graph.nodes:
+        if free_unbacked_symbols(node.meta.get("val")):
+            raise NotGeneral
+        if op_name(node) in ("aten::squeeze", "aten::squeeze_"):
+            sizes = node.args[0].meta["val"].shape
+            axes = arguments(node).get("dim", range(len(sizes)))
+            with torch.fx.experimental._config.patch(backed_size_oblivious=False):  # type: ignore[attr-defined]
+                for axis in [axes] if isinstance(axes, int) else axes:
+                    bool(sizes[axis] != 1)  # which is what makes a guard
 
 
 def note_constants(gm: fx.GraphModule) -> None:

@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx import Node
 
 from opsmith import measure
+from opsmith.compiler import inductor
 from opsmith.compiler.bind import Form
 from opsmith.compiler.mutation import Effects, Rehearsal, effects
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
@@ -271,7 +272,7 @@ class CompiledGraph:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
         if not self._versions and self._weights:
             self._repack(args)
-        self.selector.inductor.wait()
+        inductor.wait()
         before = len(self.report.kept)
         with torch.no_grad():
             kept = Study(self, args, training).run()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextvars
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,27 +25,6 @@ class Inductor:
         self._left = seconds
         self._compiled: dict[str, Implementation] = {}
         self._ran: set[str] = set()
-        self._probing: concurrent.futures.Future[Any] | None = None
-
-    def get_ready(self) -> None:
-        """Begin what Inductor does before its first compilation, in the background.
-
-        Where its cache is empty it tries the C++ compiler on one instruction set after the other, for some ten
-        seconds in which this process waits. They pass while a model is captured, which keeps one core busy.
-        """
-        # Here and not in the thread: two threads that import PyTorch's modules may meet half of one.
-        from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
-
-        pool = concurrent.futures.ThreadPoolExecutor(1, "opsmith-inductor")
-        self._probing = pool.submit(cpu_vec_isa.pick_vec_isa)
-        pool.shutdown(wait=False)
-
-    def wait(self) -> None:
-        """Return once nothing runs in the background: before anything is timed."""
-        if self._probing is not None:
-            # Where it failed, so will the compilation, and say why.
-            concurrent.futures.wait([self._probing])
-            self._probing = None
 
     def enter(
         self, card: Operator, call: Mapping[str, Any], key: str, may_compile: bool, forced: bool
@@ -63,9 +44,11 @@ class Inductor:
         if card.name not in self._compiled:
             compiled = torch.compile(card.reference, dynamic=True)
             self._compiled[card.name] = Implementation("inductor", compiled)
+        sizes = [size for v in call.values() if isinstance(v, torch.Tensor) for size in v.shape]
         start = time.monotonic()
         try:
-            self._compiled[card.name].fn(**call)
+            with compiling(general=1 not in sizes and 0 not in sizes):
+                self._compiled[card.name].fn(**call)
         except Exception as error:  # whatever a foreign compiler raises is its reason for not taking part
             return f"failed to compile: {raised(error)}"
         finally:
@@ -76,3 +59,68 @@ class Inductor:
     def compiled(self, card: Operator) -> Implementation | None:
         """What there is of this operator."""
         return self._compiled.get(card.name)
+
+
+def get_ready() -> None:
+    """Begin to compile the C++ headers that all of Inductor's code includes, in the background.
+
+    Where PyTorch never did so on this machine it takes the compiler seven seconds, in which this process would wait.
+    They pass while a model is captured, which keeps one core busy and times nothing.
+    """
+    global _headers
+    if _headers is None:
+        # Here and not in the thread: two threads that import PyTorch's modules may meet half of one.
+        from torch._inductor import compile_fx  # noqa: F401
+
+        pool = concurrent.futures.ThreadPoolExecutor(1, "opsmith-inductor")
+        _headers = pool.submit(contextvars.copy_context().run, _compile_headers)
+        pool.shutdown(wait=False)
+
+
+def wait() -> None:
+    """Return once nothing runs in the background: before anything is timed."""
+    if _headers is not None:
+        concurrent.futures.wait([_headers])  # where it failed, so will the compilation, and say why
+
+
+_headers: concurrent.futures.Future[None] | None = None  # once for a process
+
+
+def _compile_headers() -> None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    source = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel() {}'
+    with compiling(general=False):
+        CppPythonBindingsCodeCache.load_pybinding((), source)
+
+
+@contextmanager
+def compiling(general: bool) -> Iterator[None]:
+    """The settings under which Inductor compiles for us; what it finds out under them is forgotten afterwards.
+
+    Before its first compilation it tries the C++ compiler on one instruction set after the other, for nine seconds
+    where its cache is empty. Here it takes for granted what the processor has: our kernels were built so, and where
+    the compiler cannot do it after all, the compilation fails and Inductor does not take part. Whoever compiles with
+    it in this process later gets the trials. `general` code serves a batch of one too.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    untried = config.cpp.vec_isa_ok is None and not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
+    try:
+        with (
+            config.patch({"cpp.vec_isa_ok": True} if untried else {}),
+            torch.fx.experimental._config.patch(backed_size_oblivious=general),  # type: ignore[attr-defined]
+        ):
+            yield
+    finally:
+        if untried:
+            forget_trials()
+
+
+def forget_trials() -> None:
+    """Let Inductor try the C++ compiler anew before its next compilation."""
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for isa in (cpu_vec_isa.VecAVX512, cpu_vec_isa.VecAVX512VNNI, cpu_vec_isa.VecAMX):
+        isa.__bool__.cache_clear()

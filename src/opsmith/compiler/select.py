@@ -12,9 +12,9 @@ import torch
 from torch.fx import Node
 
 from opsmith import measure
+from opsmith.compiler import inductor
 from opsmith.compiler.bind import Form
 from opsmith.compiler.config import Config
-from opsmith.compiler.inductor import Inductor
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.source import alone
 from opsmith.compiler.tuning import TuningCache
@@ -62,7 +62,7 @@ class Selector:
         self.fixed = dict(fixed or {})  # from a saved plan: implementation by signature
         self.learning = False  # while `optimize` shows its examples: each one is studied
         self._measured: dict[str, dict[str, float]] = {}
-        self.inductor = Inductor(config.inductor_seconds)
+        self.inductor = inductor.Inductor(config.inductor_seconds)
 
     def choose(
         self,
@@ -140,7 +140,8 @@ class Selector:
             except Exception as error:  # whatever it raises is its reason for not taking part
                 contestants.pop(candidate.name, None)
                 _refuse(candidate.name, raised(error), accepted, refused)
-        result = measure.quick(contestants, budget_s=0.12, warmup=0)  # each has just run
+        # Each has just run. Where a call takes long, who loses two rounds by half as much again has lost.
+        result = measure.quick(contestants, budget_s=0.12, warmup=0, drop=1.5)
         steady = all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in contestants)
         if steady and set(contestants) == {c.name for c in accepted}:
             return {name: result.median(name) for name in contestants}, True
@@ -175,7 +176,7 @@ class Selector:
     def get_ready(self) -> None:
         """Let Inductor prepare itself in the background where it will compete and nothing was ever measured here."""
         if self.config.inductor and self.config.tune and not self.fixed and not self.cache.items():
-            self.inductor.get_ready()
+            inductor.get_ready()
 
     def implementation(self, card: Operator, name: str) -> Implementation:
         """An implementation by name, Inductor's included."""

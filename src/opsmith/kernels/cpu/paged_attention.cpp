@@ -154,7 +154,7 @@ class Paged {
   void meet(const Walk& walk, int64_t at, int64_t keys) const {
     const Whole& whole = *walk.whole;
     const Tiles<T>& tile = walk.tiles;
-    const int64_t tokens = round_up(keys, std::max<int64_t>(2 * apart_, 8));
+    const int64_t tokens = round_up(keys, std::max<int64_t>(2 * apart_, W == 16 ? 16 : 8));  // as many as are summed at once
     score(walk, keys, tokens);
     settle(walk, at, keys, tokens);
     Ahead ahead = asking(tile.values, keys, whole, c_.values.strides[2], value_dim_);
@@ -179,8 +179,8 @@ class Paged {
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
     if constexpr (Units::per_unit == 2) {
       if (fours_) {
-        const auto add = value_dim_ == 128 ? add_four<128> : add_four<64>;
-        for (int64_t j = 0; j < tokens; j += 4) {
+        const auto add = value_dim_ == 128 ? add_sixteen<128> : add_sixteen<64>;
+        for (int64_t j = 0; j < tokens; j += kSixteen) {
           add(walk.to.weights + j / 2 * lanes_, lanes_, tile.values + j, ahead, whole.head * c_.values.strides[2],
               c_.values.strides[2], whole.heads, slots_ / 4, walk.sums.data);
         }
@@ -225,6 +225,13 @@ class Paged {
     constexpr int64_t step = W * Units::per_unit;
     if (unit() == 1) return score(std::integral_constant<int, 1>{}, Any{});
     if (unit() == 2) return score(std::integral_constant<int, 2>{}, Any{});
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      if (rows.count % 8 == 0 && rows.lanes == rows.count && (dim_ == 4 * step || dim_ == 2 * step)) {
+        return (dim_ == 4 * step ? score_twos<4> : score_twos<2>)(rows, from, skip, further, tokens, walk.to.scores);
+      }
+    }
+#endif
     if constexpr (step == 32) {  // a vector of bfloat16
       if (dim_ == 4 * step) return score(Most{}, std::integral_constant<int, 4>{});
       if (dim_ == 2 * step) return score(Most{}, std::integral_constant<int, 2>{});

@@ -129,7 +129,7 @@ inline bool weights_to_digits(float* weights, int64_t tokens, int64_t lanes, flo
   return true;
 }
 
-// As `add_four`, for eight tokens. Of every 64 sums of a row the fours stand in the order of `by_fours`.
+// As `add_sixteen`, for eight tokens. Of every 64 sums of a row the fours stand in the order of `by_fours`.
 template <int D>
 __attribute__((noinline)) void add_eight(const int32_t* digits, const float* step, int64_t lanes, const int8_t* const* values,
                                          Ahead& asked, int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {

@@ -148,6 +148,41 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
   }
 }
 
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+// The same for an even number of heads of 4 rows with `fixed` vectors each, two tokens at a time: a vector of a query, once loaded, meets
+// both, where loads took longer than products.
+template <int fixed>
+__attribute__((noinline)) void score_twos(const Rows& rows, const bfloat16* const* keys, int64_t skip, int64_t further, int64_t tokens,
+                                          float* scores) {
+  constexpr int R = 4;
+  for (const bfloat16* const* const end = keys + tokens; keys < end; keys += 2, scores += 2 * rows.lanes) {
+    for (int64_t row = 0; row < rows.count; row += 2 * R) {
+      Vec sum[W] = {};  // of the first token, then of the second
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const int64_t at = rows.offset[row / R + h];
+        const uintptr_t far[2] = {uintptr_t(keys[skip] + at), uintptr_t(keys[skip + 1] + at)};
+#pragma GCC unroll 4
+        for (int c = 0; c < fixed; ++c) {
+          ask(far[0] + 64 * c), ask(far[1] + 64 * c);
+          const Vec first = (Vec)_mm512_loadu_si512(keys[0] + at + 2 * W * c), second = (Vec)_mm512_loadu_si512(keys[1] + at + 2 * W * c);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) {
+            const Vec q = load(rows.q + ((row + h * R + r) * fixed + c) * W);
+            sum[h * R + r] = BFloatUnits::mac(q, first, sum[h * R + r]);
+            sum[2 * R + h * R + r] = BFloatUnits::mac(q, second, sum[2 * R + h * R + r]);
+          }
+        }
+      }
+      const __m512 both = (__m512)fold<BFloatUnits>(sum);
+      _mm256_storeu_ps(scores + row, _mm512_castps512_ps256(both));
+      _mm256_storeu_ps(scores + rows.lanes + row, _mm512_extractf32x8_ps(both, 1));
+    }
+    for (int i = 0; further && i < 2; ++i) ask(uintptr_t(keys[further + i] + rows.offset[0]));
+  }
+}
+#endif
+
 // Weights of tokens as `add_values` takes them: those of a token, or of the two that a unit holds: of each 2 * apart
 // tokens the i-th and the one `apart` further on, apart being how many tokens a vector of scores holds.
 struct Weights {
@@ -209,44 +244,42 @@ __attribute__((noinline)) void add_values(Weights weights, const T* const* value
 }
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
-// The same for four tokens and all heads, where a head has 4 * `units` rows and D values: few tokens at a time, so that
-// memory is read nearly as it lies, and little around the multiplications. `weights` are those of the first pair of tokens.
+// The same for sixteen tokens and all heads, where a head has 4 * `units` rows and D values: so few that memory is read nearly as it
+// lies, and so many that the values come from the second-level cache and not the sums, which are as large as eight tokens.
+constexpr int64_t kSixteen = 16;
 template <int D>
-__attribute__((noinline)) void add_four(const float* weights, int64_t lanes, const bfloat16* const* values, Ahead& asked,
-                                        int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {
+__attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, const bfloat16* const* values, Ahead& asked,
+                                           int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {
+  constexpr int pairs = kSixteen / 2, lines = pairs / 2;  // lines of 64 bytes for each row of weights
   Ahead ahead = asked;
-  const bfloat16 *first[2] = {values[0] + at, values[2] + at}, *second[2] = {values[1] + at, values[3] + at};
-  for (int64_t h = 0; h < heads; ++h, weights += 4 * units, sums += 4 * units * D) {
+  for (int64_t h = 0; h < heads; ++h, at += head_stride, weights += 4 * units, sums += 4 * units * D) {
 #pragma GCC unroll 1
-    for (int64_t c = h * head_stride, in = 0; in < D; c += 64, in += 64) {
-      const uintptr_t far = ahead.next(4 * 128);
-      __m512i column[2][4];
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-#pragma GCC unroll 2
-        for (int n = 0; n < 2; ++n) {
-          const __m512i a = _mm512_loadu_si512(first[j] + c + 32 * n), b = _mm512_loadu_si512(second[j] + c + 32 * n);
-          column[j][2 * n] = _mm512_unpacklo_epi16(a, b);
-          column[j][2 * n + 1] = _mm512_unpackhi_epi16(a, b);
-        }
+    for (int64_t c = 0; c < D; c += 2 * W) {
+      __m512i column[pairs][2];
+#pragma GCC unroll 8
+      for (int j = 0; j < pairs; ++j) {
+        const __m512i a = _mm512_loadu_si512(values[2 * j] + at + c), b = _mm512_loadu_si512(values[2 * j + 1] + at + c);
+        column[j][0] = _mm512_unpacklo_epi16(a, b);
+        column[j][1] = _mm512_unpackhi_epi16(a, b);
       }
       for (int64_t u = 0; u < units; ++u) {
-        float* const to = sums + u * 4 * D + in;
-        const float* const w = weights + 4 * u;
 #pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) {
-          if (u == 0) ask(far + 128 * r), ask(far + 128 * r + 64);
-          Vec sum[4];
+          if (u == 0) {
+            const uintptr_t far = ahead.next(64 * lines);
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) sum[i] = load(to + r * D + i * W);
-#pragma GCC unroll 2
-          for (int j = 0; j < 2; ++j) {
-            const Vec x = splat(w[j * lanes + r]);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) sum[i] = BFloatUnits::mac(x, (Vec)column[j][i], sum[i]);
+            for (int i = 0; i < lines; ++i) ask(far + 64 * i);
           }
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) store(to + r * D + i * W, sum[i]);
+          float* const to = sums + (4 * u + r) * D + c;
+          Vec sum[2] = {load(to), load(to + W)};
+#pragma GCC unroll 8
+          for (int j = 0; j < pairs; ++j) {
+            const Vec x = splat(weights[j * lanes + 4 * u + r]);
+            sum[0] = BFloatUnits::mac(x, (Vec)column[j][0], sum[0]);
+            sum[1] = BFloatUnits::mac(x, (Vec)column[j][1], sum[1]);
+          }
+          store(to, sum[0]);
+          store(to + W, sum[1]);
         }
       }
     }

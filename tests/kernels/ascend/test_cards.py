@@ -1,11 +1,14 @@
 """Every kernel joins its card, and is asked for the results that a call wants."""
 
+import subprocess
 from typing import Any
 
+import pytest
 import torch
 
 import opsmith.ops  # noqa: F401  registers the cards
 from opsmith.kernels.ascend import SOURCES
+from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import registry
 from opsmith.ops import ascend
 
@@ -19,6 +22,18 @@ def test_every_kernel_is_an_implementation_of_its_card() -> None:
         assert names.index("ascend") < names.index("eager"), stem
         assert (SOURCES / f"{stem}_tiling.h").is_file()
         assert (SOURCES / f"{stem}.py").is_file()
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no compiler")
+def test_a_tiling_header_includes_what_it_uses() -> None:
+    """A board's host reads it alone; the emulation has read C++'s own library before it."""
+    compiler = find_compiler()
+    assert compiler
+    headers = sorted(SOURCES.glob("*_tiling.h"))
+    assert len(headers) >= len(STEMS)
+    command = [*compiler.command, "-std=c++17", "-w", "-fsyntax-only", "-x", "c++", *map(str, headers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_sum_that_nobody_asked_for_is_no_output() -> None:

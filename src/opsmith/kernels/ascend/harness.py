@@ -264,6 +264,7 @@ def _built(
     header = source.with_name(f"{source.stem}_tiling.h")
     # The kernel comes before the launch: what it misses, it misses on a board.
     lines = [
+        '#include "standard.h"',
         *defines,
         f'#include "{source.name}"',
         '#include "launch.h"',

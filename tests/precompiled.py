@@ -1,0 +1,63 @@
+"""Headers that many tests compile are read once a session: g++ looks for them here first, where the flags agree."""
+
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from opsmith.kernels import compiler
+from opsmith.kernels.ascend import harness
+from opsmith.kernels.build import _Job
+
+__all__ = ["EMULATED", "emulation", "like", "precompile", "through"]
+
+# Without optimization an emulated kernel computes the same, and most are run for less time than they are compiled for.
+EMULATED = tuple("-O0" if flag == "-O1" else flag for flag in harness._FLAGS)
+
+
+def like(source: Path, folder: Path, tier: str, flags: tuple[str, ...] = ()) -> compiler.Unit:
+    """How a source of a folder is compiled."""
+    (unit,) = _Job.of("x", [source], [folder], flags, tier).units
+    return unit
+
+
+def emulation() -> dict[Path, compiler.Unit]:
+    """What every emulated kernel includes first."""
+    folder = harness.HEADERS
+    return {folder / "standard.h": like(folder / "core.cpp", folder, "portable", EMULATED)}
+
+
+def precompile(
+    request: pytest.FixtureRequest,
+    factory: pytest.TempPathFactory,
+    name: str,
+    headers: Mapping[Path, compiler.Unit],
+    base: tuple[str, ...] = compiler.COMPILE_FLAGS,
+) -> Path | None:
+    """A folder with headers precompiled as units, which workers share; None where that is done another way."""
+    found = compiler.find_compiler()
+    if found is None or "clang" in found.version:
+        return None
+    own = factory.getbasetemp()
+    # A worker's lies in that of its session. Without workers, the folder above is that of all sessions there ever were.
+    folder = (own.parent if hasattr(request.config, "workerinput") else own) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            part.mkdir()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(compiler, "COMPILE_FLAGS", base)
+                for header, unit in headers.items():
+                    run = [*compiler._command(found, unit), "-w", "-x", "c++-header", str(header)]
+                    subprocess.run([*run, "-o", str(part / f"{header.name}.gch")], check=True)
+            part.rename(folder)
+    return folder
+
+
+def through(patch: pytest.MonkeyPatch, folder: Path | None) -> None:
+    """The compiler by another name: it makes the same, and the cache knows that by the same keys."""
+    if folder and (found := compiler.find_compiler()):
+        patch.setenv("CXX", shlex.join([*found.command, f"-I{folder}"]))

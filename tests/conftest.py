@@ -49,10 +49,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Builds the kernels once, in the process that starts the workers, so that none of those builds."""
     if hasattr(session.config, "workerinput") or session.config.option.collectonly:
         return
-    from opsmith.kernels import build
+    from opsmith.kernels import libraries
 
-    if not build.load() and build.status().compiler and os.environ.get("OPSMITH_NATIVE") != "0":
-        pytest.exit(f"the kernels do not build, so nothing would test them: {build.status().reason}", 1)
+    if not libraries.load() and libraries.status().compiler and os.environ.get("OPSMITH_NATIVE") != "0":
+        pytest.exit(f"the kernels do not build, so nothing would test them: {libraries.status().reason}", 1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from opsmith.kernels import compiler
 from opsmith.kernels.ascend import harness
-from opsmith.kernels.build import _Job
+from opsmith.kernels.build import Library, _Job
 
 __all__ = ["EMULATED", "emulation", "like", "precompile", "through"]
 
@@ -20,7 +20,7 @@ EMULATED = tuple("-O0" if flag == "-O1" else flag for flag in harness._FLAGS)
 
 def like(source: Path, folder: Path, tier: str, flags: tuple[str, ...] = ()) -> compiler.Unit:
     """How a source of a folder is compiled."""
-    (unit,) = _Job.of("x", [source], [folder], flags, tier).units
+    (unit,) = _Job.of(Library("x", [source], [folder], flags, tier=tier)).units
     return unit
 
 

@@ -18,7 +18,7 @@ import torch
 from opsmith.authoring import project
 from opsmith.authoring.new import BACKENDS, create
 from opsmith.cli import main
-from opsmith.kernels import build, nvcc, triton
+from opsmith.kernels import libraries, nvcc, triton
 from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import Operator
 from opsmith.ops.verify import verify
@@ -205,7 +205,7 @@ def test_cuda_kernels_compile(tmp_path: Path) -> None:
         folder = write(tmp_path, name, ("cuda",))
         (source,) = (folder / "kernels" / "cuda").glob("*.cu")
         command = ["nvcc", "-std=c++17", "-O0", "-arch=sm_80", "-c", str(source), "-o", os.devnull]
-        command += [f"-I{source.parent}", f"-I{build.SOURCES}"]
+        command += [f"-I{source.parent}", f"-I{libraries.SOURCES}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:2000]
 

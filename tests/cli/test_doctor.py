@@ -10,27 +10,26 @@ import pytest
 import torch
 
 from opsmith.cli import main
-from opsmith.kernels import build
+from opsmith.kernels import libraries
 
 
 @pytest.fixture
-def state(monkeypatch: pytest.MonkeyPatch) -> build.Status:
+def state(monkeypatch: pytest.MonkeyPatch) -> libraries.Status:
     """A machine whose kernels are well, whatever the one that runs the tests is like."""
     from opsmith.kernels import isa
 
-    state = build.Status(
+    state = libraries.Status(
         tier=isa.supported()[-1],
         forced=False,
         compiler="/usr/bin/c++ (a compiler)",
         cache=Path("/cache/kernels"),
-        library=Path("/cache/kernels/libraries/opsmith.so"),
-        built=True,
-        loaded=True,
+        libraries={name: Path(f"/cache/kernels/libraries/{name}.so") for name in ("gelu", "rope")},
+        loaded=("gelu", "rope"),
         bytes=3 << 20,
         reason=None,
     )
-    monkeypatch.setattr(build, "load", lambda: True)
-    monkeypatch.setattr(build, "status", lambda: state)
+    monkeypatch.setattr(libraries, "load", lambda: True)
+    monkeypatch.setattr(libraries, "status", lambda: state)
     return state
 
 
@@ -41,7 +40,7 @@ def doctor(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str,
     return status, {line["topic"]: line for line in json.loads(out)["lines"]}, err
 
 
-def test_a_healthy_machine(state: build.Status, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_machine(state: libraries.Status, capsys: pytest.CaptureFixture[str]) -> None:
     status, lines, err = doctor(capsys)
     assert (status, err) == (0, "")
     assert lines["kernel tier"]["finding"] == state.tier
@@ -50,15 +49,15 @@ def test_a_healthy_machine(state: build.Status, capsys: pytest.CaptureFixture[st
     assert [topic for topic, line in lines.items() if line["grave"]] == []
 
 
-def test_people_get_a_table(state: build.Status, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_a_table(state: libraries.Status, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--no-roofs"]) == 0
     out = capsys.readouterr().out
-    assert "/cache/kernels/libraries/opsmith.so" in out
+    assert "2 of 2 libraries loaded" in out
     assert "a compiler" in out
 
 
 def test_roofs_are_measured_on_demand(
-    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from opsmith import measure
 
@@ -71,7 +70,7 @@ def test_roofs_are_measured_on_demand(
 
 
 def test_fewer_threads_than_processors(
-    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from opsmith import measure
 
@@ -83,7 +82,7 @@ def test_fewer_threads_than_processors(
 
 
 def test_an_old_torch_is_grave(
-    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from opsmith import measure
 
@@ -96,25 +95,29 @@ def test_an_old_torch_is_grave(
 
 
 def test_a_lower_tier_than_possible(
-    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from opsmith.kernels import isa
 
     monkeypatch.setattr(isa, "supported", lambda: ("portable", "better"))
-    monkeypatch.setattr(build, "status", lambda: dataclasses.replace(state, tier="portable", forced=True))
+    monkeypatch.setattr(libraries, "status", lambda: dataclasses.replace(state, tier="portable", forced=True))
     status, lines, _ = doctor(capsys)
     assert status == 0
     assert "(better); unset it for full speed" in lines["kernel tier"]["advice"]
 
 
 def test_no_compiler_and_no_kernels(
-    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lacking = dataclasses.replace(
-        state, compiler=None, library=None, loaded=False, reason="no compiler is on PATH.\nInstall g++"
+        state,
+        compiler=None,
+        libraries={"gelu": None},
+        loaded=(),
+        reason="no compiler is on PATH.\nInstall g++",
     )
-    monkeypatch.setattr(build, "load", lambda: False)
-    monkeypatch.setattr(build, "status", lambda: lacking)
+    monkeypatch.setattr(libraries, "load", lambda: False)
+    monkeypatch.setattr(libraries, "status", lambda: lacking)
     status, lines, err = doctor(capsys)
     assert status == 1
     assert lines["kernels"]["advice"] == "no compiler is on PATH. Install g++"
@@ -124,19 +127,19 @@ def test_no_compiler_and_no_kernels(
 
 
 def test_a_tier_that_does_not_exist(
-    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuses() -> bool:
         raise ValueError("OPSMITH_ISA='zzz' is no tier: expected one of portable")
 
-    monkeypatch.setattr(build, "load", refuses)
+    monkeypatch.setattr(libraries, "load", refuses)
     status, lines, _ = doctor(capsys)
     assert status == 1
     assert lines["kernels"]["advice"].startswith("OPSMITH_ISA='zzz' is no tier")
 
 
 def test_a_cache_that_cannot_be_written(
-    state: build.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def complains() -> bool:
         warnings.warn(
@@ -144,7 +147,7 @@ def test_a_cache_that_cannot_be_written(
         )
         return True
 
-    monkeypatch.setattr(build, "load", complains)
+    monkeypatch.setattr(libraries, "load", complains)
     status, lines, _ = doctor(capsys)
     assert status == 0
     assert lines["kernel cache"]["advice"] == "cannot keep kernels in the cache folder; set OPSMITH_CACHE"

@@ -13,7 +13,7 @@ import opsmith
 from opsmith.compiler.bind import kernel_calls
 from opsmith.compiler.program import Program
 from opsmith.compiler.source import Writer
-from opsmith.kernels import build
+from opsmith.kernels import libraries
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, gpt2, ids, numbers, padding, seeded
 
 
@@ -218,7 +218,7 @@ def test_an_input_that_is_new_at_every_call_is_viewed_anew() -> None:
     lines = writer.kernels("y", found, {"x": graph.placeholder("x")}, {"x": x})
     source, run = writer.compile(["    (x,) = args", *lines])
     assert source.count("aten_view_default(x, [6, 4])") == 2
-    if not build.load():
+    if not libraries.load():
         pytest.skip("there are no kernels here")
     other = numbers(2, 3, 4, seed=5)
     run([other], [])

@@ -17,7 +17,7 @@ from opsmith.compiler import Config, inductor
 from opsmith.compiler.bind import Form
 from opsmith.compiler.select import Packer, Selector, contest
 from opsmith.compiler.tuning import TuningCache
-from opsmith.kernels import build
+from opsmith.kernels import libraries
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded
 
@@ -349,7 +349,7 @@ def _slow(implementation: Implementation, seconds: float, monkeypatch: pytest.Mo
 
 def test_contestants_are_timed_as_a_program_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program calls kernels without the Python before them, however long that takes, and eager with it."""
-    if not build.load():
+    if not libraries.load():
         pytest.skip("there are no kernels here")
     card = registry()["layer_norm"]
     _slow(card.implementation("native"), 0.05, monkeypatch)

@@ -244,4 +244,6 @@ def test_units_share_headers_where_there_are_many(tmp_path: Path) -> None:
     assert shared(*kernels, *bindings, by_another) == [bindings, kernels]
     assert shared(*kernels, *bindings, by=clang) == []
     assert shared(*kernels[:5], *units(5)) == []
-    assert shared(*bindings, *units(6, ("-O2", "-g1"))) == []
+    watched = units(6, ("-O2", "-g1"))
+    assert shared(*bindings, *watched) == [bindings, watched]  # a header serves those of its own flags
+    assert shared(*bindings[:5], *watched[:5]) == []

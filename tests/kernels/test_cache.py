@@ -222,8 +222,8 @@ def test_a_built_library_needs_no_compiler(project: Project, monkeypatch: pytest
 def test_no_compiler_in_a_process_of_its_own(project: Project) -> None:
     code = """
         import torch
-        from opsmith.kernels import build
-        print(build.load(), build.load(), build.status().compiler)
+        from opsmith.kernels import libraries
+        print(libraries.load(), libraries.load("gelu"), libraries.status().compiler)
         print(torch.nn.functional.layer_norm(torch.ones(2, 8), (8,)).sum().item())
     """
     (project.home / "bin").mkdir()

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith.ops
-from opsmith.kernels import build, calls
+from opsmith.kernels import build, calls, libraries
 from opsmith.ops import common
 
 EPS = 1e-6
@@ -250,12 +250,10 @@ def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
         raise error
 
     assert type(calls.gelu) is type(calls.new_gelu)  # both are there, to be put back
-    monkeypatch.setattr(calls, "_libraries", None)
-    monkeypatch.setattr(
-        calls, "build", type("Failing", (), {"build_library": fail, "BuildError": build.BuildError})
-    )
     for name in ("gelu", "new_gelu"):
-        monkeypatch.delitem(vars(calls), name, raising=False)
+        monkeypatch.delitem(vars(calls), name)
+    monkeypatch.setattr(calls, "_kernels", [])
+    monkeypatch.setattr(calls.build, "build_libraries", fail)
     assert calls.library.__wrapped__() is None
     assert calls.gelu is torch.ops.opsmith.gelu.default._op
     assert calls.new_gelu(torch.randn(8), None, False) is None
@@ -264,11 +262,12 @@ def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
 
 
 def test_what_was_asked_for_too_early_is_asked_for_again(monkeypatch):
-    monkeypatch.setattr(calls, "_libraries", None)
-    monkeypatch.delitem(vars(calls), "gelu", raising=False)
+    assert type(calls.gelu).__name__ == "Kernel"  # is put back afterwards
+    monkeypatch.setattr(calls, "_kernels", [])
+    monkeypatch.delitem(vars(calls), "gelu")
     assert calls.gelu is torch.ops.opsmith.gelu.default._op
     assert vars(calls)["gelu"] is calls.gelu  # not looked up at every call
-    calls.begin()
+    calls.begin(libraries.status().libraries["gelu"])
     assert type(calls.gelu).__name__ == "Kernel"
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tests.kernels.conftest import AVX2, AVX512, reported
 
-from opsmith.kernels import build, isa
+from opsmith.kernels import isa, libraries
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_forced_tier(monkeypatch: pytest.MonkeyPatch) -> None:
         isa.tier()
     monkeypatch.setenv("OPSMITH_ISA", "AVX2")
     with pytest.raises(ValueError, match="'AVX2' is no tier: expected one of portable, avx2"):
-        build.status()
+        libraries.status()
 
 
 def test_features_where_torch_only_knows_groups(monkeypatch: pytest.MonkeyPatch) -> None:

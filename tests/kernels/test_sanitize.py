@@ -77,9 +77,10 @@ def test_a_planted_fault_is_reported(fault: str, tmp_path: Path, monkeypatch: py
 def test_a_sanitizer_gives_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "one.cpp"
     source.write_text(HEAD + "run(int n) { return n; }")
-    job = build._Job.of("one", [source], [], (), "portable")
+    library = build.Library("one", [source], tier="portable")
+    before = build.content(library)
     monkeypatch.setenv("OPSMITH_SANITIZE", "undefined")
-    assert build._Job.of("one", [source], [], (), "portable").key != job.key
+    assert build.content(library) != before
 
 
 def test_an_unknown_sanitizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import opsmith.ops  # noqa: F401  registers the cards
-from opsmith.kernels import build, triton
+from opsmith.kernels import libraries, triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample, registry
 from opsmith.ops.common import short
@@ -27,7 +27,7 @@ WITH_OUT = [card for card in CARDS if any(i.takes_out for i in card.implementati
 
 NO_DERIVATIVE = {"padding_idx"}  # options that withhold a part of the gradient on purpose
 
-native = pytest.mark.skipif(not build.load(), reason="the native library is not available")
+native = pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 
 
 def by_name(cards: list[Operator]) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import build, triton
+from opsmith.kernels import libraries, triton
 from opsmith.measure import ulp
 from opsmith.ops import linear
 from opsmith.ops.common import always_native, native_library
@@ -169,7 +169,7 @@ def test_the_kernel_of_the_weights_gradient_refuses(dy: torch.Tensor, x: torch.T
         torch.ops.opsmith.linear_gradient(dy, x, dweight=x.new_zeros(3, 2))
 
 
-@pytest.mark.skipif(not build.load(), reason="the native library is not available")
+@pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_few_rows_meet_the_weight_as_it_is(dtype: torch.dtype) -> None:
     """Odd sizes, rows that are apart in memory, all epilogues in turn, results between guards."""
@@ -200,7 +200,7 @@ def test_a_few_rows_meet_the_weight_as_it_is(dtype: torch.dtype) -> None:
         assert bool(y[:, n:].isnan().all()), "written outside the output"
 
 
-@pytest.mark.skipif(not build.load(), reason="the native library is not available")
+@pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 def test_more_rows_a_transposed_weight_or_another_dtype_are_not_for_that_kernel() -> None:
     rows_kernel, x, weight = CARD.implementation("rows"), torch.randn(4, 8), torch.randn(5, 8)
     assert rows_kernel.supports(x, weight) is True
@@ -211,7 +211,7 @@ def test_more_rows_a_transposed_weight_or_another_dtype_are_not_for_that_kernel(
         torch.testing.assert_close(linear(x, given), F.linear(x, given))
 
 
-@pytest.mark.skipif(not build.load(), reason="the native library is not available")
+@pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 def test_a_row_with_nan_or_infinity_keeps_to_itself() -> None:
     x, weight = torch.ones(2, 70), torch.ones(9, 70)
     x[0, 69], weight[3, 5] = torch.nan, torch.inf

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import build
+from opsmith.kernels import libraries
 from opsmith.operator import registry
 from opsmith.ops.linear import ACTIVATIONS
 
-pytestmark = pytest.mark.skipif(not build.load(), reason="the native library is not available")
+pytestmark = pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 
 CARD = registry()["linear"]
 NATIVE = CARD.implementation("native")

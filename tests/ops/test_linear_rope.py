@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opsmith.kernels import build
+from opsmith.kernels import libraries
 from opsmith.ops import linear_rope, rope_table
 from opsmith.ops.common import always_native
 from opsmith.ops.linear import pack_weight
 from opsmith.ops.linear_rope import CARD, reference
 
-native = pytest.mark.skipif(not build.load(), reason="the native library is not available")
+native = pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 
 
 def operands(tokens: int, k: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
@@ -63,7 +63,9 @@ def test_one_token_at_a_position_needs_no_checks_and_equals_the_rest(
     given = {"positions": torch.tensor([7]), "interleaved": interleaved, "rotary_dim": 16, **options}
     x = x[:1] if batched else x[0]
     for b in (bias, None):
-        got = linear_rope(x, pack_weight(weight) if packed and build.load() else weight, b, *table, **given)
+        got = linear_rope(
+            x, pack_weight(weight) if packed and libraries.load() else weight, b, *table, **given
+        )
         wanted = reference(x, weight, b, *table, **given)
         for mine, value in zip(got, wanted, strict=True):
             assert mine.is_contiguous()

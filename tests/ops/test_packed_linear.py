@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from opsmith.kernels import build
+from opsmith.kernels import libraries
 from opsmith.operator import registry
 from opsmith.ops import PackedLinear, packed_linear
 from opsmith.ops.packed_linear import _pairs
@@ -32,7 +32,7 @@ ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 512)
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 by_format = pytest.mark.parametrize("format", FORMATS)
-native = pytest.mark.skipif(not build.load(), reason="the native library is not available")
+native = pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 
 
 def layer(k: int, n: int, format: str, *, seed: int = 0, bias: bool = True, **options: Any) -> PackedLinear:
@@ -188,7 +188,7 @@ def test_integers_survive_packing(n: int, k: int, format: str, seed: int) -> Non
 def test_pairs_survive_packing(n: int, k: int) -> None:
     weight = torch.randn(n, k).bfloat16()
     assert unpack_pairs(_pairs(weight), k).equal(weight)
-    if build.load():
+    if libraries.load():
         assert unpack_pairs(PackedLinear.from_linear(linear_of(weight), format="bf16").weight, k).equal(
             weight
         )

@@ -23,7 +23,7 @@ import torch
 
 from opsmith.authoring import ascendc
 from opsmith.authoring.signature import Scalar, Signature, Sizes
-from opsmith.kernels import build, compiler, isa, triton
+from opsmith.kernels import build, compiler, isa, libraries, triton
 from opsmith.operator import Operator
 from opsmith.ops.verify import Finding
 
@@ -235,14 +235,15 @@ class Kernels:
                 binding = Path(made, f"binding_{self.name}.cpp")
                 binding.write_text(self.signature.binding())
                 sources.append(binding)
-            folders = [folder, build.SOURCES]
+            folders = [folder, libraries.SOURCES]
             if backend == "cuda":
                 name, tier = f"{self.name}-cuda", "portable"  # of the code around the kernels
             else:
                 name = self.name
+            library = build.Library(name, sources, include_dirs=folders, tier=tier)
             if tier is None:
-                return build.build_best(name, sources, include_dirs=folders, watch=watch)[0]
-            return build.build_library(name, sources, include_dirs=folders, tier=tier, watch=watch)
+                return build.build_best([library], watch=watch)[0][0]
+            return build.build_libraries([library], watch=watch)[0]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ from opsmith.cli import CommandError
 from opsmith.cli.common import Json, Output
 
 if TYPE_CHECKING:
+    from opsmith.kernels.libraries import Status
     from opsmith.measure import Machine, Roofs
 
 _OLDEST_TORCH = (2, 10)
@@ -102,14 +103,14 @@ def _machine(machine: Machine) -> list[Line]:
 
 def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
     """Tier, compiler, library and cache; built and loaded now, the only proof that they work."""
-    from opsmith.kernels import build, calls, isa
+    from opsmith.kernels import build, calls, isa, libraries
 
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            loaded = build.load()
+            loaded = libraries.load()
             direct = loaded and calls.library() is not None
-            state = build.status()
+            state = libraries.status()
     except (ValueError, build.BuildError) as error:
         return [Line("kernels", "cannot be used", " ".join(str(error).split()), grave=True)], None
     best = isa.supported()[-1]
@@ -120,7 +121,7 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
         Line("compiler", state.compiler or "none", "" if state.compiler else no_compiler),
         Line(
             "kernels",
-            f"loaded from {state.library}" if loaded else "not loaded: operators run in plain PyTorch",
+            _libraries(state),
             "" if loaded else " ".join((state.reason or "").split()),
             grave=not loaded,
         ),
@@ -134,6 +135,15 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
         Line("kernel cache", f"{state.cache}, {_size(state.bytes)}", _cache_advice(loaded, said)),
     ]
     return lines, {**asdict(state), "direct_calls": direct}
+
+
+def _libraries(state: Status) -> str:
+    """Which libraries of kernels are loaded, of which there are."""
+    if not state.loaded:
+        return "not loaded: operators run in plain PyTorch"
+    missing = sorted(set(state.libraries) - set(state.loaded))
+    found = f"{len(state.loaded)} of {len(state.libraries)} libraries loaded"
+    return f"{found}, in plain PyTorch: {', '.join(missing)}" if missing else found
 
 
 def _cache_advice(loaded: bool, said: list[warnings.WarningMessage]) -> str:

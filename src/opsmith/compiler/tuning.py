@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opsmith import measure
-from opsmith.kernels import build
+from opsmith.kernels import libraries
 
 SCHEMA = 2  # 2: times of calls as programs make them
 
@@ -31,9 +31,7 @@ class TuningCache:
     """
 
     def __init__(self, path: Path | None = None):
-        status = build.status()
-        kernels = Path(status.library).name if status.library else "none"
-        self._scope = f"{measure.describe().fingerprint()}/{kernels}"
+        self._scope = f"{measure.describe().fingerprint()}/{libraries.content()}"
         self._path = path or directory() / f"{_slug(self._scope)}.json"
         self._entries: dict[str, dict[str, float]] = self._read()
         self._changed = False

@@ -1,211 +1,62 @@
-"""Build the native kernels at first use and load them.
+"""Build shared libraries of C++ sources, and find what was built before.
 
-    load()    True once the kernels of this CPU's tier are loaded, built if need be; False if they cannot be
-    build()   ahead of time
-    status()  what there is, for ``opsmith doctor``
-    clean()   forget everything built
+    build_library()    one
+    build_libraries()  several, in one run of the compiler
+    build_best()       several for this CPU, in the best tier that the compiler knows too
 
 A library is named after the content of all that it was built from, so an edit gives another library and
-touching a file gives the same one. ``OPSMITH_NATIVE=0`` turns native kernels off, and ``1`` makes it an error
-when they cannot be built.
+touching a file gives the same one. Objects are kept too: libraries share them, and an edit compiles what it changed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import os
 import platform
-import re
 import shutil
 import sys
-import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from opsmith.kernels import cache, compiler, isa, nvcc
-from opsmith.kernels.compiler import BuildError, Compiler, Unit, Watch
+from opsmith.kernels.compiler import BuildError, Compiler, Link, Unit, Watch
 from opsmith.kernels.progress import shown
 
-__all__ = [
-    "BuildError",
-    "Status",
-    "build",
-    "build_best",
-    "build_library",
-    "clean",
-    "load",
-    "loaded",
-    "status",
-]
+__all__ = ["BuildError", "Library", "build_best", "build_libraries", "build_library", "find"]
 
-SOURCES = Path(__file__).parent / "cpu"
-_NAME = "opsmith"
-# The oldest torch whose stable ABI the library asks for, so that one build serves many versions.
+# The oldest torch whose stable ABI a library asks for, so that one build serves many versions.
 _TORCH_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 # Checks have no loops that more would help, and take a quarter longer to compile with it.
 _BINDING_LEVEL = "-O2"
 _ATTEMPTS = 3
-# What compilers and assemblers older than a tier say of its flags and instructions.
-_TOO_OLD = re.compile("unrecognized command.line option|unknown argument|no such instruction")
-
-_TURNED_OFF = "OPSMITH_NATIVE=0 turns native kernels off"
-
-_lock = threading.RLock()
-_outcome: bool | None = None  # of load(): None until it was called
-_reason: str | None = None
-_loaded: tuple[Path, str] | None = None  # the library and its tier
-
-
-@dataclass(frozen=True)
-class Status:
-    """What there is of the native kernels on this machine."""
-
-    tier: str
-    forced: bool  # by OPSMITH_ISA
-    compiler: str | None  # path and version
-    cache: Path
-    library: Path | None  # None until it is built
-    built: bool
-    loaded: bool
-    bytes: int  # in the cache
-    reason: str | None  # why native kernels are unavailable
 
 
 class NoCompiler(BuildError):
     """There is no C++ compiler, and no library that was built earlier."""
 
 
-def load() -> bool:
-    """Load the native kernels, built first if need be; False, after one warning, if that cannot be.
+class TooOld(BuildError):
+    """The compiler, or its assembler, is older than the instructions of a tier."""
 
-    >>> load() in (True, False)
-    True
 
-    Raises:
-        ValueError: ``OPSMITH_ISA`` names a tier that does not exist or that this CPU cannot run.
-        BuildError: ``OPSMITH_NATIVE=1`` and the kernels cannot be built.
+@dataclass(frozen=True)
+class Library:
+    """What a shared library is made of.
+
+    Sources whose names begin with ``binding`` may include torch's stable ABI, and the library is then linked
+    with torch; the others see no torch header. Beside a ``.cu`` file, which nvcc compiles, every C++ file binds.
     """
-    if _outcome is not None:
-        return _outcome
-    with _lock:
-        if _outcome is None:
-            _load()
-        return bool(_outcome)
 
-
-def loaded() -> Path | None:
-    """The library that was loaded."""
-    return _loaded and _loaded[0]
-
-
-def _load() -> None:
-    global _outcome, _reason, _loaded
-    wanted = os.environ.get("OPSMITH_NATIVE")
-    if wanted == "0":
-        _outcome, _reason = False, _TURNED_OFF
-        return
-    try:
-        path, tier = build_best(_NAME, _sources(), include_dirs=[SOURCES])
-        _loaded = _open(path, tier), tier
-        _outcome, _reason = True, None
-    except BuildError as error:
-        _reason = str(error)
-        if wanted == "1":
-            raise
-        _outcome = False
-        warnings.warn(f"{error}\nUntil then opsmith computes in plain PyTorch.", RuntimeWarning, stacklevel=3)
-
-
-def build_best(
-    name: str, sources: Sequence[Path], *, include_dirs: Sequence[Path] = (), watch: Watch | None = None
-) -> tuple[Path, str]:
-    """A library for this CPU, and its tier: the best whose instructions the compiler knows too.
-
-    Args:
-        name: of the library, as the other arguments: see `build_library`.
-
-    Raises:
-        ValueError, BuildError: as `build_library`; or ``OPSMITH_ISA`` names a tier that this CPU cannot run.
-    """
-    best = isa.tier()
-    tiers = [best] if os.environ.get("OPSMITH_ISA") else isa.supported()[::-1]
-    for tier in tiers:
-        try:
-            return build_library(name, sources, include_dirs=include_dirs, tier=tier, watch=watch), tier
-        except BuildError as error:
-            if tier == tiers[-1] or not _TOO_OLD.search(error.output):
-                raise
-    raise AssertionError("there is always a tier")
-
-
-def _open(path: Path, tier: str) -> Path:
-    import torch
-
-    try:
-        torch.ops.load_library(path)
-        return path
-    except OSError:  # intact, yet not for this process: a home shared with another system, say
-        path = build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=tier, force=True)
-    try:
-        torch.ops.load_library(path)
-        return path
-    except OSError as error:
-        raise BuildError(f"opsmith: the native kernels were built but do not load: {error}") from error
-
-
-def build(tiers: Sequence[str] | None = None, force: bool = False) -> list[Path]:
-    """Build the kernels of some tiers ahead of time; by default of the tier that ``load`` would take.
-
-    >>> build()  # doctest: +SKIP
-    [PosixPath('.../opsmith-avx512_bf16-....so')]
-
-    Args:
-        tiers: names from ``opsmith.kernels.isa.TIERS``; they need not be supported by this CPU.
-        force: build even what the cache already holds.
-
-    Raises:
-        ValueError: a tier that does not exist.
-        BuildError: there is no compiler, or it reports an error.
-    """
-    chosen = [isa.tier()] if tiers is None else tiers
-    return [build_library(_NAME, _sources(), include_dirs=[SOURCES], tier=t, force=force) for t in chosen]
-
-
-def status() -> Status:
-    """What there is of the native kernels: tier, compiler, library, cache.
-
-    Raises:
-        ValueError: ``OPSMITH_ISA`` names a tier that does not exist or that this CPU cannot run.
-    """
-    best = isa.tier()
-    library, tier = _loaded or (None, best)
-    found = compiler.find_compiler()
-    library = library or _Job.of(_NAME, _sources(), [SOURCES], (), tier).find(found)
-    reason = _reason
-    if reason is None and os.environ.get("OPSMITH_NATIVE") == "0":
-        reason = _TURNED_OFF
-    if reason is None and library is None and found is None:
-        reason = _no_compiler()
-    stores = {cache.configured(), cache.fallback()}
-    return Status(
-        tier=tier,
-        forced=bool(os.environ.get("OPSMITH_ISA")),
-        compiler=f"{' '.join(found.command)} ({found.version})" if found else None,
-        cache=cache.configured().path,
-        library=library,
-        built=library is not None,
-        loaded=_loaded is not None,
-        bytes=sum(store.size() for store in stores),
-        reason=reason,
-    )
-
-
-def clean() -> int:
-    """Remove everything built, except what a build under way uses, and return the bytes freed."""
-    return cache.configured().clean() + cache.fallback().clean()
+    name: str
+    sources: Sequence[Path]  # C++ files, with different names
+    include_dirs: Sequence[Path] = ()  # of the project: headers count as content, like sources
+    flags: Sequence[str] = ()  # for the compiler, after those of every build and of the tier
+    links: Sequence[str] = ()  # for the linker, likewise
+    tier: str | None = None  # from ``opsmith.kernels.isa.TIERS``; None is for `build_best` to choose
 
 
 def build_library(
@@ -219,45 +70,83 @@ def build_library(
     force: bool = False,
     watch: Watch | None = None,
 ) -> Path:
-    """A shared library of C++ sources, from the cache if its content is there, else built.
+    """One library, as `build_libraries` gives several; its arguments are those of `Library`."""
+    library = Library(name, sources, include_dirs, flags, links, tier)
+    return build_libraries([library], force=force, watch=watch)[0]
 
-    Sources whose names begin with ``binding`` may include torch's stable ABI, and the library is then linked
-    with torch; the others see no torch header. Beside a ``.cu`` file, which nvcc compiles, every C++ file binds.
+
+def build_best(wanted: Sequence[Library], *, watch: Watch | None = None) -> tuple[list[Path], str]:
+    """Libraries for this CPU, and their tier: the best whose instructions the compiler knows too.
+
+    Raises:
+        ValueError, BuildError: as `build_libraries`; or ``OPSMITH_ISA`` names a tier that this CPU cannot run.
+    """
+    best = isa.tier()
+    tiers = [best] if os.environ.get("OPSMITH_ISA") else isa.supported()[::-1]
+    for tier in tiers:
+        try:
+            return build_libraries([_in_tier(library, tier) for library in wanted], watch=watch), tier
+        except TooOld:
+            if tier == tiers[-1]:
+                raise
+    raise AssertionError("there is always a tier")
+
+
+def build_libraries(
+    wanted: Sequence[Library], *, force: bool = False, watch: Watch | None = None
+) -> list[Path]:
+    """Shared libraries of C++ sources, from the cache if their content is there, else built, all in one run.
 
     Args:
-        name: of the library.
-        sources: C++ files, with different names.
-        include_dirs: folders of headers of the project; headers count as content, like sources.
-        flags: for the compiler, after those of every build and of the tier.
-        links: for the linker, likewise.
-        tier: a name from ``opsmith.kernels.isa.TIERS``.
-        force: build even if the cache holds the library.
+        wanted: each in a tier; what several of them compile alike is compiled once.
+        force: build even what the cache holds.
         watch: is told of every step; by default a line on the terminal shows them.
 
     Raises:
         ValueError: an unknown tier, or two sources of one name.
         BuildError: there is no compiler, it reports an error, or the disk is full.
     """
+    names = ", ".join(library.name for library in wanted)
     for _ in range(_ATTEMPTS):
         try:
-            job = _Job.of(name, sources, include_dirs, flags, tier, links)
+            jobs = [_Job.of(library) for library in wanted]
             found = compiler.find_compiler()
-            if not force and (path := job.find(found)):
-                return path
-            if found is None:
-                raise NoCompiler(_no_compiler())
-            if path := job.build(cache.writable(), found, force, watch):
-                return path
+            there = {} if force else {job: path for job in jobs if (path := job.find(found))}
+            missing = [job for job in jobs if job not in there]
+            if missing:
+                if found is None:
+                    raise NoCompiler(no_compiler())
+                store = cache.writable()
+                if not _build(missing, store, found, force, watch):
+                    continue
+                there |= {job: job.library(store, found) for job in missing}
+            return [there[job] for job in jobs]
         except cache.Unusable as error:
             raise BuildError(f"opsmith: {error}") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise compiler.disk_full() from error
-            raise BuildError(f"opsmith: {name} could not be built: {error}") from error
-    raise BuildError(f"opsmith: the sources of {name} changed during each of {_ATTEMPTS} builds; build again")
+            raise BuildError(f"opsmith: {names} could not be built: {error}") from error
+    raise BuildError(
+        f"opsmith: the sources of {names} changed during each of {_ATTEMPTS} builds; build again"
+    )
 
 
-@dataclass(frozen=True)
+def find(library: Library) -> Path | None:
+    """The library, if it was built already."""
+    return _Job.of(library).find(compiler.find_compiler())
+
+
+def content(library: Library) -> str:
+    """What a library is named after, built or not."""
+    return _Job.of(library).key
+
+
+def _in_tier(library: Library, tier: str) -> Library:
+    return library if library.tier else dataclasses.replace(library, tier=tier)
+
+
+@dataclass(frozen=True, eq=False)
 class _Job:
     """One library to build: its units, each with the key that its content had."""
 
@@ -267,22 +156,16 @@ class _Job:
     links: tuple[str, ...] = ()
 
     @staticmethod
-    def of(
-        name: str,
-        sources: Sequence[Path],
-        include_dirs: Sequence[Path],
-        flags: Sequence[str],
-        tier: str,
-        links: Sequence[str] = (),
-    ) -> _Job:
+    def of(library: Library) -> _Job:
+        name, tier, sources = library.name, library.tier or "", library.sources
         if tier not in isa.FLAGS:
             raise ValueError(f"opsmith: {tier!r} is no tier: expected one of {', '.join(isa.TIERS)}")
-        if len({_object(s) for s in sources}) < len(sources):
+        if len({s.name for s in sources}) < len(sources):
             raise ValueError(
                 f"opsmith: sources of {name} need different names, got {[s.name for s in sources]}"
             )
-        folders = tuple(Path(folder).absolute() for folder in include_dirs)
-        flags = (*flags, *compiler.sanitizer_flags())
+        folders = tuple(Path(folder).absolute() for folder in library.include_dirs)
+        flags = (*library.flags, *compiler.sanitizer_flags())
         units = []
         gpu = nvcc.require() if any(s.suffix == ".cu" for s in sources) else None
         for source in map(Path.absolute, sources):
@@ -294,7 +177,7 @@ class _Job:
                 units.append(Unit(source, folders, (*isa.FLAGS[tier], *more, *flags), system, binds=True))
             else:
                 units.append(Unit(source, folders, (*isa.FLAGS[tier], *flags)))
-        return _Job(name, tier, {unit: unit.key() for unit in units}, tuple(links))
+        return _Job(name, tier, {unit: unit.key() for unit in units}, tuple(library.links))
 
     @property
     def key(self) -> str:
@@ -337,70 +220,86 @@ class _Job:
     def usable(self, store: cache.Store, path: Path) -> bool:
         return _usable(store, path, self.binds)
 
-    def build(
-        self, store: cache.Store, built_by: Compiler, force: bool, watch: Watch | None = None
-    ) -> Path | None:
-        """Build into the store and return the library, or None if a source changed meanwhile."""
-        final = self.library(store, built_by)
-        try:
-            with store.lock(self.key):
-                if not force and self.usable(store, final):  # another process built it while we waited
-                    return final
-                with store.workshop(self.key) as folder:
-                    return self._build(store, built_by, force, folder, final, watch)
-        except TimeoutError as error:
-            raise BuildError(
-                f"opsmith: another process has been building {self.key} for too long; stop it"
-            ) from error
 
-    def _build(
-        self,
-        store: cache.Store,
-        built_by: Compiler,
-        force: bool,
-        folder: Path,
-        final: Path,
-        watch: Watch | None,
-    ) -> Path | None:
-        base = (built_by.identity, *compiler.COMPILE_FLAGS)
-        stored = {
-            unit: store.folder("objects") / f"{compiler.fingerprint([*base, key])[:40]}.o"
-            for unit, key in self.units.items()
-        }
-        todo: dict[str, Unit] = {}
-        reused = []
-        for unit in self.units:
-            name = _object(unit.source)
-            if not force and _usable(store, stored[unit], unit.binds):
-                _link(stored[unit], folder / name)  # so that a cleanup next door cannot take it from under us
-                reused.append(name)
-            else:
-                todo[name] = unit
-        facts: dict[str, Any] = {"name": self.name, "tier": self.tier, "compiler": built_by.identity}
-        if self.binds:
-            facts["torch"] = _torch_version()
-        try:
-            with shown(f"building {self.name} kernels ({self.tier})", len(todo) + 1, watch) as told:
-                compiler.compile_and_link(built_by, folder, todo, reused, self.link_flags, final.name, told)
-        finally:
-            done = compiler.finished(folder)
-            for name, unit in todo.items():
-                if name in done and unit.key() == self.units[unit]:
-                    _link(folder / name, folder / f"{name}.kept")
-                    store.seal(folder / f"{name}.kept", stored[unit], facts, 0o600)
-        if any(unit.key() != key for unit, key in self.units.items()):
-            return None
-        store.seal(folder / final.name, final, facts, 0o700)
-        store.prune()
-        return final
+def _build(
+    jobs: Sequence[_Job], store: cache.Store, built_by: Compiler, force: bool, watch: Watch | None
+) -> bool:
+    """Build into the store; False if a source changed meanwhile."""
+    for job in jobs:
+        if not compiler.accepts(built_by, isa.FLAGS[job.tier], isa.INSTRUCTIONS[job.tier]):
+            raise TooOld(
+                f"opsmith: {job.name} cannot be built for {job.tier}, whose instructions {built_by.version} lacks;"
+                " install a newer compiler, or set OPSMITH_ISA to a lower tier"
+            )
+    with contextlib.ExitStack() as held:
+        for job in sorted(
+            jobs, key=lambda job: job.key
+        ):  # in one order, so that no two processes wait for each other
+            try:
+                held.enter_context(store.lock(job.key))
+            except TimeoutError as error:
+                raise BuildError(
+                    f"opsmith: another process has been building {job.key} for too long; stop it"
+                ) from error
+        if not force:  # another process may have built one while we waited
+            jobs = [job for job in jobs if not job.usable(store, job.library(store, built_by))]
+        if not jobs:
+            return True
+        folder = held.enter_context(store.workshop(jobs[0].key))
+        return _run(jobs, store, built_by, force, folder, watch)
 
 
-def _sources() -> list[Path]:
-    return sorted(SOURCES.rglob("*.cpp"))
+def _run(
+    jobs: Sequence[_Job],
+    store: cache.Store,
+    built_by: Compiler,
+    force: bool,
+    folder: Path,
+    watch: Watch | None,
+) -> bool:
+    keys = {unit: key for job in jobs for unit, key in job.units.items()}
+    base = (built_by.identity, *compiler.COMPILE_FLAGS)
+    stored: dict[Unit, Path] = {}
+    objects: dict[Unit, str] = {}  # their names in the folder
+    todo: dict[str, Unit] = {}
+    for unit, key in keys.items():
+        stored[unit] = store.folder("objects") / f"{compiler.fingerprint([*base, key])[:40]}.o"
+        objects[unit] = f"{unit.source.stem}-{stored[unit].name[:12]}.o"
+        if not force and _usable(store, stored[unit], unit.binds):
+            _link(
+                stored[unit], folder / objects[unit]
+            )  # so that a cleanup next door cannot take it from under us
+        else:
+            todo[objects[unit]] = unit
+    finals = [job.library(store, built_by) for job in jobs]
+    links = {
+        final.name: Link([objects[unit] for unit in job.units], job.link_flags)
+        for job, final in zip(jobs, finals, strict=True)
+    }
+    what = f"{jobs[0].name} kernels" if len(jobs) == 1 else f"{len(jobs)} libraries of kernels"
+    title = f"building {what} ({jobs[0].tier})"
+    try:
+        with shown(title, len(todo) + len(links), watch) as told:
+            compiler.compile_and_link(built_by, folder, todo, links, told)
+    finally:
+        done = compiler.finished(folder)
+        for name, unit in todo.items():
+            if name in done and unit.key() == keys[unit]:
+                _link(folder / name, folder / f"{name}.kept")
+                facts = _facts(unit.source.name, jobs[0].tier, built_by, unit.binds)
+                store.seal(folder / f"{name}.kept", stored[unit], facts, 0o600)
+    if any(unit.key() != key for unit, key in keys.items()):
+        return False
+    for job, final in zip(jobs, finals, strict=True):
+        store.seal(folder / final.name, final, _facts(job.name, job.tier, built_by, job.binds), 0o700)
+    store.prune()
+    return True
 
 
-def _object(source: Path) -> str:
-    return f"{source.stem}.cu.o" if source.suffix == ".cu" else f"{source.stem}.o"
+def _facts(name: str, tier: str, built_by: Compiler, binds: bool) -> dict[str, Any]:
+    """What the manifest of a stored file says."""
+    facts: dict[str, Any] = {"name": name, "tier": tier, "compiler": built_by.identity}
+    return {**facts, "torch": _torch_version()} if binds else facts
 
 
 def _usable(store: cache.Store, path: Path, binds: bool) -> bool:
@@ -422,7 +321,8 @@ def _torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _no_compiler() -> str:
+def no_compiler() -> str:
+    """Why nothing can be built, and what to do."""
     chosen, distrust = os.environ.get("CXX"), cache.configured().distrust()
     problem = f"CXX={chosen} does not run" if chosen else "no C++ compiler (g++, c++, clang++) is on PATH"
     return (

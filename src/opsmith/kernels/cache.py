@@ -24,7 +24,7 @@ __all__ = ["Store", "Unusable", "configured", "fallback", "readable", "writable"
 
 _FOLDERS = ("libraries", "objects", "locks", "building")
 # Files kept, those made or looked up last: editing sources leaves old ones behind.
-_KEEP = {"libraries": 64, "objects": 1024}
+_KEEP = {"libraries": 512, "objects": 1024}
 _LOCK_SECONDS = (
     1800.0  # longer than any build; a lock dies with its process, so only a hung one is waited for
 )

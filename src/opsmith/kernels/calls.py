@@ -20,6 +20,7 @@ import functools
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ _TYPES = {
     "bool": "b",
 }
 
-_libraries: tuple[ctypes.PyDLL, ctypes.CDLL] | None = None  # what calls, and the loaded kernels
-_early: set[str] = set()  # names that were asked for before that
+_kernels: list[ctypes.CDLL] = []  # the libraries of kernels that were loaded
+early: set[str] = set()  # names that were asked for before theirs was
+_lock = threading.Lock()
 
 
 def __getattr__(name: str) -> Any:
@@ -48,10 +50,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     op = name.removeprefix("new_")
     overload = getattr(torch.ops.opsmith, op).default
-    made = None if _libraries is None else _made(*_libraries, overload, op != name)
-    globals()[name] = found = made or (overload._op if op == name else _not_ours)
-    if _libraries is None:
-        _early.add(name)
+    with _lock:
+        boxed = next((b for kernels in _kernels if (b := kernels.opsmith_kernel(op.encode()))), None)
+        made = None if boxed is None else _made(boxed, overload, op != name)
+        globals()[name] = found = made or (overload._op if op == name else _not_ours)
+        if boxed is None:
+            early.add(name)
     return found
 
 
@@ -80,36 +84,50 @@ def of(overload: Any) -> Callable[..., Any]:
     return globals().get(overload._opname) or __getattr__(overload._opname)  # type: ignore[no-any-return]
 
 
-def begin() -> None:
-    """From now on, call the loaded kernels directly, if that is possible."""
-    global _libraries
-    path, caller = build.loaded(), library()
-    if path is not None and caller is not None:
-        kernels = ctypes.CDLL(str(path))
-        kernels.opsmith_kernel.restype = ctypes.c_void_p
-        _libraries = caller, kernels
-        while _early:
-            globals().pop(_early.pop(), None)
-        globals()["linear_row"] = caller.opsmith_direct_linear_row()
-        globals()["sizes"] = caller.opsmith_direct_sizes()
+def begin(path: Path) -> None:
+    """From now on, call the kernels of a loaded library directly, if that is possible."""
+    caller = library()
+    if caller is None:
+        return
+    kernels = ctypes.CDLL(str(path))
+    kernels.opsmith_kernel.restype = ctypes.c_void_p
+    with _lock:
+        _kernels.append(kernels)
+        for name in [n for n in early if kernels.opsmith_kernel(n.removeprefix("new_").encode())]:
+            early.remove(name)
+            globals().pop(name, None)
+    globals()["linear_row"] = caller.opsmith_direct_linear_row()
+    globals()["sizes"] = caller.opsmith_direct_sizes()
 
 
-@functools.cache
-def library() -> ctypes.PyDLL | None:
-    """What calls kernels, built if need be; None where it cannot be built or loaded."""
+def not_built_yet() -> list[build.Library]:
+    """What calls kernels, for whoever is about to build these: nothing where it is loaded, or cannot be had."""
+    wanted = _wanted()
+    return [wanted] if wanted and not library.cache_info().currsize else []
+
+
+def _wanted() -> build.Library | None:
     headers = Path(sysconfig.get_path("include"))
+    if os.environ.get("OPSMITH_NATIVE") == "0" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    if not (headers / "Python.h").exists():  # a compiler would say so at the start of every process
+        return None
     flags = (
         *("-std=c++20", "-UTORCH_TARGET_VERSION", f"-I{headers}"),
         *(f'-DOPSMITH_TORCH="{torch.__version__}"', f'-DOPSMITH_PYTHON="{sys.version}"'),
     )
     links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
-    if os.environ.get("OPSMITH_NATIVE") == "0" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return None
-    if not (headers / "Python.h").exists():  # a compiler would say so at the start of every process
+    return build.Library("direct", [SOURCE], flags=flags, links=links, tier="portable")
+
+
+@functools.cache
+def library() -> ctypes.PyDLL | None:
+    """What calls kernels, built if need be; None where it cannot be built or loaded."""
+    wanted = _wanted()
+    if wanted is None:
         return None
     try:
-        path = build.build_library("direct", [SOURCE], flags=flags, links=links, tier="portable")
-        found = ctypes.PyDLL(str(path))
+        found = ctypes.PyDLL(str(build.build_libraries([wanted])[0]))
     except (build.BuildError, OSError):  # an older compiler, say, or another PyTorch's headers
         return None
     for function in (
@@ -129,14 +147,12 @@ def library() -> ctypes.PyDLL | None:
     return found if found.opsmith_direct_begin(probe, torch.nn.Parameter, probe._cdata) else None
 
 
-def _made(
-    caller: ctypes.PyDLL, kernels: ctypes.CDLL, overload: Any, makes: bool
-) -> Callable[..., Any] | None:
-    """A kernel that is called directly; None where the library has none, or takes what we do not pass on."""
-    boxed = kernels.opsmith_kernel(overload._opname.encode())
+def _made(boxed: int, overload: Any, makes: bool) -> Callable[..., Any] | None:
+    """A kernel that is called directly; None where it takes what we do not pass on."""
+    caller = library()
     arguments = overload._schema.arguments
     types = [_TYPES.get(str(a.type)) for a in arguments]
-    if boxed is None or None in types or overload._schema.returns:
+    if caller is None or None in types or overload._schema.returns:
         return None
     for i, a in enumerate(arguments):
         if a.alias_info is not None and a.alias_info.is_write:

@@ -11,20 +11,25 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "BuildError",
     "Compiler",
+    "Link",
     "Unit",
     "Watch",
+    "accepts",
     "compile_and_link",
     "disk_full",
     "find_compiler",
     "fingerprint",
     "finished",
+    "headers",
     "sanitizer_flags",
 ]
 
@@ -94,9 +99,17 @@ class Unit:
         """Digest of the source, of the headers it includes, directly or not, of the flags and a compiler of its own."""
         own = (self.compiler.identity,) if self.compiler else ()
         digest = hashlib.sha256(repr((self.source.name, self.flags, *own)).encode())
-        for path in [self.source, *sorted(_headers(self.source, self.include_dirs))]:
+        for path in [self.source, *sorted(headers(self.source, self.include_dirs))]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a library is linked of: names of objects, and flags."""
+
+    objects: Sequence[str]
+    flags: Sequence[str]
 
 
 def find_compiler() -> Compiler | None:
@@ -119,6 +132,18 @@ def _find_compiler(chosen: str, path: str) -> Compiler | None:
             continue
         return Compiler(command, done.stdout.partition("\n")[0].strip())
     return None
+
+
+@functools.lru_cache(maxsize=16)
+def accepts(compiler: Compiler, flags: tuple[str, ...], instruction: str) -> bool:
+    """Whether a compiler knows these flags, and its assembler this instruction."""
+    if not flags:
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "tier.cpp")
+        source.write_text(f'void tier() {{ __asm__ volatile("{instruction}"); }}\n')
+        command = [*compiler.command, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def sanitizer_flags() -> tuple[str, ...]:
@@ -144,7 +169,8 @@ def fingerprint(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _headers(source: Path, include_dirs: Sequence[Path]) -> set[Path]:
+def headers(source: Path, include_dirs: Sequence[Path]) -> set[Path]:
+    """The headers in these folders that a source includes, directly or not."""
     found: set[Path] = set()
     waiting = [source]
     while waiting:
@@ -159,15 +185,9 @@ def _headers(source: Path, include_dirs: Sequence[Path]) -> set[Path]:
 
 
 def compile_and_link(
-    compiler: Compiler,
-    folder: Path,
-    units: dict[str, Unit],
-    objects: Sequence[str],
-    link_flags: Sequence[str],
-    library: str,
-    watch: Watch,
+    compiler: Compiler, folder: Path, units: dict[str, Unit], links: dict[str, Link], watch: Watch
 ) -> None:
-    """Compile ``units`` (object name to unit) inside ``folder`` and link them with ``objects`` lying there.
+    """Compile ``units`` (object name to unit) inside ``folder``, and link libraries of these and other objects there.
 
     Raises:
         BuildError: with the first error, its file and its line.
@@ -186,10 +206,11 @@ def compile_and_link(
         include, needs = (["-include", ready], f" | {ready}.gch") if ready else ([], "")
         run = [*_command(compiler, unit), *include, "-c", str(unit.source), "-o", name]
         lines += [f"build {_ninja_path(name)}: compile {_ninja_path(unit.source)}{needs}", _ninja_run(run)]
-    inputs = [*units, *objects]
-    run = [*compiler.command, *inputs, *LINK_FLAGS, *link_flags, "-o", library]
-    lines += [f"build {_ninja_path(library)}: link {' '.join(map(_ninja_path, inputs))}", _ninja_run(run), ""]
-    (folder / "build.ninja").write_text("\n".join(lines))
+    for library, link in links.items():
+        run = [*compiler.command, *link.objects, *LINK_FLAGS, *link.flags, "-o", library]
+        inputs = " ".join(map(_ninja_path, link.objects))
+        lines += [f"build {_ninja_path(library)}: link {inputs}", _ninja_run(run)]
+    (folder / "build.ninja").write_text("\n".join([*lines, ""]))
     code, output = _run_ninja(folder, watch)
     if code != 0:
         raise _explain(output)
@@ -205,16 +226,16 @@ def _sharing(compiler: Compiler, units: Iterable[Unit]) -> list[tuple[str, str, 
     """Headers to precompile, each with its text and the units that share it. Clang does it another way."""
     if "clang" in compiler.version:
         return []
-    bindings: list[Unit] = []
-    kernels: list[Unit] = []
+    alike: dict[tuple[Any, ...], list[Unit]] = {}
     for unit in units:
         if unit.compiler is None:
-            (bindings if unit.binds else kernels).append(unit)
-    found = [("torch_headers.h", _TORCH, bindings), ("standard_headers.h", _STANDARD + _VECTORS, kernels)]
+            alike.setdefault((unit.binds, unit.flags, unit.system_dirs), []).append(unit)
+    enough = [sharing for sharing in alike.values() if len(sharing) >= _WORTH_SHARING]
+    enough.sort(key=lambda sharing: not sharing[0].binds)  # the longer ones first
     return [
-        (header, text, sharing)
-        for header, text, sharing in found
-        if len(sharing) >= _WORTH_SHARING and len({(unit.flags, unit.system_dirs) for unit in sharing}) == 1
+        (f"{'torch' if sharing[0].binds else 'standard'}_headers_{i}.h", text, sharing)
+        for i, sharing in enumerate(enough)
+        for text in [_TORCH if sharing[0].binds else _STANDARD + _VECTORS]
     ]
 
 

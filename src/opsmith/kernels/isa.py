@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["FLAGS", "TIERS", "supported", "tier"]
+__all__ = ["FLAGS", "INSTRUCTIONS", "TIERS", "supported", "tier"]
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -17,6 +17,14 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
 TIERS: tuple[str, ...] = tuple(FLAGS)
+
+# One that the tier below lacks: assemblers may be older than their compilers.
+INSTRUCTIONS: dict[str, str] = {
+    "portable": "",
+    "avx2": "vfmadd231ps %ymm0, %ymm0, %ymm0",
+    "avx512": "vpermw %zmm0, %zmm0, %zmm0",
+    "avx512_bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0",
+}
 
 # What the CPU must report, beyond the tier below it. Nothing asks for AMX: many CPUs have AVX-512 without it.
 _NEEDS: dict[str, tuple[str, ...]] = {

@@ -67,9 +67,9 @@ def attention(
             pass
     check(q, k, v, mask, scale, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)
-    if native(q, "attention") is not True or (
-        wants_grad and (small(q.numel() + k.numel()) or (mask is not None and mask.requires_grad))
-    ):
+    if (wants_grad and (small(q.numel() + k.numel()) or (mask is not None and mask.requires_grad))) or native(
+        q, *_KERNELS[: 1 + wants_grad]
+    ) is not True:
         y = eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
     elif (
         q.is_cuda and sdpa_supports(q, k, v, mask=mask, causal=causal, window=window, softcap=softcap) is True
@@ -339,5 +339,6 @@ CARD = register(
     )
 )
 
+_KERNELS = ("attention", "attention_backward")  # the second one for gradients
 ATTENTION = torch.ops.opsmith.attention.default
 ATTENTION_BACKWARD = torch.ops.opsmith.attention_backward.default

@@ -87,13 +87,14 @@ def attention_varlen(
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, out)
     if scale is not None:
         check_number("attention_varlen", "scale", scale)
-    if native(q, "attention_varlen") is not True:
+    wants_grad = needs_grad(q, k, v)
+    if native(q, *_KERNELS[: 1 + wants_grad]) is not True:
         if q.is_meta:
             return _like_q(q, v) if out is None else out
         y = _eager(
             q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale, window=window, softcap=softcap
         )
-    elif needs_grad(q, k, v):
+    elif wants_grad:
         y = recorded(
             _AttentionVarlen,
             q,
@@ -379,4 +380,5 @@ CARD = register(
     )
 )
 
+_KERNELS = ("attention_varlen", "attention_varlen_backward")  # the second one for gradients
 ATTENTION_VARLEN = torch.ops.opsmith.attention_varlen.default

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from opsmith.kernels import build, calls, triton
+from opsmith.kernels import calls, libraries, triton
 from opsmith.operator import Implementation, Supports
 
 Tensor = torch.Tensor
@@ -42,12 +42,14 @@ _ready = False  # whether C++ kernels can be called without asking: known after 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def native_library() -> bool:
-    """True once the native library is loaded (built at the first call); a constant in a compiled graph."""
+def native_library(*kernels: str) -> bool:
+    """True once the native libraries of these kernels, or all, are loaded (built first if need be).
+
+    A constant in a compiled graph.
+    """
     global _ready
-    loaded = build.load()
-    if loaded and not triton.INTERPRETED and not _ready:
-        calls.begin()
+    loaded = libraries.load(*kernels)
+    if loaded and not triton.INTERPRETED:
         _ready = True
     return loaded
 
@@ -56,8 +58,11 @@ def native_library() -> bool:
 native_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def native(x: torch.Tensor, op: str) -> bool | str:
-    """True when a kernel of ours, `torch.ops.opsmith.op`, can take this tensor, else the reason why not."""
+def native(x: torch.Tensor, op: str, *more: str) -> bool | str:
+    """True when a kernel of ours, `torch.ops.opsmith.op`, can take this tensor, else the reason why not.
+
+    `more` are kernels that the same call needs: what of them has to be built is built at once.
+    """
     if not compiling() and _transforming():
         return "the kernels have no rules for torch.func's transforms (vmap, grad, jvp)"
     if x.dtype not in NATIVE_DTYPES:
@@ -66,7 +71,7 @@ def native(x: torch.Tensor, op: str) -> bool | str:
         return triton.offers(op)
     if not x.is_cpu:
         return f"there are kernels for CPU and GPU, the input is on {x.device}"
-    return native_library() or "the native library is not available (see `opsmith doctor`)"
+    return native_library(op, *more) or "the native library is not available (see `opsmith doctor`)"
 
 
 def kernels(

@@ -79,7 +79,8 @@ def embedding(
                 y: torch.Tensor | None = calls.new_embedding(ids, table, y=[table, ...])
                 if y is not None:
                     return y
-                native(table, "embedding")  # which loads the library, for the calls to come
+                if "new_embedding" in calls.early:
+                    native(table, "embedding")  # which loads the library, for the calls to come
             if (
                 not (recording() and table.requires_grad)
                 and (padding_idx is None or -(rows := table.shape[0]) <= padding_idx < rows)

@@ -81,7 +81,7 @@ def layer_norm(
     _check(x, weight, bias, residual, out)
     check_number("layer_norm", "eps", eps)
     training = needs_grad(x, weight, bias, residual)
-    if native(x, "layer_norm") is not True or (training and small(x.numel() >> _NODES)):
+    if (training and small(x.numel() >> _NODES)) or native(x, *_KERNELS[: 1 + training]) is not True:
         return store(reference(x, weight, bias, eps, residual=residual), out)
     if training:
         y, s = recorded(_LayerNorm, x, weight, bias, eps, residual)
@@ -274,5 +274,6 @@ CARD = register(
     )
 )
 
+_KERNELS = ("layer_norm", "layer_norm_backward")  # the second one for gradients
 LAYER_NORM = torch.ops.opsmith.layer_norm.default
 LAYER_NORM_BACKWARD = torch.ops.opsmith.layer_norm_backward.default

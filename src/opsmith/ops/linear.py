@@ -78,6 +78,8 @@ def linear(
                 y: torch.Tensor | None = calls.new_linear_rows(
                     x, weight, bias, None, _CODES[activation], y=weight.shape[0]
                 )
+                if y is None and "new_linear_rows" in calls.early and not needs_grad(x, weight, bias):
+                    native(x, "linear_rows")  # which loads the library, for the calls to come
                 if y is None and (y := calls.linear_row(x, weight, bias, common.limit)) is not None:
                     y = y if activation is None else ACTIVATIONS[activation](y)
                 if y is not None:
@@ -93,7 +95,7 @@ def linear(
             fn = _onednn
         elif activation in _GELUS and native(x, "gelu") is True:
             return _split(x, weight, bias, activation=activation, residual=residual, out=out)
-    elif _learns(x, weight):
+    elif _learns(x, weight, activation):
         fn = _training
     y = fn(x, weight, bias, activation=activation, residual=residual)
     return y if out is None else out.copy_(y)
@@ -182,14 +184,14 @@ def _onednn(
     return y if residual is None else y.add_(residual)
 
 
-def _learns(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _learns(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bool:
     """Whether to multiply by ourselves where gradients are wanted: float32, which PyTorch leaves to MKL."""
     return (
         x.dtype == torch.float32
         and x.numel() > max(x.shape[-1], common.limit)
         and not torch.is_autocast_enabled("cpu")
         and _supports_onednn(x, weight) is True
-        and native(x, "linear_gradient") is True
+        and native(x, "linear_gradient", *(["gelu_backward"] if activation in _GELUS else [])) is True
     )
 
 

@@ -43,7 +43,7 @@ def mla_trace(capacity: int = 4096) -> Iterator[list[Task]]:
         capacity: of tasks; further ones are dropped.
     """
     tasks: list[Task] = []
-    if not native_library():
+    if not native_library("mla_trace"):
         yield tasks
         return
     rows = torch.zeros((capacity, 4), dtype=torch.int64)

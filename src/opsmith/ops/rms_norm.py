@@ -85,7 +85,7 @@ def rms_norm(
     check_number("rms_norm", "weight_offset", weight_offset)
     how: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
     training = needs_grad(x, weight, residual)
-    if native(x, "rms_norm") is not True:
+    if native(x, *_KERNELS[: 1 + training]) is not True:
         return store(eager(x, weight, eps, residual=residual, **how), out)
     if training:
         y, s = recorded(_RMSNorm, x, weight, eps, residual, weight_offset, round_before_weight)
@@ -336,5 +336,6 @@ CARD = register(
     )
 )
 
+_KERNELS = ("rms_norm", "rms_norm_backward")  # the second one for gradients
 RMS_NORM = torch.ops.opsmith.rms_norm.default
 RMS_NORM_BACKWARD = torch.ops.opsmith.rms_norm_backward.default

@@ -20,7 +20,6 @@ from opsmith.ops.common import (
     check_number,
     check_out,
     compiling,
-    direct,
     fresh,
     kernels,
     native,
@@ -78,6 +77,8 @@ def softmax(
                 if y is not None:
                     return y
             if scale == 1.0 and type(x) is Tensor and x.dim() and x.numel() <= common.limit:
+                if "new_softmax" in calls.early and not needs_grad(x):
+                    native(x, "softmax")  # which loads the library, for the calls to come
                 return _softmax(x, dim, False)
         except (RuntimeError, IndexError, AttributeError, TypeError):  # the checks say why
             pass
@@ -191,8 +192,8 @@ def _over_rows(
     x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, scale: float, causal: bool, method: int
 ) -> None:
     """Call the kernel on [outer, L, S] views; where the mask's strides allow none, once per leading index."""
-    if mask is None and not causal and direct(x) and y.is_contiguous():
-        calls.softmax(x, None, scale, False, method, y=y)
+    plain = mask is None and not causal and y.is_contiguous() and not compiling()
+    if plain and calls.new_softmax(x, None, scale, False, method, y=y):
         return
     if x.dim() < 3:
         shape: tuple[int, ...] = (1, 1, *x.shape)[-3:]

@@ -32,8 +32,4 @@ void linear_unpacked(View x, View weight, View bias, View residual, Activation a
 // dweight = dy^T x, summed in shorter chains where `shortly`; dbias = the sum of dy's rows.
 void linear_gradient(const View& dy, const View& x, bool shortly, const View& dweight, const View& dbias);
 
-// float32. x [M, N], any row stride, M > 0; found int64 [1 + M]: how many rows are not zero, and which, in order. If none is,
-// row 0 stands for them.
-void nonzero_rows(const View& x, const View& found);
-
 }  // namespace opsmith

@@ -99,14 +99,6 @@ void linear_gradient_op(const Tensor& dy, const Tensor& x, bool shortly, const T
   linear_gradient(view_of(dy), view_of(x), shortly, view_of(dweight), view_of(dbias));
 }
 
-void nonzero_rows_op(const Tensor& x, const Tensor& found) {
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(0) > 0 && dtype_of(x) == DType::f32, "linear: x must be a float32 matrix with rows");
-  check_matrix("x", x, x, x.size(0), x.size(1));
-  STD_TORCH_CHECK(found.dim() == 1 && found.size(0) == 1 + x.size(0) && found.is_contiguous() && dtype_of(found) == DType::i64,
-                  "linear: found must be a contiguous int64 [", 1 + x.size(0), "]");
-  nonzero_rows(view_of(x), view_of(found));
-}
-
 }  // namespace
 }  // namespace opsmith
 
@@ -116,5 +108,4 @@ STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   opsmith::offer(m, "linear_rows", TORCH_BOX(&opsmith::linear_rows_op));
   opsmith::offer(m, "linear_unpacked", TORCH_BOX(&opsmith::linear_unpacked_op));
   opsmith::offer(m, "linear_gradient", TORCH_BOX(&opsmith::linear_gradient_op));
-  opsmith::offer(m, "nonzero_rows", TORCH_BOX(&opsmith::nonzero_rows_op));
 }

@@ -1,7 +1,8 @@
 // Which rows of a gradient are not zero: a loss that leaves tokens out gives them rows of zeros.
+#include "nonzero_rows.h"
+
 #include <cstring>
 
-#include "linear.h"
 #include "parallel.h"
 #include "rows.h"
 

@@ -29,7 +29,9 @@ from opsmith.compiler.settle import call_of, settle
 from opsmith.compiler.site import Site, where
 from opsmith.compiler.sizes import Key, differing, named, span, within
 from opsmith.compiler.study import Study, attribute
+from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Operator, registry
+from opsmith.ops.common import native
 
 MAX_PROGRAMS = 64
 MAX_STRAYS = 8
@@ -272,6 +274,7 @@ class CompiledGraph:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
         if not self._versions and self._weights:
             self._repack(args)
+        self._load_kernels(args, training)
         inductor.wait()
         before = len(self.report.kept)
         with torch.no_grad():
@@ -280,6 +283,19 @@ class CompiledGraph:
         if len(self.report.kept) < before:
             self._forget_programs()  # those of examples seen earlier still have the site
         self._rewritten = rewrite(self.original, kept)
+
+    def _load_kernels(self, args: Sequence[Any], training: bool) -> None:
+        """Build the native kernels of what was found in one run, where they are not there: not one after the other."""
+        names = {
+            schema.partition("(")[0]
+            for site in self.sites.values()
+            for schema in (
+                site.card.schemas if training else site.card.schemas[:1]
+            )  # the first one is the forward
+        }
+        first = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
+        if first is not None and (known := sorted(names & libraries.kernels().keys())):
+            native(first, *known)
 
     def _record(self, key: Key, rehearsal: Rehearsal, tuning: bool) -> Any:
         assert self._rewritten is not None

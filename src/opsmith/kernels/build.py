@@ -232,9 +232,8 @@ def _build(
                 " install a newer compiler, or set OPSMITH_ISA to a lower tier"
             )
     with contextlib.ExitStack() as held:
-        for job in sorted(
-            jobs, key=lambda job: job.key
-        ):  # in one order, so that no two processes wait for each other
+        # In one order, so that no two processes wait for each other.
+        for job in sorted(jobs, key=lambda job: job.key):
             try:
                 held.enter_context(store.lock(job.key))
             except TimeoutError as error:
@@ -266,9 +265,8 @@ def _run(
         stored[unit] = store.folder("objects") / f"{compiler.fingerprint([*base, key])[:40]}.o"
         objects[unit] = f"{unit.source.stem}-{stored[unit].name[:12]}.o"
         if not force and _usable(store, stored[unit], unit.binds):
-            _link(
-                stored[unit], folder / objects[unit]
-            )  # so that a cleanup next door cannot take it from under us
+            # So that a cleanup next door cannot take it from under us.
+            _link(stored[unit], folder / objects[unit])
         else:
             todo[objects[unit]] = unit
     finals = [job.library(store, built_by) for job in jobs]

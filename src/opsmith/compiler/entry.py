@@ -1,0 +1,133 @@
+"""How a call reaches an optimized model's graphs: through Dynamo, under the settings with which these are captured."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from opsmith.compiler.capture import NotGeneral
+from opsmith.compiler.quantize import needed
+
+if TYPE_CHECKING:
+    from opsmith.compiler.api import Session
+
+
+def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
+    """The model's call through Dynamo: sizes dynamic from the start, except what belongs to the model.
+
+    An epsilon or a dropout rate is part of the model, and so is the length of a feature vector (the last
+    dimension of a floating-point input): as inputs they would hide the arithmetic.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A frame of our own: Dynamo starts at none of PyTorch's, and a model may be one of its modules.
+        return model._call_impl(*args, **kwargs)
+
+    # Dynamo builds its guards twice where somebody chooses among them.
+    options: Any = None if session.config.quantize is None else {"guard_filter_fn": needed}
+    compiled = torch.compile(forward, backend=session.backend, dynamic=True, options=options)
+    seen: set[tuple[Any, ...]] = set()
+    general = True  # until a graph of this model turns out not to be
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if session.latent.waiting:
+            session.latent.prove(model, partial(_rehearse, model, args, kwargs))
+        if not session.latent.sites:
+            return captured(*args, **kwargs)
+        with session.latent.step(model, args, kwargs) as (args, kwargs, through):
+            return captured(*args, **kwargs) if through else model._call_impl(*args, **kwargs)
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        nonlocal general
+        values = (*args, *kwargs.values())
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
+        key = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            model.training,
+            session.latent.switch.on,
+            None if one is None else (one.dtype, one.device, one.requires_grad),
+            *kwargs,
+            *[v if v is None or isinstance(v, bool | str) else type(v) for v in values],
+            *[(t.shape, t.dtype, t.requires_grad) for t in tensors],
+        )
+        plain = all(v is None or isinstance(v, torch.Tensor | bool | int | float | str) for v in values)
+        if plain and key in seen:
+            return compiled(*args, **kwargs)
+        # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
+        # Sizes not seen before may be captured anew, and only capturing asks for these settings.
+        for t in tensors:
+            if t.is_floating_point() and t.dim() > 1:
+                torch._dynamo.mark_static(t, t.dim() - 1)
+        # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
+        session.general = general and plain and all(size > 1 for t in tensors for size in t.shape)
+        try:
+            with _capturing(session.general):
+                result = compiled(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, NotGeneral):
+                raise
+            general = session.general = False
+            with _capturing(False):
+                result = compiled(*args, **kwargs)
+        finally:
+            session.general = False
+        if plain:
+            seen.add(key)
+        return result
+
+    return call
+
+
+@contextmanager
+def _capturing(general: bool) -> Iterator[None]:
+    """The settings under which a graph is captured.
+
+    The limit on recompilations counts every model of the process; these are one for each kind of sizes. Sizes that are
+    equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
+    A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size.
+    """
+    with (
+        uncollected(),
+        torch._dynamo.config.patch(
+            specialize_float=True,
+            recompile_limit=1 << 16,
+            accumulated_recompile_limit=1 << 16,
+            run_gc_after_compile=False,
+        ),
+        torch.fx.experimental._config.patch(  # type: ignore[attr-defined]
+            use_duck_shape=False, backed_size_oblivious=general
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python's garbage collector rests: while a graph is captured it would look through all objects of all libraries,
+    again and again, for a tenth of the time.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The model on a call's inputs, as it is and without the call's cache, which is to change once."""
+    given = {k: v for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        given["use_cache"] = False
+    model._call_impl(*args, **given)

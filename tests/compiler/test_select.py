@@ -247,6 +247,16 @@ def test_inductor_competes() -> None:
     assert saved.diff(model.opsmith.plan)[1:] == saved.diff(model.opsmith.plan)[:0]
 
 
+def test_inductor_compiles_nothing_where_the_choice_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor.Inductor, "enter", lambda *_, **__: pytest.fail("Inductor was entered"))
+    pinned = Config(inductor=True, pin={"layer_norm": "native"})
+    choice = _choose(Selector(pinned), _call())
+    assert (choice.implementation, choice.refused["inductor"]) == (
+        "native",
+        "not tried: the choice is made already",
+    )
+
+
 def test_inductor_that_fails_or_has_no_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         def run(**___: Any) -> None:

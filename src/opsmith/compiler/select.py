@@ -81,7 +81,10 @@ class Selector:
         fixed = self.fixed.get(signature(card, call))
         pinned = config.pin.get(site) or config.pin.get(card.name)
         known = self._measured.get(key) or self.cache.get(key) or {}
-        if (
+        forbidden = (*config.forbid.get(card.name, ()), *config.forbid.get(site, ()))
+        if (pinned or fixed) in {c.name for c in accepted}.difference(forbidden, unfit):
+            refused["inductor"] = "not tried: the choice is made already"
+        elif (
             "inductor" not in (pinned, fixed)
             and "inductor" in known
             and min(known, key=known.__getitem__) != "inductor"
@@ -94,7 +97,7 @@ class Selector:
                 refused["inductor"] = entered
             else:
                 accepted.append(entered)
-        for name in (*config.forbid.get(card.name, ()), *config.forbid.get(site, ())):
+        for name in forbidden:
             _refuse(name, "forbidden by the configuration", accepted, refused)
         for name, why in unfit.items():
             _refuse(name, why, accepted, refused)

@@ -112,16 +112,7 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
   call.quant = MlaQuant(quant);
   call.down = projection("wdqkv", wdqkv, bias0, descale0, scale0, offset0, call.quant, dtype, hidden);
   call.up = projection("wuq", wuq, bias1, descale1, scale1, offset1, call.quant, dtype, inner);
-  check_dtype("q_out", q_out, q_nope_scale ? DType::i8 : dtype);
-  check_dtype("q_rope", q_rope, dtype);
-  STD_TORCH_CHECK(q_out.dim() == 3 && q_out.size(0) == tokens && q_out.size(1) == heads && q_out.size(2) == kv_lora &&
-                      dense(q_out) && q_rope.dim() == 3 && q_rope.size(0) == tokens && q_rope.size(1) == heads &&
-                      q_rope.size(2) == width && (width == 0 || dense(q_rope)),
-                  "mla_preprocess: q_out must be [T, H, kv_lora] and q_rope [T, H, rope]");
-  if (q_nope_scale) {
-    check_vector("q_nope_scale", q_nope_scale, heads);
-    check_dtype("q_nope_scale", *q_nope_scale, DType::f32);
-  }
+  check_queries("mla_preprocess", q_out, q_rope, q_nope_scale, dtype, tokens, heads, kv_lora, width);
   if (latent_q) {
     STD_TORCH_CHECK(gamma1 && latent_q->dim() == 2 && latent_q->size(0) == tokens && latent_q->size(1) == inner &&
                         dense(*latent_q) && dtype_of(*latent_q) == dtype,

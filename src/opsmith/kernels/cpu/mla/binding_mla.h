@@ -10,6 +10,10 @@ using Optional = std::optional<Tensor>;
 
 inline bool dense(const Tensor& t) { return t.dim() > 0 && (t.size(t.dim() - 1) < 2 || t.stride(t.dim() - 1) == 1); }
 
+inline void check_float(const char* name, DType dtype) {
+  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "mla: ", name, " must be floating-point");
+}
+
 inline void check_vector(const char* name, const Optional& t, int64_t n) {
   if (!t) return;
   STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == n && dense(*t), "mla: ", name, " must be a contiguous vector of ", n);
@@ -18,8 +22,7 @@ inline void check_vector(const char* name, const Optional& t, int64_t n) {
 inline void check_float_vector(const char* name, const Optional& t, int64_t n) {
   if (!t) return;
   check_vector(name, t, n);
-  const DType dtype = dtype_of(*t);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "mla: ", name, " must be floating-point");
+  check_float(name, dtype_of(*t));
 }
 
 inline void check_dtype(const char* name, const Tensor& t, DType dtype) {
@@ -33,9 +36,27 @@ inline void check_table(const Optional& cos, const Optional& sin, int64_t tokens
     STD_TORCH_CHECK(t->dim() == 2 && t->size(0) == tokens && (t->size(1) == rope || 2 * t->size(1) == rope) &&
                         t->size(1) == cos->size(1) && rope % 2 == 0 && dense(*t),
                     "mla: cos and sin must be [", tokens, ", ", rope, "] with a contiguous last dimension");
-    const DType dtype = dtype_of(*t);
-    STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "mla: cos and sin must be floating-point");
+    check_float("cos and sin", dtype_of(*t));
   }
+}
+
+// The scales of int8 queries, one for each head.
+inline void check_head_scales(const Optional& q_nope_scale, int64_t heads) {
+  if (!q_nope_scale) return;
+  check_vector("q_nope_scale", q_nope_scale, heads);
+  check_dtype("q_nope_scale", *q_nope_scale, DType::f32);
+}
+
+// The finished queries.
+inline void check_queries(const char* op, const Tensor& q_out, const Tensor& q_rope, const Optional& q_nope_scale, DType dtype,
+                          int64_t tokens, int64_t heads, int64_t kv_lora, int64_t rope) {
+  check_dtype("q_out", q_out, q_nope_scale ? DType::i8 : dtype);
+  check_dtype("q_rope", q_rope, dtype);
+  STD_TORCH_CHECK(q_out.dim() == 3 && q_out.size(0) == tokens && q_out.size(1) == heads && q_out.size(2) == kv_lora &&
+                      dense(q_out) && q_rope.dim() == 3 && q_rope.size(0) == tokens && q_rope.size(1) == heads &&
+                      q_rope.size(2) == rope && (rope == 0 || dense(q_rope)),
+                  op, ": q_out must be [T, H, kv_lora] and q_rope [T, H, rope]");
+  check_head_scales(q_nope_scale, heads);
 }
 
 inline float number(const char* name, const Optional& t) {

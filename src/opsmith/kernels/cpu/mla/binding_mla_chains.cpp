@@ -4,10 +4,6 @@
 namespace opsmith {
 namespace {
 
-void check_float(const char* name, DType dtype) {
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "mla: ", name, " must be floating-point");
-}
-
 void quant_op(const Tensor& x, const Optional& weight, const Optional& bias, double eps, const Optional& scale,
               const Optional& offset, const Tensor& q, const Optional& s) {
   const char* const op = "rms_norm_quant";
@@ -34,16 +30,7 @@ void q_epilogue_op(const Tensor& q, const Tensor& wuk, const Optional& cos, cons
   check_dtype("wuk", wuk, dtype);
   const int64_t tokens = q.size(0), heads = q.size(1), width = q.size(2) - wuk.size(1);
   check_table(cos, sin, tokens, width);
-  check_dtype("q_out", q_out, q_nope_scale ? DType::i8 : dtype);
-  check_dtype("q_rope", q_rope, dtype);
-  STD_TORCH_CHECK(q_out.dim() == 3 && q_out.size(0) == tokens && q_out.size(1) == heads && q_out.size(2) == wuk.size(2) &&
-                      dense(q_out) && q_rope.dim() == 3 && q_rope.size(0) == tokens && q_rope.size(1) == heads &&
-                      q_rope.size(2) == width && (width == 0 || dense(q_rope)),
-                  "mla_q_epilogue: q_out must be [T, H, kv_lora] and q_rope [T, H, rope]");
-  if (q_nope_scale) {
-    check_vector("q_nope_scale", q_nope_scale, heads);
-    check_dtype("q_nope_scale", *q_nope_scale, DType::f32);
-  }
+  check_queries("mla_q_epilogue", q_out, q_rope, q_nope_scale, dtype, tokens, heads, wuk.size(2), width);
   mla_q_epilogue(view_of(q), view_of(wuk), {view_of(cos), view_of(sin), interleaved}, view_of(q_nope_scale), view_of(q_out),
                  view_of(q_rope));
 }
@@ -93,10 +80,7 @@ void attention_op(const Tensor& q_nope, const Tensor& q_rope, const Tensor& late
                         out->size(1) == heads && out->size(2) == wuv->size(1) && dtype_of(*out) == dtype,
                     "mla_attention: wuv must be [H, v, kv_lora] and its result [T, H, v]");
   }
-  if (q_nope_scale) {
-    check_vector("q_nope_scale", q_nope_scale, heads);
-    check_dtype("q_nope_scale", *q_nope_scale, DType::f32);
-  }
+  check_head_scales(q_nope_scale, heads);
   MlaAttentionCall call;
   call.q_nope = view_of(q_nope);
   call.q_rope = view_of(q_rope);

@@ -135,6 +135,14 @@ def test_quick_drops_the_hopeless_and_keeps_their_samples(clock: Clock) -> None:
     assert result.ratio("good", "bad").verdict == "inconclusive"
 
 
+def test_quick_ends_where_one_is_left(clock: Clock) -> None:
+    calls = {"good": clock.contestant("good", 0.010), "bad": clock.contestant("bad", 0.100)}
+    result = quick(calls, budget_s=0.5, clock=clock)
+    assert result.dropped == ["bad"]
+    assert len(result.samples["good"]) == len(result.samples["bad"]) == 2
+    assert result.best() == "good"
+
+
 def test_one_slow_accident_does_not_drop_a_contestant(clock: Clock) -> None:
     # Slow in the second round only: the first one was good.
     calls = {

@@ -37,7 +37,7 @@ class Session:
     def __init__(self, config: Config, plan: Plan | None = None):
         load_installed()
         self.config = config
-        self.selector = Selector(config, fixed=plan.choices() if plan is not None else None)
+        self.selector = Selector(config, saved=plan)
         self.graphs: list[CompiledGraph] = []
         self.unread: list[GraphReport] = []
         self.packing = Packing()
@@ -164,7 +164,8 @@ def optimize(
         quantize: "bf16", "int8", "int8_dynamic" or "int4": every `nn.Linear` computes with a packed weight, its own
             as it is now. What rounding took from each is in the report. `state_dict` keeps the originals.
         plan: a plan, or the path of a saved one, whose choices are taken over.
-        verify: prove every site on the example inputs against float64, and roll back what fails.
+        verify: prove every site on the example inputs against float64, and roll back what fails; what passed on these
+            inputs and weights before, by this code, is not proved again.
 
     Returns:
         The same model.

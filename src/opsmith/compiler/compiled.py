@@ -15,7 +15,6 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from opsmith import measure
 from opsmith.compiler import inductor
 from opsmith.compiler.bind import Form
 from opsmith.compiler.mutation import Effects, Rehearsal, effects
@@ -29,6 +28,7 @@ from opsmith.compiler.settle import call_of, settle
 from opsmith.compiler.site import Site, where
 from opsmith.compiler.sizes import Key, differing, named, span, within
 from opsmith.compiler.study import Study, attribute
+from opsmith.compiler.worth import Worth, worth
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Operator, registry
 from opsmith.ops.common import native
@@ -122,7 +122,7 @@ class CompiledGraph:
         self._seen: set[Key] = set()  # sizes that such a program has served
         self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
         self._strays = 0
-        self._worths: dict[Key, tuple[bool, str]] = {}
+        self._worths: dict[Key, Worth] = {}
         self._rewritten: fx.GraphModule | None = None
         self._lock = threading.RLock()
         self.progress = progress
@@ -279,7 +279,7 @@ class CompiledGraph:
         before = len(self.report.kept)
         with torch.no_grad():
             kept = Study(self, args, training).run()
-        self.selector.cache.save()
+        self.selector.save()
         if len(self.report.kept) < before:
             self._forget_programs()  # those of examples seen earlier still have the site
         self._rewritten = rewrite(self.original, kept)
@@ -330,12 +330,15 @@ class CompiledGraph:
         for step in steps:
             step.slot = slots.get(step.site)
         if tuning:
-            self._worths[key] = self._worth(program, rehearsal)
-        used, note = self._worth_nearby(key)
-        plan = ShapePlan(self._sizes(sizes), steps, sum(program.slots), used, note, program.source)
+            self._worths[key] = self._worth(program, rehearsal, steps)
+            self.selector.save()
+        whole = self._worth_nearby(key)
+        plan = ShapePlan(
+            self._sizes(sizes), steps, sum(program.slots), whole.used, whole.note, program.source
+        )
         if free:
-            self._spans[sizes] = program.fresh if used else 0
-        self._keep(sizes, program if used else None, plan)
+            self._spans[sizes] = program.fresh if whole.used else 0
+        self._keep(sizes, program if whole.used else None, plan)
         return result
 
     def _keep(self, sizes: Key, program: Program | None, plan: ShapePlan) -> None:
@@ -348,7 +351,7 @@ class CompiledGraph:
     def _sizes(self, key: Key) -> str:
         return named([str(self._placeholders[i].meta.get("val")) for i in self._symbols], key)
 
-    def _worth_nearby(self, key: Key) -> tuple[bool, str]:
+    def _worth_nearby(self, key: Key) -> Worth:
         """What was found at the nearest sizes measured: only an example is worth the time of measuring."""
 
         def distance(other: Key) -> float:
@@ -356,29 +359,24 @@ class CompiledGraph:
 
         nearest = min(self._worths, key=distance, default=None)
         if nearest is None:
-            return bool(self.sites), "not timed as a whole"
-        used, note = self._worths[nearest]
-        return used, note if nearest == key else f"as at {self._sizes(nearest)}"
+            return Worth(bool(self.sites), "not timed as a whole")
+        found = self._worths[nearest]
+        return found if nearest == key else Worth(found.used, f"as at {self._sizes(nearest)}")
 
-    def _worth(self, program: Program, rehearsal: Rehearsal) -> tuple[bool, str]:
-        """Whether the program as a whole beats the graph as it was; measured, and eager keeps a tie it wins."""
-        if not self.selector.config.tune or not self.sites:
-            note = "not timed as a whole" if self.sites else "no operator of ours in this graph"
-            return bool(self.sites), note
-        contestants = {
-            "opsmith": lambda: program(rehearsal.again(numbers=False)),
-            "eager": lambda: self.original(*rehearsal.again(numbers=False)),
-        }
-        ours = eager = math.inf
-        for _ in range(2):
-            # Both have just run, so they are warm; the fastest sample is what other work disturbed least.
-            result = measure.quick(contestants, budget_s=0.15, warmup=0, min_rounds=1)
-            ours, eager = (min(best, *result.samples[n]) for n, best in (("opsmith", ours), ("eager", eager)))
-            if ours <= eager:
-                break  # a large model's prompt takes seconds: only one that seems to lose is timed again
-        note = f"opsmith {ours * 1e3:.3f} ms, eager {eager * 1e3:.3f} ms"
-        faster = ours <= eager
-        return faster, f"{note}: {eager / ours:.2f}x" if faster else f"{note}: eager is faster and runs"
+    def _worth(self, program: Program, rehearsal: Rehearsal, steps: Sequence[PlanStep]) -> Worth:
+        """Whether the program as a whole runs."""
+        if not self.sites:
+            return Worth(False, "no operator of ours in this graph")
+        if not self.selector.config.tune:
+            return Worth(True, "not timed as a whole")
+        return worth(
+            self.original.code,
+            steps,
+            self.selector.saved,
+            self.selector.cache,
+            lambda: program(rehearsal.again(numbers=False)),
+            lambda: self.original(*rehearsal.again(numbers=False)),
+        )
 
     def choice(
         self, name: str, call: dict[str, Any], *, may_measure: bool, form: Form | None = None

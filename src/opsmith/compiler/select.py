@@ -15,6 +15,8 @@ from opsmith import measure
 from opsmith.compiler import inductor
 from opsmith.compiler.bind import Form
 from opsmith.compiler.config import Config
+from opsmith.compiler.plan import Plan
+from opsmith.compiler.proofs import Proofs
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.source import alone
 from opsmith.compiler.tuning import TuningCache
@@ -53,13 +55,13 @@ def contest(card: Operator, call: Mapping[str, Any], form: Form) -> str:
 class Selector:
     """Chooses implementations under a Config, by measurement where it may take the time."""
 
-    def __init__(
-        self, config: Config, cache: TuningCache | None = None, fixed: Mapping[str, str] | None = None
-    ):
+    def __init__(self, config: Config, cache: TuningCache | None = None, saved: Plan | None = None):
         _check_names(config)
         self.config = config
         self.cache = cache if cache is not None else TuningCache()
-        self.fixed = dict(fixed or {})  # from a saved plan: implementation by signature
+        self.proofs = Proofs()
+        self.saved = saved
+        self.fixed = saved.choices() if saved is not None else {}  # implementation by signature
         self.learning = False  # while `optimize` shows its examples: each one is studied
         self._measured: dict[str, dict[str, float]] = {}
         self.inductor = inductor.Inductor(config.inductor_seconds)
@@ -115,9 +117,7 @@ class Selector:
             if not may_measure:
                 return self._nearest(card, call, form, accepted, refused)
             times, steady = self._measure(call, accepted, refused, packed, form)
-            self._measured[key] = times
-            if steady:
-                self.cache.put(key, times)
+            times = self._measured[key] = self.cache.settled(key, times, steady)
         if len(accepted) == 1 or times is None:
             return Choice(accepted[0].name, "the only one able", {}, refused)
         best = min((c.name for c in accepted), key=lambda n: times[n])
@@ -143,12 +143,12 @@ class Selector:
             except Exception as error:  # whatever it raises is its reason for not taking part
                 contestants.pop(candidate.name, None)
                 _refuse(candidate.name, raised(error), accepted, refused)
-        # Each has just run. Where a call takes long, who loses two rounds by half as much again has lost.
-        result = measure.quick(contestants, budget_s=0.12, warmup=0, drop=1.5)
+        # Each has just run. Where a call takes long, who loses two rounds by a third as much again has lost.
+        result = measure.quick(contestants, budget_s=0.12, warmup=0, drop=1.33)
         steady = all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in contestants)
         if steady and set(contestants) == {c.name for c in accepted}:
             return {name: result.median(name) for name in contestants}, True
-        # Other work disturbs the machine: the least disturbed sample of each is the best guess, for this run only.
+        # Other work disturbs the machine: the least disturbed sample of each is the best guess.
         return {name: min(result.samples[name]) for name in contestants}, False
 
     def _nearest(
@@ -180,6 +180,11 @@ class Selector:
         """Let Inductor prepare itself in the background where it will compete and nothing was ever measured here."""
         if self.config.inductor and self.config.tune and not self.fixed and not self.cache.items():
             inductor.get_ready()
+
+    def save(self) -> None:
+        """Keep for the next process what was measured and proved."""
+        self.cache.save()
+        self.proofs.save()
 
     def implementation(self, card: Operator, name: str) -> Implementation:
         """An implementation by name, Inductor's included."""

@@ -38,6 +38,9 @@ class Study:
         self.nodes = list(owner.original.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.training = training
+        self.proved = (
+            None if training or owner.effects.random else owner.selector.proofs.of(owner.original, args)
+        )
         self.learn = learning(self.nodes, args) if training else set()
         self.env: dict[Node, Any] = {}
         self.at: dict[Node, list[str]] = {}
@@ -157,11 +160,17 @@ class Study:
     def _prove(self, site: Site, candidate: str, call: dict[str, Any]) -> Verdict:
         owner = self.owner
         implementation = owner.selector.implementation(site.card, candidate)
+        known = None if self.proved is None else self.proved.get(site, implementation)
+        if known is not None:
+            return known
         try:
             result = implementation.fn(**owner.packer(implementation, call))
         except Exception as error:  # the model itself has run: an implementation that can't is refused
             return Verdict(False, math.inf, 0.0, raised(error))
-        return prove(site, self.value, site.results(result))
+        verdict = prove(site, self.value, site.results(result))
+        if self.proved is not None:
+            self.proved.put(site, implementation, verdict)
+        return verdict
 
 
 def attribute(gm: Any, name: str) -> Any:

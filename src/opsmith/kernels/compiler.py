@@ -178,7 +178,8 @@ def headers(source: Path, include_dirs: Sequence[Path]) -> set[Path]:
         for quote, name in _INCLUDE.findall(path.read_bytes()):
             places = [path.parent, *include_dirs] if quote == b'"' else include_dirs
             header = next((p for p in (place / os.fsdecode(name) for place in places) if p.is_file()), None)
-            if header is not None and (header := header.resolve()) not in found:
+            # No link is followed: who looks for what stands beside a header knows the folders by these names.
+            if header is not None and (header := Path(os.path.normpath(header))) not in found:
                 found.add(header)
                 waiting.append(header)
     return found

@@ -128,7 +128,7 @@ def compare(
         warmup: calls before anything is timed.
         budget_s: seconds after which no further round starts.
         drop: stop measuring a contestant that in the first two rounds took this many times the best, when the
-            budget cannot hold all rounds.
+            budget cannot hold all rounds; a single one left has won.
         seed: of the order of the contestants and the bootstrap.
         device: "cuda" times by device events.
         clock: returns seconds; replaces the stopwatch, for tests.
@@ -173,6 +173,8 @@ def compare(
             if len(orders) == 2 and drop is not None and (ended - round_started) * (rounds - 2) > spare:
                 dropped = _too_slow(contestants, samples, drop)
                 active = [name for name in active if name not in dropped]
+                if len(active) == 1 < len(runners):
+                    break
             if spare < ended - round_started and len(orders) >= min_rounds:
                 break
     messages = spread_messages(samples)

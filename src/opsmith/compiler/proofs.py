@@ -1,0 +1,117 @@
+"""What was proved before, so that it is proved once.
+
+A verdict follows from the graph, its inputs and weights, the implementation and the machine's code, and from nothing
+else. Where all of these are what they were, to the last bit, it stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from opsmith import measure
+from opsmith.compiler.kept import Kept, directory
+from opsmith.compiler.site import Site
+from opsmith.kernels import libraries
+from opsmith.operator import Implementation, Verdict
+
+SCHEMA = 1
+STUDIES = 256  # what a file keeps: an example of a graph each
+
+
+class Proofs:
+    """Verdicts of the sites that passed, by study: a graph on given inputs."""
+
+    @cached_property
+    def _file(self) -> Kept[dict[str, list[float]]]:
+        machine = measure.describe().fingerprint()
+        settings = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
+        scope = f"{machine}/{libraries.content()}/{_code()}/{settings}"  # another one writes the file anew
+        return Kept(directory() / f"proofs-{machine}.json", SCHEMA, scope, _is_verdicts, STUDIES)
+
+    def of(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Proved:
+        """What was proved of this graph on these inputs."""
+        study = _digest([*_written(gm), *inputs])
+        return Proved(dict(self._file.get(study) or {}), functools.partial(self._file.put, study))
+
+    def save(self) -> None:
+        """Keep what is new for the next process."""
+        self._file.save()
+
+
+class Proved:
+    """The verdicts of one study."""
+
+    def __init__(self, known: dict[str, list[float]], put: Any):
+        self._known = known
+        self._put = put
+
+    def get(self, site: Site, implementation: Implementation) -> Verdict | None:
+        """The verdict on an implementation at a site; None where it has to be proved."""
+        known = self._known.get(_name(site, implementation))
+        return None if known is None else Verdict(True, known[0], known[1])
+
+    def put(self, site: Site, implementation: Implementation, verdict: Verdict) -> None:
+        """Enter a proof. Of a failure, and of what is not ours or may come out otherwise next time, none is kept."""
+        if verdict.ok and implementation.repeatable and _ours(implementation.fn):
+            self._known[_name(site, implementation)] = [float(verdict.error), float(verdict.bound)]
+            self._put(self._known)
+
+
+def _name(site: Site, implementation: Implementation) -> str:
+    outputs = ",".join(n.name for n in site.outputs)
+    return f"{site.card.name} {site.pattern} {outputs} {implementation.name}"
+
+
+def _ours(fn: Any) -> bool:
+    """True for code that the scope speaks for: this package's."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return str(getattr(fn, "__module__", "")).startswith("opsmith.")
+
+
+def _written(gm: fx.GraphModule) -> Iterable[Any]:
+    """A graph as text, with those inside it and the constants that they name."""
+    for name, module in gm.named_modules():
+        if isinstance(module, fx.GraphModule):
+            yield f"{name}: {module.code}"
+            for node in module.graph.nodes:
+                if node.op == "get_attr":
+                    yield functools.reduce(getattr, str(node.target).split("."), module)
+
+
+def _digest(values: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}".encode())
+            flat = value.detach().to("cpu").contiguous().reshape(-1)
+            if flat.numel():
+                digest.update(flat.view(torch.uint8).numpy().data)
+        elif not isinstance(value, torch.nn.Module):
+            digest.update(f"{type(value).__name__} {value}".encode())
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def _code() -> str:
+    """All of this package's Python: what recognizes, binds and calls is as much part of a proof as the kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_verdicts(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(v, list) and len(v) == 2 and all(isinstance(n, float) and 0.0 <= n < math.inf for n in v)
+        for v in value.values()
+    )

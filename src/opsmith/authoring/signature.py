@@ -122,7 +122,9 @@ class Signature:
             text += self._bound(kernel)
         text += ["}  // namespace", f"}}  // namespace {self.name}", ""]
         text += [f"STABLE_TORCH_LIBRARY_IMPL({self.name}, CPU, m) {{"]
-        text += [f'  m.impl("{kernel}", TORCH_BOX(&{self.name}::{kernel}_op));' for kernel in declared]
+        text += [
+            f'  m.impl("{kernel}", opsmith::kernel<&{self.name}::{kernel}_op>.boxed);' for kernel in declared
+        ]
         return "\n".join([*text, "}", ""])
 
     def _bound(self, kernel: str) -> list[str]:

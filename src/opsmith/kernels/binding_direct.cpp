@@ -19,6 +19,8 @@
 #include <cstring>
 #include <string>
 
+#include "binding_tensor.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
@@ -33,10 +35,8 @@ TORCH_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace {
 
-using Value = uint64_t;  // StableIValue
-using Boxed = void (*)(Value*, uint64_t, uint64_t);
-using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-static_assert(sizeof(Impl) == sizeof(at::Tensor));  // all that a tensor is
+using Value = uint64_t;  // a number, or the address of what a kernel is lent
+using Direct = void (*)(const Value*);
 
 constexpr int kMost = 32;  // arguments
 constexpr int kMostMade = 4;  // results
@@ -49,7 +49,7 @@ Py_ssize_t place_of_impl;  // in a tensor's Python object
 struct Kernel {
   PyObject_HEAD
   vectorcallfunc vectorcall;
-  Boxed boxed;
+  Direct direct;
   PyObject* op;  // what PyTorch registered
   PyObject* name;
   PyObject* names;  // of the arguments
@@ -236,24 +236,28 @@ PyObject* results(const Made& made) {
   return all;
 }
 
-// What went wrong, or nothing. The kernel owns what it is given.
+opsmith::Tensor lent(c10::TensorImpl* t) {
+  const c10::Device device = t->device();
+  return {t->mutable_data(), t->sizes().data(), t->strides().data(), t->dim(), c10::typeMetaToScalarType(t->dtype()), device.type(),
+          device.index()};
+}
+
+// What went wrong, or nothing. Whoever calls us holds the arguments meanwhile.
 std::string run(const Kernel* self, Value* values) {
   PyThreadState* const state = PyEval_SaveThread();
   std::string wrong;
+  opsmith::Tensor tensors[kMost];
   try {
     for (int i = 0; i < self->count; ++i) {
-      const char type = self->types[i];
-      if (type == 'g' && values[i] != 0) {
-        const double number = PyFloat_AS_DOUBLE(reinterpret_cast<PyObject*>(values[i]));
-        Value* const held = new Value;
-        std::memcpy(held, &number, sizeof(number));
-        values[i] = reinterpret_cast<Value>(held);
+      if (values[i] == 0) continue;
+      if (is_tensor(self->types[i])) {
+        tensors[i] = lent(reinterpret_cast<c10::TensorImpl*>(values[i]));
+        values[i] = reinterpret_cast<Value>(&tensors[i]);
+      } else if (self->types[i] == 'g') {
+        values[i] = reinterpret_cast<Value>(&reinterpret_cast<PyFloatObject*>(values[i])->ob_fval);
       }
-      if (!is_tensor(type) || values[i] == 0) continue;
-      values[i] = reinterpret_cast<Value>(new Impl(Impl::reclaim_copy(reinterpret_cast<c10::TensorImpl*>(values[i]))));
-      if (type == 'o' || type == 'p') values[i] = reinterpret_cast<Value>(new Value(values[i]));
     }
-    self->boxed(values, uint64_t(self->count), 0);
+    self->direct(values);
   } catch (const std::exception& error) {
     wrong = error.what();
     if (wrong.empty()) wrong = "opsmith: a kernel failed";
@@ -394,14 +398,14 @@ EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, 
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
 
 // A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception.
-EXPORT PyObject* opsmith_direct(void* boxed, const char* types, PyObject* op, PyObject* name, PyObject* names, PyObject* defaults,
+EXPORT PyObject* opsmith_direct(void* direct, const char* types, PyObject* op, PyObject* name, PyObject* names, PyObject* defaults,
                                 int makes) {
   const size_t count = std::strlen(types);
   if (count > kMost) return PyErr_Format(PyExc_ValueError, "opsmith: a kernel of %zu arguments, at most %d", count, kMost);
   auto* const self = PyObject_New(Kernel, &type);
   if (!self) return nullptr;
   self->vectorcall = call;
-  self->boxed = reinterpret_cast<Boxed>(boxed);
+  self->direct = reinterpret_cast<Direct>(direct);
   self->op = Py_NewRef(op);
   self->name = Py_NewRef(name);
   self->names = Py_NewRef(names);

@@ -51,10 +51,10 @@ def __getattr__(name: str) -> Any:
     op = name.removeprefix("new_")
     overload = getattr(torch.ops.opsmith, op).default
     with _lock:
-        boxed = next((b for kernels in _kernels if (b := kernels.opsmith_kernel(op.encode()))), None)
-        made = None if boxed is None else _made(boxed, overload, op != name)
+        direct = next((d for kernels in _kernels if (d := kernels.opsmith_kernel(op.encode()))), None)
+        made = None if direct is None else _made(direct, overload, op != name)
         globals()[name] = found = made or (overload._op if op == name else _not_ours)
-        if boxed is None:
+        if direct is None:
             early.add(name)
     return found
 
@@ -117,7 +117,9 @@ def _wanted() -> build.Library | None:
         *(f'-DOPSMITH_TORCH="{torch.__version__}"', f'-DOPSMITH_PYTHON="{sys.version}"'),
     )
     links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
-    return build.Library("direct", [SOURCE], flags=flags, links=links, tier="portable")
+    return build.Library(
+        "direct", [SOURCE], include_dirs=[SOURCE.parent / "cpu"], flags=flags, links=links, tier="portable"
+    )
 
 
 @functools.cache
@@ -147,7 +149,7 @@ def library() -> ctypes.PyDLL | None:
     return found if found.opsmith_direct_begin(probe, torch.nn.Parameter, probe._cdata) else None
 
 
-def _made(boxed: int, overload: Any, makes: bool) -> Callable[..., Any] | None:
+def _made(direct: int, overload: Any, makes: bool) -> Callable[..., Any] | None:
     """A kernel that is called directly; None where it takes what we do not pass on."""
     caller = library()
     arguments = overload._schema.arguments
@@ -160,7 +162,7 @@ def _made(boxed: int, overload: Any, makes: bool) -> Callable[..., Any] | None:
     names = tuple(sys.intern(a.name) for a in arguments)
     defaults = tuple(a.default_value if a.has_default_value() else ... for a in arguments)
     return caller.opsmith_direct(  # type: ignore[no-any-return]
-        boxed, "".join(t or "" for t in types).encode(), overload._op, str(overload), names, defaults, makes
+        direct, "".join(t or "" for t in types).encode(), overload._op, str(overload), names, defaults, makes
     )
 
 

@@ -50,6 +50,6 @@ void backward_op(const Tensor& dy, const Tensor& x, const Tensor& weight, const 
 }  // namespace cuda_layer_norm
 
 STABLE_TORCH_LIBRARY_IMPL(cuda_layer_norm, CUDA, m) {
-  m.impl("forward_cuda", TORCH_BOX(&cuda_layer_norm::forward_op));
-  m.impl("backward_cuda", TORCH_BOX(&cuda_layer_norm::backward_op));
+  m.impl("forward_cuda", opsmith::kernel<&cuda_layer_norm::forward_op>.boxed);
+  m.impl("backward_cuda", opsmith::kernel<&cuda_layer_norm::backward_op>.boxed);
 }

@@ -48,6 +48,6 @@ void backward_op(const Tensor& dy, const Tensor& x, const Tensor& cos, const Ten
 }  // namespace rope_custom
 
 STABLE_TORCH_LIBRARY_IMPL(rope_custom, CUDA, m) {
-  m.impl("forward_cuda", TORCH_BOX(&rope_custom::forward_op));
-  m.impl("backward_cuda", TORCH_BOX(&rope_custom::backward_op));
+  m.impl("forward_cuda", opsmith::kernel<&rope_custom::forward_op>.boxed);
+  m.impl("backward_cuda", opsmith::kernel<&rope_custom::backward_op>.boxed);
 }

@@ -1,4 +1,4 @@
-// From torch's stable tensors to what kernels take. Only binding*.cpp may include this.
+// From PyTorch's tensors to what kernels take. Only binding*.cpp may include this.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -8,18 +8,84 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
+#include <utility>
 
+#include "binding_tensor.h"
 #include "types.h"
 
 namespace opsmith {
 
-using torch::stable::Tensor;
+inline Tensor lent(const torch::stable::Tensor& t) {
+  const auto device = t.device();
+  return {t.data_ptr(), t.sizes().data(), t.strides().data(), t.dim(), t.scalar_type(), device.type(), device.index()};
+}
+
+inline std::optional<Tensor> lent(const std::optional<torch::stable::Tensor>& t) {
+  return t ? std::optional<Tensor>(lent(*t)) : std::nullopt;
+}
+
+template <class T>
+inline T lent(T given) {
+  return given;
+}
+
+// How an argument of a binding comes: as PyTorch's boxes hold it, and from a direct call, where a tensor and what is optional are
+// addresses.
+template <class T>
+struct Argument {
+  using Stable = T;
+  static T read(uint64_t value) {
+    T given;
+    std::memcpy(&given, &value, sizeof(T));
+    return given;
+  }
+};
+
+template <>
+struct Argument<Tensor> {
+  using Stable = torch::stable::Tensor;
+  static const Tensor& read(uint64_t value) { return *reinterpret_cast<const Tensor*>(value); }
+};
+
+template <class T>
+struct Argument<std::optional<T>> {
+  using Stable = std::optional<typename Argument<T>::Stable>;
+  static std::optional<T> read(uint64_t value) {
+    return value ? std::optional<T>(*reinterpret_cast<const T*>(value)) : std::nullopt;
+  }
+};
+
+template <auto op, class F = decltype(op)>
+struct Entry;
+
+template <auto op, class R, class... A>
+struct Entry<op, R (*)(A...)> {
+  static R stable(typename Argument<std::decay_t<A>>::Stable... given) { return op(lent(given)...); }
+  static void direct(const uint64_t* values) { spread(values, std::index_sequence_for<A...>{}); }
+
+ private:
+  template <size_t... i>
+  static void spread(const uint64_t* values, std::index_sequence<i...>) {
+    op(Argument<std::decay_t<A>>::read(values[i])...);
+  }
+};
 
 using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
+using Direct = void (*)(const uint64_t*);
+
+// A binding as PyTorch's dispatcher calls it, and as a direct call does.
+struct Kernel {
+  Boxed boxed;
+  Direct direct;
+};
+
+template <auto op>
+inline constexpr Kernel kernel{TORCH_BOX(&Entry<op>::stable), &Entry<op>::direct};
 
 // Registers a kernel with PyTorch, and keeps it by name for a caller that needs nothing of PyTorch's dispatcher.
-void offer(torch::stable::detail::StableLibrary& library, const char* name, Boxed boxed);
+void offer(torch::stable::detail::StableLibrary& library, const char* name, const Kernel& kernel);
 
 inline DType dtype_of(const Tensor& t) {
   using torch::headeronly::ScalarType;

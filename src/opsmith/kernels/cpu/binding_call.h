@@ -19,7 +19,7 @@ class Call {
 
   void tensor(const char* name, const Tensor& t, std::initializer_list<const char*> sizes) {
     STD_TORCH_CHECK(t.is_contiguous(), op_, ": ", name, " must be contiguous");
-    const Place place{t.device().type(), t.get_device_index()};
+    const Place place{t.device_type, t.device_index};
     if (!place_) place_ = place;
     STD_TORCH_CHECK(place == *place_, op_, ": ", name, " is on another device than the tensors before it");
     const bool leading = sizes.size() > 0 && std::string_view(*sizes.begin()) == "...";
@@ -65,7 +65,7 @@ class Call {
     sizes_.emplace_back(symbol, size);
   }
 
-  using Place = std::pair<torch::headeronly::DeviceType, int64_t>;
+  using Place = std::pair<torch::headeronly::DeviceType, int32_t>;
 
   const char* op_;
   std::optional<Place> place_;

@@ -12,8 +12,8 @@ namespace opsmith {
 // While it lives, the device of a tensor is the current one; kernels go on PyTorch's stream there.
 class Launch {
  public:
-  Launch(const char* op, const Tensor& first) : op_(op), guard_(first.get_device_index()) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(first.get_device_index(), &stream_));
+  Launch(const char* op, const Tensor& first) : op_(op), guard_(first.device_index) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(first.device_index, &stream_));
   }
 
   void* stream() const { return stream_; }

@@ -25,5 +25,5 @@ void attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const std::
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "attention", TORCH_BOX(&opsmith::attention_op));
+  opsmith::offer(m, "attention", opsmith::kernel<&opsmith::attention_op>);
 }

@@ -18,5 +18,5 @@ void attention_varlen_op(const Tensor& q, const Tensor& k, const Tensor& v, cons
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "attention_varlen", TORCH_BOX(&opsmith::attention_varlen_op));
+  opsmith::offer(m, "attention_varlen", opsmith::kernel<&opsmith::attention_varlen_op>);
 }

@@ -25,6 +25,6 @@ void attention_varlen_backward_op(const Tensor& dout, const Tensor& q, const Ten
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "attention_backward", TORCH_BOX(&opsmith::attention_backward_op));
-  opsmith::offer(m, "attention_varlen_backward", TORCH_BOX(&opsmith::attention_varlen_backward_op));
+  opsmith::offer(m, "attention_backward", opsmith::kernel<&opsmith::attention_backward_op>);
+  opsmith::offer(m, "attention_varlen_backward", opsmith::kernel<&opsmith::attention_varlen_backward_op>);
 }

@@ -97,9 +97,9 @@ void add_to_total_op(const Tensor& part, const Tensor& total) {
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "cross_entropy", TORCH_BOX(&opsmith::cross_entropy_op));
-  opsmith::offer(m, "cross_entropy_backward", TORCH_BOX(&opsmith::cross_entropy_backward_op));
-  opsmith::offer(m, "add_to_total", TORCH_BOX(&opsmith::add_to_total_op));
-  opsmith::offer(m, "cross_entropy_part", TORCH_BOX(&opsmith::cross_entropy_part_op));
-  opsmith::offer(m, "cross_entropy_finish", TORCH_BOX(&opsmith::cross_entropy_finish_op));
+  opsmith::offer(m, "cross_entropy", opsmith::kernel<&opsmith::cross_entropy_op>);
+  opsmith::offer(m, "cross_entropy_backward", opsmith::kernel<&opsmith::cross_entropy_backward_op>);
+  opsmith::offer(m, "add_to_total", opsmith::kernel<&opsmith::add_to_total_op>);
+  opsmith::offer(m, "cross_entropy_part", opsmith::kernel<&opsmith::cross_entropy_part_op>);
+  opsmith::offer(m, "cross_entropy_finish", opsmith::kernel<&opsmith::cross_entropy_finish_op>);
 }

@@ -101,7 +101,7 @@ void quantized_embedding_op(Tensor ids, Tensor table, Tensor scale, int64_t ahea
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   using namespace opsmith;
-  offer(m, "embedding", TORCH_BOX(&embedding_op));
-  offer(m, "embedding_backward", TORCH_BOX(&embedding_backward_op));
-  offer(m, "quantized_embedding", TORCH_BOX(&quantized_embedding_op));
+  offer(m, "embedding", opsmith::kernel<&embedding_op>);
+  offer(m, "embedding_backward", opsmith::kernel<&embedding_backward_op>);
+  offer(m, "quantized_embedding", opsmith::kernel<&quantized_embedding_op>);
 }

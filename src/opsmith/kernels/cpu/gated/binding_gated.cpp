@@ -51,6 +51,6 @@ void gated_backward_op(const Tensor& dy, const Tensor& gate, const Optional& up,
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "gated", TORCH_BOX(&opsmith::gated_op));
-  opsmith::offer(m, "gated_backward", TORCH_BOX(&opsmith::gated_backward_op));
+  opsmith::offer(m, "gated", opsmith::kernel<&opsmith::gated_op>);
+  opsmith::offer(m, "gated_backward", opsmith::kernel<&opsmith::gated_backward_op>);
 }

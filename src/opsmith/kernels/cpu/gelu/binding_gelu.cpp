@@ -15,5 +15,5 @@ void gelu_op(const Tensor& x, const Optional& bias, bool tanh, const Tensor& y) 
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "gelu", TORCH_BOX(&opsmith::gelu_op));
+  opsmith::offer(m, "gelu", opsmith::kernel<&opsmith::gelu_op>);
 }

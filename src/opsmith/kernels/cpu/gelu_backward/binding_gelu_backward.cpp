@@ -19,5 +19,5 @@ void gelu_backward_op(const Tensor& dy, const Tensor& x, const Optional& bias, b
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "gelu_backward", TORCH_BOX(&opsmith::gelu_backward_op));
+  opsmith::offer(m, "gelu_backward", opsmith::kernel<&opsmith::gelu_backward_op>);
 }

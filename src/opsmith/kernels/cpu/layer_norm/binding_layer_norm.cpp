@@ -27,5 +27,5 @@ void layer_norm_op(const Tensor& x, const Optional& residual, const Optional& we
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "layer_norm", TORCH_BOX(&opsmith::layer_norm_op));
+  opsmith::offer(m, "layer_norm", opsmith::kernel<&opsmith::layer_norm_op>);
 }

@@ -27,5 +27,5 @@ void layer_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Ten
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "layer_norm_backward", TORCH_BOX(&opsmith::layer_norm_backward_op));
+  opsmith::offer(m, "layer_norm_backward", opsmith::kernel<&opsmith::layer_norm_backward_op>);
 }

@@ -103,9 +103,9 @@ void linear_gradient_op(const Tensor& dy, const Tensor& x, bool shortly, const T
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "linear_pack", TORCH_BOX(&opsmith::linear_pack_op));
-  opsmith::offer(m, "linear_packed", TORCH_BOX(&opsmith::linear_packed_op));
-  opsmith::offer(m, "linear_rows", TORCH_BOX(&opsmith::linear_rows_op));
-  opsmith::offer(m, "linear_unpacked", TORCH_BOX(&opsmith::linear_unpacked_op));
-  opsmith::offer(m, "linear_gradient", TORCH_BOX(&opsmith::linear_gradient_op));
+  opsmith::offer(m, "linear_pack", opsmith::kernel<&opsmith::linear_pack_op>);
+  opsmith::offer(m, "linear_packed", opsmith::kernel<&opsmith::linear_packed_op>);
+  opsmith::offer(m, "linear_rows", opsmith::kernel<&opsmith::linear_rows_op>);
+  opsmith::offer(m, "linear_unpacked", opsmith::kernel<&opsmith::linear_unpacked_op>);
+  opsmith::offer(m, "linear_gradient", opsmith::kernel<&opsmith::linear_gradient_op>);
 }

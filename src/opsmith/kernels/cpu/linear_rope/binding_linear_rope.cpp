@@ -38,5 +38,5 @@ void linear_rope_op(const Tensor& x, const Tensor& packed, const Optional& bias,
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "linear_rope", TORCH_BOX(&opsmith::linear_rope_op));
+  opsmith::offer(m, "linear_rope", opsmith::kernel<&opsmith::linear_rope_op>);
 }

@@ -140,6 +140,6 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "mla_kv_epilogue", TORCH_BOX(&opsmith::kv_epilogue_op));
-  opsmith::offer(m, "mla_preprocess", TORCH_BOX(&opsmith::preprocess_op));
+  opsmith::offer(m, "mla_kv_epilogue", opsmith::kernel<&opsmith::kv_epilogue_op>);
+  opsmith::offer(m, "mla_preprocess", opsmith::kernel<&opsmith::preprocess_op>);
 }

@@ -101,7 +101,7 @@ void attention_op(const Tensor& q_nope, const Tensor& q_rope, const Tensor& late
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "rms_norm_quant", TORCH_BOX(&opsmith::quant_op));
-  opsmith::offer(m, "mla_q_epilogue", TORCH_BOX(&opsmith::q_epilogue_op));
-  opsmith::offer(m, "mla_attention", TORCH_BOX(&opsmith::attention_op));
+  opsmith::offer(m, "rms_norm_quant", opsmith::kernel<&opsmith::quant_op>);
+  opsmith::offer(m, "mla_q_epilogue", opsmith::kernel<&opsmith::q_epilogue_op>);
+  opsmith::offer(m, "mla_attention", opsmith::kernel<&opsmith::attention_op>);
 }

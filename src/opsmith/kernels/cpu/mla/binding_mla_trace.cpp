@@ -23,5 +23,5 @@ int64_t trace_op(const Tensor& rows, bool on) {
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "mla_trace", TORCH_BOX(&opsmith::trace_op));
+  opsmith::offer(m, "mla_trace", opsmith::kernel<&opsmith::trace_op>);
 }

@@ -17,5 +17,5 @@ void nonzero_rows_op(const Tensor& x, const Tensor& found) {
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "nonzero_rows", TORCH_BOX(&opsmith::nonzero_rows_op));
+  opsmith::offer(m, "nonzero_rows", opsmith::kernel<&opsmith::nonzero_rows_op>);
 }

@@ -49,4 +49,4 @@ void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale
 }  // namespace
 }  // namespace opsmith
 
-STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) { opsmith::offer(m, "packed_linear", TORCH_BOX(&opsmith::packed_linear_op)); }
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) { opsmith::offer(m, "packed_linear", opsmith::kernel<&opsmith::packed_linear_op>); }

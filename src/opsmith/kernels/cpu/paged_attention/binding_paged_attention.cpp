@@ -117,6 +117,6 @@ void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots,
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "paged_attention", TORCH_BOX(&opsmith::paged_attention_op));
-  opsmith::offer(m, "reshape_and_cache", TORCH_BOX(&opsmith::reshape_and_cache_op));
+  opsmith::offer(m, "paged_attention", opsmith::kernel<&opsmith::paged_attention_op>);
+  opsmith::offer(m, "reshape_and_cache", opsmith::kernel<&opsmith::reshape_and_cache_op>);
 }

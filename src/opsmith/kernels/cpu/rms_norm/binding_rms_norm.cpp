@@ -25,5 +25,5 @@ void rms_norm_op(const Tensor& x, const Optional& residual, const Optional& weig
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "rms_norm", TORCH_BOX(&opsmith::rms_norm_op));
+  opsmith::offer(m, "rms_norm", opsmith::kernel<&opsmith::rms_norm_op>);
 }

@@ -24,5 +24,5 @@ void rms_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Tenso
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "rms_norm_backward", TORCH_BOX(&opsmith::rms_norm_backward_op));
+  opsmith::offer(m, "rms_norm_backward", opsmith::kernel<&opsmith::rms_norm_backward_op>);
 }

@@ -55,7 +55,7 @@ void rope_int8_op(const Tensor& x, const Tensor& scale, const Tensor& cos, const
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "rope", TORCH_BOX(&opsmith::rope_op));
-  opsmith::offer(m, "rope_qk", TORCH_BOX(&opsmith::rope_qk_op));
-  opsmith::offer(m, "rope_int8", TORCH_BOX(&opsmith::rope_int8_op));
+  opsmith::offer(m, "rope", opsmith::kernel<&opsmith::rope_op>);
+  opsmith::offer(m, "rope_qk", opsmith::kernel<&opsmith::rope_qk_op>);
+  opsmith::offer(m, "rope_int8", opsmith::kernel<&opsmith::rope_int8_op>);
 }

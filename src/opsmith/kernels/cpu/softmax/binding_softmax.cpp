@@ -32,6 +32,6 @@ void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "softmax", TORCH_BOX(&opsmith::softmax_op));
-  opsmith::offer(m, "softmax_backward", TORCH_BOX(&opsmith::softmax_backward_op));
+  opsmith::offer(m, "softmax", opsmith::kernel<&opsmith::softmax_op>);
+  opsmith::offer(m, "softmax_backward", opsmith::kernel<&opsmith::softmax_backward_op>);
 }

@@ -104,35 +104,43 @@ def _at_once(
 
     While weights stream from memory nothing else stays in cache, and every check from Python waits for its objects.
     """
-    held = None if compiling() or cache.mode == "int8_tiled" else w.prepared()
-    if held is None or (latent and w.q_lora is None):
+    mode = cache.mode
+    ready = None if compiling() or mode == "int8_tiled" else w.prepared()
+    if ready is None:
         return None
-    tail = _FORMS[w.quant], w.interleaved, cache.mode == "tiled", eps, None, None
+    rows, quant, interleaved, q_out, q_rope, q_lora = ready
+    if latent and q_lora is None:
+        return None
     try:
         sizes = calls.sizes(x)
         if len(sizes) != 2 or sizes[0] > _MOST_TOKENS:
             return None
-        both = new_queries(x, w.rope, w.kv_lora, True, False, w.heads) if cache.mode == "joint" else None
+        both = new_queries(x, q_rope[1], q_out[1], True, False, q_out[0]) if mode == "joint" else None
         made: Any = calls.new_mla_preprocess(
             x,
-            *held,
+            *rows,
             cos,
             sin,
             slot_mapping,
-            *tail,
-            q_out=(w.heads, w.kv_lora) if both is None else both.q_out,
-            q_rope=(w.heads, w.rope) if both is None else both.q_rope,
-            latent=cache.latent,
-            rope=cache.rope,
-            latent_q=w.q_lora if latent else None,
+            _FORMS[quant],
+            interleaved,
+            mode == "tiled",
+            eps,
+            None,
+            None,
+            q_out if both is None else both.q_out,
+            q_rope if both is None else both.q_rope,
+            cache.latent,
+            cache.rope,
+            q_lora if latent else None,
         )
     except (RuntimeError, TypeError, AttributeError):
         return None
     if made is None:
         return None
-    cache.kv_lora = w.kv_lora
     if both is None:
         return made  # type: ignore[no-any-return]
+    cache.kv_lora = q_out[1]
     return (*both.pair, made) if latent else both.pair
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,17 @@ _FLOAT32 = (
     "scale1",
     "offset1",
 )  # whatever the module is cast to
+
+
+class Prepared(NamedTuple):
+    """What a call of the kernel takes from the weights, in one place: a module's attributes lie in many."""
+
+    rows: tuple[torch.Tensor | None, ...]
+    quant: str | None
+    interleaved: bool
+    q_out: tuple[int, int]  # heads and elements of a token's queries
+    q_rope: tuple[int, int]
+    q_lora: int | None
 
 
 class MLAWeights(nn.Module):
@@ -243,15 +254,17 @@ class MLAWeights(nn.Module):
         norms = (t["gamma0"], t["gamma1"], t["gamma2"], t["beta0"], t["beta1"])
         return Parts(down, up, t["wuk"], *norms, self.quant, self.interleaved)
 
-    def prepared(self) -> tuple[torch.Tensor | None, ...] | None:
+    def prepared(self) -> Prepared | None:
         """What kernels on a CPU take, kept between calls; None where they would need a copy of something."""
         held = self.__dict__.get("_prepared")
         if held is None:
-            parts = self.parts()
+            parts, s = self.parts(), self._sizes
             rows = parts.as_rows()
             given = {id(t) for t in parts.tensors}
             usable = parts.quant != "weight_int4" and all(id(t) in given for t in rows)
-            held = self.__dict__["_prepared"] = rows if usable and parts.wuk.is_cpu else ()
+            sizes = (s.heads, s.kv_lora), (s.heads, s.rope), s.q_lora
+            found = Prepared(rows, parts.quant, parts.interleaved, *sizes)
+            held = self.__dict__["_prepared"] = found if usable and parts.wuk.is_cpu else ()
         return held or None
 
     def __setattr__(self, name: str, value: Any) -> None:

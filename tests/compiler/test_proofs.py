@@ -14,7 +14,7 @@ import torch
 
 import opsmith
 from opsmith import measure
-from opsmith.compiler import Config, proofs, study, worth
+from opsmith.compiler import Config, inductor, proofs, study, worth
 from opsmith.compiler.kept import Kept
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Feed, Truth, numbers, seeded
@@ -51,6 +51,17 @@ def test_a_second_process_takes_the_verdicts_over(proved: list[str]) -> None:
     ]
     with torch.no_grad():
         Truth(model).check(again(x), x)
+
+
+def test_what_is_proved_while_compilers_work_is_proved_once(
+    proved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = seeded(Feed), numbers(3, 4, WIDTH)
+    answers = iter([True, True, True, False, False])  # on entering, and before each of two sites
+    monkeypatch.setattr(inductor, "busy", lambda: next(answers))
+    report = _optimize(model, x).opsmith.report.graphs[0]
+    assert len(proved) == len(report.kept) > 2
+    assert next(answers, None) is False  # asked until it was over
 
 
 def _weight(model: Any, x: torch.Tensor) -> None:

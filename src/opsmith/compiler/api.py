@@ -16,11 +16,12 @@ from torch import fx, nn
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
 from opsmith.compiler.capture import NotGeneral, capture
-from opsmith.compiler.compiled import CompiledGraph, GraphReport, Progress, warn_left
+from opsmith.compiler.compiled import CompiledGraph, Progress
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.entry import entry, uncollected
 from opsmith.compiler.latent import Latent
+from opsmith.compiler.outcome import GraphReport, warn_left
 from opsmith.compiler.parts import by_parts
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.quantize import Packing
@@ -302,7 +303,13 @@ def _calls(example_inputs: Any) -> list[Call]:
                 "optimize: example_inputs must be a tensor, a tuple, a dictionary, or a list of these, "
                 f"got {type(one).__name__}"
             )
-    return calls
+    # The largest first: it has the longest proofs, and for these there is time while compilers get ready.
+    return sorted(calls, key=_elements, reverse=True)
+
+
+def _elements(call: Call) -> int:
+    values = (*call[0], *call[1].values())
+    return sum(v.numel() for v in values if isinstance(v, torch.Tensor))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +16,11 @@ from torch.fx import Node
 from opsmith.compiler import inductor
 from opsmith.compiler.bind import Form
 from opsmith.compiler.mutation import Effects, Rehearsal, effects
+from opsmith.compiler.outcome import GraphReport, SiteReport, warn_left
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
 from opsmith.compiler.program import Program, record
 from opsmith.compiler.reasons import raised
-from opsmith.compiler.recognize import Miss, Recognition, recognize
+from opsmith.compiler.recognize import Recognition, recognize
 from opsmith.compiler.rewrite import rewrite
 from opsmith.compiler.select import Choice, Packer, Selector, signature
 from opsmith.compiler.settle import call_of, settle
@@ -42,36 +41,6 @@ _version = torch._C.TensorBase.__dict__["_version"].__get__
 _address = torch.Tensor.data_ptr
 
 
-@dataclass
-class SiteReport:
-    """What became of one site."""
-
-    name: str
-    operator: str
-    pattern: str
-    where: str
-    composite: bool
-    status: str = "kept"  # or "rolled back"
-    error: float = 0.0
-    bound: float = 0.0
-    why: str = ""
-
-
-@dataclass
-class GraphReport:
-    """What was found in one graph, and what was proven of it."""
-
-    sites: list[SiteReport] = field(default_factory=list)
-    misses: list[Miss] = field(default_factory=list)
-    nodes: int = 0
-    left: str = ""  # why the graph runs as it was captured, where it could not be studied
-
-    @property
-    def kept(self) -> list[SiteReport]:
-        """The sites that no proof has rolled back."""
-        return [s for s in self.sites if s.status == "kept"]
-
-
 def _unwatched() -> AbstractContextManager[None]:
     """Whoever counts what is saved for the gradients (a checkpointed layer) does not count a study's."""
     return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
@@ -79,14 +48,6 @@ def _unwatched() -> AbstractContextManager[None]:
 
 def _itself(saved: torch.Tensor) -> torch.Tensor:
     return saved
-
-
-def warn_left(report: GraphReport) -> None:
-    """Say that a graph is not optimized: a fault of ours, and not of the model's."""
-    warnings.warn(
-        f"opsmith: a graph of {report.nodes} operations runs as it was, since it could not be studied: {report.left}",
-        stacklevel=2,
-    )
 
 
 class CompiledGraph:
@@ -275,6 +236,9 @@ class CompiledGraph:
         if not self._versions and self._weights:
             self._repack(args)
         self._load_kernels(args, training)
+        if inductor.busy() and not self._changed:
+            with torch.no_grad():
+                Study(self, args, training).foresee(while_=inductor.busy)
         inductor.wait()
         before = len(self.report.kept)
         with torch.no_grad():

@@ -77,6 +77,11 @@ def get_ready() -> None:
         pool.shutdown(wait=False)
 
 
+def busy() -> bool:
+    """True while something runs in the background."""
+    return _headers is not None and not _headers.done()
+
+
 def wait() -> None:
     """Return once nothing runs in the background: before anything is timed."""
     if _headers is not None:

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from opsmith.compiler.compiled import GraphReport, SiteReport
 from opsmith.compiler.latent import LatentReport
+from opsmith.compiler.outcome import GraphReport, SiteReport
 from opsmith.compiler.quantize import QuantizedLayer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from opsmith.compiler.bind import Form
 from opsmith.compiler.filled import filled
 from opsmith.compiler.joined import joined
 from opsmith.compiler.operands import Made, evaluate, nodes_in
+from opsmith.compiler.outcome import SiteReport
 from opsmith.compiler.prove import prove
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.select import Choice
@@ -23,7 +24,7 @@ from opsmith.compiler.slots import memory
 from opsmith.operator import Verdict
 
 if TYPE_CHECKING:
-    from opsmith.compiler.compiled import CompiledGraph, SiteReport
+    from opsmith.compiler.compiled import CompiledGraph
 
 # A model that computes something under no_grad turns recording on again behind it: not while its values are studied.
 _SET_GRAD = torch._C._set_grad_enabled
@@ -62,37 +63,58 @@ class Study:
                     self.last[node] = max(self.last[node], self.order[end])
 
     def run(self) -> list[tuple[str, Site]]:
+        """Choose and prove; the sites that are kept."""
         owner = self.owner
         kept: list[tuple[str, Site]] = []
+        names = (n for ending in self._walk() for m in ending for n in self._divided(m))
+        for done, name in enumerate(names, 1):
+            if owner.progress is not None:
+                owner.progress(name, done, len(owner.sites))
+            # What failed at other sizes stays out: one rewritten graph serves all.
+            report = next(r for r in owner.report.sites if r.name == name)
+            if report.status == "kept" and self._site(name, report):
+                kept.append((name, owner.sites[name]))
+        return kept
+
+    def foresee(self, while_: Callable[[], bool]) -> None:
+        """Prove what each card would take first, most of which is chosen later: work for a time in which nothing
+        can be timed.
+        """
+        if self.proved is None:
+            return
+        for name in (n for ending in self._walk() for n in ending):
+            if not while_():
+                return
+            site = self.owner.sites[name]
+            call = call_of(site, self.value)
+            self._prove(site, site.card.candidates(**call)[0][0].name, call)
+
+    def _walk(self) -> Iterator[list[str]]:
+        """Run the graph, node by node; at each one the sites that end there, whose values are all at hand."""
         ending: dict[int, list[Node]] = {}
         for node, index in self.last.items():
             ending.setdefault(index, []).append(node)
         inputs = iter(self.args)
-        done = 0
         for i, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.env[node] = next(inputs)
             elif node.op == "get_attr":
-                self.env[node] = attribute(owner.original, str(node.target))
+                self.env[node] = attribute(self.owner.original, str(node.target))
             elif node.op == "call_function" and node.target is not _SET_GRAD:
-                args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
-                cast = None if self.training else owner.packer.cast(node, args)
-                self.env[node] = node.target(*args, **kwargs) if cast is None else cast
-                if cast is not None:
-                    self.weights.add(memory(cast))
-                if node.target is filled:
-                    self._in_buffers([node])
-            for name in [n for m in self.at.get(node, ()) for n in self._divided(m)]:
-                done += 1
-                if owner.progress is not None:
-                    owner.progress(name, done, len(owner.sites))
-                # What failed at other sizes stays out: one rewritten graph serves all.
-                report = next(r for r in owner.report.sites if r.name == name)
-                if report.status == "kept" and self._site(name, report):
-                    kept.append((name, owner.sites[name]))
+                self._call(node)
+            yield self.at.get(node, [])
             for finished in ending.get(i, ()):
                 self.env.pop(finished, None)
-        return kept
+
+    def _call(self, node: Node) -> None:
+        packer = self.owner.packer
+        args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
+        cast = None if self.training else packer.cast(node, args)
+        self.env[node] = node.target(*args, **kwargs) if cast is None else cast  # type: ignore[operator]
+        if cast is not None:
+            self.weights.add(memory(cast))
+        if node.target is filled:
+            self._in_buffers([node])
 
     def value(self, node: Node) -> Any:
         return self.env[node]

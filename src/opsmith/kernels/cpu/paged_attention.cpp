@@ -227,8 +227,8 @@ class Paged {
     if (unit() == 2) return score(std::integral_constant<int, 2>{}, Any{});
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, bfloat16>) {
-      if (rows.count % 8 == 0 && rows.lanes == rows.count && (dim_ == 4 * step || dim_ == 2 * step)) {
-        return (dim_ == 4 * step ? score_twos<4> : score_twos<2>)(rows, from, skip, further, tokens, walk.to.scores);
+      if (rows.lanes == rows.count && (dim_ == 4 * step || dim_ == 2 * step)) {
+        return (dim_ == 4 * step ? score_fours<4> : score_fours<2>)(rows, from, skip, further, tokens, walk.to.scores);
       }
     }
 #endif
@@ -276,27 +276,8 @@ class Paged {
     }
   }
 
-  // Scores or weights times the factors of their tokens and heads.
   void scale(float* x, const float* const* from, const View& scale, const Whole& whole, int64_t keys) const {
-    const int64_t stride = scale.strides[2], first = whole.head * stride;
-#if defined(OPSMITH_AVX512)
-    if (slots_ == 4 && stride == 1 && lanes_ == 4 * whole.heads && lanes_ % W == 0) {  // a vector has four heads
-      const __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-      for (int64_t j = 0; j < keys; ++j) {
-        for (int64_t v = 0; v < lanes_; v += W, x += W) {
-          const __m512 factor = _mm512_castps128_ps512(_mm_loadu_ps(from[j] + first + v / 4));
-          store(x, load(x) * (Vec)_mm512_permutexvar_ps(four, factor));
-        }
-      }
-      return;
-    }
-#endif
-    for (int64_t j = 0; j < keys; ++j, x += lanes_) {
-      for (int64_t h = 0; h < whole.heads; ++h) {
-        const float factor = from[j][first + h * stride];
-        for (int64_t r = h * slots_; r < (h + 1) * slots_; ++r) x[r] *= factor;
-      }
-    }
+    scale_heads(x, from, whole.head * scale.strides[2], scale.strides[2], whole.heads, slots_, lanes_, keys);
   }
 
   // Scores to weights; where a row's maximum grows, what was summed so far is scaled down.
@@ -307,7 +288,7 @@ class Paged {
       const float* const s = walk.to.scores + v;
       Vec most = load(s);
       for (int64_t i = stride; i < vecs; i += stride) most = max(load(s + i), most);
-      if (lanes_ < W) most = most_of_rows(most);
+      if (lanes_ < W) most = most_of_rows(most, lanes_);
       Vec base = load(walk.sums.largest() + v);
       if (any(most > base)) base = walk.sums.raise(v, most, lanes_, exponent_);
       base = select(base == -kInfinity, Vec{}, base);
@@ -333,17 +314,6 @@ class Paged {
       }
       store(walk.sums.totals() + v, load(walk.sums.totals() + v) + total);
     }
-  }
-
-  // Of lanes that hold several tokens of each row, the largest of a row in all of its lanes.
-  Vec most_of_rows(Vec x) const {
-    float lane[W];
-    store(lane, x);
-    for (int64_t h = W / 2; h >= lanes_; h /= 2) {
-      for (int64_t i = 0; i < h; ++i) lane[i] = std::max(lane[i], lane[i + h]);
-    }
-    for (int64_t i = lanes_; i < W; ++i) lane[i] = lane[i - lanes_];
-    return load(lane);
   }
 
   // The sums of those who had a part of a whole, and what they make.

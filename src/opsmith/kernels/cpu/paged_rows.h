@@ -149,36 +149,39 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
 }
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
-// The same for an even number of heads of 4 rows with `fixed` vectors each, two tokens at a time: a vector of a query, once loaded, meets
-// both, where loads took longer than products.
+// The same for heads of 4 rows with `fixed` vectors each, four tokens at a time: a vector of a query, once loaded, meets all four, where
+// loads took longer than products.
 template <int fixed>
-__attribute__((noinline)) void score_twos(const Rows& rows, const bfloat16* const* keys, int64_t skip, int64_t further, int64_t tokens,
-                                          float* scores) {
-  constexpr int R = 4;
-  for (const bfloat16* const* const end = keys + tokens; keys < end; keys += 2, scores += 2 * rows.lanes) {
-    for (int64_t row = 0; row < rows.count; row += 2 * R) {
-      Vec sum[W] = {};  // of the first token, then of the second
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        const int64_t at = rows.offset[row / R + h];
-        const uintptr_t far[2] = {uintptr_t(keys[skip] + at), uintptr_t(keys[skip + 1] + at)};
+__attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* const* keys, int64_t skip, int64_t further, int64_t tokens,
+                                           float* scores) {
+  constexpr int R = 4, N = 4;
+  for (const bfloat16* const* const end = keys + tokens; keys < end; keys += N, scores += N * rows.lanes) {
+    for (int64_t row = 0; row < rows.count; row += R) {
+      Vec sum[W] = {};  // of each token's rows
+      const int64_t at = rows.offset[row / R];
 #pragma GCC unroll 4
-        for (int c = 0; c < fixed; ++c) {
-          ask(far[0] + 64 * c), ask(far[1] + 64 * c);
-          const Vec first = (Vec)_mm512_loadu_si512(keys[0] + at + 2 * W * c), second = (Vec)_mm512_loadu_si512(keys[1] + at + 2 * W * c);
+      for (int c = 0; c < fixed; ++c) {
+        Vec key[N];
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
-            const Vec q = load(rows.q + ((row + h * R + r) * fixed + c) * W);
-            sum[h * R + r] = BFloatUnits::mac(q, first, sum[h * R + r]);
-            sum[2 * R + h * R + r] = BFloatUnits::mac(q, second, sum[2 * R + h * R + r]);
-          }
+        for (int t = 0; t < N; ++t) {
+          ask(uintptr_t(keys[skip + t] + at) + 64 * c);
+          key[t] = (Vec)_mm512_loadu_si512(keys[t] + at + 2 * W * c);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const Vec q = load(rows.q + ((row + r) * fixed + c) * W);
+#pragma GCC unroll 4
+          for (int t = 0; t < N; ++t) sum[t * R + r] = BFloatUnits::mac(q, key[t], sum[t * R + r]);
         }
       }
-      const __m512 both = (__m512)fold<BFloatUnits>(sum);
-      _mm256_storeu_ps(scores + row, _mm512_castps512_ps256(both));
-      _mm256_storeu_ps(scores + rows.lanes + row, _mm512_extractf32x8_ps(both, 1));
+      const __m512 all = (__m512)fold<BFloatUnits>(sum);
+      float* const to = scores + row;
+      _mm_storeu_ps(to, _mm512_castps512_ps128(all));
+      _mm_storeu_ps(to + rows.lanes, _mm512_extractf32x4_ps(all, 1));
+      _mm_storeu_ps(to + 2 * rows.lanes, _mm512_extractf32x4_ps(all, 2));
+      _mm_storeu_ps(to + 3 * rows.lanes, _mm512_extractf32x4_ps(all, 3));
     }
-    for (int i = 0; further && i < 2; ++i) ask(uintptr_t(keys[further + i] + rows.offset[0]));
+    for (int t = 0; further && t < N; ++t) ask(uintptr_t(keys[further + t] + rows.offset[0]));
   }
 }
 #endif

@@ -34,6 +34,17 @@ struct Sums {
   }
 };
 
+// Of a vector that holds several tokens of `lanes` rows each, the largest of a row in all of its lanes.
+inline Vec most_of_rows(Vec x, int64_t lanes) {
+  float lane[W];
+  store(lane, x);
+  for (int64_t h = W / 2; h >= lanes; h /= 2) {
+    for (int64_t i = 0; i < h; ++i) lane[i] = std::max(lane[i], lane[i + h]);
+  }
+  for (int64_t i = lanes; i < W; ++i) lane[i] = lane[i - lanes];
+  return load(lane);
+}
+
 // Row r of all parts, in the first one's place. The sum of its weights is returned.
 inline float merge_row(const std::vector<Sums>& parts, int64_t r, int64_t period, float exponent) {
   float largest = -kInfinity, total = 0;

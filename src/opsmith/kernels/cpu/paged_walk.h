@@ -57,6 +57,30 @@ struct Tiles {
   }
 };
 
+// Scores or weights, `lanes` of a token, times the factors of their tokens and heads. A token's factors are `stride` apart from `first`
+// on; each is of `slots` rows.
+inline void scale_heads(float* x, const float* const* factors, int64_t first, int64_t stride, int64_t heads, int64_t slots, int64_t lanes,
+                        int64_t keys) {
+#if defined(OPSMITH_AVX512)
+  if (slots == 4 && stride == 1 && lanes == 4 * heads && lanes % W == 0) {  // a vector has four heads
+    const __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    for (int64_t j = 0; j < keys; ++j) {
+      for (int64_t v = 0; v < lanes; v += W, x += W) {
+        const __m512 factor = _mm512_castps128_ps512(_mm_loadu_ps(factors[j] + first + v / 4));
+        store(x, load(x) * (Vec)_mm512_permutexvar_ps(four, factor));
+      }
+    }
+    return;
+  }
+#endif
+  for (int64_t j = 0; j < keys; ++j, x += lanes) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const float factor = factors[j][first + h * stride];
+      for (int64_t r = h * slots; r < (h + 1) * slots; ++r) x[r] *= factor;
+    }
+  }
+}
+
 // A thread's memory.
 struct Buffers {
   float *q = nullptr, *scores = nullptr, *weights = nullptr;

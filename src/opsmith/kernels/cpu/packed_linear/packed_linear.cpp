@@ -28,6 +28,8 @@ constexpr int kVectors = 2;
 constexpr int most_rows(int D) {
   return W == 16 ? (D == 1 ? 12 : D == 2 ? 6 : 3) : (D == 1 ? 4 : D == 2 ? 2 : 1);
 }
+// Whether so many rows keep the processor from seeing the next loads: otherwise it fetches ahead by itself, and better.
+constexpr bool busy(int rows, int D, bool nibbles) { return rows * D * (nibbles ? 2 : 1) >= 8; }
 // The low digits of a pair of nibbles are multiplied at once for so many rows: fewer do not pay for what is to be taken off.
 constexpr int kLeastPaired = 3, kMostPaired = 5;
 
@@ -56,11 +58,15 @@ inline Vec load_some(const T* p, int64_t columns) {
 
 template <int D, int R, int NV, bool nibbles>
 __attribute__((noinline)) void multiply(const Tile& t) {
-  // The processor fetches ahead by itself, and better, unless the arithmetic keeps it from seeing the next loads.
-  constexpr bool busy = R * D * (nibbles ? 2 : 1) >= 8;
   constexpr bool paired = kPairsPay && nibbles && D == 2 && R >= kLeastPaired && R <= kMostPaired;
   const uint8_t* w = t.weight;
   const int8_t* x = t.digits;
+  Vec total[R][NV];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; ++n) total[r][n] = t.first ? Vec{} : load(t.sums + r * kColumns + n * W);
+  }
   int64_t k = 0;
   for (int64_t b = 0; k < t.depth; ++b) {
     IVec sum[R][D][NV], zero[NV], rest[NV] = {};
@@ -119,7 +125,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       Bytes column[NV];
 #pragma GCC unroll 2
       for (int n = 0; n < NV; ++n) {
-        if constexpr (busy) {
+        if constexpr (busy(R, D, nibbles)) {
           prefetch_far(w + kAhead + n * 4 * W);
           __builtin_prefetch(w + kNear + n * 4 * W, 0, 3);
         }
@@ -146,6 +152,9 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         add(column);
       }
     }
+    // The next panel's, which lie beside these: the processor does not see lines so far apart coming.
+    if (t.scale) prefetch(t.scale + b * t.scale_stride + kColumns);
+    if (t.zero) prefetch(t.zero + b * t.zero_stride + kColumns);
     Vec scale[NV];
 #pragma GCC unroll 2
     for (int n = 0; n < NV; ++n) {
@@ -158,15 +167,21 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       for (int n = 0; n < NV; ++n) {
         Vec whole;
         if constexpr (D == 1) whole = to_float(sum[r][0][n]);
-        if constexpr (D == 2) whole = to_float((sum[r][1][n] << t.low_bits) + sum[r][0][n] - rest[n]);
+        if constexpr (D == 2) {
+          const int low_bits = nibbles ? kNibbleBits : t.low_bits;
+          whole = to_float((sum[r][1][n] << low_bits) + sum[r][0][n] - rest[n]);
+        }
         if constexpr (D == 4) {
           whole = fma(to_float((sum[r][3][n] << 8) + sum[r][2][n]), 65536.0f, to_float((sum[r][1][n] << 8) + sum[r][0][n]));
         }
-        float* p = t.sums + r * kColumns + n * W;
-        const Vec product = whole * (scale[n] * factor);
-        store(p, t.first && b == 0 ? product : load(p) + product);
+        total[r][n] = fma(whole, scale[n] * factor, total[r][n]);
       }
     }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; ++n) store(t.sums + r * kColumns + n * W, total[r][n]);
   }
 }
 
@@ -241,10 +256,12 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
       const int64_t row = x.first_row(tile), rows = x.first_row(tiles_end) - row;
       const uint8_t* const panel = p.weight.as<uint8_t>() + first * depth * width_bits / 8;
       if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
-      for (int64_t k = 0; k < depth; k += kChunk) {
+      // One tile shares the panel with no other. A row or two, which wait for memory, are not faster for it.
+      const int64_t chunk = tiles_end - tile == 1 && busy(int(rows), D, nibbles) ? depth : kChunk;
+      for (int64_t k = 0; k < depth; k += chunk) {
         Tile t;
         t.blocks = x.blocks;
-        t.depth = std::min(kChunk, depth - k);
+        t.depth = std::min(chunk, depth - k);
         t.block = x.block;
         t.low_bits = nibbles ? kNibbleBits : kBits;
         t.weight = panel + k * width * width_bits / 8;

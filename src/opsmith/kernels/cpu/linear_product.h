@@ -134,7 +134,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
   const int64_t some = std::max(depth, kSum), most = m <= kFewRows ? kLongBlock : kBlock;
   const int64_t length = round_up(ceil_div(some, ceil_div(some, most)), kSum);
-  parallel_for(s.row_blocks * s.groups, s.grain, [&](int64_t begin, int64_t end) {
+  parallel_shares(s.row_blocks * s.groups, s.grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(group * panel_step);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task / s.groups, first = task % s.groups * group * kPanel;

@@ -2,96 +2,40 @@
 // and on the CPU, no gradient, and a thread in which nothing listens. Every other call goes to the operator that PyTorch registered.
 //
 // What has no place in PyTorch's stable ABI is needed here, so a library serves the one version it was built with.
-#include <Python.h>
+#include "direct.h"
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/linear_ops.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Dtype.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <string>
 
-#include "binding_tensor.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
-
-// Two functions whose headers would take ten times as long to compile as all of this. A version of PyTorch that has them no more makes
-// the library one that does not load, and all calls PyTorch's.
-namespace at {
-TORCH_API bool hasCallbacks();
-}
-TORCH_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+TORCH_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);  // without its header, as in direct.h
 
 namespace {
 
-using Value = uint64_t;  // a number, or the address of what a kernel is lent
-using Direct = void (*)(const Value*);
-
-constexpr int kMost = 32;  // arguments
-constexpr int kMostMade = 4;  // results
-constexpr int64_t kLarge = int64_t(4) << 20;  // bytes from which memory comes from the system, page by page
+using namespace opsmith;
 
 PyTypeObject* tensor_type;
 PyTypeObject* parameter_type;
 Py_ssize_t place_of_impl;  // in a tensor's Python object
 
-struct Kernel {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
-  Direct direct;
-  PyObject* op;  // what PyTorch registered
-  PyObject* name;
-  PyObject* names;  // of the arguments
-  PyObject* defaults;  // of the arguments, Ellipsis where there is none
-  int count;
-  bool makes;  // its results, or True where it was given all of them; None from a call that is not for us
-  char types[kMost];  // T tensor, o tensor or None, y output, p output or None, i int, f float, g float or None, b bool
-};
-
-bool is_output(char type) { return type == 'y' || type == 'p'; }
-bool is_tensor(char type) { return is_output(type) || type == 'T' || type == 'o'; }
-
-constexpr c10::DispatchKeySet kOfAutograd =
-    c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
-
-// Whether nothing but the tensors decides which kernel runs, and nobody looks on.
-bool undisturbed() {
-  static const c10::impl::LocalDispatchKeySet usual{c10::impl::PODLocalDispatchKeySet{}};
-  const c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
-  return now.included_ - kOfAutograd == usual.included_ - kOfAutograd &&
-         now.excluded_ - kOfAutograd == usual.excluded_ - kOfAutograd && !c10::impl::dispatch_mode_enabled() &&
-         !at::impl::torch_function_mode_enabled() && !at::hasCallbacks();
-}
-
 // The tensor of a Python object, or nullptr where it is not a plain one on the CPU.
 c10::TensorImpl* plain(PyObject* given) {
   if (Py_TYPE(given) != tensor_type && Py_TYPE(given) != parameter_type) return nullptr;
   auto* const t = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(given) + place_of_impl);
-  constexpr c10::DispatchKeySet kBeside = kOfAutograd | c10::autocast_dispatch_keyset;
-  return t->key_set() - kBeside == c10::DispatchKeySet(c10::DispatchKey::CPU) ? t : nullptr;
+  return is_plain(t) ? t : nullptr;
 }
 
 // One argument as a number; a tensor as its address. False where PyTorch has to decide.
-bool convert(char type, PyObject* given, bool grad, Value& value) {
+bool convert(char type, PyObject* given, Value& value) {
   if (is_tensor(type)) {
-    if (given == Py_None && (type == 'o' || type == 'p')) {
-      value = 0;
-      return true;
-    }
+    value = 0;
+    if (given == Py_None && is_optional(type)) return true;
     c10::TensorImpl* const t = plain(given);
     value = reinterpret_cast<Value>(t);
-    return t != nullptr && !(grad && t->requires_grad());
+    return t != nullptr;
   }
   if (type == 'i') {
     if (!PyLong_CheckExact(given)) return false;
@@ -127,41 +71,6 @@ bool place(const Kernel* self, PyObject* const* args, Py_ssize_t given, PyObject
   for (int i = 0; i < self->count; ++i) {
     if (placed[i] == Py_Ellipsis && !(self->makes && is_output(self->types[i]))) return false;
   }
-  return true;
-}
-
-// Lets Linux back new memory, about to be written, with pages of 2 MB, and at once. Most of a large result's time goes to its first
-// touch. Where two threads touch it while they write, a quarter of the calls were seen to take twice as long. Memory that is there
-// already stays as it is.
-void back_with_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-#if !defined(MADV_POPULATE_WRITE)
-#define MADV_POPULATE_WRITE 23
-#endif
-  static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
-  if (bytes < kLarge) return;
-  const uintptr_t at = reinterpret_cast<uintptr_t>(memory), start = (at + page - 1) / page * page;
-  const size_t size = (at + uintptr_t(bytes) - start) / page * page;
-  unsigned char resident = 0;
-  mincore(reinterpret_cast<void*>(start + size / (2 * page) * page), page, &resident);
-  if (resident & 1) return;
-  madvise(reinterpret_cast<void*>(start), size, MADV_HUGEPAGE);  // wishes: may be refused
-  madvise(reinterpret_cast<void*>(start), size, MADV_POPULATE_WRITE);
-#endif
-}
-
-// New memory for a result; false where there is no such memory.
-bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& y) {
-  int64_t bytes = int64_t(c10::elementSize(dtype));
-  for (const int64_t size : sizes) {
-    if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
-  }
-  try {
-    y = at::detail::empty_cpu(sizes, dtype);
-  } catch (const std::exception&) {
-    return false;
-  }
-  back_with_huge_pages(y.mutable_data_ptr(), bytes);
   return true;
 }
 
@@ -205,21 +114,31 @@ bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
   return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y);
 }
 
-struct Made {
-  at::TensorBase tensors[kMostMade];
-  int count = 0;
-};
-
 // The results that a call asks for: those that have no default, and others that it describes. A tensor is one to write into.
-bool make(const Kernel* self, PyObject** placed, bool grad, Value* values, Made& made) {
+bool make(const Kernel* self, PyObject** placed, Value* values, Made& made) {
   const c10::TensorImpl* const x = plain(placed[0]);
   if (!x || !x->is_contiguous()) return false;
   for (int i = 0; i < self->count; ++i) {
-    if (!is_output(self->types[i]) || convert(self->types[i], placed[i], grad, values[i])) continue;
+    if (!is_output(self->types[i]) || convert(self->types[i], placed[i], values[i])) continue;
     if (made.count == kMostMade || !described(placed[i], x, made.tensors[made.count])) return false;
+    made.places[made.count] = i;
     values[i] = reinterpret_cast<Value>(made.tensors[made.count++].unsafeGetTensorImpl());
   }
   return true;
+}
+
+int outputs(const Kernel* self, const Value* values) {
+  int count = 0;
+  for (int i = 0; i < self->count; ++i) count += is_output(self->types[i]) && values[i] != 0;
+  return count;
+}
+
+// Whether autograd would record the call.
+bool wants_gradient(const Kernel* self, const Value* values) {
+  for (int i = 0; i < self->count; ++i) {
+    if (is_tensor(self->types[i]) && values[i] != 0 && reinterpret_cast<c10::TensorImpl*>(values[i])->requires_grad()) return true;
+  }
+  return false;
 }
 
 PyObject* results(const Made& made) {
@@ -236,61 +155,36 @@ PyObject* results(const Made& made) {
   return all;
 }
 
-opsmith::Tensor lent(c10::TensorImpl* t) {
-  const c10::Device device = t->device();
-  return {t->mutable_data(), t->sizes().data(), t->strides().data(), t->dim(), c10::typeMetaToScalarType(t->dtype()), device.type(),
-          device.index()};
-}
-
-// What went wrong, or nothing. Whoever calls us holds the arguments meanwhile.
-std::string run(const Kernel* self, Value* values) {
-  PyThreadState* const state = PyEval_SaveThread();
-  std::string wrong;
-  opsmith::Tensor tensors[kMost];
-  try {
-    for (int i = 0; i < self->count; ++i) {
-      if (values[i] == 0) continue;
-      if (is_tensor(self->types[i])) {
-        tensors[i] = lent(reinterpret_cast<c10::TensorImpl*>(values[i]));
-        values[i] = reinterpret_cast<Value>(&tensors[i]);
-      } else if (self->types[i] == 'g') {
-        values[i] = reinterpret_cast<Value>(&reinterpret_cast<PyFloatObject*>(values[i])->ob_fval);
-      }
-    }
-    self->direct(values);
-  } catch (const std::exception& error) {
-    wrong = error.what();
-    if (wrong.empty()) wrong = "opsmith: a kernel failed";
-  } catch (...) {
-    wrong = "opsmith: a kernel failed";
-  }
-  PyEval_RestoreThread(state);
-  return wrong;
-}
-
 PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* names) {
   auto* const self = reinterpret_cast<Kernel*>(me);
   PyObject* placed[kMost];
   Value values[kMost];
   Made made;
   bool ours = place(self, args, PyVectorcall_NARGS(flags), names, placed) && undisturbed();
-  const bool grad = ours && c10::GradMode::is_enabled();
   for (int i = 0; ours && i < self->count; ++i) {
     const char type = self->types[i];
-    ours = (self->makes && is_output(type)) || convert(type, placed[i], grad, values[i]);
+    if (self->makes && is_output(type)) {
+      values[i] = 0;
+    } else {
+      ours = convert(type, placed[i], values[i]);
+    }
   }
-  ours = ours && (!self->makes || make(self, placed, grad, values, made));
+  const bool grad = ours && c10::GradMode::is_enabled();
+  const bool records = grad && wants_gradient(self, values);
+  ours = ours && (!records || (self->makes && self->recorder && self->recorder->takes(*self, values)));
+  ours = ours && (!self->makes || make(self, placed, values, made));
+  if (ours && grad && made.count < outputs(self, values)) ours = !records && !wants_gradient(self, values);  // into what is given
   if (!ours) {
     if (self->makes) Py_RETURN_NONE;
     return PyObject_Vectorcall(self->op, args, flags, names);
   }
-  const std::string wrong = run(self, values);
+  const std::string wrong = records ? self->recorder->run(*self, values, made) : run(*self, values);
   if (wrong.empty()) {
     if (!self->makes) Py_RETURN_NONE;
     if (made.count == 0) Py_RETURN_TRUE;
     return results(made);
   }
-  PyErr_SetString(PyExc_RuntimeError, wrong.c_str());
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, wrong.c_str());  // else a hook's for saved tensors
   return nullptr;
 }
 
@@ -406,6 +300,7 @@ EXPORT PyObject* opsmith_direct(void* direct, const char* types, PyObject* op, P
   if (!self) return nullptr;
   self->vectorcall = call;
   self->direct = reinterpret_cast<Direct>(direct);
+  self->recorder = nullptr;
   self->op = Py_NewRef(op);
   self->name = Py_NewRef(name);
   self->names = Py_NewRef(names);

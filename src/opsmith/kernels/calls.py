@@ -38,8 +38,9 @@ _TYPES = {
     "Optional[float]": "g",
     "bool": "b",
 }
+_WRITTEN = {"T": "y", "o": "p"}
 
-_kernels: list[ctypes.CDLL] = []  # the libraries of kernels that were loaded
+loaded: list[ctypes.CDLL] = []  # the libraries of kernels
 early: set[str] = set()  # names that were asked for before theirs was
 _lock = threading.Lock()
 
@@ -51,12 +52,17 @@ def __getattr__(name: str) -> Any:
     op = name.removeprefix("new_")
     overload = getattr(torch.ops.opsmith, op).default
     with _lock:
-        direct = next((d for kernels in _kernels if (d := kernels.opsmith_kernel(op.encode()))), None)
-        made = None if direct is None else _made(direct, overload, op != name)
+        at = boxed(op)
+        made = None if at is None else _made(at, overload, op != name)
         globals()[name] = found = made or (overload._op if op == name else _not_ours)
-        if direct is None:
+        if at is None:
             early.add(name)
     return found
+
+
+def boxed(kernel: str) -> int | None:
+    """The address of a kernel that is loaded."""
+    return next((at for kernels in loaded if (at := kernels.opsmith_kernel(kernel.encode()))), None)
 
 
 def linear_row(x: Any, weight: Any, bias: Any, most: int) -> torch.Tensor | None:
@@ -92,7 +98,7 @@ def begin(path: Path) -> None:
     kernels = ctypes.CDLL(str(path))
     kernels.opsmith_kernel.restype = ctypes.c_void_p
     with _lock:
-        _kernels.append(kernels)
+        loaded.append(kernels)
         for name in [n for n in early if kernels.opsmith_kernel(n.removeprefix("new_").encode())]:
             early.remove(name)
             globals().pop(name, None)
@@ -102,30 +108,29 @@ def begin(path: Path) -> None:
 
 def not_built_yet() -> list[build.Library]:
     """What calls kernels, for whoever is about to build these: nothing where it is loaded, or cannot be had."""
-    wanted = _wanted()
+    wanted = made_for_this_python("direct", SOURCE)
     return [wanted] if wanted and not library.cache_info().currsize else []
 
 
-def _wanted() -> build.Library | None:
+def made_for_this_python(name: str, source: Path) -> build.Library | None:
+    """A library that is for one PyTorch and one Python; None where it cannot be had."""
     headers = Path(sysconfig.get_path("include"))
     if os.environ.get("OPSMITH_NATIVE") == "0" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     if not (headers / "Python.h").exists():  # a compiler would say so at the start of every process
         return None
     flags = (
-        *("-std=c++20", "-UTORCH_TARGET_VERSION", f"-I{headers}"),
+        *("-std=c++20", "-UTORCH_TARGET_VERSION", "-DAT_PER_OPERATOR_HEADERS", f"-I{headers}"),
         *(f'-DOPSMITH_TORCH="{torch.__version__}"', f'-DOPSMITH_PYTHON="{sys.version}"'),
     )
     links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
-    return build.Library(
-        "direct", [SOURCE], include_dirs=[SOURCE.parent / "cpu"], flags=flags, links=links, tier="portable"
-    )
+    return build.Library(name, [source], [source.parent, source.parent / "cpu"], flags=flags, links=links, tier="portable")
 
 
 @functools.cache
 def library() -> ctypes.PyDLL | None:
     """What calls kernels, built if need be; None where it cannot be built or loaded."""
-    wanted = _wanted()
+    wanted = made_for_this_python("direct", SOURCE)
     if wanted is None:
         return None
     try:
@@ -149,20 +154,28 @@ def library() -> ctypes.PyDLL | None:
     return found if found.opsmith_direct_begin(probe, torch.nn.Parameter, probe._cdata) else None
 
 
-def _made(direct: int, overload: Any, makes: bool) -> Callable[..., Any] | None:
+def types_of(overload: Any) -> str | None:
+    """A letter for the type of each argument, as direct.h has them; None for types that we do not pass on."""
+    types = ""
+    for a in overload._schema.arguments:
+        one = _TYPES.get(str(a.type))
+        if one is None:
+            return None
+        writes = a.alias_info is not None and a.alias_info.is_write
+        types += _WRITTEN[one] if writes else one
+    return types
+
+
+def _made(at: int, overload: Any, makes: bool) -> Callable[..., Any] | None:
     """A kernel that is called directly; None where it takes what we do not pass on."""
-    caller = library()
-    arguments = overload._schema.arguments
-    types = [_TYPES.get(str(a.type)) for a in arguments]
-    if caller is None or None in types or overload._schema.returns:
+    caller, types = library(), types_of(overload)
+    if caller is None or types is None or overload._schema.returns:
         return None
-    for i, a in enumerate(arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            types[i] = "y" if types[i] == "T" else "p"
+    arguments = overload._schema.arguments
     names = tuple(sys.intern(a.name) for a in arguments)
     defaults = tuple(a.default_value if a.has_default_value() else ... for a in arguments)
     return caller.opsmith_direct(  # type: ignore[no-any-return]
-        direct, "".join(t or "" for t in types).encode(), overload._op, str(overload), names, defaults, makes
+        at, types.encode(), overload._op, str(overload), names, defaults, makes
     )
 
 

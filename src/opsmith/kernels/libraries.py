@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from opsmith.kernels import build as builder
-from opsmith.kernels import cache, calls, compiler, isa, triton
+from opsmith.kernels import cache, calls, compiler, isa, nodes, triton
 from opsmith.kernels.build import BuildError, Library
 
 __all__ = ["SOURCES", "Status", "build", "clean", "content", "kernels", "load", "status"]
@@ -98,22 +98,23 @@ def load(*names: str) -> bool:
     with _lock:
         offered = _kernels(SOURCES)
         wanted = {offered[name] for name in names} if names else _names()
-        _load(sorted(wanted - _loaded.keys() - _refused.keys()))
+        gradients = any(name.endswith("_backward") for name in names)
+        _load(sorted(wanted - _loaded.keys() - _refused.keys()), gradients)
         _answers.update(
             {k: library in _loaded for k, library in offered.items() if library in {*_loaded, *_refused}}
         )
         return wanted <= _loaded.keys()
 
 
-def _load(names: Sequence[str]) -> None:
-    """Load these libraries, or note why not."""
+def _load(names: Sequence[str], gradients: bool) -> None:
+    """Load these libraries, or note why not; what records their calls is built with them where gradients are wanted."""
     if not names:
         return
     wanted = os.environ.get("OPSMITH_NATIVE")
     if wanted == "0":
         _refused.update(dict.fromkeys(_names(), _TURNED_OFF))
         return
-    beside = calls.not_built_yet()
+    beside = [*calls.not_built_yet(), *(nodes.not_built_yet() if gradients else ())]
     if beside or len(names) > 1:
         try:
             return _open(names, beside)

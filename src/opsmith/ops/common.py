@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from opsmith.kernels import calls, libraries, triton
+from opsmith.kernels import calls, libraries, nodes, triton
 from opsmith.operator import Implementation, Supports
 
 Tensor = torch.Tensor
@@ -126,6 +126,17 @@ def direct(x: Any, weight: Any = None, other: Any = None) -> bool:
     )
 
 
+def small_node(elements: int) -> bool:
+    """True for a small call that records gradients, where ours would be a Function in Python: PyTorch's node is faster.
+
+    From then on such calls of contiguous tensors are recorded in C++, if that can be had, and come here no more.
+    """
+    if compiling():
+        return False
+    nodes.begin()
+    return elements <= limit
+
+
 recording = torch.is_grad_enabled
 
 
@@ -163,6 +174,8 @@ def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
             twice = isinstance(arg, torch.Tensor) and any(arg is other for other in distinct)
             distinct.append(arg.view_as(arg) if twice else arg)
         args = tuple(distinct)
+    else:
+        nodes.begin()  # for the calls to come
     return function.apply(*args)
 
 

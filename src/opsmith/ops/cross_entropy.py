@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
 from opsmith.ops.common import (
@@ -25,6 +25,7 @@ from opsmith.ops.common import (
     recorded,
     short,
     small,
+    small_node,
 )
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -103,7 +104,7 @@ def cross_entropy(
             _check(logits, target, dtype, ignore_index, label_smoothing, z_loss, reduction)
             check_targets(target, logits.shape[-1], ignore_index)
             raise
-    if reduction in _REDUCED and not compiling():
+    if reduction in _REDUCED and not overwrite and not compiling():
         try:
             if 0.0 <= label_smoothing <= 1.0 and dtype in (None, torch.float32, logits.dtype):
                 like = _NUMBERS[dtype or logits.dtype]
@@ -118,7 +119,10 @@ def cross_entropy(
             pass
     _check(logits, target, dtype, ignore_index, label_smoothing, z_loss, reduction)
     options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
-    if native(logits, "cross_entropy") is not True or (small(logits.numel()) and not overwrite):
+    training = needs_grad(logits)
+    if native(logits, *_KERNELS[: 1 + training]) is not True or (
+        (small_node if training else small)(logits.numel()) and not overwrite
+    ):
         return reference(
             logits,
             target,
@@ -128,7 +132,7 @@ def cross_entropy(
             reduction=reduction,
             dtype=dtype,
         )
-    if needs_grad(logits):
+    if training:
         loss = recorded(_CrossEntropy, logits, target, options, dtype or logits.dtype, overwrite)
         return loss
     return _forward(logits, target, options, dtype or logits.dtype, None)
@@ -295,8 +299,6 @@ class _CrossEntropy(torch.autograd.Function):
             target.reshape(-1),
             stats,
             *ctx.options,
-            0,
-            logits.shape[-1],
             dlogits=dlogits.view(target.numel(), logits.shape[-1]),
         )
         if over:
@@ -398,8 +400,12 @@ CARD = register(
             "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, "
             "int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",
             "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor stats, int ignore_index, "
-            "float label_smoothing, float z_loss, int reduction, int first, int classes, *, Tensor(a!) dlogits) -> ()",
+            "float label_smoothing, float z_loss, int reduction, int first=0, int classes=-1, *, "
+            "Tensor(a!) dlogits) -> ()",
         ),
         source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
     )
 )
+
+_KERNELS = ("cross_entropy", "cross_entropy_backward")  # the second one for gradients
+nodes.declare("cross_entropy", kept={"stats": nodes.PAIR_OF_ROWS})

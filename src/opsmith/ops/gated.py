@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
@@ -28,7 +28,7 @@ from opsmith.ops.common import (
     needs_grad,
     recorded,
     short,
-    small,
+    small_node,
     soonest,
     writable,
 )
@@ -138,8 +138,9 @@ def _gated(
 ) -> torch.Tensor:
     _check(op, gate, up, out)
     training = needs_grad(gate, up)
-    pytorchs = training and curve in _NODES and small(gate.numel() >> _NODES[curve])
-    if pytorchs or native(gate, "gated") is not True:
+    if native(gate, *_KERNELS[: 1 + training]) is not True or (
+        training and curve in _NODES and small_node(gate.numel() >> _NODES[curve])
+    ):
         y = _reference(gate, up, curve)
     elif training:
         y = recorded(_Gated, gate, up, curve)
@@ -323,5 +324,7 @@ GELU_CARD = register(
     )
 )
 
+_KERNELS = ("gated", "gated_backward")  # the second one for gradients
+nodes.declare("gated", always=("up",))
 GATED = torch.ops.opsmith.gated.default
 GATED_BACKWARD = torch.ops.opsmith.gated_backward.default

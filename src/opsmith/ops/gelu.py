@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.common import (
     alike,
@@ -26,7 +26,7 @@ from opsmith.ops.common import (
     needs_grad,
     recorded,
     short,
-    small,
+    small_node,
     soonest,
     writable,
 )
@@ -114,7 +114,7 @@ def bias_reference(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -
 def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None) -> torch.Tensor:
     training = needs_grad(x, bias)
     # With the error function, PyTorch's is oneDNN's, whose set-up takes longer than a Function of ours.
-    if (training and tanh and small(x.numel())) or native(x, *_KERNELS[: 1 + training]) is not True:
+    if native(x, *_KERNELS[: 1 + training]) is not True or (training and tanh and small_node(x.numel())):
         y = reference(x if bias is None else x + bias, tanh=tanh)
     elif training:
         y = recorded(_Gelu, x, bias, tanh)
@@ -277,5 +277,6 @@ BIAS_CARD = register(
 )
 
 _KERNELS = ("gelu", "gelu_backward")  # the second one for gradients
+nodes.declare("gelu")
 GELU = torch.ops.opsmith.gelu.default
 GELU_BACKWARD = torch.ops.opsmith.gelu_backward.default

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
@@ -26,10 +26,10 @@ from opsmith.ops.common import (
     out_rows,
     recorded,
     short,
-    small,
+    small_node,
     soonest,
 )
-from opsmith.ops.norm import Result, check_pair, store, writes_rows
+from opsmith.ops.norm import NODE, Result, check_pair, store, writes_rows
 
 # Where autograd records, PyTorch's is faster up to 2^this as many elements: our nodes are Python.
 _NODES = 4
@@ -81,7 +81,7 @@ def layer_norm(
     _check(x, weight, bias, residual, out)
     check_number("layer_norm", "eps", eps)
     training = needs_grad(x, weight, bias, residual)
-    if (training and small(x.numel() >> _NODES)) or native(x, *_KERNELS[: 1 + training]) is not True:
+    if native(x, *_KERNELS[: 1 + training]) is not True or (training and small_node(x.numel() >> _NODES)):
         return store(reference(x, weight, bias, eps, residual=residual), out)
     if training:
         y, s = recorded(_LayerNorm, x, weight, bias, eps, residual)
@@ -275,5 +275,6 @@ CARD = register(
 )
 
 _KERNELS = ("layer_norm", "layer_norm_backward")  # the second one for gradients
+nodes.declare("layer_norm", **NODE)
 LAYER_NORM = torch.ops.opsmith.layer_norm.default
 LAYER_NORM_BACKWARD = torch.ops.opsmith.layer_norm_backward.default

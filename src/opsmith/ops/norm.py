@@ -6,9 +6,18 @@ from typing import Any
 
 import torch
 
+from opsmith.kernels import nodes
 from opsmith.ops.common import alike, check_like, check_out, short, writable
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
+
+
+# The node of both: the sum that was normalized is x's own where nothing was added.
+NODE: dict[str, Any] = {
+    "names": {"s": ("summed", "x")},
+    "kept": {"mean": nodes.EACH_ROW, "rstd": nodes.EACH_ROW},
+    "shared": {"residual": "dx"},
+}
 
 
 def check_pair(op: str, x: torch.Tensor, residual: Any, out: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
@@ -28,7 +28,7 @@ from opsmith.ops.common import (
     short,
     soonest,
 )
-from opsmith.ops.norm import Result, check_pair, store, writes_rows
+from opsmith.ops.norm import NODE, Result, check_pair, store, writes_rows
 
 
 def rms_norm(
@@ -337,5 +337,6 @@ CARD = register(
 )
 
 _KERNELS = ("rms_norm", "rms_norm_backward")  # the second one for gradients
+nodes.declare("rms_norm", **NODE)
 RMS_NORM = torch.ops.opsmith.rms_norm.default
 RMS_NORM_BACKWARD = torch.ops.opsmith.rms_norm_backward.default

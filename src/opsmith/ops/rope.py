@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import check_out, compiling, fresh, kernels, native, needs_grad, recorded, soonest
@@ -356,4 +356,7 @@ CARD_QK = register(
     )
 )
 
+# A rotation is undone by the opposite one.
+nodes.declare("rope", "rope", names={"x": "dy", "y": "dx", "inverse": True})
+nodes.declare("rope_qk", "rope_qk", names={"q": "dyq", "k": "dyk", "yq": "dq", "yk": "dk", "inverse": True})
 ROPE, ROPE_QK = torch.ops.opsmith.rope.default, torch.ops.opsmith.rope_qk.default

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
 from opsmith.ops.ascend import on_npu
@@ -27,12 +27,14 @@ from opsmith.ops.common import (
     needs_grad,
     recorded,
     small,
+    small_node,
     soonest,
     spread,
 )
 
 # Where autograd records, PyTorch's softmax is faster up to 2^this as many elements: our nodes are Python.
 _NODES = 4
+_KERNELS = ("softmax", "softmax_backward")  # of one library
 METHODS = {"auto": 0, "stable": 1, "fast": 2}
 _softmax = torch._softmax  # what torch.softmax calls
 
@@ -76,8 +78,14 @@ def softmax(
                 y: torch.Tensor | None = calls.new_softmax(x, None, scale, False, METHODS[method])
                 if y is not None:
                     return y
-            if scale == 1.0 and type(x) is Tensor and x.dim() and x.numel() <= common.limit:
-                if "new_softmax" in calls.early and not needs_grad(x):
+            if (
+                scale == 1.0
+                and type(x) is Tensor
+                and x.dim()
+                and x.numel() <= common.limit
+                and not needs_grad(x)
+            ):
+                if "new_softmax" in calls.early:
                     native(x, "softmax")  # which loads the library, for the calls to come
                 return _softmax(x, dim, False)
         except (RuntimeError, IndexError, AttributeError, TypeError):  # the checks say why
@@ -86,9 +94,9 @@ def softmax(
     wants_grad = needs_grad(x, mask)
     plain = mask is None and not causal and scale == 1.0
     if (
-        small(x.numel() >> _NODES if wants_grad and plain else x.numel())
-        or _supports(x, dim) is not True
+        _supports(x, dim) is not True
         or (wants_grad and mask is not None and mask.requires_grad)
+        or (small_node(x.numel() >> _NODES if plain else x.numel()) if wants_grad else small(x.numel()))
     ):
         y = reference(x, dim, scale=scale, mask=mask, causal=causal)
     elif wants_grad:
@@ -145,7 +153,7 @@ def _check(x: Any, dim: int, scale: Any, mask: Any, causal: bool, method: str, o
 def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
     if dim not in (-1, x.dim() - 1):
         return f"the kernel works on the last dimension, not on dim {dim}"
-    return native(x, "softmax")
+    return native(x, *_KERNELS)
 
 
 def _on_npu(x: torch.Tensor, dim: int = -1, *, mask: Any = None, **options: Any) -> bool | str:
@@ -328,5 +336,6 @@ CARD = register(
     )
 )
 
+nodes.declare("softmax")
 SOFTMAX = torch.ops.opsmith.softmax.default
 SOFTMAX_BACKWARD = torch.ops.opsmith.softmax_backward.default

@@ -333,12 +333,13 @@ def cross_entropy_backward(
     label_smoothing: float,
     z_loss: float,
     reduction: int,
-    first: int,
-    classes: int,
+    first: int = 0,
+    classes: int = -1,
     *,
     dlogits: torch.Tensor,
 ) -> None:
     rows, n = logits.shape
+    classes = n if classes < 0 else classes
     upstream = dloss.float() / (target != ignore_index).sum() if reduction == _MEAN else dloss
     block = block_of(n, 4096)
     launch(

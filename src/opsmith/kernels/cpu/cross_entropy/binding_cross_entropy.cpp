@@ -52,14 +52,15 @@ void cross_entropy_backward_op(const Tensor& dloss, const Tensor& logits, const 
   const LossOptions options = options_of(ignore_index, label_smoothing, z_loss, reduction);
   STD_TORCH_CHECK(logits.dim() == 2, "cross_entropy: logits must be [N, V]");
   const int64_t rows = logits.size(0), some = logits.size(1);
+  if (classes < 0) classes = some;  // all of them
   check_rows("logits", logits, rows, some);
   check_rows("dlogits", dlogits, rows, some);
   check_floats("stats", stats, 2, rows);
   check_targets(target, rows, classes, ignore_index);
   check_loss("dloss", dloss, rows, options.reduction);
   STD_TORCH_CHECK(logits.scalar_type() == dlogits.scalar_type(), "cross_entropy: logits and dlogits differ in dtype");
-  cross_entropy_backward(view_of(dloss), view_of(logits), view_of(target), view_of(stats), options, first,
-                         classes, view_of(dlogits));
+  cross_entropy_backward(view_of(dloss), view_of(logits), view_of(target), view_of(stats), options, first, classes,
+                         view_of(dlogits));
 }
 
 void cross_entropy_part_op(const Tensor& logits, const Tensor& target, int64_t ignore_index, double label_smoothing,

@@ -1,5 +1,5 @@
 // Registers the backward pass of LayerNorm, and checks what its memory safety needs.
-#include "binding.h"
+#include "binding_rows_like.h"
 #include "layer_norm.h"
 
 namespace opsmith {
@@ -10,17 +10,16 @@ using Optional = std::optional<Tensor>;
 void layer_norm_backward_op(const Tensor& dy, const Optional& dsummed, const Tensor& s, const Tensor& mean,
                             const Tensor& rstd, const Optional& weight, const Optional& dx, const Optional& dweight,
                             const Optional& dbias) {
-  check_rows("layer_norm", "s", s, s);
-  check_rows("layer_norm", "dy", dy, s);
-  check_rows("layer_norm", "dsummed", dsummed, s);
-  check_vector("layer_norm", "mean", mean, s.size(0), true);
-  check_vector("layer_norm", "rstd", rstd, s.size(0), true);
-  check_weight("layer_norm", "weight", weight, s.size(1), dtype_of(s));
-  check_rows("layer_norm", "dx", dx, s);
-  check_weight("layer_norm", "dweight", dweight, s.size(1), dtype_of(s));
-  check_weight("layer_norm", "dbias", dbias, s.size(1), dtype_of(s));
-  layer_norm_backward(view_of(dy), view_of(dsummed), view_of(s), view_of(mean), view_of(rstd), view_of(weight),
-                      view_of(dx), view_of(dweight), view_of(dbias));
+  STD_TORCH_CHECK(s.dim() > 0, "layer_norm: s must have at least one dimension");
+  const Rows in("layer_norm", "s", s);
+  const RowsLike slope("layer_norm", "dy", dy, in), more("layer_norm", "dsummed", dsummed, in), out("layer_norm", "dx", dx, in);
+  check_vector("layer_norm", "mean", mean, in.rows(), true);
+  check_vector("layer_norm", "rstd", rstd, in.rows(), true);
+  check_weight("layer_norm", "weight", weight, in.n(), in.dtype());
+  check_weight("layer_norm", "dweight", dweight, in.n(), in.dtype());
+  check_weight("layer_norm", "dbias", dbias, in.n(), in.dtype());
+  layer_norm_backward(slope.view(), more.view(), in.view(), view_of(mean), view_of(rstd), view_of(weight), out.view(),
+                      view_of(dweight), view_of(dbias));
 }
 
 }  // namespace

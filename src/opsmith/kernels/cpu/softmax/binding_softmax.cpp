@@ -7,19 +7,35 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
+// Rows of any number of dimensions as [1, rows, n], for a call in which nothing depends on the place of a row.
+struct Stacked {
+  explicit Stacked(const Rows& rows) {
+    const View v = rows.view();
+    sizes[1] = v.sizes[0], sizes[2] = v.sizes[1], strides[1] = v.strides[0];
+    data = v.data, dtype = v.dtype;
+  }
+
+  View view() const { return {data, dtype, 3, sizes, strides}; }
+
+  void* data;
+  DType dtype;
+  int64_t sizes[3] = {1, 1, 1}, strides[3] = {0, 1, 1};
+};
+
 void softmax_op(Tensor x, Optional mask, double scale, bool causal, int64_t method, Tensor y) {
   STD_TORCH_CHECK(x.dim() > 0, "softmax: x must have at least one dimension");
   if (x.dim() == 3) return softmax(view_of(x), view_of(mask), scale, causal, method, view_of(y));
-  // Rows of any number of dimensions, in which nothing depends on the place of a row.
   const Rows in("softmax", "x", x), out("softmax", "y", y);
   STD_TORCH_CHECK(!mask && !causal && out.like(in), "softmax: with a mask or causality, x must be [outer, L, S]");
-  const View a = in.view(), b = out.view();
-  const int64_t sizes[] = {1, a.sizes[0], a.sizes[1]};
-  const int64_t x_strides[] = {0, a.strides[0], 1}, y_strides[] = {0, b.strides[0], 1};
-  softmax({a.data, a.dtype, 3, sizes, x_strides}, View{}, scale, false, method, {b.data, b.dtype, 3, sizes, y_strides});
+  softmax(Stacked(in).view(), View{}, scale, false, method, Stacked(out).view());
 }
 
 void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
+  if (y.dim() != 3) {
+    const Rows slope("softmax", "dy", dy), result("softmax", "y", y), out("softmax", "dx", dx);
+    STD_TORCH_CHECK(slope.like(result) && out.like(result), "softmax: dy, y and dx must have one shape and dtype");
+    return softmax_backward(Stacked(slope).view(), Stacked(result).view(), scale, Stacked(out).view());
+  }
   for (const Tensor* t : {&dy, &y, &dx}) {
     STD_TORCH_CHECK(t->dim() == 3 && t->scalar_type() == y.scalar_type() && (t->size(2) < 2 || t->stride(2) == 1),
                     "softmax: dy, y and dx must be [outer, L, S] of one dtype, the last dimension contiguous");

@@ -1,0 +1,167 @@
+// A kernel that is called without PyTorch's dispatcher, and what its two callers share: Python (binding_direct.cpp) and autograd's
+// nodes (binding_nodes.cpp).
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <string>
+
+#include "binding_tensor.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+// Its header would take ten times as long to compile as all of this. A version of PyTorch that has it no more makes the library one that
+// does not load, and all calls PyTorch's.
+namespace at {
+TORCH_API bool hasCallbacks();
+}
+
+namespace opsmith {
+
+using Value = uint64_t;  // a number, or the address of what a kernel is lent
+using Direct = void (*)(const Value*);
+using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+static_assert(sizeof(Impl) == sizeof(at::Tensor));  // all that a tensor is
+
+constexpr int kMost = 32;  // arguments
+constexpr int kMostMade = 4;  // results
+constexpr int64_t kLarge = int64_t(4) << 20;  // bytes from which memory comes from the system, page by page
+
+struct Made {
+  at::TensorBase tensors[kMostMade];
+  int places[kMostMade];  // of the arguments that they are
+  int count = 0;
+};
+
+struct Kernel;
+
+// Calls a kernel and records for autograd how to go back: binding_nodes.cpp.
+struct Recorder {
+  virtual ~Recorder() = default;
+  // Whether it can: the gradients that are wanted are those it has.
+  virtual bool takes(const Kernel& kernel, const Value* values) const = 0;
+  // What went wrong, or nothing. The results that were made are those the caller sees.
+  virtual std::string run(const Kernel& kernel, Value* values, const Made& made) const = 0;
+};
+
+struct Kernel {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  Direct direct;
+  const Recorder* recorder;  // nullptr where calls that record gradients are not for us
+  PyObject* op;  // what PyTorch registered
+  PyObject* name;
+  PyObject* names;  // of the arguments
+  PyObject* defaults;  // of the arguments, Ellipsis where there is none
+  int count;
+  bool makes;  // its results, or True where it was given all of them; None from a call that is not for us
+  char types[kMost];  // T tensor, o tensor or None, y output, p output or None, i int, f float, g float or None, b bool
+};
+
+inline bool is_output(char type) { return type == 'y' || type == 'p'; }
+inline bool is_tensor(char type) { return is_output(type) || type == 'T' || type == 'o'; }
+inline bool is_optional(char type) { return type == 'o' || type == 'p'; }
+
+constexpr c10::DispatchKeySet kOfAutograd =
+    c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+
+// Whether nothing but the tensors decides which kernel runs, and nobody looks on.
+inline bool undisturbed() {
+  static const c10::impl::LocalDispatchKeySet usual{c10::impl::PODLocalDispatchKeySet{}};
+  const c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
+  return now.included_ - kOfAutograd == usual.included_ - kOfAutograd &&
+         now.excluded_ - kOfAutograd == usual.excluded_ - kOfAutograd && !c10::impl::dispatch_mode_enabled() &&
+         !at::impl::torch_function_mode_enabled() && !at::hasCallbacks();
+}
+
+// Whether a tensor is nothing but memory on the CPU.
+inline bool is_plain(const c10::TensorImpl* t) {
+  constexpr c10::DispatchKeySet kBeside = kOfAutograd | c10::autocast_dispatch_keyset;
+  return t->key_set() - kBeside == c10::DispatchKeySet(c10::DispatchKey::CPU);
+}
+
+// Lets Linux back new memory, about to be written, with pages of 2 MB, and at once. Most of a large result's time goes to its first
+// touch. Where two threads touch it while they write, a quarter of the calls were seen to take twice as long. Memory that is there
+// already stays as it is.
+inline void back_with_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+#if !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23
+#endif
+  static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  if (bytes < kLarge) return;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(memory), start = (at + page - 1) / page * page;
+  const size_t size = (at + uintptr_t(bytes) - start) / page * page;
+  unsigned char resident = 0;
+  mincore(reinterpret_cast<void*>(start + size / (2 * page) * page), page, &resident);
+  if (resident & 1) return;
+  madvise(reinterpret_cast<void*>(start), size, MADV_HUGEPAGE);  // wishes: may be refused
+  madvise(reinterpret_cast<void*>(start), size, MADV_POPULATE_WRITE);
+#endif
+}
+
+// New memory for a result; false where there is no such memory.
+inline bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& y) {
+  int64_t bytes = int64_t(c10::elementSize(dtype));
+  for (const int64_t size : sizes) {
+    if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
+  }
+  try {
+    y = at::detail::empty_cpu(sizes, dtype);
+  } catch (const std::exception&) {
+    return false;
+  }
+  back_with_huge_pages(y.mutable_data_ptr(), bytes);
+  return true;
+}
+
+inline Tensor lent(c10::TensorImpl* t) {
+  const c10::Device device = t->device();
+  return {t->mutable_data(), t->sizes().data(), t->strides().data(), t->dim(), c10::typeMetaToScalarType(t->dtype()), device.type(),
+          device.index()};
+}
+
+// Calls a kernel, tensors being given as their addresses. Whoever calls us holds them meanwhile.
+inline void lend(Direct direct, const char* types, int count, Value* values) {
+  Tensor tensors[kMost];
+  for (int i = 0; i < count; ++i) {
+    if (!is_tensor(types[i]) || values[i] == 0) continue;
+    tensors[i] = lent(reinterpret_cast<c10::TensorImpl*>(values[i]));
+    values[i] = reinterpret_cast<Value>(&tensors[i]);
+  }
+  direct(values);
+}
+
+// The same from Python, whose lock is given back meanwhile. What went wrong, or nothing.
+inline std::string run(const Kernel& kernel, Value* values) {
+  PyThreadState* const state = PyEval_SaveThread();
+  std::string wrong;
+  try {
+    for (int i = 0; i < kernel.count; ++i) {
+      if (kernel.types[i] != 'g' || values[i] == 0) continue;
+      values[i] = reinterpret_cast<Value>(&reinterpret_cast<PyFloatObject*>(values[i])->ob_fval);
+    }
+    lend(kernel.direct, kernel.types, kernel.count, values);
+  } catch (const std::exception& error) {
+    wrong = error.what();
+    if (wrong.empty()) wrong = "opsmith: a kernel failed";
+  } catch (...) {
+    wrong = "opsmith: a kernel failed";
+  }
+  PyEval_RestoreThread(state);
+  return wrong;
+}
+
+}  // namespace opsmith

@@ -51,6 +51,9 @@ def small(make: Make) -> dict[str, Iterator[Sample]]:
         yield from rows(name, call)
         yield from rows(name + " residual", lambda r, n: (call(r, n)[0], {"residual": make(r, n)}))
 
+    def leaf(*shape: int) -> torch.Tensor:  # which alone wants a gradient: a rotation's table wants none
+        return make(*shape).requires_grad_()
+
     return {
         "softmax": rows("", lambda r, n: ((make(r, n),), {})),
         "layer_norm": both("", lambda r, n: ((make(r, n), make(n), make(n)), {})),
@@ -78,14 +81,14 @@ def small(make: Make) -> dict[str, Iterator[Sample]]:
             Sample(f"{r} of {n}x64", (make.ids(r, high=n), make(n, 64)))
             for r, n in ((1, 10), (16, 10), (1, 1000), (16, 1000), (128, 32000))
         ),
-        "rope": (Sample(name, (make(b, h, t, 64), cos[:t], sin[:t])) for name, b, h, t in turned),
+        "rope": (Sample(name, (leaf(b, h, t, 64), cos[:t], sin[:t])) for name, b, h, t in turned),
         "rope_qk": (
-            Sample(name, (make(b, h, t, 64), make(b, 2, t, 64), cos[:t], sin[:t])) for name, b, h, t in turned
+            Sample(name, (leaf(b, h, t, 64), leaf(b, 2, t, 64), cos[:t], sin[:t])) for name, b, h, t in turned
         ),
         "linear_rope": (
             Sample(
                 f"{t}x256, 4 and 2 heads",
-                (make(1, t, 256), make(512, 256), None, cos[:t], sin[:t]),
+                (leaf(1, t, 256), leaf(512, 256), None, cos[:t], sin[:t]),
                 projected,
             )
             for t in (1, 16)

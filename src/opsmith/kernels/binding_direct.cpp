@@ -193,15 +193,18 @@ const at::Tensor& tensor_of(PyObject* plain_one) {
 }
 
 // PyTorch's linear(x, weight, bias) for one row of at most `most` numbers, which it computes sooner than Python can ask whether it is
-// one; None for any other call. With gradients too: it is PyTorch that computes.
-PyObject* linear_row(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 4 || !PyLong_CheckExact(args[3]) || !undisturbed()) Py_RETURN_NONE;
+// one, or where gradients are wanted for any rows of at most `learns` products; None for any other call. It is PyTorch that computes.
+PyObject* small_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 5 || !PyLong_CheckExact(args[3]) || !PyLong_CheckExact(args[4]) || !undisturbed()) Py_RETURN_NONE;
   const c10::TensorImpl *const x = plain(args[0]), *const weight = plain(args[1]);
   const bool biased = args[2] != Py_None;
   const c10::TensorImpl* const bias = biased ? plain(args[2]) : nullptr;
   if (!x || !weight || (biased && !bias) || !is_floating(x) || x->dim() == 0 || weight->dim() != 2) Py_RETURN_NONE;
   const int64_t n = weight->size(0), k = weight->size(1);
-  if (x->numel() != k || x->size(x->dim() - 1) != k || k > PyLong_AsLongLong(args[3]) || weight->dtype() != x->dtype() ||
+  const bool grad = c10::GradMode::is_enabled() && (x->requires_grad() || weight->requires_grad() || (bias && bias->requires_grad()));
+  const int64_t most = PyLong_AsLongLong(args[3]), learns = PyLong_AsLongLong(args[4]);  // -1 and an error for what is too large
+  const bool few = (x->numel() == k && k <= most) || (grad && x->numel() * n <= learns);
+  if (!few || PyErr_Occurred() || x->size(x->dim() - 1) != k || weight->dtype() != x->dtype() ||
       (biased && (bias->dim() != 1 || bias->size(0) != n || bias->dtype() != x->dtype()))) {
     PyErr_Clear();
     Py_RETURN_NONE;
@@ -217,8 +220,8 @@ PyObject* linear_row(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return THPVariable_Wrap(y);  // None for none
 }
 
-PyMethodDef linear_row_method = {"linear_row", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear_row)), METH_FASTCALL,
-                                 nullptr};
+PyMethodDef small_linear_method = {"small_linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(small_linear)), METH_FASTCALL,
+                                   nullptr};
 
 // A tensor's shape. PyTorch's own answers read their arguments against a signature, and wait for that code when it is in no cache.
 PyObject* sizes(PyObject*, PyObject* given) {
@@ -287,7 +290,7 @@ EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* imp
   return PyType_Ready(&type) == 0;
 }
 
-EXPORT PyObject* opsmith_direct_linear_row() { return PyCFunction_New(&linear_row_method, nullptr); }
+EXPORT PyObject* opsmith_direct_small_linear() { return PyCFunction_New(&small_linear_method, nullptr); }
 EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, nullptr); }
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
 

@@ -308,7 +308,8 @@ class KernelRecorder final : public Recorder {
     for (int i = 0; i < kernel.count; ++i) {
       if (!is_tensor(kernel.types[i]) || values[i] == 0) continue;
       if (impl_of(values[i])->requires_grad() && !differentiable(i)) return false;
-      if (tensor_of(values[i])._fw_grad(0).defined()) return false;
+      const auto* const meta = static_cast<torch::autograd::AutogradMeta*>(impl_of(values[i])->autograd_meta());
+      if (meta && meta->fw_grad_) return false;  // a derivative that goes forward
     }
     return true;
   }

@@ -65,8 +65,11 @@ def boxed(kernel: str) -> int | None:
     return next((at for kernels in loaded if (at := kernels.opsmith_kernel(kernel.encode()))), None)
 
 
-def linear_row(x: Any, weight: Any, bias: Any, most: int) -> torch.Tensor | None:
-    """PyTorch's `linear(x, weight, bias)` for one row of at most so many numbers; None for any other call."""
+def small_linear(x: Any, weight: Any, bias: Any, most: int, learns: int) -> torch.Tensor | None:
+    """PyTorch's `linear(x, weight, bias)` for one row of at most `most` numbers; None for other calls.
+
+    Where gradients are wanted, for any rows of which at most `learns` products are summed.
+    """
     return None
 
 
@@ -102,7 +105,7 @@ def begin(path: Path) -> None:
         for name in [n for n in early if kernels.opsmith_kernel(n.removeprefix("new_").encode())]:
             early.remove(name)
             globals().pop(name, None)
-    globals()["linear_row"] = caller.opsmith_direct_linear_row()
+    globals()["small_linear"] = caller.opsmith_direct_small_linear()
     globals()["sizes"] = caller.opsmith_direct_sizes()
 
 
@@ -139,7 +142,7 @@ def library() -> ctypes.PyDLL | None:
         return None
     for function in (
         found.opsmith_direct,
-        found.opsmith_direct_linear_row,
+        found.opsmith_direct_small_linear,
         found.opsmith_direct_sizes,
         found.opsmith_direct_in_huge_pages,
     ):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common
 from opsmith.ops.common import (
@@ -27,6 +27,7 @@ from opsmith.ops.common import (
     recording,
     short,
     small,
+    small_node,
     writable,
 )
 
@@ -75,7 +76,14 @@ def embedding(
         # Looking at each argument would take as long as a short gather, so the kernel or PyTorch does it on its way.
         try:
             n = ids.numel()
-            if padding_idx is None and n <= _AT_ONCE and table.is_contiguous():
+            if (
+                padding_idx is None
+                and n <= _AT_ONCE
+                and table.is_contiguous()
+                and not (
+                    recording() and table.requires_grad and (sparse_grad or table.nbytes >= _FROM_SYSTEM)
+                )
+            ):
                 y: torch.Tensor | None = calls.new_embedding(ids, table, y=[table, ...])
                 if y is not None:
                     return y
@@ -102,7 +110,8 @@ def embedding(
     elements = ids.numel() * table.shape[1]
     if not training and out is None:
         elements = elements * table.element_size() // _IN_CACHE
-    if small(elements) or _supports(ids, table) is not True:
+    pytorchs = small_node if training else small
+    if _supports(ids, table) is not True or pytorchs(elements):
         y = reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
     elif training:
         y = recorded(_Embedding, ids, table, padding, sparse_grad)
@@ -296,3 +305,5 @@ CARD = register(
         source="Mikolov et al., 2013",
     )
 )
+
+nodes.declare("embedding", names={"padding_idx": -1, "zeroed": False})

@@ -34,6 +34,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
+# Where autograd records, PyTorch is faster up to 2^this times as many products as a small call has numbers.
+_LEARNING = 14
 # The same in oneDNN's words: attribute and algorithm.
 _ONEDNN = {
     None: ("none", ""),
@@ -74,16 +76,17 @@ def linear(
     """
     if residual is None and out is None and not compiling() and activation in _CODES:
         try:  # a few rows times a matrix are bound by memory, and one that is small by what stands before the product
+            y: torch.Tensor | None = None
             if x.numel() <= _ROWS * x.shape[-1] and weight.is_contiguous():
-                y: torch.Tensor | None = calls.new_linear_rows(
-                    x, weight, bias, None, _CODES[activation], y=weight.shape[0]
-                )
+                y = calls.new_linear_rows(x, weight, bias, None, _CODES[activation], y=weight.shape[0])
                 if y is None and "new_linear_rows" in calls.early and not needs_grad(x, weight, bias):
                     native(x, "linear_rows")  # which loads the library, for the calls to come
-                if y is None and (y := calls.linear_row(x, weight, bias, common.limit)) is not None:
-                    y = y if activation is None else ACTIVATIONS[activation](y)
-                if y is not None:
-                    return y
+            if y is None:
+                learns = -1 if activation else common.limit << _LEARNING
+                y = calls.small_linear(x, weight, bias, common.limit, learns)
+                y = y if y is None or activation is None else ACTIVATIONS[activation](y)
+            if y is not None:
+                return y
         except (RuntimeError, TypeError, AttributeError, IndexError):  # the checks say why
             pass
     _check(x, weight, bias, activation, residual, out)
@@ -189,6 +192,7 @@ def _learns(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bo
     return (
         x.dtype == torch.float32
         and x.numel() > max(x.shape[-1], common.limit)
+        and (activation is not None or x.numel() * weight.shape[0] > common.limit << _LEARNING)
         and not torch.is_autocast_enabled("cpu")
         and _supports_onednn(x, weight) is True
         and native(x, "linear_gradient", *(["gelu_backward"] if activation in _GELUS else [])) is True

@@ -36,6 +36,8 @@ from opsmith.ops.cross_entropy import (
 from opsmith.ops.cross_entropy import reference as loss_of
 from opsmith.ops.linear import linear
 
+# With gradients two operators are faster, and their memory is none to speak of, up to 2^this times as many logits.
+_LEARNING = 8
 # By what the gradients are too large until the backward, where float16 would else lose what is small in them.
 _HALF_SCALE = 128.0
 
@@ -87,7 +89,9 @@ def linear_cross_entropy(
     }
     if not compiling():
         try:
-            if target.numel() == 1 and weight.size(0) <= common.limit:  # nothing to save: as two operators
+            rows, learns = target.numel(), needs_grad(hidden, weight, bias)
+            most = common.limit << _LEARNING if learns and hidden.dtype is not torch.float16 else common.limit
+            if (rows == 1 or learns) and rows * weight.size(0) <= most:  # nothing to save: as two operators
                 return cross_entropy(linear(hidden, weight, bias), target, **how)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the checks say why
             pass

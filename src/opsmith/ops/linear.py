@@ -24,6 +24,7 @@ from opsmith.ops.common import (
     nbytes,
     needs_grad,
     out_rows,
+    recording,
     short,
 )
 from opsmith.ops.linear_training import with_gradients
@@ -77,16 +78,18 @@ def linear(
     if residual is None and out is None and not compiling() and activation in _CODES:
         try:  # a few rows times a matrix are bound by memory, and one that is small by what stands before the product
             y: torch.Tensor | None = None
+            if activation is None and recording():
+                y = calls.small_linear(x, weight, bias, -1, common.limit << _LEARNING)
+                if y is not None:
+                    return y
             if x.numel() <= _ROWS * x.shape[-1] and weight.is_contiguous():
                 y = calls.new_linear_rows(x, weight, bias, None, _CODES[activation], y=weight.shape[0])
                 if y is None and "new_linear_rows" in calls.early and not needs_grad(x, weight, bias):
                     native(x, "linear_rows")  # which loads the library, for the calls to come
-            if y is None:
-                learns = -1 if activation else common.limit << _LEARNING
-                y = calls.small_linear(x, weight, bias, common.limit, learns)
-                y = y if y is None or activation is None else ACTIVATIONS[activation](y)
-            if y is not None:
-                return y
+                if y is None and (y := calls.small_linear(x, weight, bias, common.limit, -1)) is not None:
+                    y = y if activation is None else ACTIVATIONS[activation](y)
+                if y is not None:
+                    return y
         except (RuntimeError, TypeError, AttributeError, IndexError):  # the checks say why
             pass
     _check(x, weight, bias, activation, residual, out)

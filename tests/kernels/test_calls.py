@@ -111,12 +111,18 @@ def test_strides_other_than_a_rows_are_not_for_us():
 
 def test_gradients_are_not_lost():
     x = torch.randn(2, 8, requires_grad=True)
-    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False) is None
+    weight = torch.nn.Parameter(torch.ones(8))
+    for args in (
+        (x, None, None),
+        (x.detach(), None, weight),
+    ):  # recorded by a node (test_nodes.py), or not taken
+        y = calls.new_rms_norm(*args, EPS, 0.0, False)
+        assert y is None or y.requires_grad
+    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False, y=torch.empty_like(x)) is None
     with torch.no_grad():
         y = calls.new_rms_norm(x, None, None, EPS, 0.0, False)
     assert not y.requires_grad
-    weight = torch.nn.Parameter(torch.ones(8))
-    assert calls.new_rms_norm(x.detach(), None, weight, EPS, 0.0, False) is None
+    assert calls.new_rms_norm_quant(x, None, None, EPS, None, None, q=torch.int8, s=(torch.float32,)) is None
 
 
 def test_inference_mode_makes_inference_tensors():

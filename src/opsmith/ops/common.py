@@ -11,8 +11,10 @@ is asked that the kernel's binding refuses itself, and the checks run after its 
                 return y
         except RuntimeError:  # the checks say why
             pass
-    _check(x, ...)                                  # views, copies, other devices, float64, and autograd: of small()
-                                                    # calls PyTorch's, whose nodes cost less than a Function of ours
+    _check(x, ...)                                  # views, copies, other devices, float64
+
+Calls that record gradients are taken at once too, by nodes in C++ (kernels/nodes.py). Where these are not to be had, a
+Function in Python records, or small_node() calls are PyTorch's, whose nodes cost less than that.
 
 Where PyTorch's builtin is done before a call of ours begins, it is called first (`embedding`, `linear` of one row), and
 what it would take in silence and the function does not (broadcasting, promotion, another device) is tested on the way.

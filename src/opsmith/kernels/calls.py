@@ -129,7 +129,8 @@ def made_for_this_python(name: str, source: Path) -> build.Library | None:
         *(f'-DOPSMITH_TORCH="{torch.__version__}"', f'-DOPSMITH_PYTHON="{sys.version}"'),
     )
     links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
-    return build.Library(name, [source], [source.parent, source.parent / "cpu"], flags=flags, links=links, tier="portable")
+    folders = [source.parent, source.parent / "cpu"]
+    return build.Library(name, [source], folders, flags=flags, links=links, tier="portable")
 
 
 @functools.cache

@@ -80,9 +80,7 @@ def embedding(
                 padding_idx is None
                 and n <= _AT_ONCE
                 and table.is_contiguous()
-                and not (
-                    recording() and table.requires_grad and (sparse_grad or table.nbytes >= _FROM_SYSTEM)
-                )
+                and not (recording() and table.requires_grad and (sparse_grad or not _adds_rows(table)))
             ):
                 y: torch.Tensor | None = calls.new_embedding(ids, table, y=[table, ...])
                 if y is not None:
@@ -133,6 +131,11 @@ def reference(
     except (IndexError, RuntimeError):
         raise_bad_id("embedding", ids, table.shape[0])
         raise
+
+
+def _adds_rows(table: torch.Tensor) -> bool:
+    """Whether a node calls the kernel of the gradient for this table, in memory that need not come from the system."""
+    return table.dtype in NATIVE_DTYPES and table.nbytes < _FROM_SYSTEM
 
 
 def _check(ids: Any, table: Any, padding_idx: int | None, out: Any) -> int:

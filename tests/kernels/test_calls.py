@@ -259,6 +259,7 @@ def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
     for name in ("gelu", "new_gelu"):
         monkeypatch.delitem(vars(calls), name)
     monkeypatch.setattr(calls, "loaded", [])
+    monkeypatch.setattr(calls, "early", set())
     monkeypatch.setattr(calls.build, "build_libraries", fail)
     assert calls.library.__wrapped__() is None
     assert calls.gelu is torch.ops.opsmith.gelu.default._op
@@ -270,6 +271,7 @@ def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
 def test_what_was_asked_for_too_early_is_asked_for_again(monkeypatch):
     assert type(calls.gelu).__name__ == "Kernel"  # is put back afterwards
     monkeypatch.setattr(calls, "loaded", [])
+    monkeypatch.setattr(calls, "early", set())
     monkeypatch.delitem(vars(calls), "gelu")
     assert calls.gelu is torch.ops.opsmith.gelu.default._op
     assert vars(calls)["gelu"] is calls.gelu  # not looked up at every call

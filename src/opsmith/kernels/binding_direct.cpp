@@ -217,6 +217,7 @@ PyObject* small_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   } catch (...) {  // asked again from Python, it says what is wrong
   }
   PyEval_RestoreThread(state);
+  if (PyErr_Occurred()) return nullptr;  // of a hook for saved tensors, which a checkpoint ends its second run with
   return THPVariable_Wrap(y);  // None for none
 }
 

@@ -114,14 +114,6 @@ inline bool same_sizes(const Tensor& a, const Tensor& b) {
   return one.size() == other.size() && std::equal(one.begin(), one.end(), other.begin());
 }
 
-// What a kernel of rows does not look at itself: [rows, n] like another, the last dimension contiguous.
-inline void check_rows(const char* op, const char* name, const std::optional<Tensor>& t, const Tensor& like) {
-  if (!t) return;
-  STD_TORCH_CHECK(t->dim() == 2 && like.dim() == 2 && t->size(0) == like.size(0) && t->size(1) == like.size(1) &&
-                      (t->size(1) < 2 || t->stride(1) == 1 || t->numel() == 0) && t->scalar_type() == like.scalar_type(),
-                  op, ": ", name, " must be [rows, n] like the input, with a contiguous last dimension");
-}
-
 inline void check_vector(const char* op, const char* name, const std::optional<Tensor>& t, int64_t n, bool float32) {
   if (!t) return;
   STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == n && t->is_contiguous() && (!float32 || dtype_of(*t) == DType::f32), op,

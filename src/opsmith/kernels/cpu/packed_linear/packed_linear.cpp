@@ -256,7 +256,7 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
       const int64_t row = x.first_row(tile), rows = x.first_row(tiles_end) - row;
       const uint8_t* const panel = p.weight.as<uint8_t>() + first * depth * width_bits / 8;
       if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
-      // One tile shares the panel with no other. A row or two, which wait for memory, are not faster for it.
+      // One tile shares the panel with no other. Few rows, which wait for memory, are not faster for it.
       const int64_t chunk = tiles_end - tile == 1 && busy(int(rows), D, nibbles) ? depth : kChunk;
       for (int64_t k = 0; k < depth; k += chunk) {
         Tile t;

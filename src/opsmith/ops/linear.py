@@ -35,8 +35,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-# Where autograd records, PyTorch is faster up to 2^this times as many products as a small call has numbers.
-_LEARNING = 14
+# Where autograd records, PyTorch is faster up to 2^this times as many products as a small call has numbers. With
+# twice as many, which are those of examples/train_proof.py, its steps took longer.
+_LEARNING = 13
 # The same in oneDNN's words: attribute and algorithm.
 _ONEDNN = {
     None: ("none", ""),

@@ -91,6 +91,26 @@ def test_other_sizes_strides_and_dtypes_are_other_proofs() -> None:
     assert proofs._digest([x.clone()]) == digests[0]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.eye(3).to_sparse(),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.randn(3)),
+        torch.randn(2, 2).to_mkldnn(),
+    ],
+    ids=["sparse", "conjugate", "negative", "opaque"],
+)
+def test_what_cannot_be_read_is_proved_each_time(given: torch.Tensor, tuning_cache: Path) -> None:
+    gm = torch.fx.symbolic_trace(torch.nn.Identity())
+    kept = proofs.Proofs()
+    proved = kept.of(gm, [given])
+    assert proved._known == {}
+    proved._put({"a site": [0.0, 0.0]})
+    kept.save()
+    assert kept.of(gm, [given])._known == {}
+
+
 @pytest.mark.parametrize("attribute", ["_code", "_written"])
 def test_other_code_is_another_proof(
     attribute: str, proved: list[str], monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from opsmith.ops.common import (
     recording,
     short,
 )
+from opsmith.ops.linear_onednn import onednn, prepack, supports_onednn
 from opsmith.ops.linear_training import with_gradients
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -38,13 +39,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 # Where autograd records, PyTorch is faster up to 2^this times as many products as a small call has numbers. With
 # twice as many, which are those of examples/train_proof.py, its steps took longer.
 _LEARNING = 13
-# The same in oneDNN's words: attribute and algorithm.
-_ONEDNN = {
-    None: ("none", ""),
-    "gelu": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-    "silu": ("swish", ""),
-}
 
 
 def linear(
@@ -98,8 +92,8 @@ def linear(
     if not needs_grad(x, weight, bias, residual):
         if not compiling() and supports_rows(x, weight) is True:  # a graph serves any number of rows
             fn = _rows
-        elif _supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
-            fn = _onednn
+        elif supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
+            fn = onednn
         elif activation in _GELUS and native(x, "gelu") is True:
             return _split(x, weight, bias, activation=activation, residual=residual, out=out)
     elif _learns(x, weight, activation):
@@ -150,47 +144,6 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any, out: 
         check_out("linear", out, x, shape)
 
 
-def _onednn_dtypes() -> frozenset[torch.dtype]:
-    """What oneDNN multiplies on this machine."""
-    if not torch.backends.mkldnn.is_available():
-        return frozenset()
-    ops = torch.ops.mkldnn
-    half = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
-    return frozenset({torch.float32, *(dtype for dtype, supported in half.items() if supported())})
-
-
-ONEDNN_DTYPES = _onednn_dtypes()
-
-
-def _supports_onednn(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
-    if not x.is_cpu:
-        return f"oneDNN runs on the CPU, the input is on {x.device}"
-    if x.dtype not in ONEDNN_DTYPES:
-        return f"oneDNN does not multiply {short(x.dtype)} on this CPU"
-    if not x.numel() or not weight.shape[0]:
-        return "nothing to multiply"
-    return True
-
-
-def _onednn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """oneDNN's matmul with the epilogue in its registers; the weight plain or packed."""
-    bias = dense(bias)  # oneDNN takes it for contiguous, whatever its strides
-    if residual is not None and activation is None:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")  # type: ignore[no-any-return]
-    attribute, algorithm = _ONEDNN.get(activation, _ONEDNN[None])
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, attribute, [], algorithm)
-    if activation == "relu":
-        y.relu_()  # oneDNN's own turns NaN into 0
-    return y if residual is None else y.add_(residual)
-
-
 def _learns(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bool:
     """Whether to multiply by ourselves where gradients are wanted: float32, which PyTorch leaves to MKL."""
     return (
@@ -198,7 +151,7 @@ def _learns(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bo
         and x.numel() > max(x.shape[-1], common.limit)
         and (activation is not None or x.numel() * weight.shape[0] > common.limit << _LEARNING)
         and not torch.is_autocast_enabled("cpu")
-        and _supports_onednn(x, weight) is True
+        and supports_onednn(x, weight) is True
         and native(x, "linear_gradient", *(["gelu_backward"] if activation in _GELUS else [])) is True
     )
 
@@ -218,23 +171,6 @@ def _training(
     else:
         y = ACTIVATIONS[activation](with_gradients(x, weight, bias, None))
     return y if residual is None else y + residual
-
-
-def _prepack(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
-
-
-def _fake_binary(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, attribute: str
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-# PyTorch knows the shape of the unary form only; without this one, a graph could not hold the addition.
-_META = torch.library.Library("mkldnn", "IMPL", "Meta")
-_BINARY = "mkldnn::_linear_pointwise.binary"
-if ONEDNN_DTYPES and not torch._C._dispatch_has_kernel_for_dispatch_key(_BINARY, "Meta"):
-    _META.impl("_linear_pointwise.binary", _fake_binary)
 
 
 _CODES = {name: code for code, name in enumerate((None, *ACTIVATIONS))}
@@ -385,7 +321,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         implementations=[
-            Implementation("onednn", _onednn, "cpu", _supports_onednn, prepack=_prepack),
+            Implementation("onednn", onednn, "cpu", supports_onednn, prepack=prepack),
             Implementation("native", _native, "cpu", _supports_native, takes_out=True, prepack=pack_weight),
             Implementation("rows", _rows, "cpu", supports_rows, takes_out=True),
             Implementation("split", _split, "cpu", _supports_split, takes_out=True),

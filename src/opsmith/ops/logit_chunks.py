@@ -14,7 +14,8 @@ import torch
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.ops.common import dense, native
 from opsmith.ops.cross_entropy import REDUCTIONS
-from opsmith.ops.linear import ONEDNN_DTYPES, supports_rows
+from opsmith.ops.linear import supports_rows
+from opsmith.ops.linear_onednn import ONEDNN_DTYPES
 
 __all__ = ["backward", "forward", "forward_with_gradients", "onednn_multiplies"]
 

@@ -185,6 +185,21 @@ def test_state_and_files_are_those_of_the_model(tmp_path: Path) -> None:
         assert torch.equal(again.eval()(ids(2, 8), return_dict=False)[0], want)
 
 
+def test_tangents_of_forward_mode_are_the_models() -> None:
+    model = seeded(Feed)
+    x, tangent = numbers(3, 5, WIDTH), numbers(3, 5, WIDTH)
+
+    def derivative() -> torch.Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(
+                model(torch.autograd.forward_ad.make_dual(x, tangent))
+            ).tangent
+
+    expected = derivative()
+    optimized(model, x)
+    torch.testing.assert_close(derivative(), expected)
+
+
 def test_restore_gives_the_model_back_exactly() -> None:
     model = seeded(Feed)
     attributes = set(vars(model))

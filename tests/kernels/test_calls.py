@@ -192,6 +192,20 @@ def test_functorch_is_not_passed_by():
     assert seen == [None]
 
 
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_tangents_are_not_lost(which):
+    given = {"x": torch.randn(3, 40), "weight": torch.nn.Parameter(torch.ones(40), requires_grad=False)}
+    tangent = torch.randn_like(given[which])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(given[which], tangent)
+        args = [dual if name == which else t for name, t in given.items()]
+        assert calls.new_rms_norm(args[0], None, args[1], EPS, 0.0, False) is None
+        with pytest.raises(NotImplementedError, match=r"opsmith.rms_norm.*forward-mode"):
+            calls.rms_norm(args[0], None, args[1], EPS, 0.0, False, y=torch.empty(3, 40))
+    x, weight = given.values()
+    torch.testing.assert_close(calls.new_rms_norm(x, None, weight, EPS, 0.0, False), _norm(x))
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -312,12 +313,22 @@ def test_compiled_autograd_calls_the_kernel():
         assert torch.equal(w.grad, expected[1])
 
 
-def test_forward_derivatives_are_refused_as_they_were():
-    x, w = torch.randn(3, 40), leaf(40)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            ops.rms_norm(dual, w)
+def test_tangents_go_through_pytorch_together_with_gradients():
+    w = leaf(40)
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.randn(3, 40), torch.randn(3, 40))
+        y, expected = ops.rms_norm(x, w, 1e-6), torch.nn.functional.rms_norm(x, (40,), w, 1e-6)
+        torch.testing.assert_close(*(forward_ad.unpack_dual(t).tangent for t in (y, expected)))
+        torch.testing.assert_close(*(torch.autograd.grad(t.sum(), w)[0] for t in (y, expected)))
+
+
+def test_a_gradient_with_a_tangent_is_refused():
+    x = leaf(3, 40)
+    y = ops.softmax(x)
+    with forward_ad.dual_level():
+        arriving = forward_ad.make_dual(torch.randn(3, 40), torch.randn(3, 40))
+        with pytest.raises(NotImplementedError, match=r"opsmith::softmax_backward.*forward-mode"):
+            torch.autograd.grad(y, x, arriving)
 
 
 def test_inputs_whose_gradient_no_kernel_has():

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 import opsmith.ops  # noqa: F401  registers the cards
 from opsmith.kernels import libraries, triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample, registry
-from opsmith.ops.common import short
+from opsmith.ops.common import always_native, short
 from opsmith.ops.conduct import Recorder
 from opsmith.ops.verify import Finding, verify, with_leaves
 
@@ -148,6 +149,36 @@ def test_gradcheck_in_float64(card: Operator) -> None:
         assert torch.autograd.gradcheck(call, (*copy.args, *copy.kwargs.values()), fast_mode=True), (
             sample.name
         )
+
+
+@by_name(DIFFERENTIABLE)
+def test_tangents_are_those_of_the_definition(card: Operator) -> None:
+    """Forward-mode differentiation is PyTorch's, as kernels have no rules for it, and so is its error for the same."""
+
+    def tangents(fn: Callable[..., Any], sample: Sample) -> list[torch.Tensor | None] | str:
+        generator = torch.Generator().manual_seed(0)
+
+        def dual(t: torch.Tensor) -> torch.Tensor:
+            if not t.is_floating_point():
+                return t
+            return forward_ad.make_dual(t.detach(), torch.randn(t.shape, generator=generator).to(t.dtype))
+
+        with forward_ad.dual_level():
+            args, kwargs = tree_map_only(torch.Tensor, dual, (sample.args, dict(sample.kwargs)))
+            try:
+                results = list(tensors_of(fn(*args, **kwargs)))
+            except NotImplementedError as error:
+                return str(error).splitlines()[0]
+            return [forward_ad.unpack_dual(t).tangent for t in results]
+
+    for sample in styles(card):
+        with always_native():
+            found = tangents(card.function, sample)
+        expected = tangents(card.eager, sample)
+        if isinstance(found, str) or isinstance(expected, str):
+            assert found == expected, sample.name
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, equal_nan=True, msg=sample.name)
 
 
 @by_name(WITH_OUT)

@@ -14,6 +14,7 @@ from torch import nn
 
 from opsmith.compiler.capture import NotGeneral
 from opsmith.compiler.quantize import needed
+from opsmith.ops.common import carries_tangents
 
 if TYPE_CHECKING:
     from opsmith.compiler.api import Session
@@ -37,6 +38,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     general = True  # until a graph of this model turns out not to be
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if carries_tangents():
+            return model._call_impl(*args, **kwargs)
         if session.latent.waiting:
             session.latent.prove(model, partial(_rehearse, model, args, kwargs))
         if not session.latent.sites:

@@ -9,6 +9,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Dtype.h>
 
+#include <algorithm>
 #include <cstddef>
 
 TORCH_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);  // without its header, as in direct.h
@@ -20,11 +21,24 @@ using namespace opsmith;
 PyTypeObject* tensor_type;
 PyTypeObject* parameter_type;
 Py_ssize_t place_of_impl;  // in a tensor's Python object
+PyObject* forward_ad;  // the names of torch.autograd.forward_ad
+PyObject* current_level;  // one of them
+PyObject* no_level;  // its value outside: -1, of which Python has one
+
+// Whether a level of forward-mode differentiation is open, so that tensors may carry tangents. Asking each of them, or PyTorch's own list of
+// levels, means taking a lock.
+bool may_be_dual() { return PyDict_GetItemWithError(forward_ad, current_level) != no_level; }
+
+bool is_tensor_object(PyObject* given) { return Py_TYPE(given) == tensor_type || Py_TYPE(given) == parameter_type; }
+
+const at::Tensor& tensor_of(PyObject* tensor_object) {
+  return *reinterpret_cast<const at::Tensor*>(reinterpret_cast<char*>(tensor_object) + place_of_impl);
+}
 
 // The tensor of a Python object, or nullptr where it is not a plain one on the CPU.
 c10::TensorImpl* plain(PyObject* given) {
-  if (Py_TYPE(given) != tensor_type && Py_TYPE(given) != parameter_type) return nullptr;
-  auto* const t = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(given) + place_of_impl);
+  if (!is_tensor_object(given)) return nullptr;
+  c10::TensorImpl* const t = tensor_of(given).unsafeGetTensorImpl();
   return is_plain(t) ? t : nullptr;
 }
 
@@ -160,7 +174,7 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   PyObject* placed[kMost];
   Value values[kMost];
   Made made;
-  bool ours = place(self, args, PyVectorcall_NARGS(flags), names, placed) && undisturbed();
+  bool ours = place(self, args, PyVectorcall_NARGS(flags), names, placed) && undisturbed() && !may_be_dual();
   for (int i = 0; ours && i < self->count; ++i) {
     const char type = self->types[i];
     if (self->makes && is_output(type)) {
@@ -176,6 +190,11 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   if (ours && grad && made.count < outputs(self, values)) ours = !records && !wants_gradient(self, values);  // into what is given
   if (!ours) {
     if (self->makes) Py_RETURN_NONE;
+    const Py_ssize_t given = PyVectorcall_NARGS(flags) + (names ? PyTuple_GET_SIZE(names) : 0);
+    const auto loses_tangent = [](PyObject* one) { return is_tensor_object(one) && is_dual(tensor_of(one)); };
+    if (may_be_dual() && std::any_of(args, args + given, loses_tangent)) {
+      return PyErr_Format(PyExc_NotImplementedError, "%U: a kernel has no rule for forward-mode differentiation", self->name);
+    }
     return PyObject_Vectorcall(self->op, args, flags, names);
   }
   const std::string wrong = records ? self->recorder->run(*self, values, made) : run(*self, values);
@@ -186,10 +205,6 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   }
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, wrong.c_str());  // else a hook's for saved tensors
   return nullptr;
-}
-
-const at::Tensor& tensor_of(PyObject* plain_one) {
-  return *reinterpret_cast<const at::Tensor*>(reinterpret_cast<char*>(plain_one) + place_of_impl);
 }
 
 // PyTorch's linear(x, weight, bias) for one row of at most `most` numbers, which it computes sooner than Python can ask whether it is
@@ -272,7 +287,10 @@ PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // To be called once. 1, or 0 where a tensor's Python object does not hold its tensor as we think it does: `impl` is that of `tensor`.
-EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* impl) {
+EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* impl, PyObject* names_of_forward_ad) {
+  forward_ad = Py_NewRef(names_of_forward_ad);
+  current_level = PyUnicode_InternFromString("_current_level");
+  no_level = PyLong_FromLong(-1);
   tensor_type = Py_TYPE(tensor);
   parameter_type = reinterpret_cast<PyTypeObject*>(parameter);
   place_of_impl = sizeof(PyObject);

@@ -119,6 +119,9 @@ variable_list backward(const Plan& plan, const AllHeld& held, const variable_lis
   variable_list found(plan.gradients.size());
   const auto defined = [](const at::Tensor& t) { return t.defined(); };
   if (std::none_of(arriving.begin(), arriving.end(), defined)) return found;
+  for (const at::Tensor& t : arriving) {  // undefined ones have none either
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_dual(t), plan.name, ": a kernel has no rule for forward-mode differentiation");
+  }
   const auto is_wanted = [&](size_t argument) {
     for (size_t g = 0; g < wanted.size(); ++g) {
       if (wanted[g] && plan.gradients[g].argument == int(argument)) return true;
@@ -308,8 +311,6 @@ class KernelRecorder final : public Recorder {
     for (int i = 0; i < kernel.count; ++i) {
       if (!is_tensor(kernel.types[i]) || values[i] == 0) continue;
       if (impl_of(values[i])->requires_grad() && !differentiable(i)) return false;
-      const auto* const meta = static_cast<torch::autograd::AutogradMeta*>(impl_of(values[i])->autograd_meta());
-      if (meta && meta->fw_grad_) return false;  // a derivative that goes forward
     }
     return true;
   }

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from opsmith.kernels import build
 
@@ -155,9 +156,11 @@ def library() -> ctypes.PyDLL | None:
         *([ctypes.py_object] * 4),
         ctypes.c_int,
     )
-    found.opsmith_direct_begin.argtypes = (ctypes.py_object, ctypes.py_object, ctypes.c_void_p)
+    py_object = ctypes.py_object
+    found.opsmith_direct_begin.argtypes = (py_object, py_object, ctypes.c_void_p, py_object)
     probe = torch.empty(1)
-    return found if found.opsmith_direct_begin(probe, torch.nn.Parameter, probe._cdata) else None
+    begun = found.opsmith_direct_begin(probe, torch.nn.Parameter, probe._cdata, vars(forward_ad))
+    return found if begun else None
 
 
 def types_of(overload: Any) -> str | None:

@@ -77,6 +77,9 @@ inline bool is_optional(char type) { return type == 'o' || type == 'p'; }
 constexpr c10::DispatchKeySet kOfAutograd =
     c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
 
+// Whether a tensor carries a tangent of PyTorch's forward-mode differentiation, which a kernel would lose. There is one level of it.
+inline bool is_dual(const at::TensorBase& t) { return t._fw_grad(0).defined(); }
+
 // Whether nothing but the tensors decides which kernel runs, and nobody looks on.
 inline bool undisturbed() {
   static const c10::impl::LocalDispatchKeySet usual{c10::impl::PODLocalDispatchKeySet{}};

@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from opsmith.kernels import calls, libraries, nodes, triton
 from opsmith.operator import Implementation, Supports
@@ -65,8 +66,8 @@ def native(x: torch.Tensor, op: str, *more: str) -> bool | str:
 
     `more` are kernels that the same call needs: what of them has to be built is built at once.
     """
-    if not compiling() and _transforming():
-        return "the kernels have no rules for torch.func's transforms (vmap, grad, jvp)"
+    if not compiling() and (_transforming() or carries_tangents()):
+        return "the kernels have no rules for forward-mode differentiation and torch.func's transforms"
     if x.dtype not in NATIVE_DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {short(x.dtype)}"
     if x.is_cuda or (x.is_cpu and triton.DEVICE == "cpu"):
@@ -103,6 +104,11 @@ compiling = torch.compiler.is_dynamo_compiling
 _transforming = torch._C._are_functorch_transforms_active
 
 
+def carries_tangents() -> bool:
+    """True inside `torch.autograd.forward_ad.dual_level`, where PyTorch's own operators alone hand tangents on."""
+    return forward_ad._current_level >= 0
+
+
 def small(elements: int) -> bool:
     """True for a call that PyTorch finishes sooner than our dispatch begins; never inside a compiled graph."""
     return not compiling() and elements <= limit
@@ -117,6 +123,7 @@ def direct(x: Any, weight: Any = None, other: Any = None) -> bool:
     return (
         not compiling()
         and _ready
+        and not carries_tangents()
         and type(x) is Tensor
         and x.is_contiguous()
         and x.dtype in NATIVE_DTYPES

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import dense, short
+from opsmith.ops.common import carries_tangents, compiling, dense, short
 
 # Activations in oneDNN's words: attribute and algorithm.
 _POST_OPERATIONS = {
@@ -33,6 +33,8 @@ def supports_onednn(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options
     """True for what oneDNN multiplies here; else the reason why it does not."""
     if not x.is_cpu:
         return f"oneDNN runs on the CPU, the input is on {x.device}"
+    if not compiling() and carries_tangents():
+        return "oneDNN's linear layer has no rule for forward-mode differentiation"
     if x.dtype not in ONEDNN_DTYPES:
         return f"oneDNN does not multiply {short(x.dtype)} on this CPU"
     if not x.numel() or not weight.shape[0]:

@@ -41,9 +41,8 @@ class Proofs:
         """What was proved of this graph on these inputs."""
         try:
             study = _digest([*_written(gm), *inputs])
-        except (
-            RuntimeError
-        ):  # a tensor that is no plain memory (a conjugate view, say): what is proved on it is not kept
+        except RuntimeError:
+            # A tensor that is no plain memory (a conjugate view, say): what is proved on it is not kept.
             return Proved({}, lambda verdicts: None)
         return Proved(dict(self._file.get(study) or {}), functools.partial(self._file.put, study))
 

@@ -29,18 +29,21 @@ def worth(
     eager: Callable[[], object],
 ) -> Worth:
     """What a saved plan says of these very steps, what was measured of this graph with them, or else a measurement."""
-    choices = [(s.site, s.signature, s.implementation) for s in steps]
-    for shape in (
-        saved.shapes if saved is not None and saved.machine == measure.describe().fingerprint() else ()
-    ):
-        if [(s.site, s.signature, s.implementation) for s in shape.steps] == choices:
-            return Worth(shape.used, shape.note)
+    choices = _choices(steps)
+    if saved is not None and saved.machine == measure.describe().fingerprint():
+        for shape in saved.shapes:
+            if _choices(shape.steps) == choices:
+                return Worth(shape.used, shape.note)
     key = f"program {hashlib.sha256(repr((code, choices)).encode()).hexdigest()}"
     times = cache.get(key) or {}
     if not {"opsmith", "eager"} <= times.keys():
         times, steady = _measure(ours, eager)
         times = cache.settled(key, times, steady)
     return _judge(times["opsmith"], times["eager"])
+
+
+def _choices(steps: Sequence[PlanStep]) -> list[tuple[str, str, str]]:
+    return [(s.site, s.signature, s.implementation) for s in steps]
 
 
 def _measure(ours: Callable[[], object], eager: Callable[[], object]) -> tuple[dict[str, float], bool]:

@@ -16,6 +16,7 @@ import opsmith
 from opsmith import measure
 from opsmith.compiler import Config, inductor, proofs, study, worth
 from opsmith.compiler.kept import Kept
+from opsmith.compiler.select import Selector
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Feed, Truth, numbers, seeded
 
@@ -200,6 +201,18 @@ def test_the_oldest_entries_go(tmp_path: Path) -> None:
         one.put(str(i), i)
         one.save()
     assert kept().items() == [("2", 2), ("3", 3), ("4", 4)]
+
+
+def test_an_example_is_one_file_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    saves: list[Selector] = []
+    monkeypatch.setattr(Selector, "save", lambda selector: saves.append(selector))
+    model, x = seeded(Feed), numbers(3, 4, WIDTH)
+    _optimize(model, x, x[:2])
+    assert len(saves) == 2
+    torch._dynamo.reset()
+    train = opsmith.optimize(seeded(Feed))
+    train(x.requires_grad_())
+    assert len(saves) == 3  # nothing is recorded with gradients
 
 
 def test_a_program_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,9 @@ class CompiledGraph:
             return self._record(key, rehearsal, tuning)
         except Exception as error:
             return self._eagerly(key, rehearsal, f"{raised(error)}: eager runs")
+        finally:
+            if tuning:
+                self.selector.save()
 
     def _eagerly(self, key: Key, rehearsal: Rehearsal, why: str) -> Any:
         result = self._plain(*rehearsal.again())
@@ -243,7 +246,6 @@ class CompiledGraph:
         before = len(self.report.kept)
         with torch.no_grad():
             kept = Study(self, args, training).run()
-        self.selector.save()
         if len(self.report.kept) < before:
             self._forget_programs()  # those of examples seen earlier still have the site
         self._rewritten = rewrite(self.original, kept)
@@ -295,7 +297,6 @@ class CompiledGraph:
             step.slot = slots.get(step.site)
         if tuning:
             self._worths[key] = self._worth(program, rehearsal, steps)
-            self.selector.save()
         whole = self._worth_nearby(key)
         plan = ShapePlan(
             self._sizes(sizes), steps, sum(program.slots), whole.used, whole.note, program.source
@@ -373,6 +374,7 @@ class CompiledGraph:
                 try:
                     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _unwatched():
                         self.study(Rehearsal(args, self._changed).again(), training=True)
+                    self.selector.save()
                 except Exception as error:
                     result = self._captured(*args)
                     self._leave(error)

@@ -13,7 +13,6 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from opsmith.compiler import inductor
 from opsmith.compiler.bind import Form
 from opsmith.compiler.mutation import Effects, Rehearsal, effects
 from opsmith.compiler.outcome import GraphReport, SiteReport, warn_left
@@ -26,10 +25,11 @@ from opsmith.compiler.select import Choice, Packer, Selector, signature
 from opsmith.compiler.settle import call_of, settle
 from opsmith.compiler.site import Site, where
 from opsmith.compiler.sizes import Key, differing, named, span, within
-from opsmith.compiler.study import Study, attribute
+from opsmith.compiler.studies import Studies
+from opsmith.compiler.study import Settled, attribute
 from opsmith.compiler.worth import Worth, worth
 from opsmith.kernels import libraries
-from opsmith.operator import Implementation, Operator, registry
+from opsmith.operator import Implementation, Operator, Verdict, registry
 from opsmith.ops.common import native
 
 MAX_PROGRAMS = 64
@@ -84,6 +84,8 @@ class CompiledGraph:
         self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
         self._strays = 0
         self._worths: dict[Key, Worth] = {}
+        self._studies = Studies()
+        self.studied = False  # whether an example was seen before
         self._rewritten: fx.GraphModule | None = None
         self._lock = threading.RLock()
         self.progress = progress
@@ -113,7 +115,7 @@ class CompiledGraph:
     ) -> list[str]:
         """The names under which a site runs: its own, or, where they are faster together, those of its parts."""
         site = self.sites[name]
-        if not site.parts or self._rewritten is not None:
+        if not site.parts or self.studied:
             return [name]
 
         def choose(part: Site, call: dict[str, Any]) -> Choice:
@@ -124,9 +126,11 @@ class CompiledGraph:
         call = call_of(site, value)
         choice = self.choice(name, call, may_measure=True, form=form(site))
         apart, self._choices[name, signature(site.card, call)] = settle(site, choice, choose, value, learn)
-        if not apart:
-            return [name]
-        del self.sites[name]
+        return self.divide(name) if apart else [name]
+
+    def divide(self, name: str) -> list[str]:
+        """Put the parts of a site in its place."""
+        site = self.sites.pop(name)
         self.report.sites = [r for r in self.report.sites if r.name != name]
         return [self._add(part) for part in site.parts]
 
@@ -192,7 +196,7 @@ class CompiledGraph:
             return self._eagerly(key, rehearsal, f"{raised(error)}: eager runs")
         finally:
             if tuning:
-                self.selector.save()
+                self._save()
 
     def _eagerly(self, key: Key, rehearsal: Rehearsal, why: str) -> Any:
         result = self._plain(*rehearsal.again())
@@ -239,25 +243,24 @@ class CompiledGraph:
         if not self._versions and self._weights:
             self._repack(args)
         self._load_kernels(args, training)
-        if inductor.busy() and not self._changed:
-            with torch.no_grad():
-                Study(self, args, training).foresee(while_=inductor.busy)
-        inductor.wait()
         before = len(self.report.kept)
-        with torch.no_grad():
-            kept = Study(self, args, training).run()
+        kept = self._studies.run(self, args, training)
         if len(self.report.kept) < before:
             self._forget_programs()  # those of examples seen earlier still have the site
-        self._rewritten = rewrite(self.original, kept)
+        self._rewritten, self.studied = rewrite(self.original, kept), True
+
+    def _save(self) -> None:
+        """Keep for the next process what was found out."""
+        self.selector.save()
+        self._studies.save()
 
     def _load_kernels(self, args: Sequence[Any], training: bool) -> None:
         """Build the native kernels of what was found in one run, where they are not there: not one after the other."""
         names = {
             schema.partition("(")[0]
             for site in self.sites.values()
-            for schema in (
-                site.card.schemas if training else site.card.schemas[:1]
-            )  # the first one is the forward
+            # The first one is the forward.
+            for schema in (site.card.schemas if training else site.card.schemas[:1])
         }
         first = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
         if first is not None and (known := sorted(names & libraries.kernels().keys())):
@@ -362,6 +365,18 @@ class CompiledGraph:
             )
         return self._choices[key]
 
+    def settled(self, report: SiteReport, call: str, choice: Choice, proof: str) -> Settled:
+        """What a study found out about a site."""
+        unfit = dict(self._unfit.get(report.name, {}))
+        return Settled(call, self._forms[report.name], choice, proof, unfit, report.why)
+
+    def recall(self, name: str, found: Settled, verdict: Verdict) -> None:
+        """Take over what the same study found out about a site before."""
+        report = next(r for r in self.report.sites if r.name == name)
+        report.error, report.bound, report.why = verdict.error, verdict.bound, found.why
+        self._forms[name], self._unfit[name] = found.form, found.unfit
+        self._choices[name, found.signature] = found.choice
+
     def reject(self, name: str, implementation: str, why: str) -> None:
         """Never again choose this implementation for this site, at whatever sizes."""
         self._unfit.setdefault(name, {})[implementation] = why
@@ -374,7 +389,7 @@ class CompiledGraph:
                 try:
                     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _unwatched():
                         self.study(Rehearsal(args, self._changed).again(), training=True)
-                    self.selector.save()
+                    self._save()
                 except Exception as error:
                     result = self._captured(*args)
                     self._leave(error)

@@ -64,6 +64,7 @@ class Selector:
         self.fixed = saved.choices() if saved is not None else {}  # implementation by signature
         self.learning = False  # while `optimize` shows its examples: each one is studied
         self._measured: dict[str, dict[str, float]] = {}
+        self.guessed = False  # whether a choice would be tried again by the next process
         self.inductor = inductor.Inductor(config.inductor_seconds)
 
     def choose(
@@ -97,6 +98,7 @@ class Selector:
             entered = self.inductor.enter(card, call, key, may_measure, forced)
             if isinstance(entered, str):
                 refused["inductor"] = entered
+                self.guessed |= may_measure and card.kind in inductor.KINDS
             else:
                 accepted.append(entered)
         for name in forbidden:
@@ -118,6 +120,7 @@ class Selector:
                 return self._nearest(card, call, form, accepted, refused)
             times, steady = self._measure(call, accepted, refused, packed, form)
             times = self._measured[key] = self.cache.settled(key, times, steady)
+            self.guessed |= self.cache.get(key) is None
         if len(accepted) == 1 or times is None:
             return Choice(accepted[0].name, "the only one able", {}, refused)
         best = min((c.name for c in accepted), key=lambda n: times[n])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from opsmith.compiler import proofs
 from opsmith.compiler.bind import Form
 from opsmith.compiler.filled import filled
 from opsmith.compiler.joined import joined
@@ -17,7 +19,7 @@ from opsmith.compiler.operands import Made, evaluate, nodes_in
 from opsmith.compiler.outcome import SiteReport
 from opsmith.compiler.prove import prove
 from opsmith.compiler.reasons import raised
-from opsmith.compiler.select import Choice
+from opsmith.compiler.select import Choice, signature
 from opsmith.compiler.settle import call_of, learning
 from opsmith.compiler.site import Site
 from opsmith.compiler.slots import memory
@@ -30,18 +32,33 @@ if TYPE_CHECKING:
 _SET_GRAD = torch._C._set_grad_enabled
 
 
+@dataclass(frozen=True)
+class Settled:
+    """A site that was kept: its call, what runs it, and the name of the proof."""
+
+    signature: str
+    form: Form
+    choice: Choice
+    proof: str
+    unfit: dict[str, str]
+    why: str
+
+
 class Study:
     """One run of the captured graph that stops at every site."""
 
-    def __init__(self, owner: CompiledGraph, args: Sequence[Any], training: bool):
+    def __init__(
+        self, owner: CompiledGraph, args: Sequence[Any], training: bool, proved: proofs.Proved | None
+    ):
         self.owner = owner
         self.args = args
         self.nodes = list(owner.original.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.training = training
-        self.proved = (
-            None if training or owner.effects.random else owner.selector.proofs.of(owner.original, args)
-        )
+        self.proved = proved
+        self.repeatable = True  # whether the same study would find the same
+        self.apart: list[str] = []
+        self.settled: dict[str, Settled] = {}
         self.learn = learning(self.nodes, args) if training else set()
         self.env: dict[Node, Any] = {}
         self.at: dict[Node, list[str]] = {}
@@ -120,7 +137,9 @@ class Study:
         return self.env[node]
 
     def _divided(self, name: str) -> list[str]:
-        return self.owner.divided(name, self.value, self._form, self.learn)
+        names = self.owner.divided(name, self.value, self._form, self.learn)
+        self.apart += [name] if names != [name] else []
+        return names
 
     def _form(self, site: Site) -> Form:
         """How a program calls the site, if what was chosen for the sites before it remains."""
@@ -153,9 +172,14 @@ class Study:
         call = call_of(site, self.value)
         choice = owner.choice(name, call, may_measure=True, form=self._form(site))
         kept, choice = self._proved(name, report, call, choice)
-        if kept and owner.selector.implementation(site.card, choice.implementation).takes_out:
+        if not kept:
+            return False
+        implementation = owner.selector.implementation(site.card, choice.implementation)
+        if implementation.takes_out:
             self._in_buffers(site.outputs)
-        return kept
+        proof = proofs.name(site, implementation)
+        self.settled[name] = owner.settled(report, signature(site.card, call), choice, proof)
+        return True
 
     def _proved(
         self, name: str, report: SiteReport, call: dict[str, Any], choice: Choice
@@ -175,6 +199,7 @@ class Study:
                 return True, choice
             if choice.implementation == "eager":
                 report.status = "rolled back"
+                self.repeatable = False
                 return False, choice
             owner.reject(name, choice.implementation, verdict.why)
             choice = owner.choice(name, call, may_measure=True)
@@ -182,16 +207,17 @@ class Study:
     def _prove(self, site: Site, candidate: str, call: dict[str, Any]) -> Verdict:
         owner = self.owner
         implementation = owner.selector.implementation(site.card, candidate)
-        known = None if self.proved is None else self.proved.get(site, implementation)
+        known = None if self.proved is None else self.proved.get(proofs.name(site, implementation))
         if known is not None:
             return known
         try:
             result = implementation.fn(**owner.packer(implementation, call))
         except Exception as error:  # the model itself has run: an implementation that can't is refused
+            self.repeatable = False
             return Verdict(False, math.inf, 0.0, raised(error))
         verdict = prove(site, self.value, site.results(result))
-        if self.proved is not None:
-            self.proved.put(site, implementation, verdict)
+        if self.proved is not None and not self.proved.put(site, implementation, verdict):
+            self.repeatable = False
         return verdict
 
 

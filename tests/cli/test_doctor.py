@@ -126,6 +126,20 @@ def test_no_compiler_and_no_kernels(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_what_records_gradients(
+    there: bool, state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opsmith.kernels import calls, nodes
+
+    monkeypatch.setattr(calls, "library", lambda: object())
+    monkeypatch.setattr(nodes, "library", lambda: object() if there else None)
+    status, lines, _ = doctor(capsys)
+    assert status == 0
+    assert ("C++" in lines["gradients"]["finding"]) == there
+    assert ("python3-dev" in lines["gradients"]["advice"]) != there
+
+
 def test_a_tier_that_does_not_exist(
     state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

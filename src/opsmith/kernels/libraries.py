@@ -98,7 +98,7 @@ def load(*names: str) -> bool:
     with _lock:
         offered = _kernels(SOURCES)
         wanted = {offered[name] for name in names} if names else _names()
-        gradients = any(name.endswith("_backward") for name in names)
+        gradients = not names or any(name.endswith("_backward") for name in names)
         _load(sorted(wanted - _loaded.keys() - _refused.keys()), gradients)
         _answers.update(
             {k: library in _loaded for k, library in offered.items() if library in {*_loaded, *_refused}}

@@ -9,6 +9,7 @@ results that are there; "above" is what the public function costs beyond that: c
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -38,7 +39,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
-            self.calls.append(partial(calls.of(func), *args, **kwargs))
+            # A direct call knows its arguments by interned names, as those in a source are, and these are not.
+            named = {sys.intern(name): value for name, value in kwargs.items()}
+            self.calls.append(partial(calls.of(func), *args, **named))
         return result
 
 

@@ -192,6 +192,37 @@ def test_functorch_is_not_passed_by():
     assert seen == [None]
 
 
+def test_pieces_are_a_tensors_memory():
+    t = torch.arange(10.0)
+    pieces = calls.pieces(t, (1, 2, 3), (3,), ())
+    assert [p.tolist() for p in pieces] == [[[[0, 1, 2], [3, 4, 5]]], [6, 7, 8], 9]
+    assert all(p.is_contiguous() and p.untyped_storage().data_ptr() == t.data_ptr() for p in pieces)
+    assert [p.tolist() for p in calls._pieces(t, (1, 2, 3), (3,), ())] == [p.tolist() for p in pieces]
+    pieces[1].zero_()
+    assert t.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 9]
+    with torch.inference_mode():
+        assert all(p.is_inference() for p in calls.pieces(torch.ones(2), (1,), (1,)))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (torch.ones(4), (2,), (1,)),
+        (torch.ones(4), (2,), (3,)),
+        (torch.ones(4), (2,), (-2,)),
+        (torch.ones(4), (1 << 62, 4, 4), (4,)),
+        (torch.ones(4), (2,), [2]),
+        (torch.ones(4), (4,)),
+        (torch.ones(4, 2).t(), (4,), (4,)),
+        (torch.ones(4, requires_grad=True), (2,), (2,)),
+        (torch.ones(4, device="meta"), (2,), (2,)),
+    ],
+)
+def test_what_is_not_in_pieces_is_refused(args):
+    with pytest.raises(ValueError, match="pieces"):
+        calls.pieces(*args)
+
+
 @pytest.mark.parametrize("which", ["x", "weight"])
 def test_tangents_are_not_lost(which):
     given = {"x": torch.randn(3, 40), "weight": torch.nn.Parameter(torch.ones(40), requires_grad=False)}

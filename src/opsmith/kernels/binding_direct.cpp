@@ -93,13 +93,21 @@ bool is_floating(const c10::TensorImpl* t) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
+using Sizes = c10::SmallVector<int64_t, 6>;
+
+bool add_size(PyObject* given, Sizes& sizes) {
+  int overflow = 0;
+  sizes.push_back(PyLong_CheckExact(given) ? PyLong_AsLongLongAndOverflow(given, &overflow) : -1);
+  return sizes.back() >= 0 && overflow == 0;
+}
+
 // A result as the call describes it: in a list the tensor that it is like; in a list of two the table of which x picks rows; the sizes
 // instead of x's last one, a dtype before them where it is not x's; or like x, in another dtype where one is given.
 bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
   if (THPDtype_Check(given)) return is_floating(x) && fresh(x->sizes(), reinterpret_cast<THPDtype*>(given)->scalar_type, y);
   if (PyLong_CheckExact(given) || PyTuple_CheckExact(given)) {
     if (x->dim() == 0 || !is_floating(x)) return false;
-    c10::SmallVector<int64_t, 6> sizes(x->sizes().begin(), x->sizes().end() - 1);
+    Sizes sizes(x->sizes().begin(), x->sizes().end() - 1);
     at::ScalarType dtype = c10::typeMetaToScalarType(x->dtype());
     const bool several = PyTuple_CheckExact(given);
     Py_ssize_t i = 0;
@@ -107,18 +115,14 @@ bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
       dtype = reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(given, i++))->scalar_type;
     }
     for (; i < (several ? PyTuple_GET_SIZE(given) : 1); ++i) {
-      PyObject* const one = several ? PyTuple_GET_ITEM(given, i) : given;
-      int overflow = 0;
-      const int64_t size = PyLong_CheckExact(one) ? PyLong_AsLongLongAndOverflow(one, &overflow) : -1;
-      if (size < 0 || overflow != 0) return false;
-      sizes.push_back(size);
+      if (!add_size(several ? PyTuple_GET_ITEM(given, i) : given, sizes)) return false;
     }
     return fresh(sizes, dtype, y);
   }
   if (PyList_CheckExact(given) && PyList_GET_SIZE(given) == 2) {
     const c10::TensorImpl* const table = plain(PyList_GET_ITEM(given, 0));
     if (!table || table->dim() == 0) return false;
-    c10::SmallVector<int64_t, 6> sizes(x->sizes().begin(), x->sizes().end());
+    Sizes sizes(x->sizes().begin(), x->sizes().end());
     sizes.append(table->sizes().begin() + 1, table->sizes().end());
     return fresh(sizes, c10::typeMetaToScalarType(table->dtype()), y);
   }
@@ -269,6 +273,36 @@ PyObject* in_huge_pages(PyObject*, PyObject* given) {
 
 PyMethodDef in_huge_pages_method = {"in_huge_pages", in_huge_pages, METH_O, nullptr};
 
+// The memory of a tensor, the first argument, as contiguous tensors that follow each other, of the shapes that come after it. Autograd does
+// not know them for views, so the tensor has to be one that nobody else will see.
+PyObject* pieces(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const c10::TensorImpl* const whole = count > 2 && count <= 1 + kMostMade ? plain(args[0]) : nullptr;
+  bool fits = whole && whole->is_contiguous() && !whole->requires_grad();
+  Made made;
+  int64_t begin = 0;
+  while (fits && made.count < count - 1) {
+    PyObject* const shape = args[1 + made.count];
+    Sizes sizes;
+    fits = PyTuple_CheckExact(shape);
+    for (Py_ssize_t d = 0; fits && d < PyTuple_GET_SIZE(shape); ++d) fits = add_size(PyTuple_GET_ITEM(shape, d), sizes);
+    int64_t end = 1;
+    for (const int64_t size : sizes) fits = fits && !__builtin_mul_overflow(end, size, &end);
+    fits = fits && !__builtin_add_overflow(begin, end, &end) && end <= whole->numel();
+    if (!fits) break;
+    at::TensorBase& piece = made.tensors[made.count++];
+    piece = at::detail::make_tensor_base<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(whole->storage()), whole->key_set(),
+                                                          whole->dtype());
+    piece.unsafeGetTensorImpl()->set_storage_offset(whole->storage_offset() + begin);
+    piece.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+    begin = end;
+  }
+  if (fits && begin == whole->numel()) return results(made);
+  PyErr_SetString(PyExc_ValueError, "opsmith: pieces are of a plain tensor, whose elements their shapes share out");
+  return nullptr;
+}
+
+PyMethodDef pieces_method = {"pieces", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pieces)), METH_FASTCALL, nullptr};
+
 PyObject* text(PyObject* me) { return PyUnicode_FromFormat("<kernel %U>", reinterpret_cast<Kernel*>(me)->name); }
 
 void drop(PyObject* me) {
@@ -311,6 +345,7 @@ EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* imp
 
 EXPORT PyObject* opsmith_direct_small_linear() { return PyCFunction_New(&small_linear_method, nullptr); }
 EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, nullptr); }
+EXPORT PyObject* opsmith_direct_pieces() { return PyCFunction_New(&pieces_method, nullptr); }
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
 
 // A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception.

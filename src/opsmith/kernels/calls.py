@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import sys
 import sysconfig
@@ -80,6 +81,14 @@ def small_linear(x: Any, weight: Any, bias: Any, most: int, learns: int) -> torc
 def sizes(t: Any) -> tuple[int, ...]:
     """A tensor's shape, sooner than PyTorch says it."""
     return t.shape  # type: ignore[no-any-return]
+
+
+def pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
+    """The memory of a new tensor, which nobody else has, as two to four contiguous tensors that follow each other."""
+    caller = library()
+    found = _pieces if caller is None else caller.opsmith_direct_pieces()
+    globals()["pieces"] = found
+    return found(t, *shapes)
 
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
@@ -148,6 +157,7 @@ def library() -> ctypes.PyDLL | None:
         found.opsmith_direct,
         found.opsmith_direct_small_linear,
         found.opsmith_direct_sizes,
+        found.opsmith_direct_pieces,
         found.opsmith_direct_in_huge_pages,
     ):
         function.restype = ctypes.py_object
@@ -186,6 +196,11 @@ def _made(at: int, overload: Any, makes: bool) -> Callable[..., Any] | None:
     return caller.opsmith_direct(  # type: ignore[no-any-return]
         at, types.encode(), overload._op, str(overload), names, defaults, makes
     )
+
+
+def _pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
+    flat = t.view(-1).split([math.prod(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(flat, shapes, strict=True))
 
 
 def _same(t: torch.Tensor) -> torch.Tensor:

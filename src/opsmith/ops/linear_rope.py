@@ -17,6 +17,7 @@ from opsmith.ops.common import (
     check_like,
     check_number,
     check_out,
+    compiling,
     dense,
     direct,
     kernels,
@@ -32,9 +33,7 @@ from opsmith.ops.rope import native_qk as rotate
 from opsmith.ops.rope_check import check_table, chosen, name_bad_position
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_LONGEST = (
-    512  # least common multiple of a head's size and a panel of the packed weight, for the fused C++ kernel
-)
+_LONGEST = 512  # least common multiple of a head's size and a panel of the packed weight, for the C++ kernel
 
 
 def linear_rope(
@@ -83,22 +82,18 @@ def linear_rope(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    if (
-        out is None
-        and direct(x, weight, bias)
-        and direct(cos, sin)
-        and (positions is None or chosen(positions, cos))
-        and weight is not None
-    ):
+    if out is None and not compiling():
         dims = head_dim if rotary_dim is None else rotary_dim
         sizes = heads, kv_heads, head_dim
         try:
-            usual = dims and heads > 0 < kv_heads
-            if usual and weight.dim() == 3:
+            usual = dims and heads > 0 < kv_heads and (positions is None or chosen(positions, cos))
+            if usual and weight.dim() == 3 and direct(x, weight, bias) and direct(cos, sin):
                 return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
-            if usual and x.numel() == x.shape[-1]:
-                return _one_row(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
-        except (RuntimeError, IndexError, ValueError, TypeError):  # the checks say why
+            if usual and x.numel() == x.shape[-1] and not needs_grad(cos, sin):
+                token = _token(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
+                if token is not None:
+                    return token
+        except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):  # the checks say why
             pass
     dims = _check(x, weight, bias, cos, sin, heads, kv_heads, head_dim, positions, rotary_dim, out)
     options: dict[str, Any] = {
@@ -120,7 +115,7 @@ def linear_rope(
     return y if out is None else _copy(y, out)
 
 
-def _one_row(
+def _token(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -130,14 +125,15 @@ def _one_row(
     positions: torch.Tensor | None,
     dims: int,
     interleaved: bool,
-) -> Triple:
-    """One token, whose projection is laid out as it should be: rotated where it stands."""
-    n, _ = weight.shape
+) -> Triple | None:
+    """One token, whose projection is laid out as it should be: rotated where it stands. None where a kernel cannot."""
     heads, kv_heads, head_dim = sizes
-    if bias is not None and bias.shape != (n,):
-        raise ValueError("a bias that would be broadcast")
-    shape = (1, heads + 2 * kv_heads, 1, head_dim) if x.dim() == 3 else (*x.shape[:-1], -1, head_dim)
-    q, k, v = linear(x, weight, bias).view(shape).split_with_sizes((heads, kv_heads, kv_heads), 1)
+    y = calls.new_linear_rows(x, weight, bias, None, 0, y=weight.shape[0])
+    if y is None:
+        return None
+    row = (head_dim,) if x.dim() == 2 else (1, head_dim)
+    of_kv = (1, kv_heads, *row)
+    q, k, v = calls.pieces(y, (1, heads, *row), of_kv, of_kv)
     calls.rope_qk(q, k, cos, sin, positions, dims, interleaved, False, yq=q, yk=k)
     return q, k, v
 

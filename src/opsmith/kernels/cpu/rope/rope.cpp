@@ -62,9 +62,9 @@ void rotate_all(const View& xv, const View& morev, const Table<C>& table, const 
   const Heads x(xv), y(yv);
   const Heads more = morev.defined() ? Heads(morev) : x, more_y = morev.defined() ? Heads(more_yv) : y;
   const int64_t heads = x.heads + (morev.defined() ? more.heads : 0);
-  const int64_t bytes = x.batch * heads * x.tokens * x.dims * int64_t(sizeof(T));
-  const bool past_cache = x.data != y.data && outlives_cache(bytes);
   const int64_t row_bytes = std::max<int64_t>(1, 2 * table.cos.sizes[table.cos.dim - 1] * int64_t(sizeof(C)));
+  const int64_t turned = x.batch * heads * x.tokens * x.dims * int64_t(sizeof(T));
+  const bool past_cache = x.data != y.data && outlives_cache(2 * turned + x.tokens * row_bytes, 1);
   // Short enough for the table to stay in cache, and for every thread to have some.
   const int64_t fair = (x.batch * x.tokens + 4 * num_threads() - 1) / (4 * num_threads());
   const int64_t least = row_grain(heads * x.dims, kTask);

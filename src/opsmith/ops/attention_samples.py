@@ -101,8 +101,10 @@ def workloads(make: Make) -> Iterator[Sample]:
     def qkv(b: int, h: int, hkv: int, l: int, s: int, d: int) -> tuple[torch.Tensor, ...]:
         return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, d)
 
-    yield Sample("1x12x2048x64", qkv(1, 12, 12, 2048, 2048, 64))
-    yield Sample("1x12x2048x64 causal", qkv(1, 12, 12, 2048, 2048, 64), {"causal": True})
+    for h, d in ((12, 64), (8, 128)):
+        for l in (512, 1024, 2048, 4096):
+            yield Sample(f"1x{h}x{l}x{d}", qkv(1, h, h, l, l, d))
+            yield Sample(f"1x{h}x{l}x{d} causal", qkv(1, h, h, l, l, d), {"causal": True})
     yield Sample(
         "32x12x128x32 padding mask",
         qkv(32, 12, 12, 128, 128, 32),

@@ -3,7 +3,9 @@
 import ctypes
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,21 @@ def call(library: Path, function: str) -> int:
         return int(getattr(ctypes.CDLL(str(copy)), function)())
     finally:
         copy.unlink()
+
+
+def at_once(holds: Callable[[], bool]) -> None:
+    """Check the same in four threads, over and over."""
+    held: list[bool] = []
+
+    def work() -> None:
+        held.extend(holds() for _ in range(50))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert held == [True] * 200  # an exception ends its thread early
 
 
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '

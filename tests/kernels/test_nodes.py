@@ -1,7 +1,6 @@
 """Calls recorded by nodes in C++: the gradients of the Functions in Python, and all that PyTorch asks of a node."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import opsmith.ops as ops
 from opsmith.kernels import build, calls, nodes
 from opsmith.ops import common
+from tests.kernels.conftest import at_once
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,18 @@ def _turned(*x: torch.Tensor) -> Any:
     return ops.rope(*x, cos, sin) if len(x) == 1 else ops.rope_qk(*x, cos, sin)
 
 
+def _heads_inside(*x: torch.Tensor) -> Any:
+    return ops.attention(*(t.transpose(1, 2) for t in x), causal=True)
+
+
+def _some(*shape: int) -> torch.Tensor:
+    """A boolean mask that hides some keys, and of no row all."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[..., 0] = True
+    return mask
+
+
+_QKV = ((2, 3, 5, 16),) * 3
 CALLS: dict[str, tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "softmax": ("softmax_backward", ops.softmax, ((3, 40),)),
     "softmax, four dimensions, scaled": (
@@ -80,6 +92,40 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
         "cross_entropy_backward",
         lambda x: _loss(x, z_loss=1e-3, label_smoothing=0.1),
         ((4, 4000),),
+    ),
+    "attention": ("attention_backward", ops.attention, _QKV),
+    "attention of a token": ("attention_backward", ops.attention, ((1, 4, 1, 64),) * 3),
+    "attention, causal, of fewer queries than keys": (
+        "attention_backward",
+        lambda *x: ops.attention(*x, causal=True),
+        ((2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 16)),
+    ),
+    "attention, grouped heads": (
+        "attention_backward",
+        lambda *x: ops.attention(*x, causal=True),
+        ((2, 4, 5, 16), (2, 2, 5, 16), (2, 2, 5, 16)),
+    ),
+    "attention, heads inside": ("attention_backward", _heads_inside, ((2, 5, 3, 16),) * 3),
+    "attention, one mask for all": ("attention_backward", lambda *x: ops.attention(*x, mask=_some(5)), _QKV),
+    "attention, a mask for each sequence": (
+        "attention_backward",
+        lambda *x: ops.attention(*x, mask=_some(2, 1, 1, 5)),
+        _QKV,
+    ),
+    "attention, a mask for each row": (
+        "attention_backward",
+        lambda *x: ops.attention(*x, mask=_some(3, 5, 5), causal=True),
+        _QKV,
+    ),
+    "attention, additive mask": (
+        "attention_backward",
+        lambda *x: ops.attention(*x, mask=torch.linspace(-1, 1, 15).view(3, 1, 5)),
+        _QKV,
+    ),
+    "attention, scale, window, softcap": (
+        "attention_backward",
+        lambda *x: ops.attention(*x, scale=0.3, window=2, softcap=5.0),
+        _QKV,
     ),
     "rope": ("rope", _turned, ((2, 3, 5, 8),)),
     "rope_qk": ("rope_qk", _turned, ((2, 4, 5, 8), (2, 1, 5, 8))),
@@ -248,21 +294,48 @@ def test_hooks_for_saved_tensors_are_called():
         y = ops.softmax(x)
     y.sum().backward()
 
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hooks_for_saved_tensors_may_fail(name):
+    _, call, shapes = CALLS[name]
+    leaves = [leaf(*shape) for shape in shapes]
+
     def refuse(t: torch.Tensor) -> Any:
         raise KeyError("not this one")
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(refuse, lambda t: t),
-        pytest.raises(KeyError, match="not this"),
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(refuse, lambda t: t), pytest.raises(KeyError, match="not this"):
+        call(*leaves)
+    with hooks(lambda t: t, refuse):
+        y = tensors(call(*leaves))[0]
+    with pytest.raises(KeyError, match="not this"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "out", "row_sums"])
+@pytest.mark.parametrize("change", [lambda t: t[:, :1], torch.Tensor.bfloat16, torch.Tensor.flatten])
+def test_what_a_hook_gives_back_is_checked(which, change):
+    count = iter(range(5))
+    q, k, v = (leaf(2, 3, 5, 16) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (next(count), t), lambda kept: change(kept[1]) if kept[0] == which else kept[1]
     ):
-        ops.softmax(x)
+        y = ops.attention(q, k, v)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        y.sum().backward()
 
 
-def test_checkpoints_compute_again():
-    x, w = leaf(3, 40), leaf(40)
-    expected = torch.autograd.grad(ops.gelu(ops.rms_norm(x, w)).sum(), (x, w))
-    y = checkpoint(lambda x, w: ops.gelu(ops.rms_norm(x, w)), x, w, use_reentrant=False)
-    for a, b in zip(torch.autograd.grad(y.sum(), (x, w)), expected, strict=True):
+@pytest.mark.parametrize("name", CALLS)
+def test_checkpoints_compute_again(name):
+    _, call, shapes = CALLS[name]
+    leaves = [leaf(*shape) for shape in shapes]
+
+    def run(*x: torch.Tensor) -> torch.Tensor:
+        return sum(y.square().sum() for y in tensors(call(*(t * 2 for t in x))))
+
+    expected = torch.autograd.grad(run(*leaves), leaves)
+    got = torch.autograd.grad(checkpoint(run, *leaves, use_reentrant=False), leaves)
+    for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
 
 
@@ -334,6 +407,17 @@ def test_a_gradient_with_a_tangent_is_refused():
 def test_inputs_whose_gradient_no_kernel_has():
     x, cos, sin = leaf(1, 2, 5, 8), leaf(5, 8), torch.randn(5, 8)
     assert not ops.rope(x, cos, sin).grad_fn.name().startswith("opsmith")
+    q = torch.randn(1, 2, 5, 8)
+    learned = leaf(5, 5)
+    y = ops.attention(q, q, q, mask=learned)
+    assert not y.grad_fn.name().startswith("opsmith")
+    expected = torch.softmax(q @ q.mT * 8**-0.5 + learned, -1) @ q
+    for a, b in zip(
+        torch.autograd.grad(y.square().sum(), learned),
+        torch.autograd.grad(expected.square().sum(), learned),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
     with torch.inference_mode():
         w = torch.randn(40)
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
@@ -368,19 +452,38 @@ def test_threads_go_back_at_once():
     w = leaf(512)
     x = torch.randn(64, 512)
     (expected,) = torch.autograd.grad(ops.rms_norm(x, w).sum(), w)
-    wrong = []
+    at_once(lambda: torch.equal(torch.autograd.grad(ops.rms_norm(x, w).sum(), w)[0], expected))
 
-    def work() -> None:
-        for _ in range(30):
-            if not torch.equal(torch.autograd.grad(ops.rms_norm(x, w).sum(), w)[0], expected):
-                wrong.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not wrong
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"k": (2, 2, 5, 16), "v": (2, 2, 5, 16)}, "multiple of the 2 heads"),
+        ({"k": (2, 3, 5, 8)}, "k must have shape"),
+        ({"v": (2, 3, 4, 16)}, "v must have shape"),
+        ({"q": (3, 5, 16)}, "q must have at least 4 dimension"),
+        ({"mask": torch.ones(4, 5, dtype=torch.bool)}, "mask must broadcast"),
+        ({"window": 0}, "window must be at least 1"),
+        ({"softcap": -1.0}, "softcap must be positive"),
+    ],
+)
+def test_wrong_calls_of_attention_say_why(wrong, why):
+    given = {name: (2, 3, 5, 16) for name in "qkv"} | wrong
+    call = {name: leaf(*value) if name in "qkv" else value for name, value in given.items()}
+    with pytest.raises(ValueError, match=f"attention: .*{why}"):
+        ops.attention(**call)
+
+
+def test_a_large_gradient_is_searched_for_tokens_without_one():
+    """By the Function in Python, which the node leaves such calls to."""
+    q, k, v = (leaf(2, 128, 8, 64) for _ in range(3))
+    y = ops.attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    assert y.grad_fn.name() == "_AttentionBackward"
+    dy = torch.randn_like(y).masked_fill(torch.arange(128)[:, None] > 20, 0.0)
+    got = torch.autograd.grad(y, (q, k, v), dy)
+    assert not got[0][:, 21:].any()
+    y = ops.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
+    assert y.grad_fn.name() == "opsmith::attention_backward"
 
 
 @pytest.mark.parametrize("error", [build.BuildError("no headers"), OSError("not for this process")])

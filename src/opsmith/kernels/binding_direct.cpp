@@ -6,7 +6,6 @@
 
 #include <ATen/ops/linear_ops.h>
 #include <c10/core/GradMode.h>
-#include <c10/util/SmallVector.h>
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
@@ -101,8 +100,10 @@ bool add_size(PyObject* given, Sizes& sizes) {
   return sizes.back() >= 0 && overflow == 0;
 }
 
-// A result as the call describes it: in a list the tensor that it is like; in a list of two the table of which x picks rows; the sizes
-// instead of x's last one, a dtype before them where it is not x's; or like x, in another dtype where one is given.
+bool is_list(PyObject* given, Py_ssize_t size) { return PyList_CheckExact(given) && PyList_GET_SIZE(given) == size; }
+
+// A result as the call describes it: in a list the tensor that it is like, and lies as; in a list of two the table of which x picks rows;
+// the sizes instead of x's last one, a dtype before them where it is not x's; or like x, in another dtype where one is given.
 bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
   if (THPDtype_Check(given)) return is_floating(x) && fresh(x->sizes(), reinterpret_cast<THPDtype*>(given)->scalar_type, y);
   if (PyLong_CheckExact(given) || PyTuple_CheckExact(given)) {
@@ -119,25 +120,31 @@ bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
     }
     return fresh(sizes, dtype, y);
   }
-  if (PyList_CheckExact(given) && PyList_GET_SIZE(given) == 2) {
+  if (is_list(given, 2)) {
     const c10::TensorImpl* const table = plain(PyList_GET_ITEM(given, 0));
     if (!table || table->dim() == 0) return false;
     Sizes sizes(x->sizes().begin(), x->sizes().end());
     sizes.append(table->sizes().begin() + 1, table->sizes().end());
     return fresh(sizes, c10::typeMetaToScalarType(table->dtype()), y);
   }
+  if (is_list(given, 1)) {
+    const c10::TensorImpl* const like = plain(PyList_GET_ITEM(given, 0));
+    return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y, layout_of(like));
+  }
   const bool like_x = given == Py_Ellipsis || given == Py_True;
-  const bool like_one = PyList_CheckExact(given) && PyList_GET_SIZE(given) == 1;
-  const c10::TensorImpl* const like = like_x && is_floating(x) ? x : like_one ? plain(PyList_GET_ITEM(given, 0)) : nullptr;
-  return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y);
+  return like_x && is_floating(x) && fresh(x->sizes(), c10::typeMetaToScalarType(x->dtype()), y);
 }
 
-// The results that a call asks for: those that have no default, and others that it describes. A tensor is one to write into.
+// The results that a call asks for: those that have no default, and others that it describes. A tensor is one to write into. Only a
+// kernel whose results lie as a tensor does takes an x that is not contiguous.
 bool make(const Kernel* self, PyObject** placed, Value* values, Made& made) {
   const c10::TensorImpl* const x = plain(placed[0]);
-  if (!x || !x->is_contiguous()) return false;
+  if (!x) return false;
+  const bool contiguous = x->is_contiguous();
   for (int i = 0; i < self->count; ++i) {
-    if (!is_output(self->types[i]) || convert(self->types[i], placed[i], values[i])) continue;
+    if (!is_output(self->types[i])) continue;
+    if (!contiguous && placed[i] != Py_None && !is_list(placed[i], 1)) return false;
+    if (convert(self->types[i], placed[i], values[i])) continue;
     if (made.count == kMostMade || !described(placed[i], x, made.tensors[made.count])) return false;
     made.places[made.count] = i;
     values[i] = reinterpret_cast<Value>(made.tensors[made.count++].unsafeGetTensorImpl());

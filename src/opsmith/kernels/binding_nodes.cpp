@@ -6,6 +6,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -63,6 +64,7 @@ struct Plan {
   std::vector<Argument> arguments;
   std::vector<Gradient> gradients;
   std::vector<Kept> kept;
+  bool strided;  // whether the backward takes any tensor whose last dimension is contiguous
 };
 
 c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
@@ -76,10 +78,12 @@ struct Held {
   Value number = 0;
   bool there = false;
   c10::SmallVector<int64_t, 4> sizes;
+  Strides strides;  // none where it is contiguous
   at::ScalarType dtype = at::kFloat;
 
-  void like(const c10::TensorImpl* t) {
+  void like(const c10::TensorImpl* t, bool strided) {
     sizes.assign(t->sizes().begin(), t->sizes().end());
+    if (strided && !t->is_contiguous()) strides = layout_of(t);
     dtype = c10::typeMetaToScalarType(t->dtype());
   }
 };
@@ -109,8 +113,13 @@ void dispatch(const Plan& plan, const Value* values) {
 
 at::Tensor new_like(const Held& held, bool direct) {
   at::TensorBase t;
-  if (direct && fresh(held.sizes, held.dtype, t)) return at::Tensor(std::move(t));
-  return at::empty(held.sizes, held.dtype);
+  if (direct && fresh(held.sizes, held.dtype, t, held.strides)) return at::Tensor(std::move(t));
+  return held.strides.empty() ? at::empty(held.sizes, held.dtype) : at::empty_strided(held.sizes, held.strides, held.dtype);
+}
+
+// A gradient as the backward takes it.
+at::Tensor taken(const at::Tensor& t, bool strided) {
+  return strided && (t.dim() == 0 || t.stride(-1) == 1) ? t : t.contiguous();
 }
 
 // Calls the backward. `saved` are the saved tensors that are there, in the order of its arguments; gradients that nobody wants are undefined.
@@ -144,7 +153,7 @@ variable_list backward(const Plan& plan, const AllHeld& held, const variable_lis
         break;
       case From::gradient:
         if (h.there && arriving[h.number].defined()) {
-          tensors[i] = arriving[h.number].contiguous();
+          tensors[i] = taken(arriving[h.number], plan.strided);
         } else if (!is_optional(a.type)) {
           tensors[i] = at::zeros(h.sizes, h.dtype);
         }
@@ -225,6 +234,7 @@ class KernelBackward final : public Node {
       args.collect(h.number);
       args.collect(h.there);
       args.collect(std::vector<int64_t>(h.sizes.begin(), h.sizes.end()));
+      args.collect(std::vector<int64_t>(h.strides.begin(), h.strides.end()));
       args.collect(h.dtype);
     }
     for (const bool one : wanted()) args.collect(one);
@@ -273,12 +283,12 @@ class KernelBackward final : public Node {
       case From::gradient:
         held.number = Value(result(of));
         held.there = result(of) < made.count;
-        if (held.there && made.count > 1) held.like(impl_of(values[of]));  // of several one may get no gradient
+        if (held.there && made.count > 1) held.like(impl_of(values[of]), plan_.strided);  // of several one may get no gradient
         break;
       case From::made:
       case From::always:
         held.there = values[of] != 0;
-        if (held.there) held.like(impl_of(values[of]));
+        if (held.there) held.like(impl_of(values[of]), plan_.strided);
         break;
     }
   }
@@ -364,13 +374,13 @@ class KernelRecorder final : public Recorder {
 // pair of `gradients` for each of `edges`. 0 and an exception where that cannot be.
 extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
     PyObject* kernel, void* direct, const char* name, const char* types, const char* from, const int* of, const int* instead,
-    const uint64_t* constants, const char* kept, const int* gradients, int edges) {
+    const uint64_t* constants, const char* kept, const int* gradients, int edges, int strided) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
   if (!op) {
     PyErr_Format(PyExc_ValueError, "opsmith: there is no operator %s", name);
     return 0;
   }
-  Plan plan{*op, reinterpret_cast<Direct>(direct), name, types, {}, {}, {}};
+  Plan plan{*op, reinterpret_cast<Direct>(direct), name, types, {}, {}, {}, strided != 0};
   for (size_t i = 0; i < plan.types.size(); ++i) {
     plan.arguments.push_back({From(from[i]), types[i], of[i], instead[i], constants[i]});
   }

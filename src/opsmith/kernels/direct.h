@@ -7,6 +7,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "binding_tensor.h"
 
@@ -22,10 +24,11 @@
 #include <unistd.h>
 #endif
 
-// Its header would take ten times as long to compile as all of this. A version of PyTorch that has it no more makes the library one that
+// Their headers would take ten times as long to compile as all of this. A version of PyTorch that has them no more makes the library one that
 // does not load, and all calls PyTorch's.
 namespace at {
 TORCH_API bool hasCallbacks();
+TORCH_API std::vector<int64_t> infer_dense_strides(IntArrayRef sizes, IntArrayRef strides);
 }
 
 namespace opsmith {
@@ -115,14 +118,23 @@ inline void back_with_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]]
 #endif
 }
 
-// New memory for a result; false where there is no such memory.
-inline bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& y) {
+using Strides = c10::SmallVector<int64_t, 4>;
+
+// How new memory lies that is to lie as a tensor does: with the same order of dimensions, and no gaps.
+inline Strides layout_of(const c10::TensorImpl* t) {
+  if (t->is_non_overlapping_and_dense()) return {t->strides().begin(), t->strides().end()};
+  const std::vector<int64_t> dense = at::infer_dense_strides(t->sizes(), t->strides());
+  return {dense.begin(), dense.end()};
+}
+
+// New memory for a result, contiguous where no strides are given; false where there is no such memory.
+inline bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& y, c10::IntArrayRef strides = {}) {
   int64_t bytes = int64_t(c10::elementSize(dtype));
   for (const int64_t size : sizes) {
     if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
   }
   try {
-    y = at::detail::empty_cpu(sizes, dtype);
+    y = strides.empty() ? at::detail::empty_cpu(sizes, dtype) : at::detail::empty_strided_cpu(sizes, strides, dtype);
   } catch (const std::exception&) {
     return false;
   }

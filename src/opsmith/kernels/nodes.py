@@ -44,6 +44,7 @@ class Rule:
     kept: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     always: Sequence[str] = ()
+    strided: bool = False
 
 
 @dataclass
@@ -72,6 +73,7 @@ def declare(
     kept: Mapping[str, str] | None = None,
     shared: Mapping[str, str] | None = None,
     always: Sequence[str] = (),
+    strided: bool = False,
 ) -> None:
     """Say that a node may record a kernel's calls.
 
@@ -83,8 +85,12 @@ def declare(
         kept: results of the forward that only the backward reads, and their shapes.
         shared: further inputs whose gradient one of the backward's results is.
         always: inputs whose gradient is made even where nobody wants it, as the kernel writes it anyway.
+        strided: the backward takes every tensor whose last dimension is contiguous; a gradient that is made lies as
+            the input does.
     """
-    _waiting[kernel] = Rule(backward or f"{kernel}_backward", names or {}, kept or {}, shared or {}, always)
+    _waiting[kernel] = Rule(
+        backward or f"{kernel}_backward", names or {}, kept or {}, shared or {}, always, strided
+    )
 
 
 def begin() -> None:
@@ -142,6 +148,7 @@ def _attach(found: ctypes.PyDLL, name: str, rule: Rule) -> bool:
         plan.kept.encode(),
         (ctypes.c_int * len(pairs))(*pairs),
         len(plan.gradients),
+        rule.strided,
     )
     return True
 

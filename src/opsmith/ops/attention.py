@@ -10,13 +10,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Implementation, Kind, Operator, Pattern, register
 from opsmith.ops.attention_check import check
 from opsmith.ops.attention_eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention_samples import cost, promised, samples, workloads
-from opsmith.ops.common import compiling, kernels, native, needs_grad, recorded, small, soonest, spread
+from opsmith.ops.common import (
+    compiling,
+    kernels,
+    native,
+    needs_grad,
+    recorded,
+    recording,
+    small_node,
+    soonest,
+    spread,
+)
 from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
+
+# Numbers of q from which the gradients of all keys are worth a search for tokens that have none: a Function in Python.
+_SEARCHED = 1 << 16
 
 
 def attention(
@@ -57,19 +70,26 @@ def attention(
     Source: Vaswani et al., 2017; Dao et al., "FlashAttention", 2022; Beltagy et al., 2020 (window);
     Gemma 2, 2024 (softcap).
     """
-    if mask is None and window is None and softcap is None and out is None and not compiling():
+    if out is None and not compiling():
         try:
-            at = 1.0 / math.sqrt(q.size(-1) or 1) if scale is None else scale
-            y: torch.Tensor | None = calls.new_attention(q, k, v, None, at, causal, 0, 0.0)
-            if y is not None:
-                return y
-        except (RuntimeError, IndexError, AttributeError):  # the checks say why, or values are wider
+            if (window is None or window > 0) and (softcap is None or softcap > 0):
+                at = 1.0 / math.sqrt(q.size(-1) or 1) if scale is None else scale
+                cap = 0.0 if softcap is None else softcap
+                if causal or not _searches(q, mask, window):
+                    y: torch.Tensor | None = calls.new_attention(
+                        q, k, v, mask, at, causal, window or 0, cap, y=[q]
+                    )
+                    if y is not None:
+                        return y
+        except (RuntimeError, IndexError, AttributeError, TypeError):  # the checks say why, or values are wider
             pass
     check(q, k, v, mask, scale, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)
-    if (wants_grad and (small(q.numel() + k.numel()) or (mask is not None and mask.requires_grad))) or native(
-        q, *_KERNELS[: 1 + wants_grad]
-    ) is not True:
+    if (
+        native(q, *_KERNELS[: 1 + wants_grad]) is not True
+        or (wants_grad and mask is not None and mask.requires_grad)
+        or (wants_grad and small_node(q.numel() + k.numel()))
+    ):
         y = eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
     elif (
         q.is_cuda and sdpa_supports(q, k, v, mask=mask, causal=causal, window=window, softcap=softcap) is True
@@ -82,6 +102,11 @@ def attention(
             q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap, out=out
         )
     return y if out is None else out.copy_(y)
+
+
+def _searches(q: torch.Tensor, mask: torch.Tensor | None, window: int | None) -> bool:
+    """Whether the gradients of this call without causal rule are those that `_of_some_queries` may make."""
+    return q.numel() > _SEARCHED and mask is None and window is None and recording()
 
 
 def settings(
@@ -339,6 +364,13 @@ CARD = register(
     )
 )
 
+# The node of dense and packed attention.
+NODE: dict[str, Any] = {
+    "names": {"dout": "dy", "out": "y"},
+    "kept": {"row_sums": nodes.TWO_EACH_ROW},
+    "strided": True,
+}
+nodes.declare("attention", **NODE)
 _KERNELS = ("attention", "attention_backward")  # the second one for gradients
 ATTENTION = torch.ops.opsmith.attention.default
 ATTENTION_BACKWARD = torch.ops.opsmith.attention_backward.default

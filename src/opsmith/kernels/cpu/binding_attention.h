@@ -34,6 +34,45 @@ inline void check_row_sums(const char* op, const std::optional<Tensor>& sums, co
   STD_TORCH_CHECK(fits && sums->size(out.dim() - 1) == 2, op, ": row_sums must be contiguous float32 [..., 2]");
 }
 
+// A mask as [B, H, L, S], stride 0 where it is broadcast.
+class Mask {
+ public:
+  Mask(const char* op, const std::optional<Tensor>& mask, const Tensor& q, const Tensor& k)
+      : sizes_{q.size(0), q.size(1), q.size(2), k.size(2)} {
+    if (!mask) return;
+    const DType dtype = dtype_of(*mask);
+    const int64_t dims = mask->dim();
+    bool fits = dims <= 4 && (dtype == DType::boolean || dtype == DType::f32 || dtype == dtype_of(q));
+    for (int64_t d = 0; fits && d < dims; ++d) {
+      const int64_t size = mask->size(d), at = 4 - dims + d;
+      fits = size == sizes_[at] || size == 1;
+      strides_[at] = size == 1 ? 0 : mask->stride(d);
+    }
+    STD_TORCH_CHECK(fits && (strides_[3] == 0 || strides_[3] == 1), op,
+                    ": mask must broadcast to [B, H, L, S], be bool, float32 or in q's dtype, its last dimension contiguous");
+    view_ = View{mask->data_ptr(), dtype, 4, sizes_, strides_};
+  }
+  Mask(const Mask&) = delete;
+
+  const View& view() const { return view_; }
+
+ private:
+  int64_t sizes_[4], strides_[4] = {};
+  View view_;
+};
+
+// What comes back is like what went in, and so are the gradients.
+inline void check_gradients(const char* op, const Tensor& dout, const Tensor& out, std::initializer_list<const Tensor*> inputs,
+                            std::initializer_list<const Tensor*> gradients) {
+  const auto alike = [](const Tensor& a, const Tensor& b) {
+    const int64_t last = a.dim() - 1;
+    return same_sizes(a, b) && a.scalar_type() == b.scalar_type() && (a.size(last) < 2 || a.stride(last) == 1 || a.numel() == 0);
+  };
+  bool fits = alike(dout, out);
+  for (size_t i = 0; i < inputs.size(); ++i) fits = fits && alike(*gradients.begin()[i], *inputs.begin()[i]);
+  STD_TORCH_CHECK(fits, op, ": a gradient must have the sizes and dtype of what it is of, and a contiguous last dimension");
+}
+
 // The offsets of packed sequences. They are checked here too: a compiled graph has nobody else who would, and a wrong one
 // would be a read out of bounds.
 inline void check_starts(const char* name, const View& starts, int64_t length) {

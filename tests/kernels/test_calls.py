@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.conftest import at_once
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith.ops
 from opsmith.kernels import build, calls, libraries
 from opsmith.ops import common
-from tests.kernels.conftest import at_once
 
 EPS = 1e-6
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")

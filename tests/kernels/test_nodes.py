@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.conftest import at_once
 from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import opsmith.ops as ops
 from opsmith.kernels import build, calls, nodes
 from opsmith.ops import common
-from tests.kernels.conftest import at_once
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +128,16 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
         _QKV,
     ),
     "rope": ("rope", _turned, ((2, 3, 5, 8),)),
+    "rope, heads inside": (
+        "rope",
+        lambda x: _turned(x.transpose(1, 2)),
+        ((2, 5, 3, 8),),
+    ),
+    "rope_qk, heads inside": (
+        "rope_qk",
+        lambda *x: _turned(*(t.transpose(1, 2) for t in x)),
+        ((2, 5, 4, 8), (2, 5, 1, 8)),
+    ),
     "rope_qk": ("rope_qk", _turned, ((2, 4, 5, 8), (2, 1, 5, 8))),
 }
 
@@ -468,7 +478,7 @@ def test_threads_go_back_at_once():
     ],
 )
 def test_wrong_calls_of_attention_say_why(wrong, why):
-    given = {name: (2, 3, 5, 16) for name in "qkv"} | wrong
+    given = dict.fromkeys("qkv", (2, 3, 5, 16)) | wrong
     call = {name: leaf(*value) if name in "qkv" else value for name, value in given.items()}
     with pytest.raises(ValueError, match=f"attention: .*{why}"):
         ops.attention(**call)

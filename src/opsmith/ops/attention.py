@@ -81,7 +81,12 @@ def attention(
                     )
                     if y is not None:
                         return y
-        except (RuntimeError, IndexError, AttributeError, TypeError):  # the checks say why, or values are wider
+        except (
+            RuntimeError,
+            IndexError,
+            AttributeError,
+            TypeError,
+        ):  # the checks say why, or values are wider
             pass
     check(q, k, v, mask, scale, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)

@@ -196,6 +196,16 @@ def fresh(x: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
     return y if compiling() else in_huge_pages(y)
 
 
+def fresh_as(x: torch.Tensor) -> torch.Tensor:
+    """New memory for a result that lies as x does, heads inside, say; contiguous where x's rows are not."""
+    if x.is_contiguous():
+        return fresh(x)
+    y = torch.empty_like(x)
+    if y.stride()[-1] != 1:
+        return fresh(x)
+    return y if compiling() else in_huge_pages(y)
+
+
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
     return calls.in_huge_pages(t)

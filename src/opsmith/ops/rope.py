@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from opsmith.kernels import calls, nodes
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops.ascend import on_npu
-from opsmith.ops.common import check_out, compiling, fresh, kernels, native, needs_grad, recorded, soonest
+from opsmith.ops.common import (
+    check_out,
+    compiling,
+    fresh_as,
+    kernels,
+    native,
+    needs_grad,
+    recorded,
+    soonest,
+)
 from opsmith.ops.rope_check import Pair, bad_position, check, check_key, chosen, name_bad_position
 from opsmith.ops.rope_patterns import PATTERNS
 from opsmith.ops.rope_samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
@@ -59,7 +68,9 @@ def rope(
         try:
             dims = x.size(-1) if rotary_dim is None else rotary_dim
             if dims and (positions is None or chosen(positions, cos)):
-                y: torch.Tensor | None = calls.new_rope(x, cos, sin, positions, dims, interleaved, False)
+                y: torch.Tensor | None = calls.new_rope(
+                    x, cos, sin, positions, dims, interleaved, False, y=[x]
+                )
                 if y is not None:
                     return y
         except (RuntimeError, IndexError, AttributeError):  # the checks say why
@@ -110,7 +121,7 @@ def rope_qk(
             dims = q.size(-1) if rotary_dim is None else rotary_dim
             if dims and (positions is None or chosen(positions, cos)):
                 made: Pair | None = calls.new_rope_qk(
-                    q, k, cos, sin, positions, dims, interleaved, False, yk=[k]
+                    q, k, cos, sin, positions, dims, interleaved, False, yq=[q], yk=[k]
                 )
                 if made is not None:
                     return made
@@ -204,7 +215,7 @@ def _native(
     inverse: bool = False,
 ) -> torch.Tensor:
     """The kernel, without autograd; `inverse` turns the other way, which is the gradient."""
-    y = fresh(x) if out is None else out
+    y = fresh_as(x) if out is None else out
     dims = x.shape[-1] if rotary_dim is None else rotary_dim
     target = dense_rows(y)
     try:
@@ -231,7 +242,7 @@ def native_qk(
     op: str = "rope_qk",
 ) -> Pair:
     """The kernel on both, without autograd; errors name the operator that was called."""
-    yq, yk = (fresh(q), fresh(k)) if out is None else out
+    yq, yk = (fresh_as(q), fresh_as(k)) if out is None else out
     dims = q.shape[-1] if rotary_dim is None else rotary_dim
     tq, tk = dense_rows(yq), dense_rows(yk)
     try:
@@ -357,6 +368,7 @@ CARD_QK = register(
 )
 
 # A rotation is undone by the opposite one.
-nodes.declare("rope", "rope", names={"x": "dy", "y": "dx", "inverse": True})
-nodes.declare("rope_qk", "rope_qk", names={"q": "dyq", "k": "dyk", "yq": "dq", "yk": "dk", "inverse": True})
+nodes.declare("rope", "rope", names={"x": "dy", "y": "dx", "inverse": True}, strided=True)
+_BOTH: dict[str, Any] = {"q": "dyq", "k": "dyk", "yq": "dq", "yk": "dk", "inverse": True}
+nodes.declare("rope_qk", "rope_qk", names=_BOTH, strided=True)
 ROPE, ROPE_QK = torch.ops.opsmith.rope.default, torch.ops.opsmith.rope_qk.default

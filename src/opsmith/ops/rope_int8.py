@@ -10,7 +10,7 @@ import torch
 
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
-from opsmith.ops.common import check_out, compiling, kernels, native, nbytes, short
+from opsmith.ops.common import check_out, compiling, fresh_as, kernels, native, nbytes, short
 from opsmith.ops.rope import CARD as FLOATING
 from opsmith.ops.rope import dense_rows
 from opsmith.ops.rope_check import Pair, check_heads, check_table, chosen, name_bad_position
@@ -130,9 +130,7 @@ def _native(
     out: Pair | None = None,
 ) -> Pair:
     """The kernel."""
-    y_q, y_scale = (torch.empty(x_q.shape, dtype=torch.int8, device=x_q.device), None) if out is None else out
-    if y_scale is None:
-        y_scale = torch.empty(x_scale.shape, dtype=torch.float32, device=x_q.device)
+    y_q, y_scale = (fresh_as(x_q), torch.empty_like(x_scale)) if out is None else out
     dims = x_q.shape[-1] if rotary_dim is None else rotary_dim
     target = dense_rows(y_q)
     table = dense_rows(cos), dense_rows(sin)

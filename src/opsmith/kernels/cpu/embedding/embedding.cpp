@@ -1,4 +1,5 @@
 // Embedding: gathers rows of a table; backward adds gradients up per row of the table, so that threads never race.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -10,6 +11,7 @@ namespace {
 
 constexpr int64_t task_bytes = 1 << 16;
 constexpr int64_t rows_ahead = 2;
+constexpr int64_t few_ids = 32;  // rows for each id from which the ids are sorted
 
 inline int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
@@ -46,47 +48,67 @@ void gather(const View& ids, const View& table, const View& y) {
   });
 }
 
-// Counting sort: positions[first[v] .. first[v + 1]) are the places where id v stands, in order.
-struct Buckets {
-  std::vector<int64_t> first, positions;
+// Where an id stands among the ids.
+struct Place {
+  int64_t row, at;
+  bool operator<(const Place& other) const { return row < other.row || (row == other.row && at < other.at); }
 };
 
+// All places, by row and then in order. Rows are counted, unless there are so many that sorting the ids takes less time.
 template <class Id>
-Buckets bucket(const View& ids, int64_t rows) {
+std::vector<Place> by_row(const View& ids, int64_t rows) {
   const Id* id = ids.as<Id>();
   const int64_t tokens = ids.sizes[0], step = ids.strides[0];
-  Buckets b{std::vector<int64_t>(size_t(rows + 1)), std::vector<int64_t>(size_t(tokens))};
-  for (int64_t t = 0; t < tokens; ++t) ++b.first[size_t(id[t * step])];
+  std::vector<Place> places(size_t(tokens), Place{});
+  if (tokens * few_ids < rows) {
+    for (int64_t t = 0; t < tokens; ++t) places[size_t(t)] = {int64_t(id[t * step]), t};
+    std::sort(places.begin(), places.end());
+    return places;
+  }
+  std::vector<int64_t> ends(size_t(rows), 0);
+  for (int64_t t = 0; t < tokens; ++t) ++ends[size_t(id[t * step])];
   int64_t end = 0;
-  for (int64_t& f : b.first) f = end += f;  // where each bucket ends; filling from the back turns that into its start
-  for (int64_t t = tokens - 1; t >= 0; --t) b.positions[size_t(--b.first[size_t(id[t * step])])] = t;
-  return b;
+  for (int64_t& e : ends) e = end += e;
+  for (int64_t t = tokens - 1; t >= 0; --t) places[size_t(--ends[size_t(id[t * step])])] = {int64_t(id[t * step]), t};
+  return places;
 }
 
 template <class T>
-void scatter(const Buckets& b, const View& dy, int64_t padding_idx, bool zeroed, const View& dtable) {
-  const int64_t rows = dtable.sizes[0], n = dtable.sizes[1];
+void scatter(const std::vector<Place>& places, const View& dy, int64_t padding_idx, bool zeroed, const View& dtable) {
+  const int64_t rows = dtable.sizes[0], n = dtable.sizes[1], pitch = dtable.strides[0];
+  const auto gradient = [&](const Place& p) { return dy.as<T>() + p.at * dy.strides[0]; };
+  const auto zero = [&](int64_t begin, int64_t end) {
+    if (zeroed) return;
+    T* const from = dtable.as<T>() + begin * pitch;
+    if (pitch == n) {
+      std::memset(from, 0, size_t((end - begin) * n) * sizeof(T));
+    } else {
+      for (int64_t v = begin; v < end; ++v) std::memset(from + (v - begin) * pitch, 0, size_t(n) * sizeof(T));
+    }
+  };
   parallel_for(rows, row_grain(n * int64_t(sizeof(T)), task_bytes), [&](int64_t begin, int64_t end) {
     float* const sums = scratch(round_up(n, W));
-    for (int64_t v = begin; v < end; ++v) {
-      T* out = dtable.as<T>() + v * dtable.strides[0];
-      const int64_t from = b.first[size_t(v)], to = b.first[size_t(v + 1)];
-      if (from == to || v == padding_idx) {
-        if (!zeroed) std::memset(out, 0, size_t(n) * sizeof(T));
-        continue;
-      }
-      auto gradient = [&](int64_t j) { return dy.as<T>() + b.positions[size_t(j)] * dy.strides[0]; };
-      if (to - from == 1) {
-        std::memcpy(out, gradient(from), size_t(n) * sizeof(T));
+    const auto first = std::lower_bound(places.begin(), places.end(), Place{begin, 0});
+    const auto last = std::lower_bound(first, places.end(), Place{end, 0});
+    int64_t written = begin;  // rows before this one
+    for (auto p = first, next = p; p != last; p = next) {
+      next = std::find_if(p, last, [&](const Place& other) { return other.row != p->row; });
+      if (p->row == padding_idx) continue;
+      zero(written, p->row);
+      written = p->row + 1;
+      T* out = dtable.as<T>() + p->row * pitch;
+      if (next - p == 1) {
+        std::memcpy(out, gradient(*p), size_t(n) * sizeof(T));
         continue;
       }
       std::fill_n(sums, n, 0.0f);
-      for (int64_t j = from; j < to; ++j) {
-        const T* g = gradient(j);
+      for (auto one = p; one != next; ++one) {
+        const T* g = gradient(*one);
         for_lanes(n, [&](int64_t i, auto k) { store(sums + i, load(sums + i, k) + load(g + i, k), k); });
       }
       for_lanes(n, [&](int64_t i, auto k) { store(out + i, load(sums + i, k), k); });
     }
+    zero(written, end);
   });
 }
 
@@ -114,9 +136,9 @@ void embedding(View ids, View table, View y) {
 void embedding_backward(View dy, View ids, int64_t padding_idx, bool zeroed, View dtable) {
   if (dtable.sizes[1] == 0) return;
   with_id_type(ids.dtype, [&](auto* t) {
-    const Buckets b = bucket<std::remove_pointer_t<decltype(t)>>(ids, dtable.sizes[0]);
+    const auto places = by_row<std::remove_pointer_t<decltype(t)>>(ids, dtable.sizes[0]);
     with_float_type(dtable.dtype, [&](auto* e) {
-      scatter<std::remove_pointer_t<decltype(e)>>(b, dy, padding_idx, zeroed, dtable);
+      scatter<std::remove_pointer_t<decltype(e)>>(places, dy, padding_idx, zeroed, dtable);
     });
   });
 }

@@ -32,9 +32,11 @@ class Onlooker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.given: dict[str, dict[str, Any]] = {}  # the named arguments of each
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))
+        self.given[str(func)] = kwargs or {}
         return func(*args, **(kwargs or {}))
 
 
@@ -191,6 +193,17 @@ def test_only_what_is_wanted_is_computed(name):
         found = tensors(call(*some))
         (got,) = torch.autograd.grad(sum(y.square().sum() for y in found if y.requires_grad), some[i])
         torch.testing.assert_close(got, expected[i])
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_what_a_kernel_need_not_write_is_not_made(needs_grad):
+    x, bias = leaf(3, 40), leaf(40).requires_grad_(needs_grad)
+    y = ops.bias_gelu(x, bias).sum()
+    with Onlooker() as onlooker:
+        torch.autograd.grad(y, x)
+    given = onlooker.given["opsmith.gelu_backward.default"]
+    assert given["dx"] is not None
+    assert given.get("dbias") is None
 
 
 @pytest.mark.parametrize("which", [0, 1])

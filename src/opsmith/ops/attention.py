@@ -369,13 +369,9 @@ CARD = register(
     )
 )
 
-# The node of dense and packed attention.
-NODE: dict[str, Any] = {
-    "names": {"dout": "dy", "out": "y"},
-    "kept": {"row_sums": nodes.TWO_EACH_ROW},
-    "strided": True,
-}
-nodes.declare("attention", **NODE)
+nodes.declare(
+    "attention", names={"dout": "dy", "out": "y"}, kept={"row_sums": nodes.TWO_EACH_ROW}, strided=True
+)
 _KERNELS = ("attention", "attention_backward")  # the second one for gradients
 ATTENTION = torch.ops.opsmith.attention.default
 ATTENTION_BACKWARD = torch.ops.opsmith.attention_backward.default

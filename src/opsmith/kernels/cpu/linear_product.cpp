@@ -24,9 +24,8 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
   const auto* columns = t.columns;
   const char* ahead = t.ahead;
   const auto lanes = lanes_of<Lanes>(last);
-  Vec block[M][N];  // in memory, the nearest cache's
+  bool first = t.first;
   for (int64_t k = 0; k < t.depth;) {
-    const int64_t summed = k;
     Vec sum[chains][M][N];
 #pragma GCC unroll 4
     for (int u = 0; u < chains; ++u) {
@@ -55,6 +54,7 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
     auto fetch = [&]() __attribute__((always_inline)) {
       for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
         __builtin_prefetch(ahead, 0, 2);  // not to the nearest cache, where it would push out what is in use
+        __builtin_prefetch(ahead - kAgain, 0, 2);
       }
     };
     const int64_t until = std::min(k + kSum, t.depth);
@@ -84,14 +84,11 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
         Vec total = sum[0][r][n];
         if constexpr (chains == 2) total += sum[1][r][n];
         if constexpr (chains == 4) total = (total + sum[1][r][n]) + (sum[2][r][n] + sum[3][r][n]);
-        if (summed > 0) total += block[r][n];
-        block[r][n] = total;
-        if (k == t.depth) {
-          float* p = t.sums + r * kPanel + n * W;
-          store(p, t.first ? total : load(p) + total);
-        }
+        float* const p = t.sums + r * kPanel + n * W;
+        store(p, first ? total : load(p) + total);
       }
     }
+    first = false;
   }
   if (t.depth == 0 && t.first) {
     for (int r = 0; r < M; ++r) std::fill(t.sums + r * kPanel, t.sums + r * kPanel + N * W, 0.0f);

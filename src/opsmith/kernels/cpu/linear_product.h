@@ -17,12 +17,13 @@ namespace opsmith {
 
 constexpr int64_t kSum = 64;        // units of K that one accumulator sums
 constexpr int64_t kBlock = 384;     // units of K of a panel, at most, that the rows share while they are in cache
-constexpr int64_t kFewRows = 24;    // of x, which leave room for longer blocks
-constexpr int64_t kLongBlock = 704;
+constexpr int64_t kFewRows = 24;    // of x: memory and arithmetic take them about as long, and must not wait for each other,
+constexpr int64_t kShortBlock = 64; // so their block stays in the nearest cache, and what is fetched is close to its use
 constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in cache
 constexpr int kStep = 8;            // units of K in a turn of the loop
 constexpr int kFetchStep = 2;       // units of K between two groups of prefetches: many at once would wait for each other
 constexpr int64_t kLine = 64;       // bytes
+constexpr int64_t kAgain = 8192;    // bytes from where a line is asked for to where it is once more, should it have been dropped
 
 struct Couple {  // two bfloat16
   float bits;
@@ -132,7 +133,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
   const auto* weight = packed.as<typename Format::Unit>();
   const int64_t most_rows = group == 1 ? kMostRows : kMostRows / 2, panel_step = most_rows * kPanel;
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
-  const int64_t some = std::max(depth, kSum), most = m <= kFewRows ? kLongBlock : kBlock;
+  const int64_t some = std::max(depth, kSum), most = m <= ROWS ? some : m <= kFewRows ? kShortBlock : kBlock;
   const int64_t length = round_up(ceil_div(some, ceil_div(some, most)), kSum);
   parallel_shares(s.row_blocks * s.groups, s.grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(group * panel_step);
@@ -152,9 +153,9 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
           t.ldb = width;
           t.x_stride = x_stride;
           t.first = k == 0;
-          t.ahead = reinterpret_cast<const char*>(columns + t.depth * width);  // the weight is read in order
-          const int64_t step_bytes = kFetchStep * width * int64_t(sizeof(*weight));
-          const int64_t share = ceil_div(step_bytes, kLine * tiles);
+          t.ahead = reinterpret_cast<const char*>(columns + t.depth * width) + kAgain;  // the weight is read in order
+          const int64_t step_lines = ceil_div(kFetchStep * width * int64_t(sizeof(*weight)), kLine);
+          const int64_t share = ceil_div(step_lines, tiles);
           for (int64_t i = 0; i < tiles; ++i) {
             const int64_t r = i * rows / tiles;
             const int count = int((i + 1) * rows / tiles - r);
@@ -162,7 +163,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
             t.columns = columns;
             t.sums = panel_sums + r * kPanel;
             // One tile leaves the processor time to fetch ahead by itself, and it does so better.
-            t.lines = tiles > 1 && i * share * kLine < step_bytes ? share : 0;
+            t.lines = tiles > 1 ? std::clamp<int64_t>(step_lines - i * share, 0, share) : 0;
             if (complete) expect(epilogue, row + r, count, first, last - first, 0);
             multiply_block(count, width, t);
             t.ahead += share * kLine * (t.depth / kFetchStep);

@@ -161,13 +161,13 @@ def mla_preprocess(
     wuq: torch.Tensor,
     wuk: torch.Tensor,
     q_out: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_rope: torch.Tensor | None,
     latent: torch.Tensor,
     **rest: Any,
 ) -> Cost:
     """Three products with weights that are read once; of the cache the rows of these tokens are written."""
     tokens, (heads, nope, kv_lora) = x.shape[0], wuk.shape
-    turned = q_rope.shape[-1]
+    turned = q_out.shape[-1] - kv_lora if q_rope is None else q_rope.shape[-1]
     # A quantized weight may hide its rows in its layout, not what they must add up to.
     up = heads * (nope + turned)
     down = kv_lora + turned + (0 if rest["gamma1"] is None else rest["gamma1"].shape[0])
@@ -189,7 +189,7 @@ def mla_kv_epilogue(a: torch.Tensor, gamma2: torch.Tensor, rope_size: int, **res
 
 
 def mla_q_epilogue(
-    q: torch.Tensor, wuk: torch.Tensor, q_out: torch.Tensor, q_rope: torch.Tensor, **rest: Any
+    q: torch.Tensor, wuk: torch.Tensor, q_out: torch.Tensor, q_rope: torch.Tensor | None, **rest: Any
 ) -> Cost:
     """Queries brought into the latent space, and their rope part rotated."""
     tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape

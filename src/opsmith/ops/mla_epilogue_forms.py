@@ -277,7 +277,7 @@ CARD_Q = register(
         entries={"mla_q_epilogue": entry_costs.mla_q_epilogue},
         schemas=(
             "mla_q_epilogue(Tensor q, Tensor wuk, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q_nope_scale, *, "
-            "Tensor(a!) q_out, Tensor(b!) q_rope) -> ()",
+            "Tensor(a!) q_out, Tensor(b!)? q_rope) -> ()",
         ),
         outputs=2,
         source="DeepSeek-AI, 2024",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from opsmith.ops.common import check_float, check_like, native, needs_grad, short
+from opsmith.kernels import calls
+from opsmith.ops.common import check_float, check_like, compiling, native, needs_grad, short
 from opsmith.ops.mla_cache import MLACache, check_slots
 from opsmith.ops.mla_check import (
     check_cache_type,
@@ -62,6 +63,8 @@ def mla_kv_epilogue(
     Source: DeepSeek-AI, "DeepSeek-V2", 2024.
     """
     op = "mla_kv_epilogue"
+    if ctkv_scale is None and _keys_at_once(a, gamma2, cos, sin, slot_mapping, cache, eps, interleaved):
+        return
     check_float(op, a, "a", least_dim=2)
     check_float(op, gamma2, "gamma2")
     check_cache_type(op, cache)
@@ -97,6 +100,39 @@ def mla_kv_epilogue(
         cache.write(slot_mapping, *k)
     if scale is not None:
         cache.ctkv_scale = scale
+
+
+def _keys_at_once(
+    a: Any, gamma2: Any, cos: Any, sin: Any, slot_mapping: Any, cache: Any, eps: float, interleaved: bool
+) -> bool:
+    """Whether the kernel took the call as it is, which refuses what does not fit before anything is written."""
+    if compiling() or type(cache) is not MLACache:
+        return False
+    mode = cache.mode
+    try:
+        kv_lora = calls.sizes(gamma2)[0]
+        _, first, _, last = calls.sizes(cache.latent if mode == "joint" else cache.rope)
+        rope = last - kv_lora if mode == "joint" else last if mode == "split" else first * last
+        done = calls.new_mla_kv_epilogue(
+            a,
+            gamma2,
+            cos,
+            sin,
+            slot_mapping,
+            rope,
+            interleaved,
+            mode == "tiled",
+            eps,
+            None,
+            cache.latent,
+            cache.rope,
+        )
+    except (RuntimeError, TypeError, AttributeError, IndexError):  # the checks say why
+        return False
+    if done is None:
+        return False
+    cache.kv_lora = kv_lora
+    return True
 
 
 def _write_keys(
@@ -166,6 +202,10 @@ def mla_q_epilogue(
     Source: DeepSeek-AI, "DeepSeek-V2", 2024.
     """
     op = "mla_q_epilogue"
+    if q_nope_scale is None:
+        done = _queries_at_once(q, wuk, cos, sin, interleaved, joint)
+        if done is not None:
+            return done
     check_float(op, q, "q", least_dim=3)
     check_float(op, wuk, "wuk", least_dim=3)
     nope = wuk.shape[1]
@@ -191,6 +231,20 @@ def mla_q_epilogue(
     return join(*queries(q, wuk, cos, sin, interleaved=interleaved, q_nope_scale=scale), joint)
 
 
+def _queries_at_once(q: Any, wuk: Any, cos: Any, sin: Any, interleaved: bool, joint: bool) -> Pair | None:
+    """What the kernel makes of the call as it is; None for one that it does not take."""
+    if compiling():
+        return None
+    try:
+        _, nope, kv_lora = calls.sizes(wuk)
+        rope = calls.sizes(q)[2] - nope
+        widths = (kv_lora + rope, None) if joint else (kv_lora, rope)
+        made: Any = calls.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, *widths)
+    except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):  # the checks say why
+        return None
+    return made if made is None or not joint else (made, None)
+
+
 def _finish_queries(
     q: torch.Tensor,
     wuk: torch.Tensor,
@@ -201,8 +255,7 @@ def _finish_queries(
     q_nope_scale: torch.Tensor | None,
 ) -> Pair:
     """The kernel."""
-    results = new_queries(q, q.shape[2] - wuk.shape[1], wuk.shape[2], joint, q_nope_scale is not None)
-    q_out, q_rope, _ = results
+    q_out, q_rope = new_queries(q, q.shape[2] - wuk.shape[1], wuk.shape[2], joint, q_nope_scale is not None)
     torch.ops.opsmith.mla_q_epilogue.default(
         rows_of(q),
         wuk.contiguous(),
@@ -213,32 +266,17 @@ def _finish_queries(
         q_out=q_out,
         q_rope=q_rope,
     )
-    return results.pair
+    return q_out, q_rope
 
 
-class Queries(NamedTuple):
-    """Room for what a call returns: two parts, and both as one where that is what it returns."""
-
-    q_out: torch.Tensor
-    q_rope: torch.Tensor
-    joint: torch.Tensor | None
-
-    @property
-    def pair(self) -> Pair:
-        return (self.q_out, self.q_rope) if self.joint is None else (self.joint, None)
-
-
-def new_queries(
-    like: torch.Tensor, rope: int, kv_lora: int, joint: bool, int8: bool, heads: int = 0
-) -> Queries:
-    """Memory for the queries of `like`, [T, H, ...] or [T, ...]."""
+def new_queries(like: torch.Tensor, rope: int, kv_lora: int, joint: bool, int8: bool, heads: int = 0) -> Pair:
+    """Memory for the queries of `like`, [T, H, ...] or [T, ...]: two parts, or both as one and None."""
     shape = (like.shape[0], heads or like.shape[1])
     if joint:
-        both = like.new_empty((*shape, kv_lora + rope))
-        return Queries(both[..., :kv_lora], both[..., kv_lora:], both)
+        return like.new_empty((*shape, kv_lora + rope)), None
     # The same way twice: the second time its code is in cache.
     q_out = like.new_empty((*shape, kv_lora), dtype=torch.int8) if int8 else like.new_empty((*shape, kv_lora))
-    return Queries(q_out, like.new_empty((*shape, rope)), None)
+    return q_out, like.new_empty((*shape, rope))
 
 
 def join(q_out: torch.Tensor, q_rope: torch.Tensor, joint: bool) -> Pair:

@@ -309,7 +309,7 @@ CARD = register(
             "Tensor gamma2, Tensor? beta0, Tensor? beta1, Tensor? bias0, Tensor? bias1, Tensor? descale0, "
             "Tensor? descale1, Tensor? scale0, Tensor? offset0, Tensor? scale1, Tensor? offset1, Tensor? cos, "
             "Tensor? sin, Tensor slots, int quant, bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, "
-            "Tensor? q_nope_scale, *, Tensor(a!) q_out, Tensor(b!) q_rope, Tensor(c!) latent, Tensor(d!)? rope=None, "
+            "Tensor? q_nope_scale, *, Tensor(a!) q_out, Tensor(b!)? q_rope, Tensor(c!) latent, Tensor(d!)? rope=None, "
             "Tensor(e!)? latent_q=None) -> ()",
         ),
         outputs=4,

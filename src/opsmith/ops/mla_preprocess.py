@@ -115,7 +115,8 @@ def _at_once(
         sizes = calls.sizes(x)
         if len(sizes) != 2 or sizes[0] > _MOST_TOKENS:
             return None
-        both = new_queries(x, q_rope[1], q_out[1], True, False, q_out[0]) if mode == "joint" else None
+        joint = mode == "joint"
+        widths = ((q_out[0], q_out[1] + q_rope[1]), None) if joint else (q_out, q_rope)
         made: Any = calls.new_mla_preprocess(
             x,
             *rows,
@@ -128,20 +129,17 @@ def _at_once(
             eps,
             None,
             None,
-            q_out if both is None else both.q_out,
-            q_rope if both is None else both.q_rope,
+            *widths,
             cache.latent,
             cache.rope,
             q_lora if latent else None,
         )
     except (RuntimeError, TypeError, AttributeError):
         return None
-    if made is None:
-        return None
-    if both is None:
+    if made is None or not joint:
         return made  # type: ignore[no-any-return]
     cache.kv_lora = q_out[1]
-    return (*both.pair, made) if latent else both.pair
+    return (made[0], None, made[1]) if latent else (made, None)
 
 
 def compute(
@@ -192,8 +190,7 @@ def kernel(
     """On a CPU, one parallel region for every `_MOST_TOKENS` tokens."""
     tokens, (heads, _, kv_lora), rope = x.shape[0], w.wuk.shape, w.rope
     x, cos, sin = rows_of(x), rows_of(cos), rows_of(sin)
-    results = new_queries(x, rope, kv_lora, cache.mode == "joint", q_nope_scale is not None, heads)
-    q_out, q_rope, _ = results
+    q_out, q_rope = new_queries(x, rope, kv_lora, cache.mode == "joint", q_nope_scale is not None, heads)
     latent_q = x.new_empty((tokens, w.down.weight.shape[0] - kv_lora - rope)) if return_latent_q else None
     held = w.as_rows()
     most = _MOST_TOKENS if x.is_cpu and DEVICE != "cpu" else max(tokens, 1)
@@ -212,7 +209,7 @@ def kernel(
             None if ctkv_scale is None else ctkv_scale.float(),
             None if q_nope_scale is None else q_nope_scale.float().contiguous(),
             q_out=q_out[some],
-            q_rope=q_rope[some],
+            q_rope=None if q_rope is None else q_rope[some],
             latent=cache.latent,
             rope=cache.rope,
             latent_q=None if latent_q is None else latent_q[some],
@@ -220,7 +217,7 @@ def kernel(
     cache.kv_lora = kv_lora
     if ctkv_scale is not None:
         cache.ctkv_scale, cache.q_nope_scale = ctkv_scale, q_nope_scale
-    return results.pair if latent_q is None else (*results.pair, latent_q)
+    return (q_out, q_rope) if latent_q is None else (q_out, q_rope, latent_q)
 
 
 def run(

@@ -212,11 +212,13 @@ def mla_q_epilogue(
     q_nope_scale: torch.Tensor | None,
     *,
     q_out: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_rope: torch.Tensor | None,
 ) -> None:
     tokens, heads, _ = q.shape
     nope, kv_lora = wuk.shape[1:]
     rope = q.shape[2] - nope
+    if q_rope is None:  # both parts are one tensor's
+        q_out, q_rope = q_out[..., :kv_lora], q_out[..., kv_lora:]
     cos, sin, table, second = table_of(cos, sin, rope)
     bm = min(power(tokens), 64)
     bn = min(power(kv_lora), 128)
@@ -283,13 +285,14 @@ def mla_preprocess(
     q_nope_scale: torch.Tensor | None,
     *,
     q_out: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_rope: torch.Tensor | None,
     latent: torch.Tensor,
     rope: torch.Tensor | None = None,
     latent_q: torch.Tensor | None = None,
 ) -> None:
     tokens, size = x.shape
-    heads, width = wuk.shape[0], q_rope.shape[2]
+    heads = wuk.shape[0]
+    width = q_out.shape[2] - wuk.shape[2] if q_rope is None else q_rope.shape[2]
     form = _FORMS[quant]
     held = torch.int8 if form else x.dtype
 

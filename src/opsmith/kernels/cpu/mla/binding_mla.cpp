@@ -81,7 +81,7 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
                    const Optional& scale0, const Optional& offset0, const Optional& scale1, const Optional& offset1,
                    const Optional& cos, const Optional& sin, const Tensor& slots, int64_t quant, bool interleaved,
                    bool tiled, double eps, const Optional& ctkv_scale, const Optional& q_nope_scale, const Tensor& q_out,
-                   const Tensor& q_rope, const Tensor& latent, const Optional& rope, const Optional& latent_q) {
+                   const Optional& q_rope, const Tensor& latent, const Optional& rope, const Optional& latent_q) {
   STD_TORCH_CHECK(x.dim() == 2 && wdqkv.dim() == 2 && wuq.dim() == 2 && wuk.dim() == 3 && dense(x) && dense(wdqkv) &&
                       dense(wuq) && wuk.is_contiguous(),
                   "mla_preprocess: x, wdqkv, wuq must be matrices and wuk 3-dimensional, dense in their last dimension");
@@ -112,7 +112,7 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
   call.quant = MlaQuant(quant);
   call.down = projection("wdqkv", wdqkv, bias0, descale0, scale0, offset0, call.quant, dtype, hidden);
   call.up = projection("wuq", wuq, bias1, descale1, scale1, offset1, call.quant, dtype, inner);
-  check_queries("mla_preprocess", q_out, q_rope, q_nope_scale, dtype, tokens, heads, kv_lora, width);
+  const Queries queries("mla_preprocess", q_out, q_rope, q_nope_scale, dtype, tokens, heads, kv_lora, width);
   if (latent_q) {
     STD_TORCH_CHECK(gamma1 && latent_q->dim() == 2 && latent_q->size(0) == tokens && latent_q->size(1) == inner &&
                         dense(*latent_q) && dtype_of(*latent_q) == dtype,
@@ -129,8 +129,8 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
   call.slots = view_of(slots);
   call.q_nope_scale = view_of(q_nope_scale);
   call.eps = float(eps);
-  call.q_out = view_of(q_out);
-  call.q_rope = view_of(q_rope);
+  call.q_out = queries.latent();
+  call.q_rope = queries.rope();
   call.latent_q = view_of(latent_q);
   call.cache = check_cache(latent, rope, tiled, dtype, kv_lora, width, slots, ctkv_scale);
   mla_preprocess(call);

@@ -47,17 +47,38 @@ inline void check_head_scales(const Optional& q_nope_scale, int64_t heads) {
   check_dtype("q_nope_scale", *q_nope_scale, DType::f32);
 }
 
-// The finished queries.
-inline void check_queries(const char* op, const Tensor& q_out, const Tensor& q_rope, const Optional& q_nope_scale, DType dtype,
-                          int64_t tokens, int64_t heads, int64_t kv_lora, int64_t rope) {
-  check_dtype("q_out", q_out, q_nope_scale ? DType::i8 : dtype);
-  check_dtype("q_rope", q_rope, dtype);
-  STD_TORCH_CHECK(q_out.dim() == 3 && q_out.size(0) == tokens && q_out.size(1) == heads && q_out.size(2) == kv_lora &&
-                      dense(q_out) && q_rope.dim() == 3 && q_rope.size(0) == tokens && q_rope.size(1) == heads &&
-                      q_rope.size(2) == rope && (rope == 0 || dense(q_rope)),
-                  op, ": q_out must be [T, H, kv_lora] and q_rope [T, H, rope]");
-  check_head_scales(q_nope_scale, heads);
-}
+// The finished queries: two tensors, or one whose rows hold both parts, as a joint cache has them.
+class Queries {
+ public:
+  Queries(const char* op, const Tensor& q_out, const Optional& q_rope, const Optional& q_nope_scale, DType dtype, int64_t tokens,
+          int64_t heads, int64_t kv_lora, int64_t rope)
+      : sizes_{{tokens, heads, kv_lora}, {tokens, heads, rope}}, latent_(view_of(q_out)), rope_(q_rope ? view_of(*q_rope) : latent_) {
+    check_dtype("q_out", q_out, q_nope_scale ? DType::i8 : dtype);
+    STD_TORCH_CHECK(q_rope || !q_nope_scale, op, ": int8 queries and their rope part are two tensors");
+    const auto fits = [&](const Tensor& t, int64_t width) {
+      return t.dim() == 3 && t.size(0) == tokens && t.size(1) == heads && t.size(2) == width && (width == 0 || dense(t));
+    };
+    if (q_rope) {
+      check_dtype("q_rope", *q_rope, dtype);
+      STD_TORCH_CHECK(fits(q_out, kv_lora) && fits(*q_rope, rope), op,
+                      ": q_out must be [T, H, kv_lora] and q_rope [T, H, rope]");
+    } else {
+      STD_TORCH_CHECK(fits(q_out, kv_lora + rope), op, ": q_out without q_rope must be [T, H, kv_lora + rope]");
+      latent_.sizes = sizes_[0];
+      rope_.sizes = sizes_[1];
+      rope_.data = static_cast<char*>(rope_.data) + kv_lora * (dtype == DType::f32 ? 4 : 2);
+    }
+    check_head_scales(q_nope_scale, heads);
+  }
+  Queries(const Queries&) = delete;
+
+  const View& latent() const { return latent_; }
+  const View& rope() const { return rope_; }
+
+ private:
+  int64_t sizes_[2][3];
+  View latent_, rope_;
+};
 
 inline float number(const char* name, const Optional& t) {
   STD_TORCH_CHECK(t && t->numel() == 1 && dtype_of(*t) == DType::f32, "mla: ", name, " must be one float32");

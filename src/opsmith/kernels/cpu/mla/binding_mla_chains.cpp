@@ -21,7 +21,7 @@ void quant_op(const Tensor& x, const Optional& weight, const Optional& bias, dou
 }
 
 void q_epilogue_op(const Tensor& q, const Tensor& wuk, const Optional& cos, const Optional& sin, bool interleaved,
-                   const Optional& q_nope_scale, const Tensor& q_out, const Tensor& q_rope) {
+                   const Optional& q_nope_scale, const Tensor& q_out, const Optional& q_rope) {
   STD_TORCH_CHECK(q.dim() == 3 && dense(q) && wuk.dim() == 3 && wuk.is_contiguous() && q.size(1) == wuk.size(0) &&
                       q.size(2) >= wuk.size(1),
                   "mla_q_epilogue: q must be [T, H, nope + rope] and wuk [H, nope, kv_lora]");
@@ -30,9 +30,9 @@ void q_epilogue_op(const Tensor& q, const Tensor& wuk, const Optional& cos, cons
   check_dtype("wuk", wuk, dtype);
   const int64_t tokens = q.size(0), heads = q.size(1), width = q.size(2) - wuk.size(1);
   check_table(cos, sin, tokens, width);
-  check_queries("mla_q_epilogue", q_out, q_rope, q_nope_scale, dtype, tokens, heads, wuk.size(2), width);
-  mla_q_epilogue(view_of(q), view_of(wuk), {view_of(cos), view_of(sin), interleaved}, view_of(q_nope_scale), view_of(q_out),
-                 view_of(q_rope));
+  const Queries queries("mla_q_epilogue", q_out, q_rope, q_nope_scale, dtype, tokens, heads, wuk.size(2), width);
+  mla_q_epilogue(view_of(q), view_of(wuk), {view_of(cos), view_of(sin), interleaved}, view_of(q_nope_scale),
+                 queries.latent(), queries.rope());
 }
 
 int64_t number_at(const Tensor& t, int64_t at) {

@@ -35,6 +35,20 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators of the sites that are computed in float64, in order."""
+    names: list[str] = []
+    run_wide = study.run_wide
+
+    def counted(site: Any, *rest: Any) -> Any:
+        names.append(site.card.name)
+        return run_wide(site, *rest)
+
+    monkeypatch.setattr(study, "run_wide", counted)
+    return names
+
+
 def _optimize(model: Any, *inputs: torch.Tensor, config: Config = UNTIMED) -> Any:
     torch._dynamo.reset()  # as a new process would begin
     return opsmith.optimize(copy.deepcopy(model), list(inputs), config=config)
@@ -55,14 +69,25 @@ def test_a_second_process_takes_the_verdicts_over(proved: list[str]) -> None:
 
 
 def test_what_is_proved_while_compilers_work_is_proved_once(
-    proved: list[str], monkeypatch: pytest.MonkeyPatch
+    proved: list[str], exact: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = seeded(Feed), numbers(3, 4, WIDTH)
     answers = iter([True, True, True, False, False])  # on entering, and before each of two sites
     monkeypatch.setattr(inductor, "busy", lambda: next(answers))
     report = _optimize(model, x).opsmith.report.graphs[0]
-    assert len(proved) == len(report.kept) > 2
+    assert len(proved) == len(exact) == len(report.kept) > 2
     assert next(answers, None) is False  # asked until it was over
+
+
+def test_a_site_is_computed_in_float64_once(
+    proved: list[str], exact: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = registry()["layer_norm"]
+    wrong = Implementation("wrong", lambda x, *_, **__: x * 1.5)
+    monkeypatch.setattr(card, "implementations", [wrong, *card.implementations])
+    report = _optimize(seeded(Feed), numbers(3, 4, WIDTH)).opsmith.report.graphs[0]
+    assert exact == [s.operator for s in report.kept]
+    assert proved.count("layer_norm") == 2 * exact.count("layer_norm") == 2
 
 
 def _weight(model: Any, x: torch.Tensor) -> None:

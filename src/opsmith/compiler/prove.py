@@ -8,7 +8,7 @@ tolerance policy decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,21 @@ from opsmith.compiler.joined import in_float64
 from opsmith.compiler.site import Site
 from opsmith.operator import Tolerance, Verdict
 
+Value = Callable[[Node], Any]
+Exact = Callable[[Site, Value], Mapping[Node, torch.Tensor]]
 
-def prove(site: Site, value: Callable[[Node], Any], got: tuple[torch.Tensor | None, ...]) -> Verdict:
-    """Hold the operator's results to the card's tolerance; `value` gives what eager computed at a node."""
+
+def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactly: Exact) -> Verdict:
+    """Hold the operator's results to the card's tolerance; `value` gives what eager computed at a node.
+
+    `exactly` is `run_wide`, or what knows its results.
+    """
     # Layers that one kernel does together stay what each was by itself, which is proved where it was packed.
     if site.columns and all(
         r is not None and r.equal(value(n)) for r, n in zip(got, site.outputs, strict=True)
     ):
         return Verdict(True, 0.0, 0.0)
-    exact = run_wide(site, value)
+    exact = exactly(site, value)
     worst = Verdict(True, 0.0, 0.0)
     for result, node in zip(got, site.outputs, strict=True):
         if result is None:
@@ -50,7 +56,7 @@ def _check(tolerance: Tolerance, got: torch.Tensor, eager: torch.Tensor, exact: 
     return tolerance.check(got, eager, exact)
 
 
-def run_wide(site: Site, value: Callable[[Node], Any]) -> dict[Node, torch.Tensor]:
+def run_wide(site: Site, value: Value) -> dict[Node, torch.Tensor]:
     """The site's nodes in float64, from the values that enter it."""
     env: dict[Node, Any] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from opsmith.compiler.filled import filled
 from opsmith.compiler.joined import joined
 from opsmith.compiler.operands import Made, evaluate, nodes_in
 from opsmith.compiler.outcome import SiteReport
-from opsmith.compiler.prove import prove
+from opsmith.compiler.prove import prove, run_wide
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.select import Choice, signature
 from opsmith.compiler.settle import call_of, learning
@@ -59,6 +59,7 @@ class Study:
         self.repeatable = True  # whether the same study would find the same
         self.apart: list[str] = []
         self.settled: dict[str, Settled] = {}
+        self._wide: dict[int, Mapping[Node, torch.Tensor]] = {}  # of the sites that end at one node
         self.learn = learning(self.nodes, args) if training else set()
         self.env: dict[Node, Any] = {}
         self.at: dict[Node, list[str]] = {}
@@ -120,6 +121,7 @@ class Study:
             elif node.op == "call_function" and node.target is not _SET_GRAD:
                 self._call(node)
             yield self.at.get(node, [])
+            self._wide.clear()
             for finished in ending.get(i, ()):
                 self.env.pop(finished, None)
 
@@ -204,6 +206,12 @@ class Study:
             owner.reject(name, choice.implementation, verdict.why)
             choice = owner.choice(name, call, may_measure=True)
 
+    def _exactly(self, site: Site, value: Callable[[Node], Any]) -> Mapping[Node, torch.Tensor]:
+        """The site in float64, for all implementations that are tried on it."""
+        if id(site) not in self._wide:
+            self._wide[id(site)] = run_wide(site, value)
+        return self._wide[id(site)]
+
     def _prove(self, site: Site, candidate: str, call: dict[str, Any]) -> Verdict:
         owner = self.owner
         implementation = owner.selector.implementation(site.card, candidate)
@@ -215,7 +223,7 @@ class Study:
         except Exception as error:  # the model itself has run: an implementation that can't is refused
             self.repeatable = False
             return Verdict(False, math.inf, 0.0, raised(error))
-        verdict = prove(site, self.value, site.results(result))
+        verdict = prove(site, self.value, site.results(result), self._exactly)
         if self.proved is not None and not self.proved.put(site, implementation, verdict):
             self.repeatable = False
         return verdict

@@ -333,6 +333,8 @@ inline double dot_and_write(const Gradient<T> next, int64_t n, const Gradient<T>
       for (size_t line = 0; line < step * sizeof(T); line += 64) {
         prefetch_far((const char*)(next.dy + i) + line + far_ahead);
         prefetch_far((const char*)(next.y + i) + line + far_ahead);
+        // While the first row is read nothing is written yet, so its dx can come in beside it.
+        if constexpr (!writing) prefetch_far((const char*)(next.dx + i) + line + far_ahead);
       }
       for (int u = 0; u < 2; ++u) {
         const int64_t j = i + u * 2 * W;

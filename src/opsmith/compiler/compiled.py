@@ -28,7 +28,7 @@ from opsmith.compiler.sizes import Key, differing, named, span, within
 from opsmith.compiler.studies import Studies
 from opsmith.compiler.study import Settled, attribute
 from opsmith.compiler.worth import Worth, worth
-from opsmith.kernels import libraries
+from opsmith.kernels import calls, libraries
 from opsmith.operator import Implementation, Operator, Verdict, registry
 from opsmith.ops.common import native
 
@@ -99,6 +99,7 @@ class CompiledGraph:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._packed_from: list[torch.Tensor] = []
+        self._watch: Callable[..., bool] | None = None  # what tells soonest that none of these has changed
         self._changed = self.effects.inputs(gm.graph)
 
     def _add(self, site: Site) -> str:
@@ -212,6 +213,8 @@ class CompiledGraph:
 
     def _weights_changed(self, args: Sequence[Any]) -> bool:
         """True when a packed weight is no longer what was packed: loaded anew, trained, replaced or moved."""
+        if self._watch is not None and self._watch(args):
+            return False
         weights = [args[i] for i in self._weights]
         return (
             list(map(_version, weights)) != self._versions or list(map(_address, weights)) != self._addresses
@@ -220,6 +223,7 @@ class CompiledGraph:
     def _repack(self, args: Sequence[Any]) -> None:
         weights = [args[i] for i in self._weights]
         self._versions, self._addresses = list(map(_version, weights)), list(map(_address, weights))
+        self._watch = calls.watch(tuple(weights), True)
         # While these are held, no other weight can come to stand at the same address.
         self._packed_from = [w.detach() for w in weights]
         self.packer.forget()
@@ -235,7 +239,7 @@ class CompiledGraph:
         with self._lock:
             self.packer.forget()
             self.packer.constants = {}
-            self._versions, self._addresses, self._packed_from = [], [], []
+            self._versions, self._addresses, self._packed_from, self._watch = [], [], [], None
             self._forget_programs()
 
     def study(self, args: Sequence[Any], training: bool = False) -> None:

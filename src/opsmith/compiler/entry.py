@@ -14,6 +14,7 @@ from torch import nn
 
 from opsmith.compiler.capture import NotGeneral
 from opsmith.compiler.quantize import needed
+from opsmith.compiler.standing import Standing
 from opsmith.ops.common import carries_tangents
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     options: Any = None if session.config.quantize is None else {"guard_filter_fn": needed}
     compiled = torch.compile(forward, backend=session.backend, dynamic=True, options=options)
     seen: set[tuple[Any, ...]] = set()
+    standing = Standing(forward)
     general = True  # until a graph of this model turns out not to be
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +67,22 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         )
         plain = all(v is None or isinstance(v, torch.Tensor | bool | int | float | str) for v in values)
         if plain and key in seen:
-            return compiled(*args, **kwargs)
+            if (
+                torch.is_grad_enabled()
+                or session.latent.sites
+                or any(type(t) is not torch.Tensor for t in tensors)
+            ):
+                return compiled(*args, **kwargs)
+            exact = (
+                key,
+                *[v for v in values if isinstance(v, int | float)],
+                *[(t.stride(), t.device, torch._C._dispatch_keys(t).raw_repr()) for t in tensors],
+            )
+            if run := standing.route(exact, tensors):
+                return run(*args, **kwargs)
+            result = compiled(*args, **kwargs)
+            standing.learn(exact, args, kwargs)
+            return result
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
         for t in tensors:

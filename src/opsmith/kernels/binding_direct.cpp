@@ -13,9 +13,7 @@
 
 TORCH_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);  // without its header, as in direct.h
 
-namespace {
-
-using namespace opsmith;
+namespace opsmith {
 
 PyTypeObject* tensor_type;
 PyTypeObject* parameter_type;
@@ -33,6 +31,12 @@ bool is_tensor_object(PyObject* given) { return Py_TYPE(given) == tensor_type ||
 const at::Tensor& tensor_of(PyObject* tensor_object) {
   return *reinterpret_cast<const at::Tensor*>(reinterpret_cast<char*>(tensor_object) + place_of_impl);
 }
+
+}  // namespace opsmith
+
+namespace {
+
+using namespace opsmith;
 
 // The tensor of a Python object, or nullptr where it is not a plain one on the CPU.
 c10::TensorImpl* plain(PyObject* given) {

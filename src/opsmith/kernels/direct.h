@@ -83,14 +83,17 @@ constexpr c10::DispatchKeySet kOfAutograd =
 // Whether a tensor carries a tangent of PyTorch's forward-mode differentiation, which a kernel would lose. There is one level of it.
 inline bool is_dual(const at::TensorBase& t) { return t._fw_grad(0).defined(); }
 
-// Whether nothing but the tensors decides which kernel runs, and nobody looks on.
-inline bool undisturbed() {
+// Whether nothing but the tensors decides which kernel runs.
+inline bool undiverted() {
   static const c10::impl::LocalDispatchKeySet usual{c10::impl::PODLocalDispatchKeySet{}};
   const c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
   return now.included_ - kOfAutograd == usual.included_ - kOfAutograd &&
          now.excluded_ - kOfAutograd == usual.excluded_ - kOfAutograd && !c10::impl::dispatch_mode_enabled() &&
-         !at::impl::torch_function_mode_enabled() && !at::hasCallbacks();
+         !at::impl::torch_function_mode_enabled();
 }
+
+// And nobody looks on.
+inline bool undisturbed() { return undiverted() && !at::hasCallbacks(); }
 
 // Whether a tensor is nothing but memory on the CPU.
 inline bool is_plain(const c10::TensorImpl* t) {

@@ -20,9 +20,7 @@ c10::TensorImpl* impl_of(PyObject* tensor) { return tensor_of(tensor).unsafeGetT
 // A tensor as it was: how its memory is read, and with its contents where that is and how often it was written.
 class Seen {
  public:
-  Seen(PyObject* object, bool contents)
-      : object_(object), impl_(Impl::reclaim_copy(impl_of(object))),
-        contents_(contents) {
+  Seen(PyObject* object, bool contents) : object_(object), impl_(impl_of(object)), contents_(contents) {
     keys_ = impl_->key_set();
     dtype_ = impl_->dtype();
     learns_ = impl_->requires_grad();
@@ -33,7 +31,7 @@ class Seen {
   }
   PyObject* object() const { return object_; }
   bool unchanged() const {
-    return impl_of(object_) == impl_.get() && impl_->key_set() == keys_ && impl_->dtype() == dtype_ && impl_->requires_grad() == learns_ &&
+    return impl_of(object_) == impl_ && impl_->key_set() == keys_ && impl_->dtype() == dtype_ && impl_->requires_grad() == learns_ &&
            impl_->sizes() == c10::IntArrayRef(sizes_) && impl_->strides() == c10::IntArrayRef(strides_) &&
            (!contents_ || (impl_->data() == data_ && version() == version_));
   }
@@ -42,7 +40,7 @@ class Seen {
   uint32_t version() const { return impl_->is_inference() ? 0 : impl_->version_counter().current_version(); }
 
   PyObject* object_;
-  Impl impl_;  // held, as in watch.h
+  c10::TensorImpl* impl_;  // not held, or PyTorch would not swap it; all that matters of it is looked at
   c10::DispatchKeySet keys_;
   caffe2::TypeMeta dtype_;
   std::vector<int64_t> sizes_, strides_;

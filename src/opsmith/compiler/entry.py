@@ -81,7 +81,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             if run := standing.route(exact, tensors):
                 return run(*args, **kwargs)
             result = compiled(*args, **kwargs)
-            standing.learn(exact, args, kwargs)
+            standing.learn(exact, tensors, args, kwargs)
             return result
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.

@@ -62,7 +62,13 @@ class Standing:
             return None
         return route.run if route.apart(tensors) else None
 
-    def learn(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def learn(
+        self,
+        key: tuple[Any, ...],
+        tensors: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Take note of a call that Dynamo has just let through."""
         self._wait -= 1
         if self._wait > 0 or len(self._routes) >= _MOST:
@@ -73,7 +79,7 @@ class Standing:
             route = None
         if route is None:
             self._wait = _PATIENCE
-        else:
+        elif route.apart(tensors):
             self._routes[key] = route
 
 

@@ -81,13 +81,8 @@ def attention(
                     )
                     if y is not None:
                         return y
-        except (
-            RuntimeError,
-            IndexError,
-            AttributeError,
-            TypeError,
-        ):  # the checks say why, or values are wider
-            pass
+        except (RuntimeError, IndexError, AttributeError, TypeError):
+            pass  # the checks say why, or values are wider
     check(q, k, v, mask, scale, window, softcap, out)
     wants_grad = needs_grad(q, k, v, mask)
     if (

@@ -53,6 +53,16 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         nonlocal general
         values = (*args, *kwargs.values())
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        past_dynamo = not torch.is_grad_enabled() and not session.latent.sites
+        if past_dynamo:
+            exact = (
+                torch.is_inference_mode_enabled(),
+                session.latent.switch.on,
+                *kwargs,
+                *map(_exactly, values),
+            )
+            if run := standing.route(exact, tensors):
+                return run(*args, **kwargs)
         one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
         key = (
             torch.is_grad_enabled(),
@@ -67,21 +77,9 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         )
         plain = all(v is None or isinstance(v, torch.Tensor | bool | int | float | str) for v in values)
         if plain and key in seen:
-            if (
-                torch.is_grad_enabled()
-                or session.latent.sites
-                or any(type(t) is not torch.Tensor for t in tensors)
-            ):
-                return compiled(*args, **kwargs)
-            exact = (
-                key,
-                *[v for v in values if isinstance(v, int | float)],
-                *[(t.stride(), t.device, torch._C._dispatch_keys(t).raw_repr()) for t in tensors],
-            )
-            if run := standing.route(exact, tensors):
-                return run(*args, **kwargs)
             result = compiled(*args, **kwargs)
-            standing.learn(exact, tensors, args, kwargs)
+            if past_dynamo and all(type(t) is torch.Tensor for t in tensors):
+                standing.learn(exact, tensors, args, kwargs)
             return result
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
@@ -106,6 +104,16 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def _exactly(value: Any) -> Any:
+    """An input as a key that only those have which are alike to Dynamo; its type alone where it is no plain value."""
+    if isinstance(value, torch.Tensor):
+        keys = torch._C._dispatch_keys(value).raw_repr()
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, keys, type(value)
+    if value is None or isinstance(value, str):
+        return value
+    return (type(value), value) if isinstance(value, int | float) else type(value)
 
 
 @contextmanager

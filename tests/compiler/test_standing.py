@@ -217,10 +217,10 @@ def test_other_inputs_are_others(routes: list[bool]) -> None:
             right(model, *given)
     settle(model, x, more)
     assert routes[-1]
-    for given in ((x, x), (x, model.parts[0].linear.weight.data.detach()), (x, model.bias.expand(16, 16))):
-        right(model, *given)
     right(model, x, x)
     assert not routes[-1]  # a graph may take them for two
+    for given in ((x, more), (x, model.parts[0].linear.weight.detach()), (x, model.bias.expand(16, 16))):
+        right(model, *given)
 
 
 @contextmanager
@@ -410,3 +410,23 @@ def test_state_that_cannot_be_watched_is_left_to_dynamo(routes: list[bool]) -> N
     model.slotted.shift = 2.0
     right(model, x)
     assert True not in routes
+
+
+def test_what_could_change_unseen_is_known() -> None:
+    class Slotted:
+        __slots__ = ("value",)
+
+    class Mixed(Slotted):  # some of it in slots, the rest in a dictionary
+        pass
+
+    class Several(list[int]):
+        pass
+
+    class Named(dict[str, int]):
+        pass
+
+    for hidden in (Slotted(), Mixed(), Several(), set(), bytearray(), iter([])):
+        assert None in standing._written(hidden), type(hidden)
+    for seen in (Settings(), Named(), Part(), {}, [], torch.ones(1), offset, Settings):
+        assert None not in standing._written(seen)
+        assert list(standing._written(seen))

@@ -149,11 +149,8 @@ def _objects(manager: Any, variables: Mapping[str, Any], globals_: dict[str, Any
     """What guards read, but for a call's own inputs; None where something in it could change unseen."""
     from torch._dynamo.guards import _get_closure_vars
 
-    everywhere = (
-        vars(torch.utils._device),
-        vars(torch.autograd.forward_ad),
-    )  # the default device; dual numbers
-    found = {id(o): o for o in everywhere}
+    device = vars(torch.utils._device)  # the default one stands there, and a guard asks for it by no source
+    found: dict[int, Any] = {id(device): device}
     known, scope = _get_closure_vars(), {"L": variables, "G": globals_}
     nodes: list[tuple[Any, Any]] = [(manager.root, variables)]
     while nodes:

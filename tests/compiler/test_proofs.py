@@ -21,32 +21,29 @@ from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Feed, Truth, numbers, seeded
 
 
-@pytest.fixture
-def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators of the sites that are proved, in order."""
+def _counted(monkeypatch: pytest.MonkeyPatch, function: str) -> list[str]:
+    """The operators of the sites that a function of the study is called with, in order."""
     names: list[str] = []
-    prove = study.prove
+    original = getattr(study, function)
 
     def counted(site: Any, *rest: Any) -> Any:
         names.append(site.card.name)
-        return prove(site, *rest)
+        return original(site, *rest)
 
-    monkeypatch.setattr(study, "prove", counted)
+    monkeypatch.setattr(study, function, counted)
     return names
+
+
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators of the sites that are proved."""
+    return _counted(monkeypatch, "prove")
 
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators of the sites that are computed in float64, in order."""
-    names: list[str] = []
-    run_wide = study.run_wide
-
-    def counted(site: Any, *rest: Any) -> Any:
-        names.append(site.card.name)
-        return run_wide(site, *rest)
-
-    monkeypatch.setattr(study, "run_wide", counted)
-    return names
+    """The operators of the sites that are computed in float64."""
+    return _counted(monkeypatch, "run_wide")
 
 
 def _optimize(model: Any, *inputs: torch.Tensor, config: Config = UNTIMED) -> Any:

@@ -1,13 +1,15 @@
 """Writes into the pages of the operators what their cards say, when the site is built: nothing is listed by hand.
 
 `<!-- operators -->` on a page becomes the table of all operators. A page `operators/STEM.md` gets the cards of
-`ops/STEM.py`, and of each `ops/STEM_more.py` without a page of its own, at `<!-- cards -->` or at its end, and the
-newest numbers of each machine in `benchmarks/results`.
+`ops/STEM.py`, and of each `ops/STEM_more.py` without a page of its own, at `<!-- cards -->` or at its end, with the
+newest numbers of each machine in `benchmarks/results` and a picture of them.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +21,15 @@ import opsmith.ops  # noqa: F401  registers the cards
 from opsmith.operator import Make, Operator, registry
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def on_files(files: Any, config: Any) -> None:
+    """Called by MkDocs once: adds the pictures of what was measured."""
+    from mkdocs.structure.files import File
+
+    for card in registry().values():
+        if fractions(card):
+            files.append(File.generated(config, f"operators/{picture(card)}", content=drawn(card)))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -145,29 +156,95 @@ def costs(card: Operator) -> Iterator[str]:
 
 
 def measured(card: Operator) -> Iterator[str]:
-    """What the newest result of each machine says."""
-    newest: dict[str, tuple[str, dict[str, Any]]] = {}
-    for file in sorted(RESULTS.glob("*.json")):
-        found = json.loads(file.read_text())
-        if "benchmarks" not in found:  # a question of its own, whose page shows its numbers
-            continue
-        newest[found["machine"]["gpu"] or found["machine"]["cpu"]] = (file.stem, found)
-    for name, found in newest.values():
-        rows = [row(b) for b in found["benchmarks"] if b["operator"] == card.name]
-        if not rows:
-            continue
+    """What the newest results of each machine say: a file may hold some operators or dtypes only."""
+    if fractions(card):
+        yield f"![Each workload's part of the roof that was probed beside it]({picture(card)})"
+    for where, found in newest(card).items():
+        rows = [row(benchmark) for *_, benchmark in found]
         bases = list(dict.fromkeys(base for *_, ratios in rows for base in ratios))
-        machine = found["machine"]
-        where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+        files = "; ".join(
+            dict.fromkeys(
+                f"{run['taken'][:10]}, torch {run['versions']['torch']}, commit {run['commit']}, {stem}.json"
+                for stem, run, _ in found
+            )
+        )
         yield (
-            f"Measured on {found['taken'][:10]} on {where}, torch {found['versions']['torch']}, commit "
-            f"{found['commit']} ({name}.json): the fastest of ours, with nothing in cache; × is how many times "
-            "faster, a fresh output against a fresh output."
+            f"Measured on {where} ({files}): the fastest of ours, where an output is used again, and of the roof "
+            "probed beside it; × is how many times faster, a fresh output against a fresh output."
         )
         yield table(
             ("workload", "dtype", "direction", "time", "of the roof", *(f"× {base}" for base in bases)),
-            [(*cells, *(ratios.get(base, "") for base in bases)) for *cells, ratios in rows],
+            [
+                (*cells, "" if part is None else f"{part:.0%}", *(ratios.get(base, "") for base in bases))
+                for *cells, part, ratios in rows
+            ],
         )
+
+
+Measured = tuple[str, dict[str, Any], dict[str, Any]]
+
+
+def newest(card: Operator) -> dict[str, list[Measured]]:
+    """By machine: stem and contents of the file, and one benchmark of it, from the newest run of each dtype."""
+    latest: dict[tuple[str, str], list[Measured]] = {}
+    for stem, run in runs(RESULTS):
+        machine = run["machine"]
+        where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+        found: dict[str, list[Measured]] = {}
+        for benchmark in run["benchmarks"]:
+            if benchmark["operator"] == card.name:
+                found.setdefault(benchmark["dtype"], []).append((stem, run, benchmark))
+        latest.update({(where, dtype): benchmarks for dtype, benchmarks in found.items()})
+    places: dict[str, list[Measured]] = {}
+    for (where, _), benchmarks in sorted(latest.items()):
+        places.setdefault(where, []).extend(benchmarks)
+    return places
+
+
+def fractions(card: Operator) -> list[tuple[str, float]]:
+    """What each bar of the picture is called, and the part of the roof that it shows."""
+    bars = []
+    for found in newest(card).values():
+        for *_, benchmark in found:
+            workload, dtype, direction, _, part, _ = row(benchmark)
+            if part is not None:
+                bars.append((f"{workload}, {dtype}, {direction}", part))
+    return bars
+
+
+def picture(card: Operator) -> str:
+    return f"measured/{card.name}.svg"
+
+
+def drawn(card: Operator) -> bytes:
+    """The picture: a bar for each workload, and the roof as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9})
+    from matplotlib import pyplot
+
+    names, parts = zip(*reversed(fractions(card)), strict=True)
+    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.26 * len(names)), layout="constrained")
+    colors = ["C1" if "backward" in name else "C0" for name in names]
+    axes.barh(names, parts, color=colors, height=0.7)
+    axes.axvline(1.0, color="gray", linewidth=1)
+    axes.set(
+        xlabel="part of the roof", title=f"{card.name}: forward blue, backward orange; the line is the roof"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    memory = io.BytesIO()
+    figure.savefig(memory, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return memory.getvalue()
+
+
+@functools.cache
+def runs(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Every run of `opsmith bench` that was kept, in the order in which they were taken."""
+    read = [(file.stem, json.loads(file.read_text())) for file in folder.glob("*.json")]
+    # A result without benchmarks answers a question of its own, and its page shows its numbers.
+    return sorted((item for item in read if "benchmarks" in item[1]), key=lambda item: str(item[1]["taken"]))
 
 
 def row(benchmark: dict[str, Any]) -> tuple[Any, ...]:
@@ -191,7 +268,7 @@ def row(benchmark: dict[str, Any]) -> tuple[Any, ...]:
         benchmark["dtype"],
         benchmark["direction"],
         f"{medians[column][best] * 1e3:.3g} ms",
-        "" if part is None else f"{part:.0%}",
+        part,
         {
             base: f"{1 / ratios[f'{fresh} / {base}']['median']:.2f}"
             for base in bases

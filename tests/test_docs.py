@@ -52,11 +52,16 @@ def page_at(path: str) -> SimpleNamespace:
     return SimpleNamespace(file=SimpleNamespace(src_uri=path))
 
 
-def test_the_newest_result_of_a_machine_is_shown(
+def test_the_newest_results_of_a_machine_are_shown(
     cards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cards, "RESULTS", tmp_path)
-    for day, seconds in (("2026-01-01", 9e-3), ("2026-02-02", 2e-3)):
+    kept = {
+        "b-first": ("2026-01-01", "float32", 9e-3),
+        "a-second": ("2026-02-02", "float32", 2e-3),
+        "c-half": ("2026-01-03", "bfloat16", 4e-3),
+    }
+    for stem, (day, dtype, seconds) in kept.items():
         cold = {"mine": seconds, "eager": 8e-3, "roof: copy": 1e-3}
         result = {
             "taken": f"{day}T00:00:00",
@@ -67,7 +72,7 @@ def test_the_newest_result_of_a_machine_is_shown(
                 {
                     "operator": "softmax",
                     "workload": "4096x4096",
-                    "dtype": "float32",
+                    "dtype": dtype,
                     "direction": "forward",
                     "roof_fraction": {"cold": {"mine": 0.3}, "reused": {"mine": 0.9, "mine, out=": 0.95}},
                     "ratios": {"cold": {"mine / eager": {"median": seconds / 8e-3}}, "reused": {}},
@@ -80,8 +85,15 @@ def test_the_newest_result_of_a_machine_is_shown(
                 }
             ],
         }
-        (tmp_path / f"{day}-a-processor.json").write_text(json.dumps(result))
+        (tmp_path / f"{stem}.json").write_text(json.dumps(result))
     text = cards.described(registry()["softmax"])
-    assert "Measured on 2026-02-02 on A processor, 2 threads, torch 2.13, commit abc" in text
-    assert "2026-01-01" not in text
+    assert (
+        "Measured on A processor, 2 threads (2026-01-03, torch 2.13, commit abc, c-half.json; 2026-02-02,"
+        in text
+    )
+    assert "b-first" not in text
     assert "| 4096x4096 | float32 | forward | 1 ms | 95% | 4.00 |" in text
+    assert "| 4096x4096 | bfloat16 | forward | 1 ms | 95% | 2.00 |" in text
+    assert "](measured/softmax.svg)" in text
+    assert "4096x4096, bfloat16, forward" in cards.drawn(registry()["softmax"]).decode()
+    assert "measured/" not in cards.described(registry()["gelu"])

@@ -372,6 +372,36 @@ def test_a_result_is_the_rows_that_ids_pick(shape):
     assert calls.new_embedding(ids, table, y=[torch.tensor(1.0), ...]) is None
 
 
+@pytest.mark.parametrize("dtype", common.NATIVE_DTYPES, ids=str)
+def test_picked_rows_may_have_a_dtype_of_their_own(dtype):
+    table, scale = torch.randint(-127, 128, (7, 5), dtype=torch.int8), torch.rand(7)
+    ids = torch.tensor([[3, 0], [6, 3]])
+    y = calls.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=[table, dtype])
+    assert torch.equal(y, (table[ids] * scale[ids][..., None]).to(dtype))
+
+
+@pytest.mark.parametrize("how", [torch.int8, torch.float64, None, ..., "float32"], ids=str)
+def test_picked_rows_of_other_dtypes_are_refused(how):
+    table, scale = torch.zeros(7, 5, dtype=torch.int8), torch.rand(7)
+    ids = torch.tensor([3])
+    if how is None or how == "float32":
+        assert calls.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=[table, how]) is None
+        return
+    with pytest.raises(RuntimeError, match="float32, bfloat16"):
+        calls.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=[table, how])
+
+
+def test_a_result_is_the_product_of_so_many_rows():
+    weight = torch.randn(5, 8)
+    for shape in ((8,), (1, 8), (2, 4, 8), (0, 8)):
+        x = torch.randn(shape)
+        y = calls.new_linear_rows(x, weight, None, None, 0, y=[weight, 8])
+        torch.testing.assert_close(y, x @ weight.T)
+    x = torch.randn(3, 3, 8)
+    for by, rows in ((weight, 8), (weight, -1), (weight, 1 << 70), (torch.randn(8, 5).T, 9), (weight[0], 9)):
+        assert calls.new_linear_rows(x, by, None, None, 0, y=[by, rows]) is None
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (0, 5), (2, 1 << 40)], ids=str)
 def test_sizes_are_a_tensors_shape(shape):
     x = torch.empty(shape) if 0 in shape else torch.tensor(0.0).expand(shape)

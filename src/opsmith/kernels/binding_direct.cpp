@@ -106,8 +106,30 @@ bool add_size(PyObject* given, Sizes& sizes) {
 
 bool is_list(PyObject* given, Py_ssize_t size) { return PyList_CheckExact(given) && PyList_GET_SIZE(given) == size; }
 
-// A result as the call describes it: in a list the tensor that it is like, and lies as; in a list of two the table of which x picks rows;
-// the sizes instead of x's last one, a dtype before them where it is not x's; or like x, in another dtype where one is given.
+// The result of a call of two tensors: rows of a table that x picks, in the table's dtype or one that is given; or the product of x, of at most
+// so many rows, with a contiguous weight.
+bool described_by_two(const c10::TensorImpl* x, const c10::TensorImpl* by, PyObject* how, at::TensorBase& y) {
+  if (!by || by->dim() == 0) return false;
+  at::ScalarType dtype = c10::typeMetaToScalarType(by->dtype());
+  Sizes sizes(x->sizes().begin(), x->sizes().end());
+  if (PyLong_CheckExact(how)) {
+    int overflow;
+    const int64_t rows = PyLong_AsLongLongAndOverflow(how, &overflow);  // -1 for what is too large
+    if (by->dim() != 2 || !by->is_contiguous() || sizes.empty() || x->numel() > rows * sizes.back()) return false;
+    sizes.back() = by->size(0);
+    return fresh(sizes, dtype, y);
+  }
+  if (THPDtype_Check(how)) {
+    dtype = reinterpret_cast<THPDtype*>(how)->scalar_type;
+  } else if (how != Py_Ellipsis) {
+    return false;
+  }
+  sizes.append(by->sizes().begin() + 1, by->sizes().end());
+  return fresh(sizes, dtype, y);
+}
+
+// A result as the call describes it: in a list the tensor that it is like, and lies as; in a list of two what stands above; the sizes
+// instead of x's last one, a dtype before them where it is not x's; or like x, in another dtype where one is given.
 bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
   if (THPDtype_Check(given)) return is_floating(x) && fresh(x->sizes(), reinterpret_cast<THPDtype*>(given)->scalar_type, y);
   if (PyLong_CheckExact(given) || PyTuple_CheckExact(given)) {
@@ -124,13 +146,7 @@ bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
     }
     return fresh(sizes, dtype, y);
   }
-  if (is_list(given, 2)) {
-    const c10::TensorImpl* const table = plain(PyList_GET_ITEM(given, 0));
-    if (!table || table->dim() == 0) return false;
-    Sizes sizes(x->sizes().begin(), x->sizes().end());
-    sizes.append(table->sizes().begin() + 1, table->sizes().end());
-    return fresh(sizes, c10::typeMetaToScalarType(table->dtype()), y);
-  }
+  if (is_list(given, 2)) return described_by_two(x, plain(PyList_GET_ITEM(given, 0)), PyList_GET_ITEM(given, 1), y);
   if (is_list(given, 1)) {
     const c10::TensorImpl* const like = plain(PyList_GET_ITEM(given, 0));
     return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y, layout_of(like));

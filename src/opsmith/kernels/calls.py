@@ -8,9 +8,11 @@ are PyTorch's.
 
 `calls.new_gelu(x, None, False)` makes its result too, like x, and returns it; where the call is not for it, it does
 nothing and returns None. A result may be described: by the sizes in place of x's last one (`y=64`, `y=(8, 64)`), by a
-dtype (`y=torch.int8`, `y=(torch.float32, 64)`), by a tensor that it is like and lies as (`y=[k]`), or by a table of
-which x picks rows (`y=[table, ...]`); one that is optional is made where it is described, or is True. A tensor is
-written into, and where there is none to make, True is returned. x is contiguous, unless the results lie as a tensor.
+dtype (`y=torch.int8`, `y=(torch.float32, 64)`), by a tensor that it is like and lies as (`y=[k]`), by a table of which
+x picks rows (`y=[table, ...]`, or in another dtype, `y=[table, torch.float32]`), or by a contiguous weight by which x
+is multiplied, and how many rows x may have (`y=[weight, 8]`); one that is optional is made where it is described, or is
+True. A tensor is written into, and where there is none to make, True is returned. x is contiguous, unless the results
+lie as a tensor.
 """
 
 from __future__ import annotations

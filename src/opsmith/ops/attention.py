@@ -75,7 +75,7 @@ def attention(
             if (window is None or window > 0) and (softcap is None or softcap > 0):
                 at = 1.0 / math.sqrt(q.size(-1) or 1) if scale is None else scale
                 cap = 0.0 if softcap is None else softcap
-                if causal or not _searches(q, mask, window):
+                if causal or not recording() or not _searched(q, mask, window):
                     y: torch.Tensor | None = calls.new_attention(
                         q, k, v, mask, at, causal, window or 0, cap, y=[q]
                     )
@@ -104,9 +104,9 @@ def attention(
     return y if out is None else out.copy_(y)
 
 
-def _searches(q: torch.Tensor, mask: torch.Tensor | None, window: int | None) -> bool:
+def _searched(q: torch.Tensor, mask: torch.Tensor | None, window: int | None) -> bool:
     """Whether the gradients of this call without causal rule are those that `_of_some_queries` may make."""
-    return q.numel() > _SEARCHED and mask is None and window is None and recording()
+    return q.numel() > _SEARCHED and mask is None and window is None
 
 
 def settings(

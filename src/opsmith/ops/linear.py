@@ -70,22 +70,22 @@ def linear(
 
     Source: Intel oneDNN's matmul with post-operations, through PyTorch.
     """
-    if residual is None and out is None and not compiling() and activation in _CODES:
+    if residual is None and out is None and not compiling():
         try:  # a few rows times a matrix are bound by memory, and one that is small by what stands before the product
             y: torch.Tensor | None = None
-            if activation is None and recording():
+            if recording() and activation is None:
                 y = calls.small_linear(x, weight, bias, -1, common.limit << _LEARNING)
                 if y is not None:
                     return y
-            if x.numel() <= _ROWS * x.shape[-1] and weight.is_contiguous():
-                y = calls.new_linear_rows(x, weight, bias, None, _CODES[activation], y=weight.shape[0])
-                if y is None and "new_linear_rows" in calls.early and not needs_grad(x, weight, bias):
-                    native(x, "linear_rows")  # which loads the library, for the calls to come
-                if y is None and (y := calls.small_linear(x, weight, bias, common.limit, -1)) is not None:
-                    y = y if activation is None else ACTIVATIONS[activation](y)
-                if y is not None:
-                    return y
-        except (RuntimeError, TypeError, AttributeError, IndexError):  # the checks say why
+            y = calls.new_linear_rows(x, weight, bias, None, _CODES[activation], y=[weight, _ROWS])
+            if y is not None:
+                return y
+            if "new_linear_rows" in calls.early and not needs_grad(x, weight, bias):
+                native(x, "linear_rows")  # which loads the library, for the calls to come
+            y = calls.small_linear(x, weight, bias, common.limit, -1)
+            if y is not None:
+                return y if activation is None else ACTIVATIONS[activation](y)
+        except (RuntimeError, TypeError, AttributeError, IndexError, KeyError):  # the checks say why
             pass
     _check(x, weight, bias, activation, residual, out)
     fn = reference

@@ -30,7 +30,7 @@ from opsmith.ops.linear import linear, pack_weight
 from opsmith.ops.linear_rope_samples import cost, samples, workloads
 from opsmith.ops.rope import dense_rows, reference_qk
 from opsmith.ops.rope import native_qk as rotate
-from opsmith.ops.rope_check import check_table, chosen, name_bad_position
+from opsmith.ops.rope_check import check_table, name_bad_position
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _LONGEST = 512  # least common multiple of a head's size and a panel of the packed weight, for the C++ kernel
@@ -86,10 +86,10 @@ def linear_rope(
         dims = head_dim if rotary_dim is None else rotary_dim
         sizes = heads, kv_heads, head_dim
         try:
-            usual = dims and heads > 0 < kv_heads and (positions is None or chosen(positions, cos))
+            usual = dims and heads > 0 < kv_heads and (positions is None or cos.dim() == 2)
             if usual and weight.dim() == 3 and direct(x, weight, bias) and direct(cos, sin):
                 return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
-            if usual and x.numel() == x.shape[-1] and not needs_grad(cos, sin):
+            if usual and not needs_grad(cos, sin):
                 token = _token(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
                 if token is not None:
                     return token
@@ -126,9 +126,9 @@ def _token(
     dims: int,
     interleaved: bool,
 ) -> Triple | None:
-    """One token, whose projection is laid out as it should be: rotated where it stands. None where a kernel cannot."""
+    """One token, whose projection is laid out as it should be: rotated where it stands. None for other calls."""
     heads, kv_heads, head_dim = sizes
-    y = calls.new_linear_rows(x, weight, bias, None, 0, y=weight.shape[0])
+    y = calls.new_linear_rows(x, weight, bias, None, 0, y=[weight, 1])
     if y is None:
         return None
     row = (head_dim,) if x.dim() == 2 else (1, head_dim)

@@ -10,7 +10,7 @@ import torch
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.ascend import on_npu
-from opsmith.ops.common import check_out, direct, kernels, native, short, writable
+from opsmith.ops.common import check_out, compiling, kernels, native, short, writable
 from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,12 +52,14 @@ def quantized_embedding(
 
     Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019.
     """
-    if out is None and dtype in DTYPES and direct(scale, ids, table):
+    if out is None and not compiling():
         try:
             if prefetch >= 0:
-                y = scale.new_empty(*ids.shape, table.shape[1], dtype=dtype)
-                calls.quantized_embedding(ids, table, scale, prefetch, next_ids, None, None, y=y)
-                return y
+                y: torch.Tensor | None = calls.new_quantized_embedding(
+                    ids, table, scale, prefetch, next_ids, None, None, y=[table, dtype]
+                )
+                if y is not None:
+                    return y
         except (
             RuntimeError,
             IndexError,

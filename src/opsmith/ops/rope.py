@@ -20,7 +20,7 @@ from opsmith.ops.common import (
     recorded,
     soonest,
 )
-from opsmith.ops.rope_check import Pair, bad_position, check, check_key, chosen, name_bad_position
+from opsmith.ops.rope_check import Pair, bad_position, check, check_key, name_bad_position
 from opsmith.ops.rope_patterns import PATTERNS
 from opsmith.ops.rope_samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
 
@@ -67,7 +67,7 @@ def rope(
     if out is None and not compiling():
         try:
             dims = x.size(-1) if rotary_dim is None else rotary_dim
-            if dims and (positions is None or chosen(positions, cos)):
+            if dims and (positions is None or cos.dim() == 2):
                 y: torch.Tensor | None = calls.new_rope(
                     x, cos, sin, positions, dims, interleaved, False, y=[x]
                 )
@@ -119,7 +119,7 @@ def rope_qk(
     if out is None and not compiling():
         try:
             dims = q.size(-1) if rotary_dim is None else rotary_dim
-            if dims and (positions is None or chosen(positions, cos)):
+            if dims and (positions is None or cos.dim() == 2):
                 made: Pair | None = calls.new_rope_qk(
                     q, k, cos, sin, positions, dims, interleaved, False, yq=[q], yk=[k]
                 )

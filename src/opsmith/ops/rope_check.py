@@ -24,11 +24,6 @@ def bad_position(positions: torch.Tensor, rows: int, op: str = "rope") -> Positi
     )
 
 
-def chosen(positions: Any, table: torch.Tensor) -> bool:
-    """True for positions that the kernel itself may judge: a tensor on the CPU, choosing from one table."""
-    return type(positions) is torch.Tensor and positions.is_cpu and table.dim() == 2
-
-
 def check(op: str, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int | None) -> int:
     """Refuse wrong arguments; the number of rotated dimensions."""
     check_float(op, x, "q" if op == "rope_qk" else "x", least_dim=3)

@@ -13,7 +13,7 @@ from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample,
 from opsmith.ops.common import check_out, compiling, fresh_as, kernels, native, nbytes, short
 from opsmith.ops.rope import CARD as FLOATING
 from opsmith.ops.rope import dense_rows
-from opsmith.ops.rope_check import Pair, check_heads, check_table, chosen, name_bad_position
+from opsmith.ops.rope_check import Pair, check_heads, check_table, name_bad_position
 from opsmith.ops.rope_table import rope_table
 
 
@@ -59,7 +59,7 @@ def rope_int8(
     if out is None and not compiling():
         try:
             dims = x_q.size(-1) if rotary_dim is None else rotary_dim
-            if dims and (positions is None or chosen(positions, cos)):
+            if dims and (positions is None or cos.dim() == 2):
                 made: Pair | None = calls.new_rope_int8(
                     x_q, x_scale, cos, sin, positions, dims, interleaved, y=[x_q], y_scale=[x_scale]
                 )

@@ -77,6 +77,8 @@ void quantized_embedding_op(Tensor ids, Tensor table, Tensor scale, int64_t ahea
   if (next_ids) next.emplace(op, *next_ids, v);
   const Matrix quantized(op, "table", table, v, n), out(op, "y", y, id.size(), n);
   STD_TORCH_CHECK(quantized.view().dtype == DType::i8, op, ": table must be int8");
+  const DType to = out.view().dtype;
+  STD_TORCH_CHECK(to == DType::f32 || to == DType::bf16 || to == DType::f16, op, ": y must be float32, bfloat16 or float16");
   STD_TORCH_CHECK(scale.numel() == v && dtype_of(scale) == DType::f32 && scale.dim() == 1, op,
                   ": scale must be float32 [", v, "]");
   RowCache cache{view_of(slots), view_of(rows), view_of(counts), view_of(stats)};
@@ -90,7 +92,7 @@ void quantized_embedding_op(Tensor ids, Tensor table, Tensor scale, int64_t ahea
   STD_TORCH_CHECK(cache.slots.defined() == cache.rows.defined(), op, ": slots and rows come together");
   if (cache.rows.defined()) {
     const View& r = cache.rows;
-    STD_TORCH_CHECK(r.dtype == out.view().dtype && r.dim == 2 && r.sizes[1] == n && r.strides[1] == 1, op,
+    STD_TORCH_CHECK(r.dtype == to && r.dim == 2 && r.sizes[1] == n && r.strides[1] == 1, op,
                     ": cached rows must be like y's");
   }
   quantized_embedding(id.view(), quantized.view(), view_of(scale), ahead, next ? next->view() : View{}, cache, out.view());

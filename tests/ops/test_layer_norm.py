@@ -23,6 +23,13 @@ def test_a_constant_row_gives_the_bias() -> None:
     assert torch.equal(y, torch.arange(30.0).expand(2, 30))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_whose_square_no_float_holds(dtype: torch.dtype) -> None:
+    x = torch.full((2, 200), 3e19).to(dtype)
+    x[:, 0] *= 1.0625
+    torch.testing.assert_close(layer_norm(x), reference(x.double()).to(dtype), rtol=1e-2, atol=1e-2)
+
+
 def test_variance_survives_a_large_mean() -> None:
     x = torch.randn(8, 1024, dtype=torch.float64) + 1e4
     error = (layer_norm(x.float()) - reference(x.float().double())).abs().max()

@@ -92,6 +92,20 @@ def test_errors_name_what_was_expected_and_what_came(call, error, message) -> No
         call(torch.randn(2, 8), torch.randn(5, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_the_result_may_go_over_the_input_or_the_residual(
+    rows: int, activation: str | None, dtype: torch.dtype
+) -> None:
+    x, w, r = torch.randn(rows, 32).to(dtype), torch.randn(32, 32).to(dtype), torch.randn(rows, 32).to(dtype)
+    right = linear(x, w, activation=activation, residual=r)
+    for over_x in (True, False):
+        x2, r2 = x.clone(), r.clone()
+        y = linear(x2, w, activation=activation, residual=r2, out=x2 if over_x else r2)
+        torch.testing.assert_close(y, right)
+
+
 def _gradients(fn, *inputs: torch.Tensor, dy: torch.Tensor, **options: object) -> list[torch.Tensor]:
     leaves = [t.clone().requires_grad_() for t in inputs]
     return list(torch.autograd.grad(fn(*leaves, **options), leaves, dy))

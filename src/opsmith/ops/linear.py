@@ -63,7 +63,7 @@ def linear(
         bias: [N], in x's dtype.
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
         residual: [..., N], in x's dtype; added after the activation.
-        out: [..., N] in x's dtype to write into.
+        out: [..., N] in x's dtype to write into; x or residual itself is allowed when no gradient is needed.
 
     Raises:
         TypeError, ValueError: for a wrong dtype, shape, device or activation.
@@ -265,6 +265,9 @@ def _split(
 ) -> torch.Tensor:
     """PyTorch's matmul, then the GELU kernel in place: for dtypes that oneDNN does not multiply here."""
     direct = out is not None and out.is_contiguous() and x.dim() > 1
+    if out is not None and direct:  # the product must not be written over what is still to be read
+        memory = out.untyped_storage().data_ptr()
+        direct = all(t is None or t.untyped_storage().data_ptr() != memory for t in (x, residual))
     y = torch.ops.aten.linear.out(x, weight, bias, out=out) if direct else F.linear(x, weight, bias)
     rows = as_rows(y)
     torch.ops.opsmith.gelu.default(rows, None, _GELUS[activation or ""], y=rows)

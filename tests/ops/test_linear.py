@@ -106,6 +106,22 @@ def test_the_result_may_go_over_the_input_or_the_residual(
         torch.testing.assert_close(y, right)
 
 
+@pytest.mark.parametrize(("dtype", "learns"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_inductor_compiles_it(dtype: torch.dtype, learns: bool) -> None:
+    def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = linear(linear(x, w), w, activation="relu", residual=x)
+        return linear(y, w, activation="gelu")
+
+    inputs = [t.to(dtype).requires_grad_(learns) for t in (torch.randn(40, 64), torch.randn(64, 64) / 8)]
+    compiled = torch.compile(layers)
+    with torch.set_grad_enabled(learns):
+        y, right = compiled(*inputs), layers(*inputs)
+        torch.testing.assert_close(y, right, rtol=2e-2, atol=2e-2)
+    if learns:
+        for got, expected in zip(*(torch.autograd.grad(t.sum(), inputs) for t in (y, right)), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def _gradients(fn, *inputs: torch.Tensor, dy: torch.Tensor, **options: object) -> list[torch.Tensor]:
     leaves = [t.clone().requires_grad_() for t in inputs]
     return list(torch.autograd.grad(fn(*leaves, **options), leaves, dy))

@@ -89,8 +89,10 @@ def linear(
             pass
     _check(x, weight, bias, activation, residual, out)
     fn = reference
-    if not needs_grad(x, weight, bias, residual):
-        if not compiling() and supports_rows(x, weight) is True:  # a graph serves any number of rows
+    if compiling():  # Inductor takes oneDNN's operator with constant weights only, and fuses epilogues itself
+        pass
+    elif not needs_grad(x, weight, bias, residual):
+        if supports_rows(x, weight) is True:
             fn = _rows
         elif supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
             fn = onednn

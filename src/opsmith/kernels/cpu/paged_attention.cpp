@@ -20,10 +20,8 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kAheadBytes = 32 << 10;    // asked for before they are used
-constexpr int64_t kFurtherBytes = 64 << 10;  // whose pages are asked for
-constexpr int64_t kPageRow = 1 << 10;        // bytes of a token from which that is worth while
-constexpr int64_t kTogether = 16;            // values of one head before the next head's: memory is read nearly as it lies
+constexpr int64_t kAheadBytes = 32 << 10;  // asked for before they are used
+constexpr int64_t kTogether = 16;          // values of one head before the next head's: memory is read nearly as it lies
 
 template <class T>
 class Paged {
@@ -157,8 +155,8 @@ class Paged {
     const int64_t tokens = round_up(keys, std::max<int64_t>(2 * apart_, W == 16 ? 16 : 8));  // as many as are summed at once
     score(walk, keys, tokens);
     settle(walk, at, keys, tokens);
-    Ahead ahead = asking(tile.values, keys, whole, c_.values.strides[2], value_dim_);
-    precise_ ? weigh<true>(walk, tokens, ahead) : weigh<false>(walk, tokens, ahead);
+    precise_ ? weigh<true>(walk, tokens) : weigh<false>(walk, tokens);
+    const int64_t skip = ahead(whole, c_.values.strides[2], value_dim_);
     if constexpr (quantized) scale(walk.to.weights, tile.value_scale, c_.value_scale, whole, keys);
 #if defined(OPSMITH_PAGED_BYTES)
     if constexpr (quantized) {
@@ -167,7 +165,7 @@ class Paged {
         if (weights_to_digits(walk.to.weights, tokens, lanes_, step)) {
           const auto add = value_dim_ == 128 ? add_eight<128> : add_eight<64>;
           for (int64_t j = 0; j < tokens; j += 8) {
-            add(reinterpret_cast<const int32_t*>(walk.to.weights) + j / 2 * lanes_, step, lanes_, tile.values + j, ahead,
+            add(reinterpret_cast<const int32_t*>(walk.to.weights) + j / 2 * lanes_, step, lanes_, tile.values + j, skip,
                 whole.head * c_.values.strides[2], c_.values.strides[2], whole.heads, slots_ / 4, walk.sums.data);
           }
           return;
@@ -181,7 +179,7 @@ class Paged {
       if (fours_) {
         const auto add = value_dim_ == 128 ? add_sixteen<128> : add_sixteen<64>;
         for (int64_t j = 0; j < tokens; j += kSixteen) {
-          add(walk.to.weights + j / 2 * lanes_, lanes_, tile.values + j, ahead, whole.head * c_.values.strides[2],
+          add(walk.to.weights + j / 2 * lanes_, lanes_, tile.values + j, skip, whole.head * c_.values.strides[2],
               c_.values.strides[2], whole.heads, slots_ / 4, walk.sums.data);
         }
         return;
@@ -194,7 +192,7 @@ class Paged {
       for (int64_t h = 0; h < whole.heads; ++h) {
         const int64_t offset = (whole.head + h) * c_.values.strides[2], count = std::min(together, tokens - j);
         in_rows(h * slots_, [&](auto n, int64_t r) {
-          add_all_values<Units, decltype(n)::value, T>({weights.data + r, lanes_, apart_}, tile.values + j, ahead, offset, count,
+          add_all_values<Units, decltype(n)::value, T>({weights.data + r, lanes_, apart_}, tile.values + j, skip, offset, count,
                                                        value_dim_, walk.sums.row(r), width_);
         });
       }
@@ -207,18 +205,17 @@ class Paged {
   void score(const Walk& walk, int64_t keys, int64_t tokens) const {
     const Rows rows{walk.to.q, depth_, lanes_, walk.whole->heads * slots_, walk.to.offset};
     const T* const* const from = walk.tiles.keys;
-    const Ahead ahead = asking(from, keys, *walk.whole, c_.keys.strides[2], dim_);
-    const int64_t skip = ahead.rows - reinterpret_cast<const char* const*>(from), further = ahead.further ? skip + ahead.further : 0;
+    const int64_t skip = ahead(*walk.whole, c_.keys.strides[2], dim_);
 #if defined(OPSMITH_PAGED_BYTES)
     if constexpr (quantized) {
       if (bytes_) {
         const ByteRows bytes{walk.to.digits, walk.to.step, walk.to.start};
-        return (dim_ == 128 ? score_bytes<2> : score_bytes<1>)(rows, bytes, from, skip, further, tokens, walk.to.scores);
+        return (dim_ == 128 ? score_bytes<2> : score_bytes<1>)(rows, bytes, from, skip, tokens, walk.to.scores);
       }
     }
 #endif
     const auto score = [&](auto r, auto fixed) {
-      score_keys<Units, decltype(r)::value, decltype(fixed)::value, T>(rows, from, skip, further, tokens, dim_, walk.to.scores);
+      score_keys<Units, decltype(r)::value, decltype(fixed)::value, T>(rows, from, skip, tokens, dim_, walk.to.scores);
     };
     using Any = std::integral_constant<int, 0>;
     using Most = std::integral_constant<int, kUnit>;
@@ -228,7 +225,7 @@ class Paged {
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, bfloat16>) {
       if (rows.lanes == rows.count && (dim_ == 4 * step || dim_ == 2 * step)) {
-        return (dim_ == 4 * step ? score_fours<4> : score_fours<2>)(rows, from, skip, further, tokens, walk.to.scores);
+        return (dim_ == 4 * step ? score_fours<4> : score_fours<2>)(rows, from, skip, tokens, walk.to.scores);
       }
     }
 #endif
@@ -239,13 +236,10 @@ class Paged {
     score(Most{}, Any{});
   }
 
-  // Rows of a tile some way ahead, for what is read of each.
-  Ahead asking(const T* const* rows, int64_t count, const Whole& whole, int64_t head_stride, int64_t dim) const {
-    const int64_t element = sizeof(T), run = ((whole.heads - 1) * head_stride + dim) * element;
-    const int64_t bytes = head_stride == dim ? run : dim * element;  // of heads that lie apart, one is all that is asked for
-    const int64_t skip = std::min(plan_.tile, ceil_div(kAheadBytes, std::max<int64_t>(bytes, 1)));
-    const int64_t further = bytes < kPageRow ? 0 : std::min(plan_.tile, ceil_div(kFurtherBytes, bytes)) - skip;
-    return {reinterpret_cast<const char* const*>(rows) + skip, count, further, whole.head * head_stride * element, bytes};
+  // How many tokens before it is read a token's row is asked for.
+  int64_t ahead(const Whole& whole, int64_t head_stride, int64_t dim) const {
+    const int64_t bytes = (head_stride == dim ? whole.heads : 1) * dim * int64_t(sizeof(T));  // that lie together
+    return std::min(plan_.tile, ceil_div(kAheadBytes, std::max<int64_t>(bytes, 1)));
   }
 
   // The rows from r on that one head has, as many at a time as registers hold: f(how many, which).
@@ -282,7 +276,7 @@ class Paged {
 
   // Scores to weights; where a row's maximum grows, what was summed so far is scaled down.
   template <bool precise>
-  void weigh(const Walk& walk, int64_t tokens, Ahead& ahead) const {
+  void weigh(const Walk& walk, int64_t tokens) const {
     const int64_t stride = std::max<int64_t>(lanes_, W), vecs = tokens * lanes_;
     for (int64_t v = 0; v < lanes_; v += W) {
       const float* const s = walk.to.scores + v;
@@ -295,8 +289,6 @@ class Paged {
       const Vec from = base * -exponent_;
       Vec total = {};  // of the tile: one long chain of additions would lose accuracy
       const auto weight = [&](int64_t i) {
-        const uintptr_t far = ahead.next(128);  // memory does not wait for the softmax
-        ask(far), ask(far + 64);
         const Vec w = exp2<precise>(precise ? (load(s + i) - base) * exponent_ : fma(load(s + i), splat(exponent_), from));
         total += w;
         return w;

@@ -54,7 +54,7 @@ struct ByteRows {
 
 template <int fixed>
 __attribute__((noinline)) void score_bytes(const Rows& rows, const ByteRows& bytes, const int8_t* const* keys, int64_t skip,
-                                           int64_t further, int64_t tokens, float* scores) {
+                                           int64_t tokens, float* scores) {
   constexpr int64_t dim = 64 * fixed;
   const int64_t units = rows.count / 4, all = rows.lanes / 4;
   const __m512i middle = _mm512_set1_epi8(-128);
@@ -90,7 +90,6 @@ __attribute__((noinline)) void score_bytes(const Rows& rows, const ByteRows& byt
       if (++unit == all) {
         unit = 0;
         ++keys;
-        if (further) ask(uintptr_t(keys[further]) + rows.offset[0]);
       }
     }
     const IVec whole = as_int(fold<ByteUnits>(sum)) + load_words(bytes.start + first);
@@ -132,14 +131,12 @@ inline bool weights_to_digits(float* weights, int64_t tokens, int64_t lanes, flo
 // As `add_sixteen`, for eight tokens. Of every 64 sums of a row the fours stand in the order of `by_fours`.
 template <int D>
 __attribute__((noinline)) void add_eight(const int32_t* digits, const float* step, int64_t lanes, const int8_t* const* values,
-                                         Ahead& asked, int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {
-  Ahead ahead = asked;
+                                         int64_t skip, int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {
   const int8_t* from[8];
   for (int i = 0; i < 8; ++i) from[i] = values[i] + at;
   for (int64_t h = 0; h < heads; ++h, digits += 4 * units, step += 4 * units, sums += 4 * units * D) {
 #pragma GCC unroll 1
     for (int64_t c = h * head_stride, in = 0; in < D; c += 64, in += 64) {
-      const uintptr_t far = ahead.next(8 * 64);
       __m512i column[2][4];
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
@@ -156,7 +153,7 @@ __attribute__((noinline)) void add_eight(const int32_t* digits, const float* ste
         const float* const s = step + 4 * u;
 #pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) {
-          if (u == 0) ask(far + 128 * r), ask(far + 128 * r + 64);
+          for (int i = 2 * r; u == 0 && i < 2 * (r + 1); ++i) ask(uintptr_t(values[skip + i] + at + c));
           __m512i sum[4] = {};
 #pragma GCC unroll 2
           for (int digit = 0; digit < 2; ++digit) {
@@ -181,7 +178,6 @@ __attribute__((noinline)) void add_eight(const int32_t* digits, const float* ste
       }
     }
   }
-  asked = ahead;
 }
 
 // Rows of sums from the order of their elements to that of `add_eight`, or back: it is the same.

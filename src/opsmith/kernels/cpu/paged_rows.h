@@ -13,32 +13,9 @@ namespace opsmith {
 
 constexpr int64_t kPagedTile = 128;  // keys at a time, at most: a multiple of 2 * W
 
+// A loop asks for what it reads of a token in the token `skip` further on: in the order in which it will read, and as evenly.
 // Addresses to ask for are numbers: behind a row or the last token lies nothing, which no pointer may be given.
 inline void ask(uintptr_t address) { prefetch_far(reinterpret_cast<const void*>(address)); }
-
-// Names rows of memory some way ahead in the order in which they lie, as many bytes at a time as are used meanwhile, to be
-// asked for evenly between multiplications: asked for at once, they wait for each other. The page of a row further on is
-// asked for too, so that its address is known by then.
-struct Ahead {
-  const char* const* rows = nullptr;
-  int64_t left = 0;     // rows
-  int64_t further = 0;  // rows between one and the one whose page is asked for; 0: none is
-  int64_t offset = 0;   // of the first byte wanted of each
-  int64_t bytes = 0;
-  int64_t at = 0;
-
-  uintptr_t next(int64_t used) {
-    const uintptr_t from = uintptr_t(*rows) + uintptr_t(offset + at);
-    if ((at += used) >= bytes) {
-      at = 0;
-      if (left > 1) {
-        ++rows, --left;
-        if (further) ask(uintptr_t(rows[further]) + uintptr_t(offset));
-      }
-    }
-    return from;
-  }
-};
 
 template <class Units>
 inline Vec plus(Vec a, Vec b) {
@@ -99,11 +76,10 @@ struct Rows {
 constexpr int kUnit = W / 2 < 4 ? W / 2 : 4;  // rows of a head that are multiplied at once, at most
 
 // Scores of `tokens` tokens, a multiple of what a vector of scores holds, one token after the other: the processor fetches
-// ahead what is read in order. What is read is asked for `skip` tokens ahead, its page `further` ahead, unless that is 0.
-// A head has `fixed` vectors, if that is not 0: loops of a known length take a quarter less time.
+// ahead what is read in order. A head has `fixed` vectors, if that is not 0: loops of a known length take a quarter less time.
 template <class Units, int R, int fixed, class T>
-__attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip, int64_t further, int64_t tokens,
-                                          int64_t dim, float* scores) {
+__attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip, int64_t tokens, int64_t dim,
+                                          float* scores) {
   constexpr int64_t step = W * Units::per_unit, line = 64 / int64_t(sizeof(T));
   const int64_t whole = fixed ? fixed * step : dim / step * step, depth = fixed ? fixed * W : rows.depth;
   const int64_t units = rows.count / R, all = rows.lanes / R;
@@ -140,7 +116,6 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
       if (++unit == all) {
         unit = 0;
         ++keys;
-        if (further) ask(uintptr_t(keys[further]) + rows.offset[0] * sizeof(T));
       }
     }
     store(scores, fold<Units>(sum));
@@ -150,12 +125,13 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 // The same for heads of 4 rows with `fixed` vectors each, four tokens at a time: a vector of a query, once loaded, meets all four, where
-// loads took longer than products.
+// loads took longer than products. They are every fourth of sixteen: large tokens are then on four pages, and memory serves several
+// pages sooner than one after the other.
+constexpr int64_t kSixteen = 16;
 template <int fixed>
-__attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* const* keys, int64_t skip, int64_t further, int64_t tokens,
-                                           float* scores) {
-  constexpr int R = 4, N = 4;
-  for (const bfloat16* const* const end = keys + tokens; keys < end; keys += N, scores += N * rows.lanes) {
+__attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* const* keys, int64_t skip, int64_t tokens, float* scores) {
+  constexpr int R = 4, N = 4, apart = kSixteen / N;
+  const auto every_fourth = [&](const bfloat16* const* keys, float* scores) {
     for (int64_t row = 0; row < rows.count; row += R) {
       Vec sum[W] = {};  // of each token's rows
       const int64_t at = rows.offset[row / R];
@@ -164,8 +140,8 @@ __attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* con
         Vec key[N];
 #pragma GCC unroll 4
         for (int t = 0; t < N; ++t) {
-          ask(uintptr_t(keys[skip + t] + at) + 64 * c);
-          key[t] = (Vec)_mm512_loadu_si512(keys[t] + at + 2 * W * c);
+          ask(uintptr_t(keys[skip + t * apart] + at + 2 * W * c));
+          key[t] = (Vec)_mm512_loadu_si512(keys[t * apart] + at + 2 * W * c);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
@@ -177,11 +153,13 @@ __attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* con
       const __m512 all = (__m512)fold<BFloatUnits>(sum);
       float* const to = scores + row;
       _mm_storeu_ps(to, _mm512_castps512_ps128(all));
-      _mm_storeu_ps(to + rows.lanes, _mm512_extractf32x4_ps(all, 1));
-      _mm_storeu_ps(to + 2 * rows.lanes, _mm512_extractf32x4_ps(all, 2));
-      _mm_storeu_ps(to + 3 * rows.lanes, _mm512_extractf32x4_ps(all, 3));
+      _mm_storeu_ps(to + apart * rows.lanes, _mm512_extractf32x4_ps(all, 1));
+      _mm_storeu_ps(to + 2 * apart * rows.lanes, _mm512_extractf32x4_ps(all, 2));
+      _mm_storeu_ps(to + 3 * apart * rows.lanes, _mm512_extractf32x4_ps(all, 3));
     }
-    for (int t = 0; further && t < N; ++t) ask(uintptr_t(keys[further + t] + rows.offset[0]));
+  };
+  for (int64_t j = 0; j < tokens; j += kSixteen) {
+    for (int64_t i = j; i < j + apart; ++i) every_fourth(keys + i, scores + i * rows.lanes);
   }
 }
 #endif
@@ -197,18 +175,17 @@ struct Weights {
 // sums[r * width + ...] += weights[r] . values, for R rows of weights and `count` times N groups of values: a group is what
 // one vector of Units holds of a row. Sums of a group of pairs are kept in the order of `in_order`.
 template <class Units, int R, int N, bool tail, class T>
-__attribute__((noinline)) void add_values(Weights weights, const T* const* values, Ahead& asked, int64_t at, int64_t tokens,
+__attribute__((noinline)) void add_values(Weights weights, const T* const* values, int64_t skip, int64_t at, int64_t tokens,
                                           int64_t count, int64_t left, float* sums, int64_t width) {
-  constexpr int pair = Units::per_unit, step = W * pair;
-  constexpr int64_t used = pair * N * step * int64_t(sizeof(T)), lines = std::max<int64_t>(1, used / 64);
-  Ahead ahead = asked;
+  constexpr int pair = Units::per_unit, step = W * pair, line = 64 / int(sizeof(T));
+  constexpr int lines = std::max(1, N * step / line);  // of a token
   for (int64_t g = 0; g < count; ++g, at += N * step, sums += N * step) {
     Vec sum[R][N * pair] = {};
 #pragma GCC unroll 2
     for (int64_t j = 0; j < tokens / pair; ++j) {
-      const uintptr_t far = ahead.next(used);
-      const T* const value = values[pair == 1 ? j : j + (j & -weights.apart)] + at;
-      const T* const other = values[pair == 1 ? j : j + (j & -weights.apart) + weights.apart] + at;
+      const T* const* const first = values + (pair == 1 ? j : j + (j & -weights.apart));
+      const T* const* const second = first + (pair == 1 ? 0 : weights.apart);
+      const T *const value = *first + at, *const other = *second + at;
       const float* const w = weights.data + j * weights.lanes;
       Vec column[N * pair];
 #pragma GCC unroll 8
@@ -228,7 +205,9 @@ __attribute__((noinline)) void add_values(Weights weights, const T* const* value
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-        for (int64_t i = lines * r / R; i < lines * (r + 1) / R; ++i) ask(far + 64 * i);
+        for (int i = pair * lines * r / R; i < pair * lines * (r + 1) / R; ++i) {
+          ask(uintptr_t((i < lines ? first : second)[skip]) + (at + i % lines * line) * sizeof(T));
+        }
         const Vec x = Units::broadcast(w + r);
 #pragma GCC unroll 16
         for (int i = 0; i < N * pair; ++i) sum[r][i] = Units::mac(x, column[i], sum[r][i]);
@@ -243,18 +222,15 @@ __attribute__((noinline)) void add_values(Weights weights, const T* const* value
       }
     }
   }
-  asked = ahead;
 }
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 // The same for sixteen tokens and all heads, where a head has 4 * `units` rows and D values: so few that memory is read nearly as it
 // lies, and so many that the values come from the second-level cache and not the sums, which are as large as eight tokens.
-constexpr int64_t kSixteen = 16;
 template <int D>
-__attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, const bfloat16* const* values, Ahead& asked,
+__attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, const bfloat16* const* values, int64_t skip,
                                            int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {
-  constexpr int pairs = kSixteen / 2, lines = pairs / 2;  // lines of 64 bytes for each row of weights
-  Ahead ahead = asked;
+  constexpr int pairs = kSixteen / 2;
   for (int64_t h = 0; h < heads; ++h, at += head_stride, weights += 4 * units, sums += 4 * units * D) {
 #pragma GCC unroll 1
     for (int64_t c = 0; c < D; c += 2 * W) {
@@ -268,11 +244,8 @@ __attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, 
       for (int64_t u = 0; u < units; ++u) {
 #pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) {
-          if (u == 0) {
-            const uintptr_t far = ahead.next(64 * lines);
 #pragma GCC unroll 4
-            for (int i = 0; i < lines; ++i) ask(far + 64 * i);
-          }
+          for (int i = 4 * r; u == 0 && i < 4 * (r + 1); ++i) ask(uintptr_t(values[skip + i] + at + c));
           float* const to = sums + (4 * u + r) * D + c;
           Vec sum[2] = {load(to), load(to + W)};
 #pragma GCC unroll 8
@@ -287,7 +260,6 @@ __attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, 
       }
     }
   }
-  asked = ahead;
 }
 #endif
 
@@ -309,7 +281,7 @@ inline void in_order(float* sums, int64_t width) {
 
 // The product with all `dim` values of a head.
 template <class Units, int R, class T>
-inline void add_all_values(Weights weights, const T* const* values, Ahead& ahead, int64_t head, int64_t tokens, int64_t dim,
+inline void add_all_values(Weights weights, const T* const* values, int64_t skip, int64_t head, int64_t tokens, int64_t dim,
                            float* sums, int64_t width) {
   constexpr int pair = Units::per_unit, step = W * pair, most = (W == 16 ? 16 : 8) / (R * pair);
   int64_t c = 0;
@@ -317,7 +289,7 @@ inline void add_all_values(Weights weights, const T* const* values, Ahead& ahead
     constexpr int N = decltype(n)::value;
     if constexpr (N <= most) {
       if (const int64_t count = (dim - c) / (N * step)) {
-        add_values<Units, R, N, false, T>(weights, values, ahead, head + c, tokens, count, 0, sums + c, width);
+        add_values<Units, R, N, false, T>(weights, values, skip, head + c, tokens, count, 0, sums + c, width);
         c += count * N * step;
       }
     }
@@ -327,7 +299,7 @@ inline void add_all_values(Weights weights, const T* const* values, Ahead& ahead
   groups(std::integral_constant<int, 2>{});
   groups(std::integral_constant<int, 1>{});
   if (c < dim) {
-    add_values<Units, R, 1, true, T>(weights, values, ahead, head + c, tokens, 1, dim - c, sums + c, width);
+    add_values<Units, R, 1, true, T>(weights, values, skip, head + c, tokens, 1, dim - c, sums + c, width);
   }
 }
 

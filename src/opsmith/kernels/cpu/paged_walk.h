@@ -13,7 +13,7 @@ namespace opsmith {
 template <class T>
 struct Tiles {
   static constexpr bool quantized = std::is_same_v<T, int8_t>;
-  static constexpr int64_t most = 2 * kPagedTile, beyond = kPagedTile;
+  static constexpr int64_t most = 2 * kPagedTile, beyond = kPagedTile + 2 * W;  // and what tiles are filled up with
   const T *keys[most + beyond], *values[most + beyond];
   const float *key_scale[most], *value_scale[most];
   int64_t count = 0;

@@ -400,6 +400,8 @@ def test_a_result_is_the_product_of_so_many_rows():
     x = torch.randn(3, 3, 8)
     for by, rows in ((weight, 8), (weight, -1), (weight, 1 << 70), (torch.randn(8, 5).T, 9), (weight[0], 9)):
         assert calls.new_linear_rows(x, by, None, None, 0, y=[by, rows]) is None
+    whole = torch.ones(1, 8, dtype=torch.long), torch.ones(5, 8, dtype=torch.long)
+    assert calls.new_linear_rows(*whole, None, None, 0, y=[whole[1], 8]) is None
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 5), (2, 1 << 40)], ids=str)

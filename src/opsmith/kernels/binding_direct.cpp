@@ -115,7 +115,8 @@ bool described_by_two(const c10::TensorImpl* x, const c10::TensorImpl* by, PyObj
   if (PyLong_CheckExact(how)) {
     int overflow;
     const int64_t rows = PyLong_AsLongLongAndOverflow(how, &overflow);  // -1 for what is too large
-    if (by->dim() != 2 || !by->is_contiguous() || sizes.empty() || x->numel() > rows * sizes.back()) return false;
+    if (by->dim() != 2 || !by->is_contiguous() || !is_floating(x) || sizes.empty()) return false;
+    if (x->numel() > rows * sizes.back()) return false;
     sizes.back() = by->size(0);
     return fresh(sizes, dtype, y);
   }

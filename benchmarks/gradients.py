@@ -51,6 +51,10 @@ def small(make: Make) -> dict[str, Iterator[Sample]]:
         yield from rows(name, call)
         yield from rows(name + " residual", lambda r, n: (call(r, n)[0], {"residual": make(r, n)}))
 
+    def packed(lengths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        return *(make(sum(lengths), 4, 64) for _ in range(3)), starts, starts
+
     def leaf(*shape: int) -> torch.Tensor:  # which alone wants a gradient: a rotation's table wants none
         return make(*shape).requires_grad_()
 
@@ -96,6 +100,10 @@ def small(make: Make) -> dict[str, Iterator[Sample]]:
         "attention": (
             Sample(f"{b}x4x{t}x64", heads(b, t), {"causal": causal})
             for b, t, causal in ((1, 1, False), (1, 16, False), (1, 16, True), (4, 64, True))
+        ),
+        "attention_varlen": (
+            Sample(f"{'+'.join(map(str, lengths))}x4x64", packed(lengths), {"causal": causal})
+            for lengths, causal in (((1,), False), ((5, 11), False), ((5, 11), True), ((40, 64, 100), True))
         ),
     }
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from opsmith.kernels import build, calls, isa, libraries
+from opsmith.kernels import build, calls, isa, libraries, nodes
+from opsmith.ops import common
 
 # Logs every compiler run. A test makes it misbehave with files: a compiler that finds "slow" waits while
 # "hold" is there, one that finds "full" runs into a full disk, one that finds "edit" replaces its source.
@@ -151,3 +152,11 @@ def reported(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 AVX2 = ("avx2", "fma3", "f16c")
 AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+
+
+@pytest.fixture
+def recorded_in_cpp() -> None:
+    """Calls that record gradients are recorded by nodes in C++."""
+    if not common.native_library() or calls.library() is None or nodes.library() is None:
+        pytest.skip("calls are not recorded in C++ here")
+    nodes.begin()

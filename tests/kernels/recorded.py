@@ -36,6 +36,12 @@ def _turned(*x: torch.Tensor) -> Any:
     return ops.rope(*x, cos, sin) if len(x) == 1 else ops.rope_qk(*x, cos, sin)
 
 
+def _packed(q: torch.Tensor, *kv: torch.Tensor, **options: Any) -> Any:
+    """Two sequences, between which is one without tokens."""
+    ends = (torch.tensor([0, 2, 2, t.shape[0]]) for t in (q, kv[0]))
+    return ops.attention_varlen(q, *kv, *ends, **options)
+
+
 def _heads_inside(*x: torch.Tensor) -> Any:
     return ops.attention(*(t.transpose(1, 2) for t in x), causal=True)
 
@@ -112,6 +118,15 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
         lambda *x: ops.attention(*x, scale=0.3, window=2, softcap=5.0),
         _QKV,
     ),
+    "attention_varlen": ("attention_varlen_backward", _packed, ((7, 4, 16), (9, 2, 16), (9, 2, 16))),
+    "attention_varlen, causal, heads outside": (
+        "attention_varlen_backward",
+        lambda *x: _packed(*(t.transpose(0, 1) for t in x), causal=True, scale=0.3),
+        ((2, 7, 16),) * 3,
+    ),
+    "linear": ("linear_rows_backward", ops.linear, ((3, 40), (7, 40), (7,))),
+    "linear of a vector, without bias": ("linear_rows_backward", ops.linear, ((40,), (7, 40))),
+    "linear of many rows": ("linear_rows_backward", ops.linear, ((5, 67, 10), (37, 10), (37,))),
     "rope": ("rope", _turned, ((2, 3, 5, 8),)),
     "rope, heads inside": (
         "rope",
@@ -125,6 +140,10 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
     ),
     "rope_qk": ("rope_qk", _turned, ((2, 4, 5, 8), (2, 1, 5, 8))),
 }
+
+
+# Those whose Functions in Python call the same kernels.
+SAME_KERNELS = [name for name in CALLS if not name.startswith("linear")]
 
 
 def tensors(results: Any) -> list[torch.Tensor]:

@@ -57,6 +57,12 @@ struct Kept {
   char shape;
 };
 
+// A number that the forward must have been given.
+struct Required {
+  int place;
+  Value value;
+};
+
 struct Plan {
   c10::OperatorHandle op;
   Direct direct;
@@ -64,6 +70,7 @@ struct Plan {
   std::vector<Argument> arguments;
   std::vector<Gradient> gradients;
   std::vector<Kept> kept;
+  std::vector<Required> required;
   bool strided;  // whether the backward takes any tensor whose last dimension is contiguous
 };
 
@@ -318,6 +325,9 @@ class KernelRecorder final : public Recorder {
   bool takes(const Kernel& kernel, const Value* values) const override {
     const c10::TensorImpl* const x = impl_of(values[0]);
     if (x->numel() == 0) return false;
+    for (const Required& one : plan_.required) {
+      if (values[one.place] != one.value) return false;
+    }
     for (int i = 0; i < kernel.count; ++i) {
       if (!is_tensor(kernel.types[i]) || values[i] == 0) continue;
       if (impl_of(values[i])->requires_grad() && !differentiable(i)) return false;
@@ -370,21 +380,22 @@ class KernelRecorder final : public Recorder {
 }  // namespace
 
 // From now on the kernel's calls that want gradients are ours. `direct` is the backward, `name` and `types` are the operator's; there are
-// as many of `from`, `of`, `instead` and `constants` as of its arguments, a letter of `kept` for each argument of the forward, and a
-// pair of `gradients` for each of `edges`. 0 and an exception where that cannot be.
+// as many of `from`, `of`, `instead` and `constants` as of its arguments, a letter of `kept` for each argument of the forward, and
+// `pairs` for each of `edges`, a gradient, and then for each number that is `required`. 0 and an exception where that cannot be.
 extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
     PyObject* kernel, void* direct, const char* name, const char* types, const char* from, const int* of, const int* instead,
-    const uint64_t* constants, const char* kept, const int* gradients, int edges, int strided) {
+    const uint64_t* constants, const char* kept, const uint64_t* pairs, int edges, int required, int strided) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
   if (!op) {
     PyErr_Format(PyExc_ValueError, "opsmith: there is no operator %s", name);
     return 0;
   }
-  Plan plan{*op, reinterpret_cast<Direct>(direct), name, types, {}, {}, {}, strided != 0};
+  Plan plan{*op, reinterpret_cast<Direct>(direct), name, types, {}, {}, {}, {}, strided != 0};
   for (size_t i = 0; i < plan.types.size(); ++i) {
     plan.arguments.push_back({From(from[i]), types[i], of[i], instead[i], constants[i]});
   }
-  for (int e = 0; e < edges; ++e) plan.gradients.push_back({gradients[2 * e], gradients[2 * e + 1]});
+  for (int e = 0; e < edges; ++e, pairs += 2) plan.gradients.push_back({int(pairs[0]), int(pairs[1])});
+  for (int r = 0; r < required; ++r, pairs += 2) plan.required.push_back({int(pairs[0]), pairs[1]});
   for (int i = 0; kept[i] != 0; ++i) {
     if (kept[i] != ' ') plan.kept.push_back({i, kept[i]});
   }

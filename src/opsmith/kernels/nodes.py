@@ -44,6 +44,7 @@ class Rule:
     kept: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     always: Sequence[str] = ()
+    only: Mapping[str, bool | int] = field(default_factory=dict)
     strided: bool = False
 
 
@@ -58,6 +59,7 @@ class Plan:
     instead: list[int] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)
     gradients: list[tuple[int, int]] = field(default_factory=list)
+    only: list[tuple[int, int]] = field(default_factory=list)  # an argument of the forward, and its value
 
 
 _waiting: dict[str, Rule] = {}
@@ -73,6 +75,7 @@ def declare(
     kept: Mapping[str, str] | None = None,
     shared: Mapping[str, str] | None = None,
     always: Sequence[str] = (),
+    only: Mapping[str, bool | int] | None = None,
     strided: bool = False,
 ) -> None:
     """Say that a node may record a kernel's calls.
@@ -85,11 +88,12 @@ def declare(
         kept: results of the forward that only the backward reads, and their shapes.
         shared: further inputs whose gradient one of the backward's results is.
         always: inputs whose gradient is made even where nobody wants it, as the kernel writes it anyway.
+        only: numbers that a call must have been given to be recorded: the backward is that of no other.
         strided: the backward takes every tensor whose last dimension is contiguous; a gradient that is made lies as
             the input does.
     """
     _waiting[kernel] = Rule(
-        backward or f"{kernel}_backward", names or {}, kept or {}, shared or {}, always, strided
+        backward or f"{kernel}_backward", names or {}, kept or {}, shared or {}, always, only or {}, strided
     )
 
 
@@ -135,7 +139,7 @@ def _attach(found: ctypes.PyDLL, name: str, rule: Rule) -> bool:
     forward, backward = (getattr(torch.ops.opsmith, n).default for n in (name, rule.backward))
     plan = plan_of(forward, backward, rule)
     count = len(plan.of)
-    pairs = [place for pair in plan.gradients for place in pair]
+    pairs = [number for pair in (*plan.gradients, *plan.only) for number in pair]
     found.opsmith_nodes_attach(
         ctypes.py_object(kernel),
         ctypes.c_void_p(boxed),
@@ -146,8 +150,9 @@ def _attach(found: ctypes.PyDLL, name: str, rule: Rule) -> bool:
         (ctypes.c_int * count)(*plan.instead),
         (ctypes.c_uint64 * count)(*plan.constants),
         plan.kept.encode(),
-        (ctypes.c_int * len(pairs))(*pairs),
+        (ctypes.c_uint64 * len(pairs))(*pairs),
         len(plan.gradients),
+        len(plan.only),
         rule.strided,
     )
     return True
@@ -164,6 +169,7 @@ def plan_of(forward: Any, backward: Any, rule: Rule) -> Plan:
     if made is None or types is None or "g" in made + types:
         raise ValueError(f"{forward}: a node cannot hand on all of its arguments")
     plan = Plan(types, kept="".join(rule.kept.get(name, " ") for name in place))
+    plan.only = [(place[name], _bits(made[place[name]], value)) for name, value in rule.only.items()]
     for i, argument in enumerate(backward._schema.arguments):
         name = rule.names.get(argument.name, argument.name)
         source, of, instead, constant = "c", -1, -1, 0

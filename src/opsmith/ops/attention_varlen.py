@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import is_last_dense, last_dense, settings
@@ -78,7 +78,7 @@ def attention_varlen(
         try:
             at = 1.0 / math.sqrt(q.size(-1) or 1) if scale is None else scale
             y: torch.Tensor | None = calls.new_attention_varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0
+                q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0, y=[q]
             )
             if y is not None:
                 return y
@@ -380,5 +380,8 @@ CARD = register(
     )
 )
 
+nodes.declare(
+    "attention_varlen", names={"dout": "dy", "out": "y"}, kept={"row_sums": nodes.TWO_EACH_ROW}, strided=True
+)
 _KERNELS = ("attention_varlen", "attention_varlen_backward")  # the second one for gradients
 ATTENTION_VARLEN = torch.ops.opsmith.attention_varlen.default

@@ -21,6 +21,7 @@ __all__ = [
     "linear_gradient",
     "linear_pack",
     "linear_rope",
+    "linear_rows_backward",
     "mla_attention",
     "mla_kv_epilogue",
     "mla_preprocess",
@@ -46,6 +47,20 @@ def linear_gradient(
     return Cost(
         2.0 * rows * dweight.numel() + (0 if dbias is None else rows * n), nbytes(dy, x, dweight, dbias)
     )
+
+
+def linear_rows_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dx: Maybe = None,
+    dweight: Maybe = None,
+    dbias: Maybe = None,
+) -> Cost:
+    """A product for each of the two matrices, of which it reads the other, and the sum of the rows."""
+    products = [other for to, other in ((dx, weight), (dweight, x)) if to is not None]
+    flops = 2.0 * len(products) * dy.numel() * x.shape[-1] + (0 if dbias is None else dy.numel())
+    return Cost(flops, nbytes(dy, *products, dx, dweight, dbias))
 
 
 def nonzero_rows(x: torch.Tensor, found: torch.Tensor) -> Cost:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.kernels import calls
+from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import common, entry_costs
 from opsmith.ops.common import (
@@ -28,7 +28,7 @@ from opsmith.ops.common import (
     short,
 )
 from opsmith.ops.linear_onednn import onednn, prepack, supports_onednn
-from opsmith.ops.linear_training import with_gradients
+from opsmith.ops.linear_training import ROWS, with_gradients
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -36,9 +36,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-# Where autograd records, PyTorch is faster up to 2^this times as many products as a small call has numbers. With
-# twice as many, which are those of examples/train_proof.py, its steps took longer.
-_LEARNING = 13
+# Where autograd records more than a few rows, our kernels for these are the fastest up to 2^this times as many products
+# as a small call has numbers. PyTorch takes tens of times as long in float16.
+_LEARNING = {torch.float32: 10, torch.bfloat16: 10, torch.float16: 20}
+# The same, up to which PyTorch is faster than what comes then: with twice as many, which are those of
+# examples/train_proof.py, its steps took longer.
+_LEARNT = 13
 
 
 def linear(
@@ -72,19 +75,14 @@ def linear(
     """
     if residual is None and out is None and not compiling():
         try:  # a few rows times a matrix are bound by memory, and one that is small by what stands before the product
-            y: torch.Tensor | None = None
-            if recording() and activation is None:
-                y = calls.small_linear(x, weight, bias, -1, common.limit << _LEARNING)
-                if y is not None:
-                    return y
-            y = calls.new_linear_rows(x, weight, bias, None, _CODES[activation], y=[weight, _ROWS])
+            if recording() and needs_grad(x, weight, bias):
+                y = _recorded(x, weight, bias) if activation is None else None
+            else:
+                y = calls.new_linear_rows(x, weight, bias, None, _CODES[activation], y=[weight, ROWS])
+                if y is None:
+                    y = _small(x, weight, bias, activation)
             if y is not None:
                 return y
-            if "new_linear_rows" in calls.early and not needs_grad(x, weight, bias):
-                native(x, "linear_rows")  # which loads the library, for the calls to come
-            y = calls.small_linear(x, weight, bias, common.limit, -1)
-            if y is not None:
-                return y if activation is None else ACTIVATIONS[activation](y)
         except (RuntimeError, TypeError, AttributeError, IndexError, KeyError):  # the checks say why
             pass
     _check(x, weight, bias, activation, residual, out)
@@ -102,6 +100,28 @@ def linear(
         fn = _training
     y = fn(x, weight, bias, activation=activation, residual=residual)
     return y if out is None else out.copy_(y)
+
+
+def _recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A product that a node in C++ records, ours or PyTorch's; None where there are too many."""
+    rows = max(ROWS, (common.limit << _LEARNING[x.dtype]) // max(1, weight.numel()))
+    if x.numel() <= rows * x.shape[-1]:
+        y: torch.Tensor | None = calls.new_linear_rows(x, weight, bias, None, 0, y=[weight, rows])
+        if y is not None:
+            return y
+        if native(x, "linear_rows") is True:
+            nodes.begin()  # for the calls to come
+    return calls.small_linear(x, weight, bias, -1, common.limit << _LEARNT)
+
+
+def _small(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor | None:
+    """PyTorch's product of one row, where ours cannot be had yet; None for others."""
+    if "new_linear_rows" in calls.early:
+        native(x, "linear_rows")  # which loads the library, for the calls to come
+    y = calls.small_linear(x, weight, bias, common.limit, -1)
+    return y if y is None or activation is None else ACTIVATIONS[activation](y)
 
 
 def reference(
@@ -151,7 +171,7 @@ def _learns(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bo
     return (
         x.dtype == torch.float32
         and x.numel() > max(x.shape[-1], common.limit)
-        and (activation is not None or x.numel() * weight.shape[0] > common.limit << _LEARNING)
+        and (activation is not None or x.numel() * weight.shape[0] > common.limit << _LEARNT)
         and not torch.is_autocast_enabled("cpu")
         and supports_onednn(x, weight) is True
         and native(x, "linear_gradient", *(["gelu_backward"] if activation in _GELUS else [])) is True
@@ -218,9 +238,6 @@ def _through(
     return y
 
 
-_ROWS = 8  # of x, at most, that our kernel multiplies by a weight as it is
-
-
 def _rows(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -236,8 +253,8 @@ def _rows(
 
 def supports_rows(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
     """True where these are few rows, and a weight that our kernel reads as it is; else the reason why not."""
-    if x.numel() > _ROWS * x.shape[-1]:
-        return f"for {_ROWS} rows at most, x has {x.numel() // x.shape[-1]}"
+    if x.numel() > ROWS * x.shape[-1]:
+        return f"for {ROWS} rows at most, x has {x.numel() // x.shape[-1]}"
     if weight.dtype != x.dtype or weight.stride(1) != 1:
         return "the weight must be in x's dtype, its rows contiguous"
     return native(x, "linear_rows")
@@ -316,6 +333,8 @@ def _workloads(make: Make) -> Iterator[Sample]:
         yield Sample(f"{rows}x{k}x{n} gelu", (x, weight, bias), {"activation": "gelu"})
 
 
+nodes.declare("linear_rows", only={"activation": 0})
+
 CARD = register(
     Operator(
         name="linear",
@@ -347,6 +366,7 @@ CARD = register(
         entries={
             "linear_pack": entry_costs.linear_pack,
             "linear_gradient": entry_costs.linear_gradient,
+            "linear_rows_backward": entry_costs.linear_rows_backward,
             "nonzero_rows": entry_costs.nonzero_rows,
         },
         schemas=(
@@ -355,6 +375,8 @@ CARD = register(
             "Tensor(a!) y) -> ()",
             "linear_rows(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
             "Tensor(a!) y) -> ()",
+            "linear_rows_backward(Tensor dy, Tensor x, Tensor weight, *, Tensor(a!)? dx=None, "
+            "Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
             "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
             "Tensor(a!) y, Tensor(b!)? before=None) -> ()",
             "linear_gradient(Tensor dy, Tensor x, bool shortly=False, *, Tensor(a!) dweight, "

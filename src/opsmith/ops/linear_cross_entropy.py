@@ -90,7 +90,7 @@ def linear_cross_entropy(
     if not compiling():
         try:
             rows, learns = target.numel(), needs_grad(hidden, weight, bias)
-            most = common.limit << _LEARNING if learns and hidden.dtype is not torch.float16 else common.limit
+            most = common.limit << _LEARNING if learns else common.limit
             if (rows == 1 or learns) and rows * weight.size(0) <= most:  # nothing to save: as two operators
                 return cross_entropy(linear(hidden, weight, bias), target, **how)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the checks say why

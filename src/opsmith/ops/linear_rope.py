@@ -89,7 +89,7 @@ def linear_rope(
             usual = dims and heads > 0 < kv_heads and (positions is None or cos.dim() == 2)
             if usual and weight.dim() == 3 and direct(x, weight, bias) and direct(cos, sin):
                 return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
-            if usual and not needs_grad(cos, sin):
+            if usual and not needs_grad(x, weight, bias, cos, sin):
                 token = _token(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
                 if token is not None:
                     return token

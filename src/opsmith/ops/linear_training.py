@@ -13,6 +13,7 @@ import torch
 from opsmith.ops.common import as_rows, dense, fresh, recorded, soonest
 from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
+ROWS = 8  # of x, at most, for which there are kernels that take a weight as it is
 _CODES = {None: 0, False: 1, True: 2}  # the kernel's numbers of no activation, and of the two GELUs
 
 
@@ -74,10 +75,15 @@ class _Linear(torch.autograd.Function):
             given, dz = dz, fresh(z) if again and rows is None else z
             soonest(torch.ops.opsmith.gelu_backward.default)(given, z, None, ctx.tanh, dx=dz)
         dx = dw = db = None
+        few_rows = not torch.compiler.is_compiling() and dz.shape[0] <= ROWS and weight.stride(1) == 1
         if need_x:
-            dx = _times(dz, weight, few=few)
-            dx = (dx if rows is None else among_zeros(dx, rows, m)).view(x.shape)
-        if need_w and not weight.is_contiguous() and weight.t().is_contiguous():
+            dx = dz.new_empty(dz.shape[0], weight.shape[1]) if few_rows else _times(dz, weight, few=few)
+        if few_rows:
+            dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_w else None
+            db = dy.new_empty(weight.shape[:1]) if need_b else None
+            gradients = {"dx": dx, "dweight": dw, "dbias": db}
+            soonest(torch.ops.opsmith.linear_rows_backward.default)(dz, taken, weight, **gradients)
+        elif need_w and not weight.is_contiguous() and weight.t().is_contiguous():
             # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
             dw = torch.empty_like(weight.t())
             soonest(torch.ops.opsmith.linear_gradient.default)(taken, dz, few, dweight=dw)
@@ -86,6 +92,8 @@ class _Linear(torch.autograd.Function):
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
             db = dy.new_empty(weight.shape[:1]) if need_b else None
             soonest(torch.ops.opsmith.linear_gradient.default)(dz, taken, few, dweight=dw, dbias=db)
+        if dx is not None:
+            dx = (dx if rows is None else among_zeros(dx, rows, m)).view(x.shape)
         return dx, dw if need_w else None, db, dy if need_r else None, None
 
 

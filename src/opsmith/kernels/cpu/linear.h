@@ -24,7 +24,10 @@ void linear_packed(View x, View packed, View bias, View residual, Activation act
 // The same for a few rows of x and a weight [N, K] in x's dtype, any row stride.
 void linear_rows(View x, View weight, View bias, View residual, Activation activation, View y);
 
-// The same for a float32 weight [N, K] of which one of the strides is 1. `before`, undefined or with y's strides, gets
+// Its gradients, those that are defined: dy [M, N], x [M, K], weight [N, K], all in one dtype, any row stride; dbias [N].
+void linear_rows_backward(View dy, View x, View weight, View dx, View dweight, View dbias);
+
+// The linear layer for a float32 weight [N, K] of which one of the strides is 1. `before`, undefined or with y's strides, gets
 // what the activation is given.
 void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y, View before);
 

@@ -11,6 +11,11 @@ void check_matrix(const char* name, const Tensor& t, const Tensor& like, int64_t
   STD_TORCH_CHECK(t.scalar_type() == like.scalar_type(), "linear: ", name, " and x must have one dtype");
 }
 
+void check_float(const Tensor& x) {
+  const DType dtype = dtype_of(x);
+  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "linear: x must be floating-point");
+}
+
 std::optional<Rows> rows_of(const char* name, const std::optional<Tensor>& t) {
   if (!t) return std::nullopt;
   return Rows("linear", name, *t);
@@ -34,6 +39,7 @@ void linear_pack_op(const Tensor& weight, const Tensor& packed) {
 
 void check_epilogue(const Tensor& x, int64_t n, const std::optional<Tensor>& bias, const std::optional<Rows>& residual,
                     int64_t activation, const Rows& y) {
+  check_float(x);
   const Rows in("linear", "x", x);
   for (const auto& [name, rows] : {std::pair("y", &y), std::pair("residual", residual ? &*residual : &y)}) {
     STD_TORCH_CHECK(rows->rows() == in.rows() && rows->n() == n && rows->dtype() == in.dtype(), "linear: ", name, " must be ",
@@ -65,6 +71,21 @@ void linear_rows_op(const Tensor& x, const Tensor& weight, const std::optional<T
   check_matrix("weight", weight, x, weight.size(0), in.n());
   check_epilogue(x, weight.size(0), bias, added, activation, out);
   linear_rows(in.view(), view_of(weight), view_of(bias), added ? added->view() : View{}, Activation(activation), out.view());
+}
+
+void linear_rows_backward_op(const Tensor& dy, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& dx,
+                             const std::optional<Tensor>& dweight, const std::optional<Tensor>& dbias) {
+  check_float(x);
+  const Rows dout("linear", "dy", dy), in("linear", "x", x);
+  const int64_t n = dout.n(), k = in.n();
+  STD_TORCH_CHECK(dout.rows() == in.rows() && dout.dtype() == in.dtype(), "linear: dy must have x's rows and dtype");
+  check_matrix("weight", weight, x, n, k);
+  const auto to = rows_of("dx", dx);
+  STD_TORCH_CHECK(!to || (to->rows() == in.rows() && to->n() == k && to->dtype() == in.dtype()), "linear: dx must be like x");
+  if (dweight) check_matrix("dweight", *dweight, x, n, k);
+  STD_TORCH_CHECK(!dbias || (dbias->dim() == 1 && dbias->size(0) == n && dbias->is_contiguous() && dbias->scalar_type() == x.scalar_type()),
+                  "linear: dbias must be a contiguous [", n, "] in x's dtype");
+  linear_rows_backward(dout.view(), in.view(), view_of(weight), to ? to->view() : View{}, view_of(dweight), view_of(dbias));
 }
 
 void linear_unpacked_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -106,6 +127,7 @@ STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   opsmith::offer(m, "linear_pack", opsmith::kernel<&opsmith::linear_pack_op>);
   opsmith::offer(m, "linear_packed", opsmith::kernel<&opsmith::linear_packed_op>);
   opsmith::offer(m, "linear_rows", opsmith::kernel<&opsmith::linear_rows_op>);
+  opsmith::offer(m, "linear_rows_backward", opsmith::kernel<&opsmith::linear_rows_backward_op>);
   opsmith::offer(m, "linear_unpacked", opsmith::kernel<&opsmith::linear_unpacked_op>);
   opsmith::offer(m, "linear_gradient", opsmith::kernel<&opsmith::linear_gradient_op>);
 }

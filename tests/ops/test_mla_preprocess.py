@@ -106,6 +106,7 @@ def test_half_a_table_serves_both_columns_of_a_pair() -> None:
 
 MATRIX = [Sizes(tokens=t, hidden=40, heads=h) for t in (0, 1, 2, 5, 31, 33, 128) for h in (1, 16)]
 MATRIX += [Sizes(tokens=t, hidden=512, heads=h) for t in (1, 33) for h in (16, 77)]
+MATRIX += [Sizes(tokens=40, hidden=101, heads=5, nope=9, rope=6, kv_lora=35, q_lora=33)]
 MATRIX += [Sizes(tokens=1025, hidden=24, heads=2), Sizes(tokens=2, hidden=64, heads=128)]
 MATRIX += [Sizes(tokens=5, hidden=d, heads=2, q_lora=96) for d in (5120, 7168)]
 MATRIX += [Sizes(tokens=3, hidden=33, heads=5, nope=7, rope=6, kv_lora=19, q_lora=None)]

@@ -20,6 +20,9 @@ CASES: list[tuple[int, int, int, int | None, str | None, str, int, torch.dtype, 
     (5, 1, 5120, 28, "weight_int8", "split", 256, torch.bfloat16, {"beta1": True}),
     (5, 16, 512, 96, "weight_int4", "joint", 16, torch.bfloat16, {"bias0": True, "bias1": True}),
     (31, 16, 512, None, "per_token", "int8_tiled", 128, torch.float16, {"interleaved": True}),
+    (32, 3, 101, 33, "per_token", "split", 16, torch.bfloat16, {}),
+    (40, 5, 103, 70, "per_tensor", "split", 16, torch.bfloat16, {"bias0": True, "beta0": True}),
+    (64, 2, 66, 29, "per_token", "tiled", 16, torch.float32, {}),
     (33, 1, 512, None, "weight_int4", "split", 1, torch.float32, {"gamma0": None}),
     (33, 77, 40, 28, "per_token", "split", 16, torch.bfloat16, {"beta0": True, "beta1": True}),
     (128, 16, 40, 31, "per_tensor", "int8_tiled", 16, torch.bfloat16, {"bias1": True}),
@@ -68,6 +71,24 @@ def test_every_form_at_every_size(case: Any) -> None:
     )
     if zero is not None and form != "per_tensor":
         assert not zero.any()
+
+
+@pytest.mark.parametrize("mode", ["joint", "split"])
+def test_queries_written_past_the_cache_are_those_of_fewer_heads(mode: str) -> None:
+    sizes = Sizes(tokens=3, hidden=64, heads=128, nope=128, rope=64, kv_lora=512, q_lora=512)
+    w = sizes.weights(torch.bfloat16)  # 43 MB, half of the heads 22
+    x, cos, sin = sizes.inputs(torch.bfloat16)
+    cache = sizes.cache(mode, 16, torch.bfloat16)
+
+    def queries(heads: slice) -> torch.Tensor:
+        wuk, wuq = w.wuk[heads], w.wuq.unflatten(0, (128, -1))[heads].flatten(0, 1)
+        gammas = {"gamma0": w.gamma0, "gamma1": w.gamma1, "gamma2": w.gamma2}
+        ranks = {"nope": 128, "rope": 64, "kv_lora": 512, "q_lora": 512}
+        some = MLAWeights(w.wdqkv, wuq, wuk, **gammas, heads=len(wuk), **ranks)
+        return mla_preprocess(x, some, cos, sin, sizes.slots(cache, skip=False), cache)[0]
+
+    halves = [queries(slice(64)), queries(slice(64, 128))]
+    assert torch.equal(queries(slice(128)), torch.cat(halves, 1))
 
 
 @pytest.mark.parametrize("mode", ["joint", "split", "tiled", "int8_tiled"])

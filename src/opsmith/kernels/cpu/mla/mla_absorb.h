@@ -4,6 +4,7 @@
 
 #include "mla_dots.h"
 #include "mla_rows.h"
+#include "pair.h"
 
 namespace opsmith {
 
@@ -211,7 +212,17 @@ void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_
 struct MlaQueries {
   View wuk, q_nope_scale, q_out, q_rope;
   MlaRotation rotation;
+  bool streaming = false;  // q_out past the cache; a fence is due at the end
 };
+
+// Whether the queries of a call that reads so many bytes of weights are written past the cache.
+template <class T>
+bool mla_streams(const View& q_out, int64_t read) {
+  const int64_t unit = 2 * W, *const size = q_out.sizes, *const stride = q_out.strides;
+  const bool whole = q_out.dtype != DType::i8 && size[2] % unit == 0 && can_stream_both(q_out.as<T>());
+  const bool lines = stride[0] * int64_t(sizeof(T)) % 64 == 0 && stride[1] * int64_t(sizeof(T)) % 64 == 0;
+  return whole && lines && outlives_cache(read + size[0] * size[1] * size[2] * int64_t(sizeof(T)), 1);
+}
 
 // Of some tokens, q [tokens, nope + rope], whose numbers are T's. `then` is read after this head's weight, or null;
 // `table` holds 2 rope floats, `out` tokens * kv_lora.
@@ -236,6 +247,10 @@ void mla_finish_head(const MlaQueries& c, int64_t h, int64_t first, int64_t toke
       for_lanes(kv_lora, [&](int64_t i, auto k) {
         mla_store_q8(c.q_out.as<int8_t>() + to + i, round_to<T>(load(from + i, k)) * scale, k);
       });
+    } else if (c.streaming) {
+      for (int64_t i = 0; i < kv_lora; i += 2 * W) {
+        put_in_order(c.q_out.as<T>() + to + i, Pair{load(from + i), load(from + i + W)}, true);
+      }
     } else {
       for_lanes(kv_lora, [&](int64_t i, auto k) { store(c.q_out.as<T>() + to + i, load(from + i, k), k); });
     }

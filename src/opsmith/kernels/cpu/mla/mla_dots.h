@@ -25,6 +25,7 @@ struct Ahead {
   int64_t size;
   const char* then;
   const char* operator()(int64_t at) const { return at < size ? base + at : then + (at - size); }
+  Ahead after(int64_t bytes) const { return {base + bytes, size - bytes, then}; }
 };
 
 // What a tile asks for: at each of its steps `lines` pieces of memory that follow each other, and those `again` bytes before

@@ -1,7 +1,7 @@
 // The forms of a projection in MLA pre-processing: what its activations become, and what its sums become again.
 #pragma once
 
-#include "mla_dots.h"
+#include "mla_lanes.h"
 #include "mla_rows.h"
 
 namespace opsmith {
@@ -49,12 +49,15 @@ struct MlaFloat {
   static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*, int32_t*) {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
   }
-  static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
+  static void rows(const MlaActivations<X>& x, const IVec* lanes, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
+    const S* const w = p.weight.as<S>() + first * w_stride;
+    const int64_t done = lane_rows<WordProduct<X, S>>(lanes, tokens, w, w_stride, rows, depth, ahead, out, out_stride);
+    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, w + done * w_stride, w_stride, rows - done,
+             ahead.after(done * w_stride * int64_t(sizeof(S))), out + done, out_stride,
              [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
-               dot_tile<T, S, m(), r()>(x.row(t + i), x.stride, w, w_stride, depth, next, o, out_stride);
+               dot_tile<T, S, m(), r()>(x.row(i), x.stride, w, w_stride, depth, next, o, out_stride);
              });
     mla_add_bias<T>(p, first, tokens, rows, out, out_stride);
   }
@@ -70,12 +73,12 @@ struct MlaWeightInt8 {
   static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*, int32_t*) {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
   }
-  static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
+  static void rows(const MlaActivations<X>& x, const IVec*, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
     dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
              [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
-               dot_tile<T, S, m(), r()>(x.row(t + i), x.stride, w, w_stride, depth, next, o, out_stride);
+               dot_tile<T, S, m(), r()>(x.row(i), x.stride, w, w_stride, depth, next, o, out_stride);
              });
     const float* descale = p.descale.as<float>() + first;
     const T* bias = p.bias.defined() ? p.bias.as<T>() + first : nullptr;
@@ -101,14 +104,14 @@ struct MlaWeightInt4 {
     const int64_t half = p.weight.sizes[1];
     for (int64_t i = 0; i < n; ++i) to[i % 2 * half + i / 2] = to_float(from_float<T>(y[i]));
   }
-  static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
+  static void rows(const MlaActivations<X>& x, const IVec*, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0], half = p.weight.sizes[1], groups = p.descale.sizes[1];
     const uint8_t* const base = p.weight.as<S>();
     dot_rows<W>(tokens, base + first * w_stride, w_stride, rows, ahead, out, out_stride,
              [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
                const float* factor = p.descale.as<float>() + (w - base) / w_stride * groups;
-               nibble_tile<m(), r()>(x.row(t + i), x.stride, half, w, w_stride, factor, groups, half / groups, next, o,
+               nibble_tile<m(), r()>(x.row(i), x.stride, half, w, w_stride, factor, groups, half / groups, next, o,
                                      out_stride);
              });
     mla_add_bias<T>(p, first, tokens, rows, out, out_stride);
@@ -133,18 +136,20 @@ struct MlaInteger {
     for (int64_t i = 0; i < n; ++i) total += to[i];
     *sum = total;
   }
-  static void rows(const MlaActivations<X>& x, int64_t t, int64_t tokens, const MlaProjection& p, int64_t first,
+  static void rows(const MlaActivations<X>& x, const IVec* lanes, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t* sums) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows<kByteStep>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, sums, rows,
+    const S* const w = p.weight.as<S>() + first * w_stride;
+    const int64_t done = lane_rows<WordProduct<X, S>>(lanes, tokens, w, w_stride, rows, depth, ahead, sums, rows);
+    dot_rows<kByteStep>(tokens, w + done * w_stride, w_stride, rows - done, ahead.after(done * w_stride), sums + done, rows,
              [&](auto m, auto r, int64_t i, const S* w, auto next, int32_t* o) {
-               integer_tile<m(), r()>(x.row(t + i), x.stride, x.sums.get() + t + i, w, w_stride, depth, next, o,
+               integer_tile<m(), r()>(x.row(i), x.stride, x.sums.get() + i, w, w_stride, depth, next, o,
                                       rows);
              });
     const float* descale = p.descale.as<float>() + first;
     const int32_t* bias = p.bias.defined() ? p.bias.as<int32_t>() + first : nullptr;
     for (int64_t i = 0; i < tokens; ++i) {
-      const float s = per_token ? x.scales[t + i] : 1.0f;
+      const float s = per_token ? x.scales[i] : 1.0f;
       const int32_t* const from = sums + i * rows;
       float* const to = out + i * out_stride;
       int64_t r = 0;

@@ -40,6 +40,7 @@ template <class Mode>
 class Region {
   using T = typename Mode::T;
   using X = typename Mode::X;
+  using Product = WordProduct<X, typename Mode::S>;
 
  public:
   explicit Region(const MlaCall& call)
@@ -51,12 +52,16 @@ class Region {
         y_(tokens_, hidden_), z_(tokens_, inner_) {
     const bool low_rank = call.gamma1.defined();
     key_rows_ = kv_lora_ + rope_;
-    block_ = std::max<int64_t>(kDotRows, kTaskBytes / std::max<int64_t>(1, down_bytes()) / kDotRows * kDotRows);
+    vectors_ = Product::exists ? lane_vectors(tokens_) : 0;
+    const int64_t tile = vectors_ > 0 ? kLaneSums / vectors_ : kDotRows;
+    block_ = std::max(tile, kTaskBytes / std::max<int64_t>(1, down_bytes()) / tile * tile);
     key_blocks_ = ceil_div(key_rows_, block_);
     query_blocks_ = low_rank ? ceil_div(columns_ - key_rows_, block_) : 0;
     latents_ = low_rank ? tokens_ : 0;
     first_heads_ = std::min(heads_, 2 * num_threads());
     a_.reset(new T[size_t(tokens_ * columns_)]);
+    const int64_t absorbed = heads_ * nope_ * kv_lora_ * int64_t(sizeof(T));
+    streaming_ = mla_streams<T>(call.q_out, columns_ * down_bytes() + heads_ * head_ * up_bytes() + absorbed);
   }
 
   void run() {
@@ -70,9 +75,11 @@ class Region {
   void work() {
     const int64_t block = std::max(block_, head_), out = tokens_ * std::max(block, kv_lora_);
     const int64_t norm = std::max({hidden_, inner_, mla_key_memory(kv_lora_, rope_)}) + W;
-    float* const memory = scratch(norm + out + tokens_ * head_ + tokens_ * block + 2 * rope_ + 4 * W);
+    const int64_t lanes = vectors_ * std::max(y_.stride, z_.stride) / (4 / int64_t(sizeof(X))) * W;
+    float* const memory = scratch(lanes + norm + out + tokens_ * head_ + tokens_ * block + 2 * rope_ + 4 * W);
     Memory m;
-    m.norm = memory;
+    m.lanes = reinterpret_cast<IVec*>(memory);
+    m.norm = memory + lanes;
     m.out = m.norm + norm;
     m.q = m.out + out;
     m.sums = reinterpret_cast<int32_t*>(m.q + tokens_ * head_);
@@ -106,6 +113,7 @@ class Region {
       watch.note([&] { return stage_of(task); });
       task = upcoming;
     }
+    if (streaming_) stream_fence();
   }
 
   // The list of tasks: tokens, rows of wdqkv, latent queries, some heads, keys, the other heads.
@@ -140,9 +148,23 @@ class Region {
   int64_t up_bytes() const { return c_.up.weight.strides[0] * int64_t(sizeof(typename Mode::S)); }
 
   struct Memory {
+    IVec* lanes;
+    const MlaActivations<X>* in_lanes = nullptr;  // those which lie there
     float *norm, *out, *q, *table;
     int32_t* sums;
   };
+
+  // A thread's own copy of all tokens, made at its first task that reads them; null where few tokens are read as rows.
+  const IVec* lanes_of(const MlaActivations<X>& x, Memory& m) const {
+    if constexpr (Product::exists) {
+      if (vectors_ > 0) {
+        if (m.in_lanes != &x) to_lanes<Product>(x.row(0), x.stride, tokens_, vectors_, m.lanes);
+        m.in_lanes = &x;
+        return m.lanes;
+      }
+    }
+    return nullptr;
+  }
 
   static void prepare(const float* y, int64_t n, const MlaProjection& p, const MlaActivations<X>& to, int64_t t) {
     Mode::prepare(y, n, p, to.row(t), to.scales.get() + t, to.sums.get() + t);
@@ -154,11 +176,11 @@ class Region {
     if (latents_ == 0) prepare(m.norm, hidden_, c_.up, z_, t);
   }
 
-  void down(int64_t first, int64_t rows, int64_t upcoming, const Memory& m) {
+  void down(int64_t first, int64_t rows, int64_t upcoming, Memory& m) {
     const char* const base = static_cast<const char*>(c_.down.weight.data) + first * down_bytes();
     const char* const then = weight_of(upcoming);
     normed_.wait(tokens_);
-    Mode::rows(y_, 0, tokens_, c_.down, first, rows, hidden_, {base, rows * down_bytes(), then ? then : base}, m.out, rows,
+    Mode::rows(y_, lanes_of(y_, m), tokens_, c_.down, first, rows, hidden_, {base, rows * down_bytes(), then ? then : base}, m.out, rows,
                m.sums);
     for (int64_t t = 0; t < tokens_; ++t) {
       T* const to = a_.get() + t * columns_ + first;
@@ -174,11 +196,11 @@ class Region {
     for_lanes(inner_, [&](int64_t i, auto k) { store(to + i, load(m.norm + i, k), k); });
   }
 
-  void head(int64_t h, int64_t upcoming, const Memory& m) {
+  void head(int64_t h, int64_t upcoming, Memory& m) {
     const char* const base = static_cast<const char*>(c_.up.weight.data) + h * head_ * up_bytes();
     const char* const absorbed = reinterpret_cast<const char*>(c_.wuk.as<T>() + h * c_.wuk.strides[0]);
     const char* const then = weight_of(upcoming);
-    Mode::rows(z_, 0, tokens_, c_.up, h * head_, head_, inner_, {base, head_ * up_bytes(), absorbed}, m.q, head_, m.sums);
+    Mode::rows(z_, lanes_of(z_, m), tokens_, c_.up, h * head_, head_, inner_, {base, head_ * up_bytes(), absorbed}, m.q, head_, m.sums);
     for (int64_t i = 0; i < tokens_ * head_; i += W) {
       const int64_t left = tokens_ * head_ - i;
       if (left >= W) {
@@ -188,13 +210,15 @@ class Region {
         store(m.q + i, round_to<T>(load(m.q + i, k)), k);
       }
     }
-    mla_finish_head<T>({c_.wuk, c_.q_nope_scale, c_.q_out, c_.q_rope, c_.rotation}, h, 0, tokens_, m.q, then, m.table, m.out);
+    mla_finish_head<T>({c_.wuk, c_.q_nope_scale, c_.q_out, c_.q_rope, c_.rotation, streaming_}, h, 0, tokens_, m.q, then,
+                       m.table, m.out);
   }
 
   const MlaCall& c_;
   const MlaVector gamma0_, beta0_, gamma1_, beta1_, gamma2_;
   const int64_t tokens_, hidden_, heads_, nope_, kv_lora_, head_, rope_, columns_, inner_;
-  int64_t key_rows_, block_, key_blocks_, query_blocks_, latents_, first_heads_;
+  int64_t key_rows_, vectors_, block_, key_blocks_, query_blocks_, latents_, first_heads_;
+  bool streaming_;
   const MlaActivations<X> y_, z_;
   std::unique_ptr<T[]> a_;
   std::atomic<int64_t> next_{0};

@@ -1,6 +1,7 @@
 """Benchmarks: what takes part, on what, and that a wrong result prints no time. No time is asserted."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -191,6 +192,38 @@ def test_a_wrong_gradient_has_no_time() -> None:
     assert next(results).direction == "forward"
     with pytest.raises(measure.WrongResult, match="wrong value in workload 'big'"):
         next(results)
+
+
+def test_a_hopeless_baseline_leaves_the_time_to_others() -> None:
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.005)
+        return torch.neg(x)
+
+    mine = Implementation("mine", negate)
+    operator = dataclasses.replace(card(), implementations=[mine, Implementation("eager", slow)])
+    cold = run(operator)[0].columns["cold"]
+    assert list(cold.dropped) == ["eager"]
+    assert len(cold.samples["eager"]) == 2 < len(cold.samples["mine"])
+
+
+def test_what_hardly_writes_is_judged_by_the_read_roof() -> None:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1)
+
+    implementations = [Implementation("mine", total), Implementation("eager", total)]
+    operator = dataclasses.replace(
+        card(workloads=lambda make: iter([Sample("rows", (make(64, 64),))])),
+        function=total,
+        reference=total,
+        implementations=implementations,
+    )
+    (result,) = run(operator)
+    cold, cost = result.columns["cold"], result.cost
+    read, copy = (
+        cold.fraction("mine", flops=cost.flops, bytes=cost.min_bytes, memory=memory)
+        for memory in ("read", "copy")
+    )
+    assert result.roof["cold"]["mine"] == read != copy
 
 
 def test_small_inputs_are_flushed() -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,6 +36,11 @@ _ALWAYS_FRESH = 32 << 20
 _SPARE, _SPARE_AT_MOST = 3, 2 << 30
 # Above so many operations a byte, the matmul rate may be the roof; no operator bound by memory comes near it.
 _MATMUL_INTENSITY = 16.0
+# An operator whose outputs are a smaller part of its bytes only reads, as far as roofs are concerned.
+_WRITES = 1 / 16
+# Who took this many times the best in two rounds is left out of further ones, where time is short: a baseline of 80 ms
+# would leave three samples of a call of half a millisecond, each of them right after it.
+_HOPELESS = 10.0
 # What float64 may take to check a workload, as a part of the memory.
 _CHECK_SHARE = 4
 _SECONDS = 0.5
@@ -230,6 +235,7 @@ class _Run:
         columns = self._columns(one, mine, into, theirs, peak, notes)
         cost = one.cost()
         roof: dict[str, dict[str, float]] = {}
+        memory: Literal["copy", "read"] = "copy" if one.largest_output >= _WRITES * cost.min_bytes else "read"
         faults = []
         for column, compared in columns.items():
             if compared.roofs is None or not self._judged(cost):
@@ -242,7 +248,7 @@ class _Run:
                         flops=cost.flops,
                         bytes=cost.min_bytes,
                         dtype=self.dtype if cost.intensity > _MATMUL_INTENSITY else None,
-                        memory="copy",
+                        memory=memory,
                     )
                 except measure.ImpossibleTime as error:
                     faults.append(
@@ -293,7 +299,8 @@ class _Run:
             flush=ColdData(flush) if flush is not None and prepared else flush,
             roofs=measure.RoofProbes(self._roofs(one.cost()), device=self.device),
             warmup=1,  # everyone has been called by now
-            min_rounds=3,
+            min_rounds=5,
+            drop=_HOPELESS,
             device=self.device,
         )
         # Like with like: what writes into memory of its own is compared where the others' memory is there already too.

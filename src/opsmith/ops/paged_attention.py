@@ -13,7 +13,7 @@ from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
 from opsmith.ops.attention_eager import default_scale
-from opsmith.ops.common import check_number, compiling, kernels, native, needs_grad
+from opsmith.ops.common import check_number, compiling, kernels, native, needs_grad, soonest
 from opsmith.ops.paged_attention_check import check, check_blocks
 from opsmith.ops.paged_attention_samples import cost, promised, samples, workloads
 
@@ -212,7 +212,7 @@ def _native(
     """The kernel."""
     shape = (*q.shape[:-1], v_cache.shape[3])
     y = torch.empty(shape, dtype=q.dtype, device=q.device) if out is None or out.stride(-1) != 1 else out
-    torch.ops.opsmith.paged_attention.default(
+    soonest(torch.ops.opsmith.paged_attention.default)(
         last_dense(q),
         last_dense(k_cache),
         last_dense(v_cache),

@@ -270,6 +270,17 @@ def test_roofs_run_in_the_same_rounds_and_judge(clock: Clock) -> None:
         result.fraction("a", flops=0, bytes=5e9, memory="copy")
 
 
+def test_what_follows_a_probe_is_off_the_clock(clock: Clock) -> None:
+    probes = RoofProbes(("copy",), block_bytes=1 << 14)
+    assert all(probe.after is not None for probe in probes)
+    after = clock.contestant("after", 8.0)
+    probes._probes = [Probe("roof: way", "copy", 1e9, clock.contestant("roof: way", 1.0), after)]
+    result = compare({"a": clock.contestant("a", 4.0)}, roofs=probes, rounds=5, warmup=0, clock=clock)
+    assert result.samples["roof: way"] == [1.0] * 5
+    ran = [name for order in result.orders for name in order]
+    assert clock.calls == [call for name in ran for call in (["a"] if name == "a" else [name, "after"])]
+
+
 def test_json_keeps_everything(clock: Clock) -> None:
     calls = {"a": clock.contestant("a", 1.0, 2.0), "b": clock.contestant("b", 3.0)}
     result = compare(calls, rounds=7, clock=clock, notes={"outputs": "reused"})

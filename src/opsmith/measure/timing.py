@@ -24,7 +24,7 @@ from .comparison import Comparison, spread_messages
 from .contestants import Prepared, Repeated
 from .machine import describe
 from .pool import Inputs, Pool
-from .roofs import RoofProbes, Roofs
+from .roofs import Probe, RoofProbes, Roofs
 
 __all__ = ["columns", "compare", "measure_roofs", "quick"]
 
@@ -49,6 +49,7 @@ class _Runner:
         self._times = call.times if isinstance(call, Repeated) else 1
         self._most = _MAX_PREPARED if isinstance(call, Prepared) else _MAX_INNER
         self._stopwatch, self._pool, self._warm, self._flush = stopwatch, pool, warm, flush
+        self._after = call.after if isinstance(call, Probe) else None
 
     def inputs(self) -> Inputs:
         if self._pool is None:
@@ -66,7 +67,10 @@ class _Runner:
         calls = [self._bound() for _ in range(self.inner)]
         if self._flush is not None:
             self._flush()
-        return self._stopwatch.seconds(calls) / (self.inner * self._times)
+        seconds = self._stopwatch.seconds(calls)
+        if self._after is not None:
+            self._after()
+        return seconds / (self.inner * self._times)
 
     def warm_up(self, calls: int) -> None:
         for _ in range(calls):

@@ -210,6 +210,16 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel."""
+    if out is None and not compiling():
+        try:
+            made: torch.Tensor | None = calls.new_paged_attention(
+                *(q, k_cache, v_cache, block_tables, seq_lens),
+                *(k_scale, v_scale, scale, window or 0, softcap or 0.0),
+            )
+            if made is not None:
+                return made
+        except RuntimeError:  # a last dimension that is not dense
+            pass
     shape = (*q.shape[:-1], v_cache.shape[3])
     y = torch.empty(shape, dtype=q.dtype, device=q.device) if out is None or out.stride(-1) != 1 else out
     soonest(torch.ops.opsmith.paged_attention.default)(

@@ -53,10 +53,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Cost:
-    """The least work an operator can do: floating-point operations, and bytes read plus written once."""
+    """The least work an operator can do: operations, and bytes read plus written once.
+
+    `int8_ops` of the operations are products of int8 with int8, for which machines have a matmul rate of their own.
+    """
 
     flops: float
     min_bytes: float
+    int8_ops: float = 0.0
 
     @property
     def intensity(self) -> float:

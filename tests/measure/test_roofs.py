@@ -78,6 +78,14 @@ def test_the_nearer_roof_judges(
     assert found == pytest.approx(fraction)
 
 
+def test_products_of_integers_are_judged_by_their_own_rate() -> None:
+    roofs = Roofs({**ROOFS.by_kind, "matmul int8": roof("matmul int8", 4000.0)})
+    # 500 of 2000 a second, and 1000 of 4000.
+    assert roof_fraction(1500, 0, 1.0, roofs, dtype=torch.bfloat16, int8_ops=1000) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="int8 was not measured"):
+        roof_fraction(1500, 0, 1.0, ROOFS, dtype=torch.bfloat16, int8_ops=1000)
+
+
 def test_above_the_roof_is_an_error_when_cold_and_a_cache_when_warm() -> None:
     with pytest.raises(ImpossibleTime, match="cost formula"):
         roof_fraction(0, 120, 1.0, ROOFS)

@@ -100,6 +100,7 @@ class Comparison:
         flops: float,
         bytes: float,
         dtype: torch.dtype | None = None,
+        int8_ops: float = 0.0,
         memory: Literal["best", "read", "copy", "update"] = "best",
     ) -> float:
         """The part of this run's roofline that a contestant reached; see `roof_fraction`.
@@ -114,7 +115,14 @@ class Comparison:
             )
         cold = self.column.startswith("cold")
         return roof_fraction(
-            flops, bytes, self.median(name), self.roofs, dtype=dtype, memory=memory, cold=cold
+            flops,
+            bytes,
+            self.median(name),
+            self.roofs,
+            dtype=dtype,
+            int8_ops=int8_ops,
+            memory=memory,
+            cold=cold,
         )
 
     def to_json(self) -> dict[str, Any]:

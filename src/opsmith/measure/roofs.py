@@ -240,6 +240,7 @@ def roof_fraction(
     roofs: Roofs,
     *,
     dtype: torch.dtype | None = None,
+    int8_ops: float = 0.0,
     memory: Literal["best", "read", "copy", "update"] = "best",
     cold: bool = True,
 ) -> float:
@@ -257,6 +258,7 @@ def roof_fraction(
         seconds: time of one call.
         roofs: measured in the same run.
         dtype: whose matmul rate bounds the operations; None for work that is no matmul.
+        int8_ops: of the operations, those that the matmul rate of int8 bounds instead.
         memory: which bandwidth judges; "copy" for operators that write as much as they read.
         cold: whether the data came from memory; warm data may pass the bandwidth roof.
 
@@ -268,7 +270,10 @@ def roof_fraction(
     def least(peak: bool) -> float:
         kind: Literal["best", "read", "copy", "update"] = "best" if peak else memory
         by_bytes = cost_bytes / roofs.bandwidth(kind, peak=peak) if cost_bytes else 0.0
-        by_flops = cost_flops / roofs.matmul(dtype, peak=peak) if dtype is not None and cost_flops else 0.0
+        by_flops = 0.0
+        if dtype is not None:
+            for ops, of in ((cost_flops - int8_ops, dtype), (int8_ops, torch.int8)):
+                by_flops += ops / roofs.matmul(of, peak=peak) if ops else 0.0
         return max(by_bytes, by_flops)
 
     if not (seconds > 0 and math.isfinite(seconds)):

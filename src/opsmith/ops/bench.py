@@ -248,6 +248,7 @@ class _Run:
                         flops=cost.flops,
                         bytes=cost.min_bytes,
                         dtype=self.dtype if cost.intensity > _MATMUL_INTENSITY else None,
+                        int8_ops=cost.int8_ops,
                         memory=memory,
                     )
                 except measure.ImpossibleTime as error:
@@ -354,7 +355,9 @@ class _Run:
     def _roofs(self, cost: Cost) -> tuple[str, ...]:
         memory = ("read", "copy", "update")
         matmul = cost.intensity > _MATMUL_INTENSITY and self._judged(cost)
-        return (*memory, f"matmul {short(self.dtype)}") if matmul else memory
+        if not matmul:
+            return memory
+        return (*memory, f"matmul {short(self.dtype)}", *(("matmul int8",) if cost.int8_ops else ()))
 
 
 def _call(fn: Callable[..., Any], args: Any, kwargs: Any, outs: Any) -> Any:

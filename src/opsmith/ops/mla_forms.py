@@ -140,12 +140,17 @@ def _cost(
     tokens, (heads, nope, kv_lora) = x.shape[0], wuk.shape
     rope = wuq.shape[0] // heads - nope
     inner = x.shape[1] if more[1] is None else wdqkv.shape[0] - kv_lora - rope
-    products = wdqkv.shape[0] * x.shape[1] + wuq.shape[0] * inner + wuk.numel()
+    projected = wdqkv.shape[0] * x.shape[1] + wuq.shape[0] * inner
+    integer = options.get("quant") in ("per_tensor", "per_token")
     norms = 4 * (x.shape[1] + inner + kv_lora) + 3 * rope * (heads + 1)
     slots = blocks * block_size * (kv_lora + rope)  # this form makes its cache
     written = (tokens * heads * (kv_lora + rope) + slots) * x.element_size()
     tensors = [t for t in (*more, *options.values()) if isinstance(t, torch.Tensor)]
-    return Cost(2.0 * tokens * products + tokens * norms, nbytes(x, wdqkv, wuq, wuk, *tensors) + written)
+    return Cost(
+        tokens * (2.0 * (projected + wuk.numel()) + norms),
+        nbytes(x, wdqkv, wuq, wuk, *tensors) + written,
+        2.0 * tokens * projected if integer else 0.0,
+    )
 
 
 def _arguments(

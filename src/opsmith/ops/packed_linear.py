@@ -271,8 +271,11 @@ def _cost(
     k = x.shape[-1]
     n = weight.shape[1] if scale is None else scale.shape[-1]
     rows = x.numel() // k if k else 0
-    flops = 2.0 * rows * n * k + rows * n * (bias is not None)
-    return Cost(flops, nbytes(x, weight, scale, zero, bias) + rows * n * x.element_size())
+    products = 2.0 * rows * n * k
+    moved = nbytes(x, weight, scale, zero, bias) + rows * n * x.element_size()
+    return Cost(
+        products + rows * n * (bias is not None), moved, products if format == "int8_dynamic" else 0.0
+    )
 
 
 def packed(

@@ -2,9 +2,8 @@
 //
 // One class serves all kernels. What it keeps and hands on is read from two schemas, in nodes.py, and comes as a plan. PyTorch promises
 // nothing about nodes in C++, so this library is for the one version it was built with, as binding_direct.cpp is.
-#include "direct.h"
+#include "nodes.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -29,73 +28,12 @@ using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;
 using torch::dynamo::autograd::SwapSavedVariables;
 
-// Where an argument of the backward comes from; `of` is an argument of the forward.
-enum class From : char {
-  gradient = 'g',  // of the result `of`
-  saved = 's',  // the tensor `of`, or `instead` where that is not there
-  number = 'n',  // `of`
-  constant = 'c',
-  made = 'm',  // a gradient like `of`, where it is wanted
-  always = 'a',  // the same, made wherever `of` is there
-};
-
-struct Argument {
-  From from;
-  char type;
-  int of, instead;
-  Value constant;
-};
-
-struct Gradient {
-  int of;  // an input of the forward
-  int argument;  // of the backward, which is its gradient
-};
-
-// A result that nobody but the backward reads, float32: r for each row, p a pair of such vectors, e two in each row.
-struct Kept {
-  int place;
-  char shape;
-};
-
-// A number that the forward must have been given.
-struct Required {
-  int place;
-  Value value;
-};
-
-struct Plan {
-  c10::OperatorHandle op;
-  Direct direct;
-  std::string name, types;
-  std::vector<Argument> arguments;
-  std::vector<Gradient> gradients;
-  std::vector<Kept> kept;
-  std::vector<Required> required;
-  bool strided;  // whether the backward takes any tensor whose last dimension is contiguous
-};
-
 c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
 
 Value value_of(const at::TensorBase& t) { return t.defined() ? reinterpret_cast<Value>(t.unsafeGetTensorImpl()) : 0; }
 
 at::Tensor tensor_of(Value value) { return value ? at::Tensor(Impl::reclaim_copy(impl_of(value))) : at::Tensor(); }
 
-// What a node keeps for an argument, beside saved tensors: a number, which gradient arrives for it, or what a tensor is made like.
-struct Held {
-  Value number = 0;
-  bool there = false;
-  c10::SmallVector<int64_t, 4> sizes;
-  Strides strides;  // none where it is contiguous
-  at::ScalarType dtype = at::kFloat;
-
-  void like(const c10::TensorImpl* t, bool strided) {
-    sizes.assign(t->sizes().begin(), t->sizes().end());
-    if (strided && !t->is_contiguous()) strides = layout_of(t);
-    dtype = c10::typeMetaToScalarType(t->dtype());
-  }
-};
-
-using AllHeld = c10::SmallVector<Held, 12>;
 using Wanted = c10::SmallVector<bool, 6>;
 
 // The same kernel through PyTorch, where somebody looks on: a mode, a profiler, a transform.
@@ -118,10 +56,10 @@ void dispatch(const Plan& plan, const Value* values) {
   plan.op.callBoxed(stack);
 }
 
-at::Tensor new_like(const Held& held, bool direct) {
+at::Tensor new_like(const Like& like, bool direct) {
   at::TensorBase t;
-  if (direct && fresh(held.sizes, held.dtype, t, held.strides)) return at::Tensor(std::move(t));
-  return held.strides.empty() ? at::empty(held.sizes, held.dtype) : at::empty_strided(held.sizes, held.strides, held.dtype);
+  if (direct && fresh(like.sizes, like.dtype, t, like.strides)) return at::Tensor(std::move(t));
+  return like.strides.empty() ? at::empty(like.sizes, like.dtype) : at::empty_strided(like.sizes, like.strides, like.dtype);
 }
 
 // A gradient as the backward takes it.
@@ -151,7 +89,7 @@ variable_list backward(const Plan& plan, const AllHeld& held, const variable_lis
   auto next = saved.begin();
   for (size_t i = 0; i < count; ++i) {
     const Argument& a = plan.arguments[i];
-    const Held& h = held[i];
+    const Held& h = held.arguments[i];
     switch (a.from) {
       case From::constant: values[i] = a.constant; break;
       case From::number: values[i] = h.number; break;
@@ -162,12 +100,12 @@ variable_list backward(const Plan& plan, const AllHeld& held, const variable_lis
         if (h.there && arriving[h.number].defined()) {
           tensors[i] = taken(arriving[h.number], plan.strided);
         } else if (!is_optional(a.type)) {
-          tensors[i] = at::zeros(h.sizes, h.dtype);
+          tensors[i] = at::zeros(held.likes[h.like].sizes, held.likes[h.like].dtype);
         }
         break;
       case From::made:
       case From::always:
-        if (h.there && (a.from == From::always || !is_optional(a.type) || is_wanted(i))) tensors[i] = new_like(h, direct);
+        if (h.there && (a.from == From::always || !is_optional(a.type) || is_wanted(i))) tensors[i] = new_like(held.likes[h.like], direct);
         break;
     }
   }
@@ -203,7 +141,7 @@ variable_list once(const Plan& plan, variable_list&& found) {
 
 class KernelBackward final : public Node {
  public:
-  explicit KernelBackward(const Plan& plan) : plan_(plan), held_(plan.arguments.size()) {}
+  explicit KernelBackward(const Plan& plan) : plan_(plan) { held_.arguments.resize(plan.arguments.size()); }
 
   std::string name() const override { return plan_.name; }
 
@@ -214,8 +152,8 @@ class KernelBackward final : public Node {
       add_next_edge(wanted ? torch::autograd::impl::gradient_edge(tensor_of(values[g.of])) : Edge());
     }
     for (int i = 0; i < made.count; ++i) torch::autograd::set_history(at::Tensor(made.tensors[i]), getptr());
-    saved_.reserve(held_.size());
-    for (size_t i = 0; i < held_.size(); ++i) keep(plan_.arguments[i], values, made, held_[i]);
+    saved_.reserve(std::count(plan_.from.begin(), plan_.from.end(), char(From::saved)));
+    for (size_t i = 0; i < plan_.arguments.size(); ++i) keep(plan_.arguments[i], values, made, held_.arguments[i]);
   }
 
   variable_list apply(variable_list&& arriving) override {
@@ -237,12 +175,14 @@ class KernelBackward final : public Node {
   // For compiled autograd: all that its graph, in which the backward is one call, is specialized on.
   void compiled_args(CompiledNodeArgs& args) const override {
     args.collect(plan_.name);
-    for (const Held& h : held_) {
+    for (const Held& h : held_.arguments) {
       args.collect(h.number);
       args.collect(h.there);
-      args.collect(std::vector<int64_t>(h.sizes.begin(), h.sizes.end()));
-      args.collect(std::vector<int64_t>(h.strides.begin(), h.strides.end()));
-      args.collect(h.dtype);
+    }
+    for (const Like& like : held_.likes) {
+      args.collect(std::vector<int64_t>(like.sizes.begin(), like.sizes.end()));
+      args.collect(std::vector<int64_t>(like.strides.begin(), like.strides.end()));
+      args.collect(like.dtype);
     }
     for (const bool one : wanted()) args.collect(one);
     args.collect(saved_, true);
@@ -290,12 +230,12 @@ class KernelBackward final : public Node {
       case From::gradient:
         held.number = Value(result(of));
         held.there = result(of) < made.count;
-        if (held.there && made.count > 1) held.like(impl_of(values[of]), plan_.strided);  // of several one may get no gradient
+        if (held.there && made.count > 1) held_.like(held, impl_of(values[of]), plan_.strided);  // of several one may get no gradient
         break;
       case From::made:
       case From::always:
         held.there = values[of] != 0;
-        if (held.there) held.like(impl_of(values[of]), plan_.strided);
+        if (held.there) held_.like(held, impl_of(values[of]), plan_.strided);
         break;
     }
   }
@@ -390,7 +330,7 @@ extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
     PyErr_Format(PyExc_ValueError, "opsmith: there is no operator %s", name);
     return 0;
   }
-  Plan plan{*op, reinterpret_cast<Direct>(direct), name, types, {}, {}, {}, {}, strided != 0};
+  Plan plan{*op, reinterpret_cast<Direct>(direct), name, types, from, {}, {}, {}, {}, strided != 0};
   for (size_t i = 0; i < plan.types.size(); ++i) {
     plan.arguments.push_back({From(from[i]), types[i], of[i], instead[i], constants[i]});
   }

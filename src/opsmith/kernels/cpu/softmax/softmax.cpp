@@ -11,6 +11,7 @@ namespace {
 constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr float lowest = -std::numeric_limits<float>::max();
 constexpr int64_t task = 8192;
+constexpr int64_t alone = 24576;  // elements without a mask that one thread is done with before two are
 constexpr int block = 8 * W;  // elements between two looks at the running maximum
 constexpr int piece = 8 * block;  // elements summed before the sum is added to the row's
 constexpr int ahead = 2048;  // bytes from what is read to what is asked for, into the next row at a row's end
@@ -281,12 +282,15 @@ struct Forward {
   }
 };
 
+// Rows per task.
+int64_t grain_of(int64_t rows, int64_t n, bool masked) { return !masked && rows * n <= alone ? rows : row_grain(n, task); }
+
 template <class T>
 void forward(const View& x, const View& mask, float scale, bool causal, int64_t method, const View& y) {
   const int64_t L = x.sizes[1], S = x.sizes[2], rows = x.sizes[0] * L;
   const int64_t width = round_up(S, W);
   const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T)));
-  parallel_rows(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
+  parallel_rows(rows, grain_of(rows, S, mask.defined()), [&](int64_t begin, int64_t end) {
     float* const terms = scratch(2 * width + width / block + 1);
     float* const bias = terms + width;
     Forward<T> some{x, y, scale, causal, mask.defined() || causal, past_cache, method, terms, bias + width};
@@ -359,7 +363,7 @@ template <class T>
 void backward(const View& dy, const View& y, float scale, const View& dx) {
   const int64_t L = y.sizes[1], S = y.sizes[2], rows = y.sizes[0] * L;
   const bool past_cache = outlives_cache(rows * S * int64_t(sizeof(T)), 3);
-  parallel_rows(rows, row_grain(S, task), [&](int64_t begin, int64_t end) {
+  parallel_rows(rows, grain_of(rows, S, false), [&](int64_t begin, int64_t end) {
     Gradient<T> last;
     for (int64_t r = begin; r < end; ++r) {
       const int64_t o = r / L, l = r % L;

@@ -140,7 +140,7 @@ int64_t lane_rows(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, i
       const int64_t row_bytes = w_stride * int64_t(sizeof(S));
       int64_t r = 0;
       for (; r + R <= rows; r += R) {
-        const Fetch fetch{ahead(r * row_bytes + std::max(kAheadBytes, 2 * R * row_bytes)), R, 0};
+        const Fetch fetch{ahead(r * row_bytes + std::max(kAheadBytes, 2 * R * row_bytes)), R, kAgainBytes};
         lane_tile<Product, V, R>(x, tokens, w + r * w_stride, w_stride, depth, fetch, out + r, out_stride);
       }
       return r;

@@ -283,7 +283,7 @@ struct Forward {
 };
 
 // Rows per task.
-int64_t grain_of(int64_t rows, int64_t n, bool masked) { return !masked && rows * n <= alone ? rows : row_grain(n, task); }
+int64_t grain_of(int64_t rows, int64_t n, bool masked) { return row_grain(n, !masked && rows * n <= alone ? alone : task); }
 
 template <class T>
 void forward(const View& x, const View& mask, float scale, bool causal, int64_t method, const View& y) {

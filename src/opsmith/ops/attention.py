@@ -73,7 +73,7 @@ def attention(
     if out is None and not compiling():
         try:
             if (window is None or window > 0) and (softcap is None or softcap > 0):
-                at = 1.0 / math.sqrt(q.size(-1) or 1) if scale is None else scale
+                at = 1.0 / math.sqrt(calls.sizes(q)[-1] or 1) if scale is None else scale
                 cap = 0.0 if softcap is None else softcap
                 if causal or not recording() or not _searched(q, mask, window):
                     y: torch.Tensor | None = calls.new_attention(

@@ -76,7 +76,7 @@ def attention_varlen(
     """
     if window is None and softcap is None and out is None and not compiling():
         try:
-            at = 1.0 / math.sqrt(q.size(-1) or 1) if scale is None else scale
+            at = 1.0 / math.sqrt(calls.sizes(q)[-1] or 1) if scale is None else scale
             y: torch.Tensor | None = calls.new_attention_varlen(
                 q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0, y=[q]
             )

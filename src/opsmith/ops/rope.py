@@ -66,7 +66,7 @@ def rope(
     """
     if out is None and not compiling():
         try:
-            dims = x.size(-1) if rotary_dim is None else rotary_dim
+            dims = calls.sizes(x)[-1] if rotary_dim is None else rotary_dim
             if dims and (positions is None or cos.dim() == 2):
                 y: torch.Tensor | None = calls.new_rope(
                     x, cos, sin, positions, dims, interleaved, False, y=[x]
@@ -118,7 +118,7 @@ def rope_qk(
     """
     if out is None and not compiling():
         try:
-            dims = q.size(-1) if rotary_dim is None else rotary_dim
+            dims = calls.sizes(q)[-1] if rotary_dim is None else rotary_dim
             if dims and (positions is None or cos.dim() == 2):
                 made: Pair | None = calls.new_rope_qk(
                     q, k, cos, sin, positions, dims, interleaved, False, yq=[q], yk=[k]

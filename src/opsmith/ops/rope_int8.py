@@ -58,7 +58,7 @@ def rope_int8(
     """
     if out is None and not compiling():
         try:
-            dims = x_q.size(-1) if rotary_dim is None else rotary_dim
+            dims = calls.sizes(x_q)[-1] if rotary_dim is None else rotary_dim
             if dims and (positions is None or cos.dim() == 2):
                 made: Pair | None = calls.new_rope_int8(
                     x_q, x_scale, cos, sin, positions, dims, interleaved, y=[x_q], y_scale=[x_scale]

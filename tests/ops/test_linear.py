@@ -106,6 +106,14 @@ def test_the_result_may_go_over_the_input_or_the_residual(
         torch.testing.assert_close(y, right)
 
 
+@pytest.mark.parametrize(("rows", "k", "n"), [(300, 2048, 1024), (64, 1536, 1024), (32, 2048, 384)])
+def test_long_sums_err_by_no_more_than_the_policy_allows(rows: int, k: int, n: int) -> None:
+    x, w, b = torch.randn(rows, k), torch.randn(n, k) * k**-0.5, torch.randn(n)
+    exact = F.linear(x.double(), w.double(), b.double())
+    verdict = CARD.tolerance.check(linear(x, w, b), F.linear(x, w, b), exact)
+    assert verdict.ok, verdict.why
+
+
 @pytest.mark.parametrize(("dtype", "learns"), [(torch.bfloat16, False), (torch.float32, True)])
 def test_inductor_compiles_it(dtype: torch.dtype, learns: bool) -> None:
     def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -92,8 +92,10 @@ def linear(
     elif not needs_grad(x, weight, bias, residual):
         if supports_rows(x, weight) is True:
             fn = _rows
-        elif supports_onednn(x, weight) is True and (x.dtype != torch.float32 or x.numel() > x.shape[-1]):
+        elif x.dtype != torch.float32 and supports_onednn(x, weight) is True:  # float32's sums err too far
             fn = onednn
+        elif x.dtype == torch.float32 and _repays_packing(x, weight) and native(x, "linear_packed") is True:
+            fn = _native
         elif activation in _GELUS and native(x, "gelu") is True:
             return _split(x, weight, bias, activation=activation, residual=residual, out=out)
     elif _learns(x, weight, activation):
@@ -205,6 +207,13 @@ def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
     packed = in_huge_pages(weight.new_empty(1, n, k + k % 2 if weight.dtype == torch.bfloat16 else k))
     torch.ops.opsmith.linear_pack.default(weight, packed=packed)
     return packed
+
+
+_MANY, _MUCH = 64, 13  # rows of x, and 2^25 products: from there on our kernel makes good for packing
+
+
+def _repays_packing(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.numel() >= _MANY * x.shape[-1] and x.numel() * weight.shape[0] > common.limit << _MUCH
 
 
 def _native(

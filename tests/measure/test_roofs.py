@@ -93,7 +93,9 @@ def test_above_the_roof_is_an_error_when_cold_and_a_cache_when_warm() -> None:
     # Between the median and the fastest sample lies the noise of the roof itself.
     assert roof_fraction(0, 105, 1.0, ROOFS) == pytest.approx(1.05)
     with pytest.raises(ImpossibleTime):
-        roof_fraction(2200, 0, 1.0, ROOFS, dtype=torch.bfloat16)
+        roof_fraction(2400, 0, 1.0, ROOFS, dtype=torch.bfloat16)
+    # The libraries' products are no ceiling: one may be a tenth faster.
+    assert roof_fraction(2200, 0, 1.0, ROOFS, dtype=torch.bfloat16) == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

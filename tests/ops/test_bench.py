@@ -1,6 +1,7 @@
 """Benchmarks: what takes part, on what, and that a wrong result prints no time. No time is asserted."""
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -274,6 +275,18 @@ def test_a_fault_that_only_the_workload_shows_has_no_time() -> None:
     operator = card(right_when_small, workloads=lambda make: iter([Sample("big", (make(64, 64),))]))
     with pytest.raises(measure.WrongResult, match="wrong value in workload 'big'"):
         run(operator)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_wrong_baseline_takes_no_part(monkeypatch: pytest.MonkeyPatch, backward: bool) -> None:
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: lambda x: fn(x) * 1.01)
+    result = run(card(), against=("eager", "compile"), backward=backward)[-1]
+    assert result.direction == ("backward" if backward else "forward")
+    assert "eager" in result.columns["cold"].names
+    assert "torch.compile" not in result.columns["cold"].names
+    assert any(re.match(r"negate torch.compile: .* in workload '5'", note) for note in result.notes), (
+        result.notes
+    )
 
 
 def test_a_baseline_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

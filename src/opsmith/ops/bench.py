@@ -231,7 +231,9 @@ class _Run:
         theirs = taking_part
         everyone = {**mine, **into, **theirs}
         limit = measure.describe().memory_bytes // _CHECK_SHARE or 1 << 40
-        notes += one.check(everyone, limit if self.device == "cpu" else 1 << 62, peak)
+        right, found = one.check(everyone, theirs, limit if self.device == "cpu" else 1 << 62, peak)
+        theirs = {title: call for title, call in theirs.items() if title in right}
+        notes += found
         columns = self._columns(one, mine, into, theirs, peak, notes)
         cost = one.cost()
         roof: dict[str, dict[str, float]] = {}

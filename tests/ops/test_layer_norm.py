@@ -85,7 +85,7 @@ def test_cost_counts_each_tensor_once() -> None:
         (
             lambda x: layer_norm(x, torch.ones(8).half()),
             TypeError,
-            "weight must be float32 or float32, got float16",
+            "weight must be float32, got float16",
         ),
         (lambda x: layer_norm(x, residual=x[:1]), ValueError, r"residual must have shape \(2, 8\)"),
         (

@@ -176,7 +176,7 @@ def test_a_position_without_a_row_is_refused(bad: int, dtype: torch.dtype) -> No
         (
             lambda x, c, s: rope(x, c.half(), s.half()),
             TypeError,
-            "cos must be float32 or float32, got float16",
+            "cos must be float32, got float16",
         ),
         (
             lambda x, c, s: rope(x, c, s[:5]),

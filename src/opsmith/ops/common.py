@@ -307,13 +307,18 @@ def check_like(
         raise ValueError(f"{op}: {name} is on {t.device}, {like} on {x.device}; move one of them")
 
 
+def one_of(*dtypes: torch.dtype) -> str:
+    """Their names, each once, as a message says them."""
+    return " or ".join(dict.fromkeys(short(dtype) for dtype in dtypes))
+
+
 def check_mask(op: str, mask: Any, x: torch.Tensor, shape: Sequence[int], what: str) -> None:
     """Refuse a mask that is neither boolean nor additive, or does not broadcast to this shape."""
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype not in (torch.bool, torch.float32, x.dtype):
         raise TypeError(
-            f"{op}: mask must be bool (True = keep), or additive in {short(x.dtype)} or float32, "
+            f"{op}: mask must be bool (True = keep), or additive in {one_of(x.dtype, torch.float32)}, "
             f"got {short(mask.dtype)}"
         )
     if mask.device != x.device:

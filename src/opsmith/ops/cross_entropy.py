@@ -21,6 +21,7 @@ from opsmith.ops.common import (
     kernels,
     native,
     needs_grad,
+    one_of,
     recorded,
     short,
     small,
@@ -192,7 +193,7 @@ def _check(logits: Any, target: Any, dtype: Any, *options: Any) -> None:
     if logits.shape[-1] == 0 and target.numel():
         raise ValueError(f"cross_entropy: logits must have at least one class, got {tuple(logits.shape)}")
     if dtype is not None and dtype not in (logits.dtype, torch.float32):
-        raise TypeError(f"cross_entropy: dtype must be {short(logits.dtype)} or float32, got {dtype}")
+        raise TypeError(f"cross_entropy: dtype must be {one_of(logits.dtype, torch.float32)}, got {dtype}")
 
 
 def check_target(op: str, target: Any, logits: torch.Tensor, name: str = "logits") -> None:

@@ -23,6 +23,7 @@ from opsmith.ops.common import (
     kernels,
     native,
     needs_grad,
+    one_of,
     out_rows,
     recorded,
     short,
@@ -119,7 +120,7 @@ def _check(x: Any, weight: Any, bias: Any, residual: Any, out: Any) -> None:
             check_like("layer_norm", t, x, name, x.shape[-1:], "the size of x's last dimension")
             if t.dtype not in (x.dtype, torch.float32):
                 raise TypeError(
-                    f"layer_norm: {name} must be {short(x.dtype)} or float32, got {short(t.dtype)}"
+                    f"layer_norm: {name} must be {one_of(x.dtype, torch.float32)}, got {short(t.dtype)}"
                 )
     check_pair("layer_norm", x, residual, out)
 

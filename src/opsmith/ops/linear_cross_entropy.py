@@ -20,6 +20,7 @@ from opsmith.ops.common import (
     native,
     nbytes,
     needs_grad,
+    one_of,
     recorded,
     short,
     small,
@@ -150,7 +151,7 @@ def _check(hidden: Any, weight: Any, target: Any, bias: Any, dtype: Any) -> None
     if weight.shape[0] == 0 and target.numel():
         raise ValueError(f"{op}: weight must have at least one row, got {tuple(weight.shape)}")
     if dtype is not None and dtype not in (hidden.dtype, torch.float32):
-        raise TypeError(f"{op}: dtype must be {short(hidden.dtype)} or float32, got {dtype}")
+        raise TypeError(f"{op}: dtype must be {one_of(hidden.dtype, torch.float32)}, got {dtype}")
 
 
 def _supports(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **options: Any) -> bool | str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opsmith.ops.common import check_float, check_number, short
+from opsmith.ops.common import check_float, check_number, one_of, short
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -58,12 +58,12 @@ def check_table(
     check_number(op, "rotary_dim", dims, whole=True)
     if dims % 2 or not 2 <= dims <= size:
         raise ValueError(
-            f"{op}: the rotated dimensions must be an even number in [2, {size}], the head size, got {dims}"
+            f"{op}: rotary_dim, by default the head size, must be an even number in [2, {size}], got {dims}"
         )
     for name, t in (("cos", cos), ("sin", sin)):
         check_float(op, t, name, least_dim=2)
         if t.dtype not in (dtypes or (x.dtype, torch.float32)):
-            known = " or ".join(short(d) for d in (dtypes or (x.dtype, torch.float32)))
+            known = one_of(*(dtypes or (x.dtype, torch.float32)))
             raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} is on {t.device}, the input on {x.device}; move one of them")

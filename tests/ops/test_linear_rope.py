@@ -89,7 +89,11 @@ def test_one_token_at_a_position_needs_no_checks_and_equals_the_rest(
         ({"weight": torch.randn(40, 8).half()}, TypeError, "weight must be float32 like x, got float16"),
         ({"bias": torch.randn(8)}, ValueError, r"bias must have shape \(40,\).*got \(8,\)"),
         ({"heads": 0}, ValueError, "must be positive, got 0, 1 and 8"),
-        ({"rotary_dim": 12}, ValueError, r"an even number in \[2, 8\], the head size, got 12"),
+        (
+            {"rotary_dim": 12},
+            ValueError,
+            r"rotary_dim, by default the head size, must be an even number in \[2, 8\], got 12",
+        ),
         ({"positions": torch.tensor([1, 2])}, ValueError, r"positions must have shape \(5,\) or \(2, 5\)"),
         ({"positions": torch.tensor([0, 1, 2, 3, 9])}, ValueError, r"positions must be in \[0, 5\).*got 9"),
         ({"out": (torch.randn(2, 3, 5, 8),)}, TypeError, "out must be a triple of tensors, got tuple"),

@@ -16,7 +16,49 @@ from opsmith.ops.verify import with_leaves
 __all__ = ["Backward", "ColdData", "Forward"]
 
 
-class Forward:
+class _Pass:
+    """One direction of an operator on one sample, as contestants call it."""
+
+    _card: Operator
+    _sample: Sample
+
+    def check(
+        self,
+        contestants: Mapping[str, Callable[..., Any]],
+        theirs: Collection[str],
+        limit: int,
+        peak: Mapping[str, int],
+    ) -> tuple[list[str], list[str]]:
+        """Hold contestants to the card's tolerance on the very workload that is timed.
+
+        Returns: those that are right, and notes, also on those of `theirs` that are not.
+
+        Raises:
+            WrongResult: one of ours computes something else.
+        """
+        exact, eager, notes = _truth(self._card, self._sample, self._defined, limit, peak)
+        right = []
+        for name, call in contestants.items():
+            try:
+                _hold(self._card, self._sample, name, tensors_of(self._computed(call)), eager, exact)
+            except measure.WrongResult as wrong:
+                if name not in theirs:  # a wrong baseline is no fault of the operator's
+                    raise
+                notes.append(str(wrong))
+            else:
+                right.append(name)
+        return right, notes
+
+    def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """What a function of the operator's arguments gives."""
+        raise NotImplementedError
+
+    def _computed(self, call: Callable[..., Any]) -> Any:
+        """What a contestant gives."""
+        raise NotImplementedError
+
+
+class Forward(_Pass):
     """The results of the operator; contestants take `(args, kwargs, outs)`."""
 
     direction = "forward"
@@ -41,32 +83,17 @@ class Forward:
         """What the card says."""
         return self._card.cost(*self._sample.args, **self._sample.kwargs)
 
-    def check(
-        self,
-        contestants: Mapping[str, Callable[..., Any]],
-        theirs: Collection[str],
-        limit: int,
-        peak: Mapping[str, int],
-    ) -> tuple[list[str], list[str]]:
-        """Hold contestants to the card's tolerance on the very workload that is timed.
+    def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+        return _results(fn, args, kwargs)
 
-        Returns: those that are right, and notes, also on those of `theirs` that are not.
-
-        Raises:
-            WrongResult: one of ours computes something else.
-        """
-
-        def outputs(call: Callable[..., Any]) -> Any:
-            args, kwargs, outs = self.inputs()
-            for out in tensors_of(outs):
-                measure.poison(out)
-            return call(args, kwargs, outs)
-
-        truth = _truth(self._card, self._sample, _results, limit, peak)
-        return _right(self._card, self._sample, contestants, theirs, outputs, *truth)
+    def _computed(self, call: Callable[..., Any]) -> Any:
+        args, kwargs, outs = self.inputs()
+        for out in tensors_of(outs):
+            measure.poison(out)
+        return call(args, kwargs, outs)
 
 
-class Backward:
+class Backward(_Pass):
     """The gradients of all inputs; contestants take `(args, kwargs, seeds)` and run their forward off the clock.
 
     A loss may compute its gradients already while it goes forward, so of losses both are timed together.
@@ -112,22 +139,11 @@ class Backward:
             return Cost(3 * forward.flops, forward.min_bytes + gradients)
         return Cost((2.5 if self._card.kind is Kind.ATTENTION else 2.0) * forward.flops, self._bytes)
 
-    def check(
-        self,
-        contestants: Mapping[str, Callable[..., Any]],
-        theirs: Collection[str],
-        limit: int,
-        peak: Mapping[str, int],
-    ) -> tuple[list[str], list[str]]:
-        """As for the forward."""
+    def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+        return list(tensors_of(_ready(fn, args, kwargs, self._seeds)()))
 
-        def gradients(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
-            return list(tensors_of(_ready(fn, args, kwargs, self._seeds)()))
-
-        truth = _truth(self._card, self._sample, gradients, limit, peak)
-        return _right(
-            self._card, self._sample, contestants, theirs, lambda call: call(*self.inputs()), *truth
-        )
+    def _computed(self, call: Callable[..., Any]) -> Any:
+        return call(*self.inputs())
 
 
 class ColdData:
@@ -196,30 +212,6 @@ def _truth(
             )
             return exact, eager, note
     return [], eager, ["checked on the samples only: of this size, float64 would need more memory"]
-
-
-def _right(
-    card: Operator,
-    sample: Sample,
-    contestants: Mapping[str, Callable[..., Any]],
-    theirs: Collection[str],
-    outputs: Callable[[Callable[..., Any]], Any],
-    exact: list[torch.Tensor],
-    eager: list[list[torch.Tensor]],
-    notes: list[str],
-) -> tuple[list[str], list[str]]:
-    """The names of those whose outputs hold; a baseline that is wrong is no fault of the operator's."""
-    right = []
-    for name, call in contestants.items():
-        try:
-            _hold(card, sample, name, tensors_of(outputs(call)), eager, exact)
-        except measure.WrongResult as wrong:
-            if name not in theirs:
-                raise
-            notes.append(str(wrong))
-        else:
-            right.append(name)
-    return right, notes
 
 
 def _hold(

@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
+MAY_IMPORT["__main__"] = {"cli"}
 
 # What may see torch, by how its name begins: it registers the kernels with PyTorch's stable ABI.
 BINDING = "binding"

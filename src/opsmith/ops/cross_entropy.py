@@ -26,6 +26,7 @@ from opsmith.ops.common import (
     short,
     small,
     small_node,
+    soonest,
 )
 from opsmith.ops.cross_entropy_samples import cost, samples, workloads
 
@@ -246,7 +247,9 @@ def _forward(
     loss = torch.empty(shape, dtype=dtype, device=logits.device)
     rows, flat = as_rows(logits), target.reshape(-1)
     try:
-        torch.ops.opsmith.cross_entropy.default(rows, flat, *options, loss=loss.view(-1), stats=stats)
+        soonest(torch.ops.opsmith.cross_entropy.default)(
+            rows, flat, *options, loss=loss.view(-1), stats=stats
+        )
     except RuntimeError:
         if not torch.compiler.is_compiling():
             check_targets(target, logits.shape[-1], options[0])
@@ -294,7 +297,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, stats = ctx.saved_tensors
         over = ctx.overwrite and logits.is_contiguous()
         dlogits = logits.detach() if over else fresh(logits)
-        torch.ops.opsmith.cross_entropy_backward.default(
+        soonest(torch.ops.opsmith.cross_entropy_backward.default)(
             dloss.reshape(-1),
             as_rows(logits),
             target.reshape(-1),

@@ -198,6 +198,27 @@ def test_calls_it_cannot_serve_run_the_original_attention() -> None:
 
 
 @pytest.mark.parametrize("name", ["V2", "V3"])
+def test_the_first_call_may_come_with_a_cache(name: str) -> None:
+    """Layers are proved on the inputs of the first call, whose mask speaks of the cache's columns too."""
+    model, inputs = deepseek(name), prompts(2, 9)
+    static = GREEDY | {"max_new_tokens": 4, "cache_implementation": "static"}
+    want = model.generate(**inputs, **static)
+    first, second = rewritten(copy.deepcopy(model)), rewritten(copy.deepcopy(model))
+    assert torch.equal(first.generate(**inputs, **static), want)
+    assert set(first.opsmith.report.fallbacks) == {"a StaticCache is not a DynamicCache"}
+    tokens, mask = prompts(2, 9, padded=False).values()
+    whole = model(tokens).logits
+    cache = model(tokens[:, :6]).past_key_values  # recorded by autograd
+    with torch.no_grad():
+        rest = second(tokens[:, 6:], attention_mask=mask, past_key_values=cache)
+    torch.testing.assert_close(rest.logits, whole[:, 6:], rtol=1e-4, atol=1e-4)
+    assert rest.past_key_values.get_seq_length() == 9
+    for optimized in (first, second):
+        assert [layer.status for layer in optimized.opsmith.report.latent] == ["kept", "kept"]
+    assert second.opsmith.report.fallbacks == {}
+
+
+@pytest.mark.parametrize("name", ["V2", "V3"])
 def test_a_cache_goes_from_the_original_to_the_rewritten_model_and_back(name: str) -> None:
     model, tokens = deepseek(name), prompts(2, 9, padded=False)["input_ids"]
     other = rewritten(copy.deepcopy(model))

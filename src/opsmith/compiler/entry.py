@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 from collections.abc import Callable, Iterator
@@ -154,8 +155,18 @@ def uncollected() -> Iterator[None]:
 
 
 def _rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The model on a call's inputs, as it is and without the call's cache, which is to change once."""
-    given = {k: v for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")}
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    """The model on a call's inputs, as it is, and on a copy of the call's cache, which is to change once.
+
+    A mask speaks of the cache's columns too, so the call would not be the same without one.
+    """
+    names = inspect.signature(model.forward).parameters
+    given = dict(zip(names, args, strict=False)) | kwargs
+    cache = given.get("past_key_values")
+    if cache is not None:
+        # What autograd recorded in it cannot be copied, and is not needed.
+        held = [t for layer in getattr(cache, "layers", ()) for t in vars(layer).values()]
+        detached = {id(t): t.detach().clone() for t in held if isinstance(t, torch.Tensor)}
+        given["past_key_values"] = copy.deepcopy(cache, detached)
+    elif "use_cache" in names:
         given["use_cache"] = False
-    model._call_impl(*args, **given)
+    model._call_impl(**given)

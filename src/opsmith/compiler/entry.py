@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +35,10 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         # A frame of our own: Dynamo starts at none of PyTorch's, and a model may be one of its modules.
         return model._call_impl(*args, **kwargs)
 
+    forward = _apart(forward)
     # Dynamo builds its guards twice where somebody chooses among them.
     options: Any = None if session.config.quantize is None else {"guard_filter_fn": needed}
-    compiled = torch.compile(forward, backend=session.backend, dynamic=True, options=options)
+    compiled = torch.compile(forward, backend=session.backend, dynamic=True, options=options, **_UNLIMITED)
     seen: set[tuple[Any, ...]] = set()
     standing = Standing(forward)
     general = True  # until a graph of this model turns out not to be
@@ -107,6 +110,22 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     return call
 
 
+_MANY = 1 << 16
+# A size seen before may be captured anew too, after a change of the model; PyTorch 2.13 has a limit for each function.
+_UNLIMITED: dict[str, Any] = (
+    {"recompile_limit": _MANY} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+)
+_models = itertools.count()
+
+
+def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with code that is no other model's: Dynamo keeps graphs by code, looks through all of those, and
+    stops capturing where they became too many.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_models)}")
+    return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+
+
 def _exactly(value: Any) -> Any:
     """An input as a key that only those have which are alike to Dynamo; its type alone where it is no plain value."""
     if isinstance(value, torch.Tensor):
@@ -121,7 +140,7 @@ def _exactly(value: Any) -> Any:
 def _capturing(general: bool) -> Iterator[None]:
     """The settings under which a graph is captured.
 
-    The limit on recompilations counts every model of the process; these are one for each kind of sizes. Sizes that are
+    Recompilations are no sign of trouble here: there is one for each kind of sizes. Sizes that are
     equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
     A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size.
     """
@@ -129,8 +148,8 @@ def _capturing(general: bool) -> Iterator[None]:
         uncollected(),
         torch._dynamo.config.patch(
             specialize_float=True,
-            recompile_limit=1 << 16,
-            accumulated_recompile_limit=1 << 16,
+            recompile_limit=_MANY,
+            accumulated_recompile_limit=_MANY,
             run_gc_after_compile=False,
         ),
         torch.fx.experimental._config.patch(  # type: ignore[attr-defined]

@@ -75,11 +75,74 @@ def test_layers_that_are_left_alone_say_why() -> None:
     config = opsmith.Config(quantize="int8", quantize_skip=["he*"], tune=False, inductor=False)
     opsmith.optimize(model, config=config)
     why = {layer.name: (layer.status, layer.why) for layer in model.opsmith.report.quantized}
-    assert set(why) == {"down", "head"}
+    assert set(why) == {"up", "down", "head"}
+    assert why["up"] == ("left", "its class, Other, may compute something else than nn.Linear")
     assert why["down"][0] == "left"
     assert "row 3 holds NaN or an infinity" in why["down"][1]
     assert why["head"] == ("left", "its name matches 'he*' of quantize_skip")
-    assert "not quantized: head left: its name matches" in str(model.opsmith.report)
+    assert "not quantized: up left: its class, Other, may" in str(model.opsmith.report)
+
+
+class Turned(nn.Module):
+    """A linear layer as GPT-2 has it: the weight is [K, N]."""
+
+    def __init__(self, k: int, n: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(k, n) * k**-0.5)
+        self.bias = nn.Parameter(torch.randn(n)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class Scaled(Turned):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.001
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("release", [False, True])
+def test_a_weight_that_lies_the_other_way_round_is_packed_as_well(format: str, release: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 100), Turned(100, 48), Scaled(48, 48), Turned(48, 33, bias=False))
+    x = torch.randn(2, 5, 48)
+    before, twin = call(model.eval(), x), copy.deepcopy(model)
+    for at in (1, 3):  # the same as an nn.Linear
+        layer = nn.Linear(*model[at].weight.shape, bias=model[at].bias is not None)
+        layer.weight.data = model[at].weight.data.t().contiguous()
+        if model[at].bias is not None:
+            layer.bias.data = model[at].bias.data
+        twin[at] = layer
+    config = opsmith.Config(
+        tune=False, inductor=False, quantize=format, quantize_group=32, quantize_release=release
+    )
+    for one in (model, twin):
+        opsmith.optimize(one, x, config=config)
+    packed = {layer.name: layer.relative_error for layer in model.opsmith.report.quantized}
+    assert set(packed) == {"0", "1", "3"}
+    for layer in twin.opsmith.report.quantized:
+        assert packed[layer.name] == pytest.approx(layer.relative_error, rel=1e-12)
+    assert call(model, x).equal(call(twin, x))
+    assert model[1].weight.shape == (100, 48)
+    assert model[1].weight.is_meta == release
+    if not release:
+        assert call(pickle.loads(pickle.dumps(model)), x).equal(before)
+        opsmith.restore(model)
+        assert call(model, x).equal(before)
+
+
+def test_the_layers_of_gpt2_are_packed() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 61, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    model: Any = seeded(lambda: GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)))
+    opsmith.optimize(model, {"input_ids": ids(2, 7)}, quantize="int8", config=UNTIMED)
+    names = [layer.name for layer in model.opsmith.report.quantized if layer.status == "packed"]
+    assert [name for name in names if name.startswith("transformer.h.1.")] == [
+        f"transformer.h.1.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+    assert len(names) == 2 * 4 + 1
 
 
 def test_a_wrong_product_is_found_and_rolled_back() -> None:

@@ -162,7 +162,7 @@ def optimize(
             such, one for each shape to tune for. None: the first real call is the example.
         config: a `Config`, or the path of an `opsmith.toml`.
         dtype: run in this dtype (`torch.bfloat16` or "bfloat16"); the originals come back with `restore`.
-        quantize: "bf16", "int8", "int8_dynamic" or "int4": every `nn.Linear` computes with a packed weight, its own
+        quantize: "bf16", "int8", "int8_dynamic" or "int4": every linear layer computes with a packed weight, its own
             as it is now. What rounding took from each is in the report. `state_dict` keeps the originals.
         plan: a plan, or the path of a saved one, whose choices are taken over.
         verify: prove every site on the example inputs against float64, and roll back what fails; what passed on these

@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.compiler.joined import join, side_by_side
+from opsmith.compiler.linear_layers import as_linear, linear_layers
 from opsmith.compiler.mutation import Effects
 from opsmith.compiler.site import Site
 from opsmith.operator import registry
@@ -46,15 +47,15 @@ class QuantizedLayer:
 class Standing(PackedLinear):
     """The packed weight that stands in for a layer's own. A pickled layer is one that was never packed."""
 
-    _owner: tuple[nn.Linear, ...] = ()  # in a tuple, so that it is no submodule
+    _owner: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
 
-    def stand_in(self, owner: nn.Linear) -> None:
+    def stand_in(self, owner: nn.Module) -> None:
         """Take over the calls of a layer."""
         self._owner = (owner,)
-        owner.forward = self.forward  # type: ignore[method-assign]
+        owner.forward = self.forward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        owner = self._owner[0]
+        owner: Any = self._owner[0]
         if owner.weight.is_meta:
             raise ValueError(
                 "optimize: a layer whose weight was given back (quantize_release) has nothing left to be pickled; "
@@ -69,7 +70,7 @@ class Standing(PackedLinear):
         return twin
 
 
-def _itself(layer: nn.Linear) -> nn.Linear:
+def _itself(layer: nn.Module) -> nn.Module:
     return layer
 
 
@@ -82,7 +83,7 @@ class Packing:
 
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
-        self._packed: dict[str, tuple[nn.Linear, Standing]] = {}
+        self._packed: dict[str, tuple[Any, Standing]] = {}
         self._of: dict[int, Standing] = {}  # by a packed weight
 
     def put_in(
@@ -94,7 +95,7 @@ class Packing:
         taken: Collection[str] = (),
     ) -> None:
         """Pack every linear layer whose name matches none of the patterns; those taken are another rewrite's."""
-        for name, module in _linears(model):
+        for name, module in linear_layers(model):
             if name in taken:
                 continue
             record = QuantizedLayer(name, format, "left")
@@ -102,11 +103,13 @@ class Packing:
             pattern = next((p for p in skip if fnmatchcase(name, p)), None)
             if pattern is not None:
                 record.why = f"its name matches {pattern!r} of quantize_skip"
+            elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+                record.why = f"its class, {type(module).__name__}, may compute something else than nn.Linear"
             elif _replaced(module):
                 record.why = "its forward is replaced already"
             else:
                 try:
-                    packed = Standing.from_linear(module, format=format, group_size=group_size)
+                    packed = Standing.from_linear(as_linear(module), format=format, group_size=group_size)
                 except (TypeError, ValueError) as error:
                     record.why = str(error)
                     continue
@@ -215,10 +218,10 @@ class Packing:
         self._of.clear()
 
 
-def _replaced(module: nn.Linear) -> bool:
+def _replaced(module: nn.Module) -> bool:
     """Whether a layer's call is not its class's: what a pickled layer brings along is."""
     own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", None) is not nn.Linear.forward
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -230,13 +233,6 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
         for _, t in tensors:
             if not t.is_meta:
                 yield t
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The layers whose arithmetic is `nn.Linear`'s own; a subclass may compute something else."""
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and module.weight.numel() and not module.weight.is_meta:
-            yield name, module
 
 
 def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:

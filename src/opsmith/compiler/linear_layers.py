@@ -1,0 +1,64 @@
+"""A model's linear layers: PyTorch's own, and modules that hold their weight the other way round, as GPT-2's do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`nn.Linear`, its subclasses, and what computes `x @ weight + bias`, in the order of the model."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.numel() or weight.is_meta:
+            continue
+        if isinstance(module, nn.Linear) or _turned(module):
+            yield name, module
+
+
+def as_linear(module: nn.Module) -> nn.Linear:
+    """The layer as an `nn.Linear` on the same memory."""
+    if isinstance(module, nn.Linear):
+        return module
+    weight, bias = _tensors(module)
+    k, n = weight.shape
+    layer = nn.Linear(k, n, bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().t(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer.train(module.training)
+
+
+def _tensors(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    held = dict(module.named_parameters())
+    return held["weight"], held.get("bias")
+
+
+def _turned(module: nn.Module) -> bool:
+    """Whether a module is `x @ weight + bias` with a weight [K, N]: called in float64, it is asked, not its name."""
+    held = dict(module.named_parameters())
+    own = not type(module).__module__.startswith("torch.")  # whose modules with such a weight are embeddings
+    if not own or not {"weight"} <= set(held) <= {"weight", "bias"} or any(True for _ in module.buffers()):
+        return False
+    weight, bias = _tensors(module)
+    if not weight.is_floating_point() or (bias is not None and bias.shape != weight.shape[1:]):
+        return False
+    x = torch.randn(2, 3, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = x.to(weight.device)
+    wide = {name: t.detach().double() for name, t in held.items()}
+    training = module.training
+    try:
+        with torch.no_grad():
+            got = torch.func.functional_call(module.eval(), wide, x)
+    except Exception:  # whatever it wants, it is not one tensor [..., K]
+        return False
+    finally:
+        module.train(training)
+    right = x @ wide["weight"] + (wide["bias"] if bias is not None else 0.0)
+    if not isinstance(got, torch.Tensor) or got.shape != right.shape or got.dtype != right.dtype:
+        return False
+    # Float64 is exact to 2^-52 of the sum of magnitudes for each of K products; another arithmetic is far off.
+    scale = x.abs() @ wide["weight"].abs() + (wide["bias"].abs() if bias is not None else 0.0)
+    return bool(((got - right).abs() <= len(weight) * torch.finfo(torch.float64).eps * scale).all())

@@ -106,33 +106,39 @@ inline float power_of_two(float most) {
   return most * power <= limit ? power : power / 2;
 }
 
+constexpr int64_t kWorthThreads = 8192;  // numbers
+
+// Threads take whole tiles or, where these do not come out even, parts of K: digits of a tile's rows share cache lines.
 template <int D, bool nibbles, class T>
 FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_rows) {
-  const int64_t m = x.sizes[0], k = x.sizes[1], depth = round_up(k, padding);
+  const int64_t m = x.sizes[0], k = x.sizes[1], depth = round_up(k, padding), threads = num_threads();
   FixedPoint f(m, k, depth, block, D, tile_rows);
-  parallel_for(m, row_grain(k, 8192), [&](int64_t begin, int64_t end) {
-    int64_t tile = begin * f.tiles / m;
-    for (int64_t r = begin; r < end; ++r) {
-      while (f.first_row(tile + 1) <= r) ++tile;
-      const int64_t first = f.first_row(tile), step = 4 * D * (f.first_row(tile + 1) - first);
-      int8_t* const digits = f.digits.get() + first * D * depth + (r - first) * 4 * D;
-      const T* row = x.as<T>() + r * x.strides[0];
-      const float most = D == 1 ? largest(row, k) : 0;
-      for (int64_t b = 0; b < f.blocks; ++b) {
-        const int64_t at = b * block, n = std::min(block, k - at), width = std::min(block, depth - at);
-        float multiplier, factor;
-        if constexpr (D == 1) {
-          multiplier = most > kLeast ? 127.0f / most : 0.0f;
-          factor = most / 127.0f;
-        } else {
-          const float here = largest(row + at, n);
-          multiplier = power_of_two<nibbles ? kNibbleBits + 7 : kBits * D - 1>(here);
-          factor = here != here ? here : 1.0f / multiplier;
+  const bool even = f.tiles % threads == 0 || f.tiles >= 8 * threads;
+  const int64_t parts = even || m * k <= kWorthThreads ? 1 : threads;
+  parallel_for(f.tiles * parts, row_grain(m * k / (f.tiles * parts), kWorthThreads), [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t tile = task / parts, part = task % parts, first = f.first_row(tile), last = f.first_row(tile + 1);
+      const int64_t step = 4 * D * (last - first);
+      for (int64_t r = first; r < last; ++r) {
+        int8_t* const digits = f.digits.get() + first * D * depth + (r - first) * 4 * D;
+        const T* row = x.as<T>() + r * x.strides[0];
+        const float most = D == 1 ? largest(row, k) : 0;
+        for (int64_t b = part * f.blocks / parts; b < (part + 1) * f.blocks / parts; ++b) {
+          const int64_t at = b * block, n = std::min(block, k - at), width = std::min(block, depth - at);
+          float multiplier, factor;
+          if constexpr (D == 1) {
+            multiplier = most > kLeast ? 127.0f / most : 0.0f;
+            factor = most / 127.0f;
+          } else {
+            const float here = largest(row + at, n);
+            multiplier = power_of_two<nibbles ? kNibbleBits + 7 : kBits * D - 1>(here);
+            factor = here != here ? here : 1.0f / multiplier;
+          }
+          const int64_t i = r * f.blocks + b;
+          f.factor[size_t(i)] = factor;
+          to_digits<D, nibbles>(row + at, n, width, multiplier, digits + at / 4 * step, step, &f.sum[size_t(i * D)],
+                                &f.pairs[size_t(i)]);
         }
-        const int64_t i = r * f.blocks + b;
-        f.factor[size_t(i)] = factor;
-        to_digits<D, nibbles>(row + at, n, width, multiplier, digits + at / 4 * step, step, &f.sum[size_t(i * D)],
-                              &f.pairs[size_t(i)]);
       }
     }
   });

@@ -35,7 +35,7 @@ def check(q: Any, k: Any, v: Any, mask: Any, scale: Any, window: Any, softcap: A
     if mask is not None:
         check_mask("attention", mask, q, (batch, heads, rows, columns), "[B, H, L, S]")
     if out is not None:
-        check_out("attention", out, q, (batch, heads, rows, v.shape[3]))
+        check_out("attention", out, q, (batch, heads, rows, v.shape[3]), q=q, k=k, v=v, mask=mask)
 
 
 def _fits(q: Any, k: Any, v: Any) -> bool:

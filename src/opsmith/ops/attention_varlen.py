@@ -182,7 +182,8 @@ def _check(q: Any, k: Any, v: Any, at: Any, keys_at: Any, window: Any, softcap: 
             f"got {at.shape[0] - 1} and {keys_at.shape[0] - 1}"
         )
     if out is not None:
-        check_out("attention_varlen", out, q, (tokens, heads, v.shape[2]))
+        memory = {"q": q, "k": k, "v": v, "cu_seqlens_q": at, "cu_seqlens_k": keys_at}
+        check_out("attention_varlen", out, q, (tokens, heads, v.shape[2]), **memory)
 
 
 def _check_starts(name: str, starts: Any, length: int, device: torch.device) -> None:

@@ -24,7 +24,7 @@ Which of the two an operator takes is measured: `benchmarks/overhead.py`, docs/g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.autograd import forward_ad
 
 from opsmith.kernels import calls, libraries, nodes, triton
 from opsmith.operator import Implementation, Supports
+from opsmith.ops.overlap import refuse_overlap
 
 Tensor = torch.Tensor
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -340,18 +341,35 @@ def spread(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return mask if mask.shape == shape else mask.expand(shape)
 
 
-def check_out(op: str, out: Any, like: torch.Tensor, shape: Sequence[int] | None = None) -> None:
-    """Refuse an output that is not of like's dtype and device, and of this shape (like's, by default)."""
-    if alike(out, like, like.shape if shape is None else shape):
-        return
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"{op}: out must be a tensor, got {type(out).__name__}")
+def check_out(
+    op: str,
+    out: Any,
+    like: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    *,
+    onto: Collection[str] = (),
+    **read: Any,
+) -> None:
+    """Refuse an output that is not of like's dtype and device, and of this shape (like's, by default).
+
+    Nor may it share memory with what is read, except that it may be one of the inputs named in `onto` (overlap.py).
+    """
     shape = like.shape if shape is None else shape
-    if out.shape != shape or out.dtype != like.dtype or out.device != like.device:
-        raise ValueError(
-            f"{op}: out must be {short(like.dtype)} {tuple(shape)} on {like.device}, "
-            f"got {short(out.dtype)} {tuple(out.shape)} on {out.device}"
-        )
+    if not alike(out, like, shape):
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"{op}: out must be a tensor, got {type(out).__name__}")
+        if out.shape != shape or out.dtype != like.dtype or out.device != like.device:
+            raise ValueError(
+                f"{op}: out must be {short(like.dtype)} {tuple(shape)} on {like.device}, "
+                f"got {short(out.dtype)} {tuple(out.shape)} on {out.device}"
+            )
+    if not compiling() and not _transforming():  # there memory has no address
+        refuse_overlap(op, out, onto, read)
+
+
+def earlier(out: Sequence[Any], i: int) -> dict[str, Any]:
+    """The outputs before one of several, by name: they may not share memory either."""
+    return {f"out[{j}]": t for j, t in enumerate(out[:i])}
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:

@@ -143,7 +143,7 @@ def _check(ids: Any, table: Any, padding_idx: int | None, out: Any) -> int:
     check_ids("embedding", ids, table)
     check_float("embedding", table, "table")
     if out is not None:
-        check_out("embedding", out, table, shape=(*ids.shape, table.shape[1]))
+        check_out("embedding", out, table, (*ids.shape, table.shape[1]), ids=ids, table=table)
     if padding_idx is None:
         return -1
     rows = int(table.shape[0])

@@ -165,7 +165,8 @@ def _check(op: str, gate: Any, up: Any, out: Any) -> None:
             f"{op}: up must be {short(gate.dtype)} like gate, got {short(up.dtype)}; cast it first"
         )
     if out is not None:
-        check_out(op, out, gate, gate.shape if up is not None else _half(gate.shape))
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+        check_out(op, out, gate, onto=("gate", "up"), gate=gate, up=up)
 
 
 def _half(shape: torch.Size) -> torch.Size:

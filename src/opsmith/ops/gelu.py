@@ -60,7 +60,7 @@ def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
             pass
     check_float("gelu", x, least_dim=0)
     if out is not None:
-        check_out("gelu", out, x)
+        check_out("gelu", out, x, onto=("x",), x=x)
     return _run(x, None, tanh, out)
 
 
@@ -97,7 +97,7 @@ def bias_gelu(
             f"bias_gelu: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
         )
     if out is not None:
-        check_out("bias_gelu", out, x)
+        check_out("bias_gelu", out, x, onto=("x",), x=x, bias=bias)
     return _run(x, bias, tanh, out)
 
 

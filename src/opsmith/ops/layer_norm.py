@@ -61,7 +61,8 @@ def layer_norm(
         weight, bias: [N], in x's dtype or float32.
         eps: added to the variance, under the root.
         residual: as x; then the sum is normalized and returned too, from the same kernel.
-        out: a tensor like x to write into (with `residual`: a pair).
+        out: a tensor like x to write into (with `residual`: a pair); x or residual itself is allowed when no
+            gradient is needed.
 
     Returns:
         y, or (y, x + residual).
@@ -122,7 +123,7 @@ def _check(x: Any, weight: Any, bias: Any, residual: Any, out: Any) -> None:
                 raise TypeError(
                     f"layer_norm: {name} must be {one_of(x.dtype, torch.float32)}, got {short(t.dtype)}"
                 )
-    check_pair("layer_norm", x, residual, out)
+    check_pair("layer_norm", x, residual, out, weight=weight, bias=bias)
 
 
 def _native(

@@ -165,7 +165,8 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any, out: 
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"linear: activation must be None or one of {known}, got {activation!r}")
     if out is not None:
-        check_out("linear", out, x, shape)
+        memory = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        check_out("linear", out, x, shape, onto=("x", "residual"), **memory)
 
 
 def _learns(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bool:

@@ -20,6 +20,7 @@ from opsmith.ops.common import (
     compiling,
     dense,
     direct,
+    earlier,
     kernels,
     native,
     needs_grad,
@@ -225,8 +226,9 @@ def _check(
         if not isinstance(out, tuple) or len(out) != 3:
             raise TypeError(f"linear_rope: out must be a triple of tensors, got {type(out).__name__}")
         of_q, of_kv = _shapes(x, heads, kv_heads, head_dim)
-        for t, shape in zip(out, (of_q, of_kv, of_kv), strict=True):
-            check_out("linear_rope", t, x, torch.Size(shape))
+        memory = {"x": x, "weight": weight, "bias": bias, "cos": cos, "sin": sin, "positions": positions}
+        for i, (t, shape) in enumerate(zip(out, (of_q, of_kv, of_kv), strict=True)):
+            check_out("linear_rope", t, x, torch.Size(shape), **memory, **earlier(out, i))
     return dims
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from opsmith.kernels import nodes
-from opsmith.ops.common import alike, check_like, check_out, short, writable
+from opsmith.ops.common import alike, check_like, check_out, earlier, short, writable
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
 
@@ -20,7 +20,7 @@ NODE: dict[str, Any] = {
 }
 
 
-def check_pair(op: str, x: torch.Tensor, residual: Any, out: Any) -> None:
+def check_pair(op: str, x: torch.Tensor, residual: Any, out: Any, **weights: Any) -> None:
     """Refuse a residual that is not like x, and an `out` that is not like the result."""
     if residual is not None and not alike(residual, x, x.shape):
         check_like(op, residual, x, "residual", x.shape, "the shape of x")
@@ -31,8 +31,9 @@ def check_pair(op: str, x: torch.Tensor, residual: Any, out: Any) -> None:
         pair = out if isinstance(out, tuple) else (out,)
         if len(pair) != (1 if residual is None else 2):
             raise ValueError(f"{op}: out must be one tensor, or a pair (y, sum) when residual is given")
-        for t in pair:
-            check_out(op, t, x)
+        for i, t in enumerate(pair):
+            memory = {"x": x, "residual": residual, **weights, **earlier(pair, i)}
+            check_out(op, t, x, onto=("x", "residual"), **memory)
 
 
 def writes_rows(out: Result | None) -> bool:

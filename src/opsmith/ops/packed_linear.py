@@ -188,7 +188,7 @@ def _check(
                 f"{_OP}: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
             )
     if out is not None:
-        check_out(_OP, out, x, (*x.shape[:-1], n))
+        check_out(_OP, out, x, (*x.shape[:-1], n), x=x, weight=weight, scale=scale, zero=zero, bias=bias)
 
 
 def _expect(

@@ -53,7 +53,9 @@ def check(
             f"{tuple(seq_lens.shape)}"
         )
     if out is not None:
-        check_out(op, out, q, (*q.shape[:-1], v_cache.shape[3]))
+        memory = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
+        memory |= {"block_tables": block_tables, "seq_lens": seq_lens}
+        check_out(op, out, q, (*q.shape[:-1], v_cache.shape[3]), **memory)
 
 
 def check_caches(op: str, k: Any, v: Any, k_scale: Any, v_scale: Any, like: torch.Tensor, name: str) -> None:

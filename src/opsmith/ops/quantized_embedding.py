@@ -131,7 +131,8 @@ def _check(
         like = torch.empty(
             0, dtype=dtype if scale.dtype == torch.float32 else scale.dtype, device=table.device
         )
-        check_out(_OP, out, like, shape=(*ids.shape, table.shape[1]))
+        memory = {"ids": ids, "table": table, "scale": scale, "next_ids": next_ids}
+        check_out(_OP, out, like, (*ids.shape, table.shape[1]), **memory)
 
 
 def _supports(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> bool | str:

@@ -60,7 +60,8 @@ def rms_norm(
         weight_offset: added to the weight, in float32 (1.0 in Gemma); without a weight it is not used.
         round_before_weight: round the normalized value to x's dtype before it meets the weight, as Llama's
             code does; else it is rounded once, at the end.
-        out: a tensor like x to write into (with `residual`: a pair).
+        out: a tensor like x to write into (with `residual`: a pair); x or residual itself is allowed when no
+            gradient is needed.
 
     Returns:
         y, or (y, x + residual).
@@ -149,7 +150,7 @@ def _check(x: Any, weight: Any, residual: Any, out: Any) -> None:
         if weight.dtype not in (x.dtype, torch.float32):
             either = " or ".join(dict.fromkeys((short(x.dtype), "float32")))
             raise TypeError(f"rms_norm: weight must be {either}, got {short(weight.dtype)}; cast it")
-    check_pair("rms_norm", x, residual, out)
+    check_pair("rms_norm", x, residual, out, weight=weight)
 
 
 def _native(

@@ -13,6 +13,7 @@ from opsmith.ops.ascend import on_npu
 from opsmith.ops.common import (
     check_out,
     compiling,
+    earlier,
     fresh_as,
     kernels,
     native,
@@ -76,8 +77,8 @@ def rope(
         except (RuntimeError, IndexError, AttributeError):  # the checks say why
             pass
     dims = check("rope", x, cos, sin, positions, rotary_dim)
-    if out is not None and out is not x:
-        check_out("rope", out, x)
+    if out is not None:
+        check_out("rope", out, x, onto=("x",), x=x, cos=cos, sin=sin, positions=positions)
     if native(x, "rope") is not True or needs_grad(cos, sin):
         y = reference(x, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
     elif needs_grad(x):
@@ -132,8 +133,9 @@ def rope_qk(
     if out is not None:
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(f"rope_qk: out must be a pair of tensors, got {type(out).__name__}")
-        check_out("rope_qk", out[0], q)
-        check_out("rope_qk", out[1], k)
+        memory: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
+        check_out("rope_qk", out[0], q, onto=("q",), **memory)
+        check_out("rope_qk", out[1], k, onto=("k",), **memory, **earlier(out, 1))
     if native(q, "rope_qk") is not True or needs_grad(cos, sin):
         y = reference_qk(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
     elif needs_grad(q, k):

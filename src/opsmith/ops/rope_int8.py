@@ -10,7 +10,7 @@ import torch
 
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
-from opsmith.ops.common import check_out, compiling, fresh_as, kernels, native, nbytes, short
+from opsmith.ops.common import check_out, compiling, earlier, fresh_as, kernels, native, nbytes, short
 from opsmith.ops.rope import CARD as FLOATING
 from opsmith.ops.rope import dense_rows
 from opsmith.ops.rope_check import Pair, check_heads, check_table, name_bad_position
@@ -109,8 +109,9 @@ def _check(
     if out is not None:
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(f"rope_int8: out must be a pair of tensors, got {type(out).__name__}")
-        check_out("rope_int8", out[0], x_q)
-        check_out("rope_int8", out[1], x_scale)
+        memory = {"x_q": x_q, "x_scale": x_scale, "cos": cos, "sin": sin, "positions": positions}
+        check_out("rope_int8", out[0], x_q, onto=("x_q",), **memory)
+        check_out("rope_int8", out[1], x_scale, onto=("x_scale",), **memory, **earlier(out, 1))
     return dims
 
 

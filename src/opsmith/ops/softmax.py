@@ -65,7 +65,7 @@ def softmax(
         causal: also mask element j of row i where `j > i + S - L`, for x [..., L, S] and the last dimension.
         method: "stable" subtracts the row's maximum; "fast" does not, and is for rows known to be small;
             "auto" takes the fast way for the rows in which it is no less accurate.
-        out: a tensor like x to write into.
+        out: a tensor like x to write into; x itself is allowed when no gradient is needed.
 
     Raises:
         TypeError, ValueError: for a wrong dtype, shape, device or method.
@@ -147,7 +147,7 @@ def _check(x: Any, dim: int, scale: Any, mask: Any, causal: bool, method: str, o
     if mask is not None:
         check_mask("softmax", mask, x, x.shape, "the shape of x")
     if out is not None:
-        check_out("softmax", out, x)
+        check_out("softmax", out, x, onto=("x",), x=x, mask=mask)
 
 
 def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:

@@ -9,7 +9,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <cstdint>
 #include <cstring>
@@ -83,12 +82,12 @@ constexpr c10::DispatchKeySet kOfAutograd =
 // Whether a tensor carries a tangent of PyTorch's forward-mode differentiation, which a kernel would lose. There is one level of it.
 inline bool is_dual(const at::TensorBase& t) { return t._fw_grad(0).defined(); }
 
-// Whether nothing but the tensors decides which kernel runs.
+// Whether nothing but the tensors decides which kernel runs. A dispatch mode includes keys of Python's for as long as there is one.
 inline bool undiverted() {
   static const c10::impl::LocalDispatchKeySet usual{c10::impl::PODLocalDispatchKeySet{}};
   const c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
   return now.included_ - kOfAutograd == usual.included_ - kOfAutograd &&
-         now.excluded_ - kOfAutograd == usual.excluded_ - kOfAutograd && !c10::impl::dispatch_mode_enabled() &&
+         now.excluded_ - kOfAutograd == usual.excluded_ - kOfAutograd &&
          !at::impl::torch_function_mode_enabled();
 }
 

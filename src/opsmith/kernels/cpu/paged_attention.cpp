@@ -23,6 +23,12 @@ namespace {
 constexpr int64_t kAheadBytes = 32 << 10;  // asked for before they are used
 constexpr int64_t kTogether = 16;          // values of one head before the next head's: memory is read nearly as it lies
 
+// What a call needs beside its arguments, kept by the thread that calls: fresh pages at every call would cost more.
+struct PagedMemory {
+  PagedPlan plan;
+  std::vector<float> sums;
+};
+
 template <class T>
 class Paged {
   using Units = UnitsOf<T>;
@@ -31,15 +37,15 @@ class Paged {
   static constexpr int64_t group = W * Units::per_unit;
 
  public:
-  Paged(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out)
+  Paged(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out, PagedMemory& memory)
       : q_(q), c_(cache), options_{options.scale, true, options.window, options.softcap}, out_(out),
         queries_(q.sizes[1]), dim_(q.sizes[3]), value_dim_(out.sizes[3]),
         rows_(cache.keys.sizes[2] ? q.sizes[2] / cache.keys.sizes[2] * queries_ : 0), slots_(rows_ < 3 ? rows_ : round_up(rows_, 4)),
         depth_(round_up(ceil_div(dim_, Units::per_unit), W)), width_(round_up(value_dim_, group)),
         plain_(!(options.softcap > 0) && options.scale > 0), exponent_(plain_ ? options.scale * log2_e : log2_e),
-        precise_(q.dtype == DType::f32),
-        plan_(cache, q.sizes[0], queries_, options.window, (dim_ + value_dim_) * int64_t(sizeof(T)), slots_, 2 * W, kPagedTile,
-              num_threads()) {
+        precise_(q.dtype == DType::f32), plan_(memory.plan), kept_(memory.sums) {
+    plan_.make(cache, q.sizes[0], queries_, options.window, (dim_ + value_dim_) * int64_t(sizeof(T)), slots_, 2 * W, kPagedTile,
+               num_threads());
     lanes_ = slots_ * plan_.heads_at_once;
     if (lanes_ < W) {
       while (lanes_ & (lanes_ - 1)) lanes_ += lanes_ & -lanes_;
@@ -55,14 +61,10 @@ class Paged {
 
   void run() {
     const int64_t pieces = int64_t(plan_.pieces.size()), threads = std::min(plan_.threads, pieces);
-    static thread_local std::vector<float> kept;  // by the thread that calls: fresh pages at every call would cost more
     const int64_t stride = sums(nullptr).size();
     constexpr int64_t line = 64 / sizeof(float);  // vectors of sums lie on lines of their own
-    if (int64_t(kept.size()) < pieces * stride + line) kept.resize(size_t(pieces * stride + line));
-    partial_ = kept.data() + (-reinterpret_cast<uintptr_t>(kept.data()) & 63) / sizeof(float);
-    used_.assign(size_t(pieces), 0);
-    left_.reset(new std::atomic<int64_t>[plan_.wholes.size()]);
-    for (size_t i = 0; i < plan_.wholes.size(); ++i) left_[i].store(plan_.wholes[i].count, std::memory_order_relaxed);
+    if (int64_t(kept_.size()) < pieces * stride + line) kept_.resize(size_t(pieces * stride + line));
+    partial_ = kept_.data() + (-reinterpret_cast<uintptr_t>(kept_.data()) & 63) / sizeof(float);
     Shares shares(pieces, threads);
     const auto work = [&](int64_t begin, int64_t end) {
       for (int64_t thread = begin; thread < end; ++thread) {
@@ -77,7 +79,7 @@ class Paged {
  private:
   // What a thread is at: pieces of a whole that follow each other, in one sum.
   struct Walk {
-    const Whole* whole = nullptr;
+    Whole* whole = nullptr;
     int64_t first = 0, next = 0;  // pieces
     Tiles<T> tiles;
     Buffers to;
@@ -88,10 +90,11 @@ class Paged {
   int64_t query_head(int64_t kv_head, int64_t row) const { return kv_head * (rows_ / queries_) + row / queries_; }
   int64_t unit() const { return std::min<int64_t>(slots_, kUnit); }  // rows of a head that are multiplied at once
   Sums sums(float* at) const { return {at, slots_ * plan_.heads_at_once, width_, std::max<int64_t>(lanes_, W)}; }
+  Sums sums_of(int64_t piece) const { return sums(partial_ + piece * sums(nullptr).size()); }
 
   void attend(Walk& walk, int64_t at) {
     const Piece& piece = plan_.pieces[size_t(at)];
-    const Whole& whole = plan_.wholes[size_t(piece.whole)];
+    Whole& whole = plan_.wholes[size_t(piece.whole)];
     if (walk.whole != &whole || walk.next != at) {
       finish(walk);
       begin(walk, whole, at);
@@ -107,13 +110,13 @@ class Paged {
     }
   }
 
-  void begin(Walk& walk, const Whole& whole, int64_t piece) const {
+  void begin(Walk& walk, Whole& whole, int64_t piece) const {
     walk.whole = &whole;
     walk.first = piece;
     const int64_t rows = std::max(lanes_, slots_ * plan_.heads_at_once);
     const int64_t scores = round_up(plan_.tile + 2 * apart_, 2 * W) * std::max<int64_t>(lanes_, 1);
     walk.to = Buffers(Workspace::get(Buffers(nullptr, rows, depth_, scores, quantized).floats), rows, depth_, scores, quantized);
-    walk.sums = sums(partial_ + piece * sums(nullptr).size());
+    walk.sums = sums_of(piece);
     std::fill(walk.sums.data, walk.sums.largest(), 0.0f);
     std::fill_n(walk.sums.largest(), walk.sums.lanes, -kInfinity);
     for (int64_t r = 0; r < whole.heads * slots_ / unit(); ++r) {
@@ -141,10 +144,9 @@ class Paged {
 
   void finish(Walk& walk) {
     if (!walk.whole) return;
-    const Whole& whole = *walk.whole;
     const int64_t count = walk.next - walk.first;
-    used_[size_t(walk.first)] = 1;
-    if (left_[&whole - plan_.wholes.data()].fetch_sub(count, std::memory_order_acq_rel) == count) merge(whole);
+    plan_.pieces[size_t(walk.first)].begun = true;
+    if (walk.whole->left.fetch_sub(count, std::memory_order_acq_rel) == count) merge(*walk.whole);
     walk.whole = nullptr;
   }
 
@@ -282,7 +284,7 @@ class Paged {
       const float* const s = walk.to.scores + v;
       Vec most = load(s);
       for (int64_t i = stride; i < vecs; i += stride) most = max(load(s + i), most);
-      if (lanes_ < W) most = most_of_rows(most, lanes_);
+      if (lanes_ < W) most = over_rows(most, lanes_, [](float a, float b) { return std::max(a, b); });
       Vec base = load(walk.sums.largest() + v);
       if (any(most > base)) base = walk.sums.raise(v, most, lanes_, exponent_);
       base = select(base == -kInfinity, Vec{}, base);
@@ -310,33 +312,34 @@ class Paged {
 
   // The sums of those who had a part of a whole, and what they make.
   void merge(const Whole& whole) const {
-    const int64_t size = sums(nullptr).size();
-    std::vector<Sums> parts;
-    for (int64_t p = whole.piece; p < whole.piece + whole.count; ++p) {
-      if (used_[size_t(p)]) parts.push_back(sums(partial_ + p * size));
+    Piece* const pieces = plan_.pieces.data() + whole.piece;  // nobody needs them any more
+    int64_t count = 0;
+    for (int64_t p = 0; p < whole.count; ++p) {
+      if (pieces[p].begun) pieces[count++].whole = whole.piece + p;
     }
-    for (int64_t h = 0; h < whole.heads; ++h) {
-      for (int64_t i = 0; i < rows_; ++i) {
-        const int64_t r = h * slots_ + i;
-        const float total = merge_row(parts, r, lanes_, exponent_);
-        write(whole.sequence, whole.head + h, i, parts[0].row(r), total);
-      }
-    }
-  }
-
-  void write(int64_t sequence, int64_t kv_head, int64_t row, float* from, float total) const {
-    in_order<Units>(from, width_);
-#if defined(OPSMITH_PAGED_BYTES)
-    if (bytes_) by_fours(from, width_);
-#endif
+    const auto part = [&](int64_t i) { return sums_of(pieces[i].whole); };
+    share_out(count, lanes_, exponent_, part);
+    const Sums into = part(0);
     with_float_type(out_.dtype, [&](auto* t) {
       using Q = std::remove_pointer_t<decltype(t)>;
-      Q* to = out_.as<Q>() + sequence * out_.strides[0] + row % queries_ * out_.strides[1] +
-              query_head(kv_head, row) * out_.strides[2];
-      // What no key was seen by is zeros; NaN stays NaN.
-      for_lanes(value_dim_, [&](int64_t c, auto lanes) {
-        store(to + c, total == 0 ? Vec{} : load(from + c, lanes) / total, lanes);
-      });
+      for (int64_t h = 0; h < whole.heads; ++h) {
+        for (int64_t i = 0; i < rows_; ++i) {
+          const int64_t r = h * slots_ + i;
+          float* const row = into.row(r);
+          for (int64_t c = 0; c < width_; c += W) {
+            Vec x = load(row + c) * into.largest()[r];
+            for (int64_t p = 1; p < count; ++p) x = fma(load(part(p).row(r) + c), splat(part(p).largest()[r]), x);
+            store(row + c, into.totals()[r] == 0 ? Vec{} : x);
+          }
+          in_order<Units>(row, width_);
+#if defined(OPSMITH_PAGED_BYTES)
+          if (bytes_) by_fours(row, width_);
+#endif
+          Q* const to = out_.as<Q>() + whole.sequence * out_.strides[0] + i % queries_ * out_.strides[1] +
+                        query_head(whole.head + h, i) * out_.strides[2];
+          for_lanes(value_dim_, [&](int64_t c, auto lanes) { store(to + c, load(row + c, lanes), lanes); });
+        }
+      }
     });
   }
 
@@ -352,22 +355,22 @@ class Paged {
   float exponent_;
   bool precise_;
   bool fours_ = false, bytes_ = false;  // rows by fours of lines whose number is known; and multiplied as bytes
-  PagedPlan plan_;
+  PagedPlan& plan_;
+  std::vector<float>& kept_;
   int64_t lanes_ = 0, apart_ = 1;
-  float* partial_ = nullptr;  // of each piece, used where a walk began
-  std::vector<char> used_;
-  std::unique_ptr<std::atomic<int64_t>[]> left_;  // pieces, of each whole
+  float* partial_ = nullptr;  // sums of each piece, used where a walk began
 };
 
 }  // namespace
 
 void paged_attention(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out) {
   if (q.sizes[0] * q.sizes[1] * q.sizes[2] == 0) return;
+  static thread_local PagedMemory memory;
   switch (cache.keys.dtype) {
-    case DType::f32: return Paged<float>(q, cache, options, out).run();
-    case DType::bf16: return Paged<bfloat16>(q, cache, options, out).run();
-    case DType::i8: return Paged<int8_t>(q, cache, options, out).run();
-    default: return Paged<float16>(q, cache, options, out).run();
+    case DType::f32: return Paged<float>(q, cache, options, out, memory).run();
+    case DType::bf16: return Paged<bfloat16>(q, cache, options, out, memory).run();
+    case DType::i8: return Paged<int8_t>(q, cache, options, out, memory).run();
+    default: return Paged<float16>(q, cache, options, out, memory).run();
   }
 }
 

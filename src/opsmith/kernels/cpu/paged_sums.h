@@ -1,7 +1,7 @@
 // What a walk over keys has summed so far, and how such sums become one.
 #pragma once
 
-#include <vector>
+#include <algorithm>
 
 #include "attention_scores.h"
 
@@ -34,31 +34,37 @@ struct Sums {
   }
 };
 
-// Of a vector that holds several tokens of `lanes` rows each, the largest of a row in all of its lanes.
-inline Vec most_of_rows(Vec x, int64_t lanes) {
+// Of a vector that holds several tokens of `lanes` rows each, what `op` makes of a row's lanes, in all of these.
+template <class Op>
+inline Vec over_rows(Vec x, int64_t lanes, const Op& op) {
   float lane[W];
   store(lane, x);
   for (int64_t h = W / 2; h >= lanes; h /= 2) {
-    for (int64_t i = 0; i < h; ++i) lane[i] = std::max(lane[i], lane[i + h]);
+    for (int64_t i = 0; i < h; ++i) lane[i] = op(lane[i], lane[i + h]);
   }
   for (int64_t i = lanes; i < W; ++i) lane[i] = lane[i - lanes];
   return load(lane);
 }
 
-// Row r of all parts, in the first one's place. The sum of its weights is returned.
-inline float merge_row(const std::vector<Sums>& parts, int64_t r, int64_t period, float exponent) {
-  float largest = -kInfinity, total = 0;
-  for (const Sums& from : parts) largest = std::max(largest, from.largest()[r]);
-  float* const into = parts[0].row(r);
-  for (const Sums& from : parts) {
-    const float factor = from.largest()[r] == largest ? 1.0f : std::exp2((from.largest()[r] - largest) * exponent);
-    for (int64_t lane = r; lane < from.lanes; lane += period) total += from.totals()[lane] * factor;
-    for (int64_t c = 0; c < from.width; c += W) {
-      const Vec x = load(from.row(r) + c) * factor;
-      store(into + c, from.data == parts[0].data ? x : load(into + c) + x);
+// Of each row of all parts, f(i) being one of `count`, what its part of the result is multiplied by: it takes the place of the largest
+// score. The first part keeps the sums of all weights, 0 where no key was seen.
+template <class F>
+inline void share_out(int64_t count, int64_t period, float exponent, const F& f) {
+  const Sums first = f(0);
+  for (int64_t v = 0; v < first.lanes; v += W) {
+    Vec most = load(first.largest() + v), total = {};
+    for (int64_t i = 1; i < count; ++i) most = max(load(f(i).largest() + v), most);
+    for (int64_t i = 0; i < count; ++i) {
+      const Sums part = f(i);
+      const Vec largest = load(part.largest() + v);
+      const Vec factor = select(largest == most, splat(1.0f), exp2<true>((largest - most) * exponent));
+      store(part.largest() + v, factor);
+      total += load(part.totals() + v) * factor;
     }
+    if (period < W) total = over_rows(total, period, [](float a, float b) { return a + b; });
+    store(first.totals() + v, total);
+    for (int64_t i = 0; i < count; ++i) store(f(i).largest() + v, load(f(i).largest() + v) / total);
   }
-  return total;
 }
 
 }  // namespace opsmith

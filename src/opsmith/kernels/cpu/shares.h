@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <memory>
 
 #include "parallel.h"
 
@@ -13,17 +12,17 @@ namespace opsmith {
 // Hands out pieces: to each thread the next one of a share that lies together, and then what others have not reached.
 class Shares {
  public:
-  Shares(int64_t pieces, int64_t threads) : count_(threads), next_(new Cursor[size_t(threads)]) {
-    for (int64_t t = 0; t < threads; ++t) {
-      next_[size_t(t)].at.store(pieces * t / threads, std::memory_order_relaxed);
-      next_[size_t(t)].end = pieces * (t + 1) / threads;
+  Shares(int64_t pieces, int64_t threads) : count_(std::min(threads, kMost)) {
+    for (int64_t i = 0; i < count_; ++i) {
+      next_[i].at.store(pieces * i / count_, std::memory_order_relaxed);
+      next_[i].end = pieces * (i + 1) / count_;
     }
   }
 
   template <class F>
   void take(int64_t thread, const F& f) {
     for (int64_t i = 0; i < count_; ++i) {
-      Cursor& from = next_[size_t((thread + i) % count_)];
+      Cursor& from = next_[(thread + i) % count_];
       for (int64_t piece; (piece = from.at.fetch_add(1, std::memory_order_relaxed)) < from.end;) f(piece);
     }
   }
@@ -33,8 +32,10 @@ class Shares {
     std::atomic<int64_t> at;
     int64_t end;
   };
+  // More threads than this have a share with others. On the stack: allocating took longer than handing out all pieces of a short call.
+  static constexpr int64_t kMost = 64;
   int64_t count_;
-  std::unique_ptr<Cursor[]> next_;
+  Cursor next_[kMost];
 };
 
 // Calls f(begin, end) on ranges of `grain` that cover [0, n). Memory does not serve all cores alike: with halves of their own,

@@ -85,7 +85,7 @@ void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& value
                       " for block ", i, " of sequence ", b);
     }
   }
-  const double factor = scale ? *scale : std::pow(double(std::max<int64_t>(queries.sizes[3], 1)), -0.5);
+  const double factor = scale ? *scale : 1 / std::sqrt(double(std::max<int64_t>(queries.sizes[3], 1)));
   paged_attention(queries.view(q), cache, {float(factor), window, float(softcap)}, outs.view(out));
 }
 

@@ -15,6 +15,8 @@ using Four = __m512i;   // of x
 inline Bytes bytes_of(IVec v) { return (__m512i)v; }
 inline Four four_of(IVec v) { return (__m512i)v; }
 inline IVec dot4(IVec sum, Bytes w, Four x) { return (IVec)_mm512_dpbusd_epi32((__m512i)sum, w, x); }
+// For an x that is used several times: the instruction can take it from memory, and the compiler would load it for each.
+inline void load_once(Four& x) { asm("" : "+v"(x)); }
 
 // v x + w y = (v + y) (w + x) - v w - x y: a multiplication less, where one is due in a cycle and two additions are. The
 // last two terms are left in, as they are common to all rows and to all columns. For v, w below 16, x from -64 to 63 and
@@ -71,6 +73,8 @@ inline IVec dot4(IVec sum, Bytes w, Four x) {
 }
 
 #endif
+
+inline void load_once(Four&) {}
 
 constexpr bool kPairsPay = false;
 inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) { return dot4(dot4(sum, v, x), w, y); }

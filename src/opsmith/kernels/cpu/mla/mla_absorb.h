@@ -105,12 +105,12 @@ inline void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w,
 
 // Sums of few tokens are added to in memory, so that the weight is read nearly as it lies; those of more would come and go
 // for longer than the products take, and stay in registers for as many rows.
-constexpr int64_t kFewTokens = 2, kDeepRows = 128;
+constexpr int64_t kFewTokens = 4, kDeepRows = 128;
 
-// R rows for one token, over all columns, its sums in memory. Meanwhile `next` comes, as many bytes: if it is this weight's, a
-// byte of each line is loaded, which the processor cannot drop as it may what it is only asked for.
-template <int R, bool ours>
-inline void absorb_rows(const bfloat16* x, const bfloat16* w, const char* next, int64_t columns, float* out) {
+// R rows for one token, over all columns, its sums in memory. Meanwhile as many bytes are asked for, and a byte of each line of
+// `next`, which were, is loaded: what it loads the processor cannot drop, as it may what it is only asked for.
+template <int R>
+inline void absorb_rows(const bfloat16* x, const bfloat16* w, const char* next, const char* asked, int64_t columns, float* out) {
   __m512bh pair[R / 2];
 #pragma GCC unroll 2
   for (int j = 0; j < R / 2; ++j) {
@@ -120,12 +120,9 @@ inline void absorb_rows(const bfloat16* x, const bfloat16* w, const char* next, 
   }
   for (int64_t c = 0; c < columns; c += 2 * W) {
 #pragma GCC unroll 4
-    for (int j = 0; j < R; ++j, next += 64) {
-      if constexpr (ours) {
-        (void)*static_cast<const volatile char*>(next);
-      } else {
-        prefetch_far(next);
-      }
+    for (int j = 0; j < R; ++j, asked += 64) {
+      prefetch_far(asked);
+      if (next) (void)*static_cast<const volatile char*>(next + (j + R * (c / (2 * W))) * 64);
     }
     Vec low = load(out + c), high = load(out + c + W);
 #pragma GCC unroll 2
@@ -141,19 +138,20 @@ inline void absorb_rows(const bfloat16* x, const bfloat16* w, const char* next, 
 }
 
 // For one token, whose products take a fraction of the time that the weight takes to come: in the order in which it lies.
-inline void absorb_one(const float* q, const bfloat16* w, int64_t rows, int64_t columns, const char* then, float* out) {
+inline void absorb_one(const float* q, const bfloat16* w, int64_t rows, int64_t columns, const Ahead& ahead, float* out) {
   constexpr int R = 4;
+  const int64_t row_bytes = columns * int64_t(sizeof(bfloat16));
   std::fill_n(out, columns, 0.0f);
   for (int64_t n = 0; n < rows; n += R, w += R * columns) {
     bfloat16 x[R];
     const int64_t left = rows - n;
     for (int64_t i = 0; i < std::min<int64_t>(R, left); ++i) x[i] = from_float<bfloat16>(q[n + i]);
-    if (left >= 2 * R) {
-      absorb_rows<R, true>(x, w, reinterpret_cast<const char*>(w + R * columns), columns, out);
-    } else if (left >= R) {
-      absorb_rows<R, false>(x, w, then, columns, out);
+    const char* const next = left >= 2 * R ? reinterpret_cast<const char*>(w + R * columns) : nullptr;
+    const char* const asked = ahead((n + 2 * R) * row_bytes);
+    if (left >= R) {
+      absorb_rows<R>(x, w, next, asked, columns, out);
     } else {
-      absorb_rows<2, false>(x, w, then, columns, out);
+      absorb_rows<2>(x, w, next, asked, columns, out);
     }
   }
   for (int64_t c = 0; c < columns; c += 2 * W) store_in_order(out + c, load(out + c), load(out + c + W));
@@ -191,7 +189,7 @@ void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bfloat16>) {
     const bool pairs = columns % (2 * W) == 0 && rows % 2 == 0;
-    if (pairs && tokens == 1) return absorb_one(q, w, rows, columns, ahead.then, out);
+    if (pairs && tokens == 1) return absorb_one(q, w, rows, columns, ahead, out);
     if (pairs) return absorb_in_pairs(q, q_stride, tokens, w, rows, columns, ahead, out);
   }
 #endif

@@ -272,9 +272,11 @@ class Attention {
       const Ahead ahead{reinterpret_cast<const char*>(w), values * latent_ * int64_t(sizeof(T)),
                         reinterpret_cast<const char*>(w) + num_threads() * values * latent_ * int64_t(sizeof(T))};
       constexpr int64_t step = Dots<T, T>::step * sizeof(T);
-      dot_rows<step>(some, w, latent_, values, ahead, out, values, [&](auto m, auto r, int64_t i, const T* rows, auto fetch, float* o) {
-        dot_tile<T, T, m(), r()>(x + i * stride, stride, rows, latent_, latent_, fetch, o, values);
-      });
+      const RowSize size{latent_, 64, latent_ * int64_t(sizeof(X))};
+      dot_rows<step>(some, w, latent_, values, size, ahead, out, values,
+                     [&](auto m, auto r, int64_t t, int64_t k, int64_t depth, const T* rows, auto fetch, float* o, int64_t o_stride) {
+                       dot_tile<T, T, m(), r()>(x + t * stride + k, stride, rows, latent_, depth, fetch, o, o_stride);
+                     });
       for (int64_t i = 0; i < some; ++i) {
         T* const to = c_.out.as<T>() + ((first + i) * heads_ + h) * values;
         for_lanes(values, [&](int64_t v, auto l) { store(to + v, load(out + i * values + v, l), l); });

@@ -3,7 +3,8 @@
 //
 // One token leaves the processor time to fetch ahead by itself, which it does as fast as memory is, but for a single stream:
 // its rows are read one after the other. With more, the products keep it from seeing the next loads, and lines are asked for;
-// what it is asked for while its queue is full it drops, so that it is asked twice.
+// what it is asked for while its queue is full it drops, so that it is asked twice. That queue is also what x goes through if
+// it lies farther than in the nearest cache: the K of few tokens is taken in pieces of which x stays there.
 #pragma once
 
 #include "byte_dot.h"
@@ -18,6 +19,7 @@ constexpr int64_t kAheadBytes = 48 << 10;  // from what is used to what is asked
 constexpr int64_t kAgainBytes = 24 << 10;  // and to what is asked for again
 constexpr int64_t kStreamBytes = 3 << 10;  // the same for a single stream, of which a hint is enough
 constexpr int64_t kNearBytes = 24 << 10;   // of the nearest cache
+constexpr int64_t kPieceBytes = 16 << 10;  // of x there, beside a weight that streams through
 
 // What will be read, for asking ahead of time: `size` bytes from `base` on, then those from `then` on.
 struct Ahead {
@@ -28,13 +30,12 @@ struct Ahead {
   Ahead after(int64_t bytes) const { return {base + bytes, size - bytes, then}; }
 };
 
-// What a tile asks for: at each of its steps `lines` pieces of memory that follow each other, and those `again` bytes before
-// them once more.
+// What a tile asks for: at each of its steps `lines` pieces of memory that follow each other.
 struct Fetch {
   const char* at;
   int lines;
-  int64_t again;
-  template <int bytes>
+  int64_t again;  // and those so many bytes before them once more
+  template <int bytes, int R>
   void step(const void*) {
     for (int i = 0; i < lines; ++i, at += bytes) {
       prefetch_far(at);
@@ -43,11 +44,30 @@ struct Fetch {
   }
 };
 
-// The same for rows that are read one after the other.
+// The same of R rows that lie side by side, and once more of rows that are used sooner.
+struct FetchRows {
+  const char *far, *near;
+  int64_t row_bytes;
+  template <int bytes, int R>
+  void step(const void*) {
+    if (reinterpret_cast<uintptr_t>(far) % 64 < bytes) {  // each line once
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) {
+        prefetch_far(far + r * row_bytes);
+        prefetch_far(near + r * row_bytes);
+      }
+    }
+    far += bytes, near += bytes;
+  }
+};
+
+// The same of rows that are read one after the other.
 struct FetchStream {
-  template <int bytes>
-  static void step(const void* used) {
-    prefetch_far(static_cast<const char*>(used) + kStreamBytes);
+  const char* at;
+  template <int bytes, int R>
+  void step(const void*) {
+    prefetch_far(at);
+    at += bytes;
   }
 };
 
@@ -134,7 +154,7 @@ __attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t
   }
   int64_t k = 0;
   for (; k + D::step <= depth; k += D::step) {
-    fetch.template step<D::step * sizeof(S)>(w + k);
+    fetch.template step<D::step * sizeof(S), R>(w + k);
     decltype(D::weight(w, Full{})) column[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) column[r] = D::weight(w + r * w_stride + k, Full{});
@@ -186,14 +206,15 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
     for (int r = 0; r < R; ++r) column[r] = bytes_of(word[r] ^ int32_t(0x80808080));
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const Four v = four_of(load_words(x + m * x_stride + k));
+      Four v = four_of(load_words(x + m * x_stride + k));
+      load_once(v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sum[m][r] = dot4(sum[m][r], column[r], v);
     }
   };
   IVec word[R];
   for (; k + kByteStep <= depth; k += kByteStep) {
-    fetch.template step<kByteStep>(w + k);
+    fetch.template step<kByteStep, R>(w + k);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) word[r] = load_words(w + r * w_stride + k);
     add(word);
@@ -222,17 +243,17 @@ inline IVec load_bytes(const uint8_t* p) {
 #endif
 }
 
-// The same with numbers of 4 bits, in groups of `bytes` bytes that have a factor each. x is divided into its even numbers
-// and, `half` further on, its odd ones.
+// The same with numbers of 4 bits, `count` groups of `bytes` bytes that have a factor each, of `groups` in a row. x is divided
+// into its even numbers and, `half` further on, its odd ones.
 template <int M, int R, class Fetch>
 __attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int64_t half, const uint8_t* w, int64_t w_stride,
-                                           const float* factor, int64_t groups, int64_t bytes, Fetch fetch, float* out,
-                                           int64_t out_stride) {
+                                           const float* factor, int64_t groups, int64_t count, int64_t bytes, Fetch fetch,
+                                           float* out, int64_t out_stride) {
   Vec total[M][R] = {};
-  for (int64_t g = 0; g < groups; ++g) {
+  for (int64_t g = 0; g < count; ++g) {
     Vec sum[M][R] = {};
     for (int64_t j = g * bytes; j < (g + 1) * bytes; j += W) {
-      fetch.template step<W>(w + j);
+      fetch.template step<W, R>(w + j);
       Vec low[R], high[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -276,33 +297,80 @@ inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
   }
 }
 
-// out [tokens, rows] of rows of the weight, which are the first bytes of `ahead`; `tile(m, r, t, w, fetch, out)` computes
-// those of r rows and m tokens from t on, `step` bytes of a row at a time. All tiles of some rows share in asking for what
-// comes: the processor's queue for it is short.
+// A row of a weight: how many numbers of the weight's type, in how many of them it may be cut, and the bytes of x beside it.
+struct RowSize {
+  int64_t depth, unit, x_bytes;
+};
+
+// For tokens of one tile, piece by piece of K; the same pieces of some rows follow each other, so that what is asked for lies
+// as far ahead as if rows were read whole.
+template <class S, class O, class Tile>
+inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const RowSize& size, const Ahead& ahead, O* out,
+                    int64_t out_stride, const Tile& tile) {
+  const int64_t row_bytes = w_stride * int64_t(sizeof(S)), pieces = ceil_div(tokens * size.x_bytes, kPieceBytes);
+  const int64_t piece = round_up(ceil_div(size.depth, std::max<int64_t>(1, pieces)), size.unit);
+  const int64_t apart = kAheadBytes / std::max<int64_t>(1, piece * int64_t(sizeof(S)));
+  const int64_t group = std::max<int64_t>(1, apart / kFewRows) * kFewRows;
+  for (int64_t r = 0; r < rows; r += group) {
+    const int64_t some = std::min(group, rows - r);
+    for (int64_t k = 0; k < size.depth; k += piece) {
+      const int64_t left = std::min(piece, size.depth - k);
+      // Where the piece lies that is used `i` rows after the first: of these rows, the next one's of them, or of other rows.
+      const auto place = [&](int64_t i) {
+        if (i < some) return reinterpret_cast<const char*>(w + (r + i) * w_stride + k);
+        if (k + piece < size.depth) return reinterpret_cast<const char*>(w + (r + i - some) * w_stride + k + piece);
+        return ahead((r + i) * row_bytes);
+      };
+      for (int64_t i = 0; i < some;) {
+        const int64_t count = some - i >= kFewRows ? kFewRows : 1;
+        const FetchRows fetch{place(i + some), place(i + some / 2), row_bytes};
+        const S* const from = w + (r + i) * w_stride + k;
+        O *const to = out + r + i, part[kDotTokens * kFewRows];
+        with_tile(tokens, count, [&](auto m, auto n) {
+          if (k == 0) return tile(m, n, 0, k, left, from, fetch, to, out_stride);
+          tile(m, n, 0, k, left, from, fetch, part, n());
+          for (int t = 0; t < m(); ++t) {
+            for (int j = 0; j < n(); ++j) to[t * out_stride + j] += part[t * n() + j];
+          }
+        });
+        i += count;
+      }
+    }
+  }
+}
+
+// out [tokens, rows] of rows of the weight, which are the first bytes of `ahead`; `tile(m, r, t, k, depth, w, fetch, out,
+// out_stride)` computes the part of r rows and m tokens from t on that `depth` numbers from k on have, `step` bytes of a row at
+// a time. All tiles of some rows share in asking for what comes: the processor's queue for it is short.
 template <int64_t step, class S, class O, class Tile>
-inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const Ahead& ahead, O* out,
+inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const RowSize& size, const Ahead& ahead, O* out,
                      int64_t out_stride, const Tile& tile) {
   if constexpr (step == 64) {
     if (tokens == 1) {
       using One = std::integral_constant<int, 1>;
-      for (int64_t r = 0; r < rows; ++r) tile(One{}, One{}, 0, w + r * w_stride, FetchStream{}, out + r);
+      for (int64_t r = 0; r < rows; ++r) {
+        const FetchStream fetch{ahead(r * w_stride * int64_t(sizeof(S)) + kStreamBytes)};
+        tile(One{}, One{}, 0, 0, size.depth, w + r * w_stride, fetch, out + r, out_stride);
+      }
       return;
     }
   }
   const int64_t tiles = ceil_div(tokens, kDotTokens), row_bytes = w_stride * int64_t(sizeof(S));
-  const int64_t together = tiles == 1 ? kFewRows : kDotRows, again = tiles == 1 ? kAgainBytes : 0;
+  if (tiles == 1) return dot_few(tokens, w, w_stride, rows, size, ahead, out, out_stride, tile);
   const int64_t distance = std::max(kAheadBytes, kDotRows * row_bytes);
   // A tile's tokens stay in the nearest cache for so many rows, if they fit there together.
-  const int64_t fit = tiles == 1 ? 1 : std::max<int64_t>(1, (kNearBytes / row_bytes - kDotTokens) / kDotRows);
+  const int64_t fit = std::max<int64_t>(1, (kNearBytes / row_bytes - kDotTokens) / kDotRows);
   for (int64_t r = 0; r < rows;) {
-    const int64_t count = rows - r >= together ? together : 1, lines = ceil_div(count, tiles);
+    const int64_t count = rows - r >= kDotRows ? kDotRows : 1, lines = ceil_div(count, tiles);
     const int64_t end = r + std::min(fit * count, (rows - r) / count * count);
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t = i * tokens / tiles, some = (i + 1) * tokens / tiles - t;
       const int64_t asked = std::min(count, i * lines);
       for (int64_t s = r; s < end; s += count) {
-        const Fetch fetch{ahead(s * row_bytes + distance) + asked * row_bytes, int(std::min(lines, count - asked)), again};
-        with_tile(some, count, [&](auto m, auto n) { tile(m, n, t, w + s * w_stride, fetch, out + t * out_stride + s); });
+        const Fetch fetch{ahead(s * row_bytes + distance) + asked * row_bytes, int(std::min(lines, count - asked)), 0};
+        with_tile(some, count, [&](auto m, auto n) {
+          tile(m, n, t, 0, size.depth, w + s * w_stride, fetch, out + t * out_stride + s, out_stride);
+        });
       }
     }
     r = end;

@@ -110,7 +110,7 @@ __attribute__((noinline)) void lane_tile(const IVec* x, int64_t tokens, const S*
   };
   int64_t k = 0;
   while (k + line <= depth) {
-    fetch.template step<64>(w + k);
+    fetch.template step<64, R>(w + k);
     for (const int64_t end = k + line; k < end; k += n) add(k, n);
     excess.add(w + k - line, w_stride);  // in the nearest cache by now
   }

@@ -13,6 +13,7 @@ struct MlaActivations {
       : stride(round_up(std::max<int64_t>(1, depth), 64)), rows_(new Line[size_t(tokens * stride) / (64 / sizeof(X))]()),
         scales(new float[size_t(tokens)]()), sums(new int32_t[size_t(tokens)]()) {}
   X* row(int64_t t) const { return rows_[0].x + t * stride; }
+  RowSize size_of_rows(int64_t depth) const { return {depth, 64, depth * int64_t(sizeof(X))}; }
 
   const int64_t stride;
 
@@ -54,10 +55,10 @@ struct MlaFloat {
     const int64_t w_stride = p.weight.strides[0];
     const S* const w = p.weight.as<S>() + first * w_stride;
     const int64_t done = lane_rows<WordProduct<X, S>>(lanes, tokens, w, w_stride, rows, depth, ahead, out, out_stride);
-    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, w + done * w_stride, w_stride, rows - done,
+    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, w + done * w_stride, w_stride, rows - done, x.size_of_rows(depth),
              ahead.after(done * w_stride * int64_t(sizeof(S))), out + done, out_stride,
-             [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
-               dot_tile<T, S, m(), r()>(x.row(i), x.stride, w, w_stride, depth, next, o, out_stride);
+             [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, float* o, int64_t o_stride) {
+               dot_tile<T, S, m(), r()>(x.row(t) + k, x.stride, w, w_stride, some, next, o, o_stride);
              });
     mla_add_bias<T>(p, first, tokens, rows, out, out_stride);
   }
@@ -76,9 +77,10 @@ struct MlaWeightInt8 {
   static void rows(const MlaActivations<X>& x, const IVec*, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, ahead, out, out_stride,
-             [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
-               dot_tile<T, S, m(), r()>(x.row(i), x.stride, w, w_stride, depth, next, o, out_stride);
+    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, x.size_of_rows(depth),
+             ahead, out, out_stride,
+             [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, float* o, int64_t o_stride) {
+               dot_tile<T, S, m(), r()>(x.row(t) + k, x.stride, w, w_stride, some, next, o, o_stride);
              });
     const float* descale = p.descale.as<float>() + first;
     const T* bias = p.bias.defined() ? p.bias.as<T>() + first : nullptr;
@@ -107,12 +109,13 @@ struct MlaWeightInt4 {
   static void rows(const MlaActivations<X>& x, const IVec*, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0], half = p.weight.sizes[1], groups = p.descale.sizes[1];
+    const int64_t bytes = half / groups;  // of a group
     const uint8_t* const base = p.weight.as<S>();
-    dot_rows<W>(tokens, base + first * w_stride, w_stride, rows, ahead, out, out_stride,
-             [&](auto m, auto r, int64_t i, const S* w, auto next, float* o) {
-               const float* factor = p.descale.as<float>() + (w - base) / w_stride * groups;
-               nibble_tile<m(), r()>(x.row(i), x.stride, half, w, w_stride, factor, groups, half / groups, next, o,
-                                     out_stride);
+    dot_rows<W>(tokens, base + first * w_stride, w_stride, rows, {half, bytes, 2 * half * int64_t(sizeof(X))}, ahead, out, out_stride,
+             [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, float* o, int64_t o_stride) {
+               const float* factor = p.descale.as<float>() + (w - k - base) / w_stride * groups + k / bytes;
+               nibble_tile<m(), r()>(x.row(t) + k, x.stride, half, w, w_stride, factor, groups, some / bytes, bytes, next, o,
+                                     o_stride);
              });
     mla_add_bias<T>(p, first, tokens, rows, out, out_stride);
   }
@@ -141,10 +144,11 @@ struct MlaInteger {
     const int64_t w_stride = p.weight.strides[0];
     const S* const w = p.weight.as<S>() + first * w_stride;
     const int64_t done = lane_rows<WordProduct<X, S>>(lanes, tokens, w, w_stride, rows, depth, ahead, sums, rows);
-    dot_rows<kByteStep>(tokens, w + done * w_stride, w_stride, rows - done, ahead.after(done * w_stride), sums + done, rows,
-             [&](auto m, auto r, int64_t i, const S* w, auto next, int32_t* o) {
-               integer_tile<m(), r()>(x.row(i), x.stride, x.sums.get() + i, w, w_stride, depth, next, o,
-                                      rows);
+    dot_rows<kByteStep>(tokens, w + done * w_stride, w_stride, rows - done, x.size_of_rows(depth), ahead.after(done * w_stride),
+             sums + done, rows,
+             [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, int32_t* o, int64_t o_stride) {
+               const int32_t none[kDotTokens] = {};  // a row's first piece has the sum of the whole
+               integer_tile<m(), r()>(x.row(t) + k, x.stride, k > 0 ? none : x.sums.get() + t, w, w_stride, some, next, o, o_stride);
              });
     const float* descale = p.descale.as<float>() + first;
     const int32_t* bias = p.bias.defined() ? p.bias.as<int32_t>() + first : nullptr;

@@ -7,6 +7,8 @@
 // it lies farther than in the nearest cache: the K of few tokens is taken in pieces of which x stays there.
 #pragma once
 
+#include <array>
+
 #include "byte_dot.h"
 #include "gemm_tile.h"
 
@@ -138,6 +140,19 @@ struct Dots<bfloat16, bfloat16> {
   }
   static __m512bh row(const bfloat16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static Vec mac(__m512bh x, __m512bh w, Vec sum) { return (Vec)_mm512_dpbf16_ps((__m512)sum, x, w); }
+};
+
+// Every byte is a number of bfloat16 too.
+template <>
+struct Dots<bfloat16, int8_t> : Dots<bfloat16, bfloat16> {
+  static __m512bh widen(__m256i v) {
+    const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(v)), high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(v, 1));
+    return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+  }
+  static __m512bh weight(const int8_t* p, Full) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+  static __m512bh weight(const int8_t* p, int64_t left) {
+    return widen(_mm256_maskz_loadu_epi8(__mmask32((uint64_t{1} << left) - 1), p));
+  }
 };
 #endif
 
@@ -276,6 +291,54 @@ __attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int
   }
   for (int m = 0; m < M; ++m) store_totals(total[m], out + m * out_stride);
 }
+
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+template <int M, int R, class Fetch>
+__attribute__((noinline)) void nibble_tile(const bfloat16* x, int64_t x_stride, int64_t half, const uint8_t* w, int64_t w_stride,
+                                           const float* factor, int64_t groups, int64_t count, int64_t bytes, Fetch fetch,
+                                           float* out, int64_t out_stride) {
+  alignas(64) static constexpr auto numbers = [] {  // -8 to 7, twice
+    std::array<uint16_t, 32> v{0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                               0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    for (int i = 0; i < 16; ++i) v[size_t(i) + 16] = v[size_t(i)];
+    return v;
+  }();
+  constexpr int64_t step = 2 * W;
+  const __m512i table = _mm512_load_si512(numbers.data()), low_bits = _mm512_set1_epi16(15);
+  const bool whole = bytes % step == 0;  // half a step where not
+  const __mmask32 lanes = whole ? ~__mmask32{0} : __mmask32{0xffff};
+  Vec total[M][R] = {};
+  for (int64_t g = 0; g < count; ++g) {
+    Vec sum[M][R] = {};
+    for (int64_t j = g * bytes; j < (g + 1) * bytes; j += whole ? step : W) {
+      whole ? fetch.template step<step, R>(w + j) : fetch.template step<W, R>(w + j);
+      __m512bh even[R], odd[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m512i b = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(lanes, w + r * w_stride + j));
+        even[r] = (__m512bh)_mm512_permutexvar_epi16(_mm512_and_si512(b, low_bits), table);
+        odd[r] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(b, 4), table);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const bfloat16* const p = x + m * x_stride + j;
+        const __m512bh v = (__m512bh)_mm512_maskz_loadu_epi16(lanes, p), u = (__m512bh)_mm512_maskz_loadu_epi16(lanes, p + half);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const __m512 first = _mm512_dpbf16_ps((__m512)sum[m][r], v, even[r]);
+          sum[m][r] = (Vec)_mm512_dpbf16_ps(first, u, odd[r]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) total[m][r] = fma(sum[m][r], splat(factor[r * groups + g]), total[m][r]);
+    }
+  }
+  for (int m = 0; m < M; ++m) store_totals(total[m], out + m * out_stride);
+}
+#endif
 
 // Calls tile<M, R> for `tokens` <= kDotTokens and R = kDotRows, kFewRows or 1.
 template <class F>

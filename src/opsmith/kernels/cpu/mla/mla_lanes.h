@@ -8,6 +8,7 @@
 namespace opsmith {
 
 constexpr int kLaneSums = 24;  // of a tile: registers are left for a word of all tokens and one of the weight
+constexpr int kLaneRows = 12;  // at most: rows that are half a page apart share few lines of the nearest cache
 
 // Words of X times words of S, where there is an instruction for them.
 template <class X, class S>
@@ -72,7 +73,8 @@ struct WordProduct<bfloat16, bfloat16> {
 // Vectors that hold a word of all tokens; 0 where too many of their lanes would be empty.
 inline int64_t lane_vectors(int64_t tokens) {
   const int64_t vectors = ceil_div(tokens, W);
-  return 2 <= vectors && vectors <= 4 && 6 * tokens >= 5 * W * vectors ? vectors : 0;
+  if (vectors == 1) return tokens >= 13 ? 1 : 0;
+  return vectors <= 4 && 12 * tokens >= 11 * W * vectors ? vectors : 0;
 }
 
 // Rows of x, whole vectors of them, as lanes: to[word][vector].
@@ -136,7 +138,7 @@ int64_t lane_rows(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, i
                   O* out, int64_t out_stride) {
   if constexpr (Product::exists) {
     auto tiles = [&](auto v) {
-      constexpr int V = v(), R = kLaneSums / V;
+      constexpr int V = v(), R = std::min(kLaneRows, kLaneSums / V);
       const int64_t row_bytes = w_stride * int64_t(sizeof(S));
       int64_t r = 0;
       for (; r + R <= rows; r += R) {
@@ -146,6 +148,7 @@ int64_t lane_rows(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, i
       return r;
     };
     switch (x ? lane_vectors(tokens) : 0) {
+      case 1: return tiles(std::integral_constant<int, 1>{});
       case 2: return tiles(std::integral_constant<int, 2>{});
       case 3: return tiles(std::integral_constant<int, 3>{});
       case 4: return tiles(std::integral_constant<int, 4>{});

@@ -69,7 +69,7 @@ template <class T_>
 struct MlaWeightInt8 {
   using T = T_;
   using S = int8_t;
-  using X = float;
+  using X = typename Dots<T, S>::X;
 
   static void prepare(const float* y, int64_t n, const MlaProjection&, X* to, float*, int32_t*) {
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, round_to<T>(load(y + i, k)), k); });
@@ -100,11 +100,11 @@ template <class T_>
 struct MlaWeightInt4 {
   using T = T_;
   using S = uint8_t;
-  using X = float;
+  using X = typename Dots<T, int8_t>::X;
 
   static void prepare(const float* y, int64_t n, const MlaProjection& p, X* to, float*, int32_t*) {
     const int64_t half = p.weight.sizes[1];
-    for (int64_t i = 0; i < n; ++i) to[i % 2 * half + i / 2] = to_float(from_float<T>(y[i]));
+    for (int64_t i = 0; i < n; ++i) to[i % 2 * half + i / 2] = from_float<X>(to_float(from_float<T>(y[i])));
   }
   static void rows(const MlaActivations<X>& x, const IVec*, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {

@@ -53,7 +53,7 @@ class Region {
     const bool low_rank = call.gamma1.defined();
     key_rows_ = kv_lora_ + rope_;
     vectors_ = Product::exists ? lane_vectors(tokens_) : 0;
-    const int64_t tile = vectors_ > 0 ? kLaneSums / vectors_ : kDotRows;
+    const int64_t tile = vectors_ > 0 ? std::min<int64_t>(kLaneRows, kLaneSums / vectors_) : kDotRows;
     block_ = std::max(tile, kTaskBytes / std::max<int64_t>(1, down_bytes()) / tile * tile);
     key_blocks_ = ceil_div(key_rows_, block_);
     query_blocks_ = low_rank ? ceil_div(columns_ - key_rows_, block_) : 0;

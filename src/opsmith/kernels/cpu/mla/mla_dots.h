@@ -53,7 +53,7 @@ struct FetchRows {
   template <int bytes, int R>
   void step(const void*) {
     if (reinterpret_cast<uintptr_t>(far) % 64 < bytes) {  // each line once
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         prefetch_far(far + r * row_bytes);
         prefetch_far(near + r * row_bytes);
@@ -258,14 +258,14 @@ inline IVec load_bytes(const uint8_t* p) {
 #endif
 }
 
-// The same with numbers of 4 bits, `count` groups of `bytes` bytes that have a factor each, of `groups` in a row. x is divided
-// into its even numbers and, `half` further on, its odd ones.
+// The same with numbers of 4 bits, in groups of `bytes` bytes that have a factor each. x is divided into its even numbers
+// and, `half` further on, its odd ones.
 template <int M, int R, class Fetch>
 __attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int64_t half, const uint8_t* w, int64_t w_stride,
-                                           const float* factor, int64_t groups, int64_t count, int64_t bytes, Fetch fetch,
+                                           const float* factor, int64_t groups, int64_t bytes, Fetch fetch,
                                            float* out, int64_t out_stride) {
   Vec total[M][R] = {};
-  for (int64_t g = 0; g < count; ++g) {
+  for (int64_t g = 0; g < groups; ++g) {
     Vec sum[M][R] = {};
     for (int64_t j = g * bytes; j < (g + 1) * bytes; j += W) {
       fetch.template step<W, R>(w + j);
@@ -295,7 +295,7 @@ __attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 template <int M, int R, class Fetch>
 __attribute__((noinline)) void nibble_tile(const bfloat16* x, int64_t x_stride, int64_t half, const uint8_t* w, int64_t w_stride,
-                                           const float* factor, int64_t groups, int64_t count, int64_t bytes, Fetch fetch,
+                                           const float* factor, int64_t groups, int64_t bytes, Fetch fetch,
                                            float* out, int64_t out_stride) {
   alignas(64) static constexpr auto numbers = [] {  // -8 to 7, twice
     std::array<uint16_t, 32> v{0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
@@ -308,7 +308,7 @@ __attribute__((noinline)) void nibble_tile(const bfloat16* x, int64_t x_stride, 
   const bool whole = bytes % step == 0;  // half a step where not
   const __mmask32 lanes = whole ? ~__mmask32{0} : __mmask32{0xffff};
   Vec total[M][R] = {};
-  for (int64_t g = 0; g < count; ++g) {
+  for (int64_t g = 0; g < groups; ++g) {
     Vec sum[M][R] = {};
     for (int64_t j = g * bytes; j < (g + 1) * bytes; j += whole ? step : W) {
       whole ? fetch.template step<step, R>(w + j) : fetch.template step<W, R>(w + j);
@@ -360,9 +360,10 @@ inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
   }
 }
 
-// A row of a weight: how many numbers of the weight's type, in how many of them it may be cut, and the bytes of x beside it.
+// A row of a weight: its numbers of the weight's type, how many of them stay together, and the bytes of a token's x beside it.
 struct RowSize {
   int64_t depth, unit, x_bytes;
+  int64_t few = kFewRows, many = kDotRows;  // rows of a tile where there is one, or where there are several
 };
 
 // For tokens of one tile, piece by piece of K; the same pieces of some rows follow each other, so that what is asked for lies
@@ -373,7 +374,8 @@ inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, 
   const int64_t row_bytes = w_stride * int64_t(sizeof(S)), pieces = ceil_div(tokens * size.x_bytes, kPieceBytes);
   const int64_t piece = round_up(ceil_div(size.depth, std::max<int64_t>(1, pieces)), size.unit);
   const int64_t apart = kAheadBytes / std::max<int64_t>(1, piece * int64_t(sizeof(S)));
-  const int64_t group = std::max<int64_t>(1, apart / kFewRows) * kFewRows;
+  const int64_t together = tokens < kDotTokens / 2 ? kFewRows : size.few;
+  const int64_t group = std::max<int64_t>(1, apart / together) * together;
   for (int64_t r = 0; r < rows; r += group) {
     const int64_t some = std::min(group, rows - r);
     for (int64_t k = 0; k < size.depth; k += piece) {
@@ -385,10 +387,10 @@ inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, 
         return ahead((r + i) * row_bytes);
       };
       for (int64_t i = 0; i < some;) {
-        const int64_t count = some - i >= kFewRows ? kFewRows : 1;
+        const int64_t count = some - i >= together ? together : 1;
         const FetchRows fetch{place(i + some), place(i + some / 2), row_bytes};
         const S* const from = w + (r + i) * w_stride + k;
-        O *const to = out + r + i, part[kDotTokens * kFewRows];
+        O *const to = out + r + i, part[kDotTokens * kDotRows];
         with_tile(tokens, count, [&](auto m, auto n) {
           if (k == 0) return tile(m, n, 0, k, left, from, fetch, to, out_stride);
           tile(m, n, 0, k, left, from, fetch, part, n());
@@ -424,7 +426,7 @@ inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows,
   // A tile's tokens stay in the nearest cache for so many rows, if they fit there together.
   const int64_t fit = std::max<int64_t>(1, (kNearBytes / row_bytes - kDotTokens) / kDotRows);
   for (int64_t r = 0; r < rows;) {
-    const int64_t count = rows - r >= kDotRows ? kDotRows : 1, lines = ceil_div(count, tiles);
+    const int64_t count = rows - r >= size.many ? size.many : 1, lines = ceil_div(count, tiles);
     const int64_t end = r + std::min(fit * count, (rows - r) / count * count);
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t t = i * tokens / tiles, some = (i + 1) * tokens / tiles - t;

@@ -77,8 +77,8 @@ struct MlaWeightInt8 {
   static void rows(const MlaActivations<X>& x, const IVec*, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t depth, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0];
-    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows, x.size_of_rows(depth),
-             ahead, out, out_stride,
+    dot_rows<Dots<T, S>::step * sizeof(S)>(tokens, p.weight.as<S>() + first * w_stride, w_stride, rows,
+             {depth, depth, depth * int64_t(sizeof(X)), kDotRows}, ahead, out, out_stride,
              [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, float* o, int64_t o_stride) {
                dot_tile<T, S, m(), r()>(x.row(t) + k, x.stride, w, w_stride, some, next, o, o_stride);
              });
@@ -109,13 +109,13 @@ struct MlaWeightInt4 {
   static void rows(const MlaActivations<X>& x, const IVec*, int64_t tokens, const MlaProjection& p, int64_t first,
                    int64_t rows, int64_t, const Ahead& ahead, float* out, int64_t out_stride, int32_t*) {
     const int64_t w_stride = p.weight.strides[0], half = p.weight.sizes[1], groups = p.descale.sizes[1];
-    const int64_t bytes = half / groups;  // of a group
+    // A group has sums of its own beside those of the row: for more rows than two there are no registers.
+    const RowSize size{half, half, 2 * half * int64_t(sizeof(X)), kFewRows, sizeof(X) == 2 ? kFewRows : kDotRows};
     const uint8_t* const base = p.weight.as<S>();
-    dot_rows<W>(tokens, base + first * w_stride, w_stride, rows, {half, bytes, 2 * half * int64_t(sizeof(X))}, ahead, out, out_stride,
-             [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, float* o, int64_t o_stride) {
-               const float* factor = p.descale.as<float>() + (w - k - base) / w_stride * groups + k / bytes;
-               nibble_tile<m(), r()>(x.row(t) + k, x.stride, half, w, w_stride, factor, groups, some / bytes, bytes, next, o,
-                                     o_stride);
+    dot_rows<W>(tokens, base + first * w_stride, w_stride, rows, size, ahead, out, out_stride,
+             [&](auto m, auto r, int64_t t, int64_t, int64_t, const S* w, auto next, float* o, int64_t o_stride) {
+               const float* factor = p.descale.as<float>() + (w - base) / w_stride * groups;
+               nibble_tile<m(), r()>(x.row(t), x.stride, half, w, w_stride, factor, groups, half / groups, next, o, o_stride);
              });
     mla_add_bias<T>(p, first, tokens, rows, out, out_stride);
   }

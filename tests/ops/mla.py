@@ -177,3 +177,94 @@ def spelled_out(
         k_nope = np.rint(np.clip(k_nope / ctkv_scale, -128, 127))
         q_out = np.rint(np.clip(q_out * array(q_nope_scale)[:, None], -128, 127))
     return Token(q_out, q_rope, k_nope, turn(k_pe, c, s, w.interleaved), latent_q)
+
+
+def as_specified(
+    w: MLAWeights,
+    x: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    ctkv_scale: float | None = None,
+    q_nope_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The specification for all tokens, with its roundings: to x's dtype after each matmul, int8 of float32 numbers.
+
+    Sums are float64's, which has no order of its own. Gives q_out, q_rope, k_nope and k_rope.
+    """
+    s, dtype = w.state_dict(), x.dtype
+
+    def rms_norm(v: torch.Tensor, gamma: str, beta: str = "") -> torch.Tensor:
+        if gamma not in s:
+            return v.double()
+        v = v.double()
+        y = v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * s[gamma].double()
+        return y + s[beta].double() if beta in s else y
+
+    def int8(v: torch.Tensor) -> torch.Tensor:
+        return v.float().clamp(-128, 127).round()
+
+    def product(y: torch.Tensor, i: int) -> torch.Tensor:
+        weight = s["wuq" if i else "wdqkv"]
+        bias = s[f"bias{i}"].double() if f"bias{i}" in s else torch.zeros(len(weight), dtype=torch.float64)
+        if w.quant is None:
+            return (y.to(dtype).double() @ weight.double().T + bias).to(dtype)
+        descale = s[f"descale{i}"]
+        if w.quant == "per_tensor":
+            q = int8(y.float() / s[f"scale{i}"] + s[f"offset{i}"])
+            return ((q.double() @ weight.double().T + bias).float() * descale).to(dtype)
+        if w.quant == "per_token":
+            step = y.float().abs().amax(-1, keepdim=True) / 127
+            q = int8(y.float() / step).where(step > 0, 0.0)
+            return ((q.double() @ weight.double().T).float() * descale * step).to(dtype)
+        if w.quant == "weight_int4":  # two numbers a byte, the even column's in the low bits; 8 is zero
+            weight = torch.stack((weight & 15, weight >> 4), -1).flatten(1).double() - 8
+            descale = descale.repeat_interleave(weight.shape[1] // descale.shape[1], 1)
+            weight = (weight * descale)[:, : y.shape[1]]
+        else:
+            weight = weight.double() * descale[:, None]
+        return (y.to(dtype).double() @ weight.T + bias).to(dtype)
+
+    def turned(v: torch.Tensor) -> torch.Tensor:
+        if cos is None or sin is None:
+            return v
+        half, y, v = w.rope // 2, torch.empty_like(v, dtype=torch.float64), v.double()
+        c, n = (t.double().view(len(x), *(1,) * (v.dim() - 2), w.rope) for t in (cos, sin))
+        a = slice(0, None, 2) if w.interleaved else slice(0, half)
+        b = slice(1, None, 2) if w.interleaved else slice(half, None)
+        y[..., a] = v[..., a] * c[..., :half] - v[..., b] * n[..., :half]
+        y[..., b] = v[..., b] * c[..., half:] + v[..., a] * n[..., half:]
+        return y.to(dtype)
+
+    y = rms_norm(x, "gamma0", "beta0")
+    a = product(y, 0)
+    if w.q_lora is not None:
+        y = rms_norm(a[:, w.kv_lora + w.rope :], "gamma1", "beta1")
+    q = product(y, 1).view(len(x), w.heads, w.nope + w.rope)
+    q_out = torch.einsum("thn,hnk->thk", q[..., : w.nope].double(), s["wuk"].double()).to(dtype)
+    k_nope = rms_norm(a[:, : w.kv_lora], "gamma2")
+    if ctkv_scale is not None and q_nope_scale is not None:
+        k_nope = int8(k_nope.float() / torch.tensor(ctkv_scale)).to(torch.int8)
+        q_out = int8(q_out.float() * q_nope_scale[:, None]).to(torch.int8)
+    else:
+        k_nope = k_nope.to(dtype)
+    k_rope = turned(a[:, w.kv_lora : w.kv_lora + w.rope])
+    return q_out, turned(q[..., w.nope :]), k_nope, k_rope
+
+
+def hold(got: torch.Tensor, right: torch.Tensor, integers: bool) -> None:
+    """Integers within a step and 999 of 1000 equal. Floating point within 8 units in the last place of the largest
+    number; behind integer activations, of which one at a tie may round either way, not in every token.
+    """
+    assert got.shape == right.shape
+    assert got.dtype == right.dtype
+    if not got.numel():
+        return
+    off = (got.double() - right.double()).abs()
+    if got.dtype == torch.int8:
+        assert off.max() <= 1
+        assert (off > 0).sum() <= max(1, off.numel() // 1000)
+        return
+    scale = right.double().abs().max()
+    tokens = off.flatten(1).amax(1) > 8 * torch.finfo(got.dtype).eps * scale
+    assert tokens.sum() <= (max(1, len(tokens) // 10) if integers else 0)
+    assert off.max() <= scale / 64

@@ -12,16 +12,23 @@ from tests.ops.mla import Sizes, as_specified, hold, row_of
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
 
 # tokens, heads, D, q_lora, form, mode, block size, dtype, changes. Every value of each column at least once, and the
-# pairs that share code: regions of 64 tokens with every form, tails of rows and of tokens with every width of a tile.
+# pairs that share code: regions of 64 tokens with every form, tails of rows and of tokens with every width of a tile, few
+# tokens whose K is taken in pieces, and tokens in one to four vectors.
 CASES: list[tuple[int, int, int, int | None, str | None, str, int, torch.dtype, dict[str, Any]]] = [
     (1, 128, 512, 96, None, "split", 128, torch.bfloat16, {"beta0": True, "bias1": True}),
     (1, 16, 7168, 64, "per_token", "joint", 1, torch.bfloat16, {}),
     (2, 77, 512, 33, "per_tensor", "tiled", 16, torch.float32, {"bias0": True, "interleaved": True}),
     (5, 1, 5120, 28, "weight_int8", "split", 256, torch.bfloat16, {"beta1": True}),
+    (4, 2, 7168, 96, "per_token", "split", 16, torch.bfloat16, {}),
+    (3, 1, 7169, 33, "per_tensor", "joint", 16, torch.float16, {"bias0": True, "bias1": True}),
+    (6, 3, 5123, 70, None, "split", 16, torch.bfloat16, {"bias0": True}),
+    (2, 2, 5120, 28, None, "split", 16, torch.float32, {}),
     (5, 16, 512, 96, "weight_int4", "joint", 16, torch.bfloat16, {"bias0": True, "bias1": True}),
     (31, 16, 512, None, "per_token", "int8_tiled", 128, torch.float16, {"interleaved": True}),
+    (14, 3, 103, 70, "per_token", "split", 16, torch.bfloat16, {}),
+    (16, 5, 101, 33, None, "split", 16, torch.bfloat16, {"bias0": True}),
     (32, 3, 101, 33, "per_token", "split", 16, torch.bfloat16, {}),
-    (40, 5, 103, 70, "per_tensor", "split", 16, torch.bfloat16, {"bias0": True, "beta0": True}),
+    (46, 5, 103, 70, "per_tensor", "split", 16, torch.bfloat16, {"bias0": True, "beta0": True}),
     (64, 2, 66, 29, "per_token", "tiled", 16, torch.float32, {}),
     (33, 1, 512, None, "weight_int4", "split", 1, torch.float32, {"gamma0": None}),
     (33, 77, 40, 28, "per_token", "split", 16, torch.bfloat16, {"beta0": True, "beta1": True}),

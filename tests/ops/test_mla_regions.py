@@ -12,8 +12,8 @@ from tests.ops.mla import Sizes, as_specified, hold, row_of
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
 
 # tokens, heads, D, q_lora, form, mode, block size, dtype, changes. Every value of each column at least once, and the
-# pairs that share code: regions of 64 tokens with every form, tails of rows and of tokens with every width of a tile, few
-# tokens whose K is taken in pieces, and tokens in one to four vectors.
+# pairs that share code: regions of 64 tokens with every form, tails of rows and of tokens with every width of a tile,
+# few tokens whose K is taken in pieces, and tokens in one to four vectors.
 CASES: list[tuple[int, int, int, int | None, str | None, str, int, torch.dtype, dict[str, Any]]] = [
     (1, 128, 512, 96, None, "split", 128, torch.bfloat16, {"beta0": True, "bias1": True}),
     (1, 16, 7168, 64, "per_token", "joint", 1, torch.bfloat16, {}),

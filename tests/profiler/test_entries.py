@@ -46,6 +46,15 @@ def test_latent_attention_counts_what_it_multiplies() -> None:
     read = sum(t.nbytes for t in (x, down, up, wuk, gamma0, gamma1, gamma2, cos, sin, slots))
     assert found.min_bytes == read + q_out.nbytes + q_rope.nbytes + 2 * (5 + 2) * 2  # two rows of the cache
 
+    assert found.int8_ops == 0
+    for quant, integer in ((1, True), (2, True), (3, False)):
+        found, _ = _entry(
+            "opsmith::mla_preprocess", x, down.to(torch.int8), up.to(torch.int8), wuk, gamma0, gamma1, gamma2,
+            *[None] * 10, cos, sin, slots, quant, True, False, 1e-6, None, None, q_out, q_rope, latent, rope, None,
+        )  # fmt: skip
+        assert found is not None
+        assert found.int8_ops == (2 * 2 * (13 * 7 + 18 * 6) if integer else 0)
+
     tables, lens = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     q, turned, out = (torch.zeros(1, 3, n, dtype=bf16) for n in (5, 2, 5))
     found, _ = _entry(

@@ -1,7 +1,9 @@
 """Roofs and what is judged by them."""
 
 import pytest
+import torch
 
+from opsmith.profiler.api import profile
 from opsmith.profiler.data import FRAMEWORK, MATMUL, NORM, Phase, Row
 from opsmith.profiler.roofline import Roofs, judge
 from tests.profiler.conftest import RATES
@@ -40,6 +42,34 @@ def test_the_least_time_is_the_larger_of_both(roofs: Roofs) -> None:
     assert by_flops.least == pytest.approx(1e-2)
     assert by_flops.bound == "compute"
     assert by_flops.of_roof == pytest.approx(0.5)
+
+
+def test_products_of_int8_are_judged_by_their_own_rate(roofs: Roofs) -> None:
+    roofs.rates["matmul int8"] = 8e11
+    mixed, whole = (
+        row(kind=MATMUL, bytes=1.0, flops=3e9, int8_ops=int8_ops, dtype="float32") for int8_ops in (2e9, 3e9)
+    )
+    judge([mixed, whole], roofs)
+    assert mixed.least == pytest.approx(1e9 / 2e11 + 2e9 / 8e11)
+    assert whole.least == pytest.approx(3e9 / 8e11)
+    assert mixed.bound == whole.bound == "compute"
+
+
+def test_products_of_int8_are_found_and_their_rate_is_measured() -> None:
+    class Integers(torch.nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch._int_mm(a, b)
+
+    a, b = (torch.ones(64, 32, dtype=torch.int8), torch.ones(32, 48, dtype=torch.int8))
+    with pytest.MonkeyPatch.context() as patch:
+        wanted: list[str] = []
+        fixed = Roofs.measure
+        patch.setattr(Roofs, "measure", lambda self, dtypes: (wanted.extend(dtypes), fixed(self, dtypes)))
+        found = profile(Integers(), (a, b), phase="forward")
+    product = next(r for r in found.phases[0].rows if r.operator == "_int_mm")
+    assert product.int8_ops == product.flops == product.calls * 2 * 64 * 32 * 48
+    assert product.bytes == product.calls * (a.nbytes + b.nbytes + 64 * 48 * 4)
+    assert "int8" in wanted
 
 
 def test_small_data_is_judged_by_the_cache(roofs: Roofs) -> None:

@@ -192,7 +192,12 @@ def mla_preprocess(
     results = (q_out, q_rope, rest["latent_q"])
     small = [t for n, t in rest.items() if isinstance(t, torch.Tensor) and n not in ("rope", "latent_q")]
     rows = tokens * (kv_lora + turned) * latent.element_size()
-    return Cost(2.0 * tokens * products + tokens * norms, nbytes(x, wdqkv, wuq, wuk, *small, *results) + rows)
+    integer = rest["quant"] in (1, 2)  # per tensor or per token, as kernels count the forms
+    return Cost(
+        2.0 * tokens * products + tokens * norms,
+        nbytes(x, wdqkv, wuq, wuk, *small, *results) + rows,
+        2.0 * tokens * (products - wuk.numel()) if integer else 0.0,
+    )
 
 
 def mla_kv_epilogue(a: torch.Tensor, gamma2: torch.Tensor, rope_size: int, **rest: Any) -> Cost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -97,7 +97,7 @@ def profile(
                 raise
             result.partial = f"{one}: {one_line(error)}"
             break
-    roofs.measure(_dtypes(model))
+    roofs.measure(_dtypes(model, phases=result.phases))
     return _finished(result, roofs)
 
 
@@ -141,9 +141,9 @@ class Recording:
             if calls is not None:
                 guides.append(Guide(calls, i))
         roofs = Roofs()
-        roofs.measure(_dtypes(*(r.module for r in self._modules.runs)))
         _fill(found, run, [run], guides)
         result.phases.append(found)
+        roofs.measure(_dtypes(*(r.module for r in self._modules.runs), phases=result.phases))
         self._profile = _finished(result, roofs)
 
 
@@ -261,9 +261,11 @@ def _device(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return "cpu"
 
 
-def _dtypes(*models: Any) -> list[str]:
-    """Those that its parameters have, and the two whose comparison an advice needs."""
+def _dtypes(*models: Any, phases: Iterable[Phase] = ()) -> list[str]:
+    """Those that its parameters and products have, and the two whose comparison an advice needs."""
     found = {"float32", "bfloat16"}
+    if any(row.int8_ops for phase in phases for row in phase.rows):
+        found.add("int8")
     for model in models:
         if isinstance(model, nn.Module):
             found |= {str(p.dtype).removeprefix("torch.") for p in model.parameters()}

@@ -83,6 +83,7 @@ class Attribution:
             into.seconds += sum(times) / len(times)
             into.calls += 1
             into.flops += row.flops
+            into.int8_ops += row.int8_ops
             into.bytes += row.bytes
         gaps = [max(run.seconds - c, 0.0) for run, c in zip(runs, covered, strict=True)]
         for k, gap in enumerate(gaps):
@@ -111,6 +112,13 @@ class Attribution:
                     )
                 )
         return sorted(found, key=lambda e: e.start)
+
+
+def _price(row: Row, cost: Cost) -> None:
+    """Charge a row for one more part of it."""
+    row.flops += cost.flops
+    row.int8_ops += cost.int8_ops
+    row.bytes += cost.min_bytes
 
 
 def preorder(ops: Iterable[Op]) -> Iterator[Op]:
@@ -229,7 +237,7 @@ class _Reader:
                 replay=found.replay,
             )
             if found.cost is not None:
-                row.flops, row.bytes = found.cost.flops, found.cost.min_bytes
+                _price(row, found.cost)
             unit = self.sites[site] = self._new(Unit(row, backward=found.backward, site=True))
         self._add(op, unit)
 
@@ -254,7 +262,7 @@ class _Reader:
             replay=entries.replay(mark.card, mark.call),
         )
         if estimate is not None:
-            row.flops, row.bytes = estimate.flops, estimate.min_bytes
+            _price(row, estimate)
         return self._new(Unit(row, site=True, backward=2.0 if row.kind == ATTENTION else 1.5))
 
     def _leaf(self, op: Op, layer: str | None = None) -> None:
@@ -284,7 +292,7 @@ class _Reader:
             fault=fault,
         )
         if estimate is not None:
-            row.flops, row.bytes = estimate.flops, estimate.min_bytes
+            _price(row, estimate)
         return row
 
     def _gradient(self, op: Op) -> None:
@@ -323,8 +331,7 @@ class _Reader:
                 if estimate is None:
                     back.row.known = False
                 else:
-                    back.row.flops += estimate.flops
-                    back.row.bytes += estimate.min_bytes
+                    _price(back.row, estimate)
 
     def _inner(self, op: Op, layer: str) -> None:
         """Inside a gradient of nobody known: the node's own event is a wrapper."""

@@ -129,6 +129,12 @@ def _product(a: Spec, b: Spec, extra: Spec | None = None) -> Cost:
     return Cost(2.0 * batch * m * n * k, float(a.nbytes + b.nbytes + out + more))
 
 
+def _integers(i: Inputs) -> Cost:
+    """Of int8, with a result in int32."""
+    found = _product(i[0], i[1])
+    return Cost(found.flops, found.min_bytes + 3.0 * i[0].shape[0] * i[1].shape[1], found.flops)
+
+
 def _linear(i: Inputs) -> Cost:
     x, w, b = i[0], i[1], i[2] if len(i) > 2 else None
     n, k = w.shape
@@ -302,7 +308,7 @@ _FORMULAS: dict[str, Formula] = {
     "matmul": lambda i: _product(i[0], i[1]),
     "mv": lambda i: _product(i[0], i[1]),
     "dot": lambda i: Cost(2.0 * i[0].numel, float(i[0].nbytes + i[1].nbytes)),
-    "_int_mm": lambda i: _product(i[0], i[1]),
+    "_int_mm": _integers,
     "addmm": lambda i: _product(i[1], i[2], i[0]),
     "baddbmm": lambda i: _product(i[1], i[2], i[0]),
     "addmv": lambda i: _product(i[1], i[2], i[0]),

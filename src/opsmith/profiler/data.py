@@ -47,6 +47,7 @@ class Row:
         composite: True where the model wrote it as several PyTorch calls.
         pieces: the PyTorch calls that one call of it was made of.
         seconds, calls, flops, bytes: sums over its calls; `bytes` is the least that can be moved.
+        int8_ops: of the operations, products of int8 with int8.
         least: the least seconds that the roofs allow.
         known: False where there is no formula for its cost.
         classified: False for a PyTorch operator of which the profiler knows nothing.
@@ -65,6 +66,7 @@ class Row:
     seconds: float = 0.0
     calls: float = 0.0
     flops: float = 0.0
+    int8_ops: float = 0.0
     bytes: float = 0.0
     least: float = 0.0
     known: bool = True

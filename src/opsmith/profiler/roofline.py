@@ -16,7 +16,7 @@ from opsmith.profiler.data import ATTENTION, FRAMEWORK, LOSS, MATMUL, Row
 
 # Bytes a block: in a core's own cache, in the shared one, and beyond them all (None: as `measure` has it).
 _FOOTPRINTS = {"near cache": 1 << 18, "far cache": 1 << 22, "memory": None}
-_COMPUTE = {"float32": "matmul float32", "bfloat16": "matmul bfloat16", "float16": "matmul float16"}
+_COMPUTE = {dtype: f"matmul {dtype}" for dtype in ("float32", "bfloat16", "float16", "int8")}
 _ROUNDS_S = 0.25
 # A row is bound by what takes its least time; one that takes several times that, and is short, by its start.
 _SHORT = 20e-6
@@ -91,10 +91,9 @@ def judge(rows: Iterable[Row], roofs: Roofs) -> None:
             row.bound = "unknown"
             continue
         band = roofs.bandwidth(row.bytes / row.calls)
-        rate = roofs.compute(row.dtype) if row.kind in (MATMUL, ATTENTION, LOSS) else None
         by_bytes = row.bytes / band if band else 0.0
-        by_flops = row.flops / rate if rate else 0.0
-        if band is None or (row.kind == MATMUL and rate is None and by_bytes == 0):
+        by_flops = _by_products(row, roofs) if row.kind in (MATMUL, ATTENTION, LOSS) else 0.0
+        if band is None or (row.kind == MATMUL and by_flops == 0 and by_bytes == 0):
             row.bound = "unknown"
             continue
         row.least = max(by_bytes, by_flops)
@@ -103,6 +102,12 @@ def judge(rows: Iterable[Row], roofs: Roofs) -> None:
             row.bound = "overhead" if least < roofs.call else "latency"
         else:
             row.bound = "compute" if by_flops > by_bytes else "memory"
+
+
+def _by_products(row: Row, roofs: Roofs) -> float:
+    """The least seconds that products take, those of int8 at their own rate; no seconds where none was measured."""
+    parts = ((row.flops - row.int8_ops, roofs.compute(row.dtype)), (row.int8_ops, roofs.compute("int8")))
+    return sum(ops / rate for ops, rate in parts if rate)
 
 
 def stamp() -> str:

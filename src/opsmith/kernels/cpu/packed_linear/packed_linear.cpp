@@ -16,7 +16,9 @@ namespace {
 
 constexpr int64_t kChunk = 512;     // of K of a panel that the rows share while it is in the nearest cache
 constexpr int64_t kMostRows = 384;  // of x that do so
-constexpr int64_t kTilesThatUnpack = 4;  // nibbles each for itself: the multiplications leave time for it
+// Tiles that take nibbles apart each for itself: always where one instruction multiplies, as the multiplications leave time for
+// it, and four where it takes several, of few rows each.
+constexpr int64_t kTilesThatUnpack = kPairsPay ? INT64_MAX : 4;
 constexpr int64_t kAhead = 24576;   // bytes from what is used to what is fetched to the second-level cache,
 constexpr int64_t kNear = 3072;     // and from there to the nearest one
 constexpr int64_t kBlock = 128;     // of K that share a factor, where the weight names no groups
@@ -317,9 +319,8 @@ void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, 
     using T = std::remove_pointer_t<decltype(t)>;
     auto run = [&](auto digits, auto nibbles, int64_t block) {
       constexpr int D = decltype(digits)::value;
-      const bool paired = kPairsPay && nibbles && x.sizes[0] <= kTilesThatUnpack * kMostPaired;
-      product<D, T>(fixed_point<D, nibbles, T>(x, block, kDepth, paired ? kMostPaired : most_rows(D)), weight, n, bias.as<T>(),
-                    y.as<T>(), y.strides[0]);
+      constexpr int tile_rows = kPairsPay && nibbles ? kMostPaired : most_rows(D);
+      product<D, T>(fixed_point<D, nibbles, T>(x, block, kDepth, tile_rows), weight, n, bias.as<T>(), y.as<T>(), y.strides[0]);
     };
     using std::integral_constant;
     if (dynamic) return run(integral_constant<int, 1>{}, std::false_type{}, kChunk);

@@ -18,6 +18,9 @@ namespace opsmith {
 
 constexpr float kLeast = 1e-30f;  // a row of smaller numbers is rounded to zeros, as its inverse may be no float
 
+// Numbers of one or two digits are summed in 32 bits, those of four by halves.
+constexpr int halves(int D) { return (D + 1) / 2; }
+
 // Rows are taken in tiles, as nearly equal as can be. The digits of a tile lie in the order in which they are used, four
 // numbers of a row at a time: rows that are apart by a power of two would push each other out of the cache.
 struct FixedPoint {
@@ -26,14 +29,14 @@ struct FixedPoint {
   int64_t tiles;
   std::unique_ptr<int8_t[]> digits;  // [tile][depth / 4][row of the tile][D][4]
   std::unique_ptr<float[]> factor;   // [rows][blocks]
-  std::unique_ptr<int32_t[]> sum;    // [rows][blocks][D], of each digit over a block
+  std::unique_ptr<int32_t[]> sum;    // [rows][blocks][halves(D)], over a block
   std::unique_ptr<int32_t[]> pairs;  // [rows][blocks], of the products of low digits that meet the two nibbles of a byte
 
   FixedPoint(int64_t rows, int64_t k, int64_t depth, int64_t block, int D, int tile_rows)
       : rows(rows), blocks((k + block - 1) / block), depth(depth), block(block), tiles((rows + tile_rows - 1) / tile_rows) {
     digits.reset(new int8_t[size_t(rows * depth * D)]);
     factor.reset(new float[size_t(rows * blocks)]);
-    sum.reset(new int32_t[size_t(rows * blocks * D)]);
+    sum.reset(new int32_t[size_t(rows * blocks * halves(D))]);
     pairs.reset(new int32_t[size_t(rows * blocks)]);
   }
 
@@ -93,7 +96,10 @@ inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, in
     }
   });
   for (int64_t k = round_up(n, W); k < width; k += 4) std::memset(to + k / 4 * step, 0, 4 * D);
-  for (int d = 0; d < D; ++d) sum[d] = reduce_add(total[d]);
+  for (int h = 0; h < halves(D); ++h) {  // unsigned: the digits of a NaN are any numbers
+    const uint32_t low = uint32_t(reduce_add(total[2 * h])), high = D > 1 ? uint32_t(reduce_add(total[2 * h + (D > 1)])) : 0;
+    sum[h] = int32_t((high << (nibbles ? kNibbleBits : kBits)) + low);
+  }
   *pairs = reduce_add(products) / 2;
 }
 
@@ -136,7 +142,7 @@ FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_r
           }
           const int64_t i = r * f.blocks + b;
           f.factor[size_t(i)] = factor;
-          to_digits<D, nibbles>(row + at, n, width, multiplier, digits + at / 4 * step, step, &f.sum[size_t(i * D)],
+          to_digits<D, nibbles>(row + at, n, width, multiplier, digits + at / 4 * step, step, &f.sum[size_t(i * halves(D))],
                                 &f.pairs[size_t(i)]);
         }
       }

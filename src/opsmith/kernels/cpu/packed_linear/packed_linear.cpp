@@ -38,7 +38,7 @@ constexpr int kLeastPaired = 3, kMostPaired = 5;
 struct Tile {
   const int8_t* digits;
   const float* factor;   // [row][block]
-  const int32_t* start;  // [row][block][D]: what a sum begins with, times the zero if there is one
+  const int32_t* start;  // [row][block][halves(D)]: what a sum begins with, times the zero if there is one
   const int32_t* pairs;  // [row][block]: what pairs are to begin with besides
   int low_bits;          // of the lower of two digits
   int64_t blocks;        // from one row of these to the next
@@ -80,7 +80,12 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int d = 0; d < D; ++d) {
-        const IVec start = t.start[(r * t.blocks + b) * D + d] - IVec{};
+        if (d % 2 == 1) {  // begun by the lower digit
+#pragma GCC unroll 2
+          for (int n = 0; n < NV; ++n) sum[r][d][n] = IVec{};
+          continue;
+        }
+        const IVec start = t.start[(r * t.blocks + b) * halves(D) + d / 2] - IVec{};
 #pragma GCC unroll 2
         for (int n = 0; n < NV; ++n) sum[r][d][n] = start;
         if (t.zero) {
@@ -235,8 +240,8 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
   const bool nibbles = width_bits == 4, grouped = p.group > 0;
   // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
   const int32_t middle = p.zero.defined() ? -1 : nibbles ? -8 : -128;
-  const std::unique_ptr<int32_t[]> start(new int32_t[size_t(m * x.blocks * D)]);
-  for (int64_t i = 0; i < m * x.blocks * D; ++i) {  // unsigned: the digits of a NaN are any numbers, its factor is NaN
+  const std::unique_ptr<int32_t[]> start(new int32_t[size_t(m * x.blocks * halves(D))]);
+  for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) {  // unsigned: the digits of a NaN are any numbers, its factor is NaN
     start[size_t(i)] = int32_t(uint32_t(middle) * uint32_t(x.sum[size_t(i)]));
   }
 
@@ -284,7 +289,7 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
           const int count = int(x.first_row(i + 1) - r);
           t.digits = x.digits.get() + (r * depth + count * k) * D;
           t.factor = x.factor.get() + r * x.blocks + k / x.block;
-          t.start = start.get() + (r * x.blocks + k / x.block) * D;
+          t.start = start.get() + (r * x.blocks + k / x.block) * halves(D);
           t.pairs = x.pairs.get() + r * x.blocks + k / x.block;
           t.sums = sums + (r - row) * kColumns;
           if (nibbles && !unpack_first) {

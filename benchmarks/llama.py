@@ -29,6 +29,24 @@ SIZES: dict[str, Any] = {
 
 
 @torch.no_grad()
+def build(layers: int) -> Any:
+    """A Llama whose layers hold the first one's random weights, each in memory of its own: drawing all takes 20 s."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_default_dtype(torch.bfloat16)
+    one = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=1))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).eval()
+    torch.set_default_dtype(torch.float32)
+    model.to_empty(device="cpu")
+    model.load_state_dict(one.state_dict(), strict=False)
+    for layer in model.model.layers[1:]:
+        layer.load_state_dict(one.model.layers[0].state_dict())
+    model.model.rotary_emb = one.model.rotary_emb  # its frequencies are in no state_dict
+    return model
+
+
+@torch.no_grad()
 def decode(model: Any, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
     """Seconds for a prompt, and the median of those for each of so many greedy tokens after it."""
     start = time.perf_counter()
@@ -53,19 +71,15 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
 ) -> None:
     """Interleave the models, and print medians as JSON, with what the weights of a token take at the read roof."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    eager = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).eval()
-    torch.set_default_dtype(torch.float32)
+    eager = build(layers)
     ids = torch.randint(1, SIZES["vocab_size"], (1, prompt))
     models = {"eager": eager}
     prepared = {}
     for name in ("bfloat16", *(formats or ())):
         start = time.perf_counter()
         models[name] = opsmith.optimize(
-            copy.deepcopy(eager),
+            copy.deepcopy(eager, {id(p): p for p in eager.parameters()}),  # the weights themselves are shared
             quantize=None if name == "bfloat16" else name,  # type: ignore[arg-type]
         )
         decode(models[name], ids, 3)  # captured, measured and proved within

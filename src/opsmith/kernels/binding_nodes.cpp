@@ -126,17 +126,20 @@ variable_list backward(const Plan& plan, const AllHeld& held, const variable_lis
   return found;
 }
 
-// Gradients whose own gradients are an error: a kernel has no derivative that autograd knows.
-variable_list once(const Plan& plan, variable_list&& found) {
-  for (at::Tensor& t : found) {
-    if (t.defined()) t = t.detach().requires_grad_();
-  }
-  const auto error = c10::make_intrusive<torch::autograd::DelayedError>(
+// Gradients whose own gradients are an error: a kernel has no derivative that autograd knows. The error leads to the inputs, as
+// torch.autograd.grad takes no way that does not end at what it was asked for.
+variable_list once(const Plan& plan, variable_list&& found, const torch::autograd::edge_list& inputs) {
+  const auto error = c10::make_intrusive<torch::autograd::Error>(
       "trying to differentiate twice through " + plan.name +
           ", which is a kernel; where second derivatives are needed, call the operator's definition in plain PyTorch, "
           "opsmith.operator.registry()[name].reference",
-      int64_t(found.size()));
-  return (*error)(std::move(found));
+      torch::autograd::edge_list(inputs));
+  for (at::Tensor& t : found) {
+    if (!t.defined()) continue;
+    t = t.detach();
+    torch::autograd::set_history(t, error);
+  }
+  return std::move(found);
 }
 
 class KernelBackward final : public Node {
@@ -164,7 +167,7 @@ class KernelBackward final : public Node {
       const c10::AutoGradMode off(false);
       found = backward(plan_, held_, unpacked(), wanted(), arriving);
     }
-    return differentiable ? once(plan_, std::move(found)) : found;
+    return differentiable ? once(plan_, std::move(found), next_edges()) : found;
   }
 
   void release_variables() override {

@@ -15,7 +15,7 @@ from torch import nn
 
 from opsmith.kernels import libraries
 from opsmith.operator import registry
-from opsmith.ops import PackedLinear, packed_linear
+from opsmith.ops import PackedLinear, packed_linear, packed_module
 from opsmith.ops.packed_linear import _pairs
 from opsmith.ops.packed_weight import (
     FORMATS,
@@ -182,6 +182,13 @@ def test_integers_survive_packing(n: int, k: int, format: str, seed: int) -> Non
     packed = pack_integers(q, format)
     assert packed.shape == packed_shape(format, n, k)
     assert unpack_integers(packed, format, n, k).equal(q)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 200])
+def test_a_layer_packed_a_few_rows_at_a_time_is_the_same(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = layer(33, n, "bf16")
+    monkeypatch.setattr(packed_module, "_AT_ONCE", 1)  # a panel at a time
+    assert layer(33, n, "bf16").weight.equal(whole.weight)
 
 
 @given(st.integers(1, 140), st.integers(1, 40))

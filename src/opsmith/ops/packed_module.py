@@ -11,9 +11,10 @@ from torch import nn
 from opsmith.kernels import calls
 from opsmith.ops.common import compiling, in_huge_pages, short
 from opsmith.ops.packed_linear import at_once, packed, packed_linear
-from opsmith.ops.packed_weight import FORMATS, GROUPS, WeightError, dequantize, packed_shape, quantize
+from opsmith.ops.packed_weight import FORMATS, GROUPS, PAIRS, WeightError, dequantize, packed_shape, quantize
 
 _NAME = "PackedLinear"
+_AT_ONCE = 1 << 22  # numbers that are packed at a time
 _BITS = {"bf16": 16, "int8": 8, "int8_dynamic": 8, "int4": 4}
 
 
@@ -132,7 +133,10 @@ class PackedLinear(nn.Module):
             device=weight.device,
         )
         if format == "bf16":
-            made.weight.copy_(packed(weight, format)[0])
+            if not weight.is_meta:
+                rows = max(1, _AT_ONCE // max(1, k) // PAIRS) * PAIRS
+                for part, place in zip(weight.split(rows), made.weight[0].split(rows), strict=True):
+                    place.copy_(packed(part, format)[0][0])
             made.error = _rounding(weight)
         else:
             assert made.scale is not None

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 FORMATS = ("bf16", "int8", "int8_dynamic", "int4")
 GROUPS = (32, 64, 128)
-_PANEL, _LEAST, _DEPTH, _PAIRS = 32, 16, 8, 64
+_PANEL, _LEAST, _DEPTH = 32, 16, 8
+PAIRS = 64  # rows of a panel of bfloat16
 _ROWS_AT_ONCE = 1 << 21  # elements rounded at a time: float32 copies of a whole weight need not fit
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -85,7 +86,7 @@ def unpack_pairs(packed: torch.Tensor, k: int) -> torch.Tensor:
         return packed[0, :, :k]
     panels = [
         panel.reshape(width // 2, -1, 2).transpose(0, 1).reshape(-1, width)
-        for panel in packed[0].split(_PAIRS)
+        for panel in packed[0].split(PAIRS)
     ]
     return torch.cat(panels)[:, :k]
 

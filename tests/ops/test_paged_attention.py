@@ -53,6 +53,20 @@ def test_it_is_attention_of_the_last_tokens(size: int, window: int | None) -> No
         torch.testing.assert_close(got, exact.float(), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("group", "kv_heads", "dim"), [(71, 1, 64), (7, 2, 192), (3, 3, 256), (4, 8, 80)])
+def test_head_counts_and_sizes_that_models_have(
+    group: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    shapes = (group * kv_heads, 1, dim), (kv_heads, 300, dim), (kv_heads, 300, dim)
+    q, k, v = (torch.randn(2, *shape, generator=generator).to(dtype) for shape in shapes)
+    k_cache, v_cache, tables = cache_of(k, v, 16)
+    args = q[:, :, 0], k_cache, v_cache, tables, torch.tensor([300, 77])
+    exact = reference(*(t.double() if t.is_floating_point() else t for t in args))
+    close(paged_attention(*args), eager(*args), exact)
+
+
 def test_one_query_may_leave_its_length_out() -> None:
     q, k, v = torch.randn(2, 4, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
     k_cache, v_cache, tables = cache_of(k, v, 4)

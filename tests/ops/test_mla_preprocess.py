@@ -282,6 +282,11 @@ def test_the_quantized_form_says_that_it_is_inference_only() -> None:
         ({"ctkv_scale": 1.0}, ValueError, 'ctkv_scale is for cache mode "int8_tiled", this one is "split"'),
         ({"cache": "int8"}, ValueError, 'cache mode "int8_tiled" needs ctkv_scale'),
         (
+            {"cache": "int8", "ctkv_scale": "0.1", "q_nope_scale": torch.ones(3)},
+            TypeError,
+            "ctkv_scale must be a tensor or a number, got '0.1'",
+        ),
+        (
             {"cache": MLACache.allocate("split", 3, 16, kv_lora=33, rope=16, dtype=torch.float32)},
             ValueError,
             r"cache.latent must have shape \(3, 16, 1, 32\).*got \(3, 16, 1, 33\)",

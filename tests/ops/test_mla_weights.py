@@ -190,6 +190,19 @@ def test_int8_checkpoints_per_tensor_and_per_token() -> None:
         assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("bad", [0.0, float("nan"), torch.tensor(float("inf"))])
+def test_a_scale_that_nothing_can_be_divided_by_is_refused(bad: Any) -> None:
+    w = Sizes().weights().quantize("per_tensor")
+    s = w.state_dict()
+    norms = {name: s[name] for name in ("gamma0", "gamma1", "gamma2")}
+    sizes = {"heads": 3, "nope": 8, "rope": 16, "kv_lora": 32, "q_lora": 28}
+    descales = {"descale0": s["descale0"], "descale1": s["descale1"]}
+    with pytest.raises(ValueError, match="MLAWeights: scale1 must be finite and not 0, got"):
+        MLAWeights.quantized(
+            s["wdqkv"], s["wuq"], s["wuk"], scale0=-0.1, scale1=bad, **descales, **norms, **sizes
+        )
+
+
 def test_calibration_gives_the_static_scales() -> None:
     sizes = Sizes(tokens=64)
     x, _, _ = sizes.inputs()

@@ -72,7 +72,7 @@ def check_scales(
     for name, value in given.items():
         if value is None:
             raise ValueError(f'{op}: cache mode "int8_tiled" needs {name}')
-    ctkv = _scale(ctkv_scale, cache.device)
+    ctkv = _scale(op, "ctkv_scale", ctkv_scale, cache.device)
     if ctkv.numel() != 1:
         raise ValueError(f"{op}: ctkv_scale must be one number, got shape {tuple(ctkv.shape)}")
     return ctkv.reshape(()), None if heads is None else head_scales(op, *heads, cache.device)
@@ -81,7 +81,7 @@ def check_scales(
 def head_scales(op: str, value: Any, heads: int, device: torch.device) -> torch.Tensor | None:
     if value is None:
         return None
-    scale = _scale(value, device)
+    scale = _scale(op, "q_nope_scale", value, device)
     if scale.numel() != heads:
         raise ValueError(
             f"{op}: q_nope_scale must have shape ({heads},), one for each head, got {tuple(scale.shape)}"
@@ -89,11 +89,14 @@ def head_scales(op: str, value: Any, heads: int, device: torch.device) -> torch.
     return scale.reshape(heads)
 
 
-def _scale(value: Any, device: torch.device) -> torch.Tensor:
+def _scale(op: str, name: str, value: Any, device: torch.device) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         t = value if value.dtype in (torch.float32, torch.float64) else value.float()
         return t.detach().to(device)
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    try:
+        return torch.tensor(value, dtype=torch.float32, device=device)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name} must be a tensor or a number, got {value!r}") from None
 
 
 def check_inference(op: str, *tensors: torch.Tensor | None) -> None:

@@ -127,6 +127,23 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torc
     return packed, scale[:, 0] if bits == 8 and groups else scale, (lost / total) ** 0.5 if total else 0.0
 
 
+def static_scale(
+    op: str, i: int, scale: torch.Tensor | float, offset: torch.Tensor | float | None, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the offset of a projection's inputs, as float32 scalars."""
+    found = []
+    for value in (scale, 0.0 if offset is None else offset):
+        t = torch.as_tensor(value, device=like.device)
+        if t.numel() != 1:
+            raise ValueError(
+                f"{op}: scales and offsets of activations must be one number, got {tuple(t.shape)}"
+            )
+        found.append(t.detach().reshape(()).to(torch.float32))
+    if not like.is_meta and not (bool(found[0].isfinite()) and bool(found[0])):
+        raise ValueError(f"{op}: scale{i} must be finite and not 0, got {float(found[0])}")
+    return found[0], found[1]
+
+
 def quantize_projection(
     p: Projection, quant: str, low: float = 0.0, high: float = 0.0
 ) -> tuple[Projection, float]:

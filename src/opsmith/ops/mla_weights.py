@@ -11,7 +11,7 @@ from torch import nn
 from opsmith.ops import mla_deepseek
 from opsmith.ops.common import short
 from opsmith.ops.mla_parts import NORMS, Parts, Sizes, check_weights
-from opsmith.ops.mla_projection import QUANTS, Projection, project, quantize_projection
+from opsmith.ops.mla_projection import QUANTS, Projection, project, quantize_projection, static_scale
 from opsmith.ops.mla_reference import normalize
 
 _NAME = "MLAWeights"
@@ -162,12 +162,12 @@ class MLAWeights(nn.Module):
                 f"{_NAME}: per-token quantization has no offset and no bias; leave them out, or give scale0 and scale1"
             )
         first, second = (
-            Projection(
-                w, b, d, *(_number(v, w) for v in ((s, 0.0 if o is None else o) if s is not None else ()))
-            )
-            for w, b, d, s, o in (
-                (wdqkv_int8, bias0, descale0, scale0, offset0),
-                (wuq_int8, bias1, descale1, scale1, offset1),
+            Projection(w, b, d, *(() if s is None else static_scale(_NAME, i, s, o, w)))
+            for i, (w, b, d, s, o) in enumerate(
+                (
+                    (wdqkv_int8, bias0, descale0, scale0, offset0),
+                    (wuq_int8, bias1, descale1, scale1, offset1),
+                )
             )
         )
         sizes = Sizes(heads, nope, rope, kv_lora, q_lora)
@@ -385,13 +385,3 @@ class MLAWeights(nn.Module):
 
 def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.detach()
-
-
-def _number(value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    """A scale or an offset, as a float32 scalar."""
-    t = torch.as_tensor(value, device=like.device)
-    if t.numel() != 1:
-        raise ValueError(
-            f"{_NAME}: scales and offsets of activations must be one number, got {tuple(t.shape)}"
-        )
-    return t.detach().reshape(()).to(torch.float32)

@@ -93,6 +93,8 @@ def _scale(op: str, name: str, value: Any, device: torch.device) -> torch.Tensor
     if isinstance(value, torch.Tensor):
         t = value if value.dtype in (torch.float32, torch.float64) else value.float()
         return t.detach().to(device)
+    if isinstance(value, int | float):
+        return torch.full((), float(value), device=device)  # no copy to a GPU, which cannot be captured
     try:
         return torch.tensor(value, dtype=torch.float32, device=device)
     except (TypeError, ValueError):

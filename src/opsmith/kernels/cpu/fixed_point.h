@@ -96,9 +96,9 @@ inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, in
     }
   });
   for (int64_t k = round_up(n, W); k < width; k += 4) std::memset(to + k / 4 * step, 0, 4 * D);
-  for (int h = 0; h < halves(D); ++h) {  // unsigned: the digits of a NaN are any numbers
-    const uint32_t low = uint32_t(reduce_add(total[2 * h])), high = D > 1 ? uint32_t(reduce_add(total[2 * h + (D > 1)])) : 0;
-    sum[h] = int32_t((high << (nibbles ? kNibbleBits : kBits)) + low);
+  for (int h = 0; h < halves(D); ++h) {
+    const int32_t high = D > 1 ? reduce_add(total[2 * h + (D > 1)]) : 0;
+    sum[h] = high * (1 << (nibbles ? kNibbleBits : kBits)) + reduce_add(total[2 * h]);
   }
   *pairs = reduce_add(products) / 2;
 }
@@ -142,8 +142,9 @@ FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_r
           }
           const int64_t i = r * f.blocks + b;
           f.factor[size_t(i)] = factor;
-          to_digits<D, nibbles>(row + at, n, width, multiplier, digits + at / 4 * step, step, &f.sum[size_t(i * halves(D))],
-                                &f.pairs[size_t(i)]);
+          const int64_t finite = factor == factor ? n : 0;  // what is not is zeros: the factor says so
+          to_digits<D, nibbles>(row + at, finite, width, multiplier, digits + at / 4 * step, step,
+                                &f.sum[size_t(i * halves(D))], &f.pairs[size_t(i)]);
         }
       }
     }

@@ -241,9 +241,7 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
   // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
   const int32_t middle = p.zero.defined() ? -1 : nibbles ? -8 : -128;
   const std::unique_ptr<int32_t[]> start(new int32_t[size_t(m * x.blocks * halves(D))]);
-  for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) {  // unsigned: the digits of a NaN are any numbers, its factor is NaN
-    start[size_t(i)] = int32_t(uint32_t(middle) * uint32_t(x.sum[size_t(i)]));
-  }
+  for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
 
   const int64_t panels = ceil_div(n, kColumns), threads = num_threads();
   int64_t row_blocks = ceil_div(m, kMostRows);

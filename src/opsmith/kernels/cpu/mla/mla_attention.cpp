@@ -2,8 +2,8 @@
 // a block of keys with the queries of all heads, and the weighted sum of the same rows. Each block is gathered from its
 // pages once, packed twice, and meets as many queries as its packed forms stay in cache for.
 //
-// Few queries see many keys while decoding: then the keys of a sequence are shared out too, and what the parts found is
-// put together at the end, where the up-projection of values follows.
+// Few queries see many keys while decoding: then who has nothing else to do takes blocks of the same keys, one by one so that all
+// threads end together, and what each found is put together at the end, where the up-projection of values follows.
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -16,9 +16,11 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kKeys = 64;         // of a block
+constexpr int64_t kKeys = 128;        // of a block: its packed forms and its queries' sums fill the second-level cache
+constexpr int64_t kManyKeys = 1024;   // fewer are met in blocks of half the size, which threads share out more evenly
 constexpr int64_t kQueries = 128;     // rows, a token and head each, that a block meets
-constexpr int64_t kLeastPart = 256;   // keys
+constexpr int64_t kLeastPart = 128;   // keys that are worth a thread's packing its queries
+constexpr int64_t kParts = 64;        // of the same keys, at most
 constexpr int64_t kTokens = 32;       // that an up-projection takes at once
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -33,52 +35,66 @@ class Attention {
   using X = typename Dots<T, T>::X;
   static constexpr int pair = Units::per_unit;
 
-  struct Item {
-    int64_t sequence, row, rows, first, last;  // rows of its tokens and heads; keys
-    float* found;  // each row's weighted sum, greatest score and sum of weights; null: this is all there is
+  // Rows, a token and head each, that meet all their keys together.
+  struct Group {
+    int64_t sequence, row, rows, keys, blocks;
+    int64_t most_parts;  // threads that it has memory for
+    float* found;        // of each part each row's weighted sum, greatest score and sum of weights; null where there is one part
+    std::atomic<int64_t> next{0}, parts{0};
+    bool done = false;   // by a single part, so that there is nothing to put together
   };
 
  public:
   explicit Attention(const MlaAttentionCall& c)
       : c_(c), tokens_(c.q_nope.sizes[0]), heads_(c.q_nope.sizes[1]), latent_(c.q_nope.sizes[2]), rope_(c.q_rope.sizes[2]),
-        each_(tokens_ / std::max<int64_t>(1, c.lens.sizes[0])), width_(round_up(latent_, W)), parts_(size_t(tokens_)) {
-    const int64_t sequences = c.lens.sizes[0], rows = each_ * heads_;
-    const int64_t items = sequences * ceil_div(rows, kQueries), wanted = ceil_div(4 * num_threads(), std::max<int64_t>(1, items));
+        each_(tokens_ / std::max<int64_t>(1, c.lens.sizes[0])), width_(round_up(latent_, W)),
+        keys_(longest() < kManyKeys ? kKeys / 2 : kKeys), groups_of_sequence_(ceil_div(each_ * heads_, kQueries)),
+        groups_(size_t(c.lens.sizes[0] * groups_of_sequence_)) {
+    const int64_t wanted = ceil_div(4 * num_threads(), std::max<int64_t>(1, int64_t(groups_.size())));
     int64_t held = 0;
-    for (int pass = 0; pass < 2; ++pass) {  // how much memory, then where
-      for (int64_t s = 0; s < sequences; ++s) {
-        const int64_t length = index(c.lens, s * c.lens.strides[0]);
-        const int64_t count = std::clamp<int64_t>(std::min(wanted, length / kLeastPart), 1, 64);
-        for (int64_t r = 0; r < rows; r += kQueries) {
-          const int64_t some = std::min(kQueries, rows - r);
-          for (int64_t i = 0; i < count; ++i) {
-            float* found = count > 1 && pass ? found_.get() + held : nullptr;
-            if (count > 1) held += some * (width_ + 2);
-            if (pass) {
-              items_.push_back({s, r, some, i * length / count, (i + 1) * length / count, found});
-            }
-          }
-        }
-        if (pass) {
-          for (int64_t e = 0; e < each_; ++e) parts_[size_t(s * each_ + e)] = count;
-        }
-      }
-      if (!pass) found_.reset(new float[size_t(held)]);
-      held = 0;
+    for (int64_t i = 0; i < int64_t(groups_.size()); ++i) {
+      Group& g = groups_[size_t(i)];
+      g.sequence = i / groups_of_sequence_;
+      g.row = i % groups_of_sequence_ * kQueries;
+      g.rows = std::min(kQueries, each_ * heads_ - g.row);
+      g.keys = std::max<int64_t>(0, sees(g, g.rows - 1) + 1);
+      g.blocks = std::max<int64_t>(1, ceil_div(g.keys, keys_));
+      g.most_parts = std::clamp<int64_t>(std::min(wanted, g.keys / kLeastPart), 1, kParts);
+      if (g.most_parts > 1) held += g.most_parts * part_size(g);
     }
-    for (const Item& item : items_) {
-      if (item.first == 0) starts_.push_back(&item - items_.data());
+    found_.reset(new float[size_t(held)]);
+    held = 0;
+    for (Group& g : groups_) {
+      g.found = g.most_parts > 1 ? found_.get() + held : nullptr;
+      if (g.most_parts > 1) held += g.most_parts * part_size(g);
     }
   }
 
   void run() {
-    for_each(int64_t(items_.size()), [&](int64_t i) { attend(items_[size_t(i)]); });
+    std::atomic<int64_t> next{0};
+    const int64_t count = int64_t(groups_.size()), threads = num_threads();
+    parallel_for(found_any() ? threads : std::min(threads, count), 1, [&](int64_t begin, int64_t end) {
+      for (; begin < end; ++begin) {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) attend(groups_[size_t(i)]);
+        for (Group& g : groups_) attend(g);  // what others have not come to
+      }
+    });
     if (found_any() || c_.wuv.defined()) for_each(heads_, [&](int64_t h) { finish(h); });
   }
 
  private:
+  int64_t longest() const {
+    int64_t most = 0;
+    for (int64_t s = 0; s < c_.lens.sizes[0]; ++s) most = std::max(most, index(c_.lens, s * c_.lens.strides[0]));
+    return most;
+  }
+  int64_t part_size(const Group& g) const { return g.rows * (width_ + 2); }
+  // The last key that a row sees; rows are tokens and, within them, heads.
+  int64_t sees(const Group& g, int64_t r) const {
+    return index(c_.lens, g.sequence * c_.lens.strides[0]) - each_ + (g.row + r) / heads_;
+  }
   bool found_any() const {
-    return std::any_of(parts_.begin(), parts_.end(), [](int64_t n) { return n > 1; });
+    return std::any_of(groups_.begin(), groups_.end(), [](const Group& g) { return g.most_parts > 1; });
   }
 
   template <class F>
@@ -91,21 +107,44 @@ class Attention {
     });
   }
 
-  // Rows of keys in T: n numbers of each, from `from`, whose blocks are [bs, n / tile, tile].
+  static int64_t size_of(const View& keys) { return keys.dtype == DType::i8 ? 1 : int64_t(sizeof(T)); }
+
+  // Calls f(from which number on, where) for what lies together of a key's n numbers; blocks are [bs, n / tile, tile].
+  template <class F>
+  void strips(const View& from, const Group& g, int64_t key, int64_t n, const F& f) const {
+    const int64_t size = from.sizes[1], tile = from.sizes[3], bytes = size_of(from);
+    const int64_t block = index(c_.tables, g.sequence * c_.tables.strides[0] + key / size * c_.tables.strides[1]);
+    const char* row = from.as<char>() + (block * from.strides[0] + key % size * from.strides[1]) * bytes;
+    for (int64_t i = 0; i < n; i += tile, row += from.strides[2] * bytes) f(i, row);
+  }
+
+  // Rows of keys in T: n numbers of each.
   template <class S>
-  void gather(const View& from, const Item& item, int64_t first, int64_t count, int64_t n, T* to) const {
-    const int64_t size = from.sizes[1], tile = from.sizes[3];
+  void gather(const View& from, const Group& g, int64_t first, int64_t count, int64_t n, T* to) const {
+    const int64_t tile = from.sizes[3];
     for (int64_t k = 0; k < count; ++k, to += n) {
-      const int64_t block = index(c_.tables, item.sequence * c_.tables.strides[0] + (first + k) / size * c_.tables.strides[1]);
-      const S* row = from.as<S>() + block * from.strides[0] + (first + k) % size * from.strides[1];
-      for (int64_t i = 0; i < n; i += tile, row += from.strides[2]) {
+      strips(from, g, first + k, n, [&](int64_t i, const char* at) {
         if constexpr (std::is_same_v<S, T>) {
-          std::memcpy(to + i, row, size_t(tile) * sizeof(T));
+          std::memcpy(to + i, at, size_t(tile) * sizeof(T));
         } else {
-          for_lanes(tile, [&](int64_t j, auto l) { store(to + i + j, load(row + j, l), l); });
+          for_lanes(tile, [&](int64_t j, auto l) { store(to + i + j, load(reinterpret_cast<const S*>(at) + j, l), l); });
         }
-      }
+      });
     }
+  }
+
+  // Keys on their way to the second-level cache, while others are multiplied.
+  void ask(const Group& g, int64_t first, int64_t last) const {
+    for (int64_t k = first; k < last; ++k) {
+      ask(c_.latent, g, k, latent_);
+      if (rope_ > 0) ask(c_.rope, g, k, rope_);
+    }
+  }
+  void ask(const View& from, const Group& g, int64_t key, int64_t n) const {
+    const int64_t bytes = from.sizes[3] * size_of(from);
+    strips(from, g, key, n, [&](int64_t, const char* at) {
+      for (int64_t b = 0; b < bytes; b += 64) prefetch_far(at + b);
+    });
   }
 
   struct Memory {
@@ -115,11 +154,11 @@ class Attention {
   };
 
   Memory take() const {
-    const int64_t rows = round_up(kQueries, ROWS), panel = kKeys * sizeof(float);
+    const int64_t rows = round_up(kQueries, ROWS), panel = keys_ * sizeof(float);
     const int64_t unit = int64_t(sizeof(E)) * pair;
-    const int64_t sizes[] = {rows * units(latent_) * unit, rows * units(rope_) * unit, rows * units(kKeys) * unit,
+    const int64_t sizes[] = {rows * units(latent_) * unit, rows * units(rope_) * unit, rows * units(keys_) * unit,
                              rows * panel, rows * width_ * 4, units(latent_) * panel, units(rope_) * panel,
-                             units(kKeys) * width_ * 4, rows * 4, rows * 4, rows * 4, kKeys * (latent_ + rope_) * int64_t(sizeof(T))};
+                             units(keys_) * width_ * 4, rows * 4, rows * 4, rows * 4, keys_ * (latent_ + rope_) * int64_t(sizeof(T))};
     int64_t all = 0;
     for (int64_t s : sizes) all += round_up(s, 64);
     char* p = reinterpret_cast<char*>(scratch(all / 4));
@@ -147,13 +186,13 @@ class Attention {
     }
   }
 
-  void attend(const Item& item) const {
+  void attend(Group& g) const {
+    if (g.next.load(std::memory_order_relaxed) >= g.blocks) return;
+    const int64_t part = g.parts.fetch_add(1, std::memory_order_relaxed);
+    if (part >= g.most_parts) return;
     const Memory m = take();
-    const int64_t length = index(c_.lens, item.sequence * c_.lens.strides[0]);
-    // The last key that a row sees; rows are tokens and, within them, heads.
-    auto sees = [&](int64_t r) { return length - each_ + (item.row + r) / heads_; };
-    for (int64_t r = 0; r < round_up(item.rows, ROWS); ++r) {
-      const int64_t row = std::min(item.row + r, each_ * heads_ - 1), t = item.sequence * each_ + row / heads_, h = row % heads_;
+    for (int64_t r = 0; r < round_up(g.rows, ROWS); ++r) {
+      const int64_t row = std::min(g.row + r, each_ * heads_ - 1), t = g.sequence * each_ + row / heads_, h = row % heads_;
       m.factor[r] = 1;
       if (c_.q_nope_scale.defined()) {
         pack_query<int8_t>(c_.q_nope, t, h, latent_, m.nope + r * units(latent_) * pair);
@@ -165,18 +204,23 @@ class Attention {
       m.most[r] = kNone;
       m.total[r] = 0;
     }
-    std::fill(m.sums, m.sums + round_up(item.rows, ROWS) * width_, 0.0f);
-    const int64_t last = std::min(item.last, sees(item.rows - 1) + 1);
-    for (int64_t k = item.first; k < last; k += kKeys) block(item, m, k, std::min(kKeys, last - k), sees);
-    for (int64_t r = 0; r < item.rows; ++r) {
+    std::fill(m.sums, m.sums + round_up(g.rows, ROWS) * width_, 0.0f);
+    const auto take_block = [&] { return g.next.fetch_add(1, std::memory_order_relaxed); };
+    int64_t mine = 0;
+    for (int64_t b = take_block(), after; b < g.blocks; b = after, ++mine) {
+      after = take_block();
+      block(g, m, b, after);
+    }
+    if (mine == g.blocks) g.done = true;
+    for (int64_t r = 0; r < g.rows; ++r) {
       const float* sums = m.sums + r * width_;
-      if (item.found) {
-        float* to = item.found + r * (width_ + 2);
+      if (mine < g.blocks) {
+        float* to = g.found + part * part_size(g) + r * (width_ + 2);
         std::memcpy(to, sums, size_t(width_) * sizeof(float));
         to[width_] = m.most[r];
         to[width_ + 1] = m.total[r];
       } else {
-        const int64_t row = item.row + r, t = item.sequence * each_ + row / heads_;
+        const int64_t row = g.row + r, t = g.sequence * each_ + row / heads_;
         T* to = c_.latent_out.as<T>() + (t * heads_ + row % heads_) * latent_;
         const float scale = m.total[r] > 0 ? c_.ctkv_scale / m.total[r] : m.total[r];  // NaN stays
         for_lanes(latent_, [&](int64_t i, auto l) { store(to + i, load(sums + i, l) * scale, l); });
@@ -184,40 +228,46 @@ class Attention {
     }
   }
 
-  template <class F>
-  void block(const Item& item, const Memory& m, int64_t first, int64_t count, const F& sees) const {
-    T* const turned = m.rows + kKeys * latent_;
+  // Block b of the keys; block `after` is the next one.
+  void block(const Group& g, const Memory& m, int64_t b, int64_t after) const {
+    const int64_t first = b * keys_, count = std::min(keys_, g.keys - first);
+    if (count <= 0) return;
+    T* const turned = m.rows + keys_ * latent_;
     if (c_.latent.dtype == DType::i8) {
-      gather<int8_t>(c_.latent, item, first, count, latent_, m.rows);
+      gather<int8_t>(c_.latent, g, first, count, latent_, m.rows);
     } else {
-      gather<T>(c_.latent, item, first, count, latent_, m.rows);
+      gather<T>(c_.latent, g, first, count, latent_, m.rows);
     }
-    if (rope_ > 0) gather<T>(c_.rope, item, first, count, rope_, turned);
+    if (rope_ > 0) gather<T>(c_.rope, g, first, count, rope_, turned);
     pack_transposed<Units>(m.rows, latent_, count, latent_, m.keys);
     pack_transposed<Units>(turned, rope_, count, rope_, m.turned);
     pack_rows<Units>(m.rows, latent_, count, latent_, m.values, width_);
     const int64_t vecs = ceil_div(count, W);
-    multiply(item.rows, vecs, units(latent_), m.nope, units(latent_), m.keys, PANEL, units(latent_) * PANEL, m.scores, kKeys,
+    multiply(g.rows, vecs, units(latent_), m.nope, units(latent_), m.keys, PANEL, units(latent_) * PANEL, m.scores, keys_,
              false);
     if (c_.q_nope_scale.defined()) {
-      for (int64_t r = 0; r < item.rows; ++r) {
+      for (int64_t r = 0; r < g.rows; ++r) {
         for (int64_t i = 0; i < vecs * W; i += W) {
-          float* p = m.scores + r * kKeys + i;
+          float* p = m.scores + r * keys_ + i;
           store(p, load(p) * m.factor[r]);
         }
       }
     }
     if (rope_ > 0) {
-      multiply(item.rows, vecs, units(rope_), m.rope, units(rope_), m.turned, PANEL, units(rope_) * PANEL, m.scores, kKeys, true);
+      multiply(g.rows, vecs, units(rope_), m.rope, units(rope_), m.turned, PANEL, units(rope_) * PANEL, m.scores, keys_, true);
     }
-    for (int64_t r = 0; r < item.rows; ++r) weigh(m, r, std::clamp<int64_t>(sees(r) + 1 - first, 0, count), count);
-    multiply(item.rows, width_ / W, units(count), m.weights, units(kKeys), m.values, width_, PANEL, m.sums, width_, true);
+    const int64_t ahead = std::min(after * keys_, g.keys), some = std::min(keys_, g.keys - ahead);
+    for (int64_t r = 0; r < g.rows; ++r) {
+      ask(g, ahead + r * some / g.rows, ahead + (r + 1) * some / g.rows);
+      weigh(m, r, std::clamp<int64_t>(sees(g, r) + 1 - first, 0, count), count);
+    }
+    multiply(g.rows, width_ / W, units(count), m.weights, units(keys_), m.values, width_, PANEL, m.sums, width_, true);
   }
 
   // Scores become weights, of the first `seen` keys; what was summed before is scaled to the new greatest score.
   void weigh(const Memory& m, int64_t r, int64_t seen, int64_t count) const {
-    float* const s = m.scores + r * kKeys;
-    E* const to = m.weights + r * units(kKeys) * pair;
+    float* const s = m.scores + r * keys_;
+    E* const to = m.weights + r * units(keys_) * pair;
     const float scale = c_.scale * log2_e;
     Vec high = splat(kNone);
     for_lanes(seen, [&](int64_t i, auto l) {
@@ -263,7 +313,8 @@ class Attention {
       const int64_t some = std::min(kTokens, tokens_ - first);
       for (int64_t i = 0; i < some; ++i) {
         T* const row = c_.latent_out.as<T>() + ((first + i) * heads_ + h) * latent_;
-        if (parts_[size_t(first + i)] > 1) join(first + i, h, row);
+        const Group& g = groups_[size_t((first + i) / each_ * groups_of_sequence_ + ((first + i) % each_ * heads_ + h) / kQueries)];
+        if (!g.done) join(g, (first + i) % each_ * heads_ + h - g.row, row);
         for_lanes(latent_, [&](int64_t k, auto l) { store(x + i * stride + k, load(row + k, l), l); });
         std::fill(x + i * stride + latent_, x + (i + 1) * stride, X{});
       }
@@ -284,11 +335,11 @@ class Attention {
     }
   }
 
-  void join(int64_t t, int64_t h, T* to) const {
-    const int64_t row = t % each_ * heads_ + h, blocks = ceil_div(each_ * heads_, kQueries);
-    const int64_t start = starts_[size_t(t / each_ * blocks + row / kQueries)], count = parts_[size_t(t)];
-    auto found = [&](int64_t i) { return items_[size_t(start + i)].found + row % kQueries * (width_ + 2); };
-    float most = kNone, total = 0, share[64];
+  // A row of a group.
+  void join(const Group& g, int64_t row, T* to) const {
+    const int64_t count = std::min(g.parts.load(std::memory_order_relaxed), g.most_parts);
+    auto found = [&](int64_t i) { return g.found + i * part_size(g) + row * (width_ + 2); };
+    float most = kNone, total = 0, share[kParts];
     for (int64_t i = 0; i < count; ++i) most = std::max(most, found(i)[width_]);
     for (int64_t i = 0; i < count; ++i) {
       share[i] = most == kNone ? 0.0f : std::exp2(found(i)[width_] - most);
@@ -304,9 +355,9 @@ class Attention {
 
   const MlaAttentionCall& c_;
   const int64_t tokens_, heads_, latent_, rope_, each_, width_;
-  std::vector<int64_t> parts_;  // that a token's keys were shared out to
-  std::vector<Item> items_;
-  std::vector<int64_t> starts_;  // the first item of each block of rows
+  const int64_t keys_;  // of a block
+  const int64_t groups_of_sequence_;
+  std::vector<Group> groups_;
   std::unique_ptr<float[]> found_;
 };
 

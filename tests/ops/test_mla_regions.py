@@ -10,6 +10,7 @@ import torch
 from tests.ops.mla import Sizes, as_specified, hold, row_of
 
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
+from opsmith.ops.mla_rungs import RUNGS
 
 # tokens, heads, D, q_lora, form, mode, block size, dtype, changes. Every value of each column at least once, and the
 # pairs that share code: regions of 64 tokens with every form, tails of rows and of tokens with every width of a tile,
@@ -64,7 +65,13 @@ def test_every_form_at_every_size(case: Any) -> None:
         q_out, q_rope = q_out[..., : sizes.kv_lora], q_out[..., sizes.kv_lora :]
     right = as_specified(w, x, cos, sin, **scales)
     integers = form in ("per_token", "per_tensor")
-    hold(q_out, right[0], integers)
+    eager = None
+    if form is None and mode != "int8_tiled":
+        eager = RUNGS["thirteen operators, PyTorch"](
+            x, w, cos, sin, slots, sizes.cache(mode, block_size, dtype)
+        )[0]
+        eager = eager[..., : sizes.kv_lora]
+    hold(q_out, right[0], integers, eager)
     hold(q_rope, right[1], integers)
     kept = slots >= 0
     for part, one in enumerate(right[2:]):

@@ -218,6 +218,23 @@ def test_the_first_call_may_come_with_a_cache(name: str) -> None:
     assert second.opsmith.report.fallbacks == {}
 
 
+def test_the_first_call_may_go_through_a_model_that_names_no_argument() -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.model(*args, **kwargs).logits
+
+    model, (tokens, mask) = deepseek(), prompts(2, 9).values()
+    want = model(tokens, mask).logits
+    optimized = rewritten(Wrapper(model))
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(tokens, mask), want, rtol=1e-4, atol=1e-4)
+    assert [layer.status for layer in optimized.opsmith.report.latent] == ["kept", "kept"]
+
+
 @pytest.mark.parametrize("name", ["V2", "V3"])
 def test_a_cache_goes_from_the_original_to_the_rewritten_model_and_back(name: str) -> None:
     model, tokens = deepseek(name), prompts(2, 9, padded=False)["input_ids"]

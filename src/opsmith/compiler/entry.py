@@ -178,14 +178,16 @@ def _rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     A mask speaks of the cache's columns too, so the call would not be the same without one.
     """
-    names = inspect.signature(model.forward).parameters
-    given = dict(zip(names, args, strict=False)) | kwargs
-    cache = given.get("past_key_values")
+    names = list(inspect.signature(model.forward).parameters)
+    cache = (dict(zip(names, args, strict=False)) | kwargs).get("past_key_values")
+    other: dict[str, Any] = {}
     if cache is not None:
         # What autograd recorded in it cannot be copied, and is not needed.
         held = [t for layer in getattr(cache, "layers", ()) for t in vars(layer).values()]
         detached = {id(t): t.detach().clone() for t in held if isinstance(t, torch.Tensor)}
-        given["past_key_values"] = copy.deepcopy(cache, detached)
+        other["past_key_values"] = copy.deepcopy(cache, detached)
     elif "use_cache" in names:
-        given["use_cache"] = False
-    model._call_impl(**given)
+        other["use_cache"] = False
+    # Arguments stay where they are: a model that takes *args has no names for them.
+    first = [other.pop(name, value) for name, value in zip(names, args, strict=False)]
+    model._call_impl(*first, *args[len(first) :], **kwargs | other)

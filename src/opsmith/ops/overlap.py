@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory, or not here
@@ -71,8 +72,6 @@ def _same_place(out: torch.Tensor, t: torch.Tensor) -> bool:
 
 def _share(out: torch.Tensor, t: torch.Tensor) -> bool:
     """Whether they have a byte in common: columns of one matrix reach into each other's span, and have none."""
-    import numpy as np
-
     try:
         return bool(np.shares_memory(_array(out), _array(t), max_work=_MOST_WORK))  # type: ignore[arg-type]
     except RuntimeError:  # TooHardError
@@ -94,6 +93,4 @@ class _Memory:
 
 
 def _array(t: torch.Tensor) -> Any:
-    import numpy as np
-
     return np.asarray(_Memory(t))

@@ -31,9 +31,10 @@ test: $(VENV)/.installed  ## The whole test suite, then the Triton kernels throu
 	$(call timed,{ $(BIN)/python -m pytest $(ARGS) && \
 	  { test -n "$(ARGS)" || TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/ops/test_cards.py -k tolerance; }; })
 
+CPP = git ls-files '*.cpp' '*.h' '*.cu' | xargs $(BIN)/clang-format
 .PHONY: lint
 lint: $(VENV)/.installed  ## Style, format, types and import order
-	$(call timed,{ $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy \
+	$(call timed,{ $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(CPP) --dry-run -Werror && $(BIN)/mypy \
 	  && $(BIN)/python -m pytest --noconftest -n 0 -q tests/test_layers.py; })
 
 # The portable kernels are looked at too, as their masked loads and stores are plain ones that a sanitizer understands.

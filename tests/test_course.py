@@ -15,8 +15,7 @@ COURSE = Path(__file__).parents[1] / "docs" / "course"
 LESSONS = sorted(COURSE.glob("[0-9]*.md"))
 
 pytestmark = pytest.mark.skipif(
-    not find_compiler() or triton.INTERPRETED,
-    reason="there is no compiler, or the interpreter has the CPU",
+    not find_compiler() or triton.INTERPRETED, reason="there is no compiler, or the interpreter has the CPU"
 )
 
 

@@ -43,13 +43,7 @@ def inputs(make: Make, B: int, H: int, L: int, D: int) -> tuple[torch.Tensor, ..
 
 def samples(make: Make) -> Iterator[Sample]:
     """What `opsmith verify` tries: add the sizes and values that matter to you."""
-    for B, H, L, D in (
-        (1, 1, 1, 2),
-        (1, 2, 3, 6),
-        (2, 1, 9, 34),
-        (1, 3, 2, 130),
-        (3, 2, 5, 384),
-    ):
+    for B, H, L, D in ((1, 1, 1, 2), (1, 2, 3, 6), (2, 1, 9, 34), (1, 3, 2, 130), (3, 2, 5, 384)):
         yield Sample(f"{B}x{H}x{L}x{D}", inputs(make, B, H, L, D))
     x, cos, sin = inputs(make, 1, 3, 2, 130)
     yield Sample("strided", (x.transpose(-1, -2).contiguous().transpose(-1, -2), cos, sin))

@@ -23,8 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 HEADS, DIM = 2, 16
 
 native = pytest.mark.skipif(
-    not find_compiler() or triton.INTERPRETED,
-    reason="there is no compiler, or the interpreter has the CPU",
+    not find_compiler() or triton.INTERPRETED, reason="there is no compiler, or the interpreter has the CPU"
 )
 
 

@@ -42,11 +42,7 @@ CASES: dict[str, tuple[dict[str, object], list[Spelling], list[Spelling]]] = {
     ),
     "hard swish": (
         prototype("HardFound", {"x": ROWS}, "x * clamp(x + 3, 0, 6) / 6"),
-        [
-            lambda x: F.hardswish(x) * 2,
-            lambda x: x * F.relu6(x + 3) / 6 + 1,
-            lambda x: F.hardsigmoid(x) * x,
-        ],
+        [lambda x: F.hardswish(x) * 2, lambda x: x * F.relu6(x + 3) / 6 + 1, lambda x: F.hardsigmoid(x) * x],
         [lambda x: x * F.relu6(x + 2) / 6 + 1],
     ),
     "squared relu": (

@@ -91,10 +91,7 @@ def kept(model: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("format", "shape"),
-    [*((f, (2, 5, 128)) for f in FORMATS), ("int4", (1, 1, 128))],
-)
+@pytest.mark.parametrize(("format", "shape"), [*((f, (2, 5, 128)) for f in FORMATS), ("int4", (1, 1, 128))])
 def test_queries_keys_and_values_are_one_call_and_one_memory(format: str, shape: tuple[int, ...]) -> None:
     model, x = attention(), torch.randn(shape)
     packed(model, x, format=format)

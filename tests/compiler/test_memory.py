@@ -13,16 +13,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler import Config
-from tests.compiler.models import (
-    WIDTH,
-    Encoder,
-    Feed,
-    Truth,
-    ids,
-    numbers,
-    optimized,
-    seeded,
-)
+from tests.compiler.models import WIDTH, Encoder, Feed, Truth, ids, numbers, optimized, seeded
 
 
 def _load(model: Feed) -> None:

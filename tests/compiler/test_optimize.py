@@ -41,12 +41,7 @@ def test_a_written_out_encoder_is_recognized_and_right_at_every_size() -> None:
     model = seeded(Encoder)
     truth = Truth(model)
     optimized(model, ids(3, 9), padding(3, 9))
-    assert model.opsmith.report.found == {
-        "attention": 2,
-        "layer_norm": 5,
-        "linear": 12,
-        "embedding": 2,
-    }
+    assert model.opsmith.report.found == {"attention": 2, "layer_norm": 5, "linear": 12, "embedding": 2}
     assert model.opsmith.report.rolled_back == []
     for batch, length in [(3, 9), (2, 5), (7, 31), (4, 16), (3, 9)]:
         with torch.no_grad():

@@ -100,10 +100,7 @@ EQUAL: dict[str, tuple[Poly, Poly]] = {
 
 DIFFERENT: dict[str, tuple[Poly, Poly]] = {
     "an unbiased variance": (mean(S.power(X, 2)), S.scale(mean(S.power(X, 2)), N / (N - 1))),
-    "epsilon outside the root": (
-        add(S.power(Y, 0.5), S.const(1e-5)),
-        S.power(add(Y, S.const(1e-5)), 0.5),
-    ),
+    "epsilon outside the root": (add(S.power(Y, 0.5), S.const(1e-5)), S.power(add(Y, S.const(1e-5)), 0.5)),
     "two epsilons": (S.power(add(Y, S.const(1e-5)), -0.5), S.power(add(Y, S.const(1e-12)), -0.5)),
     "the root of a square is no identity": (S.power(S.power(X, 2), 0.5), X),
     "nor that of a squared reciprocal": (
@@ -111,14 +108,8 @@ DIFFERENT: dict[str, tuple[Poly, Poly]] = {
         S.power(add(X, Y), -1),
     ),
     "nor half the logarithm of a square": (S.exp(S.scale(S.log(S.power(X, 2)), 0.5)), X),
-    "nor the roots of a product": (
-        S.mul(S.power(S.mul(P, Q), 0.5), S.power(div(P, Q), 0.5)),
-        P,
-    ),
-    "nor the logarithms of one": (
-        S.exp(S.scale(add(S.log(S.mul(X, Y)), S.log(div(X, Y))), 0.5)),
-        X,
-    ),
+    "nor the roots of a product": (S.mul(S.power(S.mul(P, Q), 0.5), S.power(div(P, Q), 0.5)), P),
+    "nor the logarithms of one": (S.exp(S.scale(add(S.log(S.mul(X, Y)), S.log(div(X, Y))), 0.5)), X),
     "the mean of a product": (mean(S.mul(X, Y)), S.mul(mean(X), mean(Y))),
     "the exponential of a mean": (mean(S.exp(X)), S.exp(mean(X))),
     "softmax over another maximum": (
@@ -130,10 +121,7 @@ DIFFERENT: dict[str, tuple[Poly, Poly]] = {
         S.matmul(S.mul(Y, X), Y, (4, 4)),
         S.mul(Y, S.matmul(X, Y, (4, 4))),
     ),
-    "how many things are summed": (
-        S.reduce("sum", ONE, "n"),
-        S.reduce("sum", ONE, "m"),
-    ),
+    "how many things are summed": (S.reduce("sum", ONE, "n"), S.reduce("sum", ONE, "m")),
 }
 
 

@@ -14,8 +14,7 @@ from opsmith.kernels.compiler import find_compiler
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.skipif(
-    not find_compiler() or triton.INTERPRETED,
-    reason="there is no compiler, or the interpreter has the CPU",
+    not find_compiler() or triton.INTERPRETED, reason="there is no compiler, or the interpreter has the CPU"
 )
 
 

@@ -128,11 +128,7 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
     "linear of a vector, without bias": ("linear_rows_backward", ops.linear, ((40,), (7, 40))),
     "linear of many rows": ("linear_rows_backward", ops.linear, ((5, 67, 10), (37, 10), (37,))),
     "rope": ("rope", _turned, ((2, 3, 5, 8),)),
-    "rope, heads inside": (
-        "rope",
-        lambda x: _turned(x.transpose(1, 2)),
-        ((2, 5, 3, 8),),
-    ),
+    "rope, heads inside": ("rope", lambda x: _turned(x.transpose(1, 2)), ((2, 5, 3, 8),)),
     "rope_qk, heads inside": (
         "rope_qk",
         lambda *x: _turned(*(t.transpose(1, 2) for t in x)),

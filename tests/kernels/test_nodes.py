@@ -75,10 +75,7 @@ def test_gradients_of_a_product_are_as_exact_as_pytorchs(shape, n, dtype):
     dy = torch.randn_like(y)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     expected = torch.autograd.grad(F.linear(*wide), wide, dy.double())
-    found = (
-        torch.autograd.grad(y, leaves, dy),
-        torch.autograd.grad(F.linear(*leaves), leaves, dy),
-    )
+    found = (torch.autograd.grad(y, leaves, dy), torch.autograd.grad(F.linear(*leaves), leaves, dy))
     for ours, eagers, exact in zip(*found, expected, strict=True):
         ulp = exact.abs().max() * torch.finfo(dtype).eps
         assert (ours - exact).abs().max() <= 2 * (eagers - exact).abs().max() + ulp

@@ -145,10 +145,7 @@ def test_quick_ends_where_one_is_left(clock: Clock) -> None:
 
 def test_one_slow_accident_does_not_drop_a_contestant(clock: Clock) -> None:
     # Slow in the second round only: the first one was good.
-    calls = {
-        "a": clock.contestant("a", 0.01),
-        "b": clock.contestant("b", 0.009, 0.009, 0.1, *[0.009] * 99),
-    }
+    calls = {"a": clock.contestant("a", 0.01), "b": clock.contestant("b", 0.009, 0.009, 0.1, *[0.009] * 99)}
     result = quick(calls, budget_s=0.4, clock=clock)
     assert result.dropped == []
     assert len(result.samples["b"]) > 5

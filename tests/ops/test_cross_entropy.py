@@ -215,11 +215,7 @@ def test_more_than_2_to_the_31_logits() -> None:
             ValueError,
             r"label_smoothing must be in \[0, 1\], got 1.5",
         ),
-        (
-            lambda x, t: cross_entropy(x, t, dtype=torch.float16),
-            TypeError,
-            "dtype must be float32, got",
-        ),
+        (lambda x, t: cross_entropy(x, t, dtype=torch.float16), TypeError, "dtype must be float32, got"),
         (lambda x, t: cross_entropy(x[:, :0], t), ValueError, r"at least one class, got \(3, 0\)"),
     ],
 )

@@ -82,11 +82,7 @@ def test_cost_counts_each_tensor_once() -> None:
             ValueError,
             r"bias must have shape \(8,\).*got \(1, 8\)",
         ),
-        (
-            lambda x: layer_norm(x, torch.ones(8).half()),
-            TypeError,
-            "weight must be float32, got float16",
-        ),
+        (lambda x: layer_norm(x, torch.ones(8).half()), TypeError, "weight must be float32, got float16"),
         (lambda x: layer_norm(x, residual=x[:1]), ValueError, r"residual must have shape \(2, 8\)"),
         (
             lambda x: layer_norm(x, residual=x.half()),

@@ -114,11 +114,7 @@ def test_cost_counts_each_tensor_once() -> None:
         (lambda x: rms_norm(x.long()), TypeError, "x must be a floating-point tensor, got int64; cast it"),
         (lambda x: rms_norm(torch.tensor(1.0)), ValueError, r"at least 1 dimension\(s\), got shape \(\)"),
         (lambda x: rms_norm(x, torch.ones(7)), ValueError, r"weight must have shape \(8,\).*got \(7,\)"),
-        (
-            lambda x: rms_norm(x, torch.ones(8).half()),
-            TypeError,
-            "weight must be float32, got float16",
-        ),
+        (lambda x: rms_norm(x, torch.ones(8).half()), TypeError, "weight must be float32, got float16"),
         (lambda x: rms_norm(x, residual=torch.ones(3, 8)), ValueError, r"residual must have shape \(2, 8\)"),
         (lambda x: rms_norm(x, residual=x.half()), TypeError, "residual must be float32 like x, got float16"),
         (lambda x: rms_norm(x, residual=x, out=x.clone()), ValueError, r"a pair \(y, sum\)"),

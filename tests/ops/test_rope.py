@@ -173,11 +173,7 @@ def test_a_position_without_a_row_is_refused(bad: int, dtype: torch.dtype) -> No
         ),
         (lambda x, c, s: rope(x[..., :7], c, s), ValueError, r"an even number in \[2, 7\].*got 7"),
         (lambda x, c, s: rope(x, c, s, rotary_dim=10), ValueError, r"an even number in \[2, 8\].*got 10"),
-        (
-            lambda x, c, s: rope(x, c.half(), s.half()),
-            TypeError,
-            "cos must be float32, got float16",
-        ),
+        (lambda x, c, s: rope(x, c.half(), s.half()), TypeError, "cos must be float32, got float16"),
         (
             lambda x, c, s: rope(x, c, s[:5]),
             ValueError,

@@ -110,10 +110,7 @@ class Ascend:
                 )
             if self.p.formula.product is not None:
                 column["product"] = column[str(self.p.formula.product.args[0].value)]
-            both = (
-                {n: column[n] for n in self.tensors},
-                {n: formats.get(n, "ND") for n in self.tensors},
-            )
+            both = ({n: column[n] for n in self.tensors}, {n: formats.get(n, "ND") for n in self.tensors})
             if both not in found:
                 found.append(both)
         return found

@@ -9,15 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from opsmith.authoring.ascendc_code import (
-    COLUMNS,
-    NUMBER,
-    ROWS,
-    TILE,
-    Code,
-    Phase,
-    Unsupported,
-)
+from opsmith.authoring.ascendc_code import COLUMNS, NUMBER, ROWS, TILE, Code, Phase, Unsupported
 from opsmith.authoring.emit import Emitter, float_text
 from opsmith.authoring.nodes import Node
 from opsmith.authoring.plan import COLUMN, FULL, ROW, Plan, Statistic

@@ -59,9 +59,7 @@ class Plan:
 
 
 def plan(
-    formula: Formula,
-    outputs: Iterable[Output] | None = None,
-    inputs: Mapping[str, Shape] | None = None,
+    formula: Formula, outputs: Iterable[Output] | None = None, inputs: Mapping[str, Shape] | None = None
 ) -> Plan:
     """The passes of the kernel that computes a formula, or other outputs over its graph.
 

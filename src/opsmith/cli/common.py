@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from opsmith.operator import Operator
 
 Json = Annotated[
-    str | None,
-    typer.Option("--json", metavar="[FILE]", help="Print JSON for machines, or write it to FILE."),
+    str | None, typer.Option("--json", metavar="[FILE]", help="Print JSON for machines, or write it to FILE.")
 ]
 Names = Annotated[
     list[str] | None,

@@ -57,11 +57,7 @@ class Demo:
     """One run: prints as it goes, and keeps everything for the JSON."""
 
     def __init__(
-        self,
-        console: Console,
-        shapes: tuple[tuple[int, int], ...],
-        dtypes: tuple[str, ...],
-        compiled: bool,
+        self, console: Console, shapes: tuple[tuple[int, int], ...], dtypes: tuple[str, ...], compiled: bool
     ):
         self.console, self.shapes, self.dtypes, self.compiled = console, shapes, dtypes, compiled
         self.faults: list[str] = []

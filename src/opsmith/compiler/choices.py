@@ -95,12 +95,7 @@ def _not(c: Canon, node: Node, self: Any) -> Poly:
     return negated(c, self)
 
 
-_COMPARED = {
-    "gt": ("above", 1),
-    "lt": ("above", -1),
-    "ge": ("at_least", 1),
-    "le": ("at_least", -1),
-}
+_COMPARED = {"gt": ("above", 1), "lt": ("above", -1), "ge": ("at_least", 1), "le": ("at_least", -1)}
 
 
 @rule(*_COMPARED)

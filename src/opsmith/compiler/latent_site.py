@@ -110,13 +110,7 @@ class LatentSite:
         """An empty pool for this layer's rows."""
         r, weight = self.reading, self.reading.kv_a.weight
         made = MLACache.allocate(
-            mode,
-            blocks,
-            block_size,
-            kv_lora=r.kv_lora,
-            rope=r.rope,
-            dtype=weight.dtype,
-            device=weight.device,
+            mode, blocks, block_size, kv_lora=r.kv_lora, rope=r.rope, dtype=weight.dtype, device=weight.device
         )
         made.kv_lora = r.kv_lora
         if mode == "int8_tiled" and self.scales is not None:

@@ -296,12 +296,7 @@ class _Recorder:
                 return writer.kernels(node.name, found, {**node.kwargs, **swapped}, values)
         label = f"{target_name(node.target)}_{implementation.name}"
         return writer.site(
-            node.name,
-            opened or implementation.fn,
-            label,
-            node.kwargs,
-            out,
-            swapped if opened is None else {},
+            node.name, opened or implementation.fn, label, node.kwargs, out, swapped if opened is None else {}
         )
 
     def _filled(self, node: Node, writer: Writer) -> str:

@@ -87,12 +87,7 @@ class Packing:
         self._of: dict[int, Standing] = {}  # by a packed weight
 
     def put_in(
-        self,
-        model: nn.Module,
-        format: str,
-        group_size: int,
-        skip: Sequence[str],
-        taken: Collection[str] = (),
+        self, model: nn.Module, format: str, group_size: int, skip: Sequence[str], taken: Collection[str] = ()
     ) -> None:
         """Pack every linear layer whose name matches none of the patterns; those taken are another rewrite's."""
         for name, module in linear_layers(model):

@@ -267,13 +267,7 @@ class _Finder:
             if any(found.get(source) is template.card for n in region for source in n.all_input_nodes):
                 continue
             misses.append(
-                Miss(
-                    template.card.name,
-                    root.name,
-                    *problem.texts(),
-                    at.name,
-                    where(at) or where(root),
-                )
+                Miss(template.card.name, root.name, *problem.texts(), at.name, where(at) or where(root))
             )
         return misses[::-1]
 

@@ -22,11 +22,7 @@ Choose = Callable[[Site, dict[str, Any]], Choice]
 
 
 def settle(
-    site: Site,
-    choice: Choice,
-    choose: Choose,
-    value: Callable[[Node], Any],
-    learn: Collection[Node] = (),
+    site: Site, choice: Choice, choose: Choose, value: Callable[[Node], Any], learn: Collection[Node] = ()
 ) -> tuple[bool, Choice]:
     """True to run the site as its parts, else False, and its choice with what was found out about the parts.
 

@@ -128,10 +128,7 @@ def is_pure(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target in (operator.getitem, filled, joined) or getattr(
             node.target, "__module__", ""
-        ) in (
-            "_operator",
-            "math",
-        )
+        ) in ("_operator", "math")
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 

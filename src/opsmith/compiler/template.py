@@ -11,14 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opsmith.compiler import (  # noqa: F401  these register their rules
-    arithmetic,
-    choices,
-    contractions,
-    layouts,
-    losses,
-    reductions,
-)
+from opsmith.compiler import arithmetic, choices, contractions, layouts, losses, reductions  # noqa: F401  these register their rules
 from opsmith.compiler.canon import Canon, shape_of
 from opsmith.compiler.pieces import lower
 from opsmith.compiler.terms import Poly, Space

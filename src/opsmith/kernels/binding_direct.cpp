@@ -26,7 +26,9 @@ PyObject* no_level;  // its value outside: -1, of which Python has one
 // levels, means taking a lock.
 bool may_be_dual() { return PyDict_GetItemWithError(forward_ad, current_level) != no_level; }
 
-bool is_tensor_object(PyObject* given) { return Py_TYPE(given) == tensor_type || Py_TYPE(given) == parameter_type; }
+bool is_tensor_object(PyObject* given) {
+  return Py_TYPE(given) == tensor_type || Py_TYPE(given) == parameter_type;
+}
 
 const at::Tensor& tensor_of(PyObject* tensor_object) {
   return *reinterpret_cast<const at::Tensor*>(reinterpret_cast<char*>(tensor_object) + place_of_impl);
@@ -104,7 +106,9 @@ bool add_size(PyObject* given, Sizes& sizes) {
   return sizes.back() >= 0 && overflow == 0;
 }
 
-bool is_list(PyObject* given, Py_ssize_t size) { return PyList_CheckExact(given) && PyList_GET_SIZE(given) == size; }
+bool is_list(PyObject* given, Py_ssize_t size) {
+  return PyList_CheckExact(given) && PyList_GET_SIZE(given) == size;
+}
 
 // The result of a call of two tensors: rows of a table that x picks, in the table's dtype or one that is given; or the product of x, of at most
 // so many rows, with a contiguous weight.
@@ -132,7 +136,8 @@ bool described_by_two(const c10::TensorImpl* x, const c10::TensorImpl* by, PyObj
 // A result as the call describes it: in a list the tensor that it is like, and lies as; in a list of two what stands above; the sizes
 // instead of x's last one, a dtype before them where it is not x's; or like x, in another dtype where one is given.
 bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
-  if (THPDtype_Check(given)) return is_floating(x) && fresh(x->sizes(), reinterpret_cast<THPDtype*>(given)->scalar_type, y);
+  if (THPDtype_Check(given))
+    return is_floating(x) && fresh(x->sizes(), reinterpret_cast<THPDtype*>(given)->scalar_type, y);
   if (PyLong_CheckExact(given) || PyTuple_CheckExact(given)) {
     if (x->dim() == 0 || !is_floating(x)) return false;
     Sizes sizes(x->sizes().begin(), x->sizes().end() - 1);
@@ -147,7 +152,8 @@ bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
     }
     return fresh(sizes, dtype, y);
   }
-  if (is_list(given, 2)) return described_by_two(x, plain(PyList_GET_ITEM(given, 0)), PyList_GET_ITEM(given, 1), y);
+  if (is_list(given, 2))
+    return described_by_two(x, plain(PyList_GET_ITEM(given, 0)), PyList_GET_ITEM(given, 1), y);
   if (is_list(given, 1)) {
     const c10::TensorImpl* const like = plain(PyList_GET_ITEM(given, 0));
     return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y, layout_of(like));
@@ -182,7 +188,9 @@ int outputs(const Kernel* self, const Value* values) {
 // Whether autograd would record the call.
 bool wants_gradient(const Kernel* self, const Value* values) {
   for (int i = 0; i < self->count; ++i) {
-    if (is_tensor(self->types[i]) && values[i] != 0 && reinterpret_cast<c10::TensorImpl*>(values[i])->requires_grad()) return true;
+    if (is_tensor(self->types[i]) && values[i] != 0 &&
+        reinterpret_cast<c10::TensorImpl*>(values[i])->requires_grad())
+      return true;
   }
   return false;
 }
@@ -219,13 +227,15 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   const bool records = grad && wants_gradient(self, values);
   ours = ours && (!records || (self->makes && self->recorder && self->recorder->takes(*self, values)));
   ours = ours && (!self->makes || make(self, placed, values, made));
-  if (ours && grad && made.count < outputs(self, values)) ours = !records && !wants_gradient(self, values);  // into what is given
+  if (ours && grad && made.count < outputs(self, values))
+    ours = !records && !wants_gradient(self, values);  // into what is given
   if (!ours) {
     if (self->makes) Py_RETURN_NONE;
     const Py_ssize_t given = PyVectorcall_NARGS(flags) + (names ? PyTuple_GET_SIZE(names) : 0);
     const auto loses_tangent = [](PyObject* one) { return is_tensor_object(one) && is_dual(tensor_of(one)); };
     if (may_be_dual() && std::any_of(args, args + given, loses_tangent)) {
-      return PyErr_Format(PyExc_NotImplementedError, "%U: a kernel has no rule for forward-mode differentiation", self->name);
+      return PyErr_Format(PyExc_NotImplementedError,
+                          "%U: a kernel has no rule for forward-mode differentiation", self->name);
     }
     return PyObject_Vectorcall(self->op, args, flags, names);
   }
@@ -235,21 +245,26 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
     if (made.count == 0) Py_RETURN_TRUE;
     return results(made);
   }
-  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, wrong.c_str());  // else a hook's for saved tensors
+  if (!PyErr_Occurred())
+    PyErr_SetString(PyExc_RuntimeError, wrong.c_str());  // else a hook's for saved tensors
   return nullptr;
 }
 
 // PyTorch's linear(x, weight, bias) for one row of at most `most` numbers, which it computes sooner than Python can ask whether it is
 // one, or where gradients are wanted for any rows of at most `learns` products; None for any other call. It is PyTorch that computes.
 PyObject* small_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 5 || !PyLong_CheckExact(args[3]) || !PyLong_CheckExact(args[4]) || !undisturbed()) Py_RETURN_NONE;
+  if (count != 5 || !PyLong_CheckExact(args[3]) || !PyLong_CheckExact(args[4]) || !undisturbed())
+    Py_RETURN_NONE;
   const c10::TensorImpl *const x = plain(args[0]), *const weight = plain(args[1]);
   const bool biased = args[2] != Py_None;
   const c10::TensorImpl* const bias = biased ? plain(args[2]) : nullptr;
-  if (!x || !weight || (biased && !bias) || !is_floating(x) || x->dim() == 0 || weight->dim() != 2) Py_RETURN_NONE;
+  if (!x || !weight || (biased && !bias) || !is_floating(x) || x->dim() == 0 || weight->dim() != 2)
+    Py_RETURN_NONE;
   const int64_t n = weight->size(0), k = weight->size(1);
-  const bool grad = c10::GradMode::is_enabled() && (x->requires_grad() || weight->requires_grad() || (bias && bias->requires_grad()));
-  const int64_t most = PyLong_AsLongLong(args[3]), learns = PyLong_AsLongLong(args[4]);  // -1 and an error for what is too large
+  const bool grad = c10::GradMode::is_enabled() &&
+                    (x->requires_grad() || weight->requires_grad() || (bias && bias->requires_grad()));
+  const int64_t most = PyLong_AsLongLong(args[3]),
+                learns = PyLong_AsLongLong(args[4]);  // -1 and an error for what is too large
   const bool few = (x->numel() == k && k <= most) || (grad && x->numel() * n <= learns);
   if (!few || PyErr_Occurred() || x->size(x->dim() - 1) != k || weight->dtype() != x->dtype() ||
       (biased && (bias->dim() != 1 || bias->size(0) != n || bias->dtype() != x->dtype()))) {
@@ -264,12 +279,14 @@ PyObject* small_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   } catch (...) {  // asked again from Python, it says what is wrong
   }
   PyEval_RestoreThread(state);
-  if (PyErr_Occurred()) return nullptr;  // of a hook for saved tensors, which a checkpoint ends its second run with
+  if (PyErr_Occurred())
+    return nullptr;  // of a hook for saved tensors, which a checkpoint ends its second run with
   return THPVariable_Wrap(y);  // None for none
 }
 
-PyMethodDef small_linear_method = {"small_linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(small_linear)), METH_FASTCALL,
-                                   nullptr};
+PyMethodDef small_linear_method = {"small_linear",
+                                   reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(small_linear)),
+                                   METH_FASTCALL, nullptr};
 
 // A tensor's shape. PyTorch's own answers read their arguments against a signature, and wait for that code when it is in no cache.
 PyObject* sizes(PyObject*, PyObject* given) {
@@ -312,26 +329,31 @@ PyObject* pieces(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* const shape = args[1 + made.count];
     Sizes sizes;
     fits = PyTuple_CheckExact(shape);
-    for (Py_ssize_t d = 0; fits && d < PyTuple_GET_SIZE(shape); ++d) fits = add_size(PyTuple_GET_ITEM(shape, d), sizes);
+    for (Py_ssize_t d = 0; fits && d < PyTuple_GET_SIZE(shape); ++d)
+      fits = add_size(PyTuple_GET_ITEM(shape, d), sizes);
     int64_t end = 1;
     for (const int64_t size : sizes) fits = fits && !__builtin_mul_overflow(end, size, &end);
     fits = fits && !__builtin_add_overflow(begin, end, &end) && end <= whole->numel();
     if (!fits) break;
     at::TensorBase& piece = made.tensors[made.count++];
-    piece = at::detail::make_tensor_base<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(whole->storage()), whole->key_set(),
-                                                          whole->dtype());
+    piece = at::detail::make_tensor_base<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(whole->storage()), whole->key_set(), whole->dtype());
     piece.unsafeGetTensorImpl()->set_storage_offset(whole->storage_offset() + begin);
     piece.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
     begin = end;
   }
   if (fits && begin == whole->numel()) return results(made);
-  PyErr_SetString(PyExc_ValueError, "opsmith: pieces are of a plain tensor, whose elements their shapes share out");
+  PyErr_SetString(PyExc_ValueError,
+                  "opsmith: pieces are of a plain tensor, whose elements their shapes share out");
   return nullptr;
 }
 
-PyMethodDef pieces_method = {"pieces", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pieces)), METH_FASTCALL, nullptr};
+PyMethodDef pieces_method = {"pieces", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pieces)),
+                             METH_FASTCALL, nullptr};
 
-PyObject* text(PyObject* me) { return PyUnicode_FromFormat("<kernel %U>", reinterpret_cast<Kernel*>(me)->name); }
+PyObject* text(PyObject* me) {
+  return PyUnicode_FromFormat("<kernel %U>", reinterpret_cast<Kernel*>(me)->name);
+}
 
 void drop(PyObject* me) {
   auto* const self = reinterpret_cast<Kernel*>(me);
@@ -349,7 +371,8 @@ PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // To be called once. 1, or 0 where a tensor's Python object does not hold its tensor as we think it does: `impl` is that of `tensor`.
-EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* impl, PyObject* names_of_forward_ad) {
+EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* impl,
+                                PyObject* names_of_forward_ad) {
   forward_ad = Py_NewRef(names_of_forward_ad);
   current_level = PyUnicode_InternFromString("_current_level");
   no_level = PyLong_FromLong(-1);
@@ -377,10 +400,11 @@ EXPORT PyObject* opsmith_direct_pieces() { return PyCFunction_New(&pieces_method
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
 
 // A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception.
-EXPORT PyObject* opsmith_direct(void* direct, const char* types, PyObject* op, PyObject* name, PyObject* names, PyObject* defaults,
-                                int makes) {
+EXPORT PyObject* opsmith_direct(void* direct, const char* types, PyObject* op, PyObject* name,
+                                PyObject* names, PyObject* defaults, int makes) {
   const size_t count = std::strlen(types);
-  if (count > kMost) return PyErr_Format(PyExc_ValueError, "opsmith: a kernel of %zu arguments, at most %d", count, kMost);
+  if (count > kMost)
+    return PyErr_Format(PyExc_ValueError, "opsmith: a kernel of %zu arguments, at most %d", count, kMost);
   auto* const self = PyObject_New(Kernel, &type);
   if (!self) return nullptr;
   self->vectorcall = call;

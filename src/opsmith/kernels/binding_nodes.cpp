@@ -30,9 +30,13 @@ using torch::dynamo::autograd::SwapSavedVariables;
 
 c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
 
-Value value_of(const at::TensorBase& t) { return t.defined() ? reinterpret_cast<Value>(t.unsafeGetTensorImpl()) : 0; }
+Value value_of(const at::TensorBase& t) {
+  return t.defined() ? reinterpret_cast<Value>(t.unsafeGetTensorImpl()) : 0;
+}
 
-at::Tensor tensor_of(Value value) { return value ? at::Tensor(Impl::reclaim_copy(impl_of(value))) : at::Tensor(); }
+at::Tensor tensor_of(Value value) {
+  return value ? at::Tensor(Impl::reclaim_copy(impl_of(value))) : at::Tensor();
+}
 
 using Wanted = c10::SmallVector<bool, 6>;
 
@@ -59,7 +63,8 @@ void dispatch(const Plan& plan, const Value* values) {
 at::Tensor new_like(const Like& like, bool direct) {
   at::TensorBase t;
   if (direct && fresh(like.sizes, like.dtype, t, like.strides)) return at::Tensor(std::move(t));
-  return like.strides.empty() ? at::empty(like.sizes, like.dtype) : at::empty_strided(like.sizes, like.strides, like.dtype);
+  return like.strides.empty() ? at::empty(like.sizes, like.dtype)
+                              : at::empty_strided(like.sizes, like.strides, like.dtype);
 }
 
 // A gradient as the backward takes it.
@@ -68,13 +73,14 @@ at::Tensor taken(const at::Tensor& t, bool strided) {
 }
 
 // Calls the backward. `saved` are the saved tensors that are there, in the order of its arguments; gradients that nobody wants are undefined.
-variable_list backward(const Plan& plan, const AllHeld& held, const variable_list& saved, const Wanted& wanted,
-                       const variable_list& arriving) {
+variable_list backward(const Plan& plan, const AllHeld& held, const variable_list& saved,
+                       const Wanted& wanted, const variable_list& arriving) {
   variable_list found(plan.gradients.size());
   const auto defined = [](const at::Tensor& t) { return t.defined(); };
   if (std::none_of(arriving.begin(), arriving.end(), defined)) return found;
   for (const at::Tensor& t : arriving) {  // undefined ones have none either
-    TORCH_CHECK_NOT_IMPLEMENTED(!is_dual(t), plan.name, ": a kernel has no rule for forward-mode differentiation");
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_dual(t), plan.name,
+                                ": a kernel has no rule for forward-mode differentiation");
   }
   const auto is_wanted = [&](size_t argument) {
     for (size_t g = 0; g < wanted.size(); ++g) {
@@ -105,7 +111,8 @@ variable_list backward(const Plan& plan, const AllHeld& held, const variable_lis
         break;
       case From::made:
       case From::always:
-        if (h.there && (a.from == From::always || !is_optional(a.type) || is_wanted(i))) tensors[i] = new_like(held.likes[h.like], direct);
+        if (h.there && (a.from == From::always || !is_optional(a.type) || is_wanted(i)))
+          tensors[i] = new_like(held.likes[h.like], direct);
         break;
     }
   }
@@ -131,7 +138,8 @@ variable_list backward(const Plan& plan, const AllHeld& held, const variable_lis
 variable_list once(const Plan& plan, variable_list&& found, const torch::autograd::edge_list& inputs) {
   const auto error = c10::make_intrusive<torch::autograd::Error>(
       "trying to differentiate twice through " + plan.name +
-          ", which is a kernel; where second derivatives are needed, call the operator's definition in plain PyTorch, "
+          ", which is a kernel; where second derivatives are needed, call the operator's definition in plain "
+          "PyTorch, "
           "opsmith.operator.registry()[name].reference",
       torch::autograd::edge_list(inputs));
   for (at::Tensor& t : found) {
@@ -156,7 +164,8 @@ class KernelBackward final : public Node {
     }
     for (int i = 0; i < made.count; ++i) torch::autograd::set_history(at::Tensor(made.tensors[i]), getptr());
     saved_.reserve(std::count(plan_.from.begin(), plan_.from.end(), char(From::saved)));
-    for (size_t i = 0; i < plan_.arguments.size(); ++i) keep(plan_.arguments[i], values, made, held_.arguments[i]);
+    for (size_t i = 0; i < plan_.arguments.size(); ++i)
+      keep(plan_.arguments[i], values, made, held_.arguments[i]);
   }
 
   variable_list apply(variable_list&& arriving) override {
@@ -196,21 +205,23 @@ class KernelBackward final : public Node {
     torch::dynamo::autograd::PackedArgs packed;
     packed.pack(unpacked());
     const auto call = [plan = &plan_, held = held_, needed = wanted()](const variable_list& inputs,
-                                                                        const std::vector<c10::IValue>& args) {
+                                                                       const std::vector<c10::IValue>& args) {
       const c10::AutoGradMode off(false);
-      return backward(*plan, held, torch::dynamo::autograd::PackedArgs(args).unpack<variable_list>(), needed, inputs);
+      return backward(*plan, held, torch::dynamo::autograd::PackedArgs(args).unpack<variable_list>(), needed,
+                      inputs);
     };
     auto args = std::move(packed).vec();
     std::vector<at::TypePtr> types;
-    for (const c10::IValue& arg : args) types.push_back(arg.isTensor() ? at::TypePtr(at::TensorType::get()) : arg.type());
+    for (const c10::IValue& arg : args)
+      types.push_back(arg.isTensor() ? at::TypePtr(at::TensorType::get()) : arg.type());
     const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
-    const std::string name =
-        compiler->bind_function(swapped.get_py_compiler(), plan_.name, call, std::move(types), true, false);
-    const auto metadata =
-        torch::dynamo::autograd::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+    const std::string name = compiler->bind_function(swapped.get_py_compiler(), plan_.name, call,
+                                                     std::move(types), true, false);
+    const auto metadata = torch::dynamo::autograd::
+        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
             torch::dynamo::autograd::get_input_metadata(next_edges()));
-    variable_list found =
-        compiler->call_function(swapped.get_py_compiler(), "apply_functional", name, arriving, args, metadata);
+    variable_list found = compiler->call_function(swapped.get_py_compiler(), "apply_functional", name,
+                                                  arriving, args, metadata);
     swapped.after(saved_);
     return found;
   }
@@ -233,7 +244,8 @@ class KernelBackward final : public Node {
       case From::gradient:
         held.number = Value(result(of));
         held.there = result(of) < made.count;
-        if (held.there && made.count > 1) held_.like(held, impl_of(values[of]), plan_.strided);  // of several one may get no gradient
+        if (held.there && made.count > 1)
+          held_.like(held, impl_of(values[of]), plan_.strided);  // of several one may get no gradient
         break;
       case From::made:
       case From::always:
@@ -281,7 +293,8 @@ class KernelRecorder final : public Recorder {
   std::string run(const Kernel& kernel, Value* values, const Made& made) const override {
     at::TensorBase kept[kMostMade];
     for (size_t i = 0; i < plan_.kept.size(); ++i) {
-      if (!fresh(sizes_of(plan_.kept[i].shape, impl_of(values[0])), at::kFloat, kept[i])) return "opsmith: there is no memory";
+      if (!fresh(sizes_of(plan_.kept[i].shape, impl_of(values[0])), at::kFloat, kept[i]))
+        return "opsmith: there is no memory";
       values[plan_.kept[i].place] = value_of(kept[i]);
     }
     Value given[kMost];
@@ -290,7 +303,8 @@ class KernelRecorder final : public Recorder {
     if (!wrong.empty()) return wrong;
     try {
       c10::make_intrusive<KernelBackward>(plan_)->record(given, made);
-    } catch (const std::exception& error) {  // an inference tensor, say, or a hook for saved tensors, whose error is Python's
+    } catch (const std::exception&
+                 error) {  // an inference tensor, say, or a hook for saved tensors, whose error is Python's
       wrong = error.what();
       if (wrong.empty()) wrong = "opsmith: a call cannot be recorded";
     }
@@ -326,8 +340,9 @@ class KernelRecorder final : public Recorder {
 // as many of `from`, `of`, `instead` and `constants` as of its arguments, a letter of `kept` for each argument of the forward, and
 // `pairs` for each of `edges`, a gradient, and then for each number that is `required`. 0 and an exception where that cannot be.
 extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
-    PyObject* kernel, void* direct, const char* name, const char* types, const char* from, const int* of, const int* instead,
-    const uint64_t* constants, const char* kept, const uint64_t* pairs, int edges, int required, int strided) {
+    PyObject* kernel, void* direct, const char* name, const char* types, const char* from, const int* of,
+    const int* instead, const uint64_t* constants, const char* kept, const uint64_t* pairs, int edges,
+    int required, int strided) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
   if (!op) {
     PyErr_Format(PyExc_ValueError, "opsmith: there is no operator %s", name);
@@ -342,6 +357,7 @@ extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
   for (int i = 0; kept[i] != 0; ++i) {
     if (kept[i] != ' ') plan.kept.push_back({i, kept[i]});
   }
-  reinterpret_cast<Kernel*>(kernel)->recorder = new KernelRecorder(std::move(plan));  // as long as the process: graphs refer to it
+  reinterpret_cast<Kernel*>(kernel)->recorder = new KernelRecorder(
+      std::move(plan));  // as long as the process: graphs refer to it
   return 1;
 }

@@ -31,8 +31,9 @@ class Seen {
   }
   PyObject* object() const { return object_; }
   bool unchanged() const {
-    return impl_of(object_) == impl_ && impl_->key_set() == keys_ && impl_->dtype() == dtype_ && impl_->requires_grad() == learns_ &&
-           impl_->sizes() == c10::IntArrayRef(sizes_) && impl_->strides() == c10::IntArrayRef(strides_) &&
+    return impl_of(object_) == impl_ && impl_->key_set() == keys_ && impl_->dtype() == dtype_ &&
+           impl_->requires_grad() == learns_ && impl_->sizes() == c10::IntArrayRef(sizes_) &&
+           impl_->strides() == c10::IntArrayRef(strides_) &&
            (!contents_ || (impl_->data() == data_ && version() == version_));
   }
 
@@ -50,8 +51,7 @@ class Seen {
 };
 
 struct Watch {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* held;
   Words* words;
   std::vector<Seen>* tensors;
@@ -69,7 +69,8 @@ PyObject* ask(PyObject* me, PyObject* const* args, size_t flags, PyObject*) {
     }
   }
   const auto same = [](const Seen& one) { return one.unchanged(); };
-  return PyBool_FromLong(self->words->unchanged() && std::all_of(self->tensors->begin(), self->tensors->end(), same));
+  return PyBool_FromLong(self->words->unchanged() &&
+                         std::all_of(self->tensors->begin(), self->tensors->end(), same));
 }
 
 int traverse(PyObject* me, visitproc visit, void* arg) {
@@ -99,7 +100,8 @@ PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 // watch(objects, contents): what tells whether they have changed; None where that cannot be told of one of them.
 PyObject* watch(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 2 || !PyTuple_CheckExact(args[0])) return PyErr_Format(PyExc_TypeError, "watch: expected a tuple and a bool");
+  if (count != 2 || !PyTuple_CheckExact(args[0]))
+    return PyErr_Format(PyExc_TypeError, "watch: expected a tuple and a bool");
   PyObject* const objects = args[0];
   auto* const self = PyObject_GC_New(Watch, &type);
   if (!self) return nullptr;
@@ -124,7 +126,8 @@ PyObject* watch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef method = {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(watch)), METH_FASTCALL, nullptr};
+PyMethodDef method = {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(watch)),
+                      METH_FASTCALL, nullptr};
 
 PyObject* is_undiverted(PyObject*, PyObject*) { return PyBool_FromLong(undiverted()); }
 

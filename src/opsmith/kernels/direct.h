@@ -28,7 +28,7 @@
 namespace at {
 TORCH_API bool hasCallbacks();
 TORCH_API std::vector<int64_t> infer_dense_strides(IntArrayRef sizes, IntArrayRef strides);
-}
+}  // namespace at
 
 namespace opsmith {
 
@@ -59,8 +59,7 @@ struct Recorder {
 };
 
 struct Kernel {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   Direct direct;
   const Recorder* recorder;  // nullptr where calls that record gradients are not for us
   PyObject* op;  // what PyTorch registered
@@ -76,8 +75,8 @@ inline bool is_output(char type) { return type == 'y' || type == 'p'; }
 inline bool is_tensor(char type) { return is_output(type) || type == 'T' || type == 'o'; }
 inline bool is_optional(char type) { return type == 'o' || type == 'p'; }
 
-constexpr c10::DispatchKeySet kOfAutograd =
-    c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+constexpr c10::DispatchKeySet kOfAutograd = c10::autograd_dispatch_keyset |
+                                            c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
 
 // Whether a tensor carries a tangent of PyTorch's forward-mode differentiation, which a kernel would lose. There is one level of it.
 inline bool is_dual(const at::TensorBase& t) { return t._fw_grad(0).defined(); }
@@ -130,13 +129,15 @@ inline Strides layout_of(const c10::TensorImpl* t) {
 }
 
 // New memory for a result, contiguous where no strides are given; false where there is no such memory.
-inline bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& y, c10::IntArrayRef strides = {}) {
+inline bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& y,
+                  c10::IntArrayRef strides = {}) {
   int64_t bytes = int64_t(c10::elementSize(dtype));
   for (const int64_t size : sizes) {
     if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
   }
   try {
-    y = strides.empty() ? at::detail::empty_cpu(sizes, dtype) : at::detail::empty_strided_cpu(sizes, strides, dtype);
+    y = strides.empty() ? at::detail::empty_cpu(sizes, dtype)
+                        : at::detail::empty_strided_cpu(sizes, strides, dtype);
   } catch (const std::exception&) {
     return false;
   }
@@ -146,7 +147,12 @@ inline bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& 
 
 inline Tensor lent(c10::TensorImpl* t) {
   const c10::Device device = t->device();
-  return {t->mutable_data(), t->sizes().data(), t->strides().data(), t->dim(), c10::typeMetaToScalarType(t->dtype()), device.type(),
+  return {t->mutable_data(),
+          t->sizes().data(),
+          t->strides().data(),
+          t->dim(),
+          c10::typeMetaToScalarType(t->dtype()),
+          device.type(),
           device.index()};
 }
 

@@ -14,7 +14,9 @@ struct Word {
   uint64_t was;
   bool half;  // of 32 bits
 
-  uint64_t now() const { return half ? *static_cast<const uint32_t*>(at) : *static_cast<const uint64_t*>(at); }
+  uint64_t now() const {
+    return half ? *static_cast<const uint32_t*>(at) : *static_cast<const uint64_t*>(at);
+  }
 };
 
 class Words {
@@ -29,21 +31,22 @@ class Words {
     }
     if (PyFunction_Check(object)) {
       auto* const f = reinterpret_cast<PyFunctionObject*>(object);
-      return reference(&f->func_code, held) && reference(&f->func_defaults, held) && reference(&f->func_kwdefaults, held) &&
-             reference(&f->func_dict, held);
+      return reference(&f->func_code, held) && reference(&f->func_defaults, held) &&
+             reference(&f->func_kwdefaults, held) && reference(&f->func_dict, held);
     }
     if (PyList_CheckExact(object)) {
       auto* const list = reinterpret_cast<PyListObject*>(object);
       word(&list->ob_base.ob_size);
       word(&list->ob_item);  // before what it points to: looking ends at the first change
       bool all = true;
-      for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(object); ++i) all = reference(&list->ob_item[i], held);
+      for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(object); ++i)
+        all = reference(&list->ob_item[i], held);
       return all;
     }
     // Of any other, which class it is of, and which dictionary its attributes are in.
     PyObject** const attributes = _PyObject_GetDictPtr(object);
-    return reference(reinterpret_cast<PyObject**>(&object->ob_type), held) && (!attributes || reference(attributes, held)) &&
-           (!PyDict_Check(object) || add_dict(object));
+    return reference(reinterpret_cast<PyObject**>(&object->ob_type), held) &&
+           (!attributes || reference(attributes, held)) && (!PyDict_Check(object) || add_dict(object));
   }
 
   bool unchanged() const {

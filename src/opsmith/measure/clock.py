@@ -50,9 +50,7 @@ class CudaStopwatch:
     kind = "device events"
 
     def __init__(
-        self,
-        event: Callable[[], Any] | None = None,
-        synchronize: Callable[[], object] | None = None,
+        self, event: Callable[[], Any] | None = None, synchronize: Callable[[], object] | None = None
     ) -> None:
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._synchronize = synchronize or torch.cuda.synchronize

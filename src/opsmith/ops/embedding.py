@@ -288,10 +288,7 @@ CARD = register(
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
-        implementations=[
-            *kernels(_native, _supports),
-            Implementation("eager", reference),
-        ],
+        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
         patterns=(
             Pattern(
                 "embedding(ids, table)",

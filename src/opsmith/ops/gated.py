@@ -84,11 +84,7 @@ def silu_mul(
 
 
 def gelu_mul(
-    gate: torch.Tensor,
-    up: torch.Tensor | None = None,
-    *,
-    tanh: bool = False,
-    out: torch.Tensor | None = None,
+    gate: torch.Tensor, up: torch.Tensor | None = None, *, tanh: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The gated GELU (GEGLU's middle) in one pass over memory.
 
@@ -207,11 +203,7 @@ def _native_silu(
 
 
 def _native_gelu(
-    gate: torch.Tensor,
-    up: torch.Tensor | None = None,
-    *,
-    tanh: bool = False,
-    out: torch.Tensor | None = None,
+    gate: torch.Tensor, up: torch.Tensor | None = None, *, tanh: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The kernel, without autograd."""
     return _forward(gate, up, GELU_TANH if tanh else GELU, out)

@@ -361,10 +361,7 @@ CARD = register(
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
-        implementations=[
-            *kernels(_native, _supports, takes_out=False),
-            Implementation("eager", reference),
-        ],
+        implementations=[*kernels(_native, _supports, takes_out=False), Implementation("eager", reference)],
         patterns=(),
         entries={
             "linear_cross_entropy_and_gradients": entry_costs.linear_cross_entropy_and_gradients,

@@ -315,14 +315,7 @@ def _gradients(
         d, parts = _again(logits, kept, chunk)
         for some, x in parts:
             ops.cross_entropy_backward.default(
-                dloss,
-                x,
-                target[some],
-                stats[:, some],
-                *options,
-                chunk.first,
-                logits.classes,
-                dlogits=d[some],
+                dloss, x, target[some], stats[:, some], *options, chunk.first, logits.classes, dlogits=d[some]
             )
         if dweight is not None and not in_place:
             _sum_over_rows(d, logits, dweight[chunk.first : chunk.last])

@@ -164,10 +164,7 @@ class MLAWeights(nn.Module):
         first, second = (
             Projection(w, b, d, *(() if s is None else static_scale(_NAME, i, s, o, w)))
             for i, (w, b, d, s, o) in enumerate(
-                (
-                    (wdqkv_int8, bias0, descale0, scale0, offset0),
-                    (wuq_int8, bias1, descale1, scale1, offset1),
-                )
+                ((wdqkv_int8, bias0, descale0, scale0, offset0), (wuq_int8, bias1, descale1, scale1, offset1))
             )
         )
         sizes = Sizes(heads, nope, rope, kv_lora, q_lora)

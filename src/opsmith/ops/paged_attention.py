@@ -130,12 +130,7 @@ def eager(
 ) -> torch.Tensor:
     """What PyTorch offers: the blocks gathered to padded keys and values, then its fused attention."""
     if softcap is not None:
-        options: dict[str, Any] = {
-            "scale": scale,
-            "window": window,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        }
+        options: dict[str, Any] = {"scale": scale, "window": window, "k_scale": k_scale, "v_scale": v_scale}
         return reference(q, k_cache, v_cache, block_tables, seq_lens, softcap=softcap, **options)
     new = q.unsqueeze(1) if q.dim() == 3 else q
     seen = _visible(new, k_cache, block_tables, seq_lens, window)

@@ -219,10 +219,7 @@ CARD = register(
         workloads=_workloads,
         tolerance=_Rounded(),
         domain=_promised,
-        implementations=[
-            *kernels(_native, _supports),
-            Implementation("eager", reference),
-        ],
+        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
         schemas=(
             "rope_int8(Tensor x, Tensor scale, Tensor cos, Tensor sin, Tensor? positions, int dims, "
             "bool interleaved, *, Tensor(a!) y, Tensor(b!) y_scale) -> ()",

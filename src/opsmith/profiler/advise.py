@@ -221,15 +221,7 @@ def padding(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
 
 
 _HEADS = (ATTENTION, MATMUL, SOFTMAX)
-_PER_HEAD = {
-    "attention",
-    "matmul",
-    "bmm",
-    "softmax",
-    "_softmax",
-    "scaled_dot_product_attention",
-    "baddbmm",
-}
+_PER_HEAD = {"attention", "matmul", "bmm", "softmax", "_softmax", "scaled_dot_product_attention", "baddbmm"}
 
 
 def _sizes(row: Row) -> list[tuple[int, ...]]:

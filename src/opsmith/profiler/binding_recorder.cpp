@@ -40,7 +40,9 @@ Moment now() { return {ticks(), c10::getTime()}; }
 
 // Annotations from Python are made only while some profiler is at work.
 struct AtWork final : torch::profiler::impl::ProfilerStateBase {
-  AtWork() : ProfilerStateBase(torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled)) {}
+  AtWork()
+      : ProfilerStateBase(
+            torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled)) {}
   torch::profiler::impl::ActiveProfilerType profilerType() override {
     return torch::profiler::impl::ActiveProfilerType::NONE;
   }

@@ -11,7 +11,7 @@ from opsmith.profiler.data import Profile
 def chrome(profile: Profile) -> str:
     """One repetition of each phase, one after the other, every event with class, layer, phase, shape and cost."""
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": profile.model}},
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": profile.model}}
     ]
     offset = 0.0
     for thread, phase in enumerate(profile.phases, 1):

@@ -40,15 +40,7 @@ def test_every_layout_within_a_pool_and_no_byte_beside_its_slots(mode: str, inte
         if t is not None:
             t.fill_(9)
     k = keys(
-        a,
-        gamma,
-        cos,
-        sin,
-        kv_lora=kv_lora,
-        rope=rope,
-        interleaved=interleaved,
-        eps=1e-6,
-        ctkv_scale=scale,
+        a, gamma, cos, sin, kv_lora=kv_lora, rope=rope, interleaved=interleaved, eps=1e-6, ctkv_scale=scale
     )
     kept = slots >= 0
     expected.write(slots[kept], *(part[kept] for part in k))

@@ -21,8 +21,9 @@ void forward_op(const Tensor& x, const Tensor& weight, const Tensor& bias, doubl
   call.tensor("weight", weight, {"N"});
   call.tensor("bias", bias, {"N"});
   call.tensor("y", y, {"...", "N"});
-  call.dtypes({dtype_of(x), dtype_of(weight), dtype_of(bias), dtype_of(y)},
-              {{kFloat, kFloat, kFloat, kFloat}, {kBfloat, kFloat, kFloat, kBfloat}, {kHalf, kFloat, kFloat, kHalf}});
+  call.dtypes(
+      {dtype_of(x), dtype_of(weight), dtype_of(bias), dtype_of(y)},
+      {{kFloat, kFloat, kFloat, kFloat}, {kBfloat, kFloat, kFloat, kBfloat}, {kHalf, kFloat, kFloat, kHalf}});
   const opsmith::Launch launch(kName, x);
   forward(view_of(x), view_of(weight), view_of(bias), eps, view_of(y), launch.stream());
   launch.check();
@@ -42,7 +43,8 @@ void backward_op(const Tensor& dy, const Tensor& x, const Tensor& weight, const 
                {kBfloat, kBfloat, kFloat, kBfloat, kFloat, kFloat},
                {kHalf, kHalf, kFloat, kHalf, kFloat, kFloat}});
   const opsmith::Launch launch(kName, x);
-  backward(view_of(dy), view_of(x), view_of(weight), eps, view_of(dx), view_of(dweight), view_of(dbias), launch.stream());
+  backward(view_of(dy), view_of(x), view_of(weight), eps, view_of(dx), view_of(dweight), view_of(dbias),
+           launch.stream());
   launch.check();
 }
 

@@ -42,7 +42,8 @@ struct Moments {
     count = all;
   }
   __device__ Moments below(int lanes) const {
-    return {__shfl_down_sync(~0u, count, lanes), __shfl_down_sync(~0u, mean, lanes), __shfl_down_sync(~0u, m2, lanes)};
+    return {__shfl_down_sync(~0u, count, lanes), __shfl_down_sync(~0u, mean, lanes),
+            __shfl_down_sync(~0u, m2, lanes)};
   }
 };
 
@@ -53,7 +54,9 @@ struct Sums {
     a += other.a;
     b += other.b;
   }
-  __device__ Sums below(int lanes) const { return {__shfl_down_sync(~0u, a, lanes), __shfl_down_sync(~0u, b, lanes)}; }
+  __device__ Sums below(int lanes) const {
+    return {__shfl_down_sync(~0u, a, lanes), __shfl_down_sync(~0u, b, lanes)};
+  }
 };
 
 // Merges what all threads of the block know: within each warp by shuffles, then across warps through shared memory.
@@ -93,7 +96,8 @@ class Mine {
       const int64_t i = threadIdx.x + int64_t(k) * blockDim.x;
       if (i < n_) f(i, kept_[k]);
     }
-    for (int64_t i = threadIdx.x + int64_t(Tile::kept) * blockDim.x; i < n_; i += blockDim.x) f(i, wide(row_[i]));
+    for (int64_t i = threadIdx.x + int64_t(Tile::kept) * blockDim.x; i < n_; i += blockDim.x)
+      f(i, wide(row_[i]));
   }
 
  private:
@@ -111,7 +115,8 @@ __device__ float2 mean_and_scale(const Mine<T>& x, int64_t n, float eps) {
 }
 
 template <class T>
-__global__ void forward_rows(const T* x, const float* weight, const float* bias, T* y, int64_t rows, int64_t n, float eps) {
+__global__ void forward_rows(const T* x, const float* weight, const float* bias, T* y, int64_t rows,
+                             int64_t n, float eps) {
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
     const Mine<T> in(x + r * n, n);
     const float2 s = mean_and_scale(in, n, eps);
@@ -121,8 +126,8 @@ __global__ void forward_rows(const T* x, const float* weight, const float* bias,
 
 // dx = scale * (g - mean(g) - normal * mean(g * normal)) with g = dy * weight; the statistics are kept for the columns.
 template <class T>
-__global__ void backward_rows(const T* dy, const T* x, const float* weight, T* dx, float2* statistics, int64_t rows,
-                              int64_t n, float eps) {
+__global__ void backward_rows(const T* dy, const T* x, const float* weight, T* dx, float2* statistics,
+                              int64_t rows, int64_t n, float eps) {
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
     const Mine<T> in(x + r * n, n);
     const float2 s = mean_and_scale(in, n, eps);
@@ -144,8 +149,8 @@ __global__ void backward_rows(const T* dy, const T* x, const float* weight, T* d
 
 // A warp's width of columns, summed down the rows by the block's warps: no atomics, so that two runs agree.
 template <class T>
-__global__ void backward_columns(const T* dy, const T* x, const float2* statistics, float* dweight, float* dbias,
-                                 int64_t rows, int64_t n) {
+__global__ void backward_columns(const T* dy, const T* x, const float2* statistics, float* dweight,
+                                 float* dbias, int64_t rows, int64_t n) {
   __shared__ Sums parts[kWarp][kWarp + 1];
   const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
   Sums mine{};
@@ -179,7 +184,8 @@ int64_t rows_of(const opsmith::View& x) {
 
 }  // namespace
 
-void forward(opsmith::View x, opsmith::View weight, opsmith::View bias, double eps, opsmith::View y, void* stream) {
+void forward(opsmith::View x, opsmith::View weight, opsmith::View bias, double eps, opsmith::View y,
+             void* stream) {
   const int64_t rows = rows_of(x), n = x.sizes[x.dim - 1];
   if (rows == 0 || n == 0) return;
   const Tile tile(rows, n);
@@ -190,8 +196,8 @@ void forward(opsmith::View x, opsmith::View weight, opsmith::View bias, double e
   });
 }
 
-void backward(opsmith::View dy, opsmith::View x, opsmith::View weight, double eps, opsmith::View dx, opsmith::View dweight,
-              opsmith::View dbias, void* stream) {
+void backward(opsmith::View dy, opsmith::View x, opsmith::View weight, double eps, opsmith::View dx,
+              opsmith::View dweight, opsmith::View dbias, void* stream) {
   const int64_t rows = rows_of(x), n = x.sizes[x.dim - 1];
   const auto queue = cudaStream_t(stream);
   if (rows == 0) {
@@ -202,15 +208,16 @@ void backward(opsmith::View dy, opsmith::View x, opsmith::View weight, double ep
   if (rows == 0 || n == 0) return;
   const Tile tile(rows, n);
   float2* statistics = nullptr;  // [rows]: mean and scale
-  if (cudaMallocAsync(&statistics, size_t(rows) * sizeof(float2), queue) != cudaSuccess) return;  // `check` raises it
+  if (cudaMallocAsync(&statistics, size_t(rows) * sizeof(float2), queue) != cudaSuccess)
+    return;  // `check` raises it
   with_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    backward_rows<<<tile.blocks, tile.threads, 0, queue>>>(dy.as<T>(), x.as<T>(), weight.as<float>(), dx.as<T>(),
-                                                           statistics, rows, n, float(eps));
+    backward_rows<<<tile.blocks, tile.threads, 0, queue>>>(dy.as<T>(), x.as<T>(), weight.as<float>(),
+                                                           dx.as<T>(), statistics, rows, n, float(eps));
     if (!dweight.defined() && !dbias.defined()) return;
     const dim3 warps(kWarp, 16);
-    backward_columns<<<int((n + kWarp - 1) / kWarp), warps, 0, queue>>>(dy.as<T>(), x.as<T>(), statistics,
-                                                                        dweight.as<float>(), dbias.as<float>(), rows, n);
+    backward_columns<<<int((n + kWarp - 1) / kWarp), warps, 0, queue>>>(
+        dy.as<T>(), x.as<T>(), statistics, dweight.as<float>(), dbias.as<float>(), rows, n);
   });
   cudaFreeAsync(statistics, queue);
 }

@@ -17,10 +17,11 @@ struct Tile {
   Tile(int64_t rows, int64_t n);
 };
 
-void forward(opsmith::View x, opsmith::View weight, opsmith::View bias, double eps, opsmith::View y, void* stream);
+void forward(opsmith::View x, opsmith::View weight, opsmith::View bias, double eps, opsmith::View y,
+             void* stream);
 
 // Any of the last three may be undefined: nobody asked for it.
-void backward(opsmith::View dy, opsmith::View x, opsmith::View weight, double eps, opsmith::View dx, opsmith::View dweight,
-              opsmith::View dbias, void* stream);
+void backward(opsmith::View dy, opsmith::View x, opsmith::View weight, double eps, opsmith::View dx,
+              opsmith::View dweight, opsmith::View dbias, void* stream);
 
 }  // namespace cuda_layer_norm

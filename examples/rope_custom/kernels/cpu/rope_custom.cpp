@@ -12,7 +12,7 @@ using namespace opsmith;
 namespace {
 
 constexpr int64_t kTableBytes = 64 << 10;  // of a block's part of the table
-constexpr int kTogether = 4;               // heads, for which a piece of the table is loaded and taken apart once
+constexpr int kTogether = 4;  // heads, for which a piece of the table is loaded and taken apart once
 
 inline Vec neighbors(Vec v) {  // of a pair, each in the other's place
 #if defined(__clang__)
@@ -27,7 +27,8 @@ inline Vec neighbors(Vec v) {  // of a pair, each in the other's place
 template <bool inverse, class V>
 V turning(V sine) {
   return apply(sine, [](Vec s) {
-    const Vec second = __builtin_convertvector((lane_index() & 1) * 2 - 1, Vec);  // -1 for the first of a pair, 1 for the second
+    const Vec second = __builtin_convertvector((lane_index() & 1) * 2 - 1,
+                                               Vec);  // -1 for the first of a pair, 1 for the second
     return inverse ? -second * neighbors(s) : second * s;
   });
 }
@@ -70,7 +71,8 @@ void turn(const View& x, const View& cos, const View& sin, const View& y) {
   if (size_of(x) == 0 || batch * heads * length == 0) return;
   const bool past_cache = outlives_cache(batch * heads * length * size * int64_t(sizeof(T)));
   const int64_t fits = std::max<int64_t>(1, kTableBytes / (2 * size * int64_t(sizeof(T))));
-  const int64_t fair = (batch * length + 4 * num_threads() - 1) / (4 * num_threads());  // tokens, for every thread
+  const int64_t fair = (batch * length + 4 * num_threads() - 1) /
+                       (4 * num_threads());  // tokens, for every thread
   const int64_t worth = row_grain(heads * size, kRowTask);
   const int64_t block = std::min(length, std::max(worth, std::min(fits, fair)));
   const int64_t blocks = (length + block - 1) / block;
@@ -83,7 +85,8 @@ void turn(const View& x, const View& cos, const View& sin, const View& y) {
           const int64_t row = ((b * heads + h) * length + l) * size, head = length * size;
           T* const out = y.as<T>() + row;
           const bool streaming = past_cache && can_stream_both(out) && can_stream_both(out + head);
-          turn_rows<inverse, n>(x.as<T>() + row, out, head, cos.as<T>() + l * size, sin.as<T>() + l * size, size, streaming);
+          turn_rows<inverse, n>(x.as<T>() + row, out, head, cos.as<T>() + l * size, sin.as<T>() + l * size,
+                                size, streaming);
         }
       };
       int64_t h = 0;

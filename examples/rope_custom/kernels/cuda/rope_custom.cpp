@@ -28,7 +28,8 @@ void forward_op(const Tensor& x, const Tensor& cos, const Tensor& sin, const Ten
   launch.check();
 }
 
-void backward_op(const Tensor& dy, const Tensor& x, const Tensor& cos, const Tensor& sin, const Optional& dx) {
+void backward_op(const Tensor& dy, const Tensor& x, const Tensor& cos, const Tensor& sin,
+                 const Optional& dx) {
   opsmith::Call call(kName);
   call.tensor("dy", dy, {"B", "H", "L", "D"});
   call.tensor("x", x, {"B", "H", "L", "D"});

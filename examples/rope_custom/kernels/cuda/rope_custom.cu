@@ -13,8 +13,10 @@ namespace {
 
 // y = x * cos + rotate_interleaved(x) * sin
 template <class T0>
-__global__ void forward_kernel(const T0* x, const T0* cos, const T0* sin, T0* y, int64_t rows, int64_t size, int64_t count_1) {
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < rows; row += int64_t(gridDim.x) * blockDim.y) {
+__global__ void forward_kernel(const T0* x, const T0* cos, const T0* sin, T0* y, int64_t rows, int64_t size,
+                               int64_t count_1) {
+  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < rows;
+       row += int64_t(gridDim.x) * blockDim.y) {
     const int64_t half = size / 2;
     const T0* const x_row = x + row * size;
     const T0* const cos_row = cos + (row % count_1) * size;
@@ -38,14 +40,16 @@ void forward_of(const View& x, const View& cos, const View& sin, const View& y, 
   const int64_t size = x.sizes[x.dim - 1], rows = sizes_between(x, 2, x.dim);
   if (rows == 0 || size == 0) return;
   const Tile tile(rows, size / 2, false);
-  forward_kernel<<<tile.blocks, tile.threads, 0, stream>>>(x.as<T0>(), cos.as<T0>(), sin.as<T0>(), y.as<T0>(), rows, size, sizes_between(x, 2, 2));
+  forward_kernel<<<tile.blocks, tile.threads, 0, stream>>>(x.as<T0>(), cos.as<T0>(), sin.as<T0>(), y.as<T0>(),
+                                                           rows, size, sizes_between(x, 2, 2));
 }
 
 }  // namespace
 
 void forward(View x, View cos, View sin, View y, void* stream) {
   if (x.dtype == DType::f16) return forward_of<__half>(x, cos, sin, y, static_cast<cudaStream_t>(stream));
-  if (x.dtype == DType::bf16) return forward_of<__nv_bfloat16>(x, cos, sin, y, static_cast<cudaStream_t>(stream));
+  if (x.dtype == DType::bf16)
+    return forward_of<__nv_bfloat16>(x, cos, sin, y, static_cast<cudaStream_t>(stream));
   if (x.dtype == DType::f32) return forward_of<float>(x, cos, sin, y, static_cast<cudaStream_t>(stream));
 }
 
@@ -53,8 +57,10 @@ namespace {
 
 // The gradients of x, derived from the formula.
 template <class T0>
-__global__ void backward_kernel(const T0* dy, const T0* cos, const T0* sin, T0* dx, int64_t rows, int64_t size, int64_t count_1) {
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < rows; row += int64_t(gridDim.x) * blockDim.y) {
+__global__ void backward_kernel(const T0* dy, const T0* cos, const T0* sin, T0* dx, int64_t rows,
+                                int64_t size, int64_t count_1) {
+  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < rows;
+       row += int64_t(gridDim.x) * blockDim.y) {
     const int64_t half = size / 2;
     const T0* const dy_row = dy + row * size;
     const T0* const cos_row = cos + (row % count_1) * size;
@@ -78,14 +84,16 @@ void backward_of(const View& dy, const View& cos, const View& sin, const View& d
   const int64_t size = dy.sizes[dy.dim - 1], rows = sizes_between(dy, 2, dy.dim);
   if (rows == 0 || size == 0) return;
   const Tile tile(rows, size / 2, false);
-  backward_kernel<<<tile.blocks, tile.threads, 0, stream>>>(dy.as<T0>(), cos.as<T0>(), sin.as<T0>(), dx.as<T0>(), rows, size, sizes_between(dy, 2, 2));
+  backward_kernel<<<tile.blocks, tile.threads, 0, stream>>>(dy.as<T0>(), cos.as<T0>(), sin.as<T0>(),
+                                                            dx.as<T0>(), rows, size, sizes_between(dy, 2, 2));
 }
 
 }  // namespace
 
 void backward(View dy, View x, View cos, View sin, View dx, void* stream) {
   if (dy.dtype == DType::f16) return backward_of<__half>(dy, cos, sin, dx, static_cast<cudaStream_t>(stream));
-  if (dy.dtype == DType::bf16) return backward_of<__nv_bfloat16>(dy, cos, sin, dx, static_cast<cudaStream_t>(stream));
+  if (dy.dtype == DType::bf16)
+    return backward_of<__nv_bfloat16>(dy, cos, sin, dx, static_cast<cudaStream_t>(stream));
   if (dy.dtype == DType::f32) return backward_of<float>(dy, cos, sin, dx, static_cast<cudaStream_t>(stream));
 }
 

@@ -6,6 +6,7 @@
 namespace rope_custom {
 
 void forward(opsmith::View x, opsmith::View cos, opsmith::View sin, opsmith::View y, void* stream);
-void backward(opsmith::View dy, opsmith::View x, opsmith::View cos, opsmith::View sin, opsmith::View dx, void* stream);
+void backward(opsmith::View dy, opsmith::View x, opsmith::View cos, opsmith::View sin, opsmith::View dx,
+              void* stream);
 
 }  // namespace rope_custom

@@ -13,17 +13,7 @@ from opsmith.kernels.triton.common import block_of, launch, rounded, warps_of
 
 
 @triton.jit
-def _forward(
-    x,
-    cos,
-    sin,
-    y,
-    rows,
-    size,
-    count_1,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _forward(x, cos, sin, y, rows, size, count_1, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """y = x * cos + rotate_interleaved(x) * sin"""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
     at = (tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -37,13 +27,7 @@ def _forward(
     tl.store(y + row * size + at, rounded(v_x * v_cos + sign * v_x_twin * v_sin, y), mask=mask)
 
 
-def forward(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    y: torch.Tensor,
-) -> None:
+def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, y: torch.Tensor) -> None:
     size = x.shape[-1]
     rows = x.numel() // max(size, 1)
     block = block_of(size, 1024)
@@ -66,16 +50,7 @@ def forward(
 
 @triton.jit
 def _backward(
-    dy,
-    cos,
-    sin,
-    dx,
-    rows,
-    size,
-    count_1,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DX: tl.constexpr,
+    dy, cos, sin, dx, rows, size, count_1, ROWS: tl.constexpr, BLOCK: tl.constexpr, DX: tl.constexpr
 ):
     """The gradients of x, derived from the formula."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
@@ -93,12 +68,7 @@ def _backward(
 
 
 def backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    dx: torch.Tensor | None = None,
+    dy: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, dx: torch.Tensor | None = None
 ) -> None:
     size = dy.shape[-1]
     rows = dy.numel() // max(size, 1)

@@ -21,8 +21,8 @@ using AscendC::UnaryRepeatParams;
 using Floats = AscendC::LocalTensor<float>;
 
 constexpr uint32_t kDataBlock = 32;  // bytes, of local memory and of its alignment
-constexpr uint32_t kBlock = 8;       // floats in a data block
-constexpr uint32_t kLanes = 64;      // floats in a repeat of an instruction
+constexpr uint32_t kBlock = 8;  // floats in a data block
+constexpr uint32_t kLanes = 64;  // floats in a repeat of an instruction
 constexpr uint32_t kMostRows = 256;  // of a tile, one more than an instruction repeats
 constexpr float kInfinity = __builtin_inff();
 
@@ -43,7 +43,9 @@ struct InMemory<bool> {  // a byte of 0 or 1
   using Type = uint8_t;
 };
 
-__aicore__ inline constexpr uint32_t RoundedUp(uint32_t n, uint32_t unit) { return (n + unit - 1) / unit * unit; }
+__aicore__ inline constexpr uint32_t RoundedUp(uint32_t n, uint32_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
 template <class T>
 __aicore__ inline T Smaller(T a, T b) {
   return a < b ? a : b;
@@ -60,7 +62,8 @@ __aicore__ inline void Order() {
 // What a tile holds: rows of `size` elements, `width` apart.
 struct Tile {
   uint32_t rows, size, width;
-  __aicore__ inline Tile(uint32_t rows, uint32_t size, uint32_t width) : rows(rows), size(size), width(width) {}
+  __aicore__ inline Tile(uint32_t rows, uint32_t size, uint32_t width)
+      : rows(rows), size(size), width(width) {}
   // How far an instruction goes that does not care where rows begin.
   __aicore__ inline uint32_t count() const { return rows == 1 ? size : rows * width; }
   __aicore__ inline uint32_t chunks() const { return (size + kLanes - 1) / kLanes; }
@@ -93,15 +96,18 @@ class Input {
   // The same in pieces: rows that lie together, or one row for several.
   __aicore__ inline void Begin(const Tile& tile) {
     raw_ = queue_.template AllocTensor<T>();
-    if (tile.rows > 1 && Gap(tile) > 0) {  // beside a narrower type, rows may lie further apart than copying fills
-      AscendC::Duplicate(raw_.template ReinterpretCast<uint32_t>(), 0u, tile.rows * tile.width * sizeof(T) / 4);
+    if (tile.rows > 1 &&
+        Gap(tile) > 0) {  // beside a narrower type, rows may lie further apart than copying fills
+      AscendC::Duplicate(raw_.template ReinterpretCast<uint32_t>(), 0u,
+                         tile.rows * tile.width * sizeof(T) / 4);
       Order<AscendC::HardEvent::V_MTE2>();
     }
   }
   __aicore__ inline void LoadRows(uint32_t row, int64_t at, uint32_t rows, const Tile& tile) {
     const uint32_t bytes = tile.size * sizeof(T), filled = RoundedUp(bytes, kDataBlock);
     const AscendC::DataCopyExtParams params(rows, bytes, 0, rows > 1 ? Gap(tile) : 0, 0);
-    const AscendC::DataCopyPadExtParams<T> pad(filled > bytes, 0, (filled - bytes) / sizeof(T), static_cast<T>(0.0f));
+    const AscendC::DataCopyPadExtParams<T> pad(filled > bytes, 0, (filled - bytes) / sizeof(T),
+                                               static_cast<T>(0.0f));
     AscendC::DataCopyPad(raw_[row * tile.width], global_[at], params, pad);
   }
   __aicore__ inline void LoadOneRow(uint32_t row, int64_t at, uint32_t rows, const Tile& tile) {
@@ -224,12 +230,12 @@ __aicore__ inline Operand PerRow(const Floats& rows, const Floats& blocks, const
   return Operand(blocks, kBlock, 0);
 }
 
-#define FORMULA_BINARY(Name, Instruction)                                                                         \
-  struct Name {                                                                                                   \
-    static __aicore__ inline void Do(const Floats& to, const Floats& a, const Floats& b, uint64_t mask,           \
-                                     uint8_t repeats, const BinaryRepeatParams& params) {                         \
-      AscendC::Instruction(to, a, b, mask, repeats, params);                                                      \
-    }                                                                                                             \
+#define FORMULA_BINARY(Name, Instruction)                                                               \
+  struct Name {                                                                                         \
+    static __aicore__ inline void Do(const Floats& to, const Floats& a, const Floats& b, uint64_t mask, \
+                                     uint8_t repeats, const BinaryRepeatParams& params) {               \
+      AscendC::Instruction(to, a, b, mask, repeats, params);                                            \
+    }                                                                                                   \
   };
 FORMULA_BINARY(Plus, Add)
 FORMULA_BINARY(Minus, Sub)
@@ -253,7 +259,8 @@ __aicore__ inline void Apply(const Floats& to, const Operand& a, const Operand& 
       }
     }
   } else {
-    const BinaryRepeatParams params(1, a.Blocks(), b.Blocks(), tile.width / kBlock, a.ToNextRow(), b.ToNextRow());
+    const BinaryRepeatParams params(1, a.Blocks(), b.Blocks(), tile.width / kBlock, a.ToNextRow(),
+                                    b.ToNextRow());
     for (uint32_t at = 0; at < tile.size; at += kLanes) {
       Op::Do(to[at], a.At(0, at), b.At(0, at), Smaller(kLanes, tile.size - at), tile.rows, params);
     }

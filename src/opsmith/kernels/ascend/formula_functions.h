@@ -6,11 +6,13 @@
 
 namespace formula {
 
-__aicore__ inline void NumberOver(const Floats& to, float number, const Floats& x, const Floats& one, uint32_t n) {
+__aicore__ inline void NumberOver(const Floats& to, float number, const Floats& x, const Floats& one,
+                                  uint32_t n) {
   AscendC::Duplicate(one, number, n);
   AscendC::Div(to, one, x, n);
 }
-__aicore__ inline void OverNumber(const Floats& to, const Floats& x, float number, const Floats& many, uint32_t n) {
+__aicore__ inline void OverNumber(const Floats& to, const Floats& x, float number, const Floats& many,
+                                  uint32_t n) {
   AscendC::Duplicate(many, number, n);
   AscendC::Div(to, x, many, n);
 }
@@ -42,8 +44,8 @@ __aicore__ inline void Linear(const Floats& to, const Floats& x, float a, float 
   AscendC::Adds(to, to, b, n);
 }
 // Near 0 the series, which has x itself and a small rest; from 0.6 on 1 - 2 / (e^2|x| + 1), with the sign of x.
-__aicore__ inline void Tanh(const Floats& to, const Floats& x, const Floats& a, const Floats& far, const Floats& near,
-                            const Floats& mask, uint32_t n) {
+__aicore__ inline void Tanh(const Floats& to, const Floats& x, const Floats& a, const Floats& far,
+                            const Floats& near, const Floats& mask, uint32_t n) {
   const auto bits = mask.ReinterpretCast<uint8_t>();
   AscendC::Abs(a, x, n);
   AscendC::CompareScalar(bits, a, 0.6f, CMPMODE::LT, RoundedUp(n, kLanes));
@@ -105,8 +107,8 @@ __aicore__ inline void NormalTail(const Floats& to, const Floats& a, const Float
   AscendC::Mul(to, to, t, n);
 }
 // relu(x) - |x| tail(|x|): no difference of near numbers.
-__aicore__ inline void Gelu(const Floats& to, const Floats& x, const Floats& a, const Floats& tail, const Floats& t,
-                            uint32_t n) {
+__aicore__ inline void Gelu(const Floats& to, const Floats& x, const Floats& a, const Floats& tail,
+                            const Floats& t, uint32_t n) {
   AscendC::Abs(a, x, n);
   NormalTail(tail, a, t, n);
   AscendC::Mul(tail, tail, a, n);

@@ -4,21 +4,21 @@
 #include "tiling.h"
 
 struct NormTilingData {
-    uint64_t rows;
-    uint32_t columns;
-    uint32_t blocks;
-    uint32_t rowsPerTile;
-    uint32_t columnsPerTile;  // less than columns where a row does not fit local memory: it is then read twice
-    uint32_t buffers;         // of the queues for x and residual, and for y and their sum
-    uint32_t residual, weight, bias, roundBeforeWeight;
-    float eps, weightOffset;
-    float unused;
+  uint64_t rows;
+  uint32_t columns;
+  uint32_t blocks;
+  uint32_t rowsPerTile;
+  uint32_t columnsPerTile;  // less than columns where a row does not fit local memory: it is then read twice
+  uint32_t buffers;  // of the queues for x and residual, and for y and their sum
+  uint32_t residual, weight, bias, roundBeforeWeight;
+  float eps, weightOffset;
+  float unused;
 };
 
 namespace opsmith {
 
 constexpr uint32_t kNormStatistics = 8192;  // numbers of rows, and what reductions need besides
-constexpr uint32_t kNormMaxRows = 64;       // of a tile: their numbers fit one vector
+constexpr uint32_t kNormMaxRows = 64;  // of a tile: their numbers fit one vector
 
 // A tile of n elements, of rows of p padded columns, needs local memory for
 //     x, residual     `buffers` x n x elementBytes, one queue: 2 buffers, 4 with a residual where they fit
@@ -30,32 +30,32 @@ constexpr uint32_t kNormMaxRows = 64;       // of a tile: their numbers fit one 
 // are cut: their weights are read with each piece, into 2 buffers.
 inline NormTilingData TileNorm(uint64_t rows, uint32_t columns, uint32_t elementBytes, uint32_t weightBytes,
                                uint32_t residual, uint32_t weight, uint32_t bias, Platform platform) {
-    NormTilingData t{};
-    t.rows = rows;
-    t.columns = columns;
-    t.residual = residual, t.weight = weight, t.bias = bias;
-    const uint64_t padded = AlignUp(columns, kDataBlockBytes / elementBytes);
-    const uint64_t inside = elementBytes == 4 ? 4 : 8, vectors = (weight + bias) * weightBytes;
-    const uint64_t local = platform.localBytes - kNormStatistics;
-    for (t.buffers = residual ? 4 : 2; t.buffers >= 2; t.buffers -= 2) {
-        const uint64_t forVectors = (weight + bias) * AlignUp(columns * weightBytes, kDataBlockBytes);
-        const uint64_t row = padded * (2 * t.buffers * elementBytes + inside);
-        const uint64_t fit = local > forVectors ? (local - forVectors) / row : 0;
-        if (fit) {
-            t.columnsPerTile = columns;
-            const uint64_t share = CeilDiv(rows, platform.cores);
-            t.rowsPerTile = uint32_t(TileOf(share, Min(fit, kNormMaxRows), padded * elementBytes));
-            break;
-        }
+  NormTilingData t{};
+  t.rows = rows;
+  t.columns = columns;
+  t.residual = residual, t.weight = weight, t.bias = bias;
+  const uint64_t padded = AlignUp(columns, kDataBlockBytes / elementBytes);
+  const uint64_t inside = elementBytes == 4 ? 4 : 8, vectors = (weight + bias) * weightBytes;
+  const uint64_t local = platform.localBytes - kNormStatistics;
+  for (t.buffers = residual ? 4 : 2; t.buffers >= 2; t.buffers -= 2) {
+    const uint64_t forVectors = (weight + bias) * AlignUp(columns * weightBytes, kDataBlockBytes);
+    const uint64_t row = padded * (2 * t.buffers * elementBytes + inside);
+    const uint64_t fit = local > forVectors ? (local - forVectors) / row : 0;
+    if (fit) {
+      t.columnsPerTile = columns;
+      const uint64_t share = CeilDiv(rows, platform.cores);
+      t.rowsPerTile = uint32_t(TileOf(share, Min(fit, kNormMaxRows), padded * elementBytes));
+      break;
     }
-    if (!t.columnsPerTile) {
-        t.buffers = 2;
-        t.rowsPerTile = 1;
-        const uint64_t most = local / (4 * elementBytes + inside + (vectors ? 2 * weightBytes : 0));
-        t.columnsPerTile = uint32_t(AlignDown(most, kRepeatBytes / 4));
-    }
-    t.blocks = uint32_t(Min(platform.cores, CeilDiv(rows, t.rowsPerTile)));
-    return t;
+  }
+  if (!t.columnsPerTile) {
+    t.buffers = 2;
+    t.rowsPerTile = 1;
+    const uint64_t most = local / (4 * elementBytes + inside + (vectors ? 2 * weightBytes : 0));
+    t.columnsPerTile = uint32_t(AlignDown(most, kRepeatBytes / 4));
+  }
+  t.blocks = uint32_t(Min(platform.cores, CeilDiv(rows, t.rowsPerTile)));
+  return t;
 }
 
 }  // namespace opsmith

@@ -4,12 +4,12 @@
 
 using namespace AscendC;
 
-extern "C" __global__ __aicore__ void rms_norm(GM_ADDR x, GM_ADDR residual, GM_ADDR weight, GM_ADDR y, GM_ADDR summed,
-                                               GM_ADDR workspace, GM_ADDR tiling) {
-    REGISTER_TILING_DEFAULT(RmsNormTilingData);
-    GET_TILING_DATA_WITH_STRUCT(RmsNormTilingData, data, tiling);
-    TPipe pipe;
-    opsmith::Norm<DTYPE_X, DTYPE_WEIGHT, false> kernel;
-    kernel.Init({x, residual, weight, nullptr, y, summed}, data, &pipe);
-    kernel.Process();
+extern "C" __global__ __aicore__ void rms_norm(GM_ADDR x, GM_ADDR residual, GM_ADDR weight, GM_ADDR y,
+                                               GM_ADDR summed, GM_ADDR workspace, GM_ADDR tiling) {
+  REGISTER_TILING_DEFAULT(RmsNormTilingData);
+  GET_TILING_DATA_WITH_STRUCT(RmsNormTilingData, data, tiling);
+  TPipe pipe;
+  opsmith::Norm<DTYPE_X, DTYPE_WEIGHT, false> kernel;
+  kernel.Init({x, residual, weight, nullptr, y, summed}, data, &pipe);
+  kernel.Process();
 }

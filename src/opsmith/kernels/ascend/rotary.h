@@ -9,101 +9,106 @@ namespace opsmith {
 // What does not change from tile to tile: where each element's partner stands, and the signs. Made once, by vectors: the
 // scalar pipe would take longer to write them than a core takes for its tokens.
 class Rotary {
-public:
-    // Bytes of local memory for tiles of so many rows.
-    static __aicore__ inline uint32_t Bytes(uint32_t rows, uint32_t pitch) { return (2 * rows + 1) * pitch * 4; }
+ public:
+  // Bytes of local memory for tiles of so many rows.
+  static __aicore__ inline uint32_t Bytes(uint32_t rows, uint32_t pitch) {
+    return (2 * rows + 1) * pitch * 4;
+  }
 
-    __aicore__ inline void Init(const LocalTensor<float>& memory, uint32_t rows, uint32_t width, uint32_t pitch,
-                                bool turn, bool neighbors) {
-        turns = turn;
-        interleaved = neighbors;
-        signs = memory;
-        partners = memory[pitch].ReinterpretCast<int32_t>();
-        places = memory[pitch + rows * pitch].ReinterpretCast<int32_t>();
-        if (!turn) {
-            AscendC::Duplicate(signs, 1.0f, pitch);
-            return;
-        }
-        const int32_t half = int32_t(width / 2);
-        const LocalTensor<int32_t> second = signs.ReinterpretCast<int32_t>();
-        if (interleaved) {  // i ^ 1, and its number of the table at i / 2, the second ones' behind the first ones'
-            AscendC::CreateVecIndex(partners, 0, pitch);
-            AscendC::ShiftRight(places, partners, 1, pitch);
-            AscendC::Muls(second, places, -2, pitch);
-            AscendC::Add(second, second, partners, pitch);  // i % 2
-            AscendC::Sub(partners, partners, second, pitch);
-            AscendC::Sub(partners, partners, second, pitch);
-            AscendC::Adds(partners, partners, 1, pitch);
-            AscendC::Muls(second, second, half, pitch);
-            AscendC::Add(places, places, second, pitch);
-            AscendC::CreateVecIndex(second, 0, pitch);
-        } else {  // i + half, or i - half
-            AscendC::CreateVecIndex(second, 0, pitch);
-            AscendC::Adds(partners, second, 1 - half, pitch);
-            AscendC::Maxs(partners, partners, 0, pitch);
-            AscendC::Mins(partners, partners, 1, pitch);
-            AscendC::Muls(partners, partners, -2 * half, pitch);
-            AscendC::Adds(partners, partners, half, pitch);
-            AscendC::Add(partners, partners, second, pitch);
-            AscendC::Adds(places, second, 0, pitch);
-        }
-        AscendC::Sub(second, second, partners, pitch);  // below 0 for the first of a pair, above for the second
-        AscendC::Maxs(second, second, -1, pitch);
-        AscendC::Mins(second, second, 1, pitch);
-        AscendC::Cast(signs, second, RoundMode::CAST_NONE, pitch);
-        // Behind the row anything that is there will do; offsets are in bytes.
-        AscendC::Mins(partners, partners, int32_t(width) - 1, pitch);
-        AscendC::Mins(places, places, int32_t(width) - 1, pitch);
-        AscendC::Muls(partners, partners, int32_t(sizeof(float)), pitch);
-        AscendC::Muls(places, places, int32_t(sizeof(float)), pitch);
-        for (uint32_t r = 1; r < rows; ++r) {
-            AscendC::Adds(partners[r * pitch], partners, int32_t(r * pitch * sizeof(float)), pitch);
-            AscendC::Adds(places[r * pitch], places, int32_t(r * pitch * sizeof(float)), pitch);
-        }
+  __aicore__ inline void Init(const LocalTensor<float>& memory, uint32_t rows, uint32_t width, uint32_t pitch,
+                              bool turn, bool neighbors) {
+    turns = turn;
+    interleaved = neighbors;
+    signs = memory;
+    partners = memory[pitch].ReinterpretCast<int32_t>();
+    places = memory[pitch + rows * pitch].ReinterpretCast<int32_t>();
+    if (!turn) {
+      AscendC::Duplicate(signs, 1.0f, pitch);
+      return;
     }
-
-    // y = x, turned where there is a table. `cos` and `sin` have a row each, or, with `shared`, one for all rows;
-    // `swapped`, `c` and `s` have room for a tile each.
-    __aicore__ inline void Turn(const LocalTensor<float>& y, const LocalTensor<float>& x, const LocalTensor<float>& cos,
-                                const LocalTensor<float>& sin, bool shared, const LocalTensor<float>& swapped,
-                                const LocalTensor<float>& c, const LocalTensor<float>& s, const RowTile& t) const {
-        if (!turns) {  // the signs are ones then
-            WithRow<Op::kMul>(y, x, signs, t);
-            return;
-        }
-        const LocalTensor<uint32_t> from = partners.ReinterpretCast<uint32_t>();
-        AscendC::Gather(swapped, x, from, 0, t.rows * t.pitch);
-        WithRow<Op::kMul>(swapped, swapped, signs, t);
-        LocalTensor<float> cosines = cos, sines = sin;
-        if (interleaved) {
-            const LocalTensor<uint32_t> place = places.ReinterpretCast<uint32_t>();
-            AscendC::Gather(c, cos, place, 0, shared ? t.pitch : t.rows * t.pitch);
-            AscendC::Gather(s, sin, place, 0, shared ? t.pitch : t.rows * t.pitch);
-            cosines = c, sines = s;
-        }
-        if (shared) {
-            WithRow<Op::kMul>(swapped, swapped, sines, t);
-            WithRow<Op::kMul>(y, x, cosines, t);
-        } else {
-            WithTile<Op::kMul>(swapped, swapped, sines, t);
-            WithTile<Op::kMul>(y, x, cosines, t);
-        }
-        WithTile<Op::kAdd>(y, y, swapped, t);
+    const int32_t half = int32_t(width / 2);
+    const LocalTensor<int32_t> second = signs.ReinterpretCast<int32_t>();
+    if (interleaved) {  // i ^ 1, and its number of the table at i / 2, the second ones' behind the first ones'
+      AscendC::CreateVecIndex(partners, 0, pitch);
+      AscendC::ShiftRight(places, partners, 1, pitch);
+      AscendC::Muls(second, places, -2, pitch);
+      AscendC::Add(second, second, partners, pitch);  // i % 2
+      AscendC::Sub(partners, partners, second, pitch);
+      AscendC::Sub(partners, partners, second, pitch);
+      AscendC::Adds(partners, partners, 1, pitch);
+      AscendC::Muls(second, second, half, pitch);
+      AscendC::Add(places, places, second, pitch);
+      AscendC::CreateVecIndex(second, 0, pitch);
+    } else {  // i + half, or i - half
+      AscendC::CreateVecIndex(second, 0, pitch);
+      AscendC::Adds(partners, second, 1 - half, pitch);
+      AscendC::Maxs(partners, partners, 0, pitch);
+      AscendC::Mins(partners, partners, 1, pitch);
+      AscendC::Muls(partners, partners, -2 * half, pitch);
+      AscendC::Adds(partners, partners, half, pitch);
+      AscendC::Add(partners, partners, second, pitch);
+      AscendC::Adds(places, second, 0, pitch);
     }
+    AscendC::Sub(second, second, partners, pitch);  // below 0 for the first of a pair, above for the second
+    AscendC::Maxs(second, second, -1, pitch);
+    AscendC::Mins(second, second, 1, pitch);
+    AscendC::Cast(signs, second, RoundMode::CAST_NONE, pitch);
+    // Behind the row anything that is there will do; offsets are in bytes.
+    AscendC::Mins(partners, partners, int32_t(width) - 1, pitch);
+    AscendC::Mins(places, places, int32_t(width) - 1, pitch);
+    AscendC::Muls(partners, partners, int32_t(sizeof(float)), pitch);
+    AscendC::Muls(places, places, int32_t(sizeof(float)), pitch);
+    for (uint32_t r = 1; r < rows; ++r) {
+      AscendC::Adds(partners[r * pitch], partners, int32_t(r * pitch * sizeof(float)), pitch);
+      AscendC::Adds(places[r * pitch], places, int32_t(r * pitch * sizeof(float)), pitch);
+    }
+  }
 
-private:
-    bool turns = false, interleaved = false;
-    LocalTensor<float> signs;
-    LocalTensor<int32_t> partners, places;  // byte offsets into a tile
+  // y = x, turned where there is a table. `cos` and `sin` have a row each, or, with `shared`, one for all rows;
+  // `swapped`, `c` and `s` have room for a tile each.
+  __aicore__ inline void Turn(const LocalTensor<float>& y, const LocalTensor<float>& x,
+                              const LocalTensor<float>& cos, const LocalTensor<float>& sin, bool shared,
+                              const LocalTensor<float>& swapped, const LocalTensor<float>& c,
+                              const LocalTensor<float>& s, const RowTile& t) const {
+    if (!turns) {  // the signs are ones then
+      WithRow<Op::kMul>(y, x, signs, t);
+      return;
+    }
+    const LocalTensor<uint32_t> from = partners.ReinterpretCast<uint32_t>();
+    AscendC::Gather(swapped, x, from, 0, t.rows * t.pitch);
+    WithRow<Op::kMul>(swapped, swapped, signs, t);
+    LocalTensor<float> cosines = cos, sines = sin;
+    if (interleaved) {
+      const LocalTensor<uint32_t> place = places.ReinterpretCast<uint32_t>();
+      AscendC::Gather(c, cos, place, 0, shared ? t.pitch : t.rows * t.pitch);
+      AscendC::Gather(s, sin, place, 0, shared ? t.pitch : t.rows * t.pitch);
+      cosines = c, sines = s;
+    }
+    if (shared) {
+      WithRow<Op::kMul>(swapped, swapped, sines, t);
+      WithRow<Op::kMul>(y, x, cosines, t);
+    } else {
+      WithTile<Op::kMul>(swapped, swapped, sines, t);
+      WithTile<Op::kMul>(y, x, cosines, t);
+    }
+    WithTile<Op::kAdd>(y, y, swapped, t);
+  }
+
+ private:
+  bool turns = false, interleaved = false;
+  LocalTensor<float> signs;
+  LocalTensor<int32_t> partners, places;  // byte offsets into a tile
 };
 
 // float32 into the type of a result, rounded once; where that is float32, it is there already.
 template <typename T>
-__aicore__ inline void NarrowTile(const LocalTensor<T>& to, const LocalTensor<float>& from, const RowTile& t) {
-    const AscendC::UnaryRepeatParams step(1, 1, t.pitch * sizeof(T) / kDataBlockBytes, t.pitch / kFloatsInBlock);
-    if constexpr (!kIsFloat<T>)
-        for (uint32_t c = 0; c < t.columns; c += kLanes)
-            AscendC::Cast(to[c], from[c], RoundMode::CAST_RINT, uint64_t(Min(kLanes, t.columns - c)), t.rows, step);
+__aicore__ inline void NarrowTile(const LocalTensor<T>& to, const LocalTensor<float>& from,
+                                  const RowTile& t) {
+  const AscendC::UnaryRepeatParams step(1, 1, t.pitch * sizeof(T) / kDataBlockBytes,
+                                        t.pitch / kFloatsInBlock);
+  if constexpr (!kIsFloat<T>)
+    for (uint32_t c = 0; c < t.columns; c += kLanes)
+      AscendC::Cast(to[c], from[c], RoundMode::CAST_RINT, uint64_t(Min(kLanes, t.columns - c)), t.rows, step);
 }
 
 }  // namespace opsmith

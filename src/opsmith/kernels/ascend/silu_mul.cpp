@@ -6,91 +6,93 @@ using namespace AscendC;
 
 template <typename T>
 class SiluMul {
-public:
-    __aicore__ inline void Init(GM_ADDR gate, GM_ADDR up, GM_ADDR y, const SiluMulTilingData& tiling, TPipe* pipe) {
-        t = tiling;
-        gateGlobal.SetGlobalBuffer((__gm__ T*)gate);
-        upGlobal.SetGlobalBuffer(tiling.packed ? (__gm__ T*)gate + tiling.columns : (__gm__ T*)up);
-        yGlobal.SetGlobalBuffer((__gm__ T*)y);
-        length = t.rowsPerTile * opsmith::Padded<T>(t.columnsPerTile);
-        pipe->InitBuffer(gateQueue, opsmith::kBufferNum, length * sizeof(T));
-        pipe->InitBuffer(upQueue, opsmith::kBufferNum, length * sizeof(T));
-        pipe->InitBuffer(yQueue, opsmith::kBufferNum, length * sizeof(T));
-        pipe->InitBuffer(wide, (opsmith::kIsFloat<T> ? 1 : 2) * length * sizeof(float));
-    }
+ public:
+  __aicore__ inline void Init(GM_ADDR gate, GM_ADDR up, GM_ADDR y, const SiluMulTilingData& tiling,
+                              TPipe* pipe) {
+    t = tiling;
+    gateGlobal.SetGlobalBuffer((__gm__ T*)gate);
+    upGlobal.SetGlobalBuffer(tiling.packed ? (__gm__ T*)gate + tiling.columns : (__gm__ T*)up);
+    yGlobal.SetGlobalBuffer((__gm__ T*)y);
+    length = t.rowsPerTile * opsmith::Padded<T>(t.columnsPerTile);
+    pipe->InitBuffer(gateQueue, opsmith::kBufferNum, length * sizeof(T));
+    pipe->InitBuffer(upQueue, opsmith::kBufferNum, length * sizeof(T));
+    pipe->InitBuffer(yQueue, opsmith::kBufferNum, length * sizeof(T));
+    pipe->InitBuffer(wide, (opsmith::kIsFloat<T> ? 1 : 2) * length * sizeof(float));
+  }
 
-    __aicore__ inline void Process() {
-        const uint64_t across = opsmith::CeilDiv(t.columns, t.columnsPerTile);
-        const uint64_t tiles = opsmith::CeilDiv(t.rows, t.rowsPerTile) * across;
-        const uint64_t first = tiles * GetBlockIdx() / t.blocks, last = tiles * (GetBlockIdx() + 1) / t.blocks;
-        for (uint64_t tile = first; tile < last; ++tile) {
-            row = tile / across * t.rowsPerTile;
-            column = tile % across * t.columnsPerTile;
-            rows = opsmith::Min(t.rowsPerTile, t.rows - row);
-            columns = opsmith::Min(t.columnsPerTile, t.columns - column);
-            CopyIn();
-            Compute(rows * opsmith::Padded<T>(columns));
-            CopyOut();
-        }
+  __aicore__ inline void Process() {
+    const uint64_t across = opsmith::CeilDiv(t.columns, t.columnsPerTile);
+    const uint64_t tiles = opsmith::CeilDiv(t.rows, t.rowsPerTile) * across;
+    const uint64_t first = tiles * GetBlockIdx() / t.blocks, last = tiles * (GetBlockIdx() + 1) / t.blocks;
+    for (uint64_t tile = first; tile < last; ++tile) {
+      row = tile / across * t.rowsPerTile;
+      column = tile % across * t.columnsPerTile;
+      rows = opsmith::Min(t.rowsPerTile, t.rows - row);
+      columns = opsmith::Min(t.columnsPerTile, t.columns - column);
+      CopyIn();
+      Compute(rows * opsmith::Padded<T>(columns));
+      CopyOut();
     }
+  }
 
-private:
-    __aicore__ inline void CopyIn() {
-        LocalTensor<T> gate = gateQueue.template AllocTensor<T>();
-        opsmith::CopyRowsIn(gate, gateGlobal[row * t.stride + column], rows, columns, t.stride);
-        gateQueue.EnQue(gate);
-        LocalTensor<T> up = upQueue.template AllocTensor<T>();
-        opsmith::CopyRowsIn(up, upGlobal[row * t.stride + column], rows, columns, t.stride);
-        upQueue.EnQue(up);
+ private:
+  __aicore__ inline void CopyIn() {
+    LocalTensor<T> gate = gateQueue.template AllocTensor<T>();
+    opsmith::CopyRowsIn(gate, gateGlobal[row * t.stride + column], rows, columns, t.stride);
+    gateQueue.EnQue(gate);
+    LocalTensor<T> up = upQueue.template AllocTensor<T>();
+    opsmith::CopyRowsIn(up, upGlobal[row * t.stride + column], rows, columns, t.stride);
+    upQueue.EnQue(up);
+  }
+
+  __aicore__ inline void Compute(uint32_t count) {
+    LocalTensor<T> gate = gateQueue.template DeQue<T>();
+    LocalTensor<float> spare = wide.template Get<float>();
+    LocalTensor<float> g = opsmith::Widen(gate, spare[opsmith::kIsFloat<T> ? 0 : length], count);
+    // silu(g) = g / (1 + exp(-g)); where the exponential overflows, this is 0 as it should be.
+    Muls(spare, g, -1.0f, count);
+    Exp(spare, spare, count);
+    Adds(spare, spare, 1.0f, count);
+    LocalTensor<T> y = yQueue.template AllocTensor<T>();
+    if constexpr (opsmith::kIsFloat<T>) {
+      Div(spare, g, spare, count);
+      gateQueue.FreeTensor(gate);
+      LocalTensor<T> up = upQueue.template DeQue<T>();
+      Mul(y, spare, up, count);
+      upQueue.FreeTensor(up);
+    } else {
+      gateQueue.FreeTensor(gate);
+      Div(g, g, spare, count);
+      LocalTensor<T> up = upQueue.template DeQue<T>();
+      Cast(spare, up, RoundMode::CAST_NONE, count);
+      upQueue.FreeTensor(up);
+      Mul(g, g, spare, count);
+      Cast(y, g, RoundMode::CAST_RINT, count);
     }
+    yQueue.EnQue(y);
+  }
 
-    __aicore__ inline void Compute(uint32_t count) {
-        LocalTensor<T> gate = gateQueue.template DeQue<T>();
-        LocalTensor<float> spare = wide.template Get<float>();
-        LocalTensor<float> g = opsmith::Widen(gate, spare[opsmith::kIsFloat<T> ? 0 : length], count);
-        // silu(g) = g / (1 + exp(-g)); where the exponential overflows, this is 0 as it should be.
-        Muls(spare, g, -1.0f, count);
-        Exp(spare, spare, count);
-        Adds(spare, spare, 1.0f, count);
-        LocalTensor<T> y = yQueue.template AllocTensor<T>();
-        if constexpr (opsmith::kIsFloat<T>) {
-            Div(spare, g, spare, count);
-            gateQueue.FreeTensor(gate);
-            LocalTensor<T> up = upQueue.template DeQue<T>();
-            Mul(y, spare, up, count);
-            upQueue.FreeTensor(up);
-        } else {
-            gateQueue.FreeTensor(gate);
-            Div(g, g, spare, count);
-            LocalTensor<T> up = upQueue.template DeQue<T>();
-            Cast(spare, up, RoundMode::CAST_NONE, count);
-            upQueue.FreeTensor(up);
-            Mul(g, g, spare, count);
-            Cast(y, g, RoundMode::CAST_RINT, count);
-        }
-        yQueue.EnQue(y);
-    }
+  __aicore__ inline void CopyOut() {
+    LocalTensor<T> y = yQueue.template DeQue<T>();
+    opsmith::CopyRowsOut(yGlobal[row * t.columns + column], y, rows, columns, t.columns);
+    yQueue.FreeTensor(y);
+  }
 
-    __aicore__ inline void CopyOut() {
-        LocalTensor<T> y = yQueue.template DeQue<T>();
-        opsmith::CopyRowsOut(yGlobal[row * t.columns + column], y, rows, columns, t.columns);
-        yQueue.FreeTensor(y);
-    }
-
-    SiluMulTilingData t;
-    GlobalTensor<T> gateGlobal, upGlobal, yGlobal;
-    TQue<TPosition::VECIN, opsmith::kBufferNum> gateQueue, upQueue;
-    TQue<TPosition::VECOUT, opsmith::kBufferNum> yQueue;
-    TBuf<TPosition::VECCALC> wide;
-    uint64_t row, column;
-    uint32_t rows, columns, length;
+  SiluMulTilingData t;
+  GlobalTensor<T> gateGlobal, upGlobal, yGlobal;
+  TQue<TPosition::VECIN, opsmith::kBufferNum> gateQueue, upQueue;
+  TQue<TPosition::VECOUT, opsmith::kBufferNum> yQueue;
+  TBuf<TPosition::VECCALC> wide;
+  uint64_t row, column;
+  uint32_t rows, columns, length;
 };
 
-extern "C" __global__ __aicore__ void silu_mul(GM_ADDR gate, GM_ADDR up, GM_ADDR y, GM_ADDR workspace, GM_ADDR tiling) {
-    REGISTER_TILING_DEFAULT(SiluMulTilingData);
-    GET_TILING_DATA_WITH_STRUCT(SiluMulTilingData, data, tiling);
-    TPipe pipe;
-    SiluMul<DTYPE_GATE> kernel;
-    kernel.Init(gate, up, y, data, &pipe);
-    kernel.Process();
+extern "C" __global__ __aicore__ void silu_mul(GM_ADDR gate, GM_ADDR up, GM_ADDR y, GM_ADDR workspace,
+                                               GM_ADDR tiling) {
+  REGISTER_TILING_DEFAULT(SiluMulTilingData);
+  GET_TILING_DATA_WITH_STRUCT(SiluMulTilingData, data, tiling);
+  TPipe pipe;
+  SiluMul<DTYPE_GATE> kernel;
+  kernel.Init(gate, up, y, data, &pipe);
+  kernel.Process();
 }

@@ -14,15 +14,15 @@ struct AttentionOptions {
   float scale;
   bool causal;
   int64_t window;  // keys at a distance below it are visible; 0 or less: all
-  float softcap;   // 0 or less: none
+  float softcap;  // 0 or less: none
 };
 
 void attention(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options,
                const View& out, const View& row_sums);
 
 void attention_backward(const View& dout, const View& q, const View& k, const View& v, const View& out,
-                        const View& row_sums, const View& mask, const AttentionOptions& options, const View& dq,
-                        const View& dk, const View& dv);
+                        const View& row_sums, const View& mask, const AttentionOptions& options,
+                        const View& dq, const View& dk, const View& dv);
 
 // Where the sequences of packed tensors begin: two lists of count + 1 offsets, from 0 to the length, not decreasing.
 struct Sequences {
@@ -45,7 +45,8 @@ void attention_varlen(const View& q, const View& k, const View& v, const Sequenc
                       const AttentionOptions& options, const View& out, const View& row_sums);
 
 void attention_varlen_backward(const View& dout, const View& q, const View& k, const View& v, const View& out,
-                               const View& row_sums, const Sequences& sequences, const AttentionOptions& options,
-                               const View& dq, const View& dk, const View& dv);
+                               const View& row_sums, const Sequences& sequences,
+                               const AttentionOptions& options, const View& dq, const View& dk,
+                               const View& dv);
 
 }  // namespace opsmith

@@ -19,7 +19,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 template <bool precise>
 inline Vec exp2(Vec x) {
 #if defined(OPSMITH_AVX512)
-  const Vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 at infinities
+  const Vec r = _mm512_reduce_ps(x,
+                                 _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 at infinities
 #else
   x = max(-150.0f, min(150.0f, x));
   const Vec n = round_to_integer(x - 0.5f);
@@ -87,19 +88,21 @@ struct Problem {
   int64_t batch, heads, kv_heads, group, queries, keys, dim, value_dim;
   AttentionOptions options;
   View mask;
-  bool plain;      // scores are used as they come: a positive scale goes into the exponent
+  bool plain;  // scores are used as they come: a positive scale goes into the exponent
   float exponent;  // scores times this are powers of 2
 
   Problem(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options)
       : batch(q.sizes[0]), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0),
-        queries(q.sizes[2]), keys(k.sizes[2]), dim(q.sizes[3]), value_dim(v.sizes[3]), options(options), mask(mask) {
+        queries(q.sizes[2]), keys(k.sizes[2]), dim(q.sizes[3]), value_dim(v.sizes[3]), options(options),
+        mask(mask) {
     settle();
   }
 
   // One of the sequences packed into q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv].
-  Problem(const View& q, const View& k, const View& v, int64_t queries, int64_t keys, const AttentionOptions& options)
-      : batch(1), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0), queries(queries),
-        keys(keys), dim(q.sizes[2]), value_dim(v.sizes[2]), options(options) {
+  Problem(const View& q, const View& k, const View& v, int64_t queries, int64_t keys,
+          const AttentionOptions& options)
+      : batch(1), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0),
+        queries(queries), keys(keys), dim(q.sizes[2]), value_dim(v.sizes[2]), options(options) {
     settle();
   }
 
@@ -114,7 +117,9 @@ struct Problem {
 
   // A query at key position `at` sees the keys from first(at) to last(at), both included; last < first: none.
   int64_t position(int64_t query) const { return query + keys - queries; }
-  int64_t first(int64_t at) const { return options.window > 0 ? std::max<int64_t>(0, at - options.window + 1) : 0; }
+  int64_t first(int64_t at) const {
+    return options.window > 0 ? std::max<int64_t>(0, at - options.window + 1) : 0;
+  }
   int64_t last(int64_t at) const {
     if (options.causal) return std::min(at, keys - 1);
     return options.window > 0 ? std::min(at + options.window - 1, keys - 1) : keys - 1;
@@ -122,7 +127,8 @@ struct Problem {
 
   MaskRow mask_row(int64_t b, int64_t kv_head, int64_t row) const {
     if (!mask.defined()) return {};
-    const int64_t at = b * mask.strides[0] + head(kv_head, row) * mask.strides[1] + query(row) * mask.strides[2];
+    const int64_t at = b * mask.strides[0] + head(kv_head, row) * mask.strides[1] +
+                       query(row) * mask.strides[2];
     const int64_t bytes = mask.dtype == DType::f32 ? 4 : mask.dtype == DType::boolean ? 1 : 2;
     return {static_cast<const char*>(mask.data) + at * bytes, mask.dtype, mask.strides[3]};
   }
@@ -221,7 +227,8 @@ inline void mask_scores(float* s, int64_t n, int64_t key, const MaskRow& mask) {
       return add_mask(s, n, reinterpret_cast<const float*>(mask.data) + key * mask.stride, mask.stride);
     case DType::bf16:
       return add_mask(s, n, reinterpret_cast<const bfloat16*>(mask.data) + key * mask.stride, mask.stride);
-    default: return add_mask(s, n, reinterpret_cast<const float16*>(mask.data) + key * mask.stride, mask.stride);
+    default:
+      return add_mask(s, n, reinterpret_cast<const float16*>(mask.data) + key * mask.stride, mask.stride);
   }
 }
 

@@ -42,7 +42,9 @@ void run_all(std::vector<Part>& parts) {
   std::vector<int64_t> order(parts.size());
   std::iota(order.begin(), order.end(), 0);
   if (threads > 1 && parts.size() > 1) {
-    const auto size = [&](int64_t i) { return parts[size_t(i)].cycles() / double(std::max<int64_t>(parts[size_t(i)].items(), 1)); };
+    const auto size = [&](int64_t i) {
+      return parts[size_t(i)].cycles() / double(std::max<int64_t>(parts[size_t(i)].items(), 1));
+    };
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return size(a) > size(b); });
   }
   std::vector<int64_t> ends;  // of the parts' items, counted in this order

@@ -9,7 +9,8 @@
 
 // PyTorch's OpenMP is not built for ThreadSanitizer, to which every end of a loop would look like a race: under it,
 // loops run on threads whose beginning and end it sees.
-extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                                     void* context) {
   static thread_local bool inside = false;
   const int64_t threads = inside ? 1 : opsmith_num_threads();
   const int64_t share = std::max(grain, (n + threads - 1) / threads);
@@ -27,7 +28,8 @@ extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int6
   for (std::thread& other : others) other.join();
 }
 #else
-extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                                     void* context) {
   torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { body(begin, end, context); });
 }
 #endif

@@ -19,7 +19,8 @@ namespace opsmith {
 
 inline Tensor lent(const torch::stable::Tensor& t) {
   const auto device = t.device();
-  return {t.data_ptr(), t.sizes().data(), t.strides().data(), t.dim(), t.scalar_type(), device.type(), device.index()};
+  return {t.data_ptr(),    t.sizes().data(), t.strides().data(), t.dim(),
+          t.scalar_type(), device.type(),    device.index()};
 }
 
 inline std::optional<Tensor> lent(const std::optional<torch::stable::Tensor>& t) {
@@ -98,7 +99,8 @@ inline DType dtype_of(const Tensor& t) {
     case ScalarType::Long: return DType::i64;
     case ScalarType::Char: return DType::i8;
     default:
-      STD_TORCH_CHECK(false, "opsmith: kernels take float32, bfloat16, float16, bool, int8, int32 and int64, not ",
+      STD_TORCH_CHECK(false,
+                      "opsmith: kernels take float32, bfloat16, float16, bool, int8, int32 and int64, not ",
                       torch::headeronly::toString(t.scalar_type()), "; convert the tensor first");
   }
 }
@@ -114,14 +116,17 @@ inline bool same_sizes(const Tensor& a, const Tensor& b) {
   return one.size() == other.size() && std::equal(one.begin(), one.end(), other.begin());
 }
 
-inline void check_vector(const char* op, const char* name, const std::optional<Tensor>& t, int64_t n, bool float32) {
+inline void check_vector(const char* op, const char* name, const std::optional<Tensor>& t, int64_t n,
+                         bool float32) {
   if (!t) return;
-  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == n && t->is_contiguous() && (!float32 || dtype_of(*t) == DType::f32), op,
-                  ": ", name, " must be a contiguous vector of ", n, float32 ? " float32" : "");
+  STD_TORCH_CHECK(
+      t->dim() == 1 && t->size(0) == n && t->is_contiguous() && (!float32 || dtype_of(*t) == DType::f32), op,
+      ": ", name, " must be a contiguous vector of ", n, float32 ? " float32" : "");
 }
 
 // What a row is multiplied with, or its gradient.
-inline void check_weight(const char* op, const char* name, const std::optional<Tensor>& t, int64_t n, DType dtype) {
+inline void check_weight(const char* op, const char* name, const std::optional<Tensor>& t, int64_t n,
+                         DType dtype) {
   check_vector(op, name, t, n, false);
   STD_TORCH_CHECK(!t || dtype_of(*t) == dtype || dtype_of(*t) == DType::f32, op, ": ", name,
                   " must be float32 or in the input's dtype");
@@ -137,7 +142,8 @@ class Rows {
     sizes_[1] = t.size(last);
     strides_[0] = sizes_[1];
     // Strides of an empty tensor may be anything.
-    STD_TORCH_CHECK(sizes_[1] < 2 || t.stride(last) == 1 || t.numel() == 0, op, ": the last dimension of ", name, " must be contiguous");
+    STD_TORCH_CHECK(sizes_[1] < 2 || t.stride(last) == 1 || t.numel() == 0, op, ": the last dimension of ",
+                    name, " must be contiguous");
     bool first = true;
     for (int64_t d = last - 1; d >= 0; --d) {
       const int64_t size = t.size(d);
@@ -154,7 +160,9 @@ class Rows {
   int64_t rows() const { return sizes_[0]; }
   int64_t n() const { return sizes_[1]; }
   DType dtype() const { return dtype_; }
-  bool like(const Rows& other) const { return rows() == other.rows() && n() == other.n() && dtype_ == other.dtype_; }
+  bool like(const Rows& other) const {
+    return rows() == other.rows() && n() == other.n() && dtype_ == other.dtype_;
+  }
   View view() const { return View{data_, dtype_, 2, sizes_, strides_}; }
 
   // The first or the second half of every row.

@@ -24,15 +24,16 @@ class Call {
     STD_TORCH_CHECK(place == *place_, op_, ": ", name, " is on another device than the tensors before it");
     const bool leading = sizes.size() > 0 && std::string_view(*sizes.begin()) == "...";
     const int64_t dims = int64_t(sizes.size()) - leading, first = t.dim() - dims;
-    STD_TORCH_CHECK(leading ? first >= 0 : first == 0, op_, ": ", name, " must have ", leading ? "at least " : "", dims,
-                    " dimension(s), got ", t.dim());
+    STD_TORCH_CHECK(leading ? first >= 0 : first == 0, op_, ": ", name, " must have ",
+                    leading ? "at least " : "", dims, " dimension(s), got ", t.dim());
     if (leading) {
       int64_t product = 1;
       for (int64_t d = 0; d < first; ++d) product *= t.size(d);
       agree(name, "...", product);
     }
     int64_t d = first;
-    for (const char* const* size = sizes.begin() + leading; size != sizes.end(); ++size) agree(name, *size, t.size(d++));
+    for (const char* const* size = sizes.begin() + leading; size != sizes.end(); ++size)
+      agree(name, *size, t.size(d++));
   }
 
   void tensor(const char* name, const std::optional<Tensor>& t, std::initializer_list<const char*> sizes) {
@@ -40,7 +41,8 @@ class Call {
   }
 
   // The dtypes of all tensors at once, in any of these combinations; an output that is not there has the one asked for.
-  void dtypes(std::initializer_list<std::optional<DType>> got, std::initializer_list<std::initializer_list<DType>> columns) {
+  void dtypes(std::initializer_list<std::optional<DType>> got,
+              std::initializer_list<std::initializer_list<DType>> columns) {
     for (const auto& column : columns) {
       bool fits = true;
       const DType* expected = column.begin();
@@ -59,7 +61,8 @@ class Call {
     }
     for (const auto& [known, before] : sizes_) {
       if (known != symbol) continue;
-      STD_TORCH_CHECK(before == size, op_, ": ", name, " has ", size, " where ", std::string(symbol), " is ", before);
+      STD_TORCH_CHECK(before == size, op_, ": ", name, " has ", size, " where ", std::string(symbol), " is ",
+                      before);
       return;
     }
     sizes_.emplace_back(symbol, size);

@@ -24,7 +24,8 @@ class Launch {
   void check() const {
     const cudaError_t error = cudaGetLastError();
     STD_TORCH_CHECK(error == cudaSuccess, op_, ": CUDA says: ", cudaGetErrorString(error),
-                    "; CUDA_LAUNCH_BLOCKING=1 makes every launch wait, so that an error shows at the kernel that made it");
+                    "; CUDA_LAUNCH_BLOCKING=1 makes every launch wait, so that an error shows at the kernel "
+                    "that made it");
   }
 
  private:

@@ -20,7 +20,8 @@ inline void check_heads(const Tensor& t, const Tensor& like, bool same_heads) {
 
 // The place of a position outside [0, rows), counted over all of them, or -1.
 inline int64_t first_bad_position(View positions, int64_t rows) {
-  const int64_t tokens = positions.sizes[positions.dim - 1], batch = positions.dim == 2 ? positions.sizes[0] : 1;
+  const int64_t tokens = positions.sizes[positions.dim - 1],
+                batch = positions.dim == 2 ? positions.sizes[0] : 1;
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t l = 0; l < tokens; ++l) {
       const int64_t p = position_at(positions, b, l);
@@ -31,20 +32,27 @@ inline int64_t first_bad_position(View positions, int64_t rows) {
 }
 
 // What reads of the table depend on: its width, its rows, and the positions that choose among them.
-inline void check_table(const Tensor& cos, const Tensor& sin, const Optional& positions, const Tensor& x, int64_t dims) {
-  const int64_t size = x.size(x.dim() - 1), batch = x.dim() == 4 ? x.size(0) : 1, tokens = x.size(x.dim() == 4 ? 2 : 0);
-  STD_TORCH_CHECK(dims >= 0 && dims % 2 == 0 && dims <= size, "rope: ", dims, " dimensions cannot be rotated of ", size);
+inline void check_table(const Tensor& cos, const Tensor& sin, const Optional& positions, const Tensor& x,
+                        int64_t dims) {
+  const int64_t size = x.size(x.dim() - 1), batch = x.dim() == 4 ? x.size(0) : 1,
+                tokens = x.size(x.dim() == 4 ? 2 : 0);
+  STD_TORCH_CHECK(dims >= 0 && dims % 2 == 0 && dims <= size, "rope: ", dims,
+                  " dimensions cannot be rotated of ", size);
   const DType dtype = dtype_of(cos);
   const bool fits = dtype == DType::f32 || (dtype == dtype_of(x) && dtype != DType::i8) ||
                     (dtype_of(x) == DType::i8 && (dtype == DType::bf16 || dtype == DType::f16));
-  STD_TORCH_CHECK(fits && dtype_of(sin) == dtype, "rope: cos and sin must both be float32, or both in x's dtype");
-  STD_TORCH_CHECK((cos.dim() == 2 || cos.dim() == 3) && sin.dim() == cos.dim() && dense_rows(cos) && dense_rows(sin),
-                  "rope: cos and sin must be [L, D] or [B, L, D] with a contiguous last dimension");
+  STD_TORCH_CHECK(fits && dtype_of(sin) == dtype,
+                  "rope: cos and sin must both be float32, or both in x's dtype");
+  STD_TORCH_CHECK(
+      (cos.dim() == 2 || cos.dim() == 3) && sin.dim() == cos.dim() && dense_rows(cos) && dense_rows(sin),
+      "rope: cos and sin must be [L, D] or [B, L, D] with a contiguous last dimension");
   for (int64_t d = 0; d < cos.dim(); ++d) {
     STD_TORCH_CHECK(cos.size(d) == sin.size(d), "rope: cos and sin must have one shape");
   }
-  const int64_t width = cos.size(cos.dim() - 1), rows = cos.size(cos.dim() - 2), tables = cos.dim() == 3 ? cos.size(0) : 1;
-  STD_TORCH_CHECK(width == dims || width == dims / 2, "rope: cos must be ", dims, " or ", dims / 2, " wide, not ", width);
+  const int64_t width = cos.size(cos.dim() - 1), rows = cos.size(cos.dim() - 2),
+                tables = cos.dim() == 3 ? cos.size(0) : 1;
+  STD_TORCH_CHECK(width == dims || width == dims / 2, "rope: cos must be ", dims, " or ", dims / 2,
+                  " wide, not ", width);
   STD_TORCH_CHECK(tables == 1 || tables == batch, "rope: ", tables, " tables for a batch of ", batch);
   if (!positions) {
     STD_TORCH_CHECK(rows >= tokens, "rope: a table of ", rows, " rows for ", tokens, " tokens");
@@ -52,10 +60,12 @@ inline void check_table(const Tensor& cos, const Tensor& sin, const Optional& po
   }
   const int64_t d = positions->dim();
   STD_TORCH_CHECK(d == 1 || d == 2, "rope: positions must be [L] or [B, L]");
-  STD_TORCH_CHECK(positions->size(d - 1) == tokens && (d == 1 || positions->size(0) == 1 || positions->size(0) == batch),
-                  "rope: positions must be one for each token");
+  STD_TORCH_CHECK(
+      positions->size(d - 1) == tokens && (d == 1 || positions->size(0) == 1 || positions->size(0) == batch),
+      "rope: positions must be one for each token");
   const View view = view_of(*positions);
-  STD_TORCH_CHECK(view.dtype == DType::i32 || view.dtype == DType::i64, "rope: positions must be int32 or int64");
+  STD_TORCH_CHECK(view.dtype == DType::i32 || view.dtype == DType::i64,
+                  "rope: positions must be int32 or int64");
   const int64_t bad = first_bad_position(view, rows);
   STD_TORCH_CHECK(bad < 0, "rope: positions must lie in [0, ", rows, "), the rows of the table; got ",
                   bad < 0 ? 0 : position_at(view, bad / tokens, bad % tokens), " for token ", bad);
@@ -63,7 +73,8 @@ inline void check_table(const Tensor& cos, const Tensor& sin, const Optional& po
 
 inline void check_float(const Tensor& x) {
   const DType dtype = dtype_of(x);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "rope: x must be floating-point");
+  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16,
+                  "rope: x must be floating-point");
 }
 
 }  // namespace opsmith

@@ -49,7 +49,8 @@ struct Tensor {
 
  private:
   int64_t checked(int64_t d) const {
-    STD_TORCH_CHECK(0 <= d && d < dims, "opsmith: a tensor of ", dims, " dimensions was asked for dimension ", d);
+    STD_TORCH_CHECK(0 <= d && d < dims, "opsmith: a tensor of ", dims, " dimensions was asked for dimension ",
+                    d);
     return d;
   }
 };

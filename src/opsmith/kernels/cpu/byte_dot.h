@@ -10,7 +10,7 @@ namespace opsmith {
 #if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
 
 using Bytes = __m512i;  // of the weight, W columns by 4
-using Four = __m512i;   // of x
+using Four = __m512i;  // of x
 
 inline Bytes bytes_of(IVec v) { return (__m512i)v; }
 inline Four four_of(IVec v) { return (__m512i)v; }
@@ -27,7 +27,9 @@ inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) {
 }
 inline IVec rest_of_pair(IVec sum, Bytes v, Bytes w) { return dot4(sum, v, w); }
 // Of four numbers that follow each other times the next four.
-inline IVec twice_products_of_fours(IVec v) { return v * (IVec)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1); }
+inline IVec twice_products_of_fours(IVec v) {
+  return v * (IVec)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1);
+}
 
 #else
 
@@ -66,7 +68,8 @@ inline Four four_of(IVec v) { return {v, IVec{}}; }
 inline IVec dot4(IVec sum, Bytes w, Four x) {
   typedef uint32_t UVec __attribute__((vector_size(4 * W)));
   for (int i = 0; i < 4; ++i) {
-    const IVec byte = (IVec)(((UVec)w.even >> (8 * i)) & 255), number = (IVec)((UVec)x.even << (24 - 8 * i)) >> 24;
+    const IVec byte = (IVec)(((UVec)w.even >> (8 * i)) & 255),
+               number = (IVec)((UVec)x.even << (24 - 8 * i)) >> 24;
     sum += byte * number;
   }
   return sum;

@@ -42,7 +42,8 @@ struct Silu {
   static Vec value(Vec x) { return x * reciprocal_for<T>(1.0f + exp_for<T>(-x)); }
   static ValueAndSlope both(Vec x) {
     const Vec e = exp_for<T>(-x), s = reciprocal_for<T>(1.0f + e);
-    return {x * s, fma(x * s, min(3e38f, e) * s, s)};  // where e is infinite s is 0, and their product must be too
+    return {x * s,
+            fma(x * s, min(3e38f, e) * s, s)};  // where e is infinite s is 0, and their product must be too
   }
 };
 
@@ -50,8 +51,8 @@ struct Silu {
 // comparing them so takes half the time. A NaN stays in `reach`, and in `ramp` or `a`, whatever its sign.
 struct Halves {
   static constexpr float end = 14.5f;  // from there on a Phi(-a) is less than any float
-  Vec ramp;   // max(x, 0)
-  Vec a;      // |x|, but no infinity above 0, where 0 times it would be NaN; below, NaN is what GELU has there
+  Vec ramp;  // max(x, 0)
+  Vec a;  // |x|, but no infinity above 0, where 0 times it would be NaN; below, NaN is what GELU has there
   Vec reach;  // min(|x|, end)
   explicit Halves(Vec x) {
     const IVec i = as_int(x);
@@ -183,7 +184,8 @@ struct GeluTanh {
     if constexpr (std::is_same_v<T, bfloat16>) {
       return both_by_tables(tanh_coarse, tanh_slope_coarse, x);
     } else {
-      if (!std::is_same_v<T, float> || !any(x < tail_begins)) return both_by_tables(tanh_fine, tanh_slope_fine, x);
+      if (!std::is_same_v<T, float> || !any(x < tail_begins))
+        return both_by_tables(tanh_fine, tanh_slope_fine, x);
     }
 #endif
     const Vec c = max(-16.0f, min(16.0f, x));  // the ends are reached: there e is 0, or infinite and s 0

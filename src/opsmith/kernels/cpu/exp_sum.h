@@ -37,14 +37,14 @@ inline Vec exp_of(Vec x) {
 struct ExpSum {
   static constexpr float lowest = -std::numeric_limits<float>::max();  // -inf - -inf would be NaN
   float pivot = lowest;
-  double total = 0;   // of e^(z - pivot)
+  double total = 0;  // of e^(z - pivot)
   double values = 0;  // of z, where asked for
 
   double log_total() const { return std::log(total); }
 };
 
-constexpr int64_t kPiece = 1024;        // elements summed before the sum is added to the row's
-constexpr float kFarAbove = 1024.0f;    // a piece's sum beyond which the pivot moves
+constexpr int64_t kPiece = 1024;  // elements summed before the sum is added to the row's
+constexpr float kFarAbove = 1024.0f;  // a piece's sum beyond which the pivot moves
 constexpr int64_t kPrefetchBytes = 1536;
 
 // Calls f(vector, number 0..3) for all of x, four vectors at a time in the order of pairs, while the next lines come.
@@ -88,9 +88,10 @@ inline float piece_max(const T* x, int64_t n) {
 // the line comes with the product that takes k's share off, as a + r with a = 46 / 32 ln 2, nearly 1: its slope is 0.4%
 // too steep, and the table holds the other factors.
 struct NearExp {
-  static constexpr float step = 0.0216608494f;           // ln 2 / 32
-  static constexpr float shift = 12582912.0f + 4096.0f;  // 1.5 * 2^23: whole numbers land in the low bits; all above 0
-  Vec low, high;                                         // bits that those of the shifted k complete
+  static constexpr float step = 0.0216608494f;  // ln 2 / 32
+  static constexpr float shift = 12582912.0f +
+                                 4096.0f;  // 1.5 * 2^23: whole numbers land in the low bits; all above 0
+  Vec low, high;  // bits that those of the shifted k complete
 
   NearExp() {
     float table[2 * W];
@@ -109,7 +110,8 @@ struct NearExp {
   Vec add(Vec sum, Vec z_and_one, __m512i& seen) const {
     const Vec y = fma(z_and_one, 32 * log2_e, shift - 46.0f);
     const __m512i k = (__m512i)y;
-    seen = _mm512_ternarylogic_epi32(seen, k, _mm512_set1_epi32(0x4b400000), 0xf6);  // seen | (k ^ 0x4b400000)
+    seen = _mm512_ternarylogic_epi32(seen, k, _mm512_set1_epi32(0x4b400000),
+                                     0xf6);  // seen | (k ^ 0x4b400000)
     const Vec line = fma(y - shift, -step, z_and_one);
     const __m512i rest = _mm512_permutex2var_epi32((__m512i)low, k, (__m512i)high);
     return fma((Vec)_mm512_add_epi32(rest, _mm512_slli_epi32(k, 18)), line, sum);
@@ -125,10 +127,13 @@ inline double near_piece_sum(const T* x, float pivot, float z) {
   const float below = pivot - 1.0f;
   Vec part[4] = {};
   __m512i seen[2] = {};
-  for_values(x, kPiece, [&](Vec v, int u) __attribute__((always_inline)) { part[u] = e.add(part[u], v - below, seen[u % 2]); });
+  for_values(x, kPiece, [&](Vec v, int u) __attribute__((always_inline)) {
+    part[u] = e.add(part[u], v - below, seen[u % 2]);
+  });
   if (!NearExp::in_range(_mm512_or_si512(seen[0], seen[1]))) return std::numeric_limits<double>::infinity();
   double sum = reduce_add(to_double((part[0] + part[1]) + (part[2] + part[3])));
-  if (z > ExpSum::lowest) sum += double(exp_of(splat(z - pivot))[0]) - double(e.add(Vec{}, splat(z - below), seen[0])[0]);
+  if (z > ExpSum::lowest)
+    sum += double(exp_of(splat(z - pivot))[0]) - double(e.add(Vec{}, splat(z - below), seen[0])[0]);
   return sum;
 }
 
@@ -145,7 +150,8 @@ inline void add_to_sum(ExpSum& s, const T* x, int64_t n, int64_t at) {
     if (s.pivot != ExpSum::lowest) {
 #if defined(OPSMITH_AVX512)
       const bool here = first <= at && at < first + size;
-      if (coarse && size == kPiece) sum = near_piece_sum(piece, s.pivot, here ? to_float(x[at]) : ExpSum::lowest);
+      if (coarse && size == kPiece)
+        sum = near_piece_sum(piece, s.pivot, here ? to_float(x[at]) : ExpSum::lowest);
 #endif
       if (!(sum <= kFarAbove)) sum = piece_sum(piece, size, s.pivot);
     }

@@ -25,15 +25,17 @@ constexpr int halves(int D) { return (D + 1) / 2; }
 // numbers of a row at a time: rows that are apart by a power of two would push each other out of the cache.
 struct FixedPoint {
   int64_t rows, blocks, depth;  // depth: of a row, padded to whole steps
-  int64_t block;                // numbers of a row that share a factor
+  int64_t block;  // numbers of a row that share a factor
   int64_t tiles;
   std::unique_ptr<int8_t[]> digits;  // [tile][depth / 4][row of the tile][D][4]
-  std::unique_ptr<float[]> factor;   // [rows][blocks]
-  std::unique_ptr<int32_t[]> sum;    // [rows][blocks][halves(D)], over a block
-  std::unique_ptr<int32_t[]> pairs;  // [rows][blocks], of the products of low digits that meet the two nibbles of a byte
+  std::unique_ptr<float[]> factor;  // [rows][blocks]
+  std::unique_ptr<int32_t[]> sum;  // [rows][blocks][halves(D)], over a block
+  std::unique_ptr<int32_t[]>
+      pairs;  // [rows][blocks], of the products of low digits that meet the two nibbles of a byte
 
   FixedPoint(int64_t rows, int64_t k, int64_t depth, int64_t block, int D, int tile_rows)
-      : rows(rows), blocks((k + block - 1) / block), depth(depth), block(block), tiles((rows + tile_rows - 1) / tile_rows) {
+      : rows(rows), blocks((k + block - 1) / block), depth(depth), block(block),
+        tiles((rows + tile_rows - 1) / tile_rows) {
     digits.reset(new int8_t[size_t(rows * depth * D)]);
     factor.reset(new float[size_t(rows * blocks)]);
     sum.reset(new int32_t[size_t(rows * blocks * halves(D))]);
@@ -56,13 +58,13 @@ inline float largest(const T* x, int64_t n) {
   return any(odd) ? NAN : reduce_max(most);
 }
 
-constexpr int kBits = 8;        // of a digit
+constexpr int kBits = 8;  // of a digit
 constexpr int kNibbleBits = 7;  // of the lower one of two for nibbles
 
 // Digits d of numbers k.. at `to + k / 4 * step + 4 d`, zeros up to `width`.
 template <int D, bool nibbles, class T>
-inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, int8_t* to, int64_t step, int32_t* sum,
-                      int32_t* pairs) {
+inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, int8_t* to, int64_t step,
+                      int32_t* sum, int32_t* pairs) {
   IVec total[D] = {}, products{};
   IVec below;  // what makes the low digits of the low nibbles signed
   if constexpr (nibbles) {
@@ -107,7 +109,8 @@ inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, in
 template <int bits>
 inline float power_of_two(float most) {
   constexpr float limit = float(int64_t{127} << (bits - 7));  // so that the first digit is at most 127
-  const int exponent = std::max(int((float_bits(most) >> 23) & 255) - 127, bits - 127);  // a float holds no power above
+  const int exponent = std::max(int((float_bits(most) >> 23) & 255) - 127,
+                                bits - 127);  // a float holds no power above
   const float power = bits_float(uint32_t(bits - 1 - exponent + 127) << 23);
   return most * power <= limit ? power : power / 2;
 }
@@ -121,34 +124,36 @@ FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_r
   FixedPoint f(m, k, depth, block, D, tile_rows);
   const bool even = f.tiles % threads == 0 || f.tiles >= 8 * threads;
   const int64_t parts = even || m * k <= kWorthThreads ? 1 : threads;
-  parallel_for(f.tiles * parts, row_grain(m * k / (f.tiles * parts), kWorthThreads), [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t tile = task / parts, part = task % parts, first = f.first_row(tile), last = f.first_row(tile + 1);
-      const int64_t step = 4 * D * (last - first);
-      for (int64_t r = first; r < last; ++r) {
-        int8_t* const digits = f.digits.get() + first * D * depth + (r - first) * 4 * D;
-        const T* row = x.as<T>() + r * x.strides[0];
-        const float most = D == 1 ? largest(row, k) : 0;
-        for (int64_t b = part * f.blocks / parts; b < (part + 1) * f.blocks / parts; ++b) {
-          const int64_t at = b * block, n = std::min(block, k - at), width = std::min(block, depth - at);
-          float multiplier, factor;
-          if constexpr (D == 1) {
-            multiplier = most > kLeast ? 127.0f / most : 0.0f;
-            factor = most / 127.0f;
-          } else {
-            const float here = largest(row + at, n);
-            multiplier = power_of_two<nibbles ? kNibbleBits + 7 : kBits * D - 1>(here);
-            factor = here != here ? here : 1.0f / multiplier;
+  parallel_for(
+      f.tiles * parts, row_grain(m * k / (f.tiles * parts), kWorthThreads), [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task) {
+          const int64_t tile = task / parts, part = task % parts, first = f.first_row(tile),
+                        last = f.first_row(tile + 1);
+          const int64_t step = 4 * D * (last - first);
+          for (int64_t r = first; r < last; ++r) {
+            int8_t* const digits = f.digits.get() + first * D * depth + (r - first) * 4 * D;
+            const T* row = x.as<T>() + r * x.strides[0];
+            const float most = D == 1 ? largest(row, k) : 0;
+            for (int64_t b = part * f.blocks / parts; b < (part + 1) * f.blocks / parts; ++b) {
+              const int64_t at = b * block, n = std::min(block, k - at), width = std::min(block, depth - at);
+              float multiplier, factor;
+              if constexpr (D == 1) {
+                multiplier = most > kLeast ? 127.0f / most : 0.0f;
+                factor = most / 127.0f;
+              } else {
+                const float here = largest(row + at, n);
+                multiplier = power_of_two<nibbles ? kNibbleBits + 7 : kBits * D - 1>(here);
+                factor = here != here ? here : 1.0f / multiplier;
+              }
+              const int64_t i = r * f.blocks + b;
+              f.factor[size_t(i)] = factor;
+              const int64_t finite = factor == factor ? n : 0;  // what is not is zeros: the factor says so
+              to_digits<D, nibbles>(row + at, finite, width, multiplier, digits + at / 4 * step, step,
+                                    &f.sum[size_t(i * halves(D))], &f.pairs[size_t(i)]);
+            }
           }
-          const int64_t i = r * f.blocks + b;
-          f.factor[size_t(i)] = factor;
-          const int64_t finite = factor == factor ? n : 0;  // what is not is zeros: the factor says so
-          to_digits<D, nibbles>(row + at, finite, width, multiplier, digits + at / 4 * step, step,
-                                &f.sum[size_t(i * halves(D))], &f.pairs[size_t(i)]);
         }
-      }
-    }
-  });
+      });
   return f;
 }
 

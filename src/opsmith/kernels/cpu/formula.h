@@ -127,10 +127,11 @@ inline float apply(float x, F f) {
 
 // Natural logarithm, to a unit or so: x = m 2^e with m around 1, and log m = 2 artanh((m - 1) / (m + 1)).
 inline Vec log(Vec x) {
-  constexpr float least = std::numeric_limits<float>::min(), infinity = std::numeric_limits<float>::infinity();
+  constexpr float least = std::numeric_limits<float>::min(),
+                  infinity = std::numeric_limits<float>::infinity();
   const IVec tiny = x < least;
   const Vec scaled = select(tiny, x * 8388608.0f, x);  // subnormals; zero and less are seen to below
-  const IVec bits = as_int(scaled) - 0x3f3504f3;       // sqrt(1/2)
+  const IVec bits = as_int(scaled) - 0x3f3504f3;  // sqrt(1/2)
   const Vec exponent = __builtin_convertvector(bits >> 23, Vec) - select(tiny, splat(23.0f), Vec{});
   const Vec m = as_float((bits & 0x7fffff) + 0x3f3504f3);
   const Vec s = (m - 1.0f) / (m + 1.0f), t = s * s;
@@ -244,7 +245,8 @@ inline auto read(const T* p, Lanes lanes) {
 
 template <class T, class Lanes>
 inline void read_pairs(const T* p, Lanes lanes, Vec& even, Vec& odd) {
-  for (size_t line = 0; line < 2 * W * sizeof(T); line += 64) prefetch(reinterpret_cast<const char*>(p) + line + 2048);
+  for (size_t line = 0; line < 2 * W * sizeof(T); line += 64)
+    prefetch(reinterpret_cast<const char*>(p) + line + 2048);
   load_pairs(p, lanes, even, odd);
 }
 
@@ -259,7 +261,6 @@ inline void write(T* row, int64_t at, V v, Lanes lanes, bool streaming) {
 inline void add_to(float* p, Vec v, Full) { store(p, load(p, Full{}) + v, Full{}); }
 inline void add_to(float* p, Vec v, Part k) { store(p, load(p, k) + v, k); }
 
-
 // The product of the sizes of a view's dimensions, counted from the right: `first` ... `last`, the last axis being 1.
 inline int64_t sizes_between(const View& v, int64_t first, int64_t last) {
   int64_t product = 1;
@@ -270,7 +271,7 @@ inline int64_t rows_of(const View& v) { return sizes_between(v, 2, v.dim); }
 inline int64_t size_of(const View& v) { return v.sizes[v.dim - 1]; }
 
 constexpr int64_t kRowTask = 16384;  // elements that are worth a thread's wake-up
-constexpr int64_t kPiece = 1024;     // elements at a time, where rows do not matter
+constexpr int64_t kPiece = 1024;  // elements at a time, where rows do not matter
 
 // Sums over the rows of each task, added up at the end: the result does not depend on which thread was faster. A few rows
 // are summed by themselves first, so that errors grow with the root of the rows at most.
@@ -286,7 +287,9 @@ class ColumnSums {
     for (int64_t task = 0; task < tasks_; ++task) settle(task);
     float* const total = of(0) + size_;
     for (int64_t task = 1; task < tasks_; ++task) {
-      for_lanes(size_, [&](int64_t at, auto lanes) { add_to(total + at, load(of(task) + size_ + at, lanes), lanes); });
+      for_lanes(size_, [&](int64_t at, auto lanes) {
+        add_to(total + at, load(of(task) + size_ + at, lanes), lanes);
+      });
     }
     for_lanes(size_, [&](int64_t at, auto lanes) { store(p + at, load(total + at, lanes), lanes); });
   }
@@ -317,7 +320,8 @@ struct Sum {
 
 template <bool greatest>
 struct Extreme {
-  static constexpr float worst = greatest ? -std::numeric_limits<float>::infinity() : std::numeric_limits<float>::infinity();
+  static constexpr float worst = greatest ? -std::numeric_limits<float>::infinity()
+                                          : std::numeric_limits<float>::infinity();
   Pair best = pair(worst);
   static Vec better(Vec x, Vec y) {
     if constexpr (greatest) return larger(x, y);
@@ -377,7 +381,8 @@ class Moments {
     const float center = reduce_add(mean) * (1.0f / W);
     const Vec off = mean - center;
     const float rest = reduce_add(off) * (1.0f / W);
-    return {count * W, center + rest, reduce_add(m2 + off * off * float(count)) - rest * rest * float(count * W)};
+    return {count * W, center + rest,
+            reduce_add(m2 + off * off * float(count)) - rest * rest * float(count * W)};
   }
   void merge_part(Vec v, Part k) {
     const float mean = reduce_add(keep(v, k, 0.0f)) / float(k.count);

@@ -64,7 +64,9 @@ __device__ inline float gelu_of(float x) { return 0.5f * x * (1.0f + erff(x * 0.
 __device__ inline float gelu_slope_of(float x) {
   return 0.5f * (1.0f + erff(x * 0.707106781f)) + x * expf(-0.5f * x * x) * 0.398942280f;
 }
-__device__ inline float gelu_tanh_of(float x) { return x * sigmoid_of(1.59576912f * x * (1.0f + 0.044715f * x * x)); }
+__device__ inline float gelu_tanh_of(float x) {
+  return x * sigmoid_of(1.59576912f * x * (1.0f + 0.044715f * x * x));
+}
 __device__ inline float gelu_tanh_slope_of(float x) {
   const float c = fminf(fmaxf(x, -12.0f), 12.0f), z = 1.59576912f * c * (1.0f + 0.044715f * c * c);
   const float s = sigmoid_of(z);
@@ -131,7 +133,8 @@ __device__ Known together(Known mine) {
     for (int apart = 16; apart > 0; apart /= 2) {
       Known other;
       for (int i = 0; i < words; ++i) {
-        reinterpret_cast<float*>(&other)[i] = __shfl_xor_sync(~0u, reinterpret_cast<float*>(&known)[i], apart);
+        reinterpret_cast<float*>(&other)[i] = __shfl_xor_sync(~0u, reinterpret_cast<float*>(&known)[i],
+                                                              apart);
       }
       known.merge(other);
     }
@@ -162,7 +165,8 @@ __global__ void add_parts(const float* parts, int64_t blocks, int64_t size, T* t
 // A row of sums for each block, added up in the order of the blocks: every run gives the same.
 class ColumnSums {
  public:
-  ColumnSums(bool wanted, int64_t blocks, int64_t size, cudaStream_t stream) : blocks_(blocks), size_(size), stream_(stream) {
+  ColumnSums(bool wanted, int64_t blocks, int64_t size, cudaStream_t stream)
+      : blocks_(blocks), size_(size), stream_(stream) {
     if (!wanted || size == 0) return;
     const size_t bytes = size_t(blocks * size) * sizeof(float);
     if (cudaMallocAsync(&parts_, bytes, stream) == cudaSuccess) cudaMemsetAsync(parts_, 0, bytes, stream);
@@ -174,7 +178,8 @@ class ColumnSums {
   template <class T>
   void write(void* total) const {
     if (!parts_) return;
-    add_parts<<<unsigned((size_ + 255) / 256), 256, 0, stream_>>>(parts_, blocks_, size_, static_cast<T*>(total));
+    add_parts<<<unsigned((size_ + 255) / 256), 256, 0, stream_>>>(parts_, blocks_, size_,
+                                                                  static_cast<T*>(total));
   }
 
  private:

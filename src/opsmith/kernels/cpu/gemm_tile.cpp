@@ -4,8 +4,8 @@
 namespace opsmith {
 
 template <class Units, int M, int N>
-__attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb, float* c,
-                                                    int64_t ldc, bool add) {
+__attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb,
+                                                    float* c, int64_t ldc, bool add) {
   Vec sum[M][N];
 #pragma GCC unroll 8
   for (int r = 0; r < M; ++r) {
@@ -37,8 +37,8 @@ __attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, co
 }
 
 template <class Units, int M>
-inline void product_columns(int vecs, int64_t depth, Operand a, const float* b, int64_t ldb, float* c, int64_t ldc,
-                            bool add) {
+inline void product_columns(int vecs, int64_t depth, Operand a, const float* b, int64_t ldb, float* c,
+                            int64_t ldc, bool add) {
   switch (vecs) {
     case 1: return product_in_registers<Units, M, 1>(depth, a, b, ldb, c, ldc, add);
     case 2: return product_in_registers<Units, M, 2>(depth, a, b, ldb, c, ldc, add);
@@ -48,8 +48,8 @@ inline void product_columns(int vecs, int64_t depth, Operand a, const float* b, 
 }
 
 template <class Units>
-void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride, float* c,
-             int64_t ldc, bool add) {
+void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride,
+             float* c, int64_t ldc, bool add) {
   while (depth > Units::chain) {  // one long chain of additions would lose accuracy
     product<Units>(m, vecs, Units::chain, a, b, ldb, panel_stride, c, ldc, add);
     a.data += Units::chain * a.step;
@@ -92,12 +92,15 @@ void pack_transposed(const T* from, int64_t stride, int64_t rows, int64_t n, flo
   }
 }
 
-template void product_in_registers<FloatUnits, ROWS, VECS>(int64_t, Operand, const float*, int64_t, float*, int64_t, bool);
-template void product<FloatUnits>(int, int64_t, int64_t, Operand, const float*, int64_t, int64_t, float*, int64_t, bool);
+template void product_in_registers<FloatUnits, ROWS, VECS>(int64_t, Operand, const float*, int64_t, float*,
+                                                           int64_t, bool);
+template void product<FloatUnits>(int, int64_t, int64_t, Operand, const float*, int64_t, int64_t, float*,
+                                  int64_t, bool);
 template void pack_transposed<FloatUnits>(const float*, int64_t, int64_t, int64_t, float*);
 template void pack_transposed<FloatUnits>(const float16*, int64_t, int64_t, int64_t, float*);
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
-template void product<BFloatUnits>(int, int64_t, int64_t, Operand, const float*, int64_t, int64_t, float*, int64_t, bool);
+template void product<BFloatUnits>(int, int64_t, int64_t, Operand, const float*, int64_t, int64_t, float*,
+                                   int64_t, bool);
 template void pack_transposed<BFloatUnits>(const bfloat16*, int64_t, int64_t, int64_t, float*);
 #else
 template void pack_transposed<FloatUnits>(const bfloat16*, int64_t, int64_t, int64_t, float*);

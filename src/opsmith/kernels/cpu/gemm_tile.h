@@ -16,7 +16,7 @@
 
 namespace opsmith {
 
-constexpr int ROWS = 6;                   // of C in registers: with VECS columns, 24 (AVX-512) or 12 accumulators
+constexpr int ROWS = 6;  // of C in registers: with VECS columns, 24 (AVX-512) or 12 accumulators
 constexpr int VECS = W == 16 ? 4 : 2;
 constexpr int PANEL = VECS * W;
 
@@ -57,15 +57,16 @@ struct Operand {  // A
 // C[M, N * W] (+)= A[M, depth] B[depth, N * W], in one chain of additions. Compiled once for all, as what follows, in
 // gemm_tile.cpp.
 template <class Units, int M, int N>
-void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb, float* c, int64_t ldc, bool add);
+void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb, float* c, int64_t ldc,
+                          bool add);
 
 // The rows of C that `product` writes for m <= ROWS rows asked for: A must have as many readable.
 inline int padded_rows(int m) { return m <= 2 ? m : m <= 4 ? 4 : ROWS; }
 
 // C[m, vecs * W] (+)= A[m, depth] B[depth, vecs * W], m <= ROWS.
 template <class Units>
-void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride, float* c,
-             int64_t ldc, bool add);
+void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int64_t ldb, int64_t panel_stride,
+             float* c, int64_t ldc, bool add);
 
 // W units of a row from element `at` on, zeros past its n elements.
 template <class Units, class T>

@@ -29,7 +29,9 @@ class Kept {
   }
 
   template <class T>
-  T* as() const { return static_cast<T*>(data_); }
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
 
  private:
   struct Free {
@@ -38,7 +40,9 @@ class Kept {
   using Memory = std::unique_ptr<void, Free>;
   static constexpr int64_t kMost = 32 << 20;  // more is given back at once
 
-  static Memory allocate(int64_t bytes) { return Memory(::operator new(size_t(bytes), std::align_val_t(64))); }
+  static Memory allocate(int64_t bytes) {
+    return Memory(::operator new(size_t(bytes), std::align_val_t(64)));
+  }
 
   Memory own_;
   void* data_;

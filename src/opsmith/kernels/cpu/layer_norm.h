@@ -5,8 +5,9 @@
 
 namespace opsmith {
 
-void layer_norm(View x, View residual, View weight, View bias, double eps, View y, View summed, View mean, View rstd);
-void layer_norm_backward(View dy, View dsummed, View s, View mean, View rstd, View weight, View dx, View dweight,
-                         View dbias);
+void layer_norm(View x, View residual, View weight, View bias, double eps, View y, View summed, View mean,
+                View rstd);
+void layer_norm_backward(View dy, View dsummed, View s, View mean, View rstd, View weight, View dx,
+                         View dweight, View dbias);
 
 }  // namespace opsmith

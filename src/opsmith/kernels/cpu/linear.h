@@ -29,7 +29,8 @@ void linear_rows_backward(View dy, View x, View weight, View dx, View dweight, V
 
 // The linear layer for a float32 weight [N, K] of which one of the strides is 1. `before`, undefined or with y's strides, gets
 // what the activation is given.
-void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y, View before);
+void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y,
+                     View before);
 
 // float32. dy [M, N], x [M, K], dweight [N, K], any row stride; dbias [N] or undefined; no size is 0.
 // dweight = dy^T x, summed in shorter chains where `shortly`; dbias = the sum of dy's rows.

@@ -74,7 +74,8 @@ struct Epilogue {
 template <class T>
 Epilogue<T> epilogue(View bias, View residual, Activation activation, View y, View before = {}) {
   const int64_t residual_stride = residual.defined() ? residual.strides[0] : 0;
-  return {bias.as<T>(), residual.as<T>(), residual_stride, y.as<T>(), y.strides[0], before.as<T>(), activation};
+  return {bias.as<T>(), residual.as<T>(), residual_stride, y.as<T>(),
+          y.strides[0], before.as<T>(),   activation};
 }
 
 }  // namespace opsmith

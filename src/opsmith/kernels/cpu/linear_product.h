@@ -15,15 +15,19 @@
 
 namespace opsmith {
 
-constexpr int64_t kSum = 64;        // units of K that one accumulator sums
-constexpr int64_t kBlock = 384;     // units of K of a panel, at most, that the rows share while they are in cache
-constexpr int64_t kFewRows = 24;    // of x: memory and arithmetic take them about as long, and must not wait for each other,
-constexpr int64_t kShortBlock = 64; // so their block stays in the nearest cache, and what is fetched is close to its use
+constexpr int64_t kSum = 64;  // units of K that one accumulator sums
+constexpr int64_t kBlock = 384;  // units of K of a panel, at most, that the rows share while they are in cache
+constexpr int64_t
+    kFewRows = 24;  // of x: memory and arithmetic take them about as long, and must not wait for each other,
+constexpr int64_t
+    kShortBlock = 64;  // so their block stays in the nearest cache, and what is fetched is close to its use
 constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in cache
-constexpr int kStep = 8;            // units of K in a turn of the loop
-constexpr int kFetchStep = 2;       // units of K between two groups of prefetches: many at once would wait for each other
-constexpr int64_t kLine = 64;       // bytes
-constexpr int64_t kAgain = 8192;    // bytes from where a line is asked for to where it is once more, should it have been dropped
+constexpr int kStep = 8;  // units of K in a turn of the loop
+constexpr int
+    kFetchStep = 2;  // units of K between two groups of prefetches: many at once would wait for each other
+constexpr int64_t kLine = 64;  // bytes
+constexpr int64_t
+    kAgain = 8192;  // bytes from where a line is asked for to where it is once more, should it have been dropped
 
 struct Couple {  // two bfloat16
   float bits;
@@ -36,7 +40,9 @@ struct FloatFormat {
   using X = float;
   static constexpr int steps = 1;
   template <class Lanes>
-  static Vec column(const float* p, int, Lanes lanes) { return load(p, lanes); }
+  static Vec column(const float* p, int, Lanes lanes) {
+    return load(p, lanes);
+  }
   static Vec broadcast(const float* x) { return splat(*x); }
   static Vec mac(Vec x, Vec column, Vec sum) { return fma(x, column, sum); }
 };
@@ -44,7 +50,9 @@ struct FloatFormat {
 struct HalfFormat : FloatFormat {
   using Unit = float16;
   template <class Lanes>
-  static Vec column(const float16* p, int, Lanes lanes) { return load(p, lanes); }
+  static Vec column(const float16* p, int, Lanes lanes) {
+    return load(p, lanes);
+  }
 };
 
 struct WideBFloatFormat : FloatFormat {
@@ -63,7 +71,9 @@ struct BFloatFormat {
   using X = Couple;
   static constexpr int steps = 1;
   template <class Lanes>
-  static Vec column(const Couple* p, int, Lanes lanes) { return load(&p->bits, lanes); }
+  static Vec column(const Couple* p, int, Lanes lanes) {
+    return load(&p->bits, lanes);
+  }
   static Vec broadcast(const Couple* x) { return _mm512_set1_ps(x->bits); }
   static Vec mac(Vec x, Vec column, Vec sum) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)column);
@@ -76,11 +86,17 @@ using BFloatFormat = WideBFloatFormat;
 template <class T>
 struct FormatOf;
 template <>
-struct FormatOf<float> { using type = FloatFormat; };
+struct FormatOf<float> {
+  using type = FloatFormat;
+};
 template <>
-struct FormatOf<float16> { using type = HalfFormat; };
+struct FormatOf<float16> {
+  using type = HalfFormat;
+};
 template <>
-struct FormatOf<bfloat16> { using type = BFloatFormat; };
+struct FormatOf<bfloat16> {
+  using type = BFloatFormat;
+};
 
 template <class Format>
 struct Tile {
@@ -88,11 +104,11 @@ struct Tile {
   int64_t x_stride;
   const typename Format::Unit* columns;
   int64_t ldb;
-  int64_t depth;   // in units
-  float* sums;     // rows of kPanel
-  bool first;      // else it is added to the sums
+  int64_t depth;  // in units
+  float* sums;  // rows of kPanel
+  bool first;  // else it is added to the sums
   const char* ahead;  // what the cache will need next
-  int64_t lines;      // of it, at each kFetchStep
+  int64_t lines;  // of it, at each kFetchStep
 };
 
 // sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel; moves `t` along the columns. Compiled once for all
@@ -109,7 +125,8 @@ struct Split {
 inline Split split_product(int64_t m, int64_t most_rows, int64_t groups, int64_t group, int64_t depth) {
   const int64_t threads = num_threads();
   int64_t blocks = ceil_div(m, most_rows);
-  while (blocks * groups % threads != 0 && blocks * groups < 8 * threads && ceil_div(m, blocks + 1) >= 2 * ROWS) {
+  while (blocks * groups % threads != 0 && blocks * groups < 8 * threads &&
+         ceil_div(m, blocks + 1) >= 2 * ROWS) {
     ++blocks;
   }
   const int64_t cost = depth * group * kPanel * (ceil_div(m, blocks) + 4);
@@ -128,8 +145,8 @@ void expect(const Epilogue&, int64_t, int, int64_t, int64_t, long) {}
 // The epilogue gets rows of x with all their columns of one group of panels, `epilogue(row, rows, column, width, sums,
 // panel_step)`: column `column + c` of the r-th row is at sums[c / kPanel * panel_step + r * kPanel + c % kPanel].
 template <class Format, class Epilogue>
-void product(const typename Format::X* x, int64_t x_stride, int64_t m, const View& packed, int64_t n, int64_t depth,
-             int64_t group, const Epilogue& epilogue) {
+void product(const typename Format::X* x, int64_t x_stride, int64_t m, const View& packed, int64_t n,
+             int64_t depth, int64_t group, const Epilogue& epilogue) {
   const auto* weight = packed.as<typename Format::Unit>();
   const int64_t most_rows = group == 1 ? kMostRows : kMostRows / 2, panel_step = most_rows * kPanel;
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
@@ -153,7 +170,8 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
           t.ldb = width;
           t.x_stride = x_stride;
           t.first = k == 0;
-          t.ahead = reinterpret_cast<const char*>(columns + t.depth * width) + kAgain;  // the weight is read in order
+          t.ahead = reinterpret_cast<const char*>(columns + t.depth * width) +
+                    kAgain;  // the weight is read in order
           const int64_t step_lines = ceil_div(kFetchStep * width * int64_t(sizeof(*weight)), kLine);
           const int64_t share = ceil_div(step_lines, tiles);
           for (int64_t i = 0; i < tiles; ++i) {
@@ -201,10 +219,12 @@ void packed_product(const View& x, const View& packed, int64_t group, const Epil
   const bool collide = m >= 4 && x.strides[0] * int64_t(sizeof(T)) % 2048 == 0;
   if constexpr (std::is_same_v<T, float> || paired) {
     if (!collide && k == depth * (paired ? 2 : Format::steps) && (!paired || x.strides[0] % 2 == 0)) {
-      return product<Format>(x.as<X>(), x.strides[0] / (paired ? 2 : 1), m, packed, n, depth, group, epilogue);
+      return product<Format>(x.as<X>(), x.strides[0] / (paired ? 2 : 1), m, packed, n, depth, group,
+                             epilogue);
     }
   }
-  const int64_t line = kLine / int64_t(sizeof(X)), columns = round_up(depth * Format::steps, line) + (collide ? line : 0);
+  const int64_t line = kLine / int64_t(sizeof(X)),
+                columns = round_up(depth * Format::steps, line) + (collide ? line : 0);
   const Kept<0> wide(m * columns * int64_t(sizeof(X)));
   expand<T>(x, wide.as<X>(), columns);
   product<Format>(wide.as<X>(), columns, m, packed, n, depth, group, epilogue);

@@ -31,7 +31,8 @@ class Parameter {
       with_float_type(v.dtype, [&](auto* t) {
         in_pair_order<T>(v.as<std::remove_pointer_t<decltype(t)>>(), n, memory_.get());
       });
-      for_lanes(n, [&](int64_t i, auto k) { store(memory_.get() + i, load(memory_.get() + i, k) + offset, k); });
+      for_lanes(n,
+                [&](int64_t i, auto k) { store(memory_.get() + i, load(memory_.get() + i, k) + offset, k); });
     }
   }
   const P* data() const { return data_; }
@@ -137,8 +138,8 @@ struct SumRow {
 // `write(i, k)` does what it does. Asked once for a block of vectors, this costs nothing, and a walk for each of the three
 // cases would take three times as long to compile.
 template <int rows, class Stats, class Value, class Write>
-inline __attribute__((always_inline)) void walk(int64_t n, bool reads, Stats* stats, const Value& value, bool writes,
-                                                const Write& write) {
+inline __attribute__((always_inline)) void walk(int64_t n, bool reads, Stats* stats, const Value& value,
+                                                bool writes, const Write& write) {
   const int64_t pairs = paired(n);
   int64_t i = 0;
   for (; i < pairs; i += 8 * W) {
@@ -184,8 +185,8 @@ inline __attribute__((always_inline)) void walk(int64_t n, bool reads, Stats* st
 // a row's statistics come to, and `norm.apply(that, value, weights)` makes its output of its input. With a residual, `rows`
 // is 1.
 template <class T, int rows, bool with_residual, bool streaming, class Parameters, class Norm>
-void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, const View& y, const View& summed,
-               const Parameters& parameters, const Norm& norm) {
+void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, const View& y,
+               const View& summed, const Parameters& parameters, const Norm& norm) {
   static_assert(rows == 1 || !with_residual);
   const int64_t n = x.sizes[1], room = round_up(n, 64), x_step = x.strides[0], y_step = y.strides[0];
   const Ahead ahead = fetch_ahead<T, rows>(x), y_ahead = fetch_ahead<T, rows>(y);
@@ -195,8 +196,9 @@ void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, 
   auto row = [](const View& v, int64_t r) { return v.as<T>() + r * v.strides[0]; };
   auto value_of = [=](int64_t r) {
     if constexpr (with_residual) {
-      const SumRow<T, streaming> sum{row(x, r),    row(residual, r), ahead.far, residual_ahead,
-                                     summed_ahead, row(summed, r),   kept + (r & 1) * room};
+      const SumRow<T, streaming> sum{
+          row(x, r),      row(residual, r),     ahead.far, residual_ahead, summed_ahead,
+          row(summed, r), kept + (r & 1) * room};
       return [=](int, int64_t i, auto k) { return sum(i, k); };
     } else {
       const Row<T> first{row(x, r), ahead};
@@ -227,8 +229,8 @@ void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, 
 }
 
 template <class T, class Parameters, class Norm>
-void norm_forward(const View& x, const View& residual, const View& y, const View& summed, const Parameters& parameters,
-                  const Norm& norm) {
+void norm_forward(const View& x, const View& residual, const View& y, const View& summed,
+                  const Parameters& parameters, const Norm& norm) {
   const int64_t rows = x.sizes[0], n = x.sizes[1];
   const int64_t written = (summed.defined() ? 2 : 1) * rows * n * int64_t(sizeof(T));
   const bool streaming = outlives_cache(written) && can_stream_rows<T>(y) &&
@@ -239,7 +241,8 @@ void norm_forward(const View& x, const View& residual, const View& y, const View
     parallel_rows(rows, row_grain(n, norm_task), [&](int64_t begin, int64_t end) {
       auto some = [&](auto together, int64_t first, int64_t last) {
         if (first == last) return;
-        norm_rows<T, together.value, with_residual.value, past_cache.value>(first, last, x, residual, y, summed, parameters, norm);
+        norm_rows<T, together.value, with_residual.value, past_cache.value>(first, last, x, residual, y,
+                                                                            summed, parameters, norm);
       };
       constexpr int most = with_residual.value ? 1 : group;
       const int64_t grouped = begin + (end - begin) / most * most;

@@ -9,9 +9,9 @@
 namespace opsmith {
 
 struct NormGradients {
-  View dy, dsummed, s;       // [rows, n]
+  View dy, dsummed, s;  // [rows, n]
   const float *mean, *rstd;  // [rows]
-  View dx;                   // [rows, n]
+  View dx;  // [rows, n]
 };
 
 // One thread's rows; the sums over them are added to `dweight` and `dbias`, [n] float32 in the order of pairs.
@@ -22,7 +22,8 @@ template <bool centered, class T, class P>
 class NormBackward {
  public:
   NormBackward(const NormGradients& of, bool streaming, const P* weight, float* dweight, float* dbias)
-      : of_(of), streaming_(streaming), n_(of.s.sizes[1]), weight_(weight), dweight_(dweight), dbias_(dbias) {}
+      : of_(of), streaming_(streaming), n_(of.s.sizes[1]), weight_(weight), dweight_(dweight), dbias_(dbias) {
+  }
 
   void operator()(int64_t begin, int64_t end) const {
     const bool fits = 2 * 2 * most * n_ * int64_t(sizeof(T)) <= int64_t{1} << 20;  // two blocks, two tensors
@@ -101,11 +102,13 @@ class NormBackward {
   void write(int64_t r, int64_t next, const Means& mean) const {
     const bool streaming = streaming_;
     const int64_t n = n_;
-    const T *const g = row(of_.dy, r), *const s = row(of_.s, r), *const sum = of_.dsummed.defined() ? row(of_.dsummed, r) : nullptr;
+    const T *const g = row(of_.dy, r), *const s = row(of_.s, r),
+                   *const sum = of_.dsummed.defined() ? row(of_.dsummed, r) : nullptr;
     const T *const next_g = row(of_.dy, next) + n / 2, *const next_s = row(of_.s, next) + n / 2;
     T* const x = row(of_.dx, r);
     const P* const weight = weight_;
-    const float center = centered ? of_.mean[r] : 0.0f, scale = of_.rstd[r], mean_g = mean.g, mean_along = mean.along;
+    const float center = centered ? of_.mean[r] : 0.0f, scale = of_.rstd[r], mean_g = mean.g,
+                mean_along = mean.along;
     const float shift = scale * mean_g, slope = -scale * scale * mean_along;
     auto put_one = [=](int64_t i, auto k) __attribute__((always_inline)) {
       const auto d = load(g + i, k);
@@ -175,14 +178,16 @@ void norm_column_sums(int64_t begin, int64_t end, const NormGradients& of, float
 
 // All of it. `offset` is added to the weight.
 template <bool centered>
-void norm_backward(const NormGradients& of, const View& weight, float offset, const View& dweight, const View& dbias) {
+void norm_backward(const NormGradients& of, const View& weight, float offset, const View& dweight,
+                   const View& dbias) {
   const int64_t rows = of.s.sizes[0], n = of.s.sizes[1];
   ColumnSums<2> sums(rows, n, row_grain(n, norm_task));  // dweight and dbias
   with_float_type(of.s.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     if (of.dx.defined()) {
       const int64_t tensors = of.dsummed.defined() ? 4 : 3;
-      const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T)), tensors) && can_stream_rows<T>(of.dx);
+      const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T)), tensors) &&
+                             can_stream_rows<T>(of.dx);
       with_parameter_type<T>(offset != 0.0f, weight, View{}, [&](auto* p) {
         using P = std::remove_pointer_t<decltype(p)>;
         const Parameter<T, P> w(weight, n, 1.0f, offset);

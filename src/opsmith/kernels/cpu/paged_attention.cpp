@@ -21,7 +21,7 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kAheadBytes = 32 << 10;  // asked for before they are used
-constexpr int64_t kTogether = 16;          // values of one head before the next head's: memory is read nearly as it lies
+constexpr int64_t kTogether = 16;  // values of one head before the next head's: memory is read nearly as it lies
 
 // What a call needs beside its arguments, kept by the thread that calls: fresh pages at every call would cost more.
 struct PagedMemory {
@@ -37,15 +37,17 @@ class Paged {
   static constexpr int64_t group = W * Units::per_unit;
 
  public:
-  Paged(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out, PagedMemory& memory)
+  Paged(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out,
+        PagedMemory& memory)
       : q_(q), c_(cache), options_{options.scale, true, options.window, options.softcap}, out_(out),
         queries_(q.sizes[1]), dim_(q.sizes[3]), value_dim_(out.sizes[3]),
-        rows_(cache.keys.sizes[2] ? q.sizes[2] / cache.keys.sizes[2] * queries_ : 0), slots_(rows_ < 3 ? rows_ : round_up(rows_, 4)),
-        depth_(round_up(ceil_div(dim_, Units::per_unit), W)), width_(round_up(value_dim_, group)),
-        plain_(!(options.softcap > 0) && options.scale > 0), exponent_(plain_ ? options.scale * log2_e : log2_e),
-        precise_(q.dtype == DType::f32), plan_(memory.plan), kept_(memory.sums) {
-    plan_.make(cache, q.sizes[0], queries_, options.window, (dim_ + value_dim_) * int64_t(sizeof(T)), slots_, 2 * W, kPagedTile,
-               num_threads());
+        rows_(cache.keys.sizes[2] ? q.sizes[2] / cache.keys.sizes[2] * queries_ : 0),
+        slots_(rows_ < 3 ? rows_ : round_up(rows_, 4)), depth_(round_up(ceil_div(dim_, Units::per_unit), W)),
+        width_(round_up(value_dim_, group)), plain_(!(options.softcap > 0) && options.scale > 0),
+        exponent_(plain_ ? options.scale * log2_e : log2_e), precise_(q.dtype == DType::f32),
+        plan_(memory.plan), kept_(memory.sums) {
+    plan_.make(cache, q.sizes[0], queries_, options.window, (dim_ + value_dim_) * int64_t(sizeof(T)), slots_,
+               2 * W, kPagedTile, num_threads());
     lanes_ = slots_ * plan_.heads_at_once;
     if (lanes_ < W) {
       while (lanes_ & (lanes_ - 1)) lanes_ += lanes_ & -lanes_;
@@ -87,9 +89,15 @@ class Paged {
   };
 
   // Row r of a key head: query r % L of its query head r / L.
-  int64_t query_head(int64_t kv_head, int64_t row) const { return kv_head * (rows_ / queries_) + row / queries_; }
-  int64_t unit() const { return std::min<int64_t>(slots_, kUnit); }  // rows of a head that are multiplied at once
-  Sums sums(float* at) const { return {at, slots_ * plan_.heads_at_once, width_, std::max<int64_t>(lanes_, W)}; }
+  int64_t query_head(int64_t kv_head, int64_t row) const {
+    return kv_head * (rows_ / queries_) + row / queries_;
+  }
+  int64_t unit() const {
+    return std::min<int64_t>(slots_, kUnit);
+  }  // rows of a head that are multiplied at once
+  Sums sums(float* at) const {
+    return {at, slots_ * plan_.heads_at_once, width_, std::max<int64_t>(lanes_, W)};
+  }
   Sums sums_of(int64_t piece) const { return sums(partial_ + piece * sums(nullptr).size()); }
 
   void attend(Walk& walk, int64_t at) {
@@ -115,7 +123,8 @@ class Paged {
     walk.first = piece;
     const int64_t rows = std::max(lanes_, slots_ * plan_.heads_at_once);
     const int64_t scores = round_up(plan_.tile + 2 * apart_, 2 * W) * std::max<int64_t>(lanes_, 1);
-    walk.to = Buffers(Workspace::get(Buffers(nullptr, rows, depth_, scores, quantized).floats), rows, depth_, scores, quantized);
+    walk.to = Buffers(Workspace::get(Buffers(nullptr, rows, depth_, scores, quantized).floats), rows, depth_,
+                      scores, quantized);
     walk.sums = sums_of(piece);
     std::fill(walk.sums.data, walk.sums.largest(), 0.0f);
     std::fill_n(walk.sums.largest(), walk.sums.lanes, -kInfinity);
@@ -126,7 +135,8 @@ class Paged {
       using Q = std::remove_pointer_t<decltype(t)>;
       for (int64_t r = 0; r < whole.heads * slots_; ++r) {
         const int64_t of = r % slots_, h = query_head(whole.head + r / slots_, of);
-        const Q* from = q_.as<Q>() + whole.sequence * q_.strides[0] + of % queries_ * q_.strides[1] + h * q_.strides[2];
+        const Q* from = q_.as<Q>() + whole.sequence * q_.strides[0] + of % queries_ * q_.strides[1] +
+                        h * q_.strides[2];
         Element* to = reinterpret_cast<Element*>(walk.to.q + r * depth_);
         pack_row<Units>(from, of < rows_ ? dim_ : 0, to, depth_ * Units::per_unit);
       }
@@ -137,7 +147,8 @@ class Paged {
       std::fill_n(walk.to.start, lanes_, 0);
     }
     for (int64_t r = 0; bytes_ && r < whole.heads * slots_; ++r) {
-      digits_of(walk.to.q + r * depth_, dim_, walk.to.digits + r * 2 * dim_, walk.to.step + r, walk.to.start + r);
+      digits_of(walk.to.q + r * depth_, dim_, walk.to.digits + r * 2 * dim_, walk.to.step + r,
+                walk.to.start + r);
     }
 #endif
   }
@@ -154,7 +165,8 @@ class Paged {
   void meet(const Walk& walk, int64_t at, int64_t keys) const {
     const Whole& whole = *walk.whole;
     const Tiles<T>& tile = walk.tiles;
-    const int64_t tokens = round_up(keys, std::max<int64_t>(2 * apart_, W == 16 ? 16 : 8));  // as many as are summed at once
+    const int64_t tokens = round_up(
+        keys, std::max<int64_t>(2 * apart_, W == 16 ? 16 : 8));  // as many as are summed at once
     score(walk, keys, tokens);
     settle(walk, at, keys, tokens);
     precise_ ? weigh<true>(walk, tokens) : weigh<false>(walk, tokens);
@@ -167,8 +179,9 @@ class Paged {
         if (weights_to_digits(walk.to.weights, tokens, lanes_, step)) {
           const auto add = value_dim_ == 128 ? add_eight<128> : add_eight<64>;
           for (int64_t j = 0; j < tokens; j += 8) {
-            add(reinterpret_cast<const int32_t*>(walk.to.weights) + j / 2 * lanes_, step, lanes_, tile.values + j, skip,
-                whole.head * c_.values.strides[2], c_.values.strides[2], whole.heads, slots_ / 4, walk.sums.data);
+            add(reinterpret_cast<const int32_t*>(walk.to.weights) + j / 2 * lanes_, step, lanes_,
+                tile.values + j, skip, whole.head * c_.values.strides[2], c_.values.strides[2], whole.heads,
+                slots_ / 4, walk.sums.data);
           }
           return;
         }
@@ -181,8 +194,9 @@ class Paged {
       if (fours_) {
         const auto add = value_dim_ == 128 ? add_sixteen<128> : add_sixteen<64>;
         for (int64_t j = 0; j < tokens; j += kSixteen) {
-          add(walk.to.weights + j / 2 * lanes_, lanes_, tile.values + j, skip, whole.head * c_.values.strides[2],
-              c_.values.strides[2], whole.heads, slots_ / 4, walk.sums.data);
+          add(walk.to.weights + j / 2 * lanes_, lanes_, tile.values + j, skip,
+              whole.head * c_.values.strides[2], c_.values.strides[2], whole.heads, slots_ / 4,
+              walk.sums.data);
         }
         return;
       }
@@ -192,10 +206,12 @@ class Paged {
     for (int64_t j = 0; j < tokens; j += together) {
       const Weights weights{walk.to.weights + j / Units::per_unit * lanes_, lanes_, apart_};
       for (int64_t h = 0; h < whole.heads; ++h) {
-        const int64_t offset = (whole.head + h) * c_.values.strides[2], count = std::min(together, tokens - j);
+        const int64_t offset = (whole.head + h) * c_.values.strides[2],
+                      count = std::min(together, tokens - j);
         in_rows(h * slots_, [&](auto n, int64_t r) {
-          add_all_values<Units, decltype(n)::value, T>({weights.data + r, lanes_, apart_}, tile.values + j, skip, offset, count,
-                                                       value_dim_, walk.sums.row(r), width_);
+          add_all_values<Units, decltype(n)::value, T>({weights.data + r, lanes_, apart_}, tile.values + j,
+                                                       skip, offset, count, value_dim_, walk.sums.row(r),
+                                                       width_);
         });
       }
     }
@@ -212,12 +228,14 @@ class Paged {
     if constexpr (quantized) {
       if (bytes_) {
         const ByteRows bytes{walk.to.digits, walk.to.step, walk.to.start};
-        return (dim_ == 128 ? score_bytes<2> : score_bytes<1>)(rows, bytes, from, skip, tokens, walk.to.scores);
+        return (dim_ == 128 ? score_bytes<2> : score_bytes<1>)(rows, bytes, from, skip, tokens,
+                                                               walk.to.scores);
       }
     }
 #endif
     const auto score = [&](auto r, auto fixed) {
-      score_keys<Units, decltype(r)::value, decltype(fixed)::value, T>(rows, from, skip, tokens, dim_, walk.to.scores);
+      score_keys<Units, decltype(r)::value, decltype(fixed)::value, T>(rows, from, skip, tokens, dim_,
+                                                                       walk.to.scores);
     };
     using Any = std::integral_constant<int, 0>;
     using Most = std::integral_constant<int, kUnit>;
@@ -240,7 +258,8 @@ class Paged {
 
   // How many tokens before it is read a token's row is asked for.
   int64_t ahead(const Whole& whole, int64_t head_stride, int64_t dim) const {
-    const int64_t bytes = (head_stride == dim ? whole.heads : 1) * dim * int64_t(sizeof(T));  // that lie together
+    const int64_t bytes = (head_stride == dim ? whole.heads : 1) * dim *
+                          int64_t(sizeof(T));  // that lie together
     return std::min(plan_.tile, ceil_div(kAheadBytes, std::max<int64_t>(bytes, 1)));
   }
 
@@ -267,7 +286,8 @@ class Paged {
     for (int64_t j = 0; j < keys; ++j) {
       for (int64_t r = 0; r < whole.heads * slots_; ++r) {
         const int64_t position = first_query + r % slots_ % queries_, distance = position - (at + j);
-        if (distance < 0 || (options_.window > 0 && distance >= options_.window)) scores[j * lanes_ + r] = -kInfinity;
+        if (distance < 0 || (options_.window > 0 && distance >= options_.window))
+          scores[j * lanes_ + r] = -kInfinity;
       }
     }
   }
@@ -291,7 +311,8 @@ class Paged {
       const Vec from = base * -exponent_;
       Vec total = {};  // of the tile: one long chain of additions would lose accuracy
       const auto weight = [&](int64_t i) {
-        const Vec w = exp2<precise>(precise ? (load(s + i) - base) * exponent_ : fma(load(s + i), splat(exponent_), from));
+        const Vec w = exp2<precise>(precise ? (load(s + i) - base) * exponent_
+                                            : fma(load(s + i), splat(exponent_), from));
         total += w;
         return w;
       };
@@ -328,7 +349,8 @@ class Paged {
           float* const row = into.row(r);
           for (int64_t c = 0; c < width_; c += W) {
             Vec x = load(row + c) * into.largest()[r];
-            for (int64_t p = 1; p < count; ++p) x = fma(load(part(p).row(r) + c), splat(part(p).largest()[r]), x);
+            for (int64_t p = 1; p < count; ++p)
+              x = fma(load(part(p).row(r) + c), splat(part(p).largest()[r]), x);
             store(row + c, into.totals()[r] == 0 ? Vec{} : x);
           }
           in_order<Units>(row, width_);
@@ -348,13 +370,14 @@ class Paged {
   AttentionOptions options_;
   View out_;
   int64_t queries_, dim_, value_dim_;
-  int64_t rows_;   // of a key head: the queries of its query heads
+  int64_t rows_;  // of a key head: the queries of its query heads
   int64_t slots_;  // the same, with rows of zeros up to a multiple of what is multiplied at once
   int64_t depth_, width_;
   bool plain_;
   float exponent_;
   bool precise_;
-  bool fours_ = false, bytes_ = false;  // rows by fours of lines whose number is known; and multiplied as bytes
+  bool fours_ = false,
+       bytes_ = false;  // rows by fours of lines whose number is known; and multiplied as bytes
   PagedPlan& plan_;
   std::vector<float>& kept_;
   int64_t lanes_ = 0, apart_ = 1;

@@ -9,7 +9,7 @@ namespace opsmith {
 // float32 scales [blocks, block size, Hkv]. Any strides, the last dimension contiguous.
 struct PagedCache {
   View keys, values, key_scale, value_scale;
-  View table;    // [B, most blocks] int32 or int64: the blocks of a sequence; undefined: sequence b is block b
+  View table;  // [B, most blocks] int32 or int64: the blocks of a sequence; undefined: sequence b is block b
   View lengths;  // [B] int32 or int64: keys of a sequence; undefined: all of its block
 
   int64_t block_size() const { return keys.sizes[1]; }
@@ -28,7 +28,7 @@ struct PagedCache {
 struct PagedOptions {
   float scale;
   int64_t window;  // keys at a distance below it are visible; 0 or less: all
-  float softcap;   // 0 or less: none
+  float softcap;  // 0 or less: none
 };
 
 // The first key that some of `queries` queries, the last of `length` positions, sees.

@@ -53,8 +53,8 @@ struct ByteRows {
 };
 
 template <int fixed>
-__attribute__((noinline)) void score_bytes(const Rows& rows, const ByteRows& bytes, const int8_t* const* keys, int64_t skip,
-                                           int64_t tokens, float* scores) {
+__attribute__((noinline)) void score_bytes(const Rows& rows, const ByteRows& bytes, const int8_t* const* keys,
+                                           int64_t skip, int64_t tokens, float* scores) {
   constexpr int64_t dim = 64 * fixed;
   const int64_t units = rows.count / 4, all = rows.lanes / 4;
   const __m512i middle = _mm512_set1_epi8(-128);
@@ -72,12 +72,14 @@ __attribute__((noinline)) void score_bytes(const Rows& rows, const ByteRows& byt
         const int8_t* const q = bytes.q + unit * 4 * 2 * dim;
         __m512i x[fixed];
 #pragma GCC unroll 2
-        for (int i = 0; i < fixed; ++i) x[i] = _mm512_xor_si512(_mm512_loadu_si512(*keys + at + 64 * i), middle);
+        for (int i = 0; i < fixed; ++i)
+          x[i] = _mm512_xor_si512(_mm512_loadu_si512(*keys + at + 64 * i), middle);
 #pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) {
           if (r < fixed) ask(far + 64 * r);
 #pragma GCC unroll 2
-          for (int i = 0; i < fixed; ++i) a[r] = _mm512_dpbusd_epi32(a[r], x[i], _mm512_loadu_si512(q + r * 2 * dim + 64 * i));
+          for (int i = 0; i < fixed; ++i)
+            a[r] = _mm512_dpbusd_epi32(a[r], x[i], _mm512_loadu_si512(q + r * 2 * dim + 64 * i));
           a[r] = _mm512_slli_epi32(a[r], 8);
 #pragma GCC unroll 2
           for (int i = 0; i < fixed; ++i) {
@@ -130,8 +132,9 @@ inline bool weights_to_digits(float* weights, int64_t tokens, int64_t lanes, flo
 
 // As `add_sixteen`, for eight tokens. Of every 64 sums of a row the fours stand in the order of `by_fours`.
 template <int D>
-__attribute__((noinline)) void add_eight(const int32_t* digits, const float* step, int64_t lanes, const int8_t* const* values,
-                                         int64_t skip, int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {
+__attribute__((noinline)) void add_eight(const int32_t* digits, const float* step, int64_t lanes,
+                                         const int8_t* const* values, int64_t skip, int64_t at,
+                                         int64_t head_stride, int64_t heads, int64_t units, float* sums) {
   const int8_t* from[8];
   for (int i = 0; i < 8; ++i) from[i] = values[i] + at;
   for (int64_t h = 0; h < heads; ++h, digits += 4 * units, step += 4 * units, sums += 4 * units * D) {
@@ -141,7 +144,8 @@ __attribute__((noinline)) void add_eight(const int32_t* digits, const float* ste
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
         const __m512i x0 = _mm512_loadu_si512(from[4 * j] + c), x1 = _mm512_loadu_si512(from[4 * j + 1] + c);
-        const __m512i x2 = _mm512_loadu_si512(from[4 * j + 2] + c), x3 = _mm512_loadu_si512(from[4 * j + 3] + c);
+        const __m512i x2 = _mm512_loadu_si512(from[4 * j + 2] + c),
+                      x3 = _mm512_loadu_si512(from[4 * j + 3] + c);
         const __m512i a = _mm512_unpacklo_epi8(x0, x1), b = _mm512_unpackhi_epi8(x0, x1);
         const __m512i d = _mm512_unpacklo_epi8(x2, x3), e = _mm512_unpackhi_epi8(x2, x3);
         column[j][0] = _mm512_unpacklo_epi16(a, d), column[j][1] = _mm512_unpackhi_epi16(a, d);

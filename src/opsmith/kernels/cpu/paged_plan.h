@@ -15,9 +15,12 @@ struct Whole {  // key heads of a sequence: pieces `piece` to `piece + count - 1
   int64_t sequence, head, heads, from, until, piece, count;
   std::atomic<int64_t> left;  // pieces that nobody has finished
 
-  Whole(int64_t sequence, int64_t head, int64_t heads, int64_t from, int64_t until, int64_t piece, int64_t count)
-      : sequence(sequence), head(head), heads(heads), from(from), until(until), piece(piece), count(count), left(count) {}
-  Whole(Whole&& other) : Whole(other.sequence, other.head, other.heads, other.from, other.until, other.piece, other.count) {}
+  Whole(int64_t sequence, int64_t head, int64_t heads, int64_t from, int64_t until, int64_t piece,
+        int64_t count)
+      : sequence(sequence), head(head), heads(heads), from(from), until(until), piece(piece), count(count),
+        left(count) {}
+  Whole(Whole&& other)
+      : Whole(other.sequence, other.head, other.heads, other.from, other.until, other.piece, other.count) {}
 };
 
 struct Piece {
@@ -27,11 +30,12 @@ struct Piece {
 
 // One that is kept allocates only what no call before needed.
 struct PagedPlan {
-  static constexpr int64_t kTileBytes = 256 << 10;  // of keys and values at a time: they wait in the second-level cache
+  static constexpr int64_t
+      kTileBytes = 256 << 10;  // of keys and values at a time: they wait in the second-level cache
   static constexpr int64_t kTileScores = 16 << 10;  // of a tile, at most: they wait in the first-level cache
   static constexpr int64_t kPieceBytes = 64 << 10;  // worth a piece of its own
-  static constexpr int64_t kPieces = 16;            // for each thread, so that one that was held up is helped
-  static constexpr int64_t kFewKeys = 32;           // pieces of fewer keys are cut by heads instead
+  static constexpr int64_t kPieces = 16;  // for each thread, so that one that was held up is helped
+  static constexpr int64_t kFewKeys = 32;  // pieces of fewer keys are cut by heads instead
   static constexpr int64_t kSerialBytes = 192 << 10;
 
   int64_t heads_at_once = 1, tile = 1, threads = 1;
@@ -39,8 +43,8 @@ struct PagedPlan {
   std::vector<Whole> wholes;
 
   // A token's head has `head_bytes` of keys and values, and `rows` rows of scores; tiles are multiples of `grain`.
-  void make(const PagedCache& c, int64_t batch, int64_t queries, int64_t window, int64_t head_bytes, int64_t rows, int64_t grain,
-            int64_t most, int64_t threads_there) {
+  void make(const PagedCache& c, int64_t batch, int64_t queries, int64_t window, int64_t head_bytes,
+            int64_t rows, int64_t grain, int64_t most, int64_t threads_there) {
     pieces.clear();
     wholes.clear();
     const int64_t kv_heads = c.keys.sizes[2];
@@ -51,7 +55,8 @@ struct PagedPlan {
     const int64_t wanted = threads == 1 ? 1 : kPieces * threads;
     // Heads that lie further apart than keys are read one after the other, as memory has them.
     const bool head_major = c.keys.strides[2] > c.keys.strides[1] && c.block_size() > 1;
-    int64_t groups = head_major ? kv_heads : std::min(above(kFewKeys * wanted, std::max<int64_t>(keys, 1)), kv_heads);
+    int64_t groups = head_major ? kv_heads
+                                : std::min(above(kFewKeys * wanted, std::max<int64_t>(keys, 1)), kv_heads);
     heads_at_once = above(kv_heads, std::max<int64_t>(groups, 1));
     groups = above(kv_heads, heads_at_once);
     const int64_t bytes = head_bytes * heads_at_once, scores = std::max<int64_t>(1, rows * heads_at_once);
@@ -59,10 +64,12 @@ struct PagedPlan {
     const int64_t share = round_to(std::max(above(keys * groups, wanted), kPieceBytes / bytes), tile);
     for (int64_t b = 0; b < batch; ++b) {
       const int64_t until = c.length(b), from = first_visible(until, queries, window);
-      const int64_t count = std::max<int64_t>(1, above(until - from, share)), each = round_to(above(until - from, count), grain);
+      const int64_t count = std::max<int64_t>(1, above(until - from, share)),
+                    each = round_to(above(until - from, count), grain);
       for (int64_t head = 0; head < kv_heads; head += heads_at_once) {
         const int64_t whole = int64_t(wholes.size());
-        wholes.emplace_back(b, head, std::min(heads_at_once, kv_heads - head), from, until, int64_t(pieces.size()), count);
+        wholes.emplace_back(b, head, std::min(heads_at_once, kv_heads - head), from, until,
+                            int64_t(pieces.size()), count);
         for (int64_t i = 0; i < count; ++i) {
           const int64_t begin = std::min(until, from + i * each);
           pieces.push_back({whole, begin, std::min(until, begin + each)});

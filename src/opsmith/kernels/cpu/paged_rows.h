@@ -26,7 +26,8 @@ inline Vec plus(Vec a, Vec b) {
 #if defined(OPSMITH_AVX512)
 template <class Units>
 inline __attribute__((always_inline)) Vec fold(const Vec* v) {
-  constexpr int from[W] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // what the steps below leave where
+  constexpr int from[W] = {0, 2, 1, 3, 8,  10, 9,  11,
+                           4, 6, 5, 7, 12, 14, 13, 15};  // what the steps below leave where
   Vec sum[W];
 #pragma GCC unroll 16
   for (int i = 0; i < W; ++i) sum[from[i]] = v[i];
@@ -78,8 +79,8 @@ constexpr int kUnit = W / 2 < 4 ? W / 2 : 4;  // rows of a head that are multipl
 // Scores of `tokens` tokens, a multiple of what a vector of scores holds, one token after the other: the processor fetches
 // ahead what is read in order. A head has `fixed` vectors, if that is not 0: loops of a known length take a quarter less time.
 template <class Units, int R, int fixed, class T>
-__attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip, int64_t tokens, int64_t dim,
-                                          float* scores) {
+__attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip,
+                                          int64_t tokens, int64_t dim, float* scores) {
   constexpr int64_t step = W * Units::per_unit, line = 64 / int64_t(sizeof(T));
   const int64_t whole = fixed ? fixed * step : dim / step * step, depth = fixed ? fixed * W : rows.depth;
   const int64_t units = rows.count / R, all = rows.lanes / R;
@@ -129,7 +130,8 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
 // pages sooner than one after the other.
 constexpr int64_t kSixteen = 16;
 template <int fixed>
-__attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* const* keys, int64_t skip, int64_t tokens, float* scores) {
+__attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* const* keys, int64_t skip,
+                                           int64_t tokens, float* scores) {
   constexpr int R = 4, N = 4, apart = kSixteen / N;
   const auto every_fourth = [&](const bfloat16* const* keys, float* scores) {
     for (int64_t row = 0; row < rows.count; row += R) {
@@ -175,8 +177,9 @@ struct Weights {
 // sums[r * width + ...] += weights[r] . values, for R rows of weights and `count` times N groups of values: a group is what
 // one vector of Units holds of a row. Sums of a group of pairs are kept in the order of `in_order`.
 template <class Units, int R, int N, bool tail, class T>
-__attribute__((noinline)) void add_values(Weights weights, const T* const* values, int64_t skip, int64_t at, int64_t tokens,
-                                          int64_t count, int64_t left, float* sums, int64_t width) {
+__attribute__((noinline)) void add_values(Weights weights, const T* const* values, int64_t skip, int64_t at,
+                                          int64_t tokens, int64_t count, int64_t left, float* sums,
+                                          int64_t width) {
   constexpr int pair = Units::per_unit, step = W * pair, line = 64 / int(sizeof(T));
   constexpr int lines = std::max(1, N * step / line);  // of a token
   for (int64_t g = 0; g < count; ++g, at += N * step, sums += N * step) {
@@ -228,8 +231,9 @@ __attribute__((noinline)) void add_values(Weights weights, const T* const* value
 // The same for sixteen tokens and all heads, where a head has 4 * `units` rows and D values: so few that memory is read nearly as it
 // lies, and so many that the values come from the second-level cache and not the sums, which are as large as eight tokens.
 template <int D>
-__attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, const bfloat16* const* values, int64_t skip,
-                                           int64_t at, int64_t head_stride, int64_t heads, int64_t units, float* sums) {
+__attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, const bfloat16* const* values,
+                                           int64_t skip, int64_t at, int64_t head_stride, int64_t heads,
+                                           int64_t units, float* sums) {
   constexpr int pairs = kSixteen / 2;
   for (int64_t h = 0; h < heads; ++h, at += head_stride, weights += 4 * units, sums += 4 * units * D) {
 #pragma GCC unroll 1
@@ -237,7 +241,8 @@ __attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, 
       __m512i column[pairs][2];
 #pragma GCC unroll 8
       for (int j = 0; j < pairs; ++j) {
-        const __m512i a = _mm512_loadu_si512(values[2 * j] + at + c), b = _mm512_loadu_si512(values[2 * j + 1] + at + c);
+        const __m512i a = _mm512_loadu_si512(values[2 * j] + at + c),
+                      b = _mm512_loadu_si512(values[2 * j + 1] + at + c);
         column[j][0] = _mm512_unpacklo_epi16(a, b);
         column[j][1] = _mm512_unpackhi_epi16(a, b);
       }
@@ -281,8 +286,8 @@ inline void in_order(float* sums, int64_t width) {
 
 // The product with all `dim` values of a head.
 template <class Units, int R, class T>
-inline void add_all_values(Weights weights, const T* const* values, int64_t skip, int64_t head, int64_t tokens, int64_t dim,
-                           float* sums, int64_t width) {
+inline void add_all_values(Weights weights, const T* const* values, int64_t skip, int64_t head,
+                           int64_t tokens, int64_t dim, float* sums, int64_t width) {
   constexpr int pair = Units::per_unit, step = W * pair, most = (W == 16 ? 16 : 8) / (R * pair);
   int64_t c = 0;
   const auto groups = [&](auto n) {

@@ -13,7 +13,8 @@ namespace opsmith {
 template <class T>
 struct Tiles {
   static constexpr bool quantized = std::is_same_v<T, int8_t>;
-  static constexpr int64_t most = 2 * kPagedTile, beyond = kPagedTile + 2 * W;  // and what tiles are filled up with
+  static constexpr int64_t most = 2 * kPagedTile,
+                           beyond = kPagedTile + 2 * W;  // and what tiles are filled up with
   const T *keys[most + beyond], *values[most + beyond];
   const float *key_scale[most], *value_scale[most];
   int64_t count = 0;
@@ -59,8 +60,8 @@ struct Tiles {
 
 // Scores or weights, `lanes` of a token, times the factors of their tokens and heads. A token's factors are `stride` apart from `first`
 // on; each is of `slots` rows.
-inline void scale_heads(float* x, const float* const* factors, int64_t first, int64_t stride, int64_t heads, int64_t slots, int64_t lanes,
-                        int64_t keys) {
+inline void scale_heads(float* x, const float* const* factors, int64_t first, int64_t stride, int64_t heads,
+                        int64_t slots, int64_t lanes, int64_t keys) {
 #if defined(OPSMITH_AVX512)
   if (slots == 4 && stride == 1 && lanes == 4 * heads && lanes % W == 0) {  // a vector has four heads
     const __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
@@ -84,9 +85,9 @@ inline void scale_heads(float* x, const float* const* factors, int64_t first, in
 // A thread's memory.
 struct Buffers {
   float *q = nullptr, *scores = nullptr, *weights = nullptr;
-  int8_t* digits = nullptr;   // of q
-  float* step = nullptr;      // of the digits of each row of q, then of each row of weights
-  int32_t* start = nullptr;   // of sums of digits
+  int8_t* digits = nullptr;  // of q
+  float* step = nullptr;  // of the digits of each row of q, then of each row of weights
+  int32_t* start = nullptr;  // of sums of digits
   int64_t* offset = nullptr;  // of the head of each row, in a token's keys
   int64_t floats = 0;
 

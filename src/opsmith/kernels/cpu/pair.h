@@ -129,7 +129,8 @@ inline void put_in_order(bfloat16* p, Pair v, bool streaming) {
 #if defined(__AVX512BF16__)
   store_packed(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a), streaming);
 #else
-  store_packed(p, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_bfloat16(v.a)), narrow_bfloat16(v.b), 1), streaming);
+  store_packed(p, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_bfloat16(v.a)), narrow_bfloat16(v.b), 1),
+               streaming);
 #endif
 }
 #elif defined(OPSMITH_AVX2)

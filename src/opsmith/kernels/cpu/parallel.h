@@ -26,7 +26,8 @@ inline void parallel_for(int64_t n, int64_t grain, const F& f) {
     return;
   }
   opsmith_parallel_for(
-      n, grain, [](int64_t begin, int64_t end, void* context) { (*static_cast<const F*>(context))(begin, end); },
+      n, grain,
+      [](int64_t begin, int64_t end, void* context) { (*static_cast<const F*>(context))(begin, end); },
       const_cast<void*>(static_cast<const void*>(&f)));
 }
 

@@ -5,7 +5,8 @@
 #include "binding_call.h"
 #include "parallel.h"
 
-extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+extern "C" void opsmith_parallel_for(int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                                     void* context) {
   torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { body(begin, end, context); });
 }
 

@@ -5,8 +5,9 @@
 
 namespace opsmith {
 
-void rms_norm(View x, View residual, View weight, double eps, double offset, bool round_first, View y, View summed,
-              View rstd);
-void rms_norm_backward(View dy, View dsummed, View s, View rstd, View weight, double offset, View dx, View dweight);
+void rms_norm(View x, View residual, View weight, double eps, double offset, bool round_first, View y,
+              View summed, View rstd);
+void rms_norm_backward(View dy, View dsummed, View s, View rstd, View weight, double offset, View dx,
+                       View dweight);
 
 }  // namespace opsmith

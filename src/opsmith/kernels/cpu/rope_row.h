@@ -47,7 +47,9 @@ struct Heads {
     token_stride = v.strides[packed ? 0 : 2];
   }
 
-  int64_t at(int64_t b, int64_t h, int64_t l) const { return b * batch_stride + h * head_stride + l * token_stride; }
+  int64_t at(int64_t b, int64_t h, int64_t l) const {
+    return b * batch_stride + h * head_stride + l * token_stride;
+  }
 };
 
 template <class C>
@@ -150,8 +152,9 @@ inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
 
 // Two vectors of the first halves of N heads, from element i on, and two of the second: whole lines of 16-bit results.
 template <bool shared, int N, class S, class T, class C>
-inline __attribute__((always_inline)) void rotate_two(const S* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
-                                                      int64_t half, int64_t i, bool streaming, int64_t ahead) {
+inline __attribute__((always_inline)) void rotate_two(const S* x, int64_t x_step, T* y, int64_t y_step,
+                                                      TableRow<C> t, int64_t half, int64_t i, bool streaming,
+                                                      int64_t ahead) {
   auto two = [](const auto* p) { return Pair{load(p), load(p + W)}; };
   const Pair cos1 = two(t.cos1 + i), sin1 = two(t.sin1 + i) * t.sign;
   const Pair cos2 = shared ? cos1 : two(t.cos2 + i), sin2 = shared ? sin1 : two(t.sin2 + i) * t.sign;
@@ -173,8 +176,9 @@ inline __attribute__((always_inline)) void rotate_two(const S* x, int64_t x_step
 // Rotates 2 * half elements of N heads of one token, `x_step` and `y_step` apart; y may be x. `shared` says that both of
 // a pair have one entry in the table. `streaming` asks for stores past the cache. What lies `ahead` will be read soon.
 template <bool interleaved, bool shared, int N, class S, class T, class C>
-inline __attribute__((always_inline)) void rotate_row(const S* x, int64_t x_step, T* y, int64_t y_step, TableRow<C> t,
-                                                      int64_t half, bool streaming, int64_t ahead) {
+inline __attribute__((always_inline)) void rotate_row(const S* x, int64_t x_step, T* y, int64_t y_step,
+                                                      TableRow<C> t, int64_t half, bool streaming,
+                                                      int64_t ahead) {
   int64_t done = 0;
   if constexpr (!interleaved && sizeof(T) == 2) {
     for (; done + 2 * W <= half; done += 2 * W) {

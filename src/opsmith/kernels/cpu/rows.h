@@ -42,7 +42,9 @@ inline float* scratch(int64_t floats) {
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Rows per task, so that a task is worth a thread's wake-up.
-inline int64_t row_grain(int64_t n, int64_t elements) { return std::max<int64_t>(1, elements / std::max<int64_t>(1, n)); }
+inline int64_t row_grain(int64_t n, int64_t elements) {
+  return std::max<int64_t>(1, elements / std::max<int64_t>(1, n));
+}
 
 // Bytes of the last-level cache of the first core. From Linux itself: what sysconf says of it in virtual machines may be
 // ten times the truth.
@@ -78,7 +80,8 @@ inline void look_ahead(const T* p, int64_t i) {
 template <class T>
 inline void look_ahead_of_row(const T* p, int64_t n) {
   constexpr int64_t page = 4096;
-  if (int64_t(reinterpret_cast<uintptr_t>(p) % page) < n * int64_t(sizeof(T))) prefetch(reinterpret_cast<const char*>(p) + page);
+  if (int64_t(reinterpret_cast<uintptr_t>(p) % page) < n * int64_t(sizeof(T)))
+    prefetch(reinterpret_cast<const char*>(p) + page);
 }
 
 // Store, past the cache where the row allows it.

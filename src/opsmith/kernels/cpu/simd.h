@@ -29,7 +29,8 @@ constexpr int W = 4;
 
 typedef float Vec __attribute__((vector_size(4 * W)));
 typedef double DVec __attribute__((vector_size(8 * W)));  // for sums that float would spoil
-typedef int32_t IVec __attribute__((vector_size(4 * W)));  // also what a comparison of two Vecs gives: 0 or -1
+typedef int32_t IVec
+    __attribute__((vector_size(4 * W)));  // also what a comparison of two Vecs gives: 0 or -1
 
 inline Vec splat(float x) { return x - Vec{}; }  // 0 would turn -0 into +0 with `+`
 inline Vec as_float(IVec v) { return (Vec)v; }
@@ -86,8 +87,12 @@ inline Vec load(const float* p, Full) { return _mm512_loadu_ps(p); }
 inline Vec load(const bfloat16* p, Full) { return widen_bfloat16(_mm256_loadu_si256((const __m256i*)p)); }
 inline Vec load(const float16* p, Full) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline Vec load(const float* p, Part k) { return _mm512_maskz_loadu_ps(lane_mask(k), p); }
-inline Vec load(const bfloat16* p, Part k) { return widen_bfloat16(_mm256_maskz_loadu_epi16(lane_mask(k), p)); }
-inline Vec load(const float16* p, Part k) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lane_mask(k), p)); }
+inline Vec load(const bfloat16* p, Part k) {
+  return widen_bfloat16(_mm256_maskz_loadu_epi16(lane_mask(k), p));
+}
+inline Vec load(const float16* p, Part k) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lane_mask(k), p));
+}
 inline Vec widen_int8(__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); }
 inline Vec load(const int8_t* p, Full) { return widen_int8(_mm_loadu_si128((const __m128i*)p)); }
 inline Vec load(const int8_t* p, Part k) { return widen_int8(_mm_maskz_loadu_epi8(lane_mask(k), p)); }
@@ -96,7 +101,9 @@ inline void store(float* p, Vec v, Full) { _mm512_storeu_ps(p, v); }
 inline void store(bfloat16* p, Vec v, Full) { _mm256_storeu_si256((__m256i*)p, narrow_bfloat16(v)); }
 inline void store(float16* p, Vec v, Full) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, nearest)); }
 inline void store(float* p, Vec v, Part k) { _mm512_mask_storeu_ps(p, lane_mask(k), v); }
-inline void store(bfloat16* p, Vec v, Part k) { _mm256_mask_storeu_epi16(p, lane_mask(k), narrow_bfloat16(v)); }
+inline void store(bfloat16* p, Vec v, Part k) {
+  _mm256_mask_storeu_epi16(p, lane_mask(k), narrow_bfloat16(v));
+}
 inline void store(float16* p, Vec v, Part k) {
   _mm256_mask_storeu_epi16(p, lane_mask(k), _mm512_cvtps_ph(v, nearest));
 }
@@ -160,7 +167,8 @@ inline Vec load(const float* p, Full) {
   return v;
 }
 template <class T>
-__attribute__((noinline)) Vec load(const T* p, Full) {  // called, as inlining this everywhere takes long to compile
+__attribute__((noinline)) Vec load(const T* p,
+                                   Full) {  // called, as inlining this everywhere takes long to compile
   return Vec{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
 }
 inline Vec load(const int8_t* p, Full) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
@@ -359,7 +367,8 @@ inline Vec exp2_coarse(Vec x) {
   const Vec r = x - n;
 #endif
   if constexpr (degree == 3) {
-    return scale_exponent(fma(fma(fma(r, 0.0780245364f, 0.2260672003f), r, splat(0.6958335042f)), r, splat(0.9999252558f)), n);
+    return scale_exponent(
+        fma(fma(fma(r, 0.0780245364f, 0.2260672003f), r, splat(0.6958335042f)), r, splat(0.9999252558f)), n);
   } else {
     const Vec low = fma(r, 0.693003835f, 1.00000259f), high = fma(r, 0.052011463f, 0.241442755f);
     return scale_exponent(fma(fma(r * r, 0.0135341667f, high), r * r, low), n);

@@ -19,7 +19,9 @@ struct View {
 
   bool defined() const { return sizes != nullptr; }  // false for an optional tensor that was not given
   template <class T>
-  T* as() const { return static_cast<T*>(data); }
+  T* as() const {
+    return static_cast<T*>(data);
+  }
 };
 
 // Calls f with a null pointer of the ids' type, so that a lambda can name it: `[&](auto* t)`.
@@ -57,7 +59,8 @@ inline float to_float(float x) { return x; }
 inline float to_float(bfloat16 x) { return bits_float(uint32_t(x.bits) << 16); }
 
 inline float to_float(float16 x) {
-  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31, fraction = x.bits & 1023;
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31,
+                 fraction = x.bits & 1023;
   if (exponent == 31) return bits_float(sign | 0x7f800000u | (fraction << 13));
   if (exponent == 0) {  // subnormal: fraction * 2^-24, exact in float
     const float magnitude = float(fraction) * 5.9604644775390625e-08f;

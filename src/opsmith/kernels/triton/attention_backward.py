@@ -128,7 +128,4 @@ def attention_varlen_backward(
     )
 
 
-KERNELS = {
-    "attention_backward": attention_backward,
-    "attention_varlen_backward": attention_varlen_backward,
-}
+KERNELS = {"attention_backward": attention_backward, "attention_varlen_backward": attention_varlen_backward}

@@ -69,17 +69,7 @@ def _chunk_sums(
 
 @triton.jit
 def _long_runs(
-    ids,
-    dtable,
-    heads,
-    tails,
-    tokens,
-    rows,
-    n,
-    padding,
-    ts,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids, dtable, heads, tails, tokens, rows, n, padding, ts, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Completes the run that begins in this chunk and goes on in the next."""
     chunk = tl.program_id(0).to(tl.int64)

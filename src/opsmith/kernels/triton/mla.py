@@ -12,11 +12,7 @@ import torch
 import triton
 
 from opsmith.kernels.triton.common import block_of, launch, warps_of
-from opsmith.kernels.triton.mla_rows import (
-    layout,
-    power,
-    table_of,
-)
+from opsmith.kernels.triton.mla_rows import layout, power, table_of
 from opsmith.kernels.triton.mla_stages import absorb_kernel, middle_kernel, norm_kernel, project_kernel
 
 _FORMS = (0, 1, 2, 0, 0)  # what activations become, for each form of weights

@@ -155,16 +155,7 @@ def _join(found, highest, ctkv, y, parts, heads, kv_lora, KV: tl.constexpr, INT8
 
 @triton.jit
 def _values(
-    latent,
-    wuv,
-    y,
-    tokens,
-    heads,
-    kv_lora,
-    values,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    latent, wuv, y, tokens, heads, kv_lora, values, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)

@@ -6,15 +6,7 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton.common import dot, rounded
-from opsmith.kernels.triton.mla_rows import (
-    integer_dot,
-    inverse_rms,
-    like,
-    norm_row,
-    normalized,
-    q8,
-    turned,
-)
+from opsmith.kernels.triton.mla_rows import integer_dot, inverse_rms, like, norm_row, normalized, q8, turned
 
 
 @triton.jit

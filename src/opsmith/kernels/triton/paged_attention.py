@@ -130,20 +130,7 @@ def _pieces(
 
 
 @triton.jit
-def _merge(
-    parts,
-    kept,
-    y,
-    queries,
-    rows,
-    pieces,
-    y_b,
-    y_l,
-    y_h,
-    DV,
-    PIECES: tl.constexpr,
-    BDV: tl.constexpr,
-):
+def _merge(parts, kept, y, queries, rows, pieces, y_b, y_l, y_h, DV, PIECES: tl.constexpr, BDV: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     i = tl.program_id(2)

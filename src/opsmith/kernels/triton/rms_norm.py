@@ -117,18 +117,7 @@ def _backward_rows(
 
 
 @triton.jit
-def _backward_columns(
-    dy,
-    s,
-    rstds,
-    dweight,
-    rows,
-    n,
-    gs,
-    ss,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _backward_columns(dy, s, rstds, dweight, rows, n, gs, ss, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums over a stripe of rows, into row program_id(1) of a [stripes, n] float32 matrix."""
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     stripe = tl.program_id(1).to(tl.int64)

@@ -35,7 +35,8 @@
 using GM_ADDR = uint8_t*;
 
 // A kernel reads its tiling, a plain struct, from global memory.
-#define REGISTER_TILING_DEFAULT(Struct) static_assert(sizeof(Struct) % 4 == 0, #Struct " is made of whole words")
+#define REGISTER_TILING_DEFAULT(Struct) \
+  static_assert(sizeof(Struct) % 4 == 0, #Struct " is made of whole words")
 #define GET_TILING_DATA_WITH_STRUCT(Struct, name, tiling) \
-    const Struct name = ::AscendC::emulation::read_tiling<Struct>(tiling)
+  const Struct name = ::AscendC::emulation::read_tiling<Struct>(tiling)
 #define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(true, "vector cores are all there is here")

@@ -17,11 +17,13 @@ namespace {
 
 constexpr int64_t kMaxTile = 256;
 constexpr int64_t kScoreStride = kMaxTile + W;  // rows a power of two apart would share cache sets
-constexpr int64_t kTileBytes = 64 << 10;        // of packed keys and values, whose halves take turns in the first-level cache
-constexpr int64_t kBlockBytes = 400 << 10;      // of packed queries and sums, well inside a second-level cache
-constexpr int64_t kMinBlock = 96;               // rows for which packing a tile is cheap beside using it
-constexpr int64_t kManyKeys = 64 << 10;         // numbers of a sequence's keys from which one query alone reads them as they lie
-constexpr int64_t kMinSplit = 512;              // keys worth a thread of their own
+constexpr int64_t
+    kTileBytes = 64 << 10;  // of packed keys and values, whose halves take turns in the first-level cache
+constexpr int64_t kBlockBytes = 400 << 10;  // of packed queries and sums, well inside a second-level cache
+constexpr int64_t kMinBlock = 96;  // rows for which packing a tile is cheap beside using it
+constexpr int64_t
+    kManyKeys = 64 << 10;  // numbers of a sequence's keys from which one query alone reads them as they lie
+constexpr int64_t kMinSplit = 512;  // keys worth a thread of their own
 
 // Weights may exceed 1 by 2^8 before the running maximum is moved: sums stay exact, and moving it is work.
 constexpr float kSlack = 8;
@@ -37,7 +39,8 @@ class Attention {
   static constexpr bool precise = std::is_same_v<T, float>;
 
  public:
-  Attention(const Problem& p, const View& q, const View& k, const View& v, const View& out, const View& row_sums)
+  Attention(const Problem& p, const View& q, const View& k, const View& v, const View& out,
+            const View& row_sums)
       : p_(p), q_(q), k_(k), v_(v), out_(out), sums_(row_sums), depth_(ceil_div(p.dim, Units::per_unit)),
         width_(round_up(p.value_dim, W)) {
     const int64_t key_bytes = 4 * (depth_ + width_ / Units::per_unit);
@@ -60,7 +63,8 @@ class Attention {
     blocks_ = ceil_div(rows, block_);
     splits_ = 1;
     if (like * blocks_ < threads) {
-      splits_ = std::clamp<int64_t>(std::min(ceil_div(2 * threads, like * blocks_), p_.keys / kMinSplit), 1, 64);
+      splits_ = std::clamp<int64_t>(std::min(ceil_div(2 * threads, like * blocks_), p_.keys / kMinSplit), 1,
+                                    64);
     }
     if (splits_ > 1) {
       partial_stride_ = width_ + 2;
@@ -81,14 +85,20 @@ class Attention {
 
   double head_cycles() const {
     const double pairs = double(p_.rows()) * double(p_.keys) * (p_.options.causal ? 0.5 : 1.0);
-    return pairs * double(p_.dim + p_.value_dim + 64) / 32 + double(p_.keys * (p_.dim + p_.value_dim)) / 2 + 1;
+    return pairs * double(p_.dim + p_.value_dim + 64) / 32 + double(p_.keys * (p_.dim + p_.value_dim)) / 2 +
+           1;
   }
 
   Item item(int64_t i) const {
-    const int64_t split = i % splits_, block = blocks_ - 1 - i / splits_ % blocks_;  // under causal, longest first
+    const int64_t split = i % splits_,
+                  block = blocks_ - 1 - i / splits_ % blocks_;  // under causal, longest first
     const int64_t head = i / splits_ / blocks_, row = block * block_;
     const int64_t share = round_up(ceil_div(p_.keys, splits_), W), key = std::min(split * share, p_.keys);
-    return {head / p_.kv_heads, head % p_.kv_heads, row, std::min(block_, p_.rows() - row), key,
+    return {head / p_.kv_heads,
+            head % p_.kv_heads,
+            row,
+            std::min(block_, p_.rows() - row),
+            key,
             std::min(share, p_.keys - key)};
   }
 
@@ -162,17 +172,18 @@ class Attention {
   }
 
   // ROWS query rows against one tile.
-  void strip(const Item& at, const Buffers& to, int64_t r, int64_t key, int64_t keys, bool masked, const float* values,
-             int64_t values_stride) const {
+  void strip(const Item& at, const Buffers& to, int64_t r, int64_t key, int64_t keys, bool masked,
+             const float* values, int64_t values_stride) const {
     const Strip s(p_, at.row + r, int(std::min<int64_t>(ROWS, at.rows - r)), key, keys);
     if (s.keys == 0) return;
     const int64_t vecs = ceil_div(s.keys, W);
     if (p_.rows() > 1) {
-      product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL, to.scores,
-                     kScoreStride, false);
+      product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL,
+                     to.scores, kScoreStride, false);
     } else {
       const T* q = row_of<T>(q_, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
-      score_alone<Units>(q, row_of<T>(k_, at.batch, at.kv_head, key), k_.strides[2], s.keys, p_.dim, to.scores);
+      score_alone<Units>(q, row_of<T>(k_, at.batch, at.kv_head, key), k_.strides[2], s.keys, p_.dim,
+                         to.scores);
     }
     for (int i = 0; i < s.rows; ++i) {
       float* scores = to.scores + i * kScoreStride;
@@ -181,8 +192,8 @@ class Attention {
       if (s.first[i] > 0 || s.last[i] < vecs * W - 1) hide(scores, vecs, s.first[i], s.last[i]);
       weigh(scores, reinterpret_cast<Element*>(to.weights + i * kScoreStride), vecs, to, r + i);
     }
-    product<Units>(s.rows, width_ / W, ceil_div(s.keys, Units::per_unit), {to.weights, kScoreStride, 1}, values,
-                   values_stride, PANEL, to.sums + r * width_, width_, true);
+    product<Units>(s.rows, width_ / W, ceil_div(s.keys, Units::per_unit), {to.weights, kScoreStride, 1},
+                   values, values_stride, PANEL, to.sums + r * width_, width_, true);
   }
 
   // Scores of one row to weights; when its maximum grows, what was summed so far is scaled down.
@@ -228,7 +239,8 @@ class Attention {
     store(totals, total);
   }
 
-  void write_row(int64_t b, int64_t kv_head, int64_t row, const float* sums, float total, float largest) const {
+  void write_row(int64_t b, int64_t kv_head, int64_t row, const float* sums, float total,
+                 float largest) const {
     const int64_t head = p_.head(kv_head, row), query = p_.query(row);
     T* out = row_of<T>(out_, b, head, query);
     if (total == 0) {
@@ -245,7 +257,8 @@ class Attention {
 
   void write(const Item& at, const Buffers& to) const {
     for (int64_t r = 0; r < at.rows; ++r) {
-      write_row(at.batch, at.kv_head, at.row + r, to.sums + r * width_, reduce_add(load(to.totals + r * W)), to.largest[r]);
+      write_row(at.batch, at.kv_head, at.row + r, to.sums + r * width_, reduce_add(load(to.totals + r * W)),
+                to.largest[r]);
     }
   }
 
@@ -268,7 +281,8 @@ class Attention {
       for (int64_t s = 0; s < splits_; ++s) largest = std::max(largest, sums[s * next + width_]);
       for (int64_t s = 0; s < splits_; ++s) {
         const float* part = sums + s * next;
-        const float factor = part[width_] == largest ? 1.0f : std::exp2((part[width_] - largest) * p_.exponent);
+        const float factor = part[width_] == largest ? 1.0f
+                                                     : std::exp2((part[width_] - largest) * p_.exponent);
         total += part[width_ + 1] * factor;
         for (int64_t c = 0; c < width_; c += W) {
           const Vec x = load(part + c) * factor;
@@ -298,8 +312,8 @@ void run(const View& q, const View& k, const View& v, const View& mask, const At
 }
 
 template <class T>
-void run(const View& q, const View& k, const View& v, const Sequences& sequences, const AttentionOptions& options,
-         const View& out, const View& row_sums) {
+void run(const View& q, const View& k, const View& v, const Sequences& sequences,
+         const AttentionOptions& options, const View& out, const View& row_sums) {
   const Packed<T> queries(q), keys(k), values(v), outs(out);
   const Packed<float> sums(row_sums);
   std::vector<Attention<T>> each;
@@ -320,7 +334,8 @@ void decode(const View& q, const View& k, const View& v, const AttentionOptions&
     int64_t sizes[4], strides[4];
     View view;
     explicit TokensFirst(const View& x)
-        : sizes{x.sizes[0], x.sizes[2], x.sizes[1], x.sizes[3]}, strides{x.strides[0], x.strides[2], x.strides[1], x.strides[3]},
+        : sizes{x.sizes[0], x.sizes[2], x.sizes[1], x.sizes[3]},
+          strides{x.strides[0], x.strides[2], x.strides[1], x.strides[3]},
           view{x.data, x.dtype, 4, sizes, strides} {}
   };
   const TokensFirst queries(q), keys(k), values(v), outs(out);
@@ -333,7 +348,8 @@ void decode(const View& q, const View& k, const View& v, const AttentionOptions&
 void attention(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options,
                const View& out, const View& row_sums) {
   if (q.sizes[0] * q.sizes[1] * q.sizes[2] == 0) return;
-  if (q.sizes[2] == 1 && !mask.defined() && !row_sums.defined() && k.sizes[1] * k.sizes[2] * k.sizes[3] >= kManyKeys) {
+  if (q.sizes[2] == 1 && !mask.defined() && !row_sums.defined() &&
+      k.sizes[1] * k.sizes[2] * k.sizes[3] >= kManyKeys) {
     return decode(q, k, v, options, out);
   }
   switch (q.dtype) {

@@ -5,8 +5,9 @@
 namespace opsmith {
 namespace {
 
-void attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double scale,
-                  bool causal, int64_t window, double softcap, const Tensor& out, const std::optional<Tensor>& row_sums) {
+void attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
+                  double scale, bool causal, int64_t window, double softcap, const Tensor& out,
+                  const std::optional<Tensor>& row_sums) {
   check_heads("attention", 4, q, k, v, out);
   check_row_sums("attention", row_sums, out);
   const Mask spread("attention", mask, q, k);

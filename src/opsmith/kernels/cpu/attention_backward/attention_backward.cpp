@@ -14,9 +14,9 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kMaxTile = 128;
-constexpr int64_t kStride = kMaxTile + W;     // rows a power of two apart would share cache sets
-constexpr int64_t kTileBytes = 32 << 10;      // of a packed tile, two thirds of a usual first-level cache
-constexpr int64_t kBlock = 42 * ROWS;         // query rows: amortizes packing a tile and touching its sums
+constexpr int64_t kStride = kMaxTile + W;  // rows a power of two apart would share cache sets
+constexpr int64_t kTileBytes = 32 << 10;  // of a packed tile, two thirds of a usual first-level cache
+constexpr int64_t kBlock = 42 * ROWS;  // query rows: amortizes packing a tile and touching its sums
 
 struct Tensors {
   View dout, q, k, v, out, row_sums, dq, dk, dv;
@@ -77,8 +77,8 @@ class AttentionBackward {
 
   // What a thread needs. Rows are padded by ROWS: a product reads and writes whole groups of them.
   struct Buffers {
-    float *q, *dout, *q_rows, *dout_rows, *dq, *largest, *inverse, *delta, *k, *k_rows, *v, *outs, *scores, *gradients, *slope, *p,
-        *ds, *p_rows, *ds_rows, *sums;
+    float *q, *dout, *q_rows, *dout_rows, *dq, *largest, *inverse, *delta, *k, *k_rows, *v, *outs, *scores,
+        *gradients, *slope, *p, *ds, *p_rows, *ds_rows, *sums;
     int64_t floats;
 
     Buffers(float* base, const AttentionBackward& a) {
@@ -134,18 +134,21 @@ class AttentionBackward {
     for (int64_t r = 0; r < at.rows; ++r) {
       T* dq = row_of<T>(x_.dq, at.batch, p_.head(at.kv_head, at.row + r), p_.query(at.row + r));
       const float* sum = to.dq + r * width_;
-      for_lanes(p_.dim, [&](int64_t c, auto lanes) { store(dq + c, load(sum + c) * p_.options.scale, lanes); });
+      for_lanes(p_.dim,
+                [&](int64_t c, auto lanes) { store(dq + c, load(sum + c) * p_.options.scale, lanes); });
     }
   }
 
   void pack_queries(const Block& at, const Buffers& to) const {
-    const int64_t padded = round_up(at.rows, ROWS), length = depth_ * pack, value_length = value_depth_ * pack;
+    const int64_t padded = round_up(at.rows, ROWS), length = depth_ * pack,
+                  value_length = value_depth_ * pack;
     Element* q = reinterpret_cast<Element*>(to.q);
     Element* dout = reinterpret_cast<Element*>(to.dout);
     for (int64_t r = 0; r < at.rows; ++r) {
       const int64_t head = p_.head(at.kv_head, at.row + r), query = p_.query(at.row + r);
       pack_row<Units>(row_of<T>(x_.q, at.batch, head, query), p_.dim, q + r * length, length);
-      pack_row<Units>(row_of<T>(x_.dout, at.batch, head, query), p_.value_dim, dout + r * value_length, value_length);
+      pack_row<Units>(row_of<T>(x_.dout, at.batch, head, query), p_.value_dim, dout + r * value_length,
+                      value_length);
       const float* sums = row_of<float>(x_.row_sums, at.batch, head, query);
       to.largest[r] = sums[0];
       to.inverse[r] = 1 / sums[1];
@@ -156,7 +159,8 @@ class AttentionBackward {
     pack_rows<Units>(q, length, at.rows, p_.dim, to.q_rows, width_);
     pack_rows<Units>(dout, value_length, at.rows, p_.value_dim, to.dout_rows, value_width_);
     if (whole_rows()) return;
-    for (int64_t r = 0; r < at.rows; r += ROWS) sum_deltas(at, to, r, int(std::min<int64_t>(ROWS, at.rows - r)));
+    for (int64_t r = 0; r < at.rows; r += ROWS)
+      sum_deltas(at, to, r, int(std::min<int64_t>(ROWS, at.rows - r)));
   }
 
   // delta = dout . out, added up in the order in which dout . v is: where a row sees one key, and out is v, the
@@ -189,8 +193,10 @@ class AttentionBackward {
       if (!packed) pack_keys(at, to, key, keys);
       packed = true;
       strip(at, to, r, s, key);
-      pack_rows<Units>(reinterpret_cast<Element*>(to.p), kStride * pack, s.rows, s.keys, to.p_rows + unit, tile_);
-      pack_rows<Units>(reinterpret_cast<Element*>(to.ds), kStride * pack, s.rows, s.keys, to.ds_rows + unit, tile_);
+      pack_rows<Units>(reinterpret_cast<Element*>(to.p), kStride * pack, s.rows, s.keys, to.p_rows + unit,
+                       tile_);
+      pack_rows<Units>(reinterpret_cast<Element*>(to.ds), kStride * pack, s.rows, s.keys, to.ds_rows + unit,
+                       tile_);
       begin = std::min(begin, r);
       end = r + s.rows;
     }
@@ -198,8 +204,8 @@ class AttentionBackward {
     const int64_t skip = begin / pack, depth = ceil_div(end, pack) - skip;
     float* sums = to.sums + t * sums_;
     add_transposed(to.q_rows + skip * width_, width_, p_.dim, to.ds_rows + skip * tile_, vecs, depth, sums);
-    add_transposed(to.dout_rows + skip * value_width_, value_width_, p_.value_dim, to.p_rows + skip * tile_, vecs,
-                   depth, sums + round_up(p_.dim, ROWS) * tile_);
+    add_transposed(to.dout_rows + skip * value_width_, value_width_, p_.value_dim, to.p_rows + skip * tile_,
+                   vecs, depth, sums + round_up(p_.dim, ROWS) * tile_);
   }
 
   void pack_keys(const Block& at, const Buffers& to, int64_t key, int64_t keys) const {
@@ -211,12 +217,13 @@ class AttentionBackward {
   }
 
   // sums[n, keys] += rows^T weights
-  void add_transposed(const float* rows, int64_t width, int64_t n, const float* weights, int64_t vecs, int64_t depth,
-                      float* sums) const {
+  void add_transposed(const float* rows, int64_t width, int64_t n, const float* weights, int64_t vecs,
+                      int64_t depth, float* sums) const {
     for (int64_t v = 0; v < vecs; v += VECS) {  // a panel of weights stays in the cache for all n
       for (int64_t r = 0; r < n; r += ROWS) {
         product<Units>(int(std::min<int64_t>(ROWS, n - r)), std::min<int64_t>(VECS, vecs - v), depth,
-                       {rows + r, 1, width}, weights + v * W, tile_, PANEL, sums + r * tile_ + v * W, tile_, true);
+                       {rows + r, 1, width}, weights + v * W, tile_, PANEL, sums + r * tile_ + v * W, tile_,
+                       true);
       }
     }
   }
@@ -225,18 +232,20 @@ class AttentionBackward {
   void strip(const Block& at, const Buffers& to, int64_t r, const Strip& s, int64_t key) const {
     const int64_t vecs = ceil_div(s.keys, W);
     if (p_.rows() > 1) {
-      product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL, to.scores,
-                     kStride, false);
+      product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL,
+                     to.scores, kStride, false);
     } else {  // as in the forward pass
       const T* q = row_of<T>(x_.q, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
-      score_alone<Units>(q, row_of<T>(x_.k, at.batch, at.kv_head, key), x_.k.strides[2], s.keys, p_.dim, to.scores);
+      score_alone<Units>(q, row_of<T>(x_.k, at.batch, at.kv_head, key), x_.k.strides[2], s.keys, p_.dim,
+                         to.scores);
     }
     product<Units>(s.rows, vecs, value_depth_, {to.dout + r * value_depth_, value_depth_, 1}, to.v, PANEL,
                    value_depth_ * PANEL, to.gradients, kStride, false);
     for (int i = 0; i < s.rows; ++i) {
       float* scores = to.scores + i * kStride;
       if (!p_.plain) transform_scores(scores, s.keys, p_.options, to.slope);
-      if (p_.mask.defined()) mask_scores(scores, s.keys, key, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
+      if (p_.mask.defined())
+        mask_scores(scores, s.keys, key, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
       if (s.first[i] > 0 || s.last[i] < vecs * W - 1) hide(scores, vecs, s.first[i], s.last[i]);
       differentiate(scores, to.gradients + i * kStride, vecs, to, r + i, i);
     }
@@ -257,7 +266,9 @@ class AttentionBackward {
     }
     const bool capped = p_.options.softcap > 0;
     // As the forward pass weighs, exact where a mask holds the lowest float.
-    const auto weigh = [&](int64_t j) { return exp2<precise>((load(scores + j) - largest) * exponent) * inverse; };
+    const auto weigh = [&](int64_t j) {
+      return exp2<precise>((load(scores + j) - largest) * exponent) * inverse;
+    };
     if (whole_rows()) {  // this delta has the rounding errors of what it is taken from
       Vec sum{};
       for (int64_t j = 0; j < vecs * W; j += W) {
@@ -291,7 +302,8 @@ class AttentionBackward {
     write_transposed(sums + round_up(p_.dim, ROWS) * tile_, p_.value_dim, 1, x_.dv, head, t);
   }
 
-  void write_transposed(const float* sums, int64_t n, float scale, const View& to, int64_t head, int64_t t) const {
+  void write_transposed(const float* sums, int64_t n, float scale, const View& to, int64_t head,
+                        int64_t t) const {
     const int64_t keys = std::min(tile_, p_.keys - t * tile_);
     for (int64_t j = 0; j < keys; j += W) {
       for (int64_t c = 0; c < n; c += W) {
@@ -329,8 +341,8 @@ void run(const Tensors& x, const Sequences& sequences, const AttentionOptions& o
     const Problem p(x.q, x.k, x.v, sequences.queries(i), sequences.keys(i), options);
     if (p.queries + p.keys == 0) continue;
     const int64_t at = sequences.query(i), key = sequences.key(i);
-    each.emplace_back(p, Tensors{dout.from(at), q.from(at), k.from(key), v.from(key), out.from(at), row_sums.from(at),
-                                 dq.from(at), dk.from(key), dv.from(key)});
+    each.emplace_back(p, Tensors{dout.from(at), q.from(at), k.from(key), v.from(key), out.from(at),
+                                 row_sums.from(at), dq.from(at), dk.from(key), dv.from(key)});
   }
   run_all(each);
 }
@@ -338,8 +350,8 @@ void run(const Tensors& x, const Sequences& sequences, const AttentionOptions& o
 }  // namespace
 
 void attention_backward(const View& dout, const View& q, const View& k, const View& v, const View& out,
-                        const View& row_sums, const View& mask, const AttentionOptions& options, const View& dq,
-                        const View& dk, const View& dv) {
+                        const View& row_sums, const View& mask, const AttentionOptions& options,
+                        const View& dq, const View& dk, const View& dv) {
   if (k.sizes[0] * k.sizes[1] == 0) return;
   const Tensors x{dout, q, k, v, out, row_sums, dq, dk, dv};
   switch (q.dtype) {
@@ -350,8 +362,9 @@ void attention_backward(const View& dout, const View& q, const View& k, const Vi
 }
 
 void attention_varlen_backward(const View& dout, const View& q, const View& k, const View& v, const View& out,
-                               const View& row_sums, const Sequences& sequences, const AttentionOptions& options,
-                               const View& dq, const View& dk, const View& dv) {
+                               const View& row_sums, const Sequences& sequences,
+                               const AttentionOptions& options, const View& dq, const View& dk,
+                               const View& dv) {
   if (k.sizes[1] == 0) return;
   const Tensors x{dout, q, k, v, out, row_sums, dq, dk, dv};
   switch (q.dtype) {

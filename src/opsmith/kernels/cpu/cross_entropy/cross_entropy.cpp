@@ -34,7 +34,8 @@ void read_row(ExpSum& s, const T* x, int64_t n, int64_t target, const LossOption
 
 // loss = (1 - smoothing) * (lse - z_target) + smoothing * (lse - mean(z)) + z_loss * lse^2, with lse = pivot +
 // log(total). Differences first: lse and z_target may both be 1e4, and the loss 1e-3.
-double row_loss(const ExpSum& s, float z_target, int64_t n, const LossOptions& o, float* pivot, float* log_total) {
+double row_loss(const ExpSum& s, float z_target, int64_t n, const LossOptions& o, float* pivot,
+                float* log_total) {
   const double above = s.log_total();
   if (pivot) *pivot = s.pivot, *log_total = float(above);
   double loss = (double(s.pivot) - double(z_target)) + above;
@@ -49,7 +50,8 @@ double row_loss(const ExpSum& s, float z_target, int64_t n, const LossOptions& o
 // What the backward needs of every row: two rows of stats, or nothing.
 struct Stats {
   float *pivots, *log_totals;
-  explicit Stats(const View& v) : pivots(v.as<float>()), log_totals(v.defined() ? pivots + v.strides[0] : nullptr) {}
+  explicit Stats(const View& v)
+      : pivots(v.as<float>()), log_totals(v.defined() ? pivots + v.strides[0] : nullptr) {}
   float* pivot(int64_t r) const { return pivots ? pivots + r : nullptr; }
   float* log_total(int64_t r) const { return pivots ? log_totals + r : nullptr; }
   void ignore(int64_t r) const {
@@ -84,7 +86,8 @@ void reduce(const std::vector<double>& losses, const std::vector<int64_t>& targe
     using T = std::remove_pointer_t<decltype(t)>;
     T* const out = loss.as<T>();
     if (o.reduction == Reduction::none) {
-      for (size_t i = 0; i < losses.size(); ++i) out[int64_t(i) * loss.strides[0]] = from_float<T>(float(losses[i]));
+      for (size_t i = 0; i < losses.size(); ++i)
+        out[int64_t(i) * loss.strides[0]] = from_float<T>(float(losses[i]));
       return;
     }
     double total = 0;
@@ -120,8 +123,8 @@ struct State {
 // d = upstream * ((1 + 2 * z_loss * lse) * softmax - (1 - smoothing) * [j == target] - smoothing / n)
 // of which x and d hold the `some` classes from `first` on.
 template <class T>
-void row_gradient(const T* x, int64_t some, int64_t first, int64_t n, int64_t target, const LossOptions& o, float pivot,
-                  float log_total, double upstream, T* d, bool streaming) {
+void row_gradient(const T* x, int64_t some, int64_t first, int64_t n, int64_t target, const LossOptions& o,
+                  float pivot, float log_total, double upstream, T* d, bool streaming) {
   const double lse = double(pivot) + double(log_total);
   const double weight = upstream * (1 + 2 * o.z_loss * lse);
   const float factor = float(weight * std::exp(-double(log_total)));
@@ -139,7 +142,8 @@ void row_gradient(const T* x, int64_t some, int64_t first, int64_t n, int64_t ta
   });
   if (!here) return;
   const double p = std::exp((z - double(pivot)) - double(log_total));
-  d[at] = from_float<T>(float(weight * p - upstream * ((1 - o.label_smoothing) + o.label_smoothing / double(n))));
+  d[at] = from_float<T>(
+      float(weight * p - upstream * ((1 - o.label_smoothing) + o.label_smoothing / double(n))));
 }
 
 template <class T>
@@ -147,7 +151,8 @@ void backward(const View& dloss, const View& logits, const std::vector<int64_t>&
               const LossOptions& o, int64_t first, int64_t classes, const View& dlogits) {
   const int64_t rows = logits.sizes[0], n = logits.sizes[1];
   const float *pivots = stats.as<float>(), *log_totals = pivots + stats.strides[0];
-  const double share = o.reduction == Reduction::mean ? 1.0 / double(count_valid(targets, o.ignore_index)) : 1.0;
+  const double share = o.reduction == Reduction::mean ? 1.0 / double(count_valid(targets, o.ignore_index))
+                                                      : 1.0;
   const bool elsewhere = logits.data != dlogits.data;
   const bool past_cache = elsewhere && outlives_cache(rows * n * int64_t(sizeof(T)));
   with_float_type(dloss.dtype, [&](auto* t) {
@@ -160,8 +165,9 @@ void backward(const View& dloss, const View& logits, const std::vector<int64_t>&
           std::fill_n(d, n, T{});
           continue;
         }
-        row_gradient(logits.as<T>() + r * logits.strides[0], n, first, classes, targets[size_t(r)], o, pivots[r],
-                     log_totals[r], share * double(to_float(up[r * step])), d, past_cache && can_stream(d));
+        row_gradient(logits.as<T>() + r * logits.strides[0], n, first, classes, targets[size_t(r)], o,
+                     pivots[r], log_totals[r], share * double(to_float(up[r * step])), d,
+                     past_cache && can_stream(d));
       }
       if (past_cache) stream_fence();
     });
@@ -187,7 +193,8 @@ void cross_entropy(View logits, View target, const LossOptions& options, View lo
   std::vector<double> losses(targets.size());
   with_float_type(logits.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    const auto run = sizeof(T) == 2 && loss.dtype != DType::f32 ? forward<sizeof(T) == 2, T> : forward<false, T>;
+    const auto run = sizeof(T) == 2 && loss.dtype != DType::f32 ? forward<sizeof(T) == 2, T>
+                                                                : forward<false, T>;
     run(logits, targets, options, losses.data(), Stats(stats));
   });
   reduce(losses, targets, options, loss);
@@ -197,7 +204,8 @@ void cross_entropy_backward(View dloss, View logits, View target, View stats, co
                             int64_t first, int64_t classes, View dlogits) {
   const std::vector<int64_t> targets = targets_of(target);
   with_float_type(logits.dtype, [&](auto* t) {
-    backward<std::remove_pointer_t<decltype(t)>>(dloss, logits, targets, stats, options, first, classes, dlogits);
+    backward<std::remove_pointer_t<decltype(t)>>(dloss, logits, targets, stats, options, first, classes,
+                                                 dlogits);
   });
 }
 
@@ -233,7 +241,8 @@ void cross_entropy_finish(View state, View target, const LossOptions& options, i
     if (targets[i] == options.ignore_index) {
       kept.ignore(r);
     } else {
-      losses[i] = row_loss(states.load(r), states.z_target(r), classes, options, kept.pivot(r), kept.log_total(r));
+      losses[i] = row_loss(states.load(r), states.z_target(r), classes, options, kept.pivot(r),
+                           kept.log_total(r));
     }
   }
   reduce(losses, targets, options, loss);

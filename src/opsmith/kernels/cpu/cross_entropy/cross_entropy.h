@@ -30,7 +30,8 @@ void cross_entropy_backward(View dloss, View logits, View target, View stats, co
 // into state [kLossState, N] float32, which the first part (first == 0) sets up.
 constexpr int64_t kLossState = 6;
 void cross_entropy_part(View logits, View target, const LossOptions& options, int64_t first, View state);
-void cross_entropy_finish(View state, View target, const LossOptions& options, int64_t classes, View loss, View stats);
+void cross_entropy_finish(View state, View target, const LossOptions& options, int64_t classes, View loss,
+                          View stats);
 
 // total += part, float32 and any type, both [n].
 void add_to_total(View part, View total);

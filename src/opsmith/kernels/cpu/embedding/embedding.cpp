@@ -22,7 +22,8 @@ inline void copy_row(char* to, const char* from, const char* soon, int64_t bytes
   for (; b + 64 <= bytes; b += 64) {
     prefetch(soon + b);
     for (int64_t v = b; v < b + 64; v += int64_t(sizeof(Vec))) {
-      put(reinterpret_cast<float*>(to + v), load(reinterpret_cast<const float*>(from + v)), Full{}, streaming);
+      put(reinterpret_cast<float*>(to + v), load(reinterpret_cast<const float*>(from + v)), Full{},
+          streaming);
     }
   }
   std::memcpy(to + b, from + b, size_t(bytes - b));
@@ -35,14 +36,15 @@ void gather(const View& ids, const View& table, const View& y) {
   const char* rows = table.as<char>();
   char* out = y.as<char>();
   const Id* id = ids.as<Id>();
-  const bool streaming =
-      outlives_cache(tokens * bytes) && can_stream(reinterpret_cast<float*>(out)) && out_pitch % sizeof(Vec) == 0;
+  const bool streaming = outlives_cache(tokens * bytes) && can_stream(reinterpret_cast<float*>(out)) &&
+                         out_pitch % sizeof(Vec) == 0;
   parallel_for(tokens, row_grain(bytes, task_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       char* const to = out + t * out_pitch;
       const int64_t soon = std::min(t + rows_ahead, end - 1);
       look_ahead_of_row(to, bytes);
-      copy_row(to, rows + int64_t(id[t * step]) * pitch, rows + int64_t(id[soon * step]) * pitch, bytes, streaming);
+      copy_row(to, rows + int64_t(id[t * step]) * pitch, rows + int64_t(id[soon * step]) * pitch, bytes,
+               streaming);
     }
     if (streaming) stream_fence();
   });
@@ -69,12 +71,14 @@ std::vector<Place> by_row(const View& ids, int64_t rows) {
   for (int64_t t = 0; t < tokens; ++t) ++ends[size_t(id[t * step])];
   int64_t end = 0;
   for (int64_t& e : ends) e = end += e;
-  for (int64_t t = tokens - 1; t >= 0; --t) places[size_t(--ends[size_t(id[t * step])])] = {int64_t(id[t * step]), t};
+  for (int64_t t = tokens - 1; t >= 0; --t)
+    places[size_t(--ends[size_t(id[t * step])])] = {int64_t(id[t * step]), t};
   return places;
 }
 
 template <class T>
-void scatter(const std::vector<Place>& places, const View& dy, int64_t padding_idx, bool zeroed, const View& dtable) {
+void scatter(const std::vector<Place>& places, const View& dy, int64_t padding_idx, bool zeroed,
+             const View& dtable) {
   const int64_t rows = dtable.sizes[0], n = dtable.sizes[1], pitch = dtable.strides[0];
   const auto gradient = [&](const Place& p) { return dy.as<T>() + p.at * dy.strides[0]; };
   const auto zero = [&](int64_t begin, int64_t end) {

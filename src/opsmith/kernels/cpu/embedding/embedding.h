@@ -21,6 +21,7 @@ struct RowCache {
 
 // table int8 [V, n]; scale float32 [V]; y[t] = table[ids[t]] * scale[ids[t]]. `ahead` tokens before a row is needed, the
 // processor is asked to fetch it; the rows of next_ids are asked for at the end.
-void quantized_embedding(View ids, View table, View scale, int64_t ahead, View next_ids, const RowCache& cache, View y);
+void quantized_embedding(View ids, View table, View scale, int64_t ahead, View next_ids,
+                         const RowCache& cache, View y);
 
 }  // namespace opsmith

@@ -20,10 +20,7 @@ struct Table {
   int64_t n, pitch, scale_step;
 
   Table(const View& table, const View& scales)
-      : rows(table.as<int8_t>()),
-        scale(scales.as<float>()),
-        n(table.sizes[1]),
-        pitch(table.strides[0]),
+      : rows(table.as<int8_t>()), scale(scales.as<float>()), n(table.sizes[1]), pitch(table.strides[0]),
         scale_step(scales.strides[0]) {}
 
   void ask(int64_t v) const {
@@ -36,7 +33,8 @@ template <class Id, class T>
 void gather(const View& ids, const Table& table, int64_t ahead, const RowCache& cache, const View& y) {
   const int64_t tokens = ids.sizes[0], n = table.n, step = ids.strides[0];
   const Id* id = ids.as<Id>();
-  const bool past_cache = outlives_cache(tokens * n * int64_t(sizeof(T))) && can_stream(y.as<T>()) && y.strides[0] % W == 0;
+  const bool past_cache = outlives_cache(tokens * n * int64_t(sizeof(T))) && can_stream(y.as<T>()) &&
+                          y.strides[0] % W == 0;
   const int32_t* slots = cache.slots.as<int32_t>();
   int32_t* counts = cache.counts.as<int32_t>();
   const uint32_t cached = slots ? uint32_t(cache.rows.sizes[0]) : 0;
@@ -74,11 +72,13 @@ void gather(const View& ids, const Table& table, int64_t ahead, const RowCache& 
 
 }  // namespace
 
-void quantized_embedding(View ids, View table, View scale, int64_t ahead, View next_ids, const RowCache& cache, View y) {
+void quantized_embedding(View ids, View table, View scale, int64_t ahead, View next_ids,
+                         const RowCache& cache, View y) {
   const Table rows(table, scale);
   with_id_type(ids.dtype, [&](auto* i) {
     with_float_type(y.dtype, [&](auto* t) {
-      gather<std::remove_pointer_t<decltype(i)>, std::remove_pointer_t<decltype(t)>>(ids, rows, ahead, cache, y);
+      gather<std::remove_pointer_t<decltype(i)>, std::remove_pointer_t<decltype(t)>>(ids, rows, ahead, cache,
+                                                                                     y);
     });
   });
   if (!next_ids.defined()) return;

@@ -44,7 +44,8 @@ void gated_backward_op(const Tensor& dy, const Tensor& gate, const Optional& up,
   const Rows slope(op, "dy", dy);
   const Pair in(op, "gate or up", gate, up), out(op, "dgate or dup", dgate, dup);
   check(op, activation, slope, {&in.first, &in.second, &out.first, &out.second});
-  gated_backward(slope.view(), in.first.view(), in.second.view(), activation, out.first.view(), out.second.view());
+  gated_backward(slope.view(), in.first.view(), in.second.view(), activation, out.first.view(),
+                 out.second.view());
 }
 
 }  // namespace

@@ -69,8 +69,9 @@ void gated(View gate, View up, int64_t activation, View y) {
 void gated_backward(View dy, View gate, View up, int64_t activation, View dgate, View dup) {
   with_float_type(dy.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    with_curve<T>(activation,
-                  [&](auto* c) { backward<T, std::remove_pointer_t<decltype(c)>>(dy, gate, up, dgate, dup); });
+    with_curve<T>(activation, [&](auto* c) {
+      backward<T, std::remove_pointer_t<decltype(c)>>(dy, gate, up, dgate, dup);
+    });
   });
 }
 

@@ -14,6 +14,4 @@ void gelu_op(const Tensor& x, const Optional& bias, bool tanh, const Tensor& y) 
 }  // namespace
 }  // namespace opsmith
 
-STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "gelu", opsmith::kernel<&opsmith::gelu_op>);
-}
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) { opsmith::offer(m, "gelu", opsmith::kernel<&opsmith::gelu_op>); }

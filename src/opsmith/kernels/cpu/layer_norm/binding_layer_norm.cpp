@@ -7,14 +7,16 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-void layer_norm_op(const Tensor& x, const Optional& residual, const Optional& weight, const Optional& bias, double eps,
-                   const Tensor& y, const Optional& summed, const Optional& mean, const Optional& rstd) {
+void layer_norm_op(const Tensor& x, const Optional& residual, const Optional& weight, const Optional& bias,
+                   double eps, const Tensor& y, const Optional& summed, const Optional& mean,
+                   const Optional& rstd) {
   STD_TORCH_CHECK(x.dim() > 0 && (!residual || (summed && same_sizes(*residual, x))),
                   "layer_norm: with a residual like x, summed must be given too");
   const Rows in("layer_norm", "x", x), out("layer_norm", "y", y);
   const Rows added = residual ? Rows("layer_norm", "residual", *residual) : in;
   const Rows sum = summed ? Rows("layer_norm", "summed", *summed) : in;
-  STD_TORCH_CHECK(out.like(in) && added.like(in) && sum.like(in), "layer_norm: all rows must have one shape and dtype");
+  STD_TORCH_CHECK(out.like(in) && added.like(in) && sum.like(in),
+                  "layer_norm: all rows must have one shape and dtype");
   check_weight("layer_norm", "weight", weight, in.n(), in.dtype());
   check_weight("layer_norm", "bias", bias, in.n(), in.dtype());
   check_vector("layer_norm", "mean", mean, in.rows(), true);

@@ -38,7 +38,8 @@ class Welford {
     const float share = float(k) / float(count_ + k);
     const Vec delta = block_mean - mean_;
     mean_ = fma(delta, share, mean_);
-    m2_ += fma(delta, delta * (share * float(count_)), squares);  // the first block adds 0, however large its mean
+    m2_ += fma(delta, delta * (share * float(count_)),
+               squares);  // the first block adds 0, however large its mean
     count_ += k;
   }
 

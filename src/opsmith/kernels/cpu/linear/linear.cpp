@@ -13,7 +13,8 @@ void linear_packed(View x, View packed, View bias, View residual, Activation act
   });
 }
 
-void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y, View before) {
+void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y,
+                     View before) {
   if (y.sizes[0] == 0 || y.sizes[1] == 0) return;
   const int64_t n = weight.sizes[0], k = weight.sizes[1], sizes[] = {1, n, k}, strides[] = {n * k, k, 1};
   const Kept<1> memory(n * k * int64_t(sizeof(float)));

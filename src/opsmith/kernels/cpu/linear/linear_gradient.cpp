@@ -14,8 +14,8 @@ namespace {
 constexpr int64_t kDepth = W == 4 ? 16 : 128;  // shorter where each product is rounded by itself
 constexpr int64_t kShort = W == 4 ? 16 : 32;
 constexpr int64_t kMostColumns = 256;  // of x, and
-constexpr int64_t kMostRows = 384;     // of the result in a block
-constexpr int64_t kLane = 8;           // a strip's columns with what pads them, so that copying moves whole vectors
+constexpr int64_t kMostRows = 384;  // of the result in a block
+constexpr int64_t kLane = 8;  // a strip's columns with what pads them, so that copying moves whole vectors
 constexpr int64_t kStrip = kDepth * kLane + 16;  // strips a power of two apart would share cache sets
 
 struct Gradient {
@@ -71,7 +71,8 @@ struct Gradient {
             fetch(x.as<float>() + (next + fetched) * x.strides[0] + column, width);
           }
           float* const to = dweight.as<float>() + (row + r) * dweight.strides[0] + column + c;
-          const int64_t some = std::min<int64_t>(ROWS, height - r), lanes = std::min<int64_t>(PANEL, width - c);
+          const int64_t some = std::min<int64_t>(ROWS, height - r),
+                        lanes = std::min<int64_t>(PANEL, width - c);
           const Operand a{strips + r / ROWS * kStrip, 1, kLane};
           const float* const b = panels + c * kDepth;
           if (some == ROWS && lanes == PANEL) {

@@ -43,7 +43,9 @@ void pack_panel(const T* from, int64_t stride, int64_t columns, int64_t k, int64
 // The same where the columns of the weight's transpose lie next to each other.
 void copy_panel(const float* from, int64_t stride, int64_t columns, int64_t depth, float* to) {
   for (int64_t d = 0; d < depth; ++d) {
-    for_lanes(columns, [&](int64_t j, auto lanes) { store(to + d * columns + j, load(from + d * stride + j, lanes), lanes); });
+    for_lanes(columns, [&](int64_t j, auto lanes) {
+      store(to + d * columns + j, load(from + d * stride + j, lanes), lanes);
+    });
   }
 }
 
@@ -54,19 +56,21 @@ void linear_pack(View weight, View packed) {
   const int64_t depth = packed.sizes[2] / elements_per_unit(weight.dtype);
   with_float_type(weight.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    parallel_for(ceil_div(n, kLinearPanel), row_grain(kLinearPanel * k, 16384), [&](int64_t begin, int64_t end) {
-      for (int64_t column = begin * kLinearPanel; column < std::min(n, end * kLinearPanel); column += kLinearPanel) {
-        if constexpr (std::is_same_v<T, float>) {
-          if (weight.strides[1] != 1) {
-            copy_panel(weight.as<float>() + column, weight.strides[1], std::min(kLinearPanel, n - column), k,
-                       packed.as<float>() + column * depth);
-            continue;
+    parallel_for(
+        ceil_div(n, kLinearPanel), row_grain(kLinearPanel * k, 16384), [&](int64_t begin, int64_t end) {
+          for (int64_t column = begin * kLinearPanel; column < std::min(n, end * kLinearPanel);
+               column += kLinearPanel) {
+            if constexpr (std::is_same_v<T, float>) {
+              if (weight.strides[1] != 1) {
+                copy_panel(weight.as<float>() + column, weight.strides[1], std::min(kLinearPanel, n - column),
+                           k, packed.as<float>() + column * depth);
+                continue;
+              }
+            }
+            pack_panel(weight.as<T>() + column * weight.strides[0], weight.strides[0],
+                       std::min(kLinearPanel, n - column), k, depth, packed.as<Unit<T>>() + column * depth);
           }
-        }
-        pack_panel(weight.as<T>() + column * weight.strides[0], weight.strides[0], std::min(kLinearPanel, n - column), k,
-                   depth, packed.as<Unit<T>>() + column * depth);
-      }
-    });
+        });
   });
 }
 

@@ -10,15 +10,15 @@ namespace opsmith {
 namespace {
 
 constexpr int kTogether = W == 16 ? 4 : 2;  // rows of the weight
-constexpr int64_t kMost = 4;                // rows of x; of more, the others find the panel in a cache, if it is small
-constexpr int64_t kAhead = 2048;            // bytes of a row from what is used to what is fetched
-constexpr int64_t kBlock = 32 * W;          // of K that one accumulator sums, as rounding errors grow with that
-constexpr int64_t kWork = 1 << 15;          // products that are worth a thread
+constexpr int64_t kMost = 4;  // rows of x; of more, the others find the panel in a cache, if it is small
+constexpr int64_t kAhead = 2048;  // bytes of a row from what is used to what is fetched
+constexpr int64_t kBlock = 32 * W;  // of K that one accumulator sums, as rounding errors grow with that
+constexpr int64_t kWork = 1 << 15;  // products that are worth a thread
 
 // Sums of N rows of the weight by M of x; `next` are the rows of the weight that follow.
 template <int N, int M, class T, class X>
-inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride, const T* next, const X* x, int64_t x_stride, int64_t k,
-                                                float* sums) {
+inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride, const T* next, const X* x,
+                                                int64_t x_stride, int64_t k, float* sums) {
   const int64_t ahead = std::min(k, kAhead / int64_t(sizeof(T)));
   Vec total[N][M] = {};
   for (int64_t begin = 0; begin < k; begin += kBlock) {
@@ -51,16 +51,19 @@ inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride,
 }
 
 template <int M, class T, class X>
-void panel(const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride, int64_t k, float* sums) {
+void panel(const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride, int64_t k,
+           float* sums) {
   int64_t n = 0;
   for (; n + kTogether <= columns; n += kTogether, weight += kTogether * stride) {
     dots<kTogether, M>(weight, stride, weight + kTogether * stride, x, x_stride, k, sums + n);
   }
-  for (; n < columns; ++n, weight += stride) dots<1, M>(weight, stride, weight + stride, x, x_stride, k, sums + n);
+  for (; n < columns; ++n, weight += stride)
+    dots<1, M>(weight, stride, weight + stride, x, x_stride, k, sums + n);
 }
 
 template <class T, class X>
-void panel_of(int64_t rows, const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride, int64_t k, float* sums) {
+void panel_of(int64_t rows, const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride,
+              int64_t k, float* sums) {
   switch (rows) {
     case 1: return panel<1>(weight, stride, columns, x, x_stride, k, sums);
     case 2: return panel<2>(weight, stride, columns, x, x_stride, k, sums);
@@ -77,7 +80,8 @@ void linear_rows(View x, View weight, View bias, View residual, Activation activ
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     const auto behind = epilogue<T>(bias, residual, activation, y);
-    const int64_t panels = (n + kPanel - 1) / kPanel, grain = std::max<int64_t>(1, kWork / std::max<int64_t>(1, rows * k * kPanel));
+    const int64_t panels = (n + kPanel - 1) / kPanel,
+                  grain = std::max<int64_t>(1, kWork / std::max<int64_t>(1, rows * k * kPanel));
     parallel_shares(panels, grain, [&](int64_t begin, int64_t end) {
       float sums[kMost * kPanel];
       for (int64_t p = begin; p < end; ++p) {
@@ -85,7 +89,8 @@ void linear_rows(View x, View weight, View bias, View residual, Activation activ
         for (int64_t row = 0; row < rows; row += kMost) {
           const int64_t some = std::min(kMost, rows - row);
           const T* const from = x.as<T>() + row * x.strides[0];
-          panel_of(some, weight.as<T>() + column * weight.strides[0], weight.strides[0], width, from, x.strides[0], k, sums);
+          panel_of(some, weight.as<T>() + column * weight.strides[0], weight.strides[0], width, from,
+                   x.strides[0], k, sums);
           behind(row, int(some), column, width, sums, 0);
         }
       }

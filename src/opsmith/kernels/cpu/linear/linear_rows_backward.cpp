@@ -10,12 +10,15 @@
 namespace opsmith {
 namespace {
 
-constexpr int kTogether = W == 16 ? 4 : 2;  // rows of a result; with so many factors for each row of a step, registers hold all
-constexpr int kStep = 4;                    // rows of the second matrix
-constexpr int kLongStep = 8;                // the same for a result of one row
-constexpr int64_t kWidth = 512;             // columns
-constexpr int64_t kFactors = 256;           // of each row of a result that are taken at once
-constexpr int64_t kWork = 1 << 16;          // products that are worth a thread
+constexpr int
+    kTogether = W == 16
+                    ? 4
+                    : 2;  // rows of a result; with so many factors for each row of a step, registers hold all
+constexpr int kStep = 4;  // rows of the second matrix
+constexpr int kLongStep = 8;  // the same for a result of one row
+constexpr int64_t kWidth = 512;  // columns
+constexpr int64_t kFactors = 256;  // of each row of a result that are taken at once
+constexpr int64_t kWork = 1 << 16;  // products that are worth a thread
 
 // The matrix that is multiplied by: element (i, s) is data[i * row + s * step].
 template <class T>
@@ -26,8 +29,9 @@ struct Factors {
 
 // sums[r, :] (+)= sum over d of factors[d, r] * from[d, :]; at the end rounded into `to`, of which there are `count` rows.
 template <int R, int D, class T>
-inline __attribute__((always_inline)) void step(const float* factors, const T* from, int64_t stride, int64_t width, float* sums, bool first,
-                                                T* to, int64_t to_stride, int64_t count) {
+inline __attribute__((always_inline)) void step(const float* factors, const T* from, int64_t stride,
+                                                int64_t width, float* sums, bool first, T* to,
+                                                int64_t to_stride, int64_t count) {
   Vec by[D][R];
   for (int d = 0; d < D; ++d) {
     for (int r = 0; r < R; ++r) by[d][r] = splat(factors[d * kTogether + r]);
@@ -53,7 +57,8 @@ inline __attribute__((always_inline)) void step(const float* factors, const T* f
 
 // Up to kTogether rows `to`, of up to kWidth columns.
 template <int R, int D, class T, class F>
-void sum_rows(Factors<F> by, int64_t depth, const T* from, int64_t stride, int64_t width, T* to, int64_t to_stride, int64_t count) {
+void sum_rows(Factors<F> by, int64_t depth, const T* from, int64_t stride, int64_t width, T* to,
+              int64_t to_stride, int64_t count) {
   alignas(64) float sums[R * kWidth];
   float factors[kFactors * kTogether];
   for (int64_t begin = 0; begin < depth; begin += kFactors) {
@@ -66,8 +71,8 @@ void sum_rows(Factors<F> by, int64_t depth, const T* from, int64_t stride, int64
     for (int64_t s = begin; s < end;) {
       const auto take = [&](auto rows) {
         constexpr int some = decltype(rows)::value;
-        step<R, some>(factors + (s - begin) * kTogether, from + s * stride, stride, width, sums, s == 0, s + some == depth ? to : nullptr,
-                      to_stride, count);
+        step<R, some>(factors + (s - begin) * kTogether, from + s * stride, stride, width, sums, s == 0,
+                      s + some == depth ? to : nullptr, to_stride, count);
         s += some;
       };
       if (end - s >= D) {
@@ -83,26 +88,30 @@ void sum_rows(Factors<F> by, int64_t depth, const T* from, int64_t stride, int64
 
 // to[i, :] = sum over s of by(i, s) * from[s, :], for `count` rows and `depth` of `from`.
 template <class T, class F>
-void product(Factors<F> by, int64_t count, int64_t depth, const T* from, int64_t stride, int64_t columns, T* to, int64_t to_stride) {
+void product(Factors<F> by, int64_t count, int64_t depth, const T* from, int64_t stride, int64_t columns,
+             T* to, int64_t to_stride) {
   if (depth == 0) {
     for (int64_t i = 0; i < count; ++i) std::fill_n(to + i * to_stride, columns, T{});
     return;
   }
   const int64_t blocks = (count + kTogether - 1) / kTogether, panels = (columns + kWidth - 1) / kWidth;
   const int64_t work = std::min<int64_t>(count, kTogether) * depth * std::min(columns, kWidth);
-  parallel_shares(panels * blocks, std::max<int64_t>(1, kWork / std::max<int64_t>(1, work)), [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t row = task % blocks * kTogether, column = task / blocks * kWidth;
-      const int64_t some = std::min<int64_t>(kTogether, count - row), width = std::min(kWidth, columns - column);
-      const Factors<F> of{by.data + row * by.row, by.row, by.step};
-      T* const at = to + row * to_stride + column;
-      if (some == 1) {
-        sum_rows<1, kLongStep>(of, depth, from + column, stride, width, at, to_stride, some);
-      } else {
-        sum_rows<kTogether, kStep>(of, depth, from + column, stride, width, at, to_stride, some);
-      }
-    }
-  });
+  parallel_shares(panels * blocks, std::max<int64_t>(1, kWork / std::max<int64_t>(1, work)),
+                  [&](int64_t begin, int64_t end) {
+                    for (int64_t task = begin; task < end; ++task) {
+                      const int64_t row = task % blocks * kTogether, column = task / blocks * kWidth;
+                      const int64_t some = std::min<int64_t>(kTogether, count - row),
+                                    width = std::min(kWidth, columns - column);
+                      const Factors<F> of{by.data + row * by.row, by.row, by.step};
+                      T* const at = to + row * to_stride + column;
+                      if (some == 1) {
+                        sum_rows<1, kLongStep>(of, depth, from + column, stride, width, at, to_stride, some);
+                      } else {
+                        sum_rows<kTogether, kStep>(of, depth, from + column, stride, width, at, to_stride,
+                                                   some);
+                      }
+                    }
+                  });
 }
 
 }  // namespace
@@ -114,10 +123,12 @@ void linear_rows_backward(View dy, View x, View weight, View dx, View dweight, V
     const T* const from = dy.as<T>();
     const int64_t stride = dy.strides[0];
     if (dx.defined()) {
-      product<T>(Factors<T>{from, stride, 1}, m, n, weight.as<T>(), weight.strides[0], weight.sizes[1], dx.as<T>(), dx.strides[0]);
+      product<T>(Factors<T>{from, stride, 1}, m, n, weight.as<T>(), weight.strides[0], weight.sizes[1],
+                 dx.as<T>(), dx.strides[0]);
     }
     if (dweight.defined()) {
-      product<T>(Factors<T>{from, 1, stride}, n, m, x.as<T>(), x.strides[0], x.sizes[1], dweight.as<T>(), dweight.strides[0]);
+      product<T>(Factors<T>{from, 1, stride}, n, m, x.as<T>(), x.strides[0], x.sizes[1], dweight.as<T>(),
+                 dweight.strides[0]);
     }
     if (dbias.defined()) {
       const float one = 1;

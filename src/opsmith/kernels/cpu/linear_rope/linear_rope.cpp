@@ -16,7 +16,8 @@ struct Projection {
   Rotation rotation;
 
   // Rows of x, with the sums of some heads.
-  void operator()(int64_t row, int rows, int64_t column, int64_t width, const float* sums, int64_t panel_step) const {
+  void operator()(int64_t row, int rows, int64_t column, int64_t width, const float* sums,
+                  int64_t panel_step) const {
     const int64_t size = q.dims;
     float* const head = head_memory(size);
     for (int r = 0; r < rows; ++r, sums += kLinearPanel) {
@@ -41,9 +42,11 @@ struct Projection {
   }
 
   // The head that begins at column `at` of the product, `place` of the group: across panels, with the bias.
-  void gather(int64_t at, int64_t place, const float* sums, int64_t panel_step, int64_t size, float* head) const {
+  void gather(int64_t at, int64_t place, const float* sums, int64_t panel_step, int64_t size,
+              float* head) const {
     for (int64_t c = 0; c < size;) {
-      const int64_t in_panel = (place + c) % kLinearPanel, count = std::min(kLinearPanel - in_panel, size - c);
+      const int64_t in_panel = (place + c) % kLinearPanel,
+                    count = std::min(kLinearPanel - in_panel, size - c);
       const float* from = sums + (place + c) / kLinearPanel * panel_step + in_panel;
       for_lanes(count, [&](int64_t i, auto k) {
         Vec value = load(from + i, k);
@@ -55,7 +58,8 @@ struct Projection {
   }
 
   static T* place_of(const Heads& heads, int64_t b, int64_t h, int64_t l) {
-    return static_cast<T*>(heads.data) + b * heads.batch_stride + h * heads.head_stride + l * heads.token_stride;
+    return static_cast<T*>(heads.data) + b * heads.batch_stride + h * heads.head_stride +
+           l * heads.token_stride;
   }
 
   void write(int64_t h, int64_t b, int64_t l, const TableRow<C>& t, const float* head) const {
@@ -68,7 +72,8 @@ struct Projection {
     } else if (turned > 0) {
       rotate_row<false, false, 1>(head, 0, to, 0, t, table.half, false, 0);
     }
-    for_lanes(q.dims - turned, [&](int64_t i, auto k) { store(to + turned + i, load(head + turned + i, k), k); });
+    for_lanes(q.dims - turned,
+              [&](int64_t i, auto k) { store(to + turned + i, load(head + turned + i, k), k); });
   }
 };
 
@@ -78,8 +83,8 @@ int64_t linear_rope_group(int64_t head_dim) {
   return head_dim > 0 ? std::lcm(head_dim, kLinearPanel) / kLinearPanel : 0;
 }
 
-void linear_rope(View x, View packed, View bias, View cos, View sin, View positions, Rotation rotation, View q, View k,
-                 View v) {
+void linear_rope(View x, View packed, View bias, View cos, View sin, View positions, Rotation rotation,
+                 View q, View k, View v) {
   const int64_t group = linear_rope_group(q.sizes[q.dim - 1]);
   auto run = [&](auto* t, auto* c) {
     using T = std::remove_pointer_t<decltype(t)>;

@@ -9,7 +9,8 @@ MlaCacheView check_cache(const Tensor& latent, const Optional& rope, bool tiled,
                          int64_t width, const Tensor& slots, const Optional& ctkv_scale) {
   STD_TORCH_CHECK(latent.dim() == 4, "mla: latent must have 4 dimensions");
   const bool int8 = dtype_of(latent) == DType::i8;
-  STD_TORCH_CHECK(int8 ? tiled && bool(ctkv_scale) : dtype_of(latent) == dtype, "mla: latent has another dtype than a");
+  STD_TORCH_CHECK(int8 ? tiled && bool(ctkv_scale) : dtype_of(latent) == dtype,
+                  "mla: latent has another dtype than a");
   const int64_t size = latent.size(tiled ? 2 : 1);
   auto fits = [&](const Tensor& t, int64_t n) {
     bool good = t.dim() == 4 && t.size(0) == latent.size(0) && t.size(tiled ? 2 : 1) == size;
@@ -21,36 +22,43 @@ MlaCacheView check_cache(const Tensor& latent, const Optional& rope, bool tiled,
     }
     return good && (t.size(0) < 2 || t.stride(0) >= step || t.numel() == 0);
   };
-  STD_TORCH_CHECK(fits(latent, rope ? kv_lora : kv_lora + width) && (rope || !tiled), "mla: latent does not fit its layout");
-  STD_TORCH_CHECK(!rope || (fits(*rope, width) && dtype_of(*rope) == dtype), "mla: rope does not fit its layout");
+  STD_TORCH_CHECK(fits(latent, rope ? kv_lora : kv_lora + width) && (rope || !tiled),
+                  "mla: latent does not fit its layout");
+  STD_TORCH_CHECK(!rope || (fits(*rope, width) && dtype_of(*rope) == dtype),
+                  "mla: rope does not fit its layout");
   const DType ids = dtype_of(slots);
-  STD_TORCH_CHECK(slots.dim() == 1 && (ids == DType::i32 || ids == DType::i64), "mla: slots must be [T], int32 or int64");
+  STD_TORCH_CHECK(slots.dim() == 1 && (ids == DType::i32 || ids == DType::i64),
+                  "mla: slots must be [T], int32 or int64");
   const int64_t end = latent.size(0) * size, bad = mla_bad_slot(view_of(slots), end);
-  STD_TORCH_CHECK(bad < 0, "mla: slot_mapping must lie in [0, ", end, ") or be -1; it does not for token ", bad,
-                  "; nothing was written");
+  STD_TORCH_CHECK(bad < 0, "mla: slot_mapping must lie in [0, ", end, ") or be -1; it does not for token ",
+                  bad, "; nothing was written");
   float scale = 1.0f;
   if (ctkv_scale) {
-    STD_TORCH_CHECK(ctkv_scale->numel() == 1 && dtype_of(*ctkv_scale) == DType::f32, "mla: ctkv_scale must be one float32");
+    STD_TORCH_CHECK(ctkv_scale->numel() == 1 && dtype_of(*ctkv_scale) == DType::f32,
+                    "mla: ctkv_scale must be one float32");
     scale = *static_cast<const float*>(ctkv_scale->data_ptr());
   }
   return {view_of(latent), view_of(rope), tiled, scale};
 }
 
-void kv_epilogue_op(const Tensor& a, const Tensor& gamma2, const Optional& cos, const Optional& sin, const Tensor& slots,
-                    int64_t rope_size, bool interleaved, bool tiled, double eps, const Optional& ctkv_scale,
-                    const Tensor& latent, const Optional& rope) {
-  STD_TORCH_CHECK(a.dim() == 2 && dense(a) && gamma2.dim() == 1 && rope_size >= 0 && a.size(1) >= gamma2.size(0) + rope_size,
+void kv_epilogue_op(const Tensor& a, const Tensor& gamma2, const Optional& cos, const Optional& sin,
+                    const Tensor& slots, int64_t rope_size, bool interleaved, bool tiled, double eps,
+                    const Optional& ctkv_scale, const Tensor& latent, const Optional& rope) {
+  STD_TORCH_CHECK(a.dim() == 2 && dense(a) && gamma2.dim() == 1 && rope_size >= 0 &&
+                      a.size(1) >= gamma2.size(0) + rope_size,
                   "mla_kv_epilogue: a must be [T, kv_lora + rope or more] with a contiguous last dimension");
   check_float_vector("gamma2", gamma2, gamma2.size(0));
   check_table(cos, sin, a.size(0), rope_size);
   STD_TORCH_CHECK(slots.dim() == 1 && slots.size(0) == a.size(0), "mla_kv_epilogue: a slot for each token");
-  const MlaCacheView cache = check_cache(latent, rope, tiled, dtype_of(a), gamma2.size(0), rope_size, slots, ctkv_scale);
-  mla_kv_epilogue(view_of(a), view_of(gamma2), {view_of(cos), view_of(sin), interleaved}, view_of(slots), rope_size,
-                  float(eps), cache);
+  const MlaCacheView cache = check_cache(latent, rope, tiled, dtype_of(a), gamma2.size(0), rope_size, slots,
+                                         ctkv_scale);
+  mla_kv_epilogue(view_of(a), view_of(gamma2), {view_of(cos), view_of(sin), interleaved}, view_of(slots),
+                  rope_size, float(eps), cache);
 }
 
-MlaProjection projection(const char* name, const Tensor& weight, const Optional& bias, const Optional& descale,
-                         const Optional& scale, const Optional& offset, MlaQuant quant, DType dtype, int64_t depth) {
+MlaProjection projection(const char* name, const Tensor& weight, const Optional& bias,
+                         const Optional& descale, const Optional& scale, const Optional& offset,
+                         MlaQuant quant, DType dtype, int64_t depth) {
   const int64_t n = weight.size(0);
   check_dtype(name, weight, quant == MlaQuant::none ? dtype : DType::i8);
   if (bias) {
@@ -59,7 +67,8 @@ MlaProjection projection(const char* name, const Tensor& weight, const Optional&
     STD_TORCH_CHECK(quant != MlaQuant::per_token, "mla: no bias per token");
   }
   MlaProjection p{view_of(weight), view_of(bias), view_of(descale)};
-  if (quant != MlaQuant::none) STD_TORCH_CHECK(descale && dtype_of(*descale) == DType::f32, "mla: descale must be float32");
+  if (quant != MlaQuant::none)
+    STD_TORCH_CHECK(descale && dtype_of(*descale) == DType::f32, "mla: descale must be float32");
   if (quant == MlaQuant::weight_int4) {
     const int64_t groups = descale->dim() == 2 ? descale->size(1) : 0, half = weight.size(1);
     STD_TORCH_CHECK(groups > 0 && descale->size(0) == n && descale->is_contiguous() && half % groups == 0 &&
@@ -75,23 +84,29 @@ MlaProjection projection(const char* name, const Tensor& weight, const Optional&
   return p;
 }
 
-void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, const Tensor& wuk, const Optional& gamma0,
-                   const Optional& gamma1, const Tensor& gamma2, const Optional& beta0, const Optional& beta1,
-                   const Optional& bias0, const Optional& bias1, const Optional& descale0, const Optional& descale1,
-                   const Optional& scale0, const Optional& offset0, const Optional& scale1, const Optional& offset1,
-                   const Optional& cos, const Optional& sin, const Tensor& slots, int64_t quant, bool interleaved,
-                   bool tiled, double eps, const Optional& ctkv_scale, const Optional& q_nope_scale, const Tensor& q_out,
-                   const Optional& q_rope, const Tensor& latent, const Optional& rope, const Optional& latent_q) {
-  STD_TORCH_CHECK(x.dim() == 2 && wdqkv.dim() == 2 && wuq.dim() == 2 && wuk.dim() == 3 && dense(x) && dense(wdqkv) &&
-                      dense(wuq) && wuk.is_contiguous(),
-                  "mla_preprocess: x, wdqkv, wuq must be matrices and wuk 3-dimensional, dense in their last dimension");
+void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, const Tensor& wuk,
+                   const Optional& gamma0, const Optional& gamma1, const Tensor& gamma2,
+                   const Optional& beta0, const Optional& beta1, const Optional& bias0, const Optional& bias1,
+                   const Optional& descale0, const Optional& descale1, const Optional& scale0,
+                   const Optional& offset0, const Optional& scale1, const Optional& offset1,
+                   const Optional& cos, const Optional& sin, const Tensor& slots, int64_t quant,
+                   bool interleaved, bool tiled, double eps, const Optional& ctkv_scale,
+                   const Optional& q_nope_scale, const Tensor& q_out, const Optional& q_rope,
+                   const Tensor& latent, const Optional& rope, const Optional& latent_q) {
+  STD_TORCH_CHECK(
+      x.dim() == 2 && wdqkv.dim() == 2 && wuq.dim() == 2 && wuk.dim() == 3 && dense(x) && dense(wdqkv) &&
+          dense(wuq) && wuk.is_contiguous(),
+      "mla_preprocess: x, wdqkv, wuq must be matrices and wuk 3-dimensional, dense in their last dimension");
   STD_TORCH_CHECK(0 <= quant && quant <= int64_t(MlaQuant::weight_int4), "mla_preprocess: no form ", quant);
   const DType dtype = dtype_of(x);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "mla_preprocess: x must be floating-point");
+  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16,
+                  "mla_preprocess: x must be floating-point");
   check_dtype("wuk", wuk, dtype);
-  const int64_t tokens = x.size(0), hidden = x.size(1), heads = wuk.size(0), nope = wuk.size(1), kv_lora = wuk.size(2);
-  STD_TORCH_CHECK(heads > 0 && nope > 0 && kv_lora > 0 && wuq.size(0) % heads == 0 && wuq.size(0) / heads >= nope,
-                  "mla_preprocess: wuq must have heads * (nope + rope) rows");
+  const int64_t tokens = x.size(0), hidden = x.size(1), heads = wuk.size(0), nope = wuk.size(1),
+                kv_lora = wuk.size(2);
+  STD_TORCH_CHECK(
+      heads > 0 && nope > 0 && kv_lora > 0 && wuq.size(0) % heads == 0 && wuq.size(0) / heads >= nope,
+      "mla_preprocess: wuq must have heads * (nope + rope) rows");
   const int64_t width = wuq.size(0) / heads - nope, inner = gamma1 ? wdqkv.size(0) - kv_lora - width : hidden;
   const bool packed = MlaQuant(quant) == MlaQuant::weight_int4;
   STD_TORCH_CHECK((packed || (wdqkv.size(1) == hidden && wuq.size(1) == inner)) && inner >= 0 &&
@@ -114,8 +129,8 @@ void preprocess_op(const Tensor& x, const Tensor& wdqkv, const Tensor& wuq, cons
   call.up = projection("wuq", wuq, bias1, descale1, scale1, offset1, call.quant, dtype, inner);
   const Queries queries("mla_preprocess", q_out, q_rope, q_nope_scale, dtype, tokens, heads, kv_lora, width);
   if (latent_q) {
-    STD_TORCH_CHECK(gamma1 && latent_q->dim() == 2 && latent_q->size(0) == tokens && latent_q->size(1) == inner &&
-                        dense(*latent_q) && dtype_of(*latent_q) == dtype,
+    STD_TORCH_CHECK(gamma1 && latent_q->dim() == 2 && latent_q->size(0) == tokens &&
+                        latent_q->size(1) == inner && dense(*latent_q) && dtype_of(*latent_q) == dtype,
                     "mla_preprocess: latent_q must be [T, q_lora]");
   }
   call.x = view_of(x);

@@ -7,8 +7,9 @@ namespace {
 
 // Returns how many tasks there were since tracing began; those that found no room are counted too.
 int64_t trace_op(const Tensor& rows, bool on) {
-  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(1) == 4 && rows.is_contiguous() && dtype_of(rows) == DType::i64,
-                  "mla_trace: rows must be a contiguous int64 matrix of 4 columns");
+  STD_TORCH_CHECK(
+      rows.dim() == 2 && rows.size(1) == 4 && rows.is_contiguous() && dtype_of(rows) == DType::i64,
+      "mla_trace: rows must be a contiguous int64 matrix of 4 columns");
   mla_trace_state.rows.store(nullptr, std::memory_order_release);
   const int64_t used = mla_trace_state.used.exchange(0);
   if (on) {

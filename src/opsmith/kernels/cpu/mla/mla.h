@@ -32,7 +32,8 @@ struct MlaRotation {
 int64_t mla_bad_slot(View slots, int64_t end);
 
 // a [T, kv_lora + rope or more]: the keys go into the cache.
-void mla_kv_epilogue(View a, View gamma2, MlaRotation rotation, View slots, int64_t rope, float eps, MlaCacheView cache);
+void mla_kv_epilogue(View a, View gamma2, MlaRotation rotation, View slots, int64_t rope, float eps,
+                     MlaCacheView cache);
 
 struct MlaCall {
   View x, gamma0, beta0, gamma1, beta1, gamma2, wuk;
@@ -55,12 +56,12 @@ void rms_norm_quant(View x, View weight, View bias, float eps, float scale, floa
 void mla_q_epilogue(View q, View wuk, MlaRotation rotation, View q_nope_scale, View q_out, View q_rope);
 
 struct MlaAttentionCall {
-  View q_nope, q_rope;         // [T, H, kv_lora], int8 with q_nope_scale [H]; [T, H, rope]
-  View latent, rope;           // [B, bs, n / tile, tile], of any strides but the last
-  View tables, lens;           // [S, n], [S]
+  View q_nope, q_rope;  // [T, H, kv_lora], int8 with q_nope_scale [H]; [T, H, rope]
+  View latent, rope;  // [B, bs, n / tile, tile], of any strides but the last
+  View tables, lens;  // [S, n], [S]
   float scale = 1, ctkv_scale = 1;
   View q_nope_scale, wuv;
-  View latent_out, out;        // [T, H, kv_lora]; with wuv [T, H, v]
+  View latent_out, out;  // [T, H, kv_lora]; with wuv [T, H, v]
 };
 
 void mla_attention(const MlaAttentionCall& call);

@@ -22,8 +22,8 @@ struct AbsorbFetch {
 
 // out[m][c] (+)= sum over n of q[m][n] w[n][c].
 template <class T, int M>
-void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t columns, int64_t rows, const AbsorbFetch& fetch,
-                 bool first, float* out) {
+void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t columns, int64_t rows,
+                 const AbsorbFetch& fetch, bool first, float* out) {
   for_lanes(columns, [&](int64_t c, auto k) {
     Vec sum[M];
 #pragma GCC unroll 8
@@ -51,8 +51,8 @@ inline void store_in_order(float* to, Vec low, Vec high) {
 // The same two rows at a time: an instruction multiplies pairs that lie one below the other, once they are interleaved.
 // That leaves the sums of 32 columns in another order, in which they stay until the last rows. N blocks of 32 columns.
 template <int M, int N>
-inline void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w, int64_t columns, int64_t rows,
-                         const Ahead* next, int64_t at, bool first, bool last, float* out) {
+inline void absorb_pairs(const bfloat16* q, int64_t q_stride, const bfloat16* w, int64_t columns,
+                         int64_t rows, const Ahead* next, int64_t at, bool first, bool last, float* out) {
   Vec low[M][N], high[M][N];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
@@ -110,7 +110,8 @@ constexpr int64_t kFewTokens = 4, kDeepRows = 128;
 // R rows for one token, over all columns, its sums in memory. Meanwhile as many bytes are asked for, and a byte of each line of
 // `next`, which were, is loaded: what it loads the processor cannot drop, as it may what it is only asked for.
 template <int R>
-inline void absorb_rows(const bfloat16* x, const bfloat16* w, const char* next, const char* asked, int64_t columns, float* out) {
+inline void absorb_rows(const bfloat16* x, const bfloat16* w, const char* next, const char* asked,
+                        int64_t columns, float* out) {
   __m512bh pair[R / 2];
 #pragma GCC unroll 2
   for (int j = 0; j < R / 2; ++j) {
@@ -138,7 +139,8 @@ inline void absorb_rows(const bfloat16* x, const bfloat16* w, const char* next, 
 }
 
 // For one token, whose products take a fraction of the time that the weight takes to come: in the order in which it lies.
-inline void absorb_one(const float* q, const bfloat16* w, int64_t rows, int64_t columns, const Ahead& ahead, float* out) {
+inline void absorb_one(const float* q, const bfloat16* w, int64_t rows, int64_t columns, const Ahead& ahead,
+                       float* out) {
   constexpr int R = 4;
   const int64_t row_bytes = columns * int64_t(sizeof(bfloat16));
   std::fill_n(out, columns, 0.0f);
@@ -157,8 +159,8 @@ inline void absorb_one(const float* q, const bfloat16* w, int64_t rows, int64_t 
   for (int64_t c = 0; c < columns; c += 2 * W) store_in_order(out + c, load(out + c), load(out + c + W));
 }
 
-inline void absorb_in_pairs(const float* q, int64_t q_stride, int64_t tokens, const bfloat16* w, int64_t rows, int64_t columns,
-                            const Ahead& ahead, float* out) {
+inline void absorb_in_pairs(const float* q, int64_t q_stride, int64_t tokens, const bfloat16* w, int64_t rows,
+                            int64_t columns, const Ahead& ahead, float* out) {
   const int64_t tiles = ceil_div(tokens, kDotTokens), group = tokens <= kFewTokens ? kAbsorbRows : kDeepRows;
   for (int64_t n = 0; n < rows; n += group) {
     const int64_t some = std::min(group, rows - n);
@@ -167,11 +169,14 @@ inline void absorb_in_pairs(const float* q, int64_t q_stride, int64_t tokens, co
       with_tile((i + 1) * tokens / tiles - t, 1, [&](auto m, auto) {
         bfloat16 x[m() * kDeepRows];
         for (int j = 0; j < m(); ++j) {
-          for_lanes(some, [&](int64_t k, auto l) { store(x + j * kDeepRows + k, load(q + (t + j) * q_stride + n + k, l), l); });
+          for_lanes(some, [&](int64_t k, auto l) {
+            store(x + j * kDeepRows + k, load(q + (t + j) * q_stride + n + k, l), l);
+          });
         }
         auto block = [&](auto blocks, int64_t c) {
-          absorb_pairs<m(), blocks()>(x, kDeepRows, w + n * columns + c, columns, some, i == 0 ? &ahead : nullptr,
-                                      (n * columns + c) * 2 + kAheadBytes, n == 0, n + some == rows, out + t * columns + c);
+          absorb_pairs<m(), blocks()>(x, kDeepRows, w + n * columns + c, columns, some,
+                                      i == 0 ? &ahead : nullptr, (n * columns + c) * 2 + kAheadBytes, n == 0,
+                                      n + some == rows, out + t * columns + c);
         };
         int64_t c = 0;
         for (; c + 4 * W <= columns; c += 4 * W) block(std::integral_constant<int, 2>{}, c);
@@ -200,7 +205,8 @@ void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_
       const int64_t t = i * tokens / tiles;
       const AbsorbFetch fetch{ahead(at + kAheadBytes), i * row_bytes / tiles, (i + 1) * row_bytes / tiles};
       with_tile((i + 1) * tokens / tiles - t, 1, [&](auto m, auto) {
-        absorb_tile<T, m()>(q + t * q_stride + n, q_stride, w + n * columns, columns, some, fetch, n == 0, out + t * columns);
+        absorb_tile<T, m()>(q + t * q_stride + n, q_stride, w + n * columns, columns, some, fetch, n == 0,
+                            out + t * columns);
       });
     }
   }
@@ -225,8 +231,8 @@ bool mla_streams(const View& q_out, int64_t read) {
 // Of some tokens, q [tokens, nope + rope], whose numbers are T's. `then` is read after this head's weight, or null;
 // `table` holds 2 rope floats, `out` tokens * kv_lora.
 template <class T>
-void mla_finish_head(const MlaQueries& c, int64_t h, int64_t first, int64_t tokens, const float* q, const char* then,
-                     float* table, float* out) {
+void mla_finish_head(const MlaQueries& c, int64_t h, int64_t first, int64_t tokens, const float* q,
+                     const char* then, float* table, float* out) {
   const int64_t nope = c.wuk.sizes[1], kv_lora = c.wuk.sizes[2], rope = c.q_rope.sizes[2], head = nope + rope;
   for (int64_t t = 0; rope > 0 && t < tokens; ++t) {
     mla_table_row(c.rotation, first + t, rope, table);
@@ -235,7 +241,8 @@ void mla_finish_head(const MlaQueries& c, int64_t h, int64_t first, int64_t toke
   }
   const T* const weight = c.wuk.as<T>() + h * c.wuk.strides[0];
   const char* const base = reinterpret_cast<const char*>(weight);
-  absorb(q, head, tokens, weight, nope, kv_lora, {base, nope * kv_lora * int64_t(sizeof(T)), then ? then : base}, out);
+  absorb(q, head, tokens, weight, nope, kv_lora,
+         {base, nope * kv_lora * int64_t(sizeof(T)), then ? then : base}, out);
   const int64_t at = first * c.q_out.strides[0] + h * c.q_out.strides[1];
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t to = at + t * c.q_out.strides[0];

@@ -16,12 +16,13 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kKeys = 128;        // of a block: its packed forms and its queries' sums fill the second-level cache
-constexpr int64_t kManyKeys = 1024;   // fewer are met in blocks of half the size, which threads share out more evenly
-constexpr int64_t kQueries = 128;     // rows, a token and head each, that a block meets
-constexpr int64_t kLeastPart = 128;   // keys that are worth a thread's packing its queries
-constexpr int64_t kParts = 64;        // of the same keys, at most
-constexpr int64_t kTokens = 32;       // that an up-projection takes at once
+constexpr int64_t kKeys = 128;  // of a block: its packed forms and its queries' sums fill the second-level cache
+constexpr int64_t
+    kManyKeys = 1024;  // fewer are met in blocks of half the size, which threads share out more evenly
+constexpr int64_t kQueries = 128;  // rows, a token and head each, that a block meets
+constexpr int64_t kLeastPart = 128;  // keys that are worth a thread's packing its queries
+constexpr int64_t kParts = 64;  // of the same keys, at most
+constexpr int64_t kTokens = 32;  // that an up-projection takes at once
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 inline int64_t index(const View& v, int64_t at) {
@@ -39,16 +40,17 @@ class Attention {
   struct Group {
     int64_t sequence, row, rows, keys, blocks;
     int64_t most_parts;  // threads that it has memory for
-    float* found;        // of each part each row's weighted sum, greatest score and sum of weights; null where there is one part
+    float* found;  // of each part each row's weighted sum, greatest score and sum of weights; null where there is one part
     std::atomic<int64_t> next{0}, parts{0};
-    bool done = false;   // by a single part, so that there is nothing to put together
+    bool done = false;  // by a single part, so that there is nothing to put together
   };
 
  public:
   explicit Attention(const MlaAttentionCall& c)
-      : c_(c), tokens_(c.q_nope.sizes[0]), heads_(c.q_nope.sizes[1]), latent_(c.q_nope.sizes[2]), rope_(c.q_rope.sizes[2]),
-        each_(tokens_ / std::max<int64_t>(1, c.lens.sizes[0])), width_(round_up(latent_, W)),
-        keys_(longest() < kManyKeys ? kKeys / 2 : kKeys), groups_of_sequence_(ceil_div(each_ * heads_, kQueries)),
+      : c_(c), tokens_(c.q_nope.sizes[0]), heads_(c.q_nope.sizes[1]), latent_(c.q_nope.sizes[2]),
+        rope_(c.q_rope.sizes[2]), each_(tokens_ / std::max<int64_t>(1, c.lens.sizes[0])),
+        width_(round_up(latent_, W)), keys_(longest() < kManyKeys ? kKeys / 2 : kKeys),
+        groups_of_sequence_(ceil_div(each_ * heads_, kQueries)),
         groups_(size_t(c.lens.sizes[0] * groups_of_sequence_)) {
     const int64_t wanted = ceil_div(4 * num_threads(), std::max<int64_t>(1, int64_t(groups_.size())));
     int64_t held = 0;
@@ -75,7 +77,8 @@ class Attention {
     const int64_t count = int64_t(groups_.size()), threads = num_threads();
     parallel_for(found_any() ? threads : std::min(threads, count), 1, [&](int64_t begin, int64_t end) {
       for (; begin < end; ++begin) {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) attend(groups_[size_t(i)]);
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
+          attend(groups_[size_t(i)]);
         for (Group& g : groups_) attend(g);  // what others have not come to
       }
     });
@@ -85,7 +88,8 @@ class Attention {
  private:
   int64_t longest() const {
     int64_t most = 0;
-    for (int64_t s = 0; s < c_.lens.sizes[0]; ++s) most = std::max(most, index(c_.lens, s * c_.lens.strides[0]));
+    for (int64_t s = 0; s < c_.lens.sizes[0]; ++s)
+      most = std::max(most, index(c_.lens, s * c_.lens.strides[0]));
     return most;
   }
   int64_t part_size(const Group& g) const { return g.rows * (width_ + 2); }
@@ -113,7 +117,8 @@ class Attention {
   template <class F>
   void strips(const View& from, const Group& g, int64_t key, int64_t n, const F& f) const {
     const int64_t size = from.sizes[1], tile = from.sizes[3], bytes = size_of(from);
-    const int64_t block = index(c_.tables, g.sequence * c_.tables.strides[0] + key / size * c_.tables.strides[1]);
+    const int64_t block = index(c_.tables,
+                                g.sequence * c_.tables.strides[0] + key / size * c_.tables.strides[1]);
     const char* row = from.as<char>() + (block * from.strides[0] + key % size * from.strides[1]) * bytes;
     for (int64_t i = 0; i < n; i += tile, row += from.strides[2] * bytes) f(i, row);
   }
@@ -127,7 +132,9 @@ class Attention {
         if constexpr (std::is_same_v<S, T>) {
           std::memcpy(to + i, at, size_t(tile) * sizeof(T));
         } else {
-          for_lanes(tile, [&](int64_t j, auto l) { store(to + i + j, load(reinterpret_cast<const S*>(at) + j, l), l); });
+          for_lanes(tile, [&](int64_t j, auto l) {
+            store(to + i + j, load(reinterpret_cast<const S*>(at) + j, l), l);
+          });
         }
       });
     }
@@ -156,17 +163,36 @@ class Attention {
   Memory take() const {
     const int64_t rows = round_up(kQueries, ROWS), panel = keys_ * sizeof(float);
     const int64_t unit = int64_t(sizeof(E)) * pair;
-    const int64_t sizes[] = {rows * units(latent_) * unit, rows * units(rope_) * unit, rows * units(keys_) * unit,
-                             rows * panel, rows * width_ * 4, units(latent_) * panel, units(rope_) * panel,
-                             units(keys_) * width_ * 4, rows * 4, rows * 4, rows * 4, keys_ * (latent_ + rope_) * int64_t(sizeof(T))};
+    const int64_t sizes[] = {rows * units(latent_) * unit,
+                             rows * units(rope_) * unit,
+                             rows * units(keys_) * unit,
+                             rows * panel,
+                             rows * width_ * 4,
+                             units(latent_) * panel,
+                             units(rope_) * panel,
+                             units(keys_) * width_ * 4,
+                             rows * 4,
+                             rows * 4,
+                             rows * 4,
+                             keys_ * (latent_ + rope_) * int64_t(sizeof(T))};
     int64_t all = 0;
     for (int64_t s : sizes) all += round_up(s, 64);
     char* p = reinterpret_cast<char*>(scratch(all / 4));
     char* at[12];
     for (int i = 0; i < 12; p += round_up(sizes[i], 64), ++i) at[i] = p;
     auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
-    return {reinterpret_cast<E*>(at[0]), reinterpret_cast<E*>(at[1]), reinterpret_cast<E*>(at[2]), floats(3), floats(4),
-            floats(5), floats(6), floats(7), floats(8), floats(9), floats(10), reinterpret_cast<T*>(at[11])};
+    return {reinterpret_cast<E*>(at[0]),
+            reinterpret_cast<E*>(at[1]),
+            reinterpret_cast<E*>(at[2]),
+            floats(3),
+            floats(4),
+            floats(5),
+            floats(6),
+            floats(7),
+            floats(8),
+            floats(9),
+            floats(10),
+            reinterpret_cast<T*>(at[11])};
   }
 
   static int64_t units(int64_t n) { return ceil_div(n, pair); }
@@ -177,12 +203,12 @@ class Attention {
   }
 
   // c [rows, ...] (+)= a b, as many rows as there are.
-  static void multiply(int64_t rows, int64_t vecs, int64_t depth, const E* a, int64_t row_units, const float* b, int64_t ldb,
-                       int64_t panel_stride, float* c, int64_t ldc, bool add) {
+  static void multiply(int64_t rows, int64_t vecs, int64_t depth, const E* a, int64_t row_units,
+                       const float* b, int64_t ldb, int64_t panel_stride, float* c, int64_t ldc, bool add) {
     for (int64_t r = 0; r < rows; r += ROWS) {
       product<Units>(int(std::min<int64_t>(ROWS, rows - r)), vecs, depth,
-                     {reinterpret_cast<const float*>(a) + r * row_units, row_units, 1}, b, ldb, panel_stride, c + r * ldc, ldc,
-                     add);
+                     {reinterpret_cast<const float*>(a) + r * row_units, row_units, 1}, b, ldb, panel_stride,
+                     c + r * ldc, ldc, add);
     }
   }
 
@@ -192,7 +218,8 @@ class Attention {
     if (part >= g.most_parts) return;
     const Memory m = take();
     for (int64_t r = 0; r < round_up(g.rows, ROWS); ++r) {
-      const int64_t row = std::min(g.row + r, each_ * heads_ - 1), t = g.sequence * each_ + row / heads_, h = row % heads_;
+      const int64_t row = std::min(g.row + r, each_ * heads_ - 1), t = g.sequence * each_ + row / heads_,
+                    h = row % heads_;
       m.factor[r] = 1;
       if (c_.q_nope_scale.defined()) {
         pack_query<int8_t>(c_.q_nope, t, h, latent_, m.nope + r * units(latent_) * pair);
@@ -243,8 +270,8 @@ class Attention {
     pack_transposed<Units>(turned, rope_, count, rope_, m.turned);
     pack_rows<Units>(m.rows, latent_, count, latent_, m.values, width_);
     const int64_t vecs = ceil_div(count, W);
-    multiply(g.rows, vecs, units(latent_), m.nope, units(latent_), m.keys, PANEL, units(latent_) * PANEL, m.scores, keys_,
-             false);
+    multiply(g.rows, vecs, units(latent_), m.nope, units(latent_), m.keys, PANEL, units(latent_) * PANEL,
+             m.scores, keys_, false);
     if (c_.q_nope_scale.defined()) {
       for (int64_t r = 0; r < g.rows; ++r) {
         for (int64_t i = 0; i < vecs * W; i += W) {
@@ -254,14 +281,16 @@ class Attention {
       }
     }
     if (rope_ > 0) {
-      multiply(g.rows, vecs, units(rope_), m.rope, units(rope_), m.turned, PANEL, units(rope_) * PANEL, m.scores, keys_, true);
+      multiply(g.rows, vecs, units(rope_), m.rope, units(rope_), m.turned, PANEL, units(rope_) * PANEL,
+               m.scores, keys_, true);
     }
     const int64_t ahead = std::min(after * keys_, g.keys), some = std::min(keys_, g.keys - ahead);
     for (int64_t r = 0; r < g.rows; ++r) {
       ask(g, ahead + r * some / g.rows, ahead + (r + 1) * some / g.rows);
       weigh(m, r, std::clamp<int64_t>(sees(g, r) + 1 - first, 0, count), count);
     }
-    multiply(g.rows, width_ / W, units(count), m.weights, units(keys_), m.values, width_, PANEL, m.sums, width_, true);
+    multiply(g.rows, width_ / W, units(count), m.weights, units(keys_), m.values, width_, PANEL, m.sums,
+             width_, true);
   }
 
   // Scores become weights, of the first `seen` keys; what was summed before is scaled to the new greatest score.
@@ -304,7 +333,8 @@ class Attention {
 
   // One head of all tokens: what the parts found is put together, then projected.
   void finish(int64_t h) const {
-    const int64_t values = c_.wuv.defined() ? c_.wuv.sizes[1] : 0, stride = round_up(std::max<int64_t>(1, latent_), 64);
+    const int64_t values = c_.wuv.defined() ? c_.wuv.sizes[1] : 0,
+                  stride = round_up(std::max<int64_t>(1, latent_), 64);
     const int64_t floats = ceil_div(kTokens * stride * int64_t(sizeof(X)), 4);
     float* const memory = scratch(floats + kTokens * values + W);
     X* const x = reinterpret_cast<X*>(memory);
@@ -313,20 +343,24 @@ class Attention {
       const int64_t some = std::min(kTokens, tokens_ - first);
       for (int64_t i = 0; i < some; ++i) {
         T* const row = c_.latent_out.as<T>() + ((first + i) * heads_ + h) * latent_;
-        const Group& g = groups_[size_t((first + i) / each_ * groups_of_sequence_ + ((first + i) % each_ * heads_ + h) / kQueries)];
+        const Group& g = groups_[size_t((first + i) / each_ * groups_of_sequence_ +
+                                        ((first + i) % each_ * heads_ + h) / kQueries)];
         if (!g.done) join(g, (first + i) % each_ * heads_ + h - g.row, row);
         for_lanes(latent_, [&](int64_t k, auto l) { store(x + i * stride + k, load(row + k, l), l); });
         std::fill(x + i * stride + latent_, x + (i + 1) * stride, X{});
       }
       if (values == 0) continue;
       const T* const w = c_.wuv.as<T>() + h * values * latent_;
-      const Ahead ahead{reinterpret_cast<const char*>(w), values * latent_ * int64_t(sizeof(T)),
-                        reinterpret_cast<const char*>(w) + num_threads() * values * latent_ * int64_t(sizeof(T))};
+      const Ahead ahead{
+          reinterpret_cast<const char*>(w), values * latent_ * int64_t(sizeof(T)),
+          reinterpret_cast<const char*>(w) + num_threads() * values * latent_ * int64_t(sizeof(T))};
       constexpr int64_t step = Dots<T, T>::step * sizeof(T);
       const RowSize size{latent_, 64, latent_ * int64_t(sizeof(X))};
       dot_rows<step>(some, w, latent_, values, size, ahead, out, values,
-                     [&](auto m, auto r, int64_t t, int64_t k, int64_t depth, const T* rows, auto fetch, float* o, int64_t o_stride) {
-                       dot_tile<T, T, m(), r()>(x + t * stride + k, stride, rows, latent_, depth, fetch, o, o_stride);
+                     [&](auto m, auto r, int64_t t, int64_t k, int64_t depth, const T* rows, auto fetch,
+                         float* o, int64_t o_stride) {
+                       dot_tile<T, T, m(), r()>(x + t * stride + k, stride, rows, latent_, depth, fetch, o,
+                                                o_stride);
                      });
       for (int64_t i = 0; i < some; ++i) {
         T* const to = c_.out.as<T>() + ((first + i) * heads_ + h) * values;

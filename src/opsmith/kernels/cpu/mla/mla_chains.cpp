@@ -24,7 +24,9 @@ float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, fl
   int64_t at = 0;
   while (at < n && !(std::fabs(y[at]) >= largest)) ++at;
   if (at == n) return largest / 127.0f;
-  double value = double(to_float(x[at])) / std::sqrt(reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3])) / double(n) + double(eps)) * double(gamma[at]);
+  double value = double(to_float(x[at])) /
+                 std::sqrt(reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3])) / double(n) + double(eps)) *
+                 double(gamma[at]);
   if (beta) value += double(beta[at]);
   return float(std::fabs(value) / 127.0);
 }
@@ -63,11 +65,14 @@ void mla_q_epilogue(View q, View wuk, MlaRotation rotation, View q_nope_scale, V
       float* const x = scratch(kTokens * (head + kv_lora) + 2 * (head - wuk.sizes[1]) + 4 * W);
       float* const out = x + kTokens * head;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t h = task / groups, first = task % groups * kTokens, some = std::min(kTokens, tokens - first);
+        const int64_t h = task / groups, first = task % groups * kTokens,
+                      some = std::min(kTokens, tokens - first);
         for (int64_t i = 0; i < some; ++i) {
           mla_floats(q, (first + i) * q.strides[0] + h * q.strides[1], head, x + i * head);
         }
-        const char* const then = h + 1 < heads ? reinterpret_cast<const char*>(wuk.as<T>() + (h + 1) * wuk.strides[0]) : nullptr;
+        const char* const then = h + 1 < heads
+                                     ? reinterpret_cast<const char*>(wuk.as<T>() + (h + 1) * wuk.strides[0])
+                                     : nullptr;
         mla_finish_head<T>(c, h, first, some, x, then, out + kTokens * kv_lora, out);
       }
     });

@@ -14,13 +14,15 @@
 
 namespace opsmith {
 
-constexpr int kDotTokens = W == 16 ? 6 : 4;  // of a tile: with kDotRows of the weight, as many sums as there are registers
+constexpr int
+    kDotTokens = W == 16 ? 6
+                         : 4;  // of a tile: with kDotRows of the weight, as many sums as there are registers
 constexpr int kDotRows = W == 16 ? 4 : 2;
 constexpr int kFewRows = 2;  // where all tokens are in one tile: as many places of memory to fetch from
 constexpr int64_t kAheadBytes = 48 << 10;  // from what is used to what is asked for,
 constexpr int64_t kAgainBytes = 24 << 10;  // and to what is asked for again
 constexpr int64_t kStreamBytes = 3 << 10;  // the same for a single stream, of which a hint is enough
-constexpr int64_t kNearBytes = 24 << 10;   // of the nearest cache
+constexpr int64_t kNearBytes = 24 << 10;  // of the nearest cache
 constexpr int64_t kPieceBytes = 16 << 10;  // of x there, beside a weight that streams through
 
 // What will be read, for asking ahead of time: `size` bytes from `base` on, then those from `then` on.
@@ -123,7 +125,9 @@ struct Dots {
   using Sum = Vec;
   static constexpr int64_t step = W;
   template <class Lanes>
-  static Vec weight(const S* p, Lanes k) { return load(p, k); }
+  static Vec weight(const S* p, Lanes k) {
+    return load(p, k);
+  }
   static Vec row(const float* p) { return load(p); }
   static Vec mac(Vec x, Vec w, Vec sum) { return fma(x, w, sum); }
 };
@@ -146,7 +150,8 @@ struct Dots<bfloat16, bfloat16> {
 template <>
 struct Dots<bfloat16, int8_t> : Dots<bfloat16, bfloat16> {
   static __m512bh widen(__m256i v) {
-    const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(v)), high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(v, 1));
+    const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(v)),
+                  high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(v, 1));
     return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
   }
   static __m512bh weight(const int8_t* p, Full) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
@@ -158,8 +163,9 @@ struct Dots<bfloat16, int8_t> : Dots<bfloat16, bfloat16> {
 
 // out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not.
 template <class T, class S, int M, int R, class Fetch>
-__attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t x_stride, const S* w, int64_t w_stride,
-                                        int64_t depth, Fetch fetch, float* out, int64_t out_stride) {
+__attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t x_stride, const S* w,
+                                        int64_t w_stride, int64_t depth, Fetch fetch, float* out,
+                                        int64_t out_stride) {
   using D = Dots<T, S>;
   typename D::Sum sum[M][R];
 #pragma GCC unroll 8
@@ -203,9 +209,9 @@ constexpr int64_t kByteStep = 4 * W;
 // The same in integers; what comes out is exact. One factor of a byte product is unsigned: the weight plus 128, of which
 // 128 times the sum of x, `x_sum`, is taken again.
 template <int M, int R, class Fetch>
-__attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, const int32_t* x_sum, const int8_t* w,
-                                            int64_t w_stride, int64_t depth, Fetch fetch, int32_t* out,
-                                            int64_t out_stride) {
+__attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, const int32_t* x_sum,
+                                            const int8_t* w, int64_t w_stride, int64_t depth, Fetch fetch,
+                                            int32_t* out, int64_t out_stride) {
   IVec sum[M][R];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
@@ -215,7 +221,7 @@ __attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, c
     for (int r = 0; r < R; ++r) sum[m][r] = start;
   }
   int64_t k = 0;
-  auto add = [&](const IVec (&word)[R]) __attribute__((always_inline)) {
+  auto add = [&](const IVec(&word)[R]) __attribute__((always_inline)) {
     Bytes column[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) column[r] = bytes_of(word[r] ^ int32_t(0x80808080));
@@ -261,9 +267,9 @@ inline IVec load_bytes(const uint8_t* p) {
 // The same with numbers of 4 bits, in groups of `bytes` bytes that have a factor each. x is divided into its even numbers
 // and, `half` further on, its odd ones.
 template <int M, int R, class Fetch>
-__attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int64_t half, const uint8_t* w, int64_t w_stride,
-                                           const float* factor, int64_t groups, int64_t bytes, Fetch fetch,
-                                           float* out, int64_t out_stride) {
+__attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int64_t half, const uint8_t* w,
+                                           int64_t w_stride, const float* factor, int64_t groups,
+                                           int64_t bytes, Fetch fetch, float* out, int64_t out_stride) {
   Vec total[M][R] = {};
   for (int64_t g = 0; g < groups; ++g) {
     Vec sum[M][R] = {};
@@ -294,9 +300,10 @@ __attribute__((noinline)) void nibble_tile(const float* x, int64_t x_stride, int
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 template <int M, int R, class Fetch>
-__attribute__((noinline)) void nibble_tile(const bfloat16* x, int64_t x_stride, int64_t half, const uint8_t* w, int64_t w_stride,
-                                           const float* factor, int64_t groups, int64_t bytes, Fetch fetch,
-                                           float* out, int64_t out_stride) {
+__attribute__((noinline)) void nibble_tile(const bfloat16* x, int64_t x_stride, int64_t half,
+                                           const uint8_t* w, int64_t w_stride, const float* factor,
+                                           int64_t groups, int64_t bytes, Fetch fetch, float* out,
+                                           int64_t out_stride) {
   alignas(64) static constexpr auto numbers = [] {  // -8 to 7, twice
     std::array<uint16_t, 32> v{0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                                0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
@@ -322,7 +329,8 @@ __attribute__((noinline)) void nibble_tile(const bfloat16* x, int64_t x_stride, 
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const bfloat16* const p = x + m * x_stride + j;
-        const __m512bh v = (__m512bh)_mm512_maskz_loadu_epi16(lanes, p), u = (__m512bh)_mm512_maskz_loadu_epi16(lanes, p + half);
+        const __m512bh v = (__m512bh)_mm512_maskz_loadu_epi16(lanes, p),
+                       u = (__m512bh)_mm512_maskz_loadu_epi16(lanes, p + half);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const __m512 first = _mm512_dpbf16_ps((__m512)sum[m][r], v, even[r]);
@@ -369,9 +377,10 @@ struct RowSize {
 // For tokens of one tile, piece by piece of K; the same pieces of some rows follow each other, so that what is asked for lies
 // as far ahead as if rows were read whole.
 template <class S, class O, class Tile>
-inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const RowSize& size, const Ahead& ahead, O* out,
-                    int64_t out_stride, const Tile& tile) {
-  const int64_t row_bytes = w_stride * int64_t(sizeof(S)), pieces = ceil_div(tokens * size.x_bytes, kPieceBytes);
+inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const RowSize& size,
+                    const Ahead& ahead, O* out, int64_t out_stride, const Tile& tile) {
+  const int64_t row_bytes = w_stride * int64_t(sizeof(S)),
+                pieces = ceil_div(tokens * size.x_bytes, kPieceBytes);
   const int64_t piece = round_up(ceil_div(size.depth, std::max<int64_t>(1, pieces)), size.unit);
   const int64_t apart = kAheadBytes / std::max<int64_t>(1, piece * int64_t(sizeof(S)));
   const int64_t together = tokens < kDotTokens / 2 ? kFewRows : size.few;
@@ -383,7 +392,8 @@ inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, 
       // Where the piece lies that is used `i` rows after the first: of these rows, the next one's of them, or of other rows.
       const auto place = [&](int64_t i) {
         if (i < some) return reinterpret_cast<const char*>(w + (r + i) * w_stride + k);
-        if (k + piece < size.depth) return reinterpret_cast<const char*>(w + (r + i - some) * w_stride + k + piece);
+        if (k + piece < size.depth)
+          return reinterpret_cast<const char*>(w + (r + i - some) * w_stride + k + piece);
         return ahead((r + i) * row_bytes);
       };
       for (int64_t i = 0; i < some;) {
@@ -408,8 +418,8 @@ inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, 
 // out_stride)` computes the part of r rows and m tokens from t on that `depth` numbers from k on have, `step` bytes of a row at
 // a time. All tiles of some rows share in asking for what comes: the processor's queue for it is short.
 template <int64_t step, class S, class O, class Tile>
-inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const RowSize& size, const Ahead& ahead, O* out,
-                     int64_t out_stride, const Tile& tile) {
+inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, const RowSize& size,
+                     const Ahead& ahead, O* out, int64_t out_stride, const Tile& tile) {
   if constexpr (step == 64) {
     if (tokens == 1) {
       using One = std::integral_constant<int, 1>;
@@ -432,7 +442,8 @@ inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows,
       const int64_t t = i * tokens / tiles, some = (i + 1) * tokens / tiles - t;
       const int64_t asked = std::min(count, i * lines);
       for (int64_t s = r; s < end; s += count) {
-        const Fetch fetch{ahead(s * row_bytes + distance) + asked * row_bytes, int(std::min(lines, count - asked)), 0};
+        const Fetch fetch{ahead(s * row_bytes + distance) + asked * row_bytes,
+                          int(std::min(lines, count - asked)), 0};
         with_tile(some, count, [&](auto m, auto n) {
           tile(m, n, t, 0, size.depth, w + s * w_stride, fetch, out + t * out_stride + s, out_stride);
         });

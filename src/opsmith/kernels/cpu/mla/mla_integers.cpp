@@ -6,7 +6,8 @@ namespace opsmith {
 void mla_in_integers(const MlaCall& call) {
   with_float_type(call.x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    call.quant == MlaQuant::per_token ? mla_run<MlaInteger<T, true>>(call) : mla_run<MlaInteger<T, false>>(call);
+    call.quant == MlaQuant::per_token ? mla_run<MlaInteger<T, true>>(call)
+                                      : mla_run<MlaInteger<T, false>>(call);
   });
 }
 

@@ -59,7 +59,9 @@ struct WordProduct<bfloat16, bfloat16> {
   static constexpr bool exists = true;
   using Sum = Vec;
   static IVec lanes(IVec x) { return x; }
-  static Sum mac(IVec x, IVec w, Sum sum) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w); }
+  static Sum mac(IVec x, IVec w, Sum sum) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+  }
   template <int R>
   struct Excess {
     void add(const bfloat16*, int64_t) {}
@@ -95,8 +97,8 @@ void to_lanes(const X* x, int64_t stride, int64_t tokens, int64_t vectors, IVec*
 
 // out[t][r] = sum over K of x[t] w[r] for R rows.
 template <class Product, int V, int R, class S, class O>
-__attribute__((noinline)) void lane_tile(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, int64_t depth, Fetch fetch,
-                                         O* out, int64_t out_stride) {
+__attribute__((noinline)) void lane_tile(const IVec* x, int64_t tokens, const S* w, int64_t w_stride,
+                                         int64_t depth, Fetch fetch, O* out, int64_t out_stride) {
   constexpr int64_t n = 4 / sizeof(S), line = 64 / sizeof(S);
   typename Product::Sum sum[R][V] = {};
   typename Product::template Excess<R> excess;
@@ -134,8 +136,8 @@ __attribute__((noinline)) void lane_tile(const IVec* x, int64_t tokens, const S*
 // What `dot_rows` computes, of as many rows as fill tiles, and their number; x null: of none. The rows that come are asked for
 // in the order in which they lie.
 template <class Product, class S, class O>
-int64_t lane_rows(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, int64_t rows, int64_t depth, const Ahead& ahead,
-                  O* out, int64_t out_stride) {
+int64_t lane_rows(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, int64_t rows, int64_t depth,
+                  const Ahead& ahead, O* out, int64_t out_stride) {
   if constexpr (Product::exists) {
     auto tiles = [&](auto v) {
       constexpr int V = v(), R = std::min(kLaneRows, kLaneSums / V);

@@ -11,7 +11,8 @@ int64_t mla_bad_slot(View slots, int64_t end) {
   return -1;
 }
 
-void mla_kv_epilogue(View a, View gamma2, MlaRotation rotation, View slots, int64_t rope, float eps, MlaCacheView cache) {
+void mla_kv_epilogue(View a, View gamma2, MlaRotation rotation, View slots, int64_t rope, float eps,
+                     MlaCacheView cache) {
   const MlaVector gamma(gamma2);
   const int64_t kv_lora = gamma2.sizes[0];
   with_float_type(a.dtype, [&](auto* t) {
@@ -19,8 +20,8 @@ void mla_kv_epilogue(View a, View gamma2, MlaRotation rotation, View slots, int6
     parallel_for(a.sizes[0], row_grain(kv_lora + rope, 8192), [&](int64_t begin, int64_t end) {
       float* const memory = scratch(mla_key_memory(kv_lora, rope));
       for (int64_t i = begin; i < end; ++i) {
-        mla_write_key(a.as<T>() + i * a.strides[0], kv_lora, rope, gamma.data(), rotation, i, mla_slot(slots, i), eps,
-                      cache, memory);
+        mla_write_key(a.as<T>() + i * a.strides[0], kv_lora, rope, gamma.data(), rotation, i,
+                      mla_slot(slots, i), eps, cache, memory);
       }
     });
   });

@@ -47,10 +47,11 @@ class MlaRegion {
   explicit MlaRegion(const MlaCall& call)
       : c_(call), gamma0_(call.gamma0), beta0_(call.beta0), gamma1_(call.gamma1), beta1_(call.beta1),
         gamma2_(call.gamma2), tokens_(call.x.sizes[0]), hidden_(call.x.sizes[1]), heads_(call.wuk.sizes[0]),
-        nope_(call.wuk.sizes[1]), kv_lora_(call.wuk.sizes[2]), head_(call.up.weight.sizes[0] / call.wuk.sizes[0]),
-        rope_(head_ - nope_), columns_(call.down.weight.sizes[0]),
-        inner_(call.gamma1.defined() ? columns_ - kv_lora_ - rope_ : hidden_),
-        y_(tokens_, hidden_), z_(tokens_, inner_) {
+        nope_(call.wuk.sizes[1]), kv_lora_(call.wuk.sizes[2]),
+        head_(call.up.weight.sizes[0] / call.wuk.sizes[0]), rope_(head_ - nope_),
+        columns_(call.down.weight.sizes[0]),
+        inner_(call.gamma1.defined() ? columns_ - kv_lora_ - rope_ : hidden_), y_(tokens_, hidden_),
+        z_(tokens_, inner_) {
     const bool low_rank = call.gamma1.defined();
     key_rows_ = kv_lora_ + rope_;
     vectors_ = Product::exists ? lane_vectors(tokens_) : 0;
@@ -108,8 +109,8 @@ class MlaRegion {
       } else {
         const int64_t t = task - first_head() - first_heads_;
         keys_.wait(key_blocks_);
-        mla_write_key(a_.get() + t * columns_, kv_lora_, rope_, gamma2_.data(), c_.rotation, t, mla_slot(c_.slots, t),
-                      c_.eps, c_.cache, m.norm);
+        mla_write_key(a_.get() + t * columns_, kv_lora_, rope_, gamma2_.data(), c_.rotation, t,
+                      mla_slot(c_.slots, t), c_.eps, c_.cache, m.norm);
       }
       watch.note([&] { return stage_of(task); });
       task = upcoming;
@@ -167,7 +168,8 @@ class MlaRegion {
     return nullptr;
   }
 
-  static void prepare(const float* y, int64_t n, const MlaProjection& p, const MlaActivations<X>& to, int64_t t) {
+  static void prepare(const float* y, int64_t n, const MlaProjection& p, const MlaActivations<X>& to,
+                      int64_t t) {
     Mode::prepare(y, n, p, to.row(t), to.scales.get() + t, to.sums.get() + t);
   }
 
@@ -181,8 +183,8 @@ class MlaRegion {
     const char* const base = static_cast<const char*>(c_.down.weight.data) + first * down_bytes();
     const char* const then = weight_of(upcoming);
     normed_.wait(tokens_);
-    Mode::rows(y_, lanes_of(y_, m), tokens_, c_.down, first, rows, hidden_, {base, rows * down_bytes(), then ? then : base}, m.out, rows,
-               m.sums);
+    Mode::rows(y_, lanes_of(y_, m), tokens_, c_.down, first, rows, hidden_,
+               {base, rows * down_bytes(), then ? then : base}, m.out, rows, m.sums);
     for (int64_t t = 0; t < tokens_; ++t) {
       T* const to = a_.get() + t * columns_ + first;
       for_lanes(rows, [&](int64_t i, auto k) { store(to + i, load(m.out + t * rows + i, k), k); });
@@ -201,7 +203,8 @@ class MlaRegion {
     const char* const base = static_cast<const char*>(c_.up.weight.data) + h * head_ * up_bytes();
     const char* const absorbed = reinterpret_cast<const char*>(c_.wuk.as<T>() + h * c_.wuk.strides[0]);
     const char* const then = weight_of(upcoming);
-    Mode::rows(z_, lanes_of(z_, m), tokens_, c_.up, h * head_, head_, inner_, {base, head_ * up_bytes(), absorbed}, m.q, head_, m.sums);
+    Mode::rows(z_, lanes_of(z_, m), tokens_, c_.up, h * head_, head_, inner_,
+               {base, head_ * up_bytes(), absorbed}, m.q, head_, m.sums);
     for (int64_t i = 0; i < tokens_ * head_; i += W) {
       const int64_t left = tokens_ * head_ - i;
       if (left >= W) {
@@ -211,8 +214,8 @@ class MlaRegion {
         store(m.q + i, round_to<T>(load(m.q + i, k)), k);
       }
     }
-    mla_finish_head<T>({c_.wuk, c_.q_nope_scale, c_.q_out, c_.q_rope, c_.rotation, streaming_}, h, 0, tokens_, m.q, then,
-                       m.table, m.out);
+    mla_finish_head<T>({c_.wuk, c_.q_nope_scale, c_.q_out, c_.q_rope, c_.rotation, streaming_}, h, 0, tokens_,
+                       m.q, then, m.table, m.out);
   }
 
   const MlaCall& c_;

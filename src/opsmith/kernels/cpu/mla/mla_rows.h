@@ -133,15 +133,17 @@ inline void mla_place(const View& v, bool tiled, int64_t slot, int64_t begin, in
 
 // The keys of token t, of a row that begins with [ckv | k_pe]. `memory` holds 2 kv_lora + 4 rope floats.
 template <class T>
-inline void mla_write_key(const T* a, int64_t kv_lora, int64_t rope, const float* gamma2, const MlaRotation& rotation,
-                          int64_t t, int64_t slot, float eps, const MlaCacheView& cache, float* memory) {
+inline void mla_write_key(const T* a, int64_t kv_lora, int64_t rope, const float* gamma2,
+                          const MlaRotation& rotation, int64_t t, int64_t slot, float eps,
+                          const MlaCacheView& cache, float* memory) {
   if (slot < 0) return;
   float *const norm = memory, *const table = memory + kv_lora, *const turned = table + 2 * rope;
   T* const key = reinterpret_cast<T*>(turned + rope);
   mla_norm(a, kv_lora, gamma2, nullptr, eps, norm);
   if (cache.latent.dtype == DType::i8) {
     int8_t* const q = reinterpret_cast<int8_t*>(key);
-    for_lanes(kv_lora, [&](int64_t i, auto k) { mla_store_q8(q + i, load(norm + i, k) / cache.ctkv_scale, k); });
+    for_lanes(kv_lora,
+              [&](int64_t i, auto k) { mla_store_q8(q + i, load(norm + i, k) / cache.ctkv_scale, k); });
     mla_place(cache.latent, cache.tiled, slot, 0, kv_lora, q);
   } else {
     for_lanes(kv_lora, [&](int64_t i, auto k) { store(key + i, load(norm + i, k), k); });

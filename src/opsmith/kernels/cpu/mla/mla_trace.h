@@ -8,7 +8,8 @@
 namespace opsmith {
 
 struct MlaTrace {
-  std::atomic<int64_t*> rows{nullptr};  // [capacity, 4]: thread, stage, begin and end in nanoseconds; null: nobody asks
+  std::atomic<int64_t*> rows{
+      nullptr};  // [capacity, 4]: thread, stage, begin and end in nanoseconds; null: nobody asks
   int64_t capacity = 0;
   std::atomic<int64_t> used{0}, threads{0};
 };
@@ -37,7 +38,9 @@ class MlaWatch {
 
  private:
   static int64_t now() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
   }
 
   int64_t* rows_;

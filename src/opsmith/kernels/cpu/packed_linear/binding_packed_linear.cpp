@@ -9,22 +9,25 @@ using torch::headeronly::ScalarType;
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale, const std::optional<Tensor>& zero,
-                      const std::optional<Tensor>& bias, int64_t bits, int64_t group, bool dynamic, const Tensor& y) {
+void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                      const std::optional<Tensor>& zero, const std::optional<Tensor>& bias, int64_t bits,
+                      int64_t group, bool dynamic, const Tensor& y) {
   const Rows in("packed_linear", "x", x), out("packed_linear", "y", y);
   const int64_t k = in.n(), n = out.n();
   STD_TORCH_CHECK(out.rows() == in.rows() && out.dtype() == in.dtype(),
                   "packed_linear: y must have x's dtype and as many rows, ", in.rows());
   STD_TORCH_CHECK(bits == 8 || bits == 4, "packed_linear: weights have 8 or 4 bits, not ", bits);
-  STD_TORCH_CHECK((bits == 8) == (group == 0) && group % 32 == 0 && 0 <= group && group <= 128 && 128 % (group ? group : 128) == 0,
+  STD_TORCH_CHECK((bits == 8) == (group == 0) && group % 32 == 0 && 0 <= group && group <= 128 &&
+                      128 % (group ? group : 128) == 0,
                   "packed_linear: no group of ", group, " for ", bits, " bits");
   STD_TORCH_CHECK(!dynamic || bits == 8, "packed_linear: with dynamic, weights have 8 bits");
   const int64_t rows = round_up(n, kLeastPanel), bytes = round_up(k, kDepth) * bits / 8;
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) == rows && weight.size(1) == bytes && weight.is_contiguous() &&
-                      weight.scalar_type() == ScalarType::Byte,
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) == rows && weight.size(1) == bytes &&
+                      weight.is_contiguous() && weight.scalar_type() == ScalarType::Byte,
                   "packed_linear: the packed weight must be a contiguous uint8 [", rows, ", ", bytes, "]");
   if (group == 0) {
-    STD_TORCH_CHECK(scale.dim() == 1 && scale.size(0) == n && scale.is_contiguous() && scale.scalar_type() == ScalarType::Float,
+    STD_TORCH_CHECK(scale.dim() == 1 && scale.size(0) == n && scale.is_contiguous() &&
+                        scale.scalar_type() == ScalarType::Float,
                     "packed_linear: scale must be a contiguous float32 [", n, "]");
   } else {
     const int64_t groups = (k + group - 1) / group;
@@ -33,20 +36,23 @@ void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale
       return t.dim() == 2 && t.size(0) == groups && t.size(1) == n && t.scalar_type() == type &&
              (n < 2 || t.stride(1) == 1) && (groups < 2 || t.stride(0) >= n);
     };
-    STD_TORCH_CHECK(in_rows(scale, ScalarType::BFloat16),
-                    "packed_linear: scale must be a bfloat16 [", groups, ", ", n, "] with contiguous rows");
-    STD_TORCH_CHECK(!zero || in_rows(*zero, ScalarType::Char),
-                    "packed_linear: zero must be an int8 [", groups, ", ", n, "] with contiguous rows");
+    STD_TORCH_CHECK(in_rows(scale, ScalarType::BFloat16), "packed_linear: scale must be a bfloat16 [", groups,
+                    ", ", n, "] with contiguous rows");
+    STD_TORCH_CHECK(!zero || in_rows(*zero, ScalarType::Char), "packed_linear: zero must be an int8 [",
+                    groups, ", ", n, "] with contiguous rows");
   }
   STD_TORCH_CHECK(!zero || group > 0, "packed_linear: zeros belong to groups");
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == n && (n < 2 || bias->stride(0) == 1) &&
                             bias->scalar_type() == x.scalar_type()),
                   "packed_linear: bias must be a contiguous [", n, "] in x's dtype");
   const View packed{weight.data_ptr(), DType::i8, 2, weight.sizes().data(), weight.strides().data()};
-  packed_linear(in.view(), {packed, view_of(scale), view_of(zero), bits, group}, view_of(bias), dynamic, out.view());
+  packed_linear(in.view(), {packed, view_of(scale), view_of(zero), bits, group}, view_of(bias), dynamic,
+                out.view());
 }
 
 }  // namespace
 }  // namespace opsmith
 
-STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) { opsmith::offer(m, "packed_linear", opsmith::kernel<&opsmith::packed_linear_op>); }
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
+  opsmith::offer(m, "packed_linear", opsmith::kernel<&opsmith::packed_linear_op>);
+}

@@ -14,14 +14,14 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kChunk = 512;     // of K of a panel that the rows share while it is in the nearest cache
+constexpr int64_t kChunk = 512;  // of K of a panel that the rows share while it is in the nearest cache
 constexpr int64_t kMostRows = 384;  // of x that do so
 // Tiles that take nibbles apart each for itself: always where one instruction multiplies, as the multiplications leave time for
 // it, and four where it takes several, of few rows each.
 constexpr int64_t kTilesThatUnpack = kPairsPay ? INT64_MAX : 4;
-constexpr int64_t kAhead = 24576;   // bytes from what is used to what is fetched to the second-level cache,
-constexpr int64_t kNear = 3072;     // and from there to the nearest one
-constexpr int64_t kBlock = 128;     // of K that share a factor, where the weight names no groups
+constexpr int64_t kAhead = 24576;  // bytes from what is used to what is fetched to the second-level cache,
+constexpr int64_t kNear = 3072;  // and from there to the nearest one
+constexpr int64_t kBlock = 128;  // of K that share a factor, where the weight names no groups
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -37,20 +37,20 @@ constexpr int kLeastPaired = 3, kMostPaired = 5;
 
 struct Tile {
   const int8_t* digits;
-  const float* factor;   // [row][block]
+  const float* factor;  // [row][block]
   const int32_t* start;  // [row][block][halves(D)]: what a sum begins with, times the zero if there is one
   const int32_t* pairs;  // [row][block]: what pairs are to begin with besides
-  int low_bits;          // of the lower of two digits
-  int64_t blocks;        // from one row of these to the next
+  int low_bits;  // of the lower of two digits
+  int64_t blocks;  // from one row of these to the next
   const uint8_t* weight;
-  int64_t pitch;         // bytes of a step
+  int64_t pitch;  // bytes of a step
   int64_t depth, block;  // of K: here, and until a factor changes
   const bfloat16* scale;  // of the columns, [block]; null if they have one for all blocks
   const int8_t* zero;
   int64_t scale_stride, zero_stride;  // from one block's to the next
   int64_t columns;  // that there are
-  float* sums;      // rows of kColumns
-  bool first;       // else it is added to the sums
+  float* sums;  // rows of kColumns
+  bool first;  // else it is added to the sums
 };
 
 template <class T>
@@ -74,7 +74,8 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     IVec sum[R][D][NV], zero[NV], rest[NV] = {};
     if (t.zero) {
 #pragma GCC unroll 2
-      for (int n = 0; n < NV; ++n) zero[n] = to_int(load_some(t.zero + b * t.zero_stride + n * W, t.columns - n * W));
+      for (int n = 0; n < NV; ++n)
+        zero[n] = to_int(load_some(t.zero + b * t.zero_stride + n * W, t.columns - n * W));
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -98,7 +99,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         }
       }
     }
-    auto add = [&](const Bytes (&column)[NV]) __attribute__((always_inline)) {
+    auto add = [&](const Bytes(&column)[NV]) __attribute__((always_inline)) {
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -110,7 +111,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       }
       x += 4 * R * D;
     };
-    auto add_pairs = [&](const Bytes (&low)[NV], const Bytes (&high)[NV]) __attribute__((always_inline)) {
+    auto add_pairs = [&](const Bytes(&low)[NV], const Bytes(&high)[NV]) __attribute__((always_inline)) {
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         const int8_t *x_low = x + 4 * D * r, *x_high = x_low + 4 * D * R;
@@ -179,7 +180,8 @@ __attribute__((noinline)) void multiply(const Tile& t) {
           whole = to_float((sum[r][1][n] << low_bits) + sum[r][0][n] - rest[n]);
         }
         if constexpr (D == 4) {
-          whole = fma(to_float((sum[r][3][n] << 8) + sum[r][2][n]), 65536.0f, to_float((sum[r][1][n] << 8) + sum[r][0][n]));
+          whole = fma(to_float((sum[r][3][n] << 8) + sum[r][2][n]), 65536.0f,
+                      to_float((sum[r][1][n] << 8) + sum[r][0][n]));
         }
         total[r][n] = fma(whole, scale[n] * factor, total[r][n]);
       }
@@ -245,7 +247,8 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
 
   const int64_t panels = ceil_div(n, kColumns), threads = num_threads();
   int64_t row_blocks = ceil_div(m, kMostRows);
-  while (row_blocks * panels % threads != 0 && row_blocks * panels < 8 * threads && x.tiles >= 2 * (row_blocks + 1)) {
+  while (row_blocks * panels % threads != 0 && row_blocks * panels < 8 * threads &&
+         x.tiles >= 2 * (row_blocks + 1)) {
     ++row_blocks;
   }
   const int64_t cost = depth * kColumns * (ceil_div(m, row_blocks) + 4);
@@ -323,12 +326,14 @@ void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, 
     auto run = [&](auto digits, auto nibbles, int64_t block) {
       constexpr int D = decltype(digits)::value;
       constexpr int tile_rows = kPairsPay && nibbles ? kMostPaired : most_rows(D);
-      product<D, T>(fixed_point<D, nibbles, T>(x, block, kDepth, tile_rows), weight, n, bias.as<T>(), y.as<T>(), y.strides[0]);
+      product<D, T>(fixed_point<D, nibbles, T>(x, block, kDepth, tile_rows), weight, n, bias.as<T>(),
+                    y.as<T>(), y.strides[0]);
     };
     using std::integral_constant;
     if (dynamic) return run(integral_constant<int, 1>{}, std::false_type{}, kChunk);
     constexpr int digits = std::is_same_v<T, float> ? 4 : 2;
-    if (weight.bits == 4) return run(integral_constant<int, digits>{}, std::bool_constant<digits == 2>{}, weight.group);
+    if (weight.bits == 4)
+      return run(integral_constant<int, digits>{}, std::bool_constant<digits == 2>{}, weight.group);
     run(integral_constant<int, digits>{}, std::false_type{}, kBlock);
   });
 }

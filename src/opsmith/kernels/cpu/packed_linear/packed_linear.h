@@ -7,9 +7,9 @@
 
 namespace opsmith {
 
-constexpr int64_t kColumns = 32;    // of the packed weight that lie together: a panel
-constexpr int64_t kLeastPanel = 16; // columns of the last panel are a multiple of this
-constexpr int64_t kDepth = 8;       // K is padded to a multiple of this
+constexpr int64_t kColumns = 32;  // of the packed weight that lie together: a panel
+constexpr int64_t kLeastPanel = 16;  // columns of the last panel are a multiple of this
+constexpr int64_t kDepth = 8;  // K is padded to a multiple of this
 
 // weight [N up to kLeastPanel, K up to kDepth] as bytes, or half as many for bits = 4; scale [N] float, or with groups
 // of K [groups, N] bfloat16 in rows of any stride, and their zeros int8 (the middle of the range without them).

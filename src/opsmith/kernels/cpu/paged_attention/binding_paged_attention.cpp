@@ -15,8 +15,8 @@ bool is_id(DType dtype) { return dtype == DType::i32 || dtype == DType::i64; }
 
 void check_dense(const char* op, const char* name, const Tensor& t) {
   const int64_t last = t.dim() - 1;
-  STD_TORCH_CHECK(t.size(last) < 2 || t.stride(last) == 1 || t.numel() == 0, op, ": the last dimension of ", name,
-                  " must be contiguous");
+  STD_TORCH_CHECK(t.size(last) < 2 || t.stride(last) == 1 || t.numel() == 0, op, ": the last dimension of ",
+                  name, " must be contiguous");
 }
 
 // The caches, for tensors in `dtype` with these heads and sizes.
@@ -32,7 +32,8 @@ void check_cache(const char* op, const Tensor& keys, const Tensor& values, const
   for (int64_t d = 0; d < 3; ++d) {
     STD_TORCH_CHECK(keys.size(d) == values.size(d), op, ": k_cache and v_cache do not fit each other");
     for (const Optional* scale : {&key_scale, &value_scale}) {
-      STD_TORCH_CHECK(!*scale || ((*scale)->dim() == 3 && (*scale)->size(d) == keys.size(d) && dtype_of(**scale) == DType::f32),
+      STD_TORCH_CHECK(!*scale || ((*scale)->dim() == 3 && (*scale)->size(d) == keys.size(d) &&
+                                  dtype_of(**scale) == DType::f32),
                       op, ": k_scale and v_scale must be float32 [blocks, block size, Hkv]");
     }
   }
@@ -56,41 +57,47 @@ struct Queries {
 };
 
 void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& table,
-                        const Tensor& lengths, const Optional& key_scale, const Optional& value_scale, std::optional<double> scale,
-                        int64_t window, double softcap, const Tensor& out) {
+                        const Tensor& lengths, const Optional& key_scale, const Optional& value_scale,
+                        std::optional<double> scale, int64_t window, double softcap, const Tensor& out) {
   const char* const op = "paged_attention";
-  STD_TORCH_CHECK((q.dim() == 3 || q.dim() == 4) && out.dim() == q.dim() && out.scalar_type() == q.scalar_type(), op,
-                  ": q and the output must be [B, H, D] or [B, L, H, D], in one dtype");
+  STD_TORCH_CHECK(
+      (q.dim() == 3 || q.dim() == 4) && out.dim() == q.dim() && out.scalar_type() == q.scalar_type(), op,
+      ": q and the output must be [B, H, D] or [B, L, H, D], in one dtype");
   check_cache(op, keys, values, key_scale, value_scale, dtype_of(q));
   check_dense(op, "q", q);
   check_dense(op, "out", out);
   const Queries queries(q), outs(out);
-  for (int d = 0; d < 3; ++d) STD_TORCH_CHECK(queries.sizes[d] == outs.sizes[d], op, ": the output does not fit q");
+  for (int d = 0; d < 3; ++d)
+    STD_TORCH_CHECK(queries.sizes[d] == outs.sizes[d], op, ": the output does not fit q");
   const int64_t batch = q.size(0), heads = queries.sizes[2], kv_heads = keys.size(2), size = keys.size(1);
-  STD_TORCH_CHECK(queries.sizes[3] == keys.size(3) && outs.sizes[3] == values.size(3), op, ": head sizes of q and out are ",
-                  queries.sizes[3], " and ", outs.sizes[3], ", those of the caches ", keys.size(3), " and ", values.size(3));
-  STD_TORCH_CHECK(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), op, ": ", heads, " heads for ", kv_heads, " of keys");
+  STD_TORCH_CHECK(queries.sizes[3] == keys.size(3) && outs.sizes[3] == values.size(3), op,
+                  ": head sizes of q and out are ", queries.sizes[3], " and ", outs.sizes[3],
+                  ", those of the caches ", keys.size(3), " and ", values.size(3));
+  STD_TORCH_CHECK(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), op, ": ", heads, " heads for ",
+                  kv_heads, " of keys");
   STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == batch && is_id(dtype_of(table)), op,
                   ": block_tables must be int32 or int64 [", batch, ", blocks]");
   STD_TORCH_CHECK(lengths.dim() == 1 && lengths.size(0) == batch && is_id(dtype_of(lengths)), op,
                   ": seq_lens must be int32 or int64 [", batch, "]");
-  const PagedCache cache{view_of(keys), view_of(values), view_of(key_scale), view_of(value_scale), view_of(table), view_of(lengths)};
+  const PagedCache cache{view_of(keys),        view_of(values), view_of(key_scale),
+                         view_of(value_scale), view_of(table),  view_of(lengths)};
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t length = cache.length(b), most = table.size(1) * size;
-    STD_TORCH_CHECK(0 <= length && length <= most, op, ": seq_lens must lie in [0, ", most, "], got ", length, " for sequence ", b);
+    STD_TORCH_CHECK(0 <= length && length <= most, op, ": seq_lens must lie in [0, ", most, "], got ", length,
+                    " for sequence ", b);
     if (length == 0) continue;
     for (int64_t i = first_visible(length, queries.sizes[1], window) / size; i <= (length - 1) / size; ++i) {
       const int64_t block = cache.block(b, i);
-      STD_TORCH_CHECK(0 <= block && block < keys.size(0), op, ": block_tables must lie in [0, ", keys.size(0), "), got ", block,
-                      " for block ", i, " of sequence ", b);
+      STD_TORCH_CHECK(0 <= block && block < keys.size(0), op, ": block_tables must lie in [0, ", keys.size(0),
+                      "), got ", block, " for block ", i, " of sequence ", b);
     }
   }
   const double factor = scale ? *scale : 1 / std::sqrt(double(std::max<int64_t>(queries.sizes[3], 1)));
   paged_attention(queries.view(q), cache, {float(factor), window, float(softcap)}, outs.view(out));
 }
 
-void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots, const Tensor& keys, const Tensor& values,
-                          const Optional& key_scale, const Optional& value_scale) {
+void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots, const Tensor& keys,
+                          const Tensor& values, const Optional& key_scale, const Optional& value_scale) {
   const char* const op = "reshape_and_cache";
   STD_TORCH_CHECK(k.dim() == 3 && v.dim() == 3 && k.scalar_type() == v.scalar_type(), op,
                   ": k and v must be [T, Hkv, D], in one dtype");
@@ -106,11 +113,12 @@ void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots,
   const View at = view_of(slots);
   for (int64_t i = 0; i < tokens; ++i) {
     const int64_t slot = PagedCache::integer(at, i * at.strides[0]);
-    STD_TORCH_CHECK(-1 <= slot && slot < slots_there, op, ": slot_mapping must lie in [0, ", slots_there, ") or be -1, got ",
-                    slot, " for token ", i, "; nothing was written");
+    STD_TORCH_CHECK(-1 <= slot && slot < slots_there, op, ": slot_mapping must lie in [0, ", slots_there,
+                    ") or be -1, got ", slot, " for token ", i, "; nothing was written");
   }
-  reshape_and_cache(view_of(k), view_of(v), at,
-                    {view_of(keys), view_of(values), view_of(key_scale), view_of(value_scale), View{}, View{}});
+  reshape_and_cache(
+      view_of(k), view_of(v), at,
+      {view_of(keys), view_of(values), view_of(key_scale), view_of(value_scale), View{}, View{}});
 }
 
 }  // namespace

@@ -14,7 +14,8 @@ void rms_norm_op(const Tensor& x, const Optional& residual, const Optional& weig
   const Rows in("rms_norm", "x", x), out("rms_norm", "y", y);
   const Rows added = residual ? Rows("rms_norm", "residual", *residual) : in;
   const Rows sum = summed ? Rows("rms_norm", "summed", *summed) : in;
-  STD_TORCH_CHECK(out.like(in) && added.like(in) && sum.like(in), "rms_norm: all rows must have one shape and dtype");
+  STD_TORCH_CHECK(out.like(in) && added.like(in) && sum.like(in),
+                  "rms_norm: all rows must have one shape and dtype");
   check_weight("rms_norm", "weight", weight, in.n(), in.dtype());
   check_vector("rms_norm", "rstd", rstd, in.rows(), true);
   rms_norm(in.view(), residual ? added.view() : View{}, view_of(weight), eps, offset, round_first, out.view(),

@@ -50,8 +50,8 @@ struct RmsNorm {
 
 }  // namespace
 
-void rms_norm(View x, View residual, View weight, double eps, double offset, bool round_first, View y, View summed,
-              View rstd) {
+void rms_norm(View x, View residual, View weight, double eps, double offset, bool round_first, View y,
+              View summed, View rstd) {
   const int64_t n = x.sizes[1];
   if (x.sizes[0] == 0 || n == 0) return;
   with_float_type(x.dtype, [&](auto* t) {
@@ -60,7 +60,8 @@ void rms_norm(View x, View residual, View weight, double eps, double offset, boo
     with_parameter_type<T>(offset != 0.0, weight, View{}, [&](auto* p) {
       using P = std::remove_pointer_t<decltype(p)>;
       const Parameter<T, P> w(weight, n, 1.0f, float(offset));
-      norm_forward<T>(x, residual, y, summed, [w = w.data()](int64_t i, auto k) { return load(w + i, k); }, norm);
+      norm_forward<T>(
+          x, residual, y, summed, [w = w.data()](int64_t i, auto k) { return load(w + i, k); }, norm);
     });
   });
 }

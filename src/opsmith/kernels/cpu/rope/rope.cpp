@@ -10,13 +10,13 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kTableBytes = 256 << 10;  // of a block's table: a part of the second cache
-constexpr int64_t kTask = 16384;            // elements that are worth a thread's wake-up
-constexpr int64_t kAhead = 2048;            // bytes of x between what is read and what is asked for
-constexpr int kTogether = 2;                // heads, for which a row of the table is read once
+constexpr int64_t kTask = 16384;  // elements that are worth a thread's wake-up
+constexpr int64_t kAhead = 2048;  // bytes of x between what is read and what is asked for
+constexpr int kTogether = 2;  // heads, for which a row of the table is read once
 
 template <bool interleaved, bool shared, class T, class C>
-void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t b, int64_t begin, int64_t end,
-                  bool past_cache) {
+void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t b, int64_t begin,
+                  int64_t end, bool past_cache) {
   const int64_t half = table.half, rest = x.dims - 2 * half;
   const bool in_place = x.data == y.data;
   const T* const xs = static_cast<const T*>(x.data) + b * x.batch_stride;
@@ -25,12 +25,14 @@ void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t
     constexpr int n = decltype(count)::value;
     const T* from = xs + h * x.head_stride + l * x.token_stride;
     T* to = ys + h * y.head_stride + l * y.token_stride;
-    const bool streaming = past_cache && can_stream_both(to) && can_stream_both(to + (n - 1) * y.head_stride) &&
+    const bool streaming = past_cache && can_stream_both(to) &&
+                           can_stream_both(to + (n - 1) * y.head_stride) &&
                            (interleaved || can_stream_both(to + half));
     for (int i = 0; i < n && streaming; ++i) look_ahead_of_row(to + i * y.head_stride, x.dims);
     rotate_row<interleaved, shared, n>(from, x.head_stride, to, y.head_stride, t, half, streaming, ahead);
     for (int i = 0; i < n && rest > 0 && !in_place; ++i) {
-      std::memcpy(to + i * y.head_stride + 2 * half, from + i * x.head_stride + 2 * half, size_t(rest) * sizeof(T));
+      std::memcpy(to + i * y.head_stride + 2 * half, from + i * x.head_stride + 2 * half,
+                  size_t(rest) * sizeof(T));
     }
   };
   constexpr std::integral_constant<int, kTogether> several;
@@ -58,7 +60,8 @@ void rotate_block(const Heads& x, const Heads& y, const Table<C>& table, int64_t
 }
 
 template <bool interleaved, class T, class C>
-void rotate_all(const View& xv, const View& morev, const Table<C>& table, const View& yv, const View& more_yv) {
+void rotate_all(const View& xv, const View& morev, const Table<C>& table, const View& yv,
+                const View& more_yv) {
   const Heads x(xv), y(yv);
   const Heads more = morev.defined() ? Heads(morev) : x, more_y = morev.defined() ? Heads(more_yv) : y;
   const int64_t heads = x.heads + (morev.defined() ? more.heads : 0);
@@ -68,7 +71,8 @@ void rotate_all(const View& xv, const View& morev, const Table<C>& table, const 
   // Short enough for the table to stay in cache, and for every thread to have some.
   const int64_t fair = (x.batch * x.tokens + 4 * num_threads() - 1) / (4 * num_threads());
   const int64_t least = row_grain(heads * x.dims, kTask);
-  const int64_t block = std::min(std::max<int64_t>(1, x.tokens), std::max(least, std::min(kTableBytes / row_bytes, fair)));
+  const int64_t block = std::min(std::max<int64_t>(1, x.tokens),
+                                 std::max(least, std::min(kTableBytes / row_bytes, fair)));
   const int64_t blocks = (x.tokens + block - 1) / block;
   parallel_for(x.batch * blocks, std::max<int64_t>(1, least / block), [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {

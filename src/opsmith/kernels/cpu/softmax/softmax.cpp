@@ -16,7 +16,8 @@ constexpr int block = 8 * W;  // elements between two looks at the running maxim
 constexpr int piece = 8 * block;  // elements summed before the sum is added to the row's
 constexpr int ahead = 2048;  // bytes from what is read to what is asked for, into the next row at a row's end
 constexpr int far_ahead = 8192;  // the same, into the second-level cache
-constexpr int page = 4096;  // stores past the cache wait for the address of a new page: it is looked up one ahead
+constexpr int
+    page = 4096;  // stores past the cache wait for the address of a new page: it is looked up one ahead
 
 enum Method : int64_t { automatic = 0, stable = 1, fast = 2 };
 
@@ -65,7 +66,7 @@ template <class T>
 struct Unwritten {
   T* y = nullptr;
   int64_t n = 0, hidden = 0;  // terms, and how many more results there are, all hidden
-  float inverse = 0;          // of the sum
+  float inverse = 0;  // of the sum
   bool biased = false, streaming = false;
 };
 
@@ -83,7 +84,8 @@ inline void put_terms(const Unwritten<T> done, int64_t i, const float* const ter
 // Writes `done`'s result from `terms`, and e^z of a row in its place. Returns the sum of these, added up in pieces,
 // since each addition to a sum that holds a dominating term loses half a unit of that term.
 template <class T, bool writing, bool biased>
-inline __attribute__((always_inline)) float scan_fast(const Scores<T> z, int64_t n, float* const terms, const Unwritten<T> done) {
+inline __attribute__((always_inline)) float scan_fast(const Scores<T> z, int64_t n, float* const terms,
+                                                      const Unwritten<T> done) {
   constexpr bool exact = std::is_same_v<T, float>;
   constexpr float unit = exact ? 1.0f : log2_e;  // rounded results are good enough in powers of two
   const float factor = z.scale * unit;
@@ -97,7 +99,8 @@ inline __attribute__((always_inline)) float scan_fast(const Scores<T> z, int64_t
     const int64_t end = std::min(first + piece, n);
     constexpr int64_t step = 4 * W;
     for (; i + step <= end; i += step) {
-      for (size_t line = 0; line < step * sizeof(T); line += 64) prefetch_far((const char*)(z.x + i) + line + far_ahead);
+      for (size_t line = 0; line < step * sizeof(T); line += 64)
+        prefetch_far((const char*)(z.x + i) + line + far_ahead);
       if constexpr (writing) {
         for (int64_t j = i; j < i + step; j += 2 * W) put_terms<T, biased>(done, j, terms);
       }
@@ -105,7 +108,8 @@ inline __attribute__((always_inline)) float scan_fast(const Scores<T> z, int64_t
         const int64_t j = i + u * 2 * W;
         Pair v;
         if constexpr (biased) {
-          v = {with_bias(load(z.x + j) * factor, load(z.bias + j)), with_bias(load(z.x + j + W) * factor, load(z.bias + j + W))};
+          v = {with_bias(load(z.x + j) * factor, load(z.bias + j)),
+               with_bias(load(z.x + j + W) * factor, load(z.bias + j + W))};
         } else {
           v = load(z.x + j, Both{}) * factor;
         }
@@ -197,16 +201,15 @@ inline float row_stable(Scores<T> z, int64_t n, bool masked, float* terms, float
   const float inverse = inverse_of(sum, masked);
   for (int64_t first = 0; first < n; first += block) {
     const float top = tops[first / block], factor = top == maximum ? inverse : exp1(top - maximum) * inverse;
-    for_lanes(std::min<int64_t>(block, n - first), [=](int64_t i, auto k) {
-      put(y + first + i, load(terms + first + i) * factor, k, streaming);
-    });
+    for_lanes(std::min<int64_t>(block, n - first),
+              [=](int64_t i, auto k) { put(y + first + i, load(terms + first + i) * factor, k, streaming); });
   }
   return maximum;
 }
 
 // What a mask says of a row.
 struct Masked {
-  int64_t n;    // elements to look at: all behind them are hidden
+  int64_t n;  // elements to look at: all behind them are hidden
   bool biased;  // whether something is added to these, or hides some
 };
 
@@ -283,7 +286,9 @@ struct Forward {
 };
 
 // Rows per task.
-int64_t grain_of(int64_t rows, int64_t n, bool masked) { return row_grain(n, !masked && rows * n <= alone ? alone : task); }
+int64_t grain_of(int64_t rows, int64_t n, bool masked) {
+  return row_grain(n, !masked && rows * n <= alone ? alone : task);
+}
 
 template <class T>
 void forward(const View& x, const View& mask, float scale, bool causal, int64_t method, const View& y) {
@@ -371,13 +376,16 @@ void backward(const View& dy, const View& y, float scale, const View& dx) {
                       y.as<T>() + o * y.strides[0] + l * y.strides[1],
                       dx.as<T>() + o * dx.strides[0] + l * dx.strides[1]};
       row.streaming = past_cache && can_stream_both(row.dx);
-      const double sum = last.dx ? dot_and_write<T, true>(row, S, last) : dot_and_write<T, false>(row, S, last);
+      const double sum = last.dx ? dot_and_write<T, true>(row, S, last)
+                                 : dot_and_write<T, false>(row, S, last);
       row.scale = scale;
       row.high = float(sum);
       row.low = float(sum - row.high);
       last = row;
     }
-    for_lanes(S, [&](int64_t i, auto k) { store(last.dx + i, last(load(last.dy + i, k), load(last.y + i, k)), k); });
+    for_lanes(S, [&](int64_t i, auto k) {
+      store(last.dx + i, last(load(last.dy + i, k), load(last.y + i, k)), k);
+    });
     if (past_cache) stream_fence();
   });
 }

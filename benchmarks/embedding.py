@@ -20,7 +20,7 @@ from opsmith import measure
 from opsmith.measure.machine import describe
 from opsmith.operator import registry
 from opsmith.ops import QuantizedEmbedding, embedding
-from opsmith.ops.quantized_embedding import reference
+from opsmith.ops.embedding.quantized import reference
 
 TABLES = ((32_000, 1024), (128_000, 1024), (1_000_000, 256))  # rows and their width: 1.5 GB in all at a time
 TRAINED = 32_000  # the table that is also trained

@@ -15,11 +15,11 @@ import torch
 
 import opsmith.ops  # noqa: F401  registers the cards
 from opsmith import measure
+from opsmith.call.common import short
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Sample, registry
-from opsmith.ops.common import short
-from opsmith.ops.rope_table import rope_table
-from opsmith.ops.verify import with_leaves
+from opsmith.ops.rope.table import rope_table
+from opsmith.proof.verify import with_leaves
 
 ROWS = ((1, 1), (1, 64), (1, 768), (1, 4096), (1, 32000), (16, 64), (16, 768), (128, 10), (128, 512))
 

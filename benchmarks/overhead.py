@@ -18,13 +18,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opsmith import measure
+from opsmith.call.common import short
 from opsmith.kernels import calls
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample, registry
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
-from opsmith.ops.common import short
-from opsmith.ops.mla_rungs import thirteen_in_pytorch
-from opsmith.ops.rope_table import rope_table
+from opsmith.ops.mla.rungs import thirteen_in_pytorch
+from opsmith.ops.rope.table import rope_table
 
 MOST = 200_000  # elements of the largest input of a card: beyond this the kernel's own time hides the rest
 

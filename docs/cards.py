@@ -1,7 +1,7 @@
 """Writes into the pages of the operators what their cards say, when the site is built: nothing is listed by hand.
 
-`<!-- operators -->` on a page becomes the table of all operators. A page `operators/STEM.md` gets the cards of
-`ops/STEM.py`, and of each `ops/STEM_more.py` without a page of its own, at `<!-- cards -->` or at its end, with the
+`<!-- operators -->` on a page becomes the table of all operators. A page `operators/NAME.md` gets the card of that
+name, or the cards of the folder `ops/NAME` without a page of their own, at `<!-- cards -->` or at its end, with the
 newest numbers of each machine in `benchmarks/results` and a picture of them.
 """
 
@@ -37,7 +37,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = markdown.replace("<!-- operators -->", overview(registry().values()))
     folder, _, name = page.file.src_uri.rpartition("/")
     stem = name.removesuffix(".md")
-    cards = [card for card in registry().values() if module_of(card) == stem]
+    cards = [card for card in registry().values() if page_of(card) == stem]
     if folder != "operators" or not cards:
         return markdown
     tables = "\n\n".join(described(card) for card in cards)
@@ -46,13 +46,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return f"{markdown.rstrip()}\n\n{tables}\n"
 
 
-def module_of(card: Operator) -> str:
-    """The stem of the file that defines the operator, or of the page that it shares: `mla` for `mla_attention`."""
-    stem = str(card.function.__module__).rpartition(".")[2]
-    pages = Path(__file__).parent / "operators"
-    words = stem.split("_")
-    shared = ("_".join(words[:n]) for n in range(len(words), 0, -1))
-    return next((page for page in shared if (pages / f"{page}.md").exists()), stem)
+def page_of(card: Operator) -> str:
+    """The stem of the operator's page: its own name, or that of the folder that holds it."""
+    family = str(card.function.__module__).removeprefix("opsmith.ops.").partition(".")[0]
+    return card.name if (Path(__file__).parent / "operators" / f"{card.name}.md").exists() else family
 
 
 def overview(cards: Iterable[Operator]) -> str:
@@ -83,7 +80,7 @@ def overview(cards: Iterable[Operator]) -> str:
 
 def link(card: Operator) -> str:
     """The page of the operator, if there is one, seen from its neighbors."""
-    page = f"{module_of(card)}.md"
+    page = f"{page_of(card)}.md"
     return page if (Path(__file__).parent / "operators" / page).exists() else ""
 
 

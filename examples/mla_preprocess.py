@@ -15,8 +15,8 @@ import typer
 
 from opsmith import measure
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
-from opsmith.ops.mla_rungs import RUNGS
-from opsmith.ops.mla_trace import STAGES, Task, mla_trace
+from opsmith.ops.mla.rungs import RUNGS
+from opsmith.ops.mla.trace import STAGES, Task, mla_trace
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COLORS = ("#7f7f7f", "#1f77b4", "#17becf", "#bcbd22", "#ff7f0e", "#d62728")

@@ -105,8 +105,8 @@ def tuning_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def same_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seeds from the test's name, and a fixed number of threads, whichever worker it runs on."""
-    seed = zlib.crc32(request.node.nodeid.encode())
+    """Seeds from the test's name and its file's, wherever that lies, and a fixed number of threads on any worker."""
+    seed = zlib.crc32(f"{request.path.name}::{request.node.name}".encode())
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

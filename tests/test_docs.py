@@ -34,7 +34,7 @@ def test_the_overview_names_every_operator(cards: ModuleType) -> None:
 @pytest.mark.parametrize("name", [name for name, card in registry().items() if card.schemas])
 def test_a_page_ends_with_its_cards(cards: ModuleType, name: str) -> None:
     card = registry()[name]
-    text = cards.on_page_markdown("# Title\n", page_at(f"operators/{cards.module_of(card)}.md"))
+    text = cards.on_page_markdown("# Title\n", page_at(f"operators/{cards.page_of(card)}.md"))
     assert f"## The card of `{name}`" in text
     assert f"`opsmith::{card.schemas[0]}`" in text
     assert "plus 1 unit in the last place" in text or card.tolerance.ulps != 1

@@ -14,11 +14,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "operator": set(),
     "measure": set(),
     "kernels": set(),
-    "ops": {"operator", "measure", "kernels"},
-    "compiler": {"operator", "measure", "kernels", "ops"},
-    "profiler": {"operator", "measure", "kernels", "ops", "compiler"},
-    "authoring": {"operator", "measure", "kernels", "ops", "compiler"},
-    "integrations": {"operator", "measure", "kernels", "ops", "compiler", "profiler", "authoring"},
+    "call": {"operator", "measure", "kernels"},
+    "ops": {"operator", "measure", "kernels", "call"},
+    "proof": {"operator", "measure", "kernels", "call", "ops"},
+    "compiler": {"operator", "measure", "kernels", "call", "ops", "proof"},
+    "profiler": {"operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
+    "authoring": {"operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
+    "integrations": {
+        "operator",
+        "measure",
+        "kernels",
+        "call",
+        "ops",
+        "proof",
+        "compiler",
+        "profiler",
+        "authoring",
+    },
 }
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
@@ -70,7 +82,10 @@ def violations(package: Path) -> list[str]:
 
 def torch_includes(package: Path) -> list[str]:
     """Every kernel source, the binding aside, that includes a torch header."""
-    sources = [file for suffix in ("h", "cpp") for file in sorted(package.glob(f"kernels/cpu/**/*.{suffix}"))]
+    folders = ("kernels/cpu", "ops")
+    sources = [
+        f for top in folders for end in ("h", "cpp") for f in sorted(package.glob(f"{top}/**/*.{end}"))
+    ]
     return [
         file.name
         for file in sources
@@ -94,10 +109,10 @@ def tree(tmp_path: Path) -> Path:
         "__init__.py": "from .ops import gelu\n",
         "operator.py": "import dataclasses\n",
         "measure/timing.py": "import torch\n",
-        "kernels/cpu/gelu.cpp": '#include "simd.h"\n',
+        "ops/gelu/cpu/gelu.cpp": '#include "simd.h"\n',
         "kernels/cpu/binding.cpp": "#include <torch/csrc/stable/library.h>\n",
         "ops/__init__.py": "from opsmith.operator import Operator\n",
-        "ops/gelu.py": "from ..kernels import build\nfrom .common import rows\nfrom opsmith import measure\n",
+        "ops/gelu/__init__.py": "from ...kernels import build\nfrom .common import rows\nfrom opsmith import measure\n",
         "compiler/plan.py": "import opsmith.ops.gelu\nfrom opsmith import __version__\n",
         "cli/ops.py": "from opsmith import Config\n",
     }.items():
@@ -132,5 +147,5 @@ def test_an_import_that_goes_up_is_named(tree: Path, path: str, text: str, line:
 
 
 def test_a_torch_header_in_a_kernel_is_named(tree: Path) -> None:
-    (tree / "kernels/cpu/gelu.cpp").write_text("  #include <ATen/ATen.h>\n")
+    (tree / "ops/gelu/cpu/gelu.cpp").write_text("  #include <ATen/ATen.h>\n")
     assert torch_includes(tree) == ["gelu.cpp"]

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.authoring import function, project
+from opsmith.call.common import nbytes
 from opsmith.operator import Cost, Make, Pattern, Sample
-from opsmith.ops.common import nbytes
 
 KERNELS = project.kernels(
     __file__,

@@ -20,7 +20,7 @@ FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in USUAL)
 @pytest.fixture(scope="session")
 def precompiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
     """A folder with those headers precompiled, and with the emulation's."""
-    folder, tier = libraries.SOURCES, isa.tier()
+    folder, tier = libraries.SHARED, isa.tier()
     headers = {folder / header: like(folder / source, folder, tier) for header, source in HEADERS.items()}
     return precompile(request, tmp_path_factory, "headers", headers | emulation(), FLAGS)
 

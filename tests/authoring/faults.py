@@ -89,8 +89,8 @@ def findings(folder: Path, implementation: str) -> Iterator[tuple[bool, str, int
     import torch
 
     from opsmith.authoring import project
-    from opsmith.ops.conduct import runs
-    from opsmith.ops.verify import verify
+    from opsmith.proof.conduct import runs
+    from opsmith.proof.verify import verify
 
     card = project.load(folder).CARD
     for finding in (*verify(card, [torch.float32]), *runs(card, torch.float32)):

@@ -21,7 +21,7 @@ from opsmith.kernels import triton
 from opsmith.kernels.ascend import EmulationError
 from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import Make, Operator, Sample
-from opsmith.ops.verify import Finding, examine, forward
+from opsmith.proof.verify import Finding, examine, forward
 from tests.authoring.prototypes import PROTOTYPES, prototype, text
 
 EVERY = (torch.float32, torch.bfloat16, torch.float16)

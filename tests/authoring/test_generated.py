@@ -21,7 +21,7 @@ from opsmith.cli import main
 from opsmith.kernels import libraries, nvcc, triton
 from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import Operator
-from opsmith.ops.verify import verify
+from opsmith.proof.verify import verify
 from tests.authoring.prototypes import PROTOTYPES, prototype, text
 
 # One of each structure: rows or not, one pass or more, pairs of both kinds, matmul, masks, row vectors, two outputs.
@@ -205,7 +205,7 @@ def test_cuda_kernels_compile(tmp_path: Path) -> None:
         folder = write(tmp_path, name, ("cuda",))
         (source,) = (folder / "kernels" / "cuda").glob("*.cu")
         command = ["nvcc", "-std=c++17", "-O0", "-arch=sm_80", "-c", str(source), "-o", os.devnull]
-        command += [f"-I{source.parent}", f"-I{libraries.SOURCES}"]
+        command += [f"-I{source.parent}", f"-I{libraries.SHARED}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:2000]
 

@@ -141,7 +141,7 @@ def test_the_command_prints_a_table_and_the_smallest_failing_case(
 
 def test_opcheck_and_gradcheck_look_at_the_projects_own_entries(turned: Callable[[str], Path]) -> None:
     card = project.load(turned("")).CARD
-    from opsmith.ops.conduct import Recorder
+    from opsmith.proof.conduct import Recorder
 
     with Recorder(card.name) as recorder:
         card.function(torch.randn(3, 8), torch.randn(8), torch.randn(8))

@@ -16,7 +16,7 @@ import opsmith
 from opsmith.compiler import joined
 from opsmith.compiler.quantize import Packing
 from opsmith.ops import PackedLinear
-from opsmith.ops.packed_weight import FORMATS
+from opsmith.ops.packed_linear.weight import FORMATS
 from tests.compiler.models import ids, seeded
 
 

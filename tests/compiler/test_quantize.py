@@ -13,7 +13,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler.quantize import Packing
-from opsmith.ops.packed_weight import FORMATS
+from opsmith.ops.packed_linear.weight import FORMATS
 from tests.compiler.models import UNTIMED, ids, seeded
 
 

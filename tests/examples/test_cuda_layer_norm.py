@@ -9,7 +9,7 @@ import torch
 
 from opsmith.authoring import build, load
 from opsmith.kernels import nvcc
-from opsmith.ops.verify import verify
+from opsmith.proof.verify import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from opsmith.call import common
 from opsmith.kernels import build, calls, isa, libraries, nodes
-from opsmith.ops import common
 
 # Logs every compiler run. A test makes it misbehave with files: a compiler that finds "slow" waits while
 # "hold" is there, one that finds "full" runs into a full disk, one that finds "edit" replaces its source.
@@ -27,7 +27,7 @@ case "$*" in
 esac
 if [ -e $here/slow ]; then touch $here/started; while [ -e $here/hold ]; do sleep 0.05; done; fi
 if [ -e $here/full ]; then cat $here/version > /dev/full || exit 1; fi
-if [ -e $here/edit ]; then g++ "$@" && mv $here/edit $here/src/one.cpp; exit $?; fi
+if [ -e $here/edit ]; then g++ "$@" && mv $here/edit $here/src/cpu/one.cpp; exit $?; fi
 exec g++ "$@"
 """
 
@@ -40,10 +40,10 @@ class Project:
 
     @property
     def sources(self) -> list[Path]:
-        return sorted((self.home / "src").glob("*.cpp"))
+        return sorted((self.home / "src/cpu").glob("*.cpp"))
 
     def write(self, name: str, text: str) -> None:
-        (self.home / "src" / name).write_text(text)
+        (self.home / "src/cpu" / name).write_text(text)
 
     def flag(self, name: str, text: str = "") -> Path:
         path = self.home / name
@@ -52,7 +52,7 @@ class Project:
 
     def build(self, **options: Any) -> Path:
         return build.build_library(
-            "fake", self.sources, include_dirs=[self.home / "src"], **{"tier": "portable", **options}
+            "fake", self.sources, include_dirs=[self.home / "src/cpu"], **{"tier": "portable", **options}
         )
 
     def compiled(self) -> list[str]:
@@ -71,7 +71,7 @@ class Project:
         """The same build in another process."""
         code = (
             "import sys; from pathlib import Path; from opsmith.kernels import build;"
-            "home = Path(sys.argv[1]) / 'src'; sources = sorted(home.glob('*.cpp'));"
+            "home = Path(sys.argv[1]) / 'src/cpu'; sources = sorted(home.glob('*.cpp'));"
             "print('ready', flush=True);"
             "print(build.build_library('fake', sources, include_dirs=[home], tier='portable'))"
         )
@@ -110,7 +110,7 @@ EXPORT = 'extern "C" __attribute__((visibility("default"))) '
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    (tmp_path / "src").mkdir()
+    (tmp_path / "src/cpu").mkdir(parents=True)
     (tmp_path / "tmp").mkdir()
     found = Project(tmp_path)
     found.write("shared.h", "#pragma once\n#define SHARED 40\n")
@@ -132,7 +132,7 @@ def fresh(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     for name in ("_answers", "_loaded", "_refused"):
         monkeypatch.setattr(libraries, name, {})
     monkeypatch.setattr(libraries, "_tier", None)
-    monkeypatch.setattr(libraries, "SOURCES", project.home)  # whose one folder of sources is src
+    monkeypatch.setattr(libraries, "SOURCES", project.home)  # whose one family is src
     monkeypatch.setattr(calls, "begin", lambda path: None)  # it offers nothing
     monkeypatch.setattr(calls, "not_built_yet", list)
     for name in ("OPSMITH_ISA", "OPSMITH_NATIVE"):

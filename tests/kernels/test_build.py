@@ -56,7 +56,7 @@ def test_a_header_of_a_header_counts(project: Project) -> None:
 def test_touching_compiles_nothing(project: Project) -> None:
     first = project.build()
     project.compiled()
-    for path in (project.home / "src").iterdir():
+    for path in (project.home / "src/cpu").iterdir():
         os.utime(path, (1, 1))
     assert project.build() == first
     assert project.compiled() == []
@@ -69,7 +69,7 @@ def test_names_that_a_shell_would_take_apart(project: Project, monkeypatch: pyte
     (folder / "three & four.cpp").write_text(text)
     monkeypatch.chdir(project.home)
     sources = [path.relative_to(project.home) for path in folder.iterdir()]
-    library = build.build_library("my lib", sources, include_dirs=[Path("src")], tier="portable")
+    library = build.build_library("my lib", sources, include_dirs=[Path("src/cpu")], tier="portable")
     assert call(library, "three") == 40
 
 
@@ -177,7 +177,7 @@ def test_a_compile_error_names_file_and_line(project: Project) -> None:
     with pytest.raises(BuildError) as caught:
         project.build()
     message = str(caught.value)
-    assert f"{project.home}/src/two.cpp:3: 'undeclared' was not declared" in message
+    assert f"{project.home}/src/cpu/two.cpp:3: 'undeclared' was not declared" in message
     assert "return undeclared;" in message
     assert "ninja" not in message
     assert "FAILED" in caught.value.output
@@ -188,7 +188,7 @@ def test_a_compile_error_names_file_and_line(project: Project) -> None:
 
 def test_an_error_in_a_header_names_the_header(project: Project) -> None:
     project.write("shared.h", "#pragma once\n#define SHARED 1\nint broken(\n")
-    with pytest.raises(BuildError, match=r"src/shared\.h:3: |src/one\.cpp:2: "):
+    with pytest.raises(BuildError, match=r"src/cpu/shared\.h:3: |src/cpu/one\.cpp:2: "):
         project.build()
 
 

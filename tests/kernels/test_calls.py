@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith.ops
+from opsmith.call import common
 from opsmith.kernels import build, calls, libraries
-from opsmith.ops import common
 
 EPS = 1e-6
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -45,7 +45,7 @@ def test_a_library_offers_what_its_bindings_say_and_no_other_does() -> None:
 
 def test_every_operator_that_python_asks_for_has_a_library() -> None:
     package = Path(opsmith.ops.__file__).parents[1]
-    text = "".join(path.read_text() for path in package.glob("ops/*.py"))
+    text = "".join(path.read_text() for path in package.glob("ops/**/*.py"))
     asked = set(re.findall(r'\bnative\([\w.]+, "(\w+)"', text)) | set(re.findall(r"calls\.new_(\w+)\(", text))
     assert len(asked) > 20
     assert asked - {"operator"} <= libraries.kernels().keys()  # calls.new_operator: in a docstring
@@ -94,8 +94,8 @@ def test_each_operator_may_be_the_first_that_is_called() -> None:
     import os, sys, traceback, torch
     from opsmith import operator, ops
     from opsmith.kernels import libraries
-    from opsmith.ops.common import always_native
-    from opsmith.ops.passes import tensors_of
+    from opsmith.call.common import always_native
+    from opsmith.proof.passes import tensors_of
 
     def first(card):
         assert not libraries._loaded
@@ -208,9 +208,9 @@ def several(fresh: Project) -> Project:
     fresh.flag("common.h", "#pragma once\nint common();\n")
     fresh.flag("common.cpp", '#include "common.h"\nint common() { return 7; }\n')
     for name in ("one", "two"):
-        (fresh.home / "src" / f"{name}.cpp").unlink()
-        folder = fresh.home / name
-        folder.mkdir()
+        (fresh.home / "src/cpu" / f"{name}.cpp").unlink()
+        folder = fresh.home / name / "cpu"
+        folder.mkdir(parents=True)
         offer = f'// offer(m, "{name}_kernel")\n#include "common.h"\n'
         (folder / f"binding_{name}.cpp").write_text(f"{offer}{EXPORT}int {name}() {{ return common(); }}\n")
     return fresh
@@ -235,9 +235,9 @@ def test_what_is_wanted_at_once_is_built_in_one_run(
 
 
 def test_one_that_does_not_build_keeps_no_other_from_loading(several: Project) -> None:
-    (several.home / "one" / "binding_one.cpp").write_text('broken // offer(m, "one_kernel")')
-    (several.home / "three").mkdir()
-    (several.home / "three" / "binding_three.cpp").write_text('broken // offer(m, "three_kernel")')
+    (several.home / "one/cpu" / "binding_one.cpp").write_text('broken // offer(m, "one_kernel")')
+    (several.home / "three/cpu").mkdir(parents=True)
+    (several.home / "three/cpu" / "binding_three.cpp").write_text('broken // offer(m, "three_kernel")')
     libraries._kernels.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"binding_\w+\.cpp:1") as caught:
         assert not libraries.load()
@@ -257,7 +257,7 @@ def test_one_that_does_not_build_keeps_no_other_from_loading(several: Project) -
 def test_one_that_has_to_be_built_is_an_error_where_kernels_are_required(
     several: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (several.home / "one" / "binding_one.cpp").write_text('broken // offer(m, "one_kernel")')
+    (several.home / "one/cpu" / "binding_one.cpp").write_text('broken // offer(m, "one_kernel")')
     monkeypatch.setenv("OPSMITH_NATIVE", "1")
     assert libraries.load("two_kernel")
     for _ in range(2):

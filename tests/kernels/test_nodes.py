@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from tests.kernels.recorded import CALLS, SAME_KERNELS, Onlooker, leaf, tensors
 
 import opsmith.ops as ops
+from opsmith.call import common
 from opsmith.kernels import build, calls, nodes
-from opsmith.ops import common
 
 pytestmark = pytest.mark.usefixtures("recorded_in_cpp")
 

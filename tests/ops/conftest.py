@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from opsmith.ops.common import always_native
+from opsmith.call.common import always_native
 
 
 @pytest.fixture(autouse=True)

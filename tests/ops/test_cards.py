@@ -15,12 +15,12 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 import opsmith.ops  # noqa: F401  registers the cards
+from opsmith.call.common import always_native, short
 from opsmith.kernels import libraries, triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample, registry
-from opsmith.ops.common import always_native, short
-from opsmith.ops.conduct import Recorder
-from opsmith.ops.verify import Finding, verify, with_leaves
+from opsmith.proof.conduct import Recorder
+from opsmith.proof.verify import Finding, verify, with_leaves
 
 CARDS = list(registry().values())
 DIFFERENTIABLE = [card for card in CARDS if card.differentiable]

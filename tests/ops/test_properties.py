@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 import opsmith.ops  # noqa: F401  registers the cards
+from opsmith.call.common import always_native, short
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample, registry
-from opsmith.ops.common import always_native, short
-from opsmith.ops.verify import with_leaves
+from opsmith.proof.verify import with_leaves
 
 CARDS = list(registry().values())
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)

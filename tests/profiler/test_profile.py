@@ -16,11 +16,11 @@ from torch import nn
 import opsmith
 from opsmith.compiler.select import signature
 from opsmith.operator import registry
-from opsmith.ops.replay import sample_of
 from opsmith.profiler import Profile
 from opsmith.profiler.align import align
 from opsmith.profiler.data import ATTENTION, MATMUL, NORM, bill
 from opsmith.profiler.marks import called
+from opsmith.proof.replay import sample_of
 from tests.compiler.models import Encoder, ids, seeded
 
 WIDTH = 64

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opsmith.call.common import short
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample
-from opsmith.ops.common import short
-from opsmith.ops.verify import Finding, examine, forward
+from opsmith.proof.verify import Finding, examine, forward
 
 if TYPE_CHECKING:
     from opsmith.authoring.project import Kernels

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from opsmith.authoring.differentiate import differentiated
+from opsmith.call.common import compiling, in_huge_pages, needs_grad, recorded, short, small
 from opsmith.kernels import triton
 from opsmith.operator import (
     Cost,
@@ -27,7 +28,6 @@ from opsmith.operator import (
     as_pattern,
     register,
 )
-from opsmith.ops.common import compiling, in_huge_pages, needs_grad, recorded, short, small
 
 __all__ = ["Kernels", "card", "fit", "rotate_half", "rotate_interleaved"]
 

@@ -25,7 +25,7 @@ from opsmith.authoring import ascendc
 from opsmith.authoring.signature import Scalar, Signature, Sizes
 from opsmith.kernels import build, compiler, isa, libraries, triton
 from opsmith.operator import Operator
-from opsmith.ops.verify import Finding
+from opsmith.proof.verify import Finding
 
 __all__ = ["Kernels", "cards_of", "kernels", "load", "verify"]
 
@@ -235,7 +235,7 @@ class Kernels:
                 binding = Path(made, f"binding_{self.name}.cpp")
                 binding.write_text(self.signature.binding())
                 sources.append(binding)
-            folders = [folder, libraries.SOURCES]
+            folders = [folder, libraries.SHARED]
             if backend == "cuda":
                 name, tier = f"{self.name}-cuda", "portable"  # of the code around the kernels
             else:

@@ -26,8 +26,8 @@ FEW = 3  # variants of a kernel for a GPU
 def run(card: Operator, sample: Sample) -> str | None:
     """A call, forward and backward, and why it stopped. Nothing is computed, so what a kernel says of its inputs is no
     news."""
-    from opsmith.ops.common import always_native
-    from opsmith.ops.verify import with_leaves
+    from opsmith.call.common import always_native
+    from opsmith.proof.verify import with_leaves
 
     call = (sample.args, dict(sample.kwargs))
     args, kwargs, leaves = with_leaves(*call) if card.differentiable else (*call, [])

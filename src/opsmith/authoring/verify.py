@@ -15,10 +15,10 @@ import torch
 
 from opsmith.authoring import ascendc
 from opsmith.authoring.project import Kernels, cards_of, load
+from opsmith.call.common import short
 from opsmith.kernels import triton
-from opsmith.ops.common import short
-from opsmith.ops.conduct import conduct
-from opsmith.ops.verify import Finding, verify
+from opsmith.proof.conduct import conduct
+from opsmith.proof.verify import Finding, verify
 
 __all__ = ["emulated", "interpreted", "needs_interpreter", "verify_project"]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from opsmith.ops.bench import Benchmark
+    from opsmith.proof.bench import Benchmark
 
 
 def run(
@@ -66,9 +66,9 @@ def run(
     Example: opsmith bench rms_norm --shape "x=float32[1,128,512] weight=float32[512]"
     """
     from opsmith.measure import WrongResult
-    from opsmith.ops import baselines
-    from opsmith.ops.bench import bench
-    from opsmith.ops.replay import sample_of
+    from opsmith.proof import baselines
+    from opsmith.proof.bench import bench
+    from opsmith.proof.replay import sample_of
 
     output = Output(json)
     device_of(device)
@@ -143,7 +143,7 @@ def _projects(
     from opsmith.authoring.project import cards_of, load
     from opsmith.cli.verify import elsewhere
     from opsmith.measure import WrongResult
-    from opsmith.ops.bench import refuse
+    from opsmith.proof.bench import refuse
 
     found: set[str] = set()
     unfit: dict[str, str] = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from opsmith.cli import CommandError
 
 if TYPE_CHECKING:
-    from opsmith.ops.bench import Benchmark
+    from opsmith.proof.bench import Benchmark
 
 _KINDS = (".svg", ".png")
 _MARKS = {"forward": "o", "backward": "s", "forward + backward": "D"}

@@ -26,7 +26,7 @@ from opsmith.cli.common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from opsmith.ops.verify import Finding
+    from opsmith.proof.verify import Finding
 
 
 def run(
@@ -45,8 +45,8 @@ def run(
 
     Example: opsmith verify layer_norm --dtype bfloat16
     """
-    from opsmith.ops.conduct import conduct
-    from opsmith.ops.verify import verify
+    from opsmith.proof.conduct import conduct
+    from opsmith.proof.verify import verify
 
     output = Output(json)
     device_of(device)

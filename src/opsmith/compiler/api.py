@@ -29,7 +29,7 @@ from opsmith.compiler.reasons import raised
 from opsmith.compiler.report import Report
 from opsmith.compiler.select import Selector
 from opsmith.ops.installed import load_installed
-from opsmith.ops.packed_weight import FORMATS
+from opsmith.ops.packed_linear.weight import FORMATS
 
 
 class Session:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from opsmith.call.common import native
 from opsmith.compiler.bind import Form
 from opsmith.compiler.mutation import Effects, Rehearsal, effects
 from opsmith.compiler.outcome import GraphReport, SiteReport, warn_left
@@ -30,7 +31,6 @@ from opsmith.compiler.study import Settled, attribute
 from opsmith.compiler.worth import Worth, worth
 from opsmith.kernels import calls, libraries
 from opsmith.operator import Implementation, Operator, Verdict, registry
-from opsmith.ops.common import native
 
 MAX_PROGRAMS = 64
 MAX_STRAYS = 8

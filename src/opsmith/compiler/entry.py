@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from opsmith.call.common import carries_tangents
 from opsmith.compiler.capture import NotGeneral
 from opsmith.compiler.quantize import needed
 from opsmith.compiler.standing import Standing
-from opsmith.ops.common import carries_tangents
 
 if TYPE_CHECKING:
     from opsmith.compiler.api import Session

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from opsmith.call.common import in_huge_pages
 from opsmith.compiler.canon import op_name, shape_of
 from opsmith.compiler.filled import filled
 from opsmith.compiler.mutation import Effects
@@ -23,7 +24,6 @@ from opsmith.compiler.operands import Made
 from opsmith.compiler.recognize import LEFT_OPERAND
 from opsmith.compiler.site import Site
 from opsmith.operator import Implementation, Operator
-from opsmith.ops.common import in_huge_pages
 from opsmith.ops.packed_linear import CARD, packed_linear
 
 # Rows of a weight that its packed form keeps together: a layer whose weight ends within such a panel comes last.

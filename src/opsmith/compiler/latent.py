@@ -23,7 +23,7 @@ from opsmith.compiler.config import Config
 from opsmith.compiler.latent_find import Reading, candidates
 from opsmith.compiler.latent_pages import Pages
 from opsmith.compiler.latent_site import FORMS, LatentSite, Switch, operations
-from opsmith.ops.mla_cache import MLACache
+from opsmith.ops.mla.cache import MLACache
 
 Call = Callable[..., Any]
 

@@ -22,7 +22,7 @@ from opsmith.compiler.latent_pages import Pages
 from opsmith.compiler.latent_site import LatentSite
 from opsmith.compiler.prove import widened
 from opsmith.operator import Tolerance, Verdict
-from opsmith.ops.mla_reference import define
+from opsmith.ops.mla.reference import define
 
 # Pre-processing and attention are an operator each, and each is held to the policy.
 TOLERANCE = Tolerance(factor=2.0, ulps=2.0)

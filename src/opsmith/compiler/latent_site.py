@@ -28,7 +28,7 @@ from opsmith.ops import (
     mla_preprocess,
 )
 from opsmith.ops import rope as rope_op
-from opsmith.ops.mla_rungs import normalize_and_project
+from opsmith.ops.mla.rungs import normalize_and_project
 
 FORMS = {"int8": "weight_int8", "int8_dynamic": "per_token", "int4": "weight_int4"}
 _NUMBERS = itertools.count()

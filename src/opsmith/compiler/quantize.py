@@ -13,13 +13,13 @@ import torch
 from torch import fx, nn
 from torch._dynamo.types import GuardFilterEntry
 
+from opsmith.call.common import always_native
 from opsmith.compiler.joined import join, side_by_side
 from opsmith.compiler.linear_layers import as_linear, linear_layers
 from opsmith.compiler.mutation import Effects
 from opsmith.compiler.site import Site
 from opsmith.operator import registry
-from opsmith.ops.common import always_native
-from opsmith.ops.packed_module import PackedLinear
+from opsmith.ops.packed_linear.module import PackedLinear
 
 _ROWS = 8  # of a layer's input that prove it
 

@@ -6,10 +6,10 @@
     status()             what there is, for ``opsmith doctor``
     clean()              forget everything built
 
-A folder of ``cpu/`` is a library: a first call waits for what it needs, and for nothing else. The sources beside these
-folders are shared: each is compiled once, and linked where a header of its name is included. Which kernels a library
-offers is written in its bindings, and nowhere else. A kernel that is called before anybody has asked for it loads its
-library itself.
+A folder ``cpu*`` of an operator's family is a library, named after both: ``ops/gelu/cpu_backward`` is
+``gelu_backward``. A first call waits for what it needs, and for nothing else. Sources elsewhere are shared: each is
+compiled once, and linked where a header of its name is included. Which kernels a library offers is written in its
+bindings, and nowhere else. A kernel that is called before anybody has asked for it loads its library itself.
 
 ``OPSMITH_NATIVE=0`` turns native kernels off, and ``1`` makes it an error when they cannot be built.
 """
@@ -32,9 +32,10 @@ from opsmith.kernels import build as builder
 from opsmith.kernels import cache, calls, compiler, isa, nodes, triton
 from opsmith.kernels.build import BuildError, Library
 
-__all__ = ["SOURCES", "Status", "build", "clean", "content", "kernels", "load", "status"]
+__all__ = ["SHARED", "SOURCES", "Status", "build", "clean", "content", "kernels", "load", "status"]
 
-SOURCES = Path(__file__).resolve().parent / "cpu"
+SHARED = Path(__file__).resolve().parent / "cpu"
+SOURCES = Path(__file__).resolve().parents[1] / "ops"
 _OFFER = re.compile(r'\boffer\(m, "(\w+)"')
 _TURNED_OFF = "OPSMITH_NATIVE=0 turns native kernels off"
 
@@ -67,8 +68,8 @@ def kernels() -> dict[str, str]:
 @functools.lru_cache(maxsize=8)
 def _kernels(sources: Path) -> dict[str, str]:
     return {
-        kernel: binding.parent.name
-        for binding in sorted(sources.glob("*/binding*.cpp"))
+        kernel: _name(binding.parent)
+        for binding in sorted(sources.glob("*/cpu*/binding*.cpp"))
         for kernel in _OFFER.findall(binding.read_text())
     }
 
@@ -225,20 +226,29 @@ def clean() -> int:
     return cache.configured().clean() + cache.fallback().clean()
 
 
+def _name(folder: Path) -> str:
+    return folder.parent.name + folder.name.removeprefix("cpu")
+
+
 def _names() -> set[str]:
-    return {source.parent.name for source in SOURCES.glob("*/*.cpp")}
+    return set(_folders(SOURCES))
+
+
+def _folders(sources: Path) -> dict[str, Path]:
+    return {_name(source.parent): source.parent for source in sources.glob("*/cpu*/*.cpp")}
 
 
 def _library(name: str, tier: str | None) -> Library:
-    return Library(name, _sources(SOURCES, name), include_dirs=[SOURCES], tier=tier)
+    folders = [SHARED, SOURCES]
+    return Library(name, _sources(_folders(SOURCES)[name], folders), include_dirs=folders, tier=tier)
 
 
-def _sources(shared: Path, name: str) -> list[Path]:
-    """A library's own sources, and the shared ones whose headers these include, or those in turn."""
-    found = sorted((shared / name).glob("*.cpp"))
+def _sources(own: Path, folders: Sequence[Path]) -> list[Path]:
+    """A library's own sources, and the others whose headers these include, or those in turn."""
+    found = sorted(own.glob("*.cpp"))
     for source in found:  # which grows meanwhile
-        beside = (header.with_suffix(".cpp") for header in sorted(compiler.headers(source, [shared])))
-        found += [unit for unit in beside if unit.parent == shared and unit.exists() and unit not in found]
+        beside = (header.with_suffix(".cpp") for header in sorted(compiler.headers(source, folders)))
+        found += [unit for unit in beside if unit.exists() and unit not in found]
     return found
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from opsmith.call.common import nbytes
 from opsmith.operator import Cost
-from opsmith.ops.attention_samples import visible_pairs
-from opsmith.ops.common import nbytes
+from opsmith.ops.attention.samples import visible_pairs
 
 __all__ = [
     "attention_varlen",

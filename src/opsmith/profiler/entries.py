@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from opsmith.operator import Cost, Operator
-from opsmith.ops.replay import spell
 from opsmith.profiler import costs
 from opsmith.profiler.costs import Inputs, Spec
 from opsmith.profiler.data import ATTENTION, MATMUL
 from opsmith.profiler.kinds import OF_KIND, card_of
+from opsmith.proof.replay import spell
 
 Estimate = tuple[Cost | None, str]  # a cost where one is known, and what went wrong in a card's formula
 

@@ -20,7 +20,7 @@ from torch._C._profiler import _RecordFunctionFast
 from opsmith.compiler.plan import PlanStep
 from opsmith.compiler.program import Open, Program
 from opsmith.operator import Operator, registry
-from opsmith.ops.replay import call_of
+from opsmith.proof.replay import call_of
 
 MODULE, RUN, SITE = "opsmith.module.", "opsmith.run.", "site::"
 

@@ -9,8 +9,8 @@ from tests.kernels.ascend.support import check_samples
 from opsmith.kernels.ascend.mla_kv_epilogue import launch
 from opsmith.operator import Make
 from opsmith.ops import MLACache
-from opsmith.ops.mla_epilogue_forms import kv_launch, some_slots, table
-from opsmith.ops.mla_reference import keys
+from opsmith.ops.mla.epilogue_forms import kv_launch, some_slots, table
+from opsmith.ops.mla.reference import keys
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 

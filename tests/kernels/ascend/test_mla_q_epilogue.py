@@ -6,8 +6,8 @@ from tests.kernels.ascend.support import check, check_samples
 
 from opsmith.kernels.ascend.mla_q_epilogue import launch
 from opsmith.operator import Make, Sample
-from opsmith.ops.mla_epilogue_forms import table
-from opsmith.ops.mla_reference import queries
+from opsmith.ops.mla.epilogue_forms import table
+from opsmith.ops.mla.reference import queries
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-// Rotary embedding. Shapes and dtypes are the operator's contract (ops/rope.py).
+// Rotary embedding. Shapes and dtypes are the operator's contract (ops/rope).
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,11 @@
-"""The Triton kernels: one file per stem, registered with PyTorch's dispatcher under the names the C++ kernels have.
+"""The Triton kernels of all operators, registered with PyTorch's dispatcher under the names the C++ kernels have.
 
 An operator's Python code calls `torch.ops.opsmith.NAME` and never learns which of them ran: C++ on a CPU, these on
 a GPU. With `TRITON_INTERPRET=1` in the environment they also take the CPU's place, run by Triton's interpreter,
 so that the whole test suite of the operators holds them to their cards on a machine without a GPU.
 
-A file defines `KERNELS`, a mapping from the name of an operator in `opsmith::` to a function of its schema.
+A file `triton.py` of an operator's folder, or one in its folder `triton`, may define `KERNELS`, a mapping from the
+name of an operator in `opsmith::` to a function of its schema.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import importlib
 import importlib.util
 import os
-import pkgutil
+from pathlib import Path
 
 import torch
 
@@ -22,18 +23,7 @@ __all__ = ["DEVICE", "INTERPRETED", "installed", "load", "offers"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"  # whose tensors these kernels take
 
-_HELPERS = {
-    "ahead",
-    "attention_gradients",
-    "attention_scores",
-    "common",
-    "formula",
-    "linalg",
-    "mla_rows",
-    "mla_stages",
-    "norm",
-    "races",
-}
+_FAMILIES = Path(__file__).resolve().parents[2] / "ops"
 _LIBRARY = torch.library.Library("opsmith", "IMPL")
 
 
@@ -49,10 +39,9 @@ def load() -> frozenset[str]:
     if installed() is not True:
         return frozenset()
     names: set[str] = set()
-    for module in pkgutil.iter_modules(__path__):
-        if module.name in _HELPERS:
-            continue
-        kernels = importlib.import_module(f"{__name__}.{module.name}").KERNELS
+    for file in sorted([*_FAMILIES.glob("*/triton.py"), *_FAMILIES.glob("*/triton/*.py")]):
+        path = file.relative_to(_FAMILIES.parent).with_suffix("")
+        kernels = getattr(importlib.import_module(".".join(["opsmith", *path.parts])), "KERNELS", {})
         for name, function in kernels.items():
             _LIBRARY.impl(name, function, DEVICE.upper())
         names.update(kernels)

@@ -1,0 +1,1 @@
+"""From a public function to a kernel: checks, memory, autograd."""

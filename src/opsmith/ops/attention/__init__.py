@@ -1,0 +1,372 @@
+"""Scaled dot-product attention: bidirectional, causal, windowed, with masks and grouped heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.call.common import (
+    compiling,
+    kernels,
+    native,
+    needs_grad,
+    recorded,
+    recording,
+    small_node,
+    soonest,
+    spread,
+)
+from opsmith.kernels import calls, nodes
+from opsmith.operator import Implementation, Kind, Operator, Pattern, register
+from opsmith.ops.attention.check import check
+from opsmith.ops.attention.eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
+from opsmith.ops.attention.samples import cost, promised, samples, workloads
+from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
+
+# Numbers of q from which the gradients of all keys are worth a search for tokens that have none: a Function in Python.
+_SEARCHED = 1 << 16
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Weigh the values by how well each key fits the query; no L x S matrix in memory.
+
+    `y = softmax(scale * q @ k.T + mask) @ v`, by an online softmax over tiles. A query that may see no key
+    gives zeros.
+
+    >>> q, kv = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 128, 64)  # 4 query heads share each key head
+    >>> attention(q, kv, kv, causal=True).shape
+    torch.Size([2, 8, 128, 64])
+
+    Args:
+        q: [B, H, L, D], float32, bfloat16 or float16 (float64 through PyTorch).
+        k: [B, Hkv, S, D]; H is a multiple of Hkv, and each key head serves H / Hkv query heads.
+        v: [B, Hkv, S, Dv].
+        mask: broadcastable to [B, H, L, S]; boolean (True = attend), or added to the scaled scores.
+        causal: query i sees key j only where `j <= i + S - L`, so the last query sees every key.
+        scale: of the scores; `D ** -0.5` by default.
+        window: query i sees only the keys less than `window` positions from its own, i + S - L.
+        softcap: scores become `softcap * tanh(score / softcap)`, before the mask.
+        out: [B, H, L, Dv] in q's dtype to write into.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape, device, window or softcap.
+
+    Source: Vaswani et al., 2017; Dao et al., "FlashAttention", 2022; Beltagy et al., 2020 (window);
+    Gemma 2, 2024 (softcap).
+    """
+    if out is None and not compiling():
+        try:
+            if (window is None or window > 0) and (softcap is None or softcap > 0):
+                at = 1.0 / math.sqrt(calls.sizes(q)[-1] or 1) if scale is None else scale
+                cap = 0.0 if softcap is None else softcap
+                if causal or not recording() or not _searched(q, mask, window):
+                    y: torch.Tensor | None = calls.new_attention(
+                        q, k, v, mask, at, causal, window or 0, cap, y=[q]
+                    )
+                    if y is not None:
+                        return y
+        except (RuntimeError, IndexError, AttributeError, TypeError):
+            pass  # the checks say why, or values are wider
+    check(q, k, v, mask, scale, window, softcap, out)
+    wants_grad = needs_grad(q, k, v, mask)
+    if (
+        native(q, *_KERNELS[: 1 + wants_grad]) is not True
+        or (wants_grad and mask is not None and mask.requires_grad)
+        or (wants_grad and small_node(q.numel() + k.numel()))
+    ):
+        y = eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    elif (
+        q.is_cuda and sdpa_supports(q, k, v, mask=mask, causal=causal, window=window, softcap=softcap) is True
+    ):
+        y = sdpa(q, k, v, causal=causal, scale=scale)
+    elif wants_grad:
+        y = recorded(_Attention, q, k, v, mask, *settings(q, causal, scale, window, softcap))
+    else:
+        return _native(
+            q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap, out=out
+        )
+    return y if out is None else out.copy_(y)
+
+
+def _searched(q: torch.Tensor, mask: torch.Tensor | None, window: int | None) -> bool:
+    """Whether the gradients of this call without causal rule are those that `_of_some_queries` may make."""
+    return q.numel() > _SEARCHED and mask is None and window is None
+
+
+def settings(
+    q: torch.Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None
+) -> tuple[float, bool, int, float]:
+    """scale, causal, window and softcap as the kernels take them, with 0 for none."""
+    return default_scale(q) if scale is None else scale, causal, window or 0, softcap or 0.0
+
+
+def _native(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernel, without autograd."""
+    y = out if out is not None and is_last_dense(out) else _like_q(q, v)
+    ATTENTION(
+        last_dense(q),
+        last_dense(k),
+        last_dense(v),
+        _full(mask, q, k),
+        *settings(q, causal, scale, window, softcap),
+        y=y,
+    )
+    return y if out is None or out is y else out.copy_(y)
+
+
+def is_last_dense(t: torch.Tensor) -> bool:
+    return t.is_contiguous() or t.stride()[-1] == 1 or t.shape[-1] <= 1
+
+
+def last_dense(t: torch.Tensor) -> torch.Tensor:
+    """`t` with a contiguous last dimension."""
+    return t if is_last_dense(t) else t.contiguous()
+
+
+def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    return None if mask is None else spread(mask, (*q.shape[:3], k.shape[2]))
+
+
+def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """An output laid out as q is: heads inside, if q has them there, so that joining the heads is a view."""
+    if q.is_contiguous() and v.shape[3] == q.shape[3]:
+        return torch.empty_like(q)
+    batch, heads, rows, dim = q.shape
+    if v.shape[3] == dim:
+        y = torch.empty_like(q)  # keeps the order of the dimensions, and takes a third of the time of empty
+        if is_last_dense(y):
+            return y
+    if q.stride(1) < q.stride(2):
+        return torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
+    return torch.empty((batch, heads, rows, v.shape[3]), dtype=q.dtype, device=q.device)
+
+
+class _Attention(torch.autograd.Function):
+    """Forward keeps each softmax's maximum and sum; backward makes the weights again from them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        causal: bool,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        y = _like_q(q, v)
+        # Not the logarithm of the sum: added to a mask of -3e38 it would vanish, and every weight feels its rounding.
+        row_sums = torch.empty((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
+        ctx.settings = (scale, causal, window, softcap)
+        soonest(ATTENTION)(
+            last_dense(q),
+            last_dense(k),
+            last_dense(v),
+            _full(mask, q, k),
+            *ctx.settings,
+            y=y,
+            row_sums=row_sums,
+        )
+        ctx.save_for_backward(q, k, v, mask, y, row_sums)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, mask, y, row_sums = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if mask is None and (some := _of_some_queries(dy, q, k, v, y, row_sums, ctx.settings)):
+            grads = (g if want else None for g, want in zip(some, wanted, strict=False))
+            return (*grads, None, None, None, None, None)
+        dq, dk, dv = (torch.empty_like(last_dense(t)) for t in (q, k, v))
+        soonest(ATTENTION_BACKWARD)(
+            last_dense(dy),
+            last_dense(q),
+            last_dense(k),
+            last_dense(v),
+            y,
+            row_sums,
+            _full(mask, q, k),
+            *ctx.settings,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+        )
+        grads = (g if want else None for g, want in zip((dq, dk, dv), wanted, strict=False))
+        return (*grads, None, None, None, None, None)
+
+
+def _of_some_queries(
+    dy: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    y: torch.Tensor,
+    row_sums: torch.Tensor,
+    settings: tuple[float, bool, int, float],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The gradients where dy is zero for many tokens: the other queries, as packed sequences.
+
+    None where there are not enough such tokens, where a query's position counts, or a layout is not [B, L, H, D].
+    """
+    _, causal, window, _ = settings
+    if causal or window:
+        return None
+    (batch, heads, length, _), keys = q.shape, k.shape[2]
+    tokens = [t.transpose(1, 2) for t in (dy, q, k, v, y, row_sums)]
+    if any(t.stride(0) != t.shape[1] * t.stride(1) or t.stride(3) != 1 for t in tokens[:4]):
+        return None
+    if (
+        tokens[0].stride(2) != dy.shape[3]
+        or (rows := nonzero_rows(tokens[0].flatten(0, 1).flatten(1))) is None
+    ):
+        return None
+    few_dy, few_q, few_y, few_sums = (tokens[i].flatten(0, 1).index_select(0, rows) for i in (0, 1, 4, 5))
+    all_k, all_v = tokens[2].flatten(0, 1), tokens[3].flatten(0, 1)
+    few_dq, dk, dv = (torch.empty(t.shape, dtype=q.dtype) for t in (few_q, all_k, all_v))
+    torch.ops.opsmith.attention_varlen_backward.default(
+        few_dy,
+        few_q,
+        all_k,
+        all_v,
+        few_y,
+        few_sums,
+        torch.searchsorted(rows, torch.arange(0, (batch + 1) * length, length)),
+        torch.arange(0, (batch + 1) * keys, keys),
+        *settings,
+        dq=few_dq,
+        dk=dk,
+        dv=dv,
+    )
+    dq = among_zeros(few_dq.flatten(1), rows, batch * length)
+    shapes = ((length, heads), (keys, k.shape[1]), (keys, k.shape[1]))
+    dq, dk, dv = (t.view(batch, *n, -1).transpose(1, 2) for t, n in zip((dq, dk, dv), shapes, strict=True))
+    return dq, dk, dv
+
+
+_Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")
+
+
+def _written(how: str, fn: Callable[..., torch.Tensor]) -> Pattern:
+    """One way to write attention: with a mask or without, its scores capped or not."""
+    inputs: dict[str, Any] = {"q": _Q, "k": _KV, "v": _KV}
+    if "mask" in how:
+        inputs["mask"] = ("B", "H", "L", "S")
+    numbers = {"twice": 0.7, "rate": 0.3} if "cap" in how else {"scale": 0.3}
+    return Pattern(
+        f"attention(q, k, v{how and ', '}{how})",
+        fn,
+        inputs | numbers,
+        dtypes={"mask": "bool"} if "boolean" in how else {},
+        aligned=("q", "k", "v"),
+        repeats=("k", "v"),
+        multiplies={} if "cap" in how else {"q": "scale"},
+        numbers=_OF_CAPPED if "cap" in how else {},
+    )
+
+
+def _masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+
+def _capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, twice: float, rate: float
+) -> torch.Tensor:
+    """With `c tanh(s / c)` as `2 c sigmoid(2 s / c)`: the constant between them changes no softmax."""
+    s = twice * torch.sigmoid(rate * (q @ k.transpose(-1, -2)))
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    return torch.softmax(s, -1) @ v
+
+
+_OF_CAPPED: dict[str, Callable[..., float]] = {
+    "softcap": lambda twice: twice / 2,
+    "scale": lambda twice, rate: twice * rate / 4,
+}
+
+_CPU, _TRITON = kernels(_native, lambda q, *a, **k: native(q, "attention"))
+
+CARD = register(
+    Operator(
+        name="attention",
+        kind=Kind.ATTENTION,
+        function=attention,
+        reference=reference,
+        cost=cost,
+        samples=samples,
+        workloads=workloads,
+        domain=promised,
+        # On a GPU PyTorch's own kernels, written for each generation of them, come first where they do the same.
+        implementations=[
+            _CPU,
+            Implementation("sdpa", sdpa, "cuda", sdpa_supports, has_gpu),
+            _TRITON,
+            Implementation("eager", eager),
+        ],
+        patterns=(
+            _written("", lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale)),
+            _written("additive mask", _masked),
+            _written("boolean mask", _masked),
+            # As many keys as queries: PyTorch aligns other shapes to the start, opsmith to the end.
+            replace(
+                _written(
+                    "causal",
+                    lambda q, k, v, scale: F.scaled_dot_product_attention(
+                        q, k, v, is_causal=True, scale=scale
+                    ),
+                ),
+                inputs={"q": _Q, "k": _Q, "v": _Q, "scale": 0.3},
+                fixed={"causal": True},
+            ),
+            _written("soft cap", lambda q, k, v, twice, rate: _capped(q, k, v, None, twice, rate)),
+            _written("soft cap, additive mask", _capped),
+            _written("soft cap, boolean mask", _capped),
+        ),
+        schemas=(
+            "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "
+            "float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",
+            "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_sums, "
+            "Tensor? mask, float scale, bool causal, int window, float softcap, *, "
+            "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
+        ),
+        source="Vaswani et al., 2017; Dao et al., 2022",
+    )
+)
+
+nodes.declare(
+    "attention", names={"dout": "dy", "out": "y"}, kept={"row_sums": nodes.TWO_EACH_ROW}, strided=True
+)
+_KERNELS = ("attention", "attention_backward")  # the second one for gradients
+ATTENTION = torch.ops.opsmith.attention.default
+ATTENTION_BACKWARD = torch.ops.opsmith.attention_backward.default

@@ -1,0 +1,113 @@
+"""What attention is tried and timed on, and what it costs at least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from opsmith.call.common import nbytes
+from opsmith.operator import Cost, Make, Sample
+
+
+def visible_pairs(rows: int, columns: int, causal: bool, window: int | None) -> int:
+    """How many (query, key) pairs are visible, exactly, for any L and S."""
+
+    def ramp(m: int) -> int:  # the sum over n <= m of n held to [0, columns]
+        return (
+            0
+            if m <= 0
+            else m * (m + 1) // 2
+            if m <= columns
+            else columns * (columns + 1) // 2 + (m - columns) * columns
+        )
+
+    def keys_before(first: int) -> int:  # the keys before position first + i, summed over the queries i
+        return ramp(first + rows - 1) - ramp(first - 1)
+
+    here = columns - rows  # the first query's own position
+    if window is None:
+        return keys_before(here + 1) if causal else rows * columns
+    return keys_before(here + (1 if causal else window)) - keys_before(here - window + 1)
+
+
+def cost(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Cost:
+    batch, heads, rows, dim = q.shape
+    pairs = batch * heads * visible_pairs(rows, k.shape[2], causal, window)
+    result = batch * heads * rows * v.shape[3] * q.element_size()
+    return Cost(2.0 * pairs * (dim + v.shape[3]), nbytes(q, k, v, mask) + result)
+
+
+def promised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> bool:
+    """What a mask hides is not looked at, while in the reference its NaN or infinity shows through the mask."""
+    hides = options.get("causal") or any(options.get(name) is not None for name in ("mask", "window"))
+    return not hides or all(bool(t.isfinite().all()) for t in (k, v))
+
+
+def samples(make: Make) -> Iterator[Sample]:
+    def qkv(
+        b: int, h: int, hkv: int, l: int, s: int, d: int, dv: int | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, dv or d)
+
+    sizes = ((1, 1, 1, 1, 1), (2, 2, 1, 77, 64), (2, 2, 17, 17, 32), (2, 2, 130, 67, 40), (3, 2, 9, 20, 32))
+    for b, h, l, s, d in sizes:
+        yield Sample(f"{b}x{h}x{l}x{s}x{d}", qkv(b, h, h, l, s, d))
+        yield Sample(f"{b}x{h}x{l}x{s}x{d} causal", qkv(b, h, h, l, s, d), {"causal": True})
+    yield Sample("grouped heads", qkv(1, 4, 2, 33, 33, 64), {"causal": True})
+    yield Sample("one key head", qkv(1, 4, 1, 9, 40, 16))
+    yield Sample("wider values", qkv(1, 2, 2, 33, 20, 24, 56))
+    yield Sample("scale", qkv(1, 2, 2, 12, 12, 16), {"scale": 0.7})
+    x = qkv(2, 2, 1, 33, 50, 32)
+    yield Sample("padding mask", x, {"mask": make.mask(2, 1, 1, 50)})
+    yield Sample("boolean mask", x, {"mask": make.mask(2, 2, 33, 50)})
+    yield Sample("additive mask", x, {"mask": make(1, 1, 33, 50)})
+    yield Sample(
+        "ALiBi",
+        x,
+        {"mask": make(2, 1, 1) * torch.arange(50, dtype=make.dtype).to(make.device) / 8, "causal": True},
+    )
+    learned = tuple(make(1, 2, 20, 16).requires_grad_() for _ in range(3))
+    yield Sample("additive mask, not learned", learned, {"mask": make(20, 20)})
+    yield Sample("all masked", qkv(1, 2, 2, 5, 70, 16), {"mask": make.mask(1, 1, 5, 70, keep=0.0)})
+    yield Sample("mask and causal", x, {"mask": make.mask(2, 1, 33, 50), "causal": True})
+    yield Sample("window", qkv(1, 2, 2, 70, 70, 16), {"window": 9})
+    yield Sample("causal window", qkv(1, 2, 1, 70, 90, 16), {"window": 9, "causal": True})
+    yield Sample("softcap", qkv(1, 2, 2, 20, 20, 32), {"softcap": 2.0, "causal": True})
+    yield Sample("softcap and mask", x, {"softcap": 5.0, "mask": make.mask(2, 1, 33, 50)})
+    yield Sample("sharp", (make(1, 2, 33, 64, scale=8.0), make(1, 2, 80, 64, scale=4.0), make(1, 2, 80, 64)))
+    yield Sample(
+        "heads inside", tuple(make(2, 19, 3, 32).transpose(1, 2) for _ in range(3)), {"causal": True}
+    )
+    packed = make(2, 19, 3, 4, 16)
+    yield Sample("packed qkv", tuple(packed[:, :, i].transpose(1, 2) for i in range(3)))
+    yield Sample("strided", tuple(make(1, 2, 16, 9).mT for _ in range(3)))
+    yield Sample("no queries", qkv(1, 2, 2, 0, 7, 16))
+    yield Sample("no keys", qkv(1, 2, 2, 5, 0, 16))
+
+
+def workloads(make: Make) -> Iterator[Sample]:
+    def qkv(b: int, h: int, hkv: int, l: int, s: int, d: int) -> tuple[torch.Tensor, ...]:
+        return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, d)
+
+    for h, d in ((12, 64), (8, 128)):
+        for l in (512, 1024, 2048, 4096):
+            yield Sample(f"1x{h}x{l}x{d}", qkv(1, h, h, l, l, d))
+            yield Sample(f"1x{h}x{l}x{d} causal", qkv(1, h, h, l, l, d), {"causal": True})
+    yield Sample(
+        "32x12x128x32 padding mask",
+        qkv(32, 12, 12, 128, 128, 32),
+        {"mask": make.mask(32, 1, 1, 128, keep=0.9)},
+    )
+    yield Sample("1x32/8x1x2048x128 decode", qkv(1, 32, 8, 1, 2048, 128))

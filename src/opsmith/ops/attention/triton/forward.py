@@ -1,0 +1,281 @@
+"""Attention, dense and over packed sequences: a program a tile of queries, which meets one tile of keys after another.
+
+The tiles are `attention_scores.py`, the backward pass `attention_backward.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from opsmith.kernels.triton.common import dot, inner, launch, narrow
+from opsmith.ops.attention.triton.scores import (
+    LOG2E,
+    against,
+    blocks,
+    key_range,
+    load_rows,
+    mask_arguments,
+    masked,
+    options,
+    packed,
+    place,
+    saturate,
+    store_rows,
+    strides,
+    visible,
+)
+
+
+@inner
+def _meet(
+    acc,
+    largest,
+    total,
+    q,
+    k,
+    v,
+    mask,
+    i,
+    begin,
+    end,
+    n,
+    m,
+    k_l,
+    v_l,
+    m_l,
+    m_s,
+    D,
+    DV,
+    scale,
+    window,
+    softcap,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    EVEN: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """A tile of queries and the keys from begin to end; without EDGE every query sees all of them."""
+    lanes = tl.arange(0, BD)
+    value_lanes = tl.arange(0, BDV)
+    for key in range(begin, end, BN):
+        j = key + tl.arange(0, BN).to(tl.int64)
+        s = against(q, load_rows(k, j, k_l, m, lanes, D, EVEN))
+        c = LOG2E
+        if PLAIN:  # the scale is part of the exponent
+            c = scale * LOG2E
+        else:
+            s *= scale
+            if SOFTCAP:
+                s = softcap * saturate(s / softcap)
+            s = masked(s, mask, i[:, None], j[None, :], n, m, m_l, m_s, MASK)
+        if EDGE:
+            s = tl.where(visible(i[:, None], j[None, :], n, m, window, CAUSAL, WINDOW), s, float("-inf"))
+        # A NaN among the scores must come out as one, and `max` may drop it: the weights keep it.
+        grown = tl.maximum(largest, tl.max(s, 1))
+        base = tl.where(grown == float("-inf"), 0.0, grown)
+        p = tl.exp2((s - base[:, None]) * c)
+        shrink = tl.exp2((largest - base) * c)
+        total = total * shrink + tl.sum(p, 1)
+        values = load_rows(v, j, v_l, m, value_lanes, DV, EVEN)
+        acc = dot(narrow(p, values), values, acc * shrink[:, None])
+        largest = grown
+    return acc, largest, total
+
+
+@triton.jit
+def _forward(
+    q,
+    k,
+    v,
+    mask,
+    y,
+    sums,
+    q_starts,
+    k_starts,
+    sequences,
+    queries,
+    keys,
+    H,
+    q_b,
+    q_h,
+    q_l,
+    k_b,
+    k_h,
+    k_l,
+    v_b,
+    v_h,
+    v_l,
+    m_b,
+    m_h,
+    m_l,
+    m_s,
+    y_b,
+    y_h,
+    y_l,
+    s_b,
+    s_h,
+    s_l,
+    D,
+    DV,
+    scale,
+    window,
+    softcap,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    EVEN: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    # The last tiles first: under the causal rule they are the longest.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = (tl.program_id(1) // H).to(tl.int64)
+    h = (tl.program_id(1) % H).to(tl.int64)
+    first, q0, n, k0, m = place(q_starts, k_starts, sequences, queries, keys, tile, BM, False, VARLEN)
+    if first >= n:
+        return
+    k += b * k_b + h // GROUP * k_h + k0 * k_l
+    v += b * v_b + h // GROUP * v_h + k0 * v_l
+    if MASK:
+        mask += b * m_b + h * m_h
+    i = first + tl.arange(0, BM).to(tl.int64)
+    block = load_rows(q + b * q_b + h * q_h + q0 * q_l, i, q_l, n, tl.arange(0, BD), D, EVEN)
+    acc = tl.zeros((BM, BDV), tl.float32)
+    largest = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    begin, end = key_range(first, n, m, window, BM, CAUSAL, WINDOW)
+    begin = begin // BN * BN
+    # In the middle every query of the tile sees every key: no comparison is needed there.
+    whole = begin
+    if WINDOW:
+        here = tl.minimum(first + BM, n) - 1 + (m - n)
+        whole = tl.maximum(begin, (tl.maximum(here - window + 1, 0) + BN - 1) // BN * BN)
+    until = m
+    if CAUSAL:
+        until = tl.minimum(m, first + (m - n) + 1)
+    elif WINDOW:
+        until = tl.minimum(m, first + (m - n) + window)
+    until = tl.maximum(until, 0) // BN * BN
+    whole = tl.minimum(whole, (tl.maximum(end, begin) + BN - 1) // BN * BN)
+    until = tl.maximum(until, whole)
+    if WINDOW:
+        acc, largest, total = _meet(
+            acc, largest, total, block, k, v, mask, i, begin, tl.minimum(whole, end), n, m, k_l, v_l, m_l, m_s,
+            D, DV, scale, window, softcap, BN, BD, BDV, CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN, EVEN, True,
+        )  # fmt: skip
+    acc, largest, total = _meet(
+        acc, largest, total, block, k, v, mask, i, whole, tl.minimum(until, end), n, m, k_l, v_l, m_l, m_s,
+        D, DV, scale, window, softcap, BN, BD, BDV, CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN, EVEN, False,
+    )  # fmt: skip
+    acc, largest, total = _meet(
+        acc, largest, total, block, k, v, mask, i, until, end, n, m, k_l, v_l, m_l, m_s,
+        D, DV, scale, window, softcap, BN, BD, BDV, CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN, EVEN, True,
+    )  # fmt: skip
+    acc = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
+    store_rows(y + b * y_b + h * y_h + q0 * y_l, i, y_l, n, tl.arange(0, BDV), DV, acc)
+    if SAVE:
+        kept = sums + b * s_b + h * s_h + (q0 + i) * s_l
+        tl.store(kept, largest, mask=i < n)
+        tl.store(kept + 1, total, mask=i < n)
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    starts: tuple[torch.Tensor, torch.Tensor] | None,
+    settings: tuple[float, bool, int, float],
+    y: torch.Tensor,
+    sums: torch.Tensor | None,
+) -> None:
+    scale, _, window, softcap = settings
+    batch, heads, queries, dim = q.shape
+    if not heads:
+        return
+    sizes = blocks(q, v, backward=False)
+    sequences = 0 if starts is None else starts[0].numel() - 1
+    tiles = triton.cdiv(queries, sizes["BM"]) if starts is None else queries // sizes["BM"] + sequences
+    memory, mask_strides = mask_arguments(mask)
+    launch(
+        _forward,
+        (tiles if queries else 0, batch * heads),
+        q,
+        k,
+        v,
+        memory,
+        y,
+        sums,
+        *(starts or (None, None)),
+        sequences,
+        queries,
+        k.shape[2],
+        heads,
+        *strides(q, k, v),
+        *mask_strides,
+        *strides(y, sums),
+        dim,
+        v.shape[3],
+        scale,
+        window,
+        softcap,
+        GROUP=heads // max(k.shape[1], 1),
+        VARLEN=starts is not None,
+        SAVE=sums is not None,
+        **options(q, v, mask, *settings),
+        **sizes,
+    )
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    *,
+    y: torch.Tensor,
+    row_sums: torch.Tensor | None = None,
+) -> None:
+    _run(q, k, v, mask, None, (scale, causal, window, softcap), y, row_sums)
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    *,
+    y: torch.Tensor,
+    row_sums: torch.Tensor | None = None,
+) -> None:
+    starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    sums = None if row_sums is None else packed(row_sums)
+    settings = (scale, causal, window, softcap)
+    _run(packed(q), packed(k), packed(v), None, starts, settings, packed(y), sums)
+
+
+KERNELS = {"attention": forward, "attention_varlen": varlen}

@@ -1,0 +1,293 @@
+"""The kernels of attention's gradients: the weights are made again from what the forward pass kept of each row.
+
+One kernel goes over tiles of keys and sums dk and dv over all queries, one over tiles of queries and sums dq over
+all keys. Both make the scores again, which costs less than adding to shared sums would, and gives the same bits
+every time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from opsmith.kernels.triton.common import dot, inner, narrow
+from opsmith.ops.attention.triton.scores import (
+    LOG2E,
+    against,
+    key_range,
+    load_rows,
+    masked,
+    place,
+    saturate,
+    store_rows,
+    visible,
+)
+
+
+@triton.jit
+def deltas(
+    dout, out, delta, queries, H, g_b, g_h, g_l, y_b, y_h, y_l, DV, BM: tl.constexpr, BDV: tl.constexpr
+):  # fmt: skip
+    """delta = dout . out of every row.
+
+    In float32 it is the diagonal of a product, added up in the order in which dout . v is: where a row sees one key,
+    and out is v, the difference of the two must be zero.
+    """
+    b = (tl.program_id(1) // H).to(tl.int64)
+    h = (tl.program_id(1) % H).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM).to(tl.int64)
+    lanes = tl.arange(0, BDV)
+    g = load_rows(dout + b * g_b + h * g_h, i, g_l, queries, lanes, DV, False)
+    y = load_rows(out + b * y_b + h * y_h, i, y_l, queries, lanes, DV, False)
+    if g.dtype == tl.float32:
+        total = tl.sum(tl.where(i[:, None] == i[None, :], against(g, y), 0.0), 1)
+    else:
+        total = tl.sum(g.to(tl.float32) * y.to(tl.float32), 1)
+    tl.store(delta + (b * H + h) * queries + i, total, mask=i < queries)
+
+
+@inner
+def _weights(
+    s,
+    dp,
+    largest,
+    total,
+    delta,
+    mask,
+    i,
+    j,
+    n,
+    m,
+    m_l,
+    m_s,
+    scale,
+    window,
+    softcap,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """The weights p and the scores' gradient, before its scale, from the products q.k and dout.v of a tile.
+
+    Rows i, keys j and what is known of the rows are broadcast against each other: the tile may be transposed.
+    """
+    c = LOG2E
+    slope = 1.0
+    if PLAIN:
+        c = scale * LOG2E
+    else:
+        s *= scale
+        if SOFTCAP:
+            t = saturate(s / softcap)
+            slope = 1.0 - t * t
+            s = softcap * t
+        s = masked(s, mask, i, j, n, m, m_l, m_s, MASK)
+    s = tl.where(visible(i, j, n, m, window, CAUSAL, WINDOW), s, float("-inf"))
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    p = tl.exp2((s - base) * c) * tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
+    return p, p * (dp - delta) * slope
+
+
+@triton.jit
+def of_keys(
+    dout,
+    q,
+    k,
+    v,
+    mask,
+    sums,
+    delta,
+    dk,
+    dv,
+    q_starts,
+    k_starts,
+    sequences,
+    queries,
+    keys,
+    H,
+    g_b,
+    g_h,
+    g_l,
+    q_b,
+    q_h,
+    q_l,
+    k_b,
+    k_h,
+    k_l,
+    v_b,
+    v_h,
+    v_l,
+    m_b,
+    m_h,
+    m_l,
+    m_s,
+    s_b,
+    s_h,
+    s_l,
+    dk_b,
+    dk_h,
+    dk_l,
+    dv_b,
+    dv_h,
+    dv_l,
+    D,
+    DV,
+    scale,
+    window,
+    softcap,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    EVEN: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    heads = H // GROUP
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    first, q0, n, k0, m = place(
+        q_starts, k_starts, sequences, queries, keys, tl.program_id(0), BN, True, VARLEN
+    )
+    if first >= m:
+        return
+    lanes = tl.arange(0, BD)
+    value_lanes = tl.arange(0, BDV)
+    j = first + tl.arange(0, BN).to(tl.int64)
+    block = load_rows(k + b * k_b + h * k_h + k0 * k_l, j, k_l, m, lanes, D, EVEN)
+    values = load_rows(v + b * v_b + h * v_h + k0 * v_l, j, v_l, m, value_lanes, DV, EVEN)
+    dk_sum = tl.zeros((BN, BD), tl.float32)
+    dv_sum = tl.zeros((BN, BDV), tl.float32)
+    # The queries that see a key of this tile stand at positions i + m - n.
+    begin = n * 0
+    end = n
+    if CAUSAL:
+        begin = tl.maximum(begin, first - (m - n))
+    if WINDOW:
+        end = tl.minimum(n, tl.minimum(first + BN, m) - 1 + window - (m - n))
+        if not CAUSAL:
+            begin = tl.maximum(begin, first - window + 1 - (m - n))
+    begin = begin // BM * BM
+    for member in range(GROUP):
+        head = h * GROUP + member
+        rows = q + b * q_b + head * q_h + q0 * q_l
+        grads = dout + b * g_b + head * g_h + q0 * g_l
+        kept = sums + b * s_b + head * s_h + q0 * s_l
+        deltas = delta + (b * H + head) * queries + q0
+        shown = mask
+        if MASK:
+            shown += b * m_b + head * m_h
+        for row in range(begin, end, BM):
+            i = row + tl.arange(0, BM).to(tl.int64)
+            x = load_rows(rows, i, q_l, n, lanes, D, EVEN)
+            g = load_rows(grads, i, g_l, n, value_lanes, DV, EVEN)
+            p, ds = _weights(
+                against(block, x),
+                against(values, g),
+                tl.load(kept + i * s_l, mask=i < n, other=0.0)[None, :],
+                tl.load(kept + i * s_l + 1, mask=i < n, other=0.0)[None, :],
+                tl.load(deltas + i, mask=i < n, other=0.0)[None, :],
+                shown, i[None, :], j[:, None], n, m, m_l, m_s, scale, window, softcap,
+                CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN,
+            )  # fmt: skip
+            dv_sum = dot(narrow(p, g), g, dv_sum)
+            dk_sum = dot(narrow(ds, x), x, dk_sum)
+    store_rows(dk + b * dk_b + h * dk_h + k0 * dk_l, j, dk_l, m, lanes, D, dk_sum * scale)
+    store_rows(dv + b * dv_b + h * dv_h + k0 * dv_l, j, dv_l, m, value_lanes, DV, dv_sum)
+
+
+@triton.jit
+def of_queries(
+    dout,
+    q,
+    k,
+    v,
+    mask,
+    sums,
+    delta,
+    dq,
+    q_starts,
+    k_starts,
+    sequences,
+    queries,
+    keys,
+    H,
+    g_b,
+    g_h,
+    g_l,
+    q_b,
+    q_h,
+    q_l,
+    k_b,
+    k_h,
+    k_l,
+    v_b,
+    v_h,
+    v_l,
+    m_b,
+    m_h,
+    m_l,
+    m_s,
+    s_b,
+    s_h,
+    s_l,
+    dq_b,
+    dq_h,
+    dq_l,
+    D,
+    DV,
+    scale,
+    window,
+    softcap,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    EVEN: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = (tl.program_id(1) // H).to(tl.int64)
+    h = (tl.program_id(1) % H).to(tl.int64)
+    first, q0, n, k0, m = place(q_starts, k_starts, sequences, queries, keys, tile, BM, False, VARLEN)
+    if first >= n:
+        return
+    lanes = tl.arange(0, BD)
+    value_lanes = tl.arange(0, BDV)
+    k += b * k_b + h // GROUP * k_h + k0 * k_l
+    v += b * v_b + h // GROUP * v_h + k0 * v_l
+    if MASK:
+        mask += b * m_b + h * m_h
+    i = first + tl.arange(0, BM).to(tl.int64)
+    x = load_rows(q + b * q_b + h * q_h + q0 * q_l, i, q_l, n, lanes, D, EVEN)
+    g = load_rows(dout + b * g_b + h * g_h + q0 * g_l, i, g_l, n, value_lanes, DV, EVEN)
+    kept = sums + b * s_b + h * s_h + (q0 + i) * s_l
+    largest = tl.load(kept, mask=i < n, other=0.0)[:, None]
+    total = tl.load(kept + 1, mask=i < n, other=0.0)[:, None]
+    row_delta = tl.load(delta + (b * H + h) * queries + q0 + i, mask=i < n, other=0.0)[:, None]
+    dq_sum = tl.zeros((BM, BD), tl.float32)
+    begin, end = key_range(first, n, m, window, BM, CAUSAL, WINDOW)
+    for key in range(begin // BN * BN, end, BN):
+        j = key + tl.arange(0, BN).to(tl.int64)
+        block = load_rows(k, j, k_l, m, lanes, D, EVEN)
+        values = load_rows(v, j, v_l, m, value_lanes, DV, EVEN)
+        _, ds = _weights(
+            against(x, block), against(g, values), largest, total, row_delta,
+            mask, i[:, None], j[None, :], n, m, m_l, m_s, scale, window, softcap,
+            CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN,
+        )  # fmt: skip
+        dq_sum = dot(narrow(ds, block), block, dq_sum)
+    store_rows(dq + b * dq_b + h * dq_h + q0 * dq_l, i, dq_l, n, lanes, D, dq_sum * scale)

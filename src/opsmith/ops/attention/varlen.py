@@ -1,0 +1,388 @@
+"""Attention over sequences that lie packed one after the other, without padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from opsmith.call.common import (
+    check_float,
+    check_number,
+    check_out,
+    compiling,
+    kernels,
+    native,
+    nbytes,
+    needs_grad,
+    recorded,
+    short,
+)
+from opsmith.kernels import calls, nodes
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
+from opsmith.ops.attention import is_last_dense, last_dense, settings
+from opsmith.ops.attention.check import check_alike, check_options
+from opsmith.ops.attention.eager import eager as eager_attention
+from opsmith.ops.attention.eager import reference as attention_reference
+from opsmith.ops.attention.samples import promised, visible_pairs
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend within each of several sequences packed into one tensor; no padding, no L x S matrix in memory.
+
+    `y[q0:q1] = softmax(scale * q[q0:q1] @ k[k0:k1].T) @ v[k0:k1]` for every sequence, whose tokens are q0 to q1
+    and k0 to k1. A query that may see no key gives zeros.
+
+    >>> q, kv = torch.randn(100, 8, 64), torch.randn(100, 2, 64)  # three sequences of 60, 0 and 40 tokens
+    >>> starts = torch.tensor([0, 60, 60, 100])
+    >>> attention_varlen(q, kv, kv, starts, starts, causal=True).shape
+    torch.Size([100, 8, 64])
+
+    Args:
+        q: [T, H, D], float32, bfloat16 or float16 (float64 through PyTorch).
+        k: [S, Hkv, D]; H is a multiple of Hkv, and each key head serves H / Hkv query heads.
+        v: [S, Hkv, Dv].
+        cu_seqlens_q: [sequences + 1], int32 or int64: where each sequence's queries begin, from 0, and last T.
+        cu_seqlens_k: the same for keys and values, last S.
+        causal: query i of a sequence of l queries and s keys sees its key j only where `j <= i + s - l`.
+        scale: of the scores; `D ** -0.5` by default.
+        window: a query sees only the keys less than `window` positions from its own, i + s - l.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        out: [T, H, Dv] in q's dtype to write into.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape, device, window or softcap, and for offsets that do not
+            start at 0, decrease, or end elsewhere than at T and S. On a GPU the offsets' values are not looked
+            at, which would wait for the device; what they name outside the tensors is not read there.
+
+    Source: Dao et al., "FlashAttention", 2022 (the packed layout is that of its varlen interface).
+    """
+    if window is None and softcap is None and out is None and not compiling():
+        try:
+            at = 1.0 / math.sqrt(calls.sizes(q)[-1] or 1) if scale is None else scale
+            y: torch.Tensor | None = calls.new_attention_varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0, y=[q]
+            )
+            if y is not None:
+                return y
+        except (RuntimeError, AttributeError, IndexError):  # the checks say why
+            pass
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, out)
+    if scale is not None:
+        check_number("attention_varlen", "scale", scale)
+    wants_grad = needs_grad(q, k, v)
+    if native(q, *_KERNELS[: 1 + wants_grad]) is not True:
+        if q.is_meta:
+            return _like_q(q, v) if out is None else out
+        y = _eager(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale, window=window, softcap=softcap
+        )
+    elif wants_grad:
+        y = recorded(
+            _AttentionVarlen,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *settings(q, causal, scale, window, softcap),
+        )
+    else:
+        return _native(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            out=out,
+        )
+    return y if out is None else out.copy_(y)
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """The definition: attention, sequence by sequence."""
+    return _each(attention_reference, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+
+
+def _eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """PyTorch's fused attention, sequence by sequence."""
+    return _each(eager_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+
+
+def _each(
+    attend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: Any, keys_at: Any, options: Any
+) -> torch.Tensor:
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
+    spans = [*zip(pairwise(at.tolist()), pairwise(keys_at.tolist()), strict=True)] or [((0, 0), (0, 0))]
+    parts = [
+        attend(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], **options) for (q0, q1), (k0, k1) in spans
+    ]
+    return torch.cat(parts, 2)[0].transpose(0, 1)
+
+
+def _check(q: Any, k: Any, v: Any, at: Any, keys_at: Any, window: Any, softcap: Any, out: Any) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_float("attention_varlen", t, name, least_dim=3)
+        if t.dim() != 3:
+            raise ValueError(
+                f"attention_varlen: {name} must have 3 dimensions [tokens, heads, D], got {tuple(t.shape)}"
+            )
+    check_alike("attention_varlen", q, k, v)
+    tokens, heads, dim = q.shape
+    keys, kv_heads = k.shape[:2]
+    if k.shape[2] != dim:
+        raise ValueError(
+            f"attention_varlen: k must have shape [S, Hkv, {dim}] to fit q, got {tuple(k.shape)}"
+        )
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"attention_varlen: v must have shape [{keys}, {kv_heads}, Dv] like k, got {tuple(v.shape)}"
+        )
+    check_options("attention_varlen", heads, kv_heads, window, softcap)
+    for name, starts, length in (("cu_seqlens_q", at, tokens), ("cu_seqlens_k", keys_at, keys)):
+        _check_starts(name, starts, length, q.device)
+    if at.shape != keys_at.shape:
+        raise ValueError(
+            f"attention_varlen: cu_seqlens_q and cu_seqlens_k must name as many sequences, "
+            f"got {at.shape[0] - 1} and {keys_at.shape[0] - 1}"
+        )
+    if out is not None:
+        memory = {"q": q, "k": k, "v": v, "cu_seqlens_q": at, "cu_seqlens_k": keys_at}
+        check_out("attention_varlen", out, q, (tokens, heads, v.shape[2]), **memory)
+
+
+def _check_starts(name: str, starts: Any, length: int, device: torch.device) -> None:
+    if not isinstance(starts, torch.Tensor):
+        raise TypeError(f"attention_varlen: {name} must be a tensor, got {type(starts).__name__}")
+    if starts.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"attention_varlen: {name} must be int32 or int64, got {short(starts.dtype)}")
+    if starts.dim() != 1 or starts.shape[0] == 0:
+        raise ValueError(
+            f"attention_varlen: {name} must have shape [sequences + 1], got {tuple(starts.shape)}"
+        )
+    if starts.device != device:
+        raise ValueError(f"attention_varlen: {name} is on {starts.device}, q on {device}; move one of them")
+    # In a compiled graph there are no values yet: the kernel looks at them.
+    if torch.compiler.is_compiling() or not starts.is_cpu or type(starts) is not torch.Tensor:
+        return
+    values = starts.tolist()
+    if values[0] != 0:
+        raise ValueError(f"attention_varlen: {name} must start at 0, got {values[0]}")
+    if values[-1] != length:
+        raise ValueError(
+            f"attention_varlen: {name} must end at {length}, the tokens there are, got {values[-1]}"
+        )
+    if sorted(values) != values:
+        first = next(i for i, (a, b) in enumerate(pairwise(values)) if a > b)
+        raise ValueError(
+            f"attention_varlen: {name} must not decrease, got {values[first]} before {values[first + 1]} "
+            f"at position {first}"
+        )
+
+
+def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
+
+
+def _native(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernel, without autograd."""
+    y = out if out is not None and is_last_dense(out) else _like_q(q, v)
+    q, k, v = last_dense(q), last_dense(k), last_dense(v)
+    ATTENTION_VARLEN(q, k, v, cu_seqlens_q, cu_seqlens_k, *settings(q, causal, scale, window, softcap), y=y)
+    return y if out is None or out is y else out.copy_(y)
+
+
+class _AttentionVarlen(torch.autograd.Function):
+    """As for `attention`: backward makes the weights again from each softmax's maximum and sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        *options: Any,
+    ) -> torch.Tensor:
+        y = _like_q(q, v)
+        row_sums = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
+        ctx.settings = options
+        ATTENTION_VARLEN(
+            last_dense(q),
+            last_dense(k),
+            last_dense(v),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *options,
+            y=y,
+            row_sums=row_sums,
+        )
+        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, y, row_sums)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, at, keys_at, y, row_sums = ctx.saved_tensors
+        q, k, v, dy = (last_dense(t) for t in (q, k, v, dy))
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        torch.ops.opsmith.attention_varlen_backward.default(
+            dy, q, k, v, y, row_sums, at, keys_at, *ctx.settings, dq=dq, dk=dk, dv=dv
+        )
+        wanted = ctx.needs_input_grad
+        grads = (g if want else None for g, want in zip((dq, dk, dv), wanted, strict=False))
+        return (*grads, *(None,) * (len(wanted) - 3))
+
+
+def _cost(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Cost:
+    spans = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    pairs = sum(visible_pairs(q1 - q0, k1 - k0, causal, window) for (q0, q1), (k0, k1) in spans)
+    result = q.shape[0] * q.shape[1] * v.shape[2] * q.element_size()
+    flops = 2.0 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
+    return Cost(flops, nbytes(q, k, v, cu_seqlens_q, cu_seqlens_k) + result)
+
+
+def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    # Costs are also counted where tensors are fake, without values: the offsets keep theirs.
+    with _disable_current_modes():
+        ends = torch.tensor((0, *lengths), dtype=dtype).cumsum(0)
+        return ends.to(device=device, dtype=dtype)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def packed(
+        queries: tuple[int, ...], keys: tuple[int, ...], h: int, hkv: int, d: int, dv: int | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        t, s = sum(queries), sum(keys)
+        starts = _starts(queries, make.device), _starts(keys, make.device, torch.int64)
+        return (make(t, h, d), make(s, hkv, d), make(s, hkv, dv or d), *starts)
+
+    for lengths, h, d in (((1,), 1, 1), ((5, 17, 2), 2, 32), ((40, 3, 130), 2, 40), ((7,) * 5, 2, 16)):
+        name = f"{'+'.join(map(str, lengths))}x{h}x{d}"
+        yield Sample(name, packed(lengths, lengths, h, h, d))
+        yield Sample(f"{name} causal", packed(lengths, lengths, h, h, d), {"causal": True})
+    yield Sample("grouped heads", packed((33, 8), (33, 8), 4, 2, 64), {"causal": True})
+    yield Sample("more keys than queries", packed((1, 4, 9), (40, 4, 21), 4, 1, 16), {"causal": True})
+    yield Sample("more queries than keys", packed((9, 20), (4, 20), 2, 2, 16), {"causal": True})
+    yield Sample("wider values", packed((12, 20), (30, 7), 2, 2, 24, 56))
+    yield Sample("empty sequences", packed((0, 46, 0, 35, 0), (13, 46, 0, 0, 24), 2, 1, 8))
+    yield Sample("scale", packed((12, 3), (12, 3), 2, 2, 16), {"scale": 0.7})
+    yield Sample("window", packed((70, 9), (70, 12), 2, 2, 16), {"window": 9})
+    yield Sample("causal window", packed((30, 9), (41, 9), 2, 1, 16), {"window": 9, "causal": True})
+    yield Sample("softcap", packed((20, 5), (20, 5), 2, 2, 32), {"softcap": 2.0, "causal": True})
+    qkv = make(19, 3, 4, 16)
+    starts = _starts((12, 7), make.device)
+    yield Sample("packed qkv", (qkv[:, 0], qkv[:, 1], qkv[:, 2], starts, starts))
+    yield Sample("strided", (*(make(19, 16, 2).mT for _ in range(3)), starts, starts))
+    yield Sample("no tokens", packed((0, 0), (0, 0), 2, 2, 16))
+    yield Sample("no sequences", packed((), (), 2, 2, 16))
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    def packed(lengths: tuple[int, ...], keys: tuple[int, ...], h: int, hkv: int, d: int) -> Any:
+        starts = _starts(lengths, make.device), _starts(keys, make.device)
+        return (make(sum(lengths), h, d), make(sum(keys), hkv, d), make(sum(keys), hkv, d), *starts)
+
+    mixed = (1024, 17, 300, 64, 512, 5, 129, 800)
+    yield Sample("8 sequences, 2851 tokens, 12x64", packed(mixed, mixed, 12, 12, 64), {"causal": True})
+    yield Sample(
+        "64 sequences of 16 to 47, 12x32",
+        packed(tuple(range(16, 48)) * 2, tuple(range(16, 48)) * 2, 12, 12, 32),
+    )
+    yield Sample(
+        "8 x 1 token on 512 keys, 32/8x128", packed((1,) * 8, (512,) * 8, 32, 8, 128), {"causal": True}
+    )
+
+
+CARD = register(
+    Operator(
+        name="attention_varlen",
+        kind=Kind.ATTENTION,
+        function=attention_varlen,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        domain=promised,
+        implementations=[
+            *kernels(_native, lambda q, *a, **k: native(q, "attention_varlen")),
+            Implementation("eager", _eager),
+        ],
+        entries=dict.fromkeys(
+            ("attention_varlen", "attention_varlen_backward"), entry_costs.attention_varlen
+        ),
+        schemas=(
+            "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, float scale, "
+            "bool causal, int window, float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",
+            "attention_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_sums, "
+            "Tensor cu_seqlens_q, Tensor cu_seqlens_k, float scale, bool causal, int window, float softcap, *, "
+            "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
+        ),
+        source="Dao et al., 2022",
+    )
+)
+
+nodes.declare(
+    "attention_varlen", names={"dout": "dy", "out": "y"}, kept={"row_sums": nodes.TWO_EACH_ROW}, strided=True
+)
+_KERNELS = ("attention_varlen", "attention_varlen_backward")  # the second one for gradients
+ATTENTION_VARLEN = torch.ops.opsmith.attention_varlen.default

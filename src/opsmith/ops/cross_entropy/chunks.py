@@ -1,0 +1,409 @@
+"""The logits of an output layer, a chunk of the classes at a time: the products, and what becomes of each chunk.
+
+The operators behind `linear_cross_entropy`, for the rows that count, in terms of matrix products and of cross-entropy's
+kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from opsmith.call.common import dense, native
+from opsmith.kernels.triton import INTERPRETED
+from opsmith.ops.cross_entropy import REDUCTIONS
+from opsmith.ops.linear import supports_rows
+from opsmith.ops.linear.onednn import ONEDNN_DTYPES
+
+__all__ = ["backward", "forward", "forward_with_gradients", "onednn_multiplies"]
+
+# Of the bytes that all logits would take, the part that may exist at a time, whatever that is for: logits, sums of
+# hidden's gradient, and what the libraries take for themselves. But a chunk no narrower than still multiplies well,
+# and no larger than cache.
+_SHARE = 8
+_LIBRARIES = 1 << 20
+_NARROWEST = 256
+_LEAST_BYTES = 128 << 10
+_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+_FEWEST_ROWS = 128  # that are worth reading the whole weight for
+_STATE = 6  # float32 numbers a row between two chunks; see cpu/cross_entropy.h
+_ONEDNN_ROWS = 16
+_ONEDNN_CHAIN = 1024  # products that oneDNN may sum in one float32 chain and still be as exact as PyTorch
+_FEW_ROWS, _SHORT = 512, 64  # so few rows are summed in chains so short
+
+
+class _Chunk(NamedTuple):
+    first: int
+    last: int
+    weight: torch.Tensor  # [last - first, K]
+    bias: torch.Tensor | None
+
+    @property
+    def width(self) -> int:
+        return self.last - self.first
+
+
+class _Logits:
+    """hidden @ weight.T + bias in chunks of the classes, each of at most so many bytes."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most_bytes: int
+    ):
+        self.hidden, self._weight, self._bias = hidden, weight, bias
+        self.rows, self.classes = hidden.shape[0], weight.shape[0]
+        self.onednn = onednn_multiplies(hidden, self.classes)
+        row = max(self.rows, 1) * hidden.element_size()
+        widest = min(most_bytes, _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]) // row
+        widest = max(widest, _NARROWEST) // 64 * 64
+        if self.onednn:  # which sums a chunk in one chain in the gradient of hidden
+            widest = min(widest, _ONEDNN_CHAIN)
+            self._parts = [part.contiguous() for part in hidden.split(_ONEDNN_CHAIN, 1)]
+        else:
+            widest = max(widest, _LEAST_BYTES // row // 64 * 64)
+        self.chunks = -(-self.classes // widest)
+        self._width = -(-self.classes // max(self.chunks, 1) // 64) * 64 or 64
+        self._memory: torch.Tensor | None = None
+
+    def __iter__(self) -> Iterator[_Chunk]:
+        for first in range(0, self.classes, self._width):
+            last = min(first + self._width, self.classes)
+            bias = None if self._bias is None else self._bias[first:last]
+            yield _Chunk(first, last, self._weight[first:last], bias)
+
+    def memory(self, chunk: _Chunk) -> torch.Tensor:
+        """[rows, width] to write a chunk to, the same for each."""
+        if self._memory is None:
+            self._memory = self.hidden.new_empty(self.rows * min(self._width, self.classes))
+        return self._memory[: self.rows * chunk.width].view(self.rows, chunk.width)
+
+    def multiply(self, chunk: _Chunk, some: slice, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of some rows, in `out` too where it is given; they live until the next are asked for."""
+        if self.onednn:
+            y = self._onednn(chunk, some)
+            return y if out is None else out.copy_(y)
+        out = self.memory(chunk)[some] if out is None else out
+        hidden = self.hidden[some]
+        if supports_rows(hidden, chunk.weight) is True:
+            torch.ops.opsmith.linear_rows.default(hidden, chunk.weight, dense(chunk.bias), None, 0, y=out)
+            return out
+        if chunk.bias is None:
+            return torch.mm(hidden, chunk.weight.t(), out=out)
+        return torch.addmm(chunk.bias, hidden, chunk.weight.t(), out=out)
+
+    def _onednn(self, chunk: _Chunk, some: slice) -> torch.Tensor:
+        linear = torch.ops.mkldnn._linear_pointwise
+        # A weight with gaps between its rows would take oneDNN's slowest path.
+        first, *more = (part.contiguous() for part in chunk.weight.split(_ONEDNN_CHAIN, 1))
+        y: torch.Tensor = linear.default(self._parts[0][some], first, chunk.bias, "none", [], "")
+        for x, w in zip(self._parts[1:], more, strict=True):
+            y = linear.binary(x[some], y, w, None, "add")
+        return y
+
+
+def onednn_multiplies(hidden: torch.Tensor, classes: int) -> bool:
+    """True where oneDNN beats PyTorch's own choice, MKL: float32 on a CPU, and rows enough for a matrix product.
+
+    A few rows, and sums over a few classes, PyTorch computes in shorter chains of additions, more exactly.
+    """
+    if hidden.dtype != torch.float32 or not hidden.is_cpu or torch.float32 not in ONEDNN_DTYPES:
+        return False
+    return hidden.shape[0] >= _ONEDNN_ROWS and hidden.shape[1] > 0 and classes > _ONEDNN_CHAIN
+
+
+class _Kept(NamedTuple):
+    """Memory in which logits outlive their chunk: those of the first `rows` rows."""
+
+    rows: int = 0
+    memory: torch.Tensor | None = None  # flat
+    stride: int = 0  # numbers of the memory for each class, at least as many as rows
+    borrowed: bool = False  # something else will be written there
+
+    def of(self, chunk: _Chunk) -> torch.Tensor:
+        """[rows, width]"""
+        assert self.memory is not None
+        start = chunk.first * self.stride
+        return self.memory[start : start + self.rows * chunk.width].view(self.rows, chunk.width)
+
+
+def _share(hidden: torch.Tensor, weight: torch.Tensor) -> int:
+    """Bytes that may be taken beside the gradients."""
+    return weight.shape[0] * hidden.shape[0] * hidden.element_size() // _SHARE - _LIBRARIES
+
+
+def _row_of_sums(hidden: torch.Tensor, weight: torch.Tensor, dhidden: torch.Tensor | None) -> int:
+    """What the float32 sums of hidden's gradient take of that, for each row."""
+    sums = int(dhidden is not None)
+    if onednn_multiplies(
+        hidden, weight.shape[0]
+    ):  # gives each new sum memory of its own, and takes pieces of hidden
+        sums = 2 * sums + (hidden.shape[1] > _ONEDNN_CHAIN)
+    return 4 * sums * hidden.shape[1]
+
+
+def forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
+    *,
+    loss: torch.Tensor,
+    stats: torch.Tensor | None = None,
+) -> None:
+    """The loss, and for a backward that computes the logits again, two numbers a row."""
+    ops, classes = torch.ops.opsmith, weight.shape[0]
+    state = torch.empty(_STATE, target.shape[0], dtype=torch.float32, device=hidden.device)
+    logits = _Logits(hidden, weight, bias, _share(hidden, weight))
+    for chunk in logits:
+        x = logits.multiply(chunk, slice(0, logits.rows))
+        ops.cross_entropy_part.default(
+            x, target, ignore_index, label_smoothing, chunk.first, classes, state=state
+        )
+        del x  # before the next chunk takes memory
+    ops.cross_entropy_finish.default(
+        state, target, ignore_index, label_smoothing, z_loss, reduction, classes, loss=loss, stats=stats
+    )
+
+
+def backward(
+    dloss: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    stats: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
+    *,
+    dhidden: torch.Tensor | None = None,
+    dweight: torch.Tensor | None = None,
+    dbias: torch.Tensor | None = None,
+) -> None:
+    """The gradients, from logits that are computed again."""
+    most = _share(hidden, weight) - hidden.shape[0] * _row_of_sums(hidden, weight, dhidden)
+    logits = _Logits(hidden, weight, bias, most)
+    options = (ignore_index, label_smoothing, z_loss, reduction)
+    column_sums = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
+    _gradients(logits, _Kept(), dloss, target, stats, options, dhidden, dweight, column_sums)
+    if dbias is not None and column_sums is not None:
+        dbias.copy_(column_sums)
+
+
+def forward_with_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
+    scale: float,
+    *,
+    loss: torch.Tensor,
+    dhidden: torch.Tensor | None = None,
+    dweight: torch.Tensor | None = None,
+    dbias: torch.Tensor | None = None,
+) -> None:
+    """The loss, reduced to one number, and the gradients of `scale` times that number.
+
+    A gradient needs the sums over all of a row's logits, so there are two passes over the chunks, and the logits must
+    be somewhere between them. They are where the weight's gradient will be: a chunk of it has K numbers for each
+    class, and is written when the logits in its place have been read. Rows beyond K are computed again.
+    """
+    ops, classes = torch.ops.opsmith, weight.shape[0]
+    state = torch.empty(_STATE, target.shape[0], dtype=torch.float32, device=hidden.device)
+    stats = torch.empty(2, target.shape[0], dtype=torch.float32, device=hidden.device)
+    losses = torch.empty(target.shape[0], dtype=torch.float32, device=hidden.device)
+    upstream = torch.full((1,), scale, dtype=torch.float32, device=hidden.device)
+    if reduction == REDUCTIONS["mean"]:
+        upstream /= (target != ignore_index).sum()
+    of_each = (ignore_index, label_smoothing, z_loss, REDUCTIONS["none"])
+    of_sum = (ignore_index, label_smoothing, z_loss, REDUCTIONS["sum"])
+    column_sums = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
+    for some, logits, kept in _groups(hidden, weight, bias, dhidden, dweight):
+        of_rows = None if dhidden is None else dhidden[some]
+        for chunk in logits:
+            for part in _split(logits.rows, kept.rows):
+                x = logits.multiply(chunk, part, kept.of(chunk) if 0 < kept.rows == part.stop else None)
+                ops.cross_entropy_part.default(
+                    x,
+                    target[some][part],
+                    ignore_index,
+                    label_smoothing,
+                    chunk.first,
+                    classes,
+                    state=state[:, some][:, part],
+                )
+                del x  # before the next chunk takes memory
+        ops.cross_entropy_finish.default(
+            state[:, some], target[some], *of_each, classes, loss=losses[some], stats=stats[:, some]
+        )
+        _gradients(
+            logits, kept, upstream, target[some], stats[:, some], of_sum, of_rows, dweight, column_sums
+        )
+    ops.cross_entropy_finish.default(
+        state, target, ignore_index, label_smoothing, z_loss, reduction, classes, loss=loss, stats=None
+    )
+    if dbias is not None and column_sums is not None:
+        dbias.copy_(column_sums)
+
+
+def _groups(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dhidden: torch.Tensor | None,
+    dweight: torch.Tensor | None,
+) -> Iterator[tuple[slice, _Logits, _Kept]]:
+    """The rows that go through both passes together, their logits, and where these stay in between.
+
+    The weight's gradient is one sum over all rows. Without it, rows are independent: so many at a time that all
+    their logits are within what is allowed.
+    """
+    rows, classes = hidden.shape[0], weight.shape[0]
+    share, sums = _share(hidden, weight), _row_of_sums(hidden, weight, dhidden)
+    most = share - rows * sums
+    whole = _Logits(hidden, weight, bias, most)
+    if dweight is not None and whole.chunks > 1:
+        kept = min(rows, weight.shape[1]) if dweight.is_contiguous() else 0
+        if kept == rows:  # a chunk's copy is needed only after the sums
+            whole = _Logits(hidden, weight, bias, share)
+        elif whole.onednn and kept:  # the logits of the other rows and their gradient have two memories
+            whole = _Logits(hidden, weight, bias, most // 2)
+        keep = _Kept(kept, dweight.view(-1), weight.shape[1], borrowed=True) if kept else _Kept()
+        yield slice(0, rows), whole, keep
+        return
+    at_once = rows if whole.chunks <= 1 else share // (classes * hidden.element_size() + sums)
+    if at_once < min(rows, _FEWEST_ROWS):
+        yield slice(0, rows), whole, _Kept()
+        return
+    memory = hidden.new_empty(at_once * classes)
+    for first in range(0, max(rows, 1), max(at_once, 1)):
+        some = slice(first, min(first + at_once, rows))
+        logits = _Logits(hidden[some], weight, bias, share)
+        yield some, logits, _Kept(logits.rows, memory, logits.rows)
+
+
+def _split(rows: int, kept: int) -> list[slice]:
+    """All rows, those that are kept apart from those that are not."""
+    return [slice(0, rows)] if kept in (0, rows) else [slice(0, kept), slice(kept, rows)]
+
+
+def _gradients(
+    logits: _Logits,
+    kept: _Kept,
+    dloss: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    options: tuple[int, float, float, int],
+    dhidden: torch.Tensor | None,
+    dweight: torch.Tensor | None,
+    column_sums: torch.Tensor | None,
+) -> None:
+    """Chunk by chunk: the logits become their gradient, and that is multiplied into hidden's and the weight's."""
+    ops, total = torch.ops.opsmith, None
+    in_place = kept.borrowed and kept.rows == logits.rows
+    for chunk in logits:
+        d, parts = _again(logits, kept, chunk)
+        for some, x in parts:
+            ops.cross_entropy_backward.default(
+                dloss, x, target[some], stats[:, some], *options, chunk.first, logits.classes, dlogits=d[some]
+            )
+        if dweight is not None and not in_place:
+            _sum_over_rows(d, logits, dweight[chunk.first : chunk.last])
+        if column_sums is not None:
+            column_sums[chunk.first : chunk.last] += d.sum(0, dtype=torch.float32)
+        if dhidden is not None:
+            total = _add_product(total, d, chunk.weight, dhidden, logits.onednn)
+        del d, parts, x
+    if dhidden is not None and total is not None:
+        dhidden.copy_(total)
+    del total
+    if dweight is not None and in_place:
+        for chunk in logits:
+            d = logits.memory(chunk).copy_(kept.of(chunk))
+            _sum_over_rows(d, logits, dweight[chunk.first : chunk.last])
+
+
+def _sum_over_rows(d: torch.Tensor, logits: _Logits, out: torch.Tensor) -> None:
+    """out = d.T @ hidden.
+
+    Libraries sum a few rows in one chain. PyTorch has the ignored ones in between, and so shorter chains of the
+    others: they are cut here, where the result is small enough to be added to in cache.
+    """
+    few = (
+        d.is_cpu and d.dtype == torch.float32 and logits.classes <= _ONEDNN_CHAIN and logits.rows <= _FEW_ROWS
+    )
+    if logits.rows == 1:  # the library's product reads what it writes
+        torch.mul(d.t(), logits.hidden, out=out)
+        return
+    wide = logits.rows >= _ONEDNN_ROWS and d.dtype == torch.float32 and out.stride(1) == 1
+    if wide and native(d, "linear_gradient") is True:
+        torch.ops.opsmith.linear_gradient.default(d, logits.hidden, few, dweight=out)
+        return
+    step = _SHORT if few else max(logits.rows, 1)
+    torch.mm(d[:step].t(), logits.hidden[:step], out=out)
+    for first in range(step, logits.rows, step):
+        out.addmm_(d[first : first + step].t(), logits.hidden[first : first + step])
+
+
+def _again(
+    logits: _Logits, kept: _Kept, chunk: _Chunk
+) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor]]]:
+    """Memory for a chunk's gradient, and its logits, kept or computed again, with the rows they are of."""
+    if not kept.borrowed or kept.rows == logits.rows:
+        x = kept.of(chunk) if kept.rows else logits.multiply(chunk, slice(0, logits.rows))
+        return x, [(slice(0, logits.rows), x)]
+    first, *rest = _split(logits.rows, kept.rows)
+    return logits.memory(chunk), [
+        (first, kept.of(chunk)),
+        *((some, logits.multiply(chunk, some)) for some in rest),
+    ]
+
+
+def _add_product(
+    total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, onednn: bool
+) -> torch.Tensor:
+    """total + a @ b, the total in float32; the product may pass through `memory`."""
+    if onednn:
+        linear, b = torch.ops.mkldnn._linear_pointwise, b.contiguous().t()
+        new: torch.Tensor = (
+            linear.default(a, b, None, "none", [], "")
+            if total is None
+            else linear.binary(a, total, b, None, "add")
+        )
+        return new
+    if a.dtype == torch.float32:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if a.is_cuda:
+        part = torch.mm(a, b, out_dtype=torch.float32)
+        return part if total is None else total.add_(part)
+    torch.mm(a, b, out=memory)
+    if total is None:
+        return memory.float()
+    if INTERPRETED:
+        return total.add_(memory)
+    # PyTorch's add_ would widen the product to float32 in memory first.
+    torch.ops.opsmith.add_to_total.default(memory.view(-1), total=total.view(-1))
+    return total
+
+
+# What a chunk passes through. No graph sees these: only the operators above call them.
+_LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
+_LIBRARY.define("add_to_total(Tensor part, *, Tensor(a!) total) -> ()")
+_LIBRARY.define(
+    "cross_entropy_part(Tensor logits, Tensor target, int ignore_index, float label_smoothing, int first, "
+    "int classes, *, Tensor(a!) state) -> ()"
+)
+_LIBRARY.define(
+    "cross_entropy_finish(Tensor state, Tensor target, int ignore_index, float label_smoothing, "
+    "float z_loss, int reduction, int classes, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()"
+)

@@ -1,0 +1,261 @@
+"""Quantized embedding: the rows of an int8 table, by id, dequantized while they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from opsmith.call.common import check_out, compiling, kernels, native, short, writable
+from opsmith.kernels import calls
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops.ascend import on_npu
+from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OP = "quantized_embedding"
+
+
+def quantized_embedding(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    prefetch: int = 0,
+    next_ids: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gather the rows of an int8 table, each times its own scale.
+
+    `y[..., :] = table[ids[...], :] * scale[ids[...]]`, in float32, rounded once to `dtype`.
+
+    >>> table, scale = torch.randint(-127, 128, (10, 64), dtype=torch.int8), torch.rand(10)
+    >>> quantized_embedding(torch.tensor([[3, 1, 3]]), table, scale, dtype=torch.bfloat16).shape
+    torch.Size([1, 3, 64])
+
+    `QuantizedEmbedding.from_float` makes table and scale of a floating-point table.
+
+    Args:
+        ids: any shape, int32 or int64, each in [0, V).
+        table: [V, N] int8.
+        scale: [V] float32 (float64 through PyTorch, the result is float64 then).
+        dtype: of the result, float32, bfloat16 or float16 (float64 through PyTorch).
+        prefetch: fetch rows from memory this many tokens before they are needed, on a CPU. Changes no value.
+        next_ids: rows that the next call is likely to need, fetched into the CPU's cache at the end of this one.
+        out: [*ids.shape, N] in `dtype` to write into.
+
+    Raises:
+        IdError: (an IndexError and a ValueError) an id is outside [0, V); nothing is read out of range.
+        TypeError, ValueError: for a wrong dtype, shape or device.
+
+    Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019.
+    """
+    if out is None and not compiling():
+        try:
+            if prefetch >= 0:
+                y: torch.Tensor | None = calls.new_quantized_embedding(
+                    ids, table, scale, prefetch, next_ids, None, None, y=[table, dtype]
+                )
+                if y is not None:
+                    return y
+        except (
+            RuntimeError,
+            IndexError,
+            TypeError,
+        ):  # the checks say why, or bring them into the kernel's form
+            pass
+    _check(ids, table, scale, dtype, prefetch, next_ids, out)
+    if _supports(ids, table, scale, dtype=dtype) is not True:
+        y = reference(ids, table, scale, dtype=dtype)
+        return y if out is None else out.copy_(y)
+    if out is None or writable(out):
+        return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids, out=out)
+    return out.copy_(_native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids))
+
+
+def reference(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    prefetch: int = 0,
+    next_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch. In float64 it rounds nothing, whatever dtype is asked for."""
+    if torch.compiler.is_compiling():
+        y = _gather(ids, table, scale)
+    else:
+        try:
+            y = _gather(ids, table, scale)
+        except IndexError:
+            raise_bad_id(_OP, ids, table.shape[0])
+            raise
+    return y if scale.dtype == torch.float64 else y.to(dtype)
+
+
+def _gather(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.embedding(table, ids).to(scale.dtype) * torch.embedding(scale.unsqueeze(-1), ids)
+
+
+def _check(
+    ids: Any, table: Any, scale: Any, dtype: Any, prefetch: Any, next_ids: Any, out: torch.Tensor | None
+) -> None:
+    check_ids(_OP, ids, table)
+    if table.dtype != torch.int8:
+        raise TypeError(
+            f"{_OP}: table must be int8, got {short(table.dtype)}; QuantizedEmbedding.from_float quantizes it"
+        )
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{_OP}: scale must be a tensor, got {type(scale).__name__}")
+    if scale.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{_OP}: scale must be float32, got {short(scale.dtype)}; a rounded scale shifts rows"
+        )
+    if scale.shape != table.shape[:1]:
+        raise ValueError(
+            f"{_OP}: scale must have shape ({table.shape[0]},), one for each row of table, "
+            f"got {tuple(scale.shape)}"
+        )
+    if scale.device != table.device:
+        raise ValueError(f"{_OP}: scale is on {scale.device}, table on {table.device}; move one of them")
+    if dtype not in (*DTYPES, torch.float64):
+        raise TypeError(f"{_OP}: dtype must be float32, bfloat16 or float16, got {dtype}")
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"{_OP}: prefetch must be a number of tokens, 0 for none, got {prefetch!r}")
+    if next_ids is not None:
+        check_ids(_OP, next_ids, table, "next_ids")
+    if out is not None:
+        like = torch.empty(
+            0, dtype=dtype if scale.dtype == torch.float32 else scale.dtype, device=table.device
+        )
+        memory = {"ids": ids, "table": table, "scale": scale, "next_ids": next_ids}
+        check_out(_OP, out, like, (*ids.shape, table.shape[1]), **memory)
+
+
+def _supports(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> bool | str:
+    dtype = options.get("dtype", torch.float32)
+    if scale.dtype != torch.float32 or dtype not in DTYPES:
+        return "the kernels dequantize in float32, to float32, bfloat16 or float16"
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        return "the kernel gathers rows that are contiguous, this table is transposed"
+    return native(scale, _OP)
+
+
+def _native(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    prefetch: int = 0,
+    next_ids: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    cache: tuple[torch.Tensor | None, ...] = (None, None, None, None),
+) -> torch.Tensor:
+    """The kernel; `cache` is (slots, rows, counts, stats), see `RowCache`."""
+    y = torch.empty((*ids.shape, table.shape[1]), dtype=dtype, device=table.device) if out is None else out
+    slots, rows, counts, stats = cache
+    likely = None if next_ids is None else flat_ids(next_ids)
+    args = (flat_ids(ids), table, scale, prefetch, likely, slots, rows)
+    if torch.compiler.is_compiling():
+        torch.ops.opsmith.quantized_embedding.default(*args, counts=counts, stats=stats, y=rows_out(y))
+        return y
+    try:
+        torch.ops.opsmith.quantized_embedding.default(*args, counts=counts, stats=stats, y=rows_out(y))
+    except RuntimeError:
+        raise_bad_id(_OP, ids, table.shape[0])
+        if next_ids is not None:
+            raise_bad_id(_OP, next_ids, table.shape[0], "next_ids")
+        raise
+    return y
+
+
+def gather_cached(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    prefetch: int,
+    cache: tuple[torch.Tensor | None, ...],
+) -> torch.Tensor:
+    """`quantized_embedding` with a `RowCache`, which is left alone where no kernel can use it."""
+    _check(ids, table, scale, dtype, prefetch, None, None)
+    if _supports(ids, table, scale, dtype=dtype) is not True:
+        return reference(ids, table, scale, dtype=dtype)
+    return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, cache=cache)
+
+
+def prefetch_rows(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> None:
+    """Have the CPU fetch rows, where a kernel of ours can ask it to."""
+    check_ids("prefetch_rows", ids, table)
+    if _supports(ids, table, scale) is True:
+        none = torch.empty(0, dtype=torch.int64, device=ids.device)
+        _native(none, table, scale, next_ids=ids, out=scale.new_empty(0, table.shape[1]))
+
+
+def _cost(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> Cost:
+    wide = options.get("dtype", torch.float32).itemsize
+    elements = ids.numel() * table.shape[1]
+    row_scales = ids.numel() * scale.element_size()
+    return Cost(elements, elements * (1 + wide) + row_scales + ids.numel() * ids.element_size())
+
+
+def _table(make: Make, rows: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An int8 table as quantization leaves it, and its scales, which are float32 whatever dtype is asked for."""
+    table = (make.ids(rows, n, high=255) - 127).to(torch.int8)
+    return table, (make(rows).float().abs() + 0.1) / 127
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    to = {"dtype": make.dtype}
+    yield Sample("1 id", (make.ids(1, high=7), *_table(make, 7, 5)), to)
+    yield Sample("2x9 of 50x130", (make.ids(2, 9, high=50), *_table(make, 50, 130)), to)
+    yield Sample("128 of 1000x384", (make.ids(128, high=1000), *_table(make, 1000, 384)), to)
+    yield Sample("17 of 29x24", (make.ids(17, high=29), *_table(make, 29, 24)), to)
+    yield Sample("300 of 4x65", (make.ids(300, high=4), *_table(make, 4, 65)), to)
+    yield Sample("int32", (make.ids(3, 4, high=20).int(), *_table(make, 20, 33)), to)
+    yield Sample("prefetch", (make.ids(90, high=64), *_table(make, 64, 200)), {**to, "prefetch": 3})
+    yield Sample(
+        "next ids", (make.ids(4, high=9), *_table(make, 9, 70)), {**to, "next_ids": make.ids(2, 3, high=9)}
+    )
+    yield Sample("scalar id", (make.ids(high=7), *_table(make, 7, 5)), to)
+    yield Sample("strided ids", (make.ids(6, 4, high=9).t(), *_table(make, 9, 16)), to)
+    table, scale = _table(make, 9, 40)
+    yield Sample("strided table", (make.ids(11, high=9), table[:, 3:27], scale), to)
+    yield Sample("strided scale", (make.ids(11, high=9), table, scale.repeat_interleave(2)[::2]), to)
+    yield Sample("transposed table", (make.ids(11, high=40), table.t(), make(40).float()), to)
+    tiny = torch.tensor([0.0, 1e-40, 1e-8], device=make.device)
+    yield Sample("zero and tiny scales", (make.ids(11, high=3), table[:3], tiny), to)
+    yield Sample("empty", (make.ids(0, high=9), *_table(make, 9, 16)), to)
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    to = {"dtype": make.dtype}
+    yield Sample("4096 of 64000x512", (make.ids(4096, high=64000), *_table(make, 64000, 512)), to)
+    yield Sample("1 of 64000x512", (make.ids(1, 1, high=64000), *_table(make, 64000, 512)), to)
+
+
+CARD = register(
+    Operator(
+        name=_OP,
+        kind=Kind.EMBEDDING,
+        function=quantized_embedding,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        implementations=[*kernels(_native, _supports), on_npu(_OP), Implementation("eager", reference)],
+        # No model writes this as plain PyTorch, so there is nothing to recognize: QuantizedEmbedding is put in.
+        patterns=(),
+        schemas=(
+            "quantized_embedding(Tensor ids, Tensor table, Tensor scale, int prefetch, Tensor? next_ids, "
+            "Tensor? slots, Tensor? rows, *, Tensor(a!)? counts=None, Tensor(b!)? stats=None, Tensor(c!) y) -> ()",
+        ),
+        differentiable=False,
+        source="Guan et al., 2019",
+    )
+)

@@ -1,0 +1,171 @@
+"""Embedding: a program a row of the output. Backward sorts the ids, so that a row's gradients stand together and are
+added in one order, whatever the device does: chunks of the sorted list first, then the runs that cross chunks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from opsmith.kernels.triton.common import block_of, check, flag, launch, report, warps_of
+
+_CHUNK = 32  # sorted positions that one program adds up
+
+
+@triton.jit
+def _gather(ids, table, y, bad, rows, n, step, ts, ys, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + token * step).to(tl.int64)
+    inside = (row >= 0) & (row < rows)
+    report(bad, token, inside)
+    # A row that does not exist is never read: its place is filled with NaN.
+    v = tl.load(table + row * ts + at, mask=at < tl.where(inside, n, 0), other=float("nan"))
+    tl.store(y + token * ys + at, v, mask=at < n)
+
+
+@triton.jit
+def _chunk_sums(
+    dy,
+    ids,
+    order,
+    dtable,
+    heads,
+    tails,
+    tokens,
+    rows,
+    n,
+    padding,
+    gs,
+    ts,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds up the runs of equal ids in a chunk: whole runs into dtable, what a neighbor must complete aside."""
+    chunk = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    first = chunk * CHUNK
+    total = tl.zeros((BLOCK,), tl.float32)
+    current = tl.load(ids + first).to(tl.int64)
+    begun_before = tl.load(ids + first - 1, mask=first > 0, other=-1).to(tl.int64) == current
+    for position in range(first, tl.minimum(first + CHUNK, tokens)):
+        total += tl.load(dy + tl.load(order + position) * gs + at, mask=mask, other=0.0).to(tl.float32)
+        following = tl.load(ids + position + 1, mask=position + 1 < tokens, other=-1).to(tl.int64)
+        ends = following != current
+        last = position + 1 == first + CHUNK
+        if begun_before:
+            if ends | last:
+                tl.store(heads + chunk * n + at, total, mask=mask)
+        elif ends:
+            if (current != padding) & (current >= 0) & (current < rows):
+                tl.store(dtable + current * ts + at, total.to(dtable.dtype.element_ty), mask=mask)
+        elif last:
+            tl.store(tails + chunk * n + at, total, mask=mask)
+        total = tl.where(ends, 0.0, total)
+        begun_before = begun_before & (ends == 0)
+        current = following
+
+
+@triton.jit
+def _long_runs(
+    ids, dtable, heads, tails, tokens, rows, n, padding, ts, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Completes the run that begins in this chunk and goes on in the next."""
+    chunk = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    first = chunk * CHUNK
+    end = first + CHUNK
+    row = tl.load(ids + end - 1, mask=end < tokens, other=-1).to(tl.int64)
+    goes_on = (end < tokens) & (tl.load(ids + end, mask=end < tokens, other=-2).to(tl.int64) == row)
+    begins_here = tl.load(ids + first - 1, mask=first > 0, other=-1).to(tl.int64) != row
+    if goes_on & begins_here & (row != padding) & (row >= 0) & (row < rows):
+        total = tl.load(tails + chunk * n + at, mask=mask, other=0.0)
+        while goes_on:
+            chunk += 1
+            total += tl.load(heads + chunk * n + at, mask=mask, other=0.0)
+            end += CHUNK
+            goes_on = (end < tokens) & (tl.load(ids + end, mask=end < tokens, other=-2).to(tl.int64) == row)
+        tl.store(dtable + row * ts + at, total.to(dtable.dtype.element_ty), mask=mask)
+
+
+def flat(ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Ids of any dimensions, contiguous or a vector, with the step from one to the next."""
+    return ids, ids.stride(0) if ids.dim() == 1 else 1
+
+
+def pitch(y: torch.Tensor, n: int) -> int:
+    """Elements from one row to the next of a tensor that is contiguous or a matrix."""
+    return y.stride(0) if y.dim() == 2 else n
+
+
+def forward(ids: torch.Tensor, table: torch.Tensor, *, y: torch.Tensor) -> None:
+    rows, n = table.shape
+    block = block_of(n, 4096)
+    bad = flag(ids)
+    flat_ids, step = flat(ids)
+    launch(
+        _gather,
+        (ids.numel(), max(triton.cdiv(n, block), 1)),
+        flat_ids,
+        table,
+        y,
+        bad,
+        rows,
+        n,
+        step,
+        table.stride(0),
+        pitch(y, n),
+        BLOCK=block,
+        num_warps=warps_of(block),
+    )
+    check(bad, "embedding", ids, rows)
+
+
+def backward(
+    dy: torch.Tensor, ids: torch.Tensor, padding_idx: int, zeroed: bool, *, dtable: torch.Tensor
+) -> None:
+    rows, n = dtable.shape
+    if not zeroed:
+        dtable.zero_()
+    if not dy.numel():
+        return
+    ordered, order = torch.sort(ids.reshape(-1), stable=True)
+    tokens = ordered.numel()
+    block = block_of(n, 1024)
+    grid = (triton.cdiv(tokens, _CHUNK), triton.cdiv(n, block))
+    heads, tails = torch.empty((2, grid[0], n), dtype=torch.float32, device=dy.device).unbind()
+    sizes = (tokens, rows, n, padding_idx)
+    launch(
+        _chunk_sums,
+        grid,
+        dy,
+        ordered,
+        order,
+        dtable,
+        heads,
+        tails,
+        *sizes,
+        pitch(dy, n),
+        dtable.stride(0),
+        CHUNK=_CHUNK,
+        BLOCK=block,
+        num_warps=warps_of(block),
+    )
+    launch(
+        _long_runs,
+        grid,
+        ordered,
+        dtable,
+        heads,
+        tails,
+        *sizes,
+        dtable.stride(0),
+        CHUNK=_CHUNK,
+        BLOCK=block,
+        num_warps=warps_of(block),
+    )
+
+
+KERNELS = {"embedding": forward, "embedding_backward": backward}

@@ -1,0 +1,86 @@
+"""Gated activations: y = f(gate) * up, and both gradients, in one pass each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from opsmith.kernels.triton.common import as_rows, launch
+from opsmith.ops.gelu.triton import BLOCK, curve, curve_and_slope, place, programs, spread_out
+
+
+@triton.jit
+def _forward(gate, up, y, n, gs, us, ys, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+    row, at, mask = place(n, BLOCK)
+    g = tl.load(gate + row * gs + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * us + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + row * ys + at, (curve(g, CURVE) * u).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward(dy, gate, up, dgate, dup, n, ds, gs, us, dgs, dus, CURVE: tl.constexpr, BLOCK: tl.constexpr):
+    row, at, mask = place(n, BLOCK)
+    d = tl.load(dy + row * ds + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gs + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * us + at, mask=mask, other=0.0).to(tl.float32)
+    value, slope = curve_and_slope(g, CURVE)
+    tl.store(dgate + row * dgs + at, (d * u * slope).to(dgate.dtype.element_ty), mask=mask)
+    tl.store(dup + row * dus + at, (d * value).to(dup.dtype.element_ty), mask=mask)
+
+
+def _pair(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tensors; of a packed one, the halves of its rows."""
+    if up is not None:
+        return gate, up
+    first, second = as_rows(gate).chunk(2, -1)
+    return first, second
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor | None, activation: int, *, y: torch.Tensor) -> None:
+    g, u, out = spread_out(*_pair(gate, up), y)
+    launch(
+        _forward,
+        programs(out),
+        g,
+        u,
+        out,
+        out.shape[1],
+        g.stride(0),
+        u.stride(0),
+        out.stride(0),
+        CURVE=activation,
+        BLOCK=BLOCK,
+    )
+
+
+def gated_backward(
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    activation: int,
+    *,
+    dgate: torch.Tensor,
+    dup: torch.Tensor | None = None,
+) -> None:
+    d, g, u, dg, du = spread_out(dy, *_pair(gate, up), *_pair(dgate, dup))
+    launch(
+        _backward,
+        programs(d),
+        d,
+        g,
+        u,
+        dg,
+        du,
+        d.shape[1],
+        d.stride(0),
+        g.stride(0),
+        u.stride(0),
+        dg.stride(0),
+        du.stride(0),
+        CURVE=activation,
+        BLOCK=BLOCK,
+    )
+
+
+KERNELS = {"gated": gated, "gated_backward": gated_backward}

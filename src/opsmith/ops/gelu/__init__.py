@@ -1,0 +1,282 @@
+"""GELU, alone or fused with the bias addition before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.call.common import (
+    alike,
+    check_float,
+    check_like,
+    check_out,
+    compiling,
+    dense,
+    flat,
+    flat_out,
+    fresh,
+    kernels,
+    native,
+    nbytes,
+    needs_grad,
+    recorded,
+    short,
+    small_node,
+    soonest,
+    writable,
+)
+from opsmith.kernels import calls, nodes
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+
+
+def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The Gaussian error linear unit: `x` weighted by the normal distribution's share below it.
+
+    `y = x * (1 + erf(x / sqrt(2))) / 2`, or with `tanh`
+    `y = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2`.
+
+    >>> gelu(torch.randn(2, 128, 1536)).shape
+    torch.Size([2, 128, 1536])
+
+    Args:
+        x: any shape, float32, bfloat16 or float16 (float64 through PyTorch).
+        tanh: the approximation that GPT-2 and Gemma were trained with.
+        out: a tensor like x to write into; x itself is allowed when no gradient is needed.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape or device.
+
+    Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
+    """
+    if out is None and not compiling():
+        try:
+            y: torch.Tensor | None = calls.new_gelu(x, None, tanh)
+            if y is not None:
+                return y
+        except RuntimeError:  # the checks say why
+            pass
+    check_float("gelu", x, least_dim=0)
+    if out is not None:
+        check_out("gelu", out, x, onto=("x",), x=x)
+    return _run(x, None, tanh, out)
+
+
+def bias_gelu(
+    x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """GELU of `x + bias`, the sum never written to memory: `y = gelu(x + bias)`.
+
+    >>> bias_gelu(torch.randn(2, 128, 1536), torch.zeros(1536)).shape
+    torch.Size([2, 128, 1536])
+
+    Args:
+        x: [..., N], float32, bfloat16 or float16 (float64 through PyTorch).
+        bias: [N], in x's dtype.
+        tanh: the tanh approximation, as in `gelu`.
+        out: a tensor like x to write into; x itself is allowed when no gradient is needed.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape or device.
+
+    Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
+    """
+    if out is None and bias is not None and not compiling():
+        try:
+            y: torch.Tensor | None = calls.new_gelu(x, bias, tanh)
+            if y is not None:
+                return y
+        except RuntimeError:  # the checks say why
+            pass
+    check_float("bias_gelu", x)
+    if not alike(bias, x, x.shape[-1:]):
+        check_like("bias_gelu", bias, x, "bias", x.shape[-1:], "the size of x's last dimension")
+        raise TypeError(
+            f"bias_gelu: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
+        )
+    if out is not None:
+        check_out("bias_gelu", out, x, onto=("x",), x=x, bias=bias)
+    return _run(x, bias, tanh, out)
+
+
+def reference(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+    """The definition of `gelu`, in plain PyTorch."""
+    return F.gelu(x, approximate="tanh" if tanh else "none")
+
+
+def bias_reference(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
+    """The definition of `bias_gelu`, in plain PyTorch."""
+    return reference(x + bias, tanh=tanh)
+
+
+def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None) -> torch.Tensor:
+    training = needs_grad(x, bias)
+    # With the error function, PyTorch's is oneDNN's, whose set-up takes longer than a Function of ours.
+    if native(x, *_KERNELS[: 1 + training]) is not True or (training and tanh and small_node(x.numel())):
+        y = reference(x if bias is None else x + bias, tanh=tanh)
+    elif training:
+        y = recorded(_Gelu, x, bias, tanh)
+    elif out is None or writable(out):
+        return _forward(x, bias, tanh, out)
+    else:
+        y = _forward(x, bias, tanh, None)
+    return y if out is None else out.copy_(y)
+
+
+def _forward(
+    x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None
+) -> torch.Tensor:
+    y = fresh(x) if out is None else out
+    soonest(GELU)(flat(x), dense(bias), tanh, y=flat_out(y))
+    return y
+
+
+def _native(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The CPU kernel, without autograd."""
+    return _forward(x, None, tanh, out)
+
+
+def _native_bias(
+    x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The CPU kernel with the bias, without autograd."""
+    return _forward(x, bias, tanh, out)
+
+
+class _Gelu(torch.autograd.Function):
+    """Backward recomputes from x what the forward pass did not write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.tanh = tanh
+        return _forward(x, bias, tanh, None)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        dx = fresh(x)
+        db = bias.new_empty(bias.shape) if bias is not None and ctx.needs_input_grad[1] else None
+        soonest(GELU_BACKWARD)(flat(dy), flat(x), dense(bias), ctx.tanh, dx=dx, dbias=db)
+        return dx if ctx.needs_input_grad[0] else None, db, None
+
+
+# The polynomial, the exponential and the products, as a fused kernel computes them.
+_FLOPS = 20.0
+
+
+def _cost(x: torch.Tensor, *, tanh: bool = False) -> Cost:
+    return Cost(_FLOPS * x.numel(), 2 * x.numel() * x.element_size())
+
+
+def _bias_cost(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -> Cost:
+    return Cost((_FLOPS + 1) * x.numel(), 2 * x.numel() * x.element_size() + nbytes(bias))
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    for shape in ((384,), (3, 7), (9, 33), (2, 5, 130), (16, 1536)):
+        for tanh in (False, True):
+            name = "x".join(map(str, shape)) + (" tanh" if tanh else "")
+            yield Sample(name, (make(*shape, scale=3.0),), {"tanh": tanh})
+    yield Sample("large", (make(4, 65, scale=200.0),))
+    yield Sample("large tanh", (make(4, 65, scale=200.0),), {"tanh": True})
+    yield Sample("small", (make(4, 65, scale=1e-3),))
+    yield Sample("negative tail", (make(4, 129, scale=1.0, shift=-5.0),))
+    yield Sample("scalar", (make(shift=3.0),))
+    yield Sample("strided", (make(6, 64).t(),))
+    yield Sample("sliced rows", (make(8, 200)[:, 20:84],), {"tanh": True})
+    yield Sample("empty", (make(0, 16),))
+
+
+def _bias_samples(make: Make) -> Iterator[Sample]:
+    for rows, n in ((1, 384), (3, 7), (5, 130), (16, 1536)):
+        for tanh in (False, True):
+            name = f"{rows}x{n}" + (" tanh" if tanh else "")
+            yield Sample(name, (make(rows, n, scale=2.0), make(n)), {"tanh": tanh})
+    yield Sample("3-D", (make(2, 3, 33), make(33)))
+    yield Sample("vector", (make(19), make(19)))
+    yield Sample("strided", (make(6, 64).t(), make(6)))
+    yield Sample("strided bias", (make(3, 32), make(32, 2)[:, 0]))
+    yield Sample("empty", (make(0, 16), make(16)))
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x4096", (make(4096, 4096),))
+    yield Sample("4096x4096 tanh", (make(4096, 4096),), {"tanh": True})
+    yield Sample("1x1536", (make(1, 1536),))
+
+
+def _bias_workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x4096", (make(4096, 4096), make(4096)))
+    yield Sample("128x1536", (make(128, 1536), make(1536)))
+
+
+_SOURCE = "Hendrycks, Gimpel, 2016"
+
+CARD = register(
+    Operator(
+        name="gelu",
+        epilogue=lambda tanh=False: "gelu_tanh" if tanh else "gelu",
+        kind=Kind.ACTIVATION,
+        function=gelu,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        implementations=[
+            *kernels(_native, lambda x, **k: native(x, "gelu")),
+            Implementation("eager", reference),
+        ],
+        patterns=(
+            Pattern("gelu(x)", lambda x: F.gelu(x), {"x": ("B", "N")}),
+            Pattern(
+                "gelu(x, tanh=True)",
+                lambda x: F.gelu(x, approximate="tanh"),
+                {"x": ("B", "N")},
+                fixed={"tanh": True},
+            ),
+        ),
+        schemas=(
+            "gelu(Tensor x, Tensor? bias, bool tanh, *, Tensor(a!) y) -> ()",
+            "gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh, *, Tensor(a!) dx, "
+            "Tensor(b!)? dbias=None) -> ()",
+        ),
+        source=_SOURCE,
+    )
+)
+
+BIAS_CARD = register(
+    Operator(
+        name="bias_gelu",
+        kind=Kind.ACTIVATION,
+        function=bias_gelu,
+        reference=bias_reference,
+        cost=_bias_cost,
+        samples=_bias_samples,
+        workloads=_bias_workloads,
+        implementations=[
+            *kernels(_native_bias, lambda x, bias, **k: native(x, "gelu")),
+            Implementation("eager", bias_reference),
+        ],
+        patterns=(
+            Pattern(
+                "bias_gelu(x, bias)", lambda x, bias: F.gelu(x + bias), {"x": ("B", "N"), "bias": ("N",)}
+            ),
+            Pattern(
+                "bias_gelu(x, bias, tanh=True)",
+                lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+                {"x": ("B", "N"), "bias": ("N",)},
+                fixed={"tanh": True},
+            ),
+        ),
+        source=_SOURCE,
+    )
+)
+
+_KERNELS = ("gelu", "gelu_backward")  # the second one for gradients
+nodes.declare("gelu")
+GELU = torch.ops.opsmith.gelu.default
+GELU_BACKWARD = torch.ops.opsmith.gelu_backward.default

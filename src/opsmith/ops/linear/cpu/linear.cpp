@@ -1,0 +1,26 @@
+// The linear layer: the product with bias, activation and residual behind it, while the sums are in cache.
+#include "linear/linear_product.h"
+
+namespace opsmith {
+
+void linear_packed(View x, View packed, View bias, View residual, Activation activation, View y) {
+  if (y.sizes[0] == 0 || y.sizes[1] == 0) return;
+  with_float_type(x.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    const auto behind = epilogue<T>(bias, residual, activation, y);
+    if (packed.dtype == x.dtype) return packed_product<T>(x, packed, 1, behind);
+    packed_product<T, WideBFloatFormat>(x, packed, 1, behind);
+  });
+}
+
+void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y,
+                     View before) {
+  if (y.sizes[0] == 0 || y.sizes[1] == 0) return;
+  const int64_t n = weight.sizes[0], k = weight.sizes[1], sizes[] = {1, n, k}, strides[] = {n * k, k, 1};
+  const Kept<1> memory(n * k * int64_t(sizeof(float)));
+  const View packed{memory.as<float>(), DType::f32, 3, sizes, strides};
+  linear_pack(weight, packed);
+  packed_product<float>(x, packed, 1, epilogue<float>(bias, residual, activation, y, before));
+}
+
+}  // namespace opsmith

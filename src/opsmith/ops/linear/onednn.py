@@ -1,0 +1,79 @@
+"""The linear layer by oneDNN's matmul, whose post-operations are its activation and residual addition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opsmith.call.common import carries_tangents, compiling, dense, short
+
+# Activations in oneDNN's words: attribute and algorithm.
+_POST_OPERATIONS = {
+    None: ("none", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+}
+
+
+def _onednn_dtypes() -> frozenset[torch.dtype]:
+    """What oneDNN multiplies on this machine."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    ops = torch.ops.mkldnn
+    half = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
+    return frozenset({torch.float32, *(dtype for dtype, supported in half.items() if supported())})
+
+
+ONEDNN_DTYPES = _onednn_dtypes()
+
+
+def supports_onednn(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    """True for what oneDNN multiplies here; else the reason why it does not."""
+    if not x.is_cpu:
+        return f"oneDNN runs on the CPU, the input is on {x.device}"
+    if not compiling() and carries_tangents():
+        return "oneDNN's linear layer has no rule for forward-mode differentiation"
+    if x.dtype not in ONEDNN_DTYPES:
+        return f"oneDNN does not multiply {short(x.dtype)} on this CPU"
+    if not x.numel() or not weight.shape[0]:
+        return "nothing to multiply"
+    return True
+
+
+def onednn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """oneDNN's matmul with the epilogue in its registers; the weight plain or packed."""
+    bias = dense(bias)  # oneDNN takes it for contiguous, whatever its strides
+    if residual is not None and activation is None:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")  # type: ignore[no-any-return]
+    attribute, algorithm = _POST_OPERATIONS.get(activation, _POST_OPERATIONS[None])
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, attribute, [], algorithm)
+    if activation == "relu":
+        y.relu_()  # oneDNN's own turns NaN into 0
+    return y if residual is None else y.add_(residual)
+
+
+def prepack(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """The weight in the layout that oneDNN reads fastest for so many rows."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+
+
+def _fake_binary(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, attribute: str
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+# PyTorch knows the shape of the unary form only; without this one, a graph could not hold the addition.
+_META = torch.library.Library("mkldnn", "IMPL", "Meta")
+_BINARY = "mkldnn::_linear_pointwise.binary"
+if ONEDNN_DTYPES and not torch._C._dispatch_has_kernel_for_dispatch_key(_BINARY, "Meta"):
+    _META.impl("_linear_pointwise.binary", _fake_binary)

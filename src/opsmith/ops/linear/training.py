@@ -1,0 +1,107 @@
+"""The linear layer where autograd records, in float32 on a CPU: products by our kernels, which are as exact as MKL's.
+
+MKL is what PyTorch calls. oneDNN multiplies faster, but adds up all of K in one chain, and in a whole model's gradients
+the errors of three such products add up to more than twice those of MKL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opsmith.call.common import as_rows, dense, fresh, recorded, soonest
+from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
+
+ROWS = 8  # of x, at most, for which there are kernels that take a weight as it is
+_CODES = {None: 0, False: 1, True: 2}  # the kernel's numbers of no activation, and of the two GELUs
+
+
+def with_gradients(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    tanh: bool | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias + residual, or with `tanh` given the GELU of that (without a residual)."""
+    y: torch.Tensor = recorded(_Linear, x, weight, bias, residual, tanh)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    """Our kernels, which sum in blocks, but for dx: oneDNN is faster, and errors of dx are a third of all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        tanh: bool | None,
+    ) -> torch.Tensor:
+        y = fresh(x, torch.Size((*x.shape[:-1], weight.shape[0])))
+        before = None if tanh is None else fresh(y)
+        soonest(torch.ops.opsmith.linear_unpacked.default)(
+            as_rows(x),
+            weight if 1 in weight.stride() else weight.contiguous(),
+            dense(bias),
+            None if residual is None else as_rows(residual),
+            _CODES[tanh],
+            y=as_rows(y),
+            before=None if before is None else as_rows(before),
+        )
+        ctx.save_for_backward(x, weight, before)
+        ctx.tanh = tanh
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, before = ctx.saved_tensors
+        need_x, need_w, need_b, need_r, _ = ctx.needs_input_grad
+        dz, taken, z = as_rows(dy), as_rows(x), None if before is None else as_rows(before)
+        m = dz.shape[0]
+        rows = nonzero_rows(dz)
+        few = rows is not None
+        if rows is not None:
+            dz, taken = dz.index_select(0, rows), taken.index_select(0, rows)
+            z = None if z is None else z.index_select(0, rows)
+        if z is not None:
+            # Its memory is ours, unless there may be a second backward.
+            again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+            given, dz = dz, fresh(z) if again and rows is None else z
+            soonest(torch.ops.opsmith.gelu_backward.default)(given, z, None, ctx.tanh, dx=dz)
+        dx = dw = db = None
+        few_rows = not torch.compiler.is_compiling() and dz.shape[0] <= ROWS and weight.stride(1) == 1
+        if need_x:
+            dx = dz.new_empty(dz.shape[0], weight.shape[1]) if few_rows else _times(dz, weight, few=few)
+        if few_rows:
+            dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_w else None
+            db = dy.new_empty(weight.shape[:1]) if need_b else None
+            gradients = {"dx": dx, "dweight": dw, "dbias": db}
+            soonest(torch.ops.opsmith.linear_rows_backward.default)(dz, taken, weight, **gradients)
+        elif need_w and not weight.is_contiguous() and weight.t().is_contiguous():
+            # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
+            dw = torch.empty_like(weight.t())
+            soonest(torch.ops.opsmith.linear_gradient.default)(taken, dz, few, dweight=dw)
+            dw, db = dw.t(), dz.sum(0) if need_b else None
+        elif need_w or need_b:
+            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            db = dy.new_empty(weight.shape[:1]) if need_b else None
+            soonest(torch.ops.opsmith.linear_gradient.default)(dz, taken, few, dweight=dw, dbias=db)
+        if dx is not None:
+            dx = (dx if rows is None else among_zeros(dx, rows, m)).view(x.shape)
+        return dx, dw if need_w else None, db, dy if need_r else None, None
+
+
+def _times(dz: torch.Tensor, weight: torch.Tensor, *, few: bool) -> torch.Tensor:
+    """dz @ weight."""
+    if few and 1 in weight.stride():  # oneDNN makes a kernel for each number of rows, and this one varies
+        dx = dz.new_empty(dz.shape[0], weight.shape[1])
+        soonest(torch.ops.opsmith.linear_unpacked.default)(dz, weight.t(), None, None, 0, y=dx)
+        return dx
+    by = weight.t() if weight.is_contiguous() else weight.t().contiguous()
+    return torch.ops.mkldnn._linear_pointwise.default(dz, by, None, "none", [], "")  # type: ignore[no-any-return]

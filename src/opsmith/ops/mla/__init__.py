@@ -1,0 +1,1 @@
+"""DeepSeek's multi-head latent attention."""

@@ -1,0 +1,398 @@
+"""Attention in the latent space of an MLACache: every cached row serves all heads, as key and as value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from opsmith.call.common import check_float, check_number, kernels, native, nbytes, needs_grad, short
+from opsmith.kernels.triton import DEVICE
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
+from opsmith.ops.mla.cache import MLACache, has_values
+from opsmith.ops.mla.check import check_cache_type, check_inference, check_scales, rope_width
+from opsmith.ops.mla.parts import rows_of
+from opsmith.ops.mla.projection import wide
+
+
+def mla_attention(
+    q_out: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    cache: MLACache,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    wuv: torch.Tensor | None = None,
+    ctkv_scale: torch.Tensor | float | None = None,
+    q_nope_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to cached latent rows, then up-project what comes out: no key or value of any head is ever made.
+
+    `p = softmax(scale * (q_out @ k_nope.T + q_rope @ k_rope.T))`; `latent = p @ k_nope`; `y = latent @ wuv.T` for each
+    head. The T tokens are the last T/S of each of S sequences, in order, and see what came before them and themselves.
+
+    >>> cache = MLACache.allocate("split", 2, 16, kv_lora=32, rope=8, dtype=torch.float32)
+    >>> q_out, q_rope = torch.randn(1, 4, 32), torch.randn(1, 4, 8)
+    >>> tables, lens = torch.tensor([[1, 0]]), torch.tensor([20])     # 16 tokens in block 1, 4 in block 0
+    >>> mla_attention(q_out, q_rope, cache, tables, lens, scale=24**-0.5, wuv=torch.randn(4, 16, 32)).shape
+    torch.Size([1, 4, 16])
+
+    Args:
+        q_out, q_rope: as `mla_preprocess` returns them for this cache; q_rope is None in mode "joint".
+        cache: whose slots hold the rows of all tokens up to the lengths.
+        block_tables: [S, n] int32 or int64: each sequence's blocks in order; what lies past its length is not read.
+        seq_lens: [S] int32 or int64, how many rows each sequence has, with the new tokens'. 0: the result is zeros.
+        scale: of the scores: (nope + rope)^-0.5, times what YaRN adds.
+        wuv: [H, v, kv_lora], the up-projection of values; None: the latent result.
+        ctkv_scale, q_nope_scale: of an int8 cache; by default those of the last `mla_preprocess` into it.
+
+    Returns:
+        [T, H, v], or [T, H, kv_lora] without wuv.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape, device, a block or a length outside the cache.
+
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024.
+    """
+    op = "mla_attention"
+    check_cache_type(op, cache)
+    nope, rotated = _queries(op, q_out, q_rope, cache, wuv)
+    if cache.mode == "int8_tiled":
+        ctkv_scale = cache.ctkv_scale if ctkv_scale is None else ctkv_scale
+        q_nope_scale = cache.q_nope_scale if q_nope_scale is None else q_nope_scale
+        check_inference(op, rotated, wuv)
+    scales = check_scales(op, cache, ctkv_scale, (q_nope_scale, q_out.shape[1]))
+    check_number(op, "scale", scale)
+    args = nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales
+    if native(rotated, op) is not True or needs_grad(nope, rotated, cache.latent, cache.rope, wuv):
+        check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)
+        return define(*args)
+    # The kernel looks at every length and block before it reads, so that a look from here would only cost time.
+    check_pages(op, block_tables, seq_lens, q_out.shape[0], cache, values=DEVICE == "cpu" or not nope.is_cpu)
+    try:
+        return _kernel(*args)
+    except RuntimeError:
+        check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)  # names what is wrong
+        raise
+
+
+def _kernel(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: MLACache,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    wuv: torch.Tensor | None = None,
+    ctkv_scale: torch.Tensor | None = None,
+    q_nope_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    tokens, heads, kv_lora = q_nope.shape
+    latent, rope = cache.rows(kv_lora)
+    result = q_rope.new_empty(q_nope.shape)
+    out = None if wuv is None else q_rope.new_empty((tokens, heads, wuv.shape[1]))
+    torch.ops.opsmith.mla_attention.default(
+        rows_of(q_nope),
+        rows_of(q_rope),
+        latent,
+        rope,
+        block_tables,
+        seq_lens,
+        scale,
+        None if ctkv_scale is None else ctkv_scale.float(),
+        None if q_nope_scale is None else q_nope_scale.float().contiguous(),
+        None if wuv is None else wuv.contiguous(),
+        latent_out=result,
+        out=out,
+    )
+    return result if out is None else out
+
+
+def define(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: MLACache,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    wuv: torch.Tensor | None = None,
+    ctkv_scale: torch.Tensor | None = None,
+    q_nope_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch, on all rows of the longest table at once."""
+    tokens, heads, kv_lora = q_nope.shape
+    dtype = q_rope.dtype
+    sequences, pages = block_tables.shape
+    each = tokens // sequences if sequences else 0
+    if not tokens or not cache.blocks or not pages:
+        latent = q_rope.new_zeros((tokens, heads, kv_lora))
+    else:
+        length = pages * cache.block_size
+        position = torch.arange(length, device=q_nope.device)
+        last = seq_lens.view(-1, 1) - each + torch.arange(each, device=q_nope.device)  # [S, each]
+        seen = position <= last.unsqueeze(-1)  # [S, each, length]
+        held = (position < seq_lens.view(-1, 1)).unsqueeze(-1)
+        blocks = torch.where((position[:: cache.block_size] < seq_lens.view(-1, 1)), block_tables, 0).long()
+        nope, rope = (
+            torch.where(held, wide(view[blocks]).reshape(sequences, length, -1), 0.0)
+            for view in cache.rows(kv_lora)
+        )
+        q = wide(q_nope)
+        if ctkv_scale is not None and q_nope_scale is not None:
+            nope, q = nope * ctkv_scale, q / q_nope_scale.view(-1, 1)
+        by_sequence = (sequences, each, heads, -1)
+        scores = torch.einsum("sehk,slk->sehl", q.reshape(by_sequence), nope)
+        scores = scores + torch.einsum("sehr,slr->sehl", wide(q_rope).reshape(by_sequence), rope)
+        hidden = ~seen.unsqueeze(2)
+        weights = torch.softmax((scores * scale).masked_fill(hidden, -math.inf), -1)
+        weights = weights.masked_fill(hidden, 0.0)  # a token that sees nothing gets zeros
+        latent = torch.einsum("sehl,slk->sehk", weights, nope).reshape(tokens, heads, kv_lora).to(dtype)
+    if wuv is None:
+        return latent
+    return torch.einsum("thk,hvk->thv", latent, wuv).clone(memory_format=torch.contiguous_format)
+
+
+def _queries(
+    op: str, q_out: Any, q_rope: Any, cache: MLACache, wuv: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Refuse queries that do not fit the cache; their two parts."""
+    if not isinstance(q_out, torch.Tensor) or q_out.dim() != 3:
+        got = tuple(q_out.shape) if isinstance(q_out, torch.Tensor) else type(q_out).__name__
+        raise ValueError(f"{op}: q_out must be a tensor [T, H, kv_lora], got {got}")
+    if cache.mode == "joint":
+        if q_rope is not None:
+            raise ValueError(
+                f'{op}: in mode "joint" q_rope lies within q_out [T, H, kv_lora + rope]; pass None'
+            )
+        check_float(op, q_out, "q_out")
+        kv_lora = cache.kv_lora
+        if kv_lora is None and isinstance(wuv, torch.Tensor) and wuv.dim() == 3:
+            kv_lora = wuv.shape[2]
+        if kv_lora is None:
+            raise ValueError(
+                f'{op}: nothing tells kv_lora from rope in this "joint" cache; pass wuv, or set cache.kv_lora'
+            )
+        if q_out.shape[2] < kv_lora:
+            raise ValueError(f"{op}: q_out must be [T, H, {kv_lora} + rope], got {tuple(q_out.shape)}")
+        nope, rotated = q_out[..., :kv_lora], q_out[..., kv_lora:]
+    else:
+        check_float(op, q_rope, "q_rope", least_dim=3)
+        nope, rotated = q_out, q_rope
+        if nope.shape[:2] != rotated.shape[:2]:
+            raise ValueError(
+                f"{op}: q_out and q_rope must have the same tokens and heads, got {tuple(nope.shape)} and "
+                f"{tuple(rotated.shape)}"
+            )
+    kv_lora = nope.shape[2]
+    width = rope_width(op, cache, kv_lora)
+    if rotated.dim() != 3 or rotated.shape[2] != width:
+        raise ValueError(f"{op}: q_rope must be [T, H, {width}] for this cache, got {tuple(rotated.shape)}")
+    cache.check(op, kv_lora, width, rotated.dtype, q_out.device)
+    expected = torch.int8 if cache.mode == "int8_tiled" else rotated.dtype
+    if nope.dtype != expected or rotated.device != q_out.device:
+        raise TypeError(
+            f"{op}: q_out must be {short(expected)} on {rotated.device}, got {short(nope.dtype)} on {nope.device}"
+        )
+    if wuv is not None:
+        check_float(op, wuv, "wuv", least_dim=3)
+        if wuv.dim() != 3 or (wuv.shape[0], wuv.shape[2]) != (nope.shape[1], kv_lora):
+            raise ValueError(
+                f"{op}: wuv must have shape [H, v, kv_lora] = [{nope.shape[1]}, v, {kv_lora}], got {tuple(wuv.shape)}"
+            )
+        if wuv.dtype != rotated.dtype or wuv.device != q_out.device:
+            raise TypeError(
+                f"{op}: wuv must be {short(rotated.dtype)} on {q_out.device}, got {short(wuv.dtype)} on {wuv.device}"
+            )
+    return nope, rotated
+
+
+def check_pages(
+    op: str, block_tables: Any, seq_lens: Any, tokens: int, cache: MLACache, *, values: bool = True
+) -> None:
+    """Refuse lengths and blocks that are not this cache's; without `values`, their shapes alone."""
+    for name, t, dims in (("block_tables", block_tables, 2), ("seq_lens", seq_lens, 1)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{op}: {name} must be int64 or int32, got {short(t.dtype)}; cast it first")
+        if t.dim() != dims or t.device != cache.device:
+            what = "[S, n]" if dims == 2 else "[S]"
+            raise ValueError(
+                f"{op}: {name} must be {what} on {cache.device}, got {tuple(t.shape)} on {t.device}"
+            )
+    sequences = seq_lens.shape[0]
+    if block_tables.shape[0] != sequences:
+        raise ValueError(
+            f"{op}: block_tables must have a row for each of {sequences} sequences, got {tuple(block_tables.shape)}"
+        )
+    if tokens % sequences if sequences else tokens:
+        raise ValueError(f"{op}: {tokens} tokens cannot be shared out evenly among {sequences} sequences")
+    if not values or not sequences or not has_values(seq_lens):
+        return
+    size = cache.block_size
+    most, least = int(seq_lens.max()), int(seq_lens.min())
+    if least < 0 or most > block_tables.shape[1] * size:
+        raise ValueError(
+            f"{op}: seq_lens must lie in [0, {block_tables.shape[1] * size}], the table's {block_tables.shape[1]} "
+            f"blocks of {size}, got {least if least < 0 else most}"
+        )
+    start = torch.arange(block_tables.shape[1], device=seq_lens.device) * size
+    used = start < seq_lens.view(-1, 1)
+    bad = (used & ((block_tables < 0) | (block_tables >= cache.blocks))).nonzero()
+    if bad.numel():
+        row, column = (int(i) for i in bad[0])
+        raise ValueError(
+            f"{op}: block_tables must lie in [0, {cache.blocks}), got {int(block_tables[row, column])} for "
+            f"sequence {row}, block {column}"
+        )
+
+
+def attention_form(
+    q_out: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    wuv: torch.Tensor | None = None,
+    *,
+    mode: str,
+    scale: float,
+) -> torch.Tensor:
+    """`mla_attention` over a cache that is given as its tensors."""
+    try:
+        cache = MLACache(mode, latent, rope)
+    except (TypeError, ValueError) as refusal:
+        raise ValueError(f"mla_attention: {refusal}") from None
+    return mla_attention(q_out, q_rope, cache, block_tables, seq_lens, scale=scale, wuv=wuv)
+
+
+def reference(
+    q_out: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    wuv: torch.Tensor | None = None,
+    *,
+    mode: str,
+    scale: float,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch."""
+    cache = MLACache(mode, latent, rope)
+    if q_rope is None:
+        assert wuv is not None
+        q_out, q_rope = q_out[..., : wuv.shape[2]], q_out[..., wuv.shape[2] :]
+    return define(q_out, q_rope, cache, block_tables, seq_lens, scale, wuv)
+
+
+def _cost(
+    q_out: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    wuv: torch.Tensor | None = None,
+    **options: Any,
+) -> Cost:
+    tokens, heads = q_out.shape[:2]
+    rows = int(seq_lens.sum()) if has_values(seq_lens) else block_tables.numel()
+    width = q_out.shape[2] + (0 if q_rope is None else q_rope.shape[2])
+    values = q_out.shape[2] if wuv is None else wuv.shape[2]
+    each = tokens // max(1, seq_lens.shape[0])
+    flops = 2.0 * heads * each * rows * (width + values)
+    written = tokens * heads * q_out.element_size() * (q_out.shape[2] if wuv is None else wuv.shape[1])
+    if wuv is not None:
+        flops += 2.0 * tokens * wuv.numel()
+    read = rows * width * q_out.element_size() + nbytes(q_out, q_rope, block_tables, seq_lens, wuv)
+    return Cost(flops, read + written)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def sample(
+        name: str,
+        lens: list[int],
+        each: int = 1,
+        heads: int = 3,
+        kv_lora: int = 32,
+        rope: int = 16,
+        size: int = 16,
+        mode: str = "split",
+        values: int | None = 10,
+        strided: bool = False,
+    ) -> Sample:
+        pages = max(1, -(-max(lens, default=0) // size))
+        blocks = pages * max(1, len(lens)) + 1
+        shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+            "joint": ((blocks, size, 1, kv_lora + rope),),
+            "split": ((blocks, size, 1, kv_lora), (blocks, size, 1, rope)),
+            "tiled": ((blocks, kv_lora // 16, size, 16), (blocks, rope // 16, size, 16)),
+        }
+        held = [make(2 * s[0], *s[1:])[::2] if strided else make(*s) for s in shapes[mode]]
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(5))[: pages * len(lens)]
+        tables = order.view(len(lens), pages).to(make.device)
+        tokens = each * len(lens)
+        parts = [make(tokens, heads, kv_lora), make(tokens, heads, rope)]
+        queries = [torch.cat(parts, -1), None] if mode == "joint" else parts
+        wuv = None if values is None else make(heads, values, kv_lora, scale=kv_lora**-0.5)
+        caches = (*held, *([None] if mode == "joint" else []))
+        args = (*queries, *caches, tables, torch.tensor(lens, dtype=torch.int64, device=make.device), wuv)
+        return Sample(name, args, {"mode": mode, "scale": 0.125})
+
+    yield sample("one sequence", [33])
+    yield sample("two sequences", [5, 33])
+    yield sample("four sequences", [16, 40, 1, 90])
+    yield sample("joint", [5, 33], mode="joint")
+    for lens in ([5, 70], [9, 30, 31], [40, 2, 3, 20]):
+        yield sample(f"tiled, {len(lens)} sequences", lens, mode="tiled", rope=32)
+    yield sample("latent result", [9, 21], values=None, kv_lora=19, rope=6)
+    yield sample("several tokens", [9, 30], each=4)
+    yield sample("prefill", [37], each=37)
+    yield sample("blocks of one", [7, 3], size=1)
+    yield sample("many heads", [50], heads=17)
+    yield sample("strided pool", [5, 33], strided=True)
+    yield sample("nothing to see", [0, 3])
+    yield sample("empty", [])
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    for tokens in (4096, 512):
+        pages = tokens // 128
+        cache = make(pages, 128, 1, 512), make(pages, 128, 1, 64)
+        tables = torch.arange(pages, device=make.device).view(1, -1)
+        q = make(1, 128, 512), make(1, 128, 64)
+        lens = torch.tensor([tokens], device=make.device)
+        wuv = make(128, 128, 512, scale=512**-0.5)
+        yield Sample(
+            f"V3, {tokens} keys", (*q, *cache, tables, lens, wuv), {"mode": "split", "scale": 192**-0.5}
+        )
+
+
+CARD = register(
+    Operator(
+        name="mla_attention",
+        kind=Kind.MLA,
+        function=attention_form,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        implementations=[
+            *kernels(attention_form, lambda q, *more, **options: native(q, "mla_attention"), takes_out=False),
+            Implementation("eager", reference),
+        ],
+        entries={"mla_attention": entry_costs.mla_attention},
+        schemas=(
+            "mla_attention(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor rope, Tensor block_tables, "
+            "Tensor seq_lens, float scale, Tensor? ctkv_scale, Tensor? q_nope_scale, Tensor? wuv, *, "
+            "Tensor(a!) latent_out, Tensor(b!)? out=None) -> ()",
+        ),
+        source="DeepSeek-AI, 2024",
+    )
+)

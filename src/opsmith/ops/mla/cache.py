@@ -1,0 +1,323 @@
+"""MLACache: one compressed row a token, in the four layouts that kernels and other projects keep it in."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from opsmith.call.common import check_number, short
+
+Mode = Literal["joint", "split", "int8_tiled", "tiled"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+_NAME = "MLACache"
+_LARGEST_BLOCK = 256
+_ROPE_TILE = 16
+_TILES = {"int8_tiled": 32, "tiled": 16}  # of the latent row
+_SHAPES = {
+    "joint": "[B, bs, 1, kv_lora + rope]",
+    "split": "[B, bs, 1, kv_lora]",
+    "int8_tiled": "[B, kv_lora/32, bs, 32]",
+    "tiled": "[B, kv_lora/16, bs, 16]",
+}
+_ROPE_SHAPES = {
+    "split": "[B, bs, 1, rope]",
+    "int8_tiled": "[B, rope/16, bs, 16]",
+    "tiled": "[B, rope/16, bs, 16]",
+}
+
+
+class MLACache:
+    """A paged latent KV cache: `slot = block * block_size + offset` holds `(k_nope, k_rope)` of one token.
+
+    | mode | latent | rope |
+    |---|---|---|
+    | `"joint"` | `[B, bs, 1, kv_lora + rope]` | within it |
+    | `"split"` | `[B, bs, 1, kv_lora]` | `[B, bs, 1, rope]` |
+    | `"int8_tiled"` | int8 `[B, kv_lora/32, bs, 32]` | `[B, rope/16, bs, 16]` |
+    | `"tiled"` | `[B, kv_lora/16, bs, 16]` | `[B, rope/16, bs, 16]` |
+
+    >>> cache = MLACache.allocate("split", 4, 128, kv_lora=512, rope=64, dtype=torch.bfloat16)
+    >>> cache.latent.shape, cache.token_bytes
+    (torch.Size([4, 128, 1, 512]), 1152)
+
+    Args:
+        mode: one of the four.
+        latent, rope: memory that you own, and that is written into. The first dimension may have any stride, so that
+            a slice of a larger pool is a cache; the others must be contiguous. Blocks have 1 to 256 tokens.
+
+    Raises:
+        TypeError, ValueError: another layout, naming the tensor, the shape expected and the one that came.
+    """
+
+    def __init__(self, mode: str, latent: torch.Tensor, rope: torch.Tensor | None = None) -> None:
+        if mode not in MODES:
+            raise ValueError(f"{_NAME}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        _check_tensor("latent", latent, _SHAPES[mode])
+        if mode == "joint":
+            if rope is not None:
+                raise ValueError(
+                    f'{_NAME}: in mode "joint" rope lies within latent {_SHAPES[mode]}; leave rope out'
+                )
+        else:
+            _check_tensor("rope", rope, _ROPE_SHAPES[mode])
+        _check_layout(mode, latent, rope)
+        self.mode, self.latent, self.rope = mode, latent, rope
+        # How a "joint" row divides: as allocated, or as the last mla_preprocess had it.
+        self.kv_lora = (
+            None if mode == "joint" else latent.shape[3] * (latent.shape[1] if mode in _TILES else 1)
+        )
+        self.ctkv_scale: torch.Tensor | None = None  # of int8 rows, as the last mla_preprocess had them
+        self.q_nope_scale: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        mode: str,
+        blocks: int,
+        block_size: int,
+        *,
+        kv_lora: int,
+        rope: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> MLACache:
+        """A cache of zeros.
+
+        >>> MLACache.allocate("int8_tiled", 2, 16, kv_lora=512, rope=64, dtype=torch.bfloat16).latent.dtype
+        torch.int8
+
+        Args:
+            mode: of the four layouts.
+            blocks, block_size: tokens are `blocks * block_size`; a block has 1 to 256.
+            kv_lora, rope: elements of a token's two parts; tiles want kv_lora in 32s (int8) or 16s, rope in 16s.
+            dtype: of the model; the latent rows of "int8_tiled" are int8.
+            device: where it lives.
+
+        Raises:
+            ValueError: another mode, or sizes that this mode does not hold.
+        """
+        if mode not in MODES:
+            raise ValueError(f"{_NAME}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        sizes = {"blocks": blocks, "block_size": block_size, "kv_lora": kv_lora, "rope": rope}
+        for name, size in sizes.items():
+            check_number(_NAME, name, size, whole=True)
+        if min(blocks, kv_lora, rope) < 0 or not 1 <= block_size <= _LARGEST_BLOCK:
+            raise ValueError(
+                f"{_NAME}: blocks, kv_lora and rope must not be negative and block_size in [1, {_LARGEST_BLOCK}], got "
+                f"{blocks}, {kv_lora}, {rope} and {block_size}"
+            )
+        tile = _TILES.get(mode)
+        if tile is not None and (kv_lora % tile or rope % _ROPE_TILE):
+            raise ValueError(
+                f'{_NAME}: mode "{mode}" wants kv_lora in multiples of {tile} and rope in multiples of {_ROPE_TILE}, '
+                f'got {kv_lora} and {rope}; use "split" or "joint"'
+            )
+        if mode == "joint":
+            made = cls(mode, torch.zeros((blocks, block_size, 1, kv_lora + rope), dtype=dtype, device=device))
+            made.kv_lora = kv_lora
+            return made
+        if tile is None:
+            shapes = (blocks, block_size, 1, kv_lora), (blocks, block_size, 1, rope)
+        else:
+            shapes = (
+                (blocks, kv_lora // tile, block_size, tile),
+                (blocks, rope // _ROPE_TILE, block_size, _ROPE_TILE),
+            )
+        held = torch.int8 if mode == "int8_tiled" else dtype
+        latent = torch.zeros(shapes[0], dtype=held, device=device)
+        return cls(mode, latent, torch.zeros(shapes[1], dtype=dtype, device=device))
+
+    @property
+    def blocks(self) -> int:
+        return self.latent.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.latent.shape[2 if self.mode in _TILES else 1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model; of the rope part, in "int8_tiled"."""
+        return self.latent.dtype if self.rope is None else self.rope.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.latent.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, without the gaps of a strided pool."""
+        return self.latent.nbytes + (0 if self.rope is None else self.rope.nbytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in one layer."""
+        slots = self.blocks * self.block_size
+        return self.nbytes // slots if slots else 0
+
+    def rows(self, kv_lora: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [B, bs, kv_lora/tile, tile] and [B, bs, rope/tile, tile]; one tile, where the mode has none."""
+        if self.mode in _TILES:
+            assert self.rope is not None
+            return self.latent.transpose(1, 2), self.rope.transpose(1, 2)
+        if self.rope is None:
+            return self.latent[..., :kv_lora], self.latent[..., kv_lora:]
+        return self.latent, self.rope
+
+    def check(self, op: str, kv_lora: int, rope: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Refuse a cache for other sizes, naming its tensor and both shapes."""
+        blocks, size = self.blocks, self.block_size
+        tile = _TILES.get(self.mode)
+        if self.mode == "joint":
+            shapes = [("latent", self.latent, (blocks, size, 1, kv_lora + rope))]
+        else:
+            assert self.rope is not None
+            if tile is None:
+                wanted = (blocks, size, 1, kv_lora), (blocks, size, 1, rope)
+            else:
+                wanted = (
+                    (blocks, _tiles(op, self.mode, "kv_lora", kv_lora, tile), size, tile),
+                    (blocks, _tiles(op, self.mode, "rope", rope, _ROPE_TILE), size, _ROPE_TILE),
+                )
+            shapes = [("latent", self.latent, wanted[0]), ("rope", self.rope, wanted[1])]
+        for name, t, shape in shapes:
+            if tuple(t.shape) != shape:
+                raise ValueError(
+                    f'{op}: cache.{name} must have shape {shape} (mode "{self.mode}", kv_lora {kv_lora}, rope '
+                    f"{rope}), got {tuple(t.shape)}"
+                )
+            if t.dtype != torch.int8 and t.dtype != dtype:
+                raise TypeError(
+                    f"{op}: cache.{name} must be {short(dtype)} like the input, got {short(t.dtype)}"
+                )
+            if t.device != device:
+                raise ValueError(
+                    f"{op}: cache.{name} is on {t.device}, the input on {device}; move one of them"
+                )
+
+    def write(self, slots: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
+        """Put rows [T, kv_lora] and [T, rope] at their slots, none at -1; autograd sees it, where it is recording."""
+        self.kv_lora = k_nope.shape[1]
+        if not self.blocks:
+            return
+        if self.rope is None:
+            written = [(self.latent, torch.cat((k_nope, k_rope), 1))]
+        else:
+            written = list(zip(self.rows(k_nope.shape[1]), (k_nope, k_rope), strict=True))
+        slots, size = slots.long(), self.block_size
+        for view, rows in written:
+            new = rows.unflatten(1, view.shape[2:])
+            at, new = _everyone(slots, new, view) if slots.shape[0] else (slots, new)
+            view.index_put_((at // size, at % size), new)
+
+    def __repr__(self) -> str:
+        rope = "" if self.rope is None else f", rope={tuple(self.rope.shape)}"
+        return f'MLACache("{self.mode}", latent={tuple(self.latent.shape)}{rope}, {short(self.dtype)})'
+
+
+def _everyone(
+    slots: torch.Tensor, new: torch.Tensor, view: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and rows in which every token has a slot.
+
+    Without a look at any value, so that it can be traced: a token without a slot writes again what another one writes,
+    and if no token has one, what is there already.
+    """
+    keep = slots >= 0
+    chosen = keep.to(torch.uint8).argmax().view(1)
+    at = torch.where(keep, slots, slots.index_select(0, chosen).clamp(min=0))
+    with torch.no_grad():
+        old = view[:1, 0].clone()
+    same = torch.where(keep.index_select(0, chosen).view(1, 1, 1), new.detach().index_select(0, chosen), old)
+    return at, torch.where(keep.view(-1, 1, 1), new, same)
+
+
+def has_values(t: torch.Tensor) -> bool:
+    """False where values cannot be looked at: while a graph is captured, and on the meta device."""
+    if torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor):
+        return False
+    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_slots(op: str, slots: Any, tokens: int, cache: MLACache, *, values: bool = True) -> None:
+    """Refuse slots that are not one for each token, -1 or within the cache, before anything is written.
+
+    Without `values`, what their numbers are is left to the kernel, which looks before it writes.
+    """
+    if not isinstance(slots, torch.Tensor):
+        raise TypeError(f"{op}: slot_mapping must be a tensor, got {type(slots).__name__}")
+    if slots.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: slot_mapping must be int64 or int32, got {short(slots.dtype)}; cast it first")
+    if tuple(slots.shape) != (tokens,):
+        raise ValueError(
+            f"{op}: slot_mapping must have shape ({tokens},), one slot for each token, got {tuple(slots.shape)}"
+        )
+    if slots.device != cache.device:
+        raise ValueError(
+            f"{op}: slot_mapping is on {slots.device}, the cache on {cache.device}; move one of them"
+        )
+    if not values or not tokens or not has_values(slots):
+        return
+    end = cache.blocks * cache.block_size
+    low, high = (int(v) for v in torch.aminmax(slots))
+    if low < -1 or high >= end:
+        bad = int(((slots < -1) | (slots >= end)).nonzero()[0])
+        raise ValueError(
+            f"{op}: slot_mapping must lie in [0, {end}) ({cache.blocks} blocks of {cache.block_size}) or be -1, got "
+            f"{int(slots[bad])} for token {bad}; nothing was written"
+        )
+
+
+def _tiles(op: str, mode: str, name: str, size: int, tile: int) -> int:
+    if size % tile:
+        raise ValueError(f'{op}: cache mode "{mode}" wants {name} in multiples of {tile}, got {size}')
+    return size // tile
+
+
+def _check_tensor(name: str, t: Any, shape: str) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{_NAME}: {name} must be a tensor {shape}, got {type(t).__name__}")
+    if t.dim() != 4:
+        raise ValueError(f"{_NAME}: {name} must have shape {shape}, got {tuple(t.shape)}")
+
+
+def _check_layout(mode: str, latent: torch.Tensor, rope: torch.Tensor | None) -> None:
+    tile = _TILES.get(mode)
+    expected = [("latent", latent, _SHAPES[mode], tile)]
+    if rope is not None:
+        expected.append(("rope", rope, _ROPE_SHAPES[mode], None if tile is None else _ROPE_TILE))
+    block_size = latent.shape[1 if tile is None else 2]
+    if not 1 <= block_size <= _LARGEST_BLOCK:
+        raise ValueError(
+            f"{_NAME}: blocks must have 1 to {_LARGEST_BLOCK} tokens, latent {tuple(latent.shape)} has {block_size}"
+        )
+    for name, t, shape, width in expected:
+        fits = t.shape[2] == 1 if width is None else t.shape[3] == width
+        if not fits or t.shape[1 if tile is None else 2] != block_size or t.shape[0] != latent.shape[0]:
+            raise ValueError(
+                f'{_NAME}: {name} must have shape {shape} in mode "{mode}" (B = {latent.shape[0]}, bs = {block_size}), '
+                f"got {tuple(t.shape)}"
+            )
+        step = 1
+        for d in (3, 2, 1):
+            if t.shape[d] > 1 and t.stride(d) != step and t.numel():
+                raise ValueError(
+                    f"{_NAME}: {name} may be strided in its first dimension only, got strides {t.stride()} for shape "
+                    f"{tuple(t.shape)}"
+                )
+            step *= t.shape[d]
+        if t.shape[0] > 1 and t.stride(0) < step and t.numel():
+            raise ValueError(
+                f"{_NAME}: the blocks of {name} overlap, strides {t.stride()} for shape {tuple(t.shape)}"
+            )
+        integer = mode == "int8_tiled" and name == "latent"
+        if (t.dtype != torch.int8) if integer else not t.is_floating_point():
+            what = "int8" if integer else "floating-point"
+            raise TypeError(f'{_NAME}: {name} must be {what} in mode "{mode}", got {short(t.dtype)}')
+    if rope is not None and rope.device != latent.device:
+        raise ValueError(f"{_NAME}: latent is on {latent.device}, rope on {rope.device}; move one of them")
+    if rope is not None and mode != "int8_tiled" and rope.dtype != latent.dtype:
+        raise TypeError(f"{_NAME}: rope must be {short(latent.dtype)} like latent, got {short(rope.dtype)}")

@@ -1,0 +1,328 @@
+"""MLA pre-processing in five launches, meant for one captured graph.
+
+Norm of the tokens | down-projection | norm of the latent queries beside the keys' way into the cache | up-projection |
+absorption beside the rotation of the queries. A launch of two stages gives each programs of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from opsmith.kernels.triton.common import block_of, launch, warps_of
+from opsmith.ops.mla.triton.rows import layout, power, table_of
+from opsmith.ops.mla.triton.stages import absorb_kernel, middle_kernel, norm_kernel, project_kernel
+
+_FORMS = (0, 1, 2, 0, 0)  # what activations become, for each form of weights
+
+
+def rms_norm_quant(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    *,
+    q: torch.Tensor,
+    s: torch.Tensor | None = None,
+) -> None:
+    if scale is not None and offset is None:
+        offset = torch.zeros_like(scale)
+    normalize(x, weight, bias, eps, q, s, scale, offset, 2 if scale is None else 1)
+
+
+def normalize(
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    eps: float,
+    y: torch.Tensor,
+    s: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    form: int,
+) -> None:
+    n = x.shape[1]
+    block = block_of(n, 8192)
+    launch(
+        norm_kernel,
+        (x.shape[0],),
+        x,
+        gamma,
+        beta,
+        y,
+        s,
+        scale,
+        offset,
+        n,
+        eps,
+        x.stride(0),
+        y.stride(0),
+        BLOCK=block,
+        GAMMA=gamma is not None,
+        BETA=beta is not None,
+        FORM=form,
+        num_warps=warps_of(block),
+    )
+
+
+def project(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    descale: torch.Tensor | None,
+    s: torch.Tensor | None,
+    y: torch.Tensor,
+    form: int,
+) -> None:
+    tokens, n, k = x.shape[0], weight.shape[0], x.shape[1]
+    bm = min(power(tokens), 64)
+    # Few tokens: many programs that read the weight; many tokens: tiles that read it seldom.
+    bn, bk = (32, 128) if bm <= 32 else (64, 64)
+    if form == 4:
+        assert descale is not None
+        bk = 2 * weight.shape[1] // max(1, descale.shape[1])
+    launch(
+        project_kernel,
+        (triton.cdiv(tokens, bm) * triton.cdiv(n, bn),),
+        x,
+        weight,
+        bias,
+        descale,
+        s,
+        y,
+        tokens,
+        n,
+        k,
+        x.stride(0),
+        weight.stride(0),
+        0 if descale is None else descale.stride(0),
+        y.stride(0),
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        FORM=form,
+        BIAS=bias is not None,
+        num_warps=4,
+        num_stages=4,
+    )
+
+
+def kv_epilogue(
+    a: torch.Tensor,
+    gamma2: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slots: torch.Tensor,
+    rope_size: int,
+    interleaved: bool,
+    tiled: bool,
+    eps: float,
+    ctkv_scale: torch.Tensor | None,
+    *,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None = None,
+) -> None:
+    middle(a, None, gamma2, cos, sin, slots, rope_size, interleaved, tiled, eps, ctkv_scale, latent, rope)
+
+
+def middle(
+    a: torch.Tensor,
+    queries: tuple[Any, ...] | None,
+    gamma2: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slots: torch.Tensor,
+    rope_size: int,
+    interleaved: bool,
+    tiled: bool,
+    eps: float,
+    ctkv_scale: torch.Tensor | None,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+) -> None:
+    """Keys into the cache; `queries`, where there are latent ones: gamma1, beta1, z, s, scale, offset, plain, form."""
+    kv_lora = gamma2.shape[0]
+    gamma1, beta1, z, s, scale, offset, plain, form = queries or (None, None, None, None, None, None, None, 0)
+    inner = 0 if z is None else z.shape[1]
+    size = latent.shape[2 if tiled else 1]
+    turn = rope
+    if turn is None:  # within the latent's rows
+        turn = latent[..., kv_lora:]
+    strides = (*layout(latent, tiled), *layout(turn, tiled))
+    cos, sin, table, second = table_of(cos, sin, rope_size)
+    block = block_of(inner, 8192)
+    launch(
+        middle_kernel,
+        (a.shape[0], 1 if queries is None else 2),
+        a,
+        gamma1,
+        beta1,
+        z,
+        s,
+        scale,
+        offset,
+        plain,
+        gamma2,
+        cos,
+        sin,
+        slots,
+        latent,
+        turn,
+        ctkv_scale,
+        inner,
+        kv_lora,
+        rope_size // 2,
+        latent.shape[0] * size,
+        size,
+        eps,
+        a.stride(0),
+        0 if z is None else z.stride(0),
+        0 if plain is None else plain.stride(0),
+        table,
+        second,
+        *strides,
+        BLOCK=block,
+        KV=power(kv_lora),
+        PAIRS=power(rope_size // 2),
+        QUERIES=queries is not None,
+        BETA=beta1 is not None,
+        FORM=form,
+        PLAIN=plain is not None,
+        CTKV=ctkv_scale is not None,
+        TURN=cos is not None,
+        INTERLEAVED=interleaved,
+        num_warps=4,
+    )
+
+
+def q_epilogue(
+    q: torch.Tensor,
+    wuk: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    q_nope_scale: torch.Tensor | None,
+    *,
+    q_out: torch.Tensor,
+    q_rope: torch.Tensor | None,
+) -> None:
+    tokens, heads, _ = q.shape
+    nope, kv_lora = wuk.shape[1:]
+    rope = q.shape[2] - nope
+    if q_rope is None:  # both parts are one tensor's
+        q_out, q_rope = q_out[..., :kv_lora], q_out[..., kv_lora:]
+    cos, sin, table, second = table_of(cos, sin, rope)
+    bm = min(power(tokens), 64)
+    bn = min(power(kv_lora), 128)
+    launch(
+        absorb_kernel,
+        (triton.cdiv(tokens, bm), heads, triton.cdiv(kv_lora, bn) + 1),
+        q,
+        wuk,
+        cos,
+        sin,
+        q_nope_scale,
+        q_out,
+        q_rope,
+        tokens,
+        nope,
+        kv_lora,
+        rope // 2,
+        q.stride(0),
+        q.stride(1),
+        wuk.stride(0),
+        table,
+        second,
+        q_out.stride(0),
+        q_out.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        BM=bm,
+        BN=bn,
+        BK=min(power(nope), 64),
+        PAIRS=power(rope // 2),
+        SCALE=q_nope_scale is not None,
+        TURN=cos is not None,
+        INTERLEAVED=interleaved,
+        num_warps=4,
+    )
+
+
+def preprocess(
+    x: torch.Tensor,
+    wdqkv: torch.Tensor,
+    wuq: torch.Tensor,
+    wuk: torch.Tensor,
+    gamma0: torch.Tensor | None,
+    gamma1: torch.Tensor | None,
+    gamma2: torch.Tensor,
+    beta0: torch.Tensor | None,
+    beta1: torch.Tensor | None,
+    bias0: torch.Tensor | None,
+    bias1: torch.Tensor | None,
+    descale0: torch.Tensor | None,
+    descale1: torch.Tensor | None,
+    scale0: torch.Tensor | None,
+    offset0: torch.Tensor | None,
+    scale1: torch.Tensor | None,
+    offset1: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slots: torch.Tensor,
+    quant: int,
+    interleaved: bool,
+    tiled: bool,
+    eps: float,
+    ctkv_scale: torch.Tensor | None,
+    q_nope_scale: torch.Tensor | None,
+    *,
+    q_out: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None = None,
+    latent_q: torch.Tensor | None = None,
+) -> None:
+    tokens, size = x.shape
+    heads = wuk.shape[0]
+    width = q_out.shape[2] - wuk.shape[2] if q_rope is None else q_rope.shape[2]
+    form = _FORMS[quant]
+    held = torch.int8 if form else x.dtype
+
+    def activations(n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        s = torch.empty(tokens, dtype=torch.float32, device=x.device) if form == 2 else None
+        return torch.empty((tokens, n), dtype=held, device=x.device), s
+
+    def normalized_for(scale: torch.Tensor | None, offset: torch.Tensor | None) -> tuple[Any, Any]:
+        if form == 0 and gamma0 is None:
+            return x, None
+        y, s = activations(size)
+        normalize(x, gamma0, beta0, eps, y, s, scale, offset, form)
+        return y, s
+
+    y, s = normalized_for(scale0, offset0)
+    a = x.new_empty((tokens, wdqkv.shape[0]))
+    project(y, wdqkv, bias0, descale0, s, a, quant)
+    queries = None
+    if gamma1 is not None:
+        z, z_s = activations(a.shape[1] - gamma2.shape[0] - width)
+        queries = gamma1, beta1, z, z_s, scale1, offset1, latent_q, form
+    else:
+        z, z_s = (y, s) if form != 1 else normalized_for(scale1, offset1)
+    middle(a, queries, gamma2, cos, sin, slots, width, interleaved, tiled, eps, ctkv_scale, latent, rope)
+    q = x.new_empty((tokens, wuq.shape[0]))
+    project(z, wuq, bias1, descale1, z_s, q, quant)
+    q_epilogue(
+        q.view(tokens, heads, -1), wuk, cos, sin, interleaved, q_nope_scale, q_out=q_out, q_rope=q_rope
+    )
+
+
+KERNELS = {
+    "rms_norm_quant": rms_norm_quant,
+    "mla_kv_epilogue": kv_epilogue,
+    "mla_q_epilogue": q_epilogue,
+    "mla_preprocess": preprocess,
+}

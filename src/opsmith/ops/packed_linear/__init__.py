@@ -1,0 +1,371 @@
+"""The linear layer on a packed weight: bfloat16, int8 or int4, streamed once for few rows and tiled for many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.call.common import (
+    as_rows,
+    check_float,
+    check_like,
+    check_out,
+    compiling,
+    dense,
+    flat,
+    flat_out,
+    native,
+    nbytes,
+    needs_grad,
+    out_rows,
+    short,
+    writable,
+)
+from opsmith.kernels import calls
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops.linear import pack_weight
+from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, packed_shape, quantize
+
+_OP = "packed_linear"
+LEAST = 1e-30  # a row of activations below this is rounded to zeros, as its inverse may be no float32
+
+
+def packed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    format: str,
+    group_size: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply by a weight that was packed once.
+
+    `y = x @ w.T + bias` with `w = weight` (bf16), `(weight - 128) scale` (int8), or `(weight - zero) scale` by groups
+    along K (int4; zero is 8 where there is none). "int8_dynamic" rounds each row of x to int8 too: `s = max|x| / 127`,
+    `y = s (round(x / s) @ w.T) + bias`.
+
+    >>> layer = PackedLinear.from_linear(torch.nn.Linear(64, 48), format="int8")
+    >>> packed_linear(torch.randn(2, 9, 64), layer.weight, layer.scale, format="int8").shape
+    torch.Size([2, 9, 48])
+
+    `PackedLinear.from_linear` makes weight, scale and zero of an ordinary layer. A row of x that holds NaN or an
+    infinity gives NaN.
+
+    Args:
+        x: [..., K], float32, bfloat16 or float16.
+        weight: packed [N, K], see `opsmith.ops.packed_linear.weight`: bfloat16 or uint8.
+        scale: [N] float32; int4: [groups, N] bfloat16; bf16: None.
+        zero: [groups, N] int8, of an asymmetric int4 weight.
+        bias: [N], in x's dtype.
+        format: "bf16", "int8", "int8_dynamic" or "int4".
+        group_size: of int4, 32, 64 or 128 numbers along K that share a scale.
+        out: [..., N] in x's dtype to write into.
+
+    Raises:
+        TypeError, ValueError: for a wrong format, dtype, shape or device.
+
+    Source: Jacob et al., "Quantization and Training of Neural Networks", 2018; Frantar et al., "GPTQ", 2023.
+    """
+    if out is None and not compiling():
+        try:
+            n = calls.sizes(weight)[1] if scale is None else calls.sizes(scale)[-1]
+            y = at_once(x, weight, scale, zero, bias, format, group_size, n)
+            if y is not None:
+                return y
+        except (RuntimeError, AttributeError, IndexError, KeyError):  # the checks say why
+            pass
+    _check(x, weight, scale, zero, bias, format, group_size, out)
+    if needs_grad(x, bias) and format == "int8_dynamic":
+        raise ValueError(
+            f"{_OP}: rounding the activations has no gradient; run under torch.no_grad(), or use format='int8'"
+        )
+    options: dict[str, Any] = {"format": format, "group_size": group_size}
+    if needs_grad(x, bias) or _supports(x, weight, scale, zero, bias, **options) is not True:
+        y = reference(x, weight, scale, zero, bias, **options)
+        return y if out is None else out.copy_(y)
+    if out is None or writable(out):
+        return _native(x, weight, scale, zero, bias, **options, out=out)
+    return out.copy_(_native(x, weight, scale, zero, bias, **options))
+
+
+_BITS = {"int8": 8, "int8_dynamic": 8, "int4": 4}
+
+
+def at_once(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    format: str,
+    group_size: int,
+    n: int,
+) -> torch.Tensor | None:
+    """The kernel for `n` columns, whose binding refuses what does not fit; None for a call in an unusual form.
+
+    While weights stream from memory nothing else stays in cache: each question to a tensor would wait for memory.
+    """
+    y: torch.Tensor | None = None
+    if scale is not None:
+        dynamic = format == "int8_dynamic"
+        y = calls.new_packed_linear(x, weight, scale, zero, bias, _BITS[format], group_size, dynamic, y=n)
+    elif format == "bf16" and zero is None and not group_size:
+        y = calls.new_linear_packed(x, weight, bias, None, 0, y=n)
+    return y
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    format: str,
+    group_size: int = 0,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch: dequantized and multiplied in float32 at least, rounded once."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    w = dequantize(weight, scale, zero, format=format, k=x.shape[-1], group_size=group_size, dtype=wide)
+    if format == "int8_dynamic":
+        # In float32 whatever the dtype of the rest, so that there is one answer to what x is rounded to.
+        numbers = x.float()
+        most = numbers.abs().amax(-1, keepdim=True) if x.shape[-1] else numbers.new_zeros((*x.shape[:-1], 1))
+        inverse = torch.where(most > LEAST, torch.full_like(most, 127) / most, 0)  # `127 / most` rounds twice
+        y = F.linear((numbers * inverse).round().to(wide), w) * (most / 127).to(wide)
+    else:
+        y = F.linear(x.to(wide), w)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def _check(
+    x: Any, weight: Any, scale: Any, zero: Any, bias: Any, format: Any, group_size: Any, out: Any
+) -> None:
+    check_float(_OP, x)
+    if format not in FORMATS:
+        raise ValueError(f"{_OP}: format must be one of {', '.join(FORMATS)}, got {format!r}")
+    for name, t in (("weight", weight), ("scale", scale), ("zero", zero)):
+        if t is not None and not isinstance(t, torch.Tensor):
+            raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{_OP}: {name} is on {t.device}, x on {x.device}; move one of them")
+    if weight is None:
+        raise TypeError(f"{_OP}: weight must be a tensor, got None")
+    if group_size not in (GROUPS if format == "int4" else (0,)):
+        raise ValueError(
+            f"{_OP}: group_size must be one of {GROUPS} for int4 and 0 otherwise, got {group_size!r}"
+        )
+    k = x.shape[-1]
+    if format == "bf16":
+        n = weight.shape[1] if weight.dim() == 3 else 0
+        _expect("weight", weight, packed_shape(format, n, k), (torch.bfloat16, torch.float64), format)
+        if scale is not None or zero is not None:
+            raise ValueError(f"{_OP}: a bf16 weight has no scale and no zero; leave them out")
+    else:
+        if scale is None:
+            raise ValueError(
+                f"{_OP}: an {format} weight needs its scale; PackedLinear.from_linear makes both"
+            )
+        groups = -(-k // group_size) if group_size else 0
+        n = scale.shape[-1] if scale.dim() else 0
+        wide = (torch.bfloat16 if group_size else torch.float32, torch.float64)
+        _expect("scale", scale, (groups, n) if group_size else (n,), wide, format)
+        _expect("weight", weight, packed_shape(format, n, k), (torch.uint8,), format)
+        if zero is not None:
+            if not group_size:
+                raise ValueError(f"{_OP}: an {format} weight has no zero; leave it out")
+            _expect("zero", zero, (groups, n), (torch.int8,), format)
+    if bias is not None:
+        check_like(_OP, bias, x, "bias", (n,), "the number of the weight's rows")
+        if bias.dtype != x.dtype:
+            raise TypeError(
+                f"{_OP}: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
+            )
+    if out is not None:
+        check_out(_OP, out, x, (*x.shape[:-1], n), x=x, weight=weight, scale=scale, zero=zero, bias=bias)
+
+
+def _expect(
+    name: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], format: str
+) -> None:
+    if tuple(t.shape) != shape:
+        raise ValueError(
+            f"{_OP}: {name} must have shape {shape} for x's last dimension and format={format!r}, "
+            f"got {tuple(t.shape)}; PackedLinear.from_linear packs it"
+        )
+    if t.dtype not in dtypes:
+        raise TypeError(
+            f"{_OP}: {name} must be {short(dtypes[0])} for format={format!r}, got {short(t.dtype)}"
+        )
+
+
+def _supports(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, *args: Any, **options: Any
+) -> bool | str:
+    if weight.dtype == torch.float64 or (scale is not None and scale.dtype == torch.float64):
+        return "the kernels take weights as they are packed, not in float64"
+    return native(x, "linear_packed" if options["format"] == "bf16" else _OP)
+
+
+def _native(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    format: str,
+    group_size: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernels: `linear`'s for bfloat16, and dot products of bytes for the others."""
+    if format == "bf16":
+        rows = as_rows(x)
+        y = rows.new_empty((rows.shape[0], weight.shape[1])) if out is None else out
+        target = out_rows(y) if y.dim() > 1 else y.unsqueeze(0)
+        torch.ops.opsmith.linear_packed.default(rows, weight.contiguous(), dense(bias), None, 0, y=target)
+        return y if out is not None or x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[1])
+    assert scale is not None
+    y = x.new_empty((*x.shape[:-1], scale.shape[-1])) if out is None else out
+    torch.ops.opsmith.packed_linear.default(
+        flat(x),
+        weight.contiguous(),
+        _in_rows(scale),
+        None if zero is None else _in_rows(zero),
+        dense(bias),
+        4 if format == "int4" else 8,
+        group_size,
+        format == "int8_dynamic",
+        y=flat_out(y),
+    )
+    return y
+
+
+def _in_rows(t: torch.Tensor) -> torch.Tensor:
+    """Scales as the kernel takes them: by groups, also columns of a larger tensor."""
+    rows = t.stride()[-1] == 1 and (t.dim() == 1 or t.stride()[0] >= t.shape[1])
+    return t if rows else t.contiguous()
+
+
+def _promised(x: torch.Tensor, *tensors: torch.Tensor | None, **options: Any) -> bool:
+    """Finite calls: a number that is not makes its whole row of results NaN."""
+    return all(bool(t.isfinite().all()) for t in (x, *tensors) if t is not None)
+
+
+def _cost(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    format: str,
+    group_size: int = 0,
+) -> Cost:
+    k = x.shape[-1]
+    n = weight.shape[1] if scale is None else scale.shape[-1]
+    rows = x.numel() // k if k else 0
+    products = 2.0 * rows * n * k
+    moved = nbytes(x, weight, scale, zero, bias) + rows * n * x.element_size()
+    return Cost(
+        products + rows * n * (bias is not None), moved, products if format == "int8_dynamic" else 0.0
+    )
+
+
+def packed(
+    weight: torch.Tensor, format: str, group_size: int = 0, *, symmetric: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """A float weight [N, K] as what `packed_linear` takes: weight, scale and zero."""
+    n, k = weight.shape
+    if format == "bf16":
+        half = weight.to(torch.bfloat16)
+        return (_pairs(half) if native(half, "linear_packed") is not True else pack_weight(half)), None, None
+    bytes_ = weight.new_empty(packed_shape(format, n, k), dtype=torch.uint8)
+    groups = -(-k // group_size) if group_size else 0
+    shape, dtype = ((groups, n), torch.bfloat16) if group_size else ((n,), torch.float32)
+    scale = weight.new_ones(shape, dtype=dtype)
+    zero = None if symmetric or not group_size else weight.new_zeros((groups, n), dtype=torch.int8)
+    quantize(
+        weight, format, group_size=group_size, symmetric=symmetric, packed=bytes_, scale=scale, zero=zero
+    )
+    return bytes_, scale, zero
+
+
+def _pairs(weight: torch.Tensor) -> torch.Tensor:
+    """What `pack_weight` makes of a bfloat16 weight, where its kernel is not."""
+    n, k = weight.shape
+    if not weight.numel():
+        return weight.new_empty(1, n, k + k % 2)
+    rows = F.pad(weight, (0, k % 2)).view(n, -1, 2)
+    panels = [panel.transpose(0, 1).reshape(-1) for panel in rows.split(64)]
+    return torch.cat(panels).view(1, n, k + k % 2)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def weights(n: int, k: int, format: str, group: int = 0, symmetric: bool = True) -> tuple[Any, ...]:
+        return packed(make(n, k, scale=k**-0.5).float(), format, group, symmetric=symmetric)
+
+    for format in FORMATS:
+        group = 64 if format == "int4" else 0
+        options = {"format": format, "group_size": group}
+        for rows, k, n in ((1, 200, 37), (3, 65, 33), (7, 130, 48), (17, 384, 100), (70, 1100, 65)):
+            yield Sample(
+                f"{format} {rows}x{k}x{n}", (make(rows, k), *weights(n, k, format, group), make(n)), options
+            )
+        yield Sample(f"{format} vector, no bias", (make(72), *weights(33, 72, format, group)), options)
+        w = weights(40, 72, format, group)
+        yield Sample(f"{format} strided", (make(72, 6).t(), *w, make(40, 2)[:, 0]), options)
+        yield Sample(f"{format} two dimensions", (make(2, 3, 72), *w), options)
+        yield Sample(f"{format} empty", (make(0, 72), *w), options)
+        x = make(5, 72)
+        x[:, ::17] *= 100
+        x[2] = 0
+        yield Sample(f"{format} outliers and a row of zeros", (x, *w), options)
+    for group in GROUPS:
+        w = weights(50, 300, "int4", group, symmetric=False)
+        yield Sample(
+            f"int4 asymmetric {group}", (make(4, 300), *w, make(50)), {"format": "int4", "group_size": group}
+        )
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    for format in FORMATS:
+        group = 128 if format == "int4" else 0
+        options = {"format": format, "group_size": group}
+        w = packed(make(11008, 4096, scale=0.02).float(), format, group)
+        for rows in (1, 4, 16, 512):
+            yield Sample(f"{format} {rows}x4096x11008", (make(rows, 4096), *w), options)
+        w = packed(make(1536, 384, scale=0.05).float(), format, group)
+        yield Sample(f"{format} 1x384x1536", (make(1, 384), *w), options)
+
+
+CARD = register(
+    Operator(
+        name=_OP,
+        kind=Kind.MATMUL,
+        function=packed_linear,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        domain=_promised,
+        implementations=[
+            Implementation("native", _native, "cpu", _supports, takes_out=True),
+            Implementation("eager", reference),
+        ],
+        # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
+        patterns=(),
+        schemas=(
+            "packed_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group, "
+            "bool dynamic, *, Tensor(a!) y) -> ()",
+        ),
+        differentiable=False,
+        source="Jacob et al., 2018; Frantar et al., 2023",
+    )
+)

@@ -1,0 +1,25 @@
+// The linear layer on quantized weights. Shapes and dtypes are the operator's contract (ops/packed_linear).
+#pragma once
+
+#include <cstdint>
+
+#include "types.h"
+
+namespace opsmith {
+
+constexpr int64_t kColumns = 32;  // of the packed weight that lie together: a panel
+constexpr int64_t kLeastPanel = 16;  // columns of the last panel are a multiple of this
+constexpr int64_t kDepth = 8;  // K is padded to a multiple of this
+
+// weight [N up to kLeastPanel, K up to kDepth] as bytes, or half as many for bits = 4; scale [N] float, or with groups
+// of K [groups, N] bfloat16 in rows of any stride, and their zeros int8 (the middle of the range without them).
+struct PackedWeight {
+  View weight, scale, zero;
+  int64_t bits;
+  int64_t group;  // of K; 0 for one scale a column
+};
+
+// x [M, K], y [M, N], any row stride; bias [N]. y = x weight^T + bias; `dynamic` rounds each row of x to int8 first.
+void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, View y);
+
+}  // namespace opsmith

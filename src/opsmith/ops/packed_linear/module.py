@@ -1,0 +1,272 @@
+"""PackedLinear: a linear layer whose weight is bfloat16, int8 or int4, packed once in the order in which it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from opsmith.call.common import compiling, in_huge_pages, short
+from opsmith.kernels import calls
+from opsmith.ops.packed_linear import at_once, packed, packed_linear
+from opsmith.ops.packed_linear.weight import (
+    FORMATS,
+    GROUPS,
+    PAIRS,
+    WeightError,
+    dequantize,
+    packed_shape,
+    quantize,
+)
+
+_NAME = "PackedLinear"
+_AT_ONCE = 1 << 22  # numbers that are packed at a time
+_BITS = {"bf16": 16, "int8": 8, "int8_dynamic": 8, "int4": 4}
+
+
+class PackedLinear(nn.Module):
+    """A linear layer on a packed weight: half, a quarter or an eighth of float32's memory, and of its time to read.
+
+    `y = x @ w.T + bias`, in x's dtype; see `packed_linear` for w in each format. No gradient for the weight.
+
+    >>> layer = PackedLinear.from_linear(torch.nn.Linear(64, 48), format="int4", group_size=32)
+    >>> layer(torch.randn(2, 64)).shape
+    torch.Size([2, 48])
+
+    Args:
+        in_features, out_features: K and N.
+        bias: whether there is one.
+        format: "bf16"; "int8", a scale for each output; "int8_dynamic", which rounds the rows of the input too; "int4".
+        group_size: of int4, the numbers along K that share a scale: 32, 64 or 128.
+        symmetric: of int4, whether 0 lies in the middle of the range, or each group has its own zero.
+        dtype: of the bias.
+        device: of everything.
+
+    The buffers `weight`, `scale`, `zero` and `bias` are the state; their layout is the same on every machine.
+
+    Raises:
+        TypeError, ValueError: for a format or sizes that make no sense.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    bias: torch.Tensor | None
+    error: WeightError | None  # set by `from_linear`; None for a module whose state was loaded
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        format: str,
+        group_size: int = 128,
+        symmetric: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_options(format, group_size, symmetric)
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{_NAME}: {name} must be a whole number, 0 or more, got {value!r}")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.format = format
+        self.group_size = group_size if format == "int4" else 0
+        self.symmetric = symmetric or format != "int4"
+        self.error = None
+        pairs = format == "bf16"
+        weight = torch.empty(
+            packed_shape(format, out_features, in_features),
+            dtype=torch.bfloat16 if pairs else torch.uint8,
+            device=device,
+        )
+        self.register_buffer("weight", in_huge_pages(weight).zero_())
+        scale = zero = None
+        if self.group_size:
+            shape = (-(-in_features // self.group_size), out_features)
+            scale = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            zero = None if self.symmetric else torch.zeros(shape, dtype=torch.int8, device=device)
+        elif not pairs:
+            scale = torch.zeros(out_features, dtype=torch.float32, device=device)
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", zero)
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @classmethod
+    def from_linear(
+        cls,
+        layer: nn.Linear,
+        *,
+        format: str,
+        group_size: int = 128,
+        symmetric: bool = True,
+        release: bool = False,
+    ) -> PackedLinear:
+        """Pack the weight of a linear layer, some rows at a time.
+
+        int8: `scale = max|row| / 127`, so a weight is off by at most half its row's scale. int4: sixteen steps for each
+        group of K; a weight is off by at most one of them. What was lost in total is in `.error`.
+
+        >>> PackedLinear.from_linear(torch.nn.Linear(64, 48), format="int8").error.relative < 0.01
+        True
+
+        Args:
+            layer: an `nn.Linear`; any floating-point dtype.
+            format, group_size, symmetric: as for the class.
+            release: give the layer's own weight back to the system; the layer can't be used afterwards.
+
+        Raises:
+            TypeError, ValueError: for what is no linear layer, a wrong format, and a weight that is not finite.
+        """
+        if not isinstance(layer, nn.Linear):
+            raise TypeError(f"{_NAME}: expected a torch.nn.Linear, got {type(layer).__name__}")
+        _check_options(format, group_size, symmetric)
+        weight = layer.weight.detach()
+        if not weight.is_floating_point():
+            raise TypeError(f"{_NAME}: the weight must be floating-point, got {short(weight.dtype)}")
+        n, k = weight.shape
+        made = cls(
+            k,
+            n,
+            layer.bias is not None,
+            format=format,
+            group_size=group_size,
+            symmetric=symmetric,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        if format == "bf16":
+            if not weight.is_meta:
+                rows = max(1, _AT_ONCE // max(1, k) // PAIRS) * PAIRS
+                for part, place in zip(weight.split(rows), made.weight[0].split(rows), strict=True):
+                    place.copy_(packed(part, format)[0][0])
+            made.error = _rounding(weight)
+        else:
+            assert made.scale is not None
+            made.error = quantize(
+                weight,
+                format,
+                group_size=made.group_size,
+                symmetric=made.symmetric,
+                packed=made.weight,
+                scale=made.scale,
+                zero=made.zero,
+            )
+        if made.bias is not None:
+            made.bias.copy_(layer.bias.detach())
+        made.train(layer.training)
+        if release:
+            layer.weight.data = weight.new_empty(0)
+        return made
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input @ w.T + bias`.
+
+        Args:
+            input: [..., in_features], float32, bfloat16 or float16.
+
+        Raises:
+            TypeError, ValueError: for a wrong dtype, shape or device.
+        """
+        held = self._buffers  # asking the module itself for a buffer takes five times as long
+        weight, bias = held["weight"], held["bias"]
+        assert weight is not None
+        try:
+            if not compiling() and calls.sizes(input)[-1] == self.in_features:
+                y = at_once(
+                    input,
+                    weight,
+                    held["scale"],
+                    held["zero"],
+                    bias,
+                    self.format,
+                    self.group_size,
+                    self.out_features,
+                )
+                if y is not None:
+                    return y
+        except (RuntimeError, AttributeError, IndexError):  # a bias in another dtype, or what the checks name
+            pass
+        try:
+            fits = input.size(-1) == self.in_features
+        except (AttributeError, IndexError, TypeError):  # no tensor, or a number
+            fits = False
+        if not fits:  # a packed weight may be padded: its shape alone does not say how many columns it has
+            got = tuple(input.shape) if isinstance(input, torch.Tensor) else type(input).__name__
+            raise (ValueError if isinstance(input, torch.Tensor) else TypeError)(
+                f"packed_linear: input must be a tensor [..., {self.in_features}], got {got}"
+            )
+        if bias is not None and bias.dtype is not input.dtype and input.is_floating_point():
+            bias = bias.to(input.dtype)
+        return packed_linear(
+            input, weight, held["scale"], held["zero"], bias, format=self.format, group_size=self.group_size
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight, its scales and zeros: what a call reads."""
+        return sum(t.nbytes for t in (self.weight, self.scale, self.zero) if t is not None)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one weight, scales aside."""
+        return _BITS[self.format]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight [N, K] that the packed one stands for."""
+        return dequantize(
+            self.weight,
+            self.scale,
+            self.zero,
+            format=self.format,
+            k=self.in_features,
+            group_size=self.group_size,
+            dtype=dtype,
+        )
+
+    def extra_repr(self) -> str:
+        groups = f", group_size={self.group_size}, symmetric={self.symmetric}" if self.group_size else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, format={self.format!r}{groups}"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
+        """`.to`, `.half()`, `.cuda()`: a dtype is the bias's, never the weight's or the scales'."""
+        before = {name: t for name, t in self._buffers.items() if t is not None and name != "bias"}
+        super()._apply(fn, recurse)
+        for name, t in before.items():
+            now = self._buffers[name]
+            if now is not None and now.dtype != t.dtype:
+                self._buffers[name] = t.to(now.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.error = None
+
+
+def _check_options(format: Any, group_size: Any, symmetric: Any) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"{_NAME}: format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if isinstance(group_size, bool) or group_size not in GROUPS:
+        raise ValueError(f"{_NAME}: group_size must be one of {GROUPS}, got {group_size!r}")
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"{_NAME}: symmetric must be True or False, got {symmetric!r}")
+
+
+def _rounding(weight: torch.Tensor) -> WeightError:
+    """What rounding to bfloat16 takes."""
+    largest, lost, total = 0.0, 0.0, 0.0
+    for part in weight.split(1 << 8) if weight.numel() and not weight.is_meta else ():
+        wide = part.float()
+        error = wide - part.to(torch.bfloat16).float()
+        largest = max(largest, float(error.abs().max()))
+        lost += float(error.double().square().sum())
+        total += float(wide.double().square().sum())
+    return WeightError(largest, (lost / total) ** 0.5 if total else 0.0)

@@ -1,0 +1,257 @@
+"""Attention of a few new tokens a sequence on keys and values that lie in the blocks of a cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.call.common import check_number, compiling, kernels, native, needs_grad, soonest
+from opsmith.kernels import calls
+from opsmith.operator import Implementation, Kind, Operator, register
+from opsmith.ops import entry_costs
+from opsmith.ops.attention import last_dense
+from opsmith.ops.attention.eager import default_scale
+from opsmith.ops.paged_attention.check import check, check_blocks
+from opsmith.ops.paged_attention.samples import cost, promised, samples, workloads
+
+_OP = "paged_attention"
+Maybe = torch.Tensor | None
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from the last token of each sequence, or its last few, to all keys that a cache in blocks holds of it.
+
+    `y = softmax(scale * q @ k.T) @ v`, key j of a sequence being row `j % block_size` of the block
+    `block_tables[b, j // block_size]`. Each key and value is read once, for all the query heads that share it.
+
+    >>> k_cache, v_cache = torch.randn(2, 10, 16, 2, 64)         # 10 blocks of 16 tokens, 2 key heads
+    >>> tables = torch.tensor([[3, 0, 7], [5, 9, 9]], dtype=torch.int32)
+    >>> paged_attention(torch.randn(2, 8, 64), k_cache, v_cache, tables, torch.tensor([40, 5])).shape
+    torch.Size([2, 8, 64])
+
+    Args:
+        q: [B, H, D], or [B, L, H, D] for the last L tokens of each sequence, causal among themselves; float32,
+            bfloat16 or float16 (float64 through PyTorch).
+        k_cache: [blocks, block_size, Hkv, D] in q's dtype, or int8; H is a multiple of Hkv. May be a slice of a pool.
+        v_cache: [blocks, block_size, Hkv, Dv], as k_cache.
+        block_tables: [B, most blocks], int32 or int64. Entries that no query sees are not looked at.
+        seq_lens: [B], int32 or int64: keys of each sequence, those of q's own tokens included; 0 gives zeros.
+        scale: of the scores; `D ** -0.5` by default.
+        window: a query sees only the keys less than `window` positions before its own.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        k_scale, v_scale: [blocks, block_size, Hkv] float32, of int8 caches: what their rows are multiplied by.
+        out: [B, H, Dv] or [B, L, H, Dv] in q's dtype to write into.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape, device, window or softcap, for a length that the tables cannot
+            hold, and for a block that is not there. On a GPU the values of tables and lengths are not looked at, which
+            would wait for the device; nothing is read out of bounds.
+
+    Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023; Dao et al.,
+    "Flash-Decoding", 2023.
+    """
+    if window is None and softcap is None and out is None and not compiling():
+        try:
+            y: torch.Tensor | None = calls.new_paged_attention(
+                q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, scale, 0, 0.0
+            )
+            if y is not None:
+                return y
+        except (RuntimeError, AttributeError, IndexError):  # the checks say why, or values are wider
+            pass
+    check(q, k_cache, v_cache, block_tables, seq_lens, window, softcap, k_scale, v_scale, out)
+    if scale is not None:
+        check_number("paged_attention", "scale", scale)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    options |= {"k_scale": k_scale, "v_scale": v_scale}
+    if not (q.is_cuda or compiling()):
+        check_blocks(q, k_cache, block_tables, seq_lens, window)
+    if needs_grad(q, k_cache, v_cache, k_scale, v_scale) or _supports(q, k_cache) is not True:
+        y = reference(q, k_cache, v_cache, block_tables, seq_lens, **options)
+        return y if out is None else out.copy_(y)
+    return _native(q, k_cache, v_cache, block_tables, seq_lens, **options, out=out)
+
+
+def reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition, in plain PyTorch: the blocks gathered, then attention under a mask."""
+    new = q.unsqueeze(1) if q.dim() == 3 else q  # [B, L, H, D]
+    seen = _visible(new, k_cache, block_tables, seq_lens, window)  # [B, L, S]
+    k, v = _gathered(new, k_cache, v_cache, block_tables, k_scale, v_scale, seen)  # [B, S, H, D]
+    s = torch.einsum("blhd,bshd->bhls", new, k) * (default_scale(q) if scale is None else scale)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~seen[:, None], -math.inf)
+    dead = ~seen.any(-1)[:, None, :, None]
+    p = torch.softmax(s.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    y = torch.einsum("bhls,bshd->blhd", p, v).contiguous()
+    return y.squeeze(1) if q.dim() == 3 else y
+
+
+def eager(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What PyTorch offers: the blocks gathered to padded keys and values, then its fused attention."""
+    if softcap is not None:
+        options: dict[str, Any] = {"scale": scale, "window": window, "k_scale": k_scale, "v_scale": v_scale}
+        return reference(q, k_cache, v_cache, block_tables, seq_lens, softcap=softcap, **options)
+    new = q.unsqueeze(1) if q.dim() == 3 else q
+    seen = _visible(new, k_cache, block_tables, seq_lens, window)
+    k, v = _gathered(new, k_cache, v_cache, block_tables, k_scale, v_scale, seen)
+    new, k, v = (t.transpose(1, 2) for t in (new, k, v))
+    y = F.scaled_dot_product_attention(new, k, v, attn_mask=seen[:, None], scale=scale).transpose(1, 2)
+    y = y.masked_fill(~seen.any(-1)[:, :, None, None], 0.0).contiguous()
+    return y.squeeze(1) if q.dim() == 3 else y
+
+
+def _visible(
+    new: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """[B, L, S]: whether a query sees a key of the blocks in its row of the table."""
+    queries, size = new.shape[1], k_cache.shape[1]
+    keys = torch.arange(block_tables.shape[1] * size, device=new.device)
+    here = seq_lens.long()[:, None] - queries + torch.arange(queries, device=new.device)  # [B, L]
+    seen = keys <= here[:, :, None]
+    return seen if window is None else seen & (here[:, :, None] - keys < window)
+
+
+def _gathered(
+    new: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    k_scale: Maybe,
+    v_scale: Maybe,
+    seen: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [B, S, H, D] in q's dtype, zeros where nobody sees them."""
+    used = seen.any(1)  # [B, S]
+    size, heads = k_cache.shape[1], new.shape[2]
+    blocks = block_tables.long()
+    if size:
+        entry = used.unflatten(1, (-1, size)).any(-1) if used.shape[1] else used
+        blocks = blocks.where(entry, 0)
+    found = []
+    for cache, scale in ((k_cache, k_scale), (v_cache, v_scale)):
+        rows = cache[blocks] if cache.shape[0] else cache.new_zeros((*blocks.shape, *cache.shape[1:]))
+        if scale is not None:
+            factors = scale[blocks] if scale.shape[0] else scale.new_zeros(rows.shape[:-1])
+            rows = (rows.to(scale.dtype) * factors.unsqueeze(-1)).to(new.dtype)
+        rows = rows.flatten(1, 2).masked_fill(~used[:, :, None, None], 0)
+        found.append(rows.repeat_interleave(heads // max(rows.shape[2], 1), 2))
+    return found[0], found[1]
+
+
+def _supports(q: torch.Tensor, k_cache: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    scale = options.get("k_scale")
+    if scale is not None and scale.dtype == torch.float64:
+        return "the kernels take scales in float32"
+    return native(q, _OP)
+
+
+def _native(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernel."""
+    if out is None and not compiling():
+        try:
+            made: torch.Tensor | None = calls.new_paged_attention(
+                *(q, k_cache, v_cache, block_tables, seq_lens),
+                *(k_scale, v_scale, scale, window or 0, softcap or 0.0),
+            )
+            if made is not None:
+                return made
+        except RuntimeError:  # a last dimension that is not dense
+            pass
+    shape = (*q.shape[:-1], v_cache.shape[3])
+    y = torch.empty(shape, dtype=q.dtype, device=q.device) if out is None or out.stride(-1) != 1 else out
+    soonest(torch.ops.opsmith.paged_attention.default)(
+        last_dense(q),
+        last_dense(k_cache),
+        last_dense(v_cache),
+        block_tables,
+        seq_lens,
+        k_scale,
+        v_scale,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        y=y,
+    )
+    return y if out is None or out is y else out.copy_(y)
+
+
+CARD = register(
+    Operator(
+        name=_OP,
+        kind=Kind.ATTENTION,
+        function=paged_attention,
+        reference=reference,
+        cost=cost,
+        samples=samples,
+        workloads=workloads,
+        domain=promised,
+        implementations=[*kernels(_native, _supports), Implementation("eager", eager)],
+        # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
+        patterns=(),
+        entries={"paged_attention": entry_costs.paged_attention},
+        schemas=(
+            "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
+            "Tensor? k_scale, Tensor? v_scale, float? scale, int window, float softcap, *, Tensor(a!) y) -> ()",
+        ),
+        differentiable=False,
+        source="Kwon et al., 2023; Dao et al., 2023",
+    )
+)

@@ -1,0 +1,286 @@
+"""Writing new keys and values to their slots of a cache in blocks, rounded to int8 where the cache is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from opsmith.call.common import compiling, kernels, native, short
+from opsmith.kernels import calls
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
+from opsmith.ops.attention import last_dense
+from opsmith.ops.mla.cache import has_values
+from opsmith.ops.paged_attention.check import check_caches, check_integers
+
+_OP = "reshape_and_cache"
+LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32
+Maybe = torch.Tensor | None
+Results = tuple[torch.Tensor, ...]
+
+
+def reshape_and_cache(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens to their slots of the caches; slot -1 is skipped.
+
+    `k_cache[slot // block_size, slot % block_size] = k[t]`, and the same for v. Into int8 caches every row of a head
+    goes as `round(127 x / m)` with `m = max|x|`, and its scale m / 127 to the same place of k_scale or v_scale.
+
+    >>> k_cache, v_cache = torch.zeros(2, 10, 16, 2, 64)
+    >>> reshape_and_cache(*torch.randn(2, 3, 2, 64), k_cache, v_cache, torch.tensor([48, -1, 49]))
+    >>> k_cache[3, :2].count_nonzero().item()
+    256
+
+    Args:
+        k: [T, Hkv, D], float32, bfloat16 or float16 (float64 through PyTorch).
+        v: [T, Hkv, Dv] in k's dtype.
+        k_cache: [blocks, block_size, Hkv, D] in k's dtype, or int8. May be a slice of a pool.
+        v_cache: [blocks, block_size, Hkv, Dv], as k_cache.
+        slot_mapping: [T], int32 or int64: block * block_size + place in the block, no two alike; or -1.
+        k_scale, v_scale: [blocks, block_size, Hkv] float32, of int8 caches, written too.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape or device, and for a slot that is not there, before anything is
+            written. No gradient passes through a cache.
+
+    Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023.
+    """
+    if not compiling():
+        given = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
+        try:
+            if calls.new_reshape_and_cache(k, v, slot_mapping, **given):
+                return
+        except RuntimeError:  # the checks say why
+            pass
+    _check(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    # Not torch.no_grad(): a compiled graph that raises within it leaves gradients off.
+    native_here = _supports(k, v, slot_mapping, k_scale=k_scale) is True and _dense(k_cache, v_cache)
+    write = _native if native_here else _reference
+    write(k.detach(), v.detach(), k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def _dense(*caches: torch.Tensor) -> bool:
+    return all(t.stride(-1) == 1 or t.shape[-1] < 2 or not t.numel() for t in caches)
+
+
+def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any, v_scale: Any) -> None:
+    for name, t in (("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
+        if not t.is_floating_point():
+            raise TypeError(
+                f"{_OP}: {name} must be floating-point, got {short(t.dtype)}; int8 caches are rounded to here"
+            )
+        if t.dim() != 3:
+            raise ValueError(f"{_OP}: {name} must have shape [T, Hkv, D], got {tuple(t.shape)}")
+    if v.dtype != k.dtype or v.shape[:2] != k.shape[:2] or v.device != k.device:
+        raise ValueError(
+            f"{_OP}: v must be {short(k.dtype)} [{k.shape[0]}, {k.shape[1]}, Dv] on {k.device} like k, got "
+            f"{short(v.dtype)} {tuple(v.shape)} on {v.device}"
+        )
+    check_caches(_OP, k_cache, v_cache, k_scale, v_scale, k, "k")
+    for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if t.shape[1:] != cache.shape[2:]:
+            raise ValueError(
+                f"{_OP}: {name}_cache must have shape [blocks, block_size, {t.shape[1]}, {t.shape[2]}] to fit {name}, "
+                f"got {tuple(cache.shape)}"
+            )
+    check_integers(_OP, "slot_mapping", slots, k, "[T]")
+    if slots.dim() != 1 or slots.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"{_OP}: slot_mapping must have shape ({k.shape[0]},), one slot for each token, got {tuple(slots.shape)}"
+        )
+    if slots.numel() and has_values(slots) and not compiling() and not slots.is_cuda:
+        end = k_cache.shape[0] * k_cache.shape[1]
+        bad = ((slots < -1) | (slots >= end)).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            raise ValueError(
+                f"{_OP}: slot_mapping must lie in [0, {end}), the slots of the cache, or be -1, "
+                f"got {int(slots[at])} for token {at}; nothing was written"
+            )
+
+
+def _reference(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: Maybe,
+    v_scale: Maybe,
+) -> None:
+    """The definition, in plain PyTorch."""
+    size = k_cache.shape[1]
+    if not k_cache.shape[0] * size or not slots.shape[0]:
+        return
+    slots = slots.long()
+    keep = slots >= 0
+    # Without a look at any value, so that it can be traced: a token without a slot writes again what is in slot 0, or
+    # what the token that goes there writes.
+    first = slots.where(keep, 0)
+    owner = ((slots == 0) & keep).to(torch.uint8).argmax().view(1)
+    owned = ((slots == 0) & keep).any()
+    for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if scale is None:
+            pairs = [(cache, x)]
+        else:
+            # In float32 whatever the dtype, so that there is one answer to what x is rounded to.
+            numbers = x.float()
+            most = numbers.abs().amax(-1) if x.shape[-1] else numbers.new_zeros(x.shape[:-1])
+            inverse = torch.where(most > LEAST, torch.full_like(most, 127) / most, 0)
+            digits = (numbers * inverse.unsqueeze(-1)).round().to(torch.int8)
+            pairs = [(cache, digits), (scale, (most / 127).to(scale.dtype))]
+        for held, new in pairs:
+            there = torch.where(owned, new.index_select(0, owner), held[:1, 0])
+            mine = keep.view(-1, *(1,) * (new.dim() - 1))
+            held.index_put_((first // size, first % size), torch.where(mine, new, there))
+
+
+def _supports(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, **options: Any) -> bool | str:
+    scale = options.get("k_scale")
+    if scale is not None and scale.dtype == torch.float64:
+        return "the kernels write scales in float32"
+    return native(k, _OP)
+
+
+def _native(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: Maybe,
+    v_scale: Maybe,
+) -> None:
+    """The kernel."""
+    torch.ops.opsmith.reshape_and_cache.default(
+        last_dense(k),
+        last_dense(v),
+        slots,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def cache_form(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    blocks: int,
+    block_size: int,
+    int8: bool = False,
+    by: Callable[..., None] | None = None,
+) -> Results:
+    """`reshape_and_cache` into fresh caches, as a function of tensors alone: the caches, then the scales of int8 ones.
+
+    A card's results are all that a call changes, so that what holds operators to their cards can hold this one too.
+    """
+    shape = (blocks, block_size, k.shape[1])
+    k_cache, v_cache = (
+        torch.zeros((*shape, t.shape[2]), dtype=torch.int8 if int8 else t.dtype, device=t.device)
+        for t in (k, v)
+    )
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    scales = [torch.zeros(shape, dtype=wide, device=k.device) for _ in range(2 * int8)]
+    k_scale, v_scale = scales or (None, None)
+    if by is None:
+        reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    else:
+        by(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return (k_cache, v_cache, *scales)
+
+
+def _cost(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    blocks: int,
+    block_size: int,
+    int8: bool = False,
+) -> Cost:
+    heads, row = k.shape[1], k.shape[2] + v.shape[2]
+    slots = blocks * block_size * heads  # this form makes its caches
+    held = row * (1 if int8 else k.element_size()) + 8 * int8
+    read = k.shape[0] * heads * row * k.element_size() + slot_mapping.numel() * slot_mapping.element_size()
+    return Cost(3.0 * k.shape[0] * heads * row if int8 else 0.0, read + slots * held)
+
+
+def _slots(make: Make, tokens: int, end: int, skip: bool = True) -> torch.Tensor:
+    """Different slots in no order; some tokens have none."""
+    slots = make.ids(end, high=1 << 30).argsort()[:tokens]
+    if skip:
+        slots[1::4] = -1
+    return slots
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    for int8 in (False, True):
+        name = "int8 " if int8 else ""
+        for tokens, heads, d in ((5, 2, 33), (9, 3, 40), (33, 2, 65), (1, 1, 8)):
+            args = make(tokens, heads, d), make(tokens, heads, d), _slots(make, tokens, 48)
+            yield Sample(f"{name}{tokens}x{heads}x{d}", args, {"blocks": 3, "block_size": 16, "int8": int8})
+        options = {"blocks": 40, "block_size": 1, "int8": int8}
+        slots = _slots(make, 7, 40).to(torch.int32)
+        yield Sample(f"{name}wider values", (make(7, 2, 24), make(7, 2, 56), slots), options)
+        yield Sample(f"{name}rows of zeros", (make(7, 2, 24, scale=0.0), make(7, 2, 24), slots), options)
+        packed = make(7, 3, 2, 16)
+        yield Sample(f"{name}packed qkv", (packed[:, 1], packed[:, 2], slots), options)
+        yield Sample(f"{name}strided", (make(7, 16, 2).mT, make(7, 16, 2).mT, slots), options)
+        yield Sample(f"{name}no tokens", (make(0, 2, 16), make(0, 2, 16), slots[:0]), options)
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    for int8 in (False, True):
+        args = make(4096, 8, 128), make(4096, 8, 128), _slots(make, 4096, 4096, skip=False)
+        yield Sample(
+            f"4096 tokens, 8x128{', int8' * int8}", args, {"blocks": 256, "block_size": 16, "int8": int8}
+        )
+
+
+def _promised(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, **options: Any) -> bool:
+    """Finite calls in which no two tokens share a slot."""
+    kept = slots[slots >= 0]
+    return bool(k.isfinite().all()) and bool(v.isfinite().all()) and kept.unique().numel() == kept.numel()
+
+
+CARD = register(
+    Operator(
+        name=_OP,
+        kind=Kind.CACHE,
+        function=cache_form,
+        reference=partial(cache_form, by=_reference),
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        domain=_promised,
+        implementations=[
+            *kernels(partial(cache_form, by=_native), _supports, takes_out=False),
+            Implementation("eager", partial(cache_form, by=_reference)),
+        ],
+        patterns=(),
+        entries={"reshape_and_cache": entry_costs.reshape_and_cache},
+        schemas=(
+            "reshape_and_cache(Tensor k, Tensor v, Tensor slot_mapping, *, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+            "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
+        ),
+        differentiable=False,
+        outputs=2,
+        source="Kwon et al., 2023",
+    )
+)

@@ -1,0 +1,130 @@
+// Registers attention on caches in blocks, and what fills them. Lengths, blocks and slots are checked here too, before
+// anything is read or written: a compiled graph has nobody else who would.
+#include <cmath>
+
+#include "binding.h"
+#include "paged_attention/paged_attention.h"
+
+namespace opsmith {
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+bool is_float(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
+bool is_id(DType dtype) { return dtype == DType::i32 || dtype == DType::i64; }
+
+void check_dense(const char* op, const char* name, const Tensor& t) {
+  const int64_t last = t.dim() - 1;
+  STD_TORCH_CHECK(t.size(last) < 2 || t.stride(last) == 1 || t.numel() == 0, op, ": the last dimension of ",
+                  name, " must be contiguous");
+}
+
+// The caches, for tensors in `dtype` with these heads and sizes.
+void check_cache(const char* op, const Tensor& keys, const Tensor& values, const Optional& key_scale,
+                 const Optional& value_scale, DType dtype) {
+  STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.scalar_type() == values.scalar_type(), op,
+                  ": k_cache and v_cache must be [blocks, block size, Hkv, D], in one dtype");
+  const bool quantized = dtype_of(keys) == DType::i8;
+  STD_TORCH_CHECK(is_float(dtype) && (quantized || dtype_of(keys) == dtype), op,
+                  ": caches are int8, or floating-point as what they are used with");
+  STD_TORCH_CHECK(bool(key_scale) == quantized && bool(value_scale) == quantized, op,
+                  ": k_scale and v_scale belong to int8 caches");
+  for (int64_t d = 0; d < 3; ++d) {
+    STD_TORCH_CHECK(keys.size(d) == values.size(d), op, ": k_cache and v_cache do not fit each other");
+    for (const Optional* scale : {&key_scale, &value_scale}) {
+      STD_TORCH_CHECK(!*scale || ((*scale)->dim() == 3 && (*scale)->size(d) == keys.size(d) &&
+                                  dtype_of(**scale) == DType::f32),
+                      op, ": k_scale and v_scale must be float32 [blocks, block size, Hkv]");
+    }
+  }
+  check_dense(op, "k_cache", keys);
+  check_dense(op, "v_cache", values);
+}
+
+// q and out [B, L, H, D], also without L.
+struct Queries {
+  int64_t sizes[4], strides[4];
+
+  explicit Queries(const Tensor& t) {
+    const bool one = t.dim() == 3;
+    for (int64_t d = 0; d < 4; ++d) {
+      const int64_t from = one && d > 0 ? d - 1 : d;
+      sizes[d] = one && d == 1 ? 1 : t.size(from);
+      strides[d] = one && d == 1 ? 0 : t.stride(from);
+    }
+  }
+  View view(const Tensor& t) const { return {t.data_ptr(), dtype_of(t), 4, sizes, strides}; }
+};
+
+void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& table,
+                        const Tensor& lengths, const Optional& key_scale, const Optional& value_scale,
+                        std::optional<double> scale, int64_t window, double softcap, const Tensor& out) {
+  const char* const op = "paged_attention";
+  STD_TORCH_CHECK(
+      (q.dim() == 3 || q.dim() == 4) && out.dim() == q.dim() && out.scalar_type() == q.scalar_type(), op,
+      ": q and the output must be [B, H, D] or [B, L, H, D], in one dtype");
+  check_cache(op, keys, values, key_scale, value_scale, dtype_of(q));
+  check_dense(op, "q", q);
+  check_dense(op, "out", out);
+  const Queries queries(q), outs(out);
+  for (int d = 0; d < 3; ++d)
+    STD_TORCH_CHECK(queries.sizes[d] == outs.sizes[d], op, ": the output does not fit q");
+  const int64_t batch = q.size(0), heads = queries.sizes[2], kv_heads = keys.size(2), size = keys.size(1);
+  STD_TORCH_CHECK(queries.sizes[3] == keys.size(3) && outs.sizes[3] == values.size(3), op,
+                  ": head sizes of q and out are ", queries.sizes[3], " and ", outs.sizes[3],
+                  ", those of the caches ", keys.size(3), " and ", values.size(3));
+  STD_TORCH_CHECK(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), op, ": ", heads, " heads for ",
+                  kv_heads, " of keys");
+  STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == batch && is_id(dtype_of(table)), op,
+                  ": block_tables must be int32 or int64 [", batch, ", blocks]");
+  STD_TORCH_CHECK(lengths.dim() == 1 && lengths.size(0) == batch && is_id(dtype_of(lengths)), op,
+                  ": seq_lens must be int32 or int64 [", batch, "]");
+  const PagedCache cache{view_of(keys),        view_of(values), view_of(key_scale),
+                         view_of(value_scale), view_of(table),  view_of(lengths)};
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t length = cache.length(b), most = table.size(1) * size;
+    STD_TORCH_CHECK(0 <= length && length <= most, op, ": seq_lens must lie in [0, ", most, "], got ", length,
+                    " for sequence ", b);
+    if (length == 0) continue;
+    for (int64_t i = first_visible(length, queries.sizes[1], window) / size; i <= (length - 1) / size; ++i) {
+      const int64_t block = cache.block(b, i);
+      STD_TORCH_CHECK(0 <= block && block < keys.size(0), op, ": block_tables must lie in [0, ", keys.size(0),
+                      "), got ", block, " for block ", i, " of sequence ", b);
+    }
+  }
+  const double factor = scale ? *scale : 1 / std::sqrt(double(std::max<int64_t>(queries.sizes[3], 1)));
+  paged_attention(queries.view(q), cache, {float(factor), window, float(softcap)}, outs.view(out));
+}
+
+void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots, const Tensor& keys,
+                          const Tensor& values, const Optional& key_scale, const Optional& value_scale) {
+  const char* const op = "reshape_and_cache";
+  STD_TORCH_CHECK(k.dim() == 3 && v.dim() == 3 && k.scalar_type() == v.scalar_type(), op,
+                  ": k and v must be [T, Hkv, D], in one dtype");
+  check_cache(op, keys, values, key_scale, value_scale, dtype_of(k));
+  check_dense(op, "k", k);
+  check_dense(op, "v", v);
+  const int64_t tokens = k.size(0), slots_there = keys.size(0) * keys.size(1);
+  STD_TORCH_CHECK(v.size(0) == tokens && k.size(1) == keys.size(2) && v.size(1) == keys.size(2) &&
+                      k.size(2) == keys.size(3) && v.size(2) == values.size(3),
+                  op, ": k and v do not fit the caches");
+  STD_TORCH_CHECK(slots.dim() == 1 && slots.size(0) == tokens && is_id(dtype_of(slots)), op,
+                  ": slot_mapping must be int32 or int64 [", tokens, "]");
+  const View at = view_of(slots);
+  for (int64_t i = 0; i < tokens; ++i) {
+    const int64_t slot = PagedCache::integer(at, i * at.strides[0]);
+    STD_TORCH_CHECK(-1 <= slot && slot < slots_there, op, ": slot_mapping must lie in [0, ", slots_there,
+                    ") or be -1, got ", slot, " for token ", i, "; nothing was written");
+  }
+  reshape_and_cache(
+      view_of(k), view_of(v), at,
+      {view_of(keys), view_of(values), view_of(key_scale), view_of(value_scale), View{}, View{}});
+}
+
+}  // namespace
+}  // namespace opsmith
+
+STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
+  opsmith::offer(m, "paged_attention", opsmith::kernel<&opsmith::paged_attention_op>);
+  opsmith::offer(m, "reshape_and_cache", opsmith::kernel<&opsmith::reshape_and_cache_op>);
+}

@@ -1,0 +1,219 @@
+"""RMSNorm whose result leaves as int8: what feeds a W8A8 projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from opsmith.call.common import (
+    as_rows,
+    check_float,
+    check_like,
+    check_number,
+    compiling,
+    dense,
+    kernels,
+    native,
+    nbytes,
+    short,
+)
+from opsmith.kernels import calls
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops.ascend import on_npu
+from opsmith.ops.mla.projection import q8, quantize_rows
+from opsmith.ops.mla.reference import normalize
+from opsmith.ops.mla.tolerance import Steps
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def rms_norm_quant(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    scale: torch.Tensor | float | None = None,
+    offset: torch.Tensor | float | None = None,
+) -> Result:
+    """Normalize the last dimension by its root mean square and quantize it to int8, in one pass.
+
+    `y = x / sqrt(mean(x^2) + eps) * weight + bias` in float32. With a scale, one for the whole tensor:
+    `q = rint(clamp(y / scale + offset, -128, 127))`. Without: `s = max|y| / 127` for each row,
+    `q = rint(clamp(y / s))`, and s is returned too. Rounded half to even, and only there.
+
+    >>> x = torch.randn(4, 512)
+    >>> q, s = rms_norm_quant(x, torch.ones(512))
+    >>> q.dtype, s.shape
+    (torch.int8, torch.Size([4]))
+    >>> rms_norm_quant(x, torch.ones(512), scale=0.02, offset=3.0).shape
+    torch.Size([4, 512])
+
+    Args:
+        x: [..., N], float32, bfloat16 or float16.
+        weight: [N], in x's dtype or float32; None: x comes normalized, and is quantized alone.
+        bias: [N], added after the norm; needs a weight.
+        eps: added to the mean square, under the root.
+        scale, offset: one number each, or none: then every row gets a scale of its own, and there is no offset.
+
+    Returns:
+        q, int8 like x; without a scale (q, s), s [...] float32. A row of zeros has q = 0 and s = 0. No gradient.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape or device.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and the NPU operator RmsNormQuant.
+    """
+    if not compiling():
+        try:
+            own = (torch.float32,) if scale is None else None
+            made = calls.new_rms_norm_quant(x, weight, bias, eps, scale, offset, q=torch.int8, s=own)
+            if made is not None:
+                return made  # type: ignore[no-any-return]
+        except RuntimeError:  # the checks say why
+            pass
+    _check(x, weight, bias, scale, offset)
+    check_number("rms_norm_quant", "eps", eps)
+    with torch.no_grad():
+        if native(x, "rms_norm_quant") is True:
+            return _kernel(x, weight, bias, eps, scale, offset)
+        return reference(x, weight, bias, eps, scale=scale, offset=offset)
+
+
+def _kernel(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | float | None,
+    offset: torch.Tensor | float | None,
+) -> Result:
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    s = None if scale is not None else torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    step, shift = (_scalar(v, x) for v in (scale, offset))
+    torch.ops.opsmith.rms_norm_quant.default(
+        as_rows(x),
+        dense(weight),
+        dense(bias),
+        eps,
+        step,
+        shift,
+        q=as_rows(q),
+        s=None if s is None else s.view(-1),
+    )
+    return q if s is None else (q, s)
+
+
+def _scalar(value: torch.Tensor | float | None, x: torch.Tensor) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value.reshape(()).to(device=x.device, dtype=torch.float32)
+    return None if value is None else torch.tensor(value, dtype=torch.float32, device=x.device)
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    scale: torch.Tensor | float | None = None,
+    offset: torch.Tensor | float | None = None,
+) -> Result:
+    """The definition, in plain PyTorch."""
+    y = normalize(x, weight, bias, eps)
+    if scale is None:
+        q, s = quantize_rows(y)
+        return q.to(torch.int8), s.squeeze(-1)
+    step, shift = (
+        torch.as_tensor(0.0 if v is None else v, dtype=y.dtype, device=y.device) for v in (scale, offset)
+    )
+    return q8(y / step.reshape(()) + shift.reshape(())).to(torch.int8)
+
+
+def _check(x: Any, weight: Any, bias: Any, scale: Any, offset: Any) -> None:
+    check_float("rms_norm_quant", x)
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is None:
+            continue
+        check_like("rms_norm_quant", t, x, name, x.shape[-1:], "the size of x's last dimension")
+        if t.dtype not in (x.dtype, torch.float32):
+            either = " or ".join(dict.fromkeys((short(x.dtype), "float32")))
+            raise TypeError(f"rms_norm_quant: {name} must be {either}, got {short(t.dtype)}; cast it")
+    if bias is not None and weight is None:
+        raise ValueError("rms_norm_quant: a bias belongs to the norm, and weight is None: x comes normalized")
+    if scale is None and offset is not None:
+        raise ValueError("rms_norm_quant: an offset needs a scale; without one each row's own is symmetric")
+    for name, value in (("scale", scale), ("offset", offset)):
+        if value is not None:
+            check_number("rms_norm_quant", name, value)
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ValueError(f"rms_norm_quant: {name} must be one number, got shape {tuple(value.shape)}")
+
+
+def _cost(
+    x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, scale: Any = None, **_: Any
+) -> Cost:
+    rows = x.numel() // x.shape[-1] if x.numel() else x.shape[:-1].numel()
+    scales = 4 * rows if scale is None else 0
+    return Cost(8.0 * x.numel(), nbytes(x, weight, bias) + x.numel() + scales)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def scalar(value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=make.device)
+
+    for rows, n in ((1, 1), (1, 384), (9, 7), (17, 33), (5, 4097)):
+        yield Sample(f"{rows}x{n}", (make(rows, n), make(n, scale=0.3, shift=1.0)))
+    x = make(2, 9, 130)
+    static = {"scale": scalar(0.021), "offset": scalar(-7.0)}
+    yield Sample("static", (x, make(130)), static)
+    yield Sample("static, bias", (x, make(130), make(130)), static)
+    yield Sample("negative scale", (x, make(130)), {"scale": scalar(-0.03), "offset": scalar(11.0)})
+    yield Sample("clamped", (x, make(130)), {"scale": scalar(0.002), "offset": scalar(0.0)})
+    yield Sample("bias", (x, make(130), make(130)))
+    yield Sample("normalized already", (x,))
+    yield Sample("normalized already, static", (x,), static)
+    yield Sample("strided", (make(60, 64).t(), make(60)))
+    yield Sample("sliced rows", (make(8, 200)[:, 20:84], make(64)), static)
+    yield Sample("rows of zeros", (torch.zeros_like(make(3, 40)), make(40)))
+    yield Sample("empty", (make(0, 16), make(16)))
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x7168", (make(4096, 7168), make(7168)))
+    yield Sample("1x7168", (make(1, 7168), make(7168)))
+
+
+def _finite(*tensors: Any, **more: Any) -> bool:
+    return all(bool(t.isfinite().all()) for t in (*tensors, *more.values()) if isinstance(t, torch.Tensor))
+
+
+CARD = register(
+    Operator(
+        name="rms_norm_quant",
+        kind=Kind.NORM,
+        function=rms_norm_quant,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        tolerance=Steps(),
+        domain=_finite,
+        implementations=[
+            *kernels(
+                rms_norm_quant, lambda x, *more, **options: native(x, "rms_norm_quant"), takes_out=False
+            ),
+            on_npu("rms_norm_quant"),
+            Implementation("eager", reference),
+        ],
+        schemas=(
+            "rms_norm_quant(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? scale, Tensor? offset, *, "
+            "Tensor(a!) q, Tensor(b!)? s=None) -> ()",
+        ),
+        differentiable=False,
+        outputs=2,
+        source="DeepSeek-AI, 2024",
+    )
+)

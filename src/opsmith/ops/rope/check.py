@@ -1,0 +1,134 @@
+"""The checks of the rotary embeddings: heads, the table of angles, and positions in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opsmith.call.common import check_float, check_number, one_of, short
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class PositionError(IndexError, ValueError):
+    """A position that the table has no row for: an IndexError as in PyTorch, and a ValueError as in opsmith."""
+
+
+def bad_position(positions: torch.Tensor, rows: int, op: str = "rope") -> PositionError:
+    """The error that names the first position without a row."""
+    bad = positions[(positions < 0) | (positions >= rows)]
+    return PositionError(
+        f"{op}: positions must be in [0, {rows}) for a table of {rows} rows, got {int(bad[0])}; "
+        "make a longer table"
+    )
+
+
+def check(op: str, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int | None) -> int:
+    """Refuse wrong arguments; the number of rotated dimensions."""
+    check_float(op, x, "q" if op == "rope_qk" else "x", least_dim=3)
+    batch, tokens = check_heads(op, x)
+    return check_table(op, x, cos, sin, positions, rotary_dim, x.shape[-1], batch, tokens)
+
+
+def check_heads(op: str, x: torch.Tensor) -> tuple[int, int]:
+    """Refuse what is neither layout of heads; the batch and the tokens of a sequence."""
+    shape = x.shape
+    if len(shape) == 3:
+        return 1, shape[0]
+    if len(shape) != 4:
+        raise ValueError(f"{op}: expected [B, H, L, D] or [T, H, D], got shape {tuple(shape)}")
+    return shape[0], shape[2]
+
+
+def check_table(
+    op: str,
+    x: torch.Tensor,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    rotary_dim: int | None,
+    size: int,
+    batch: int,
+    tokens: int,
+    dtypes: tuple[torch.dtype, ...] = (),
+) -> int:
+    """Refuse a table that does not serve these tokens' heads of this size; the number of rotated dimensions."""
+    dims = size if rotary_dim is None else rotary_dim
+    check_number(op, "rotary_dim", dims, whole=True)
+    if dims % 2 or not 2 <= dims <= size:
+        raise ValueError(
+            f"{op}: rotary_dim, by default the head size, must be an even number in [2, {size}], got {dims}"
+        )
+    for name, t in (("cos", cos), ("sin", sin)):
+        check_float(op, t, name, least_dim=2)
+        if t.dtype not in (dtypes or (x.dtype, torch.float32)):
+            known = one_of(*(dtypes or (x.dtype, torch.float32)))
+            raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}")
+        if t.device != x.device:
+            raise ValueError(f"{op}: {name} is on {t.device}, the input on {x.device}; move one of them")
+    given = cos.shape
+    if sin.shape != given or sin.dtype != cos.dtype:
+        raise ValueError(
+            f"{op}: cos and sin must be alike, got {short(cos.dtype)} {tuple(given)} "
+            f"and {short(sin.dtype)} {tuple(sin.shape)}"
+        )
+    if (
+        len(given) > 3
+        or given[-1] not in (dims, dims // 2)
+        or (len(given) == 3 and given[0] not in (1, batch))
+    ):
+        raise ValueError(
+            f"{op}: cos and sin must have shape [rows, {dims}] or [rows, {dims // 2}], or [B, rows, ...] with "
+            f"B = {batch}, got {tuple(given)}"
+        )
+    if positions is None:
+        if given[-2] < tokens:
+            raise PositionError(
+                f"{op}: cos and sin must have a row for each of the {tokens} tokens, got {given[-2]}; "
+                "make a longer table, or pass positions"
+            )
+        return int(dims)
+    _check_positions(op, positions, x, batch, tokens)
+    if len(given) == 3 and given[0] != 1:
+        raise ValueError(
+            f"{op}: positions choose rows of one table, got one table for each of {given[0]} sequences; "
+            "leave positions out, or pass cos and sin as [rows, D]"
+        )
+    return int(dims)
+
+
+def _check_positions(op: str, positions: Any, x: torch.Tensor, batch: int, tokens: int) -> None:
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"{op}: positions must be a tensor, got {type(positions).__name__}")
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: positions must be int64 or int32, got {short(positions.dtype)}; cast them")
+    if positions.device != x.device:
+        raise ValueError(
+            f"{op}: positions are on {positions.device}, the input on {x.device}; move one of them"
+        )
+    shape = positions.shape
+    if len(shape) not in (1, 2) or shape[-1] != tokens or (len(shape) == 2 and shape[0] not in (1, batch)):
+        raise ValueError(
+            f"{op}: positions must have shape ({tokens},) or ({batch}, {tokens}), one for each token, "
+            f"got {tuple(shape)}"
+        )
+
+
+def check_key(q: torch.Tensor, k: Any) -> None:
+    check_float("rope_qk", k, "k", least_dim=3)
+    if k.dim() != q.dim() or any(k.shape[d] != q.shape[d] for d in range(q.dim()) if d != 1):
+        raise ValueError(
+            f"rope_qk: k must have q's shape {tuple(q.shape)} but for the number of heads, got {tuple(k.shape)}"
+        )
+    if k.dtype != q.dtype or k.device != q.device:
+        raise TypeError(
+            f"rope_qk: k must be {short(q.dtype)} on {q.device} like q, got {short(k.dtype)} on {k.device}"
+        )
+
+
+def name_bad_position(positions: torch.Tensor | None, table: torch.Tensor, op: str = "rope") -> None:
+    """What a refusal of the kernel was about, where it was a position."""
+    rows = table.shape[-2]
+    if positions is not None and bool(((positions < 0) | (positions >= rows)).any()):
+        raise bad_position(positions, rows, op) from None

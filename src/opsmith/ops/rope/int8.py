@@ -1,0 +1,233 @@
+"""Rotary embedding of int8 rows, each with a scale of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opsmith.call.common import check_out, compiling, earlier, fresh_as, kernels, native, nbytes, short
+from opsmith.kernels import calls
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
+from opsmith.ops.rope import CARD as FLOATING
+from opsmith.ops.rope import dense_rows
+from opsmith.ops.rope.check import Pair, check_heads, check_table, name_bad_position
+from opsmith.ops.rope.table import rope_table
+
+
+def rope_int8(
+    x_q: torch.Tensor,
+    x_scale: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    positions: torch.Tensor | None = None,
+    rotary_dim: int | None = None,
+    out: Pair | None = None,
+) -> Pair:
+    """Rotate int8 rows and quantize them again, in one pass: a quarter of the bytes of float32.
+
+    `y = rope(x_q x_scale)` in float32, `y_scale = max|y| / 127` for every row, `y_q = round(y / y_scale)`. So
+    `|y_q y_scale - y| <= max|y| / 254` for every element, which with the cosine and sine of one angle is at most
+    `0.0056 max|x|` of the row.
+
+    >>> cos, sin = rope_table(128, 512)
+    >>> x_q, x_scale = torch.randint(-127, 128, (1, 8, 512, 128), dtype=torch.int8), torch.rand(1, 8, 512)
+    >>> y_q, y_scale = rope_int8(x_q, x_scale, cos, sin)
+    >>> y_q.dtype, y_scale.shape
+    (torch.int8, torch.Size([1, 8, 512]))
+
+    Args:
+        x_q: [B, H, L, D] or [T, H, D] int8.
+        x_scale: [B, H, L] or [T, H] float32, a factor for each row.
+        cos, sin, interleaved, positions, rotary_dim: as for `rope`; float32, bfloat16 or float16.
+        out: tensors like (x_q, x_scale) to write into; these themselves to rotate in place.
+
+    Returns:
+        y_q and y_scale, like x_q and x_scale. A row of zeros has scale 0; one that is not finite, a scale that
+        is not. Scales other than 0 should be above 1e-30, so that float32 holds the inverse.
+
+    Raises:
+        PositionError: a position has no row; nothing is read out of range.
+        TypeError, ValueError: for a wrong dtype, shape or device.
+
+    Source: Su et al., 2021; Jacob et al., "Quantization and Training of Neural Networks", 2018.
+    """
+    if out is None and not compiling():
+        try:
+            dims = calls.sizes(x_q)[-1] if rotary_dim is None else rotary_dim
+            if dims and (positions is None or cos.dim() == 2):
+                made: Pair | None = calls.new_rope_int8(
+                    x_q, x_scale, cos, sin, positions, dims, interleaved, y=[x_q], y_scale=[x_scale]
+                )
+                if made is not None:
+                    return made
+        except (RuntimeError, IndexError, AttributeError):  # the checks say why
+            pass
+    dims = _check(x_q, x_scale, cos, sin, positions, rotary_dim, out)
+    options: dict[str, Any] = {"interleaved": interleaved, "positions": positions, "rotary_dim": dims}
+    if _supports(x_q, x_scale, cos, sin) is not True:
+        y = reference(x_q, x_scale, cos, sin, **options)
+        return y if out is None else (out[0].copy_(y[0]), out[1].copy_(y[1]))
+    return _native(x_q, x_scale, cos, sin, **options, out=out)
+
+
+def reference(x_q: torch.Tensor, x_scale: torch.Tensor, *args: Any, **options: Any) -> Pair:
+    """The definition, in plain PyTorch."""
+    y = FLOATING.reference(x_q * x_scale.unsqueeze(-1), *args, **options)
+    y_scale = y.abs().amax(-1) / 127
+    inverse = torch.where(y_scale > 0, 1 / y_scale, 0)
+    return (y * inverse.unsqueeze(-1)).round().to(torch.int8), y_scale
+
+
+def _check(
+    x_q: Any, x_scale: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int | None, out: Any
+) -> int:
+    """Refuse wrong arguments; the number of rotated dimensions."""
+    if not isinstance(x_q, torch.Tensor) or not isinstance(x_scale, torch.Tensor):
+        given = ", ".join(type(t).__name__ for t in (x_q, x_scale))
+        raise TypeError(f"rope_int8: x_q and x_scale must be tensors, got {given}")
+    if x_q.dtype != torch.int8:
+        raise TypeError(
+            f"rope_int8: x_q must be int8, got {short(x_q.dtype)}; quantize it first, or call rope"
+        )
+    if x_scale.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"rope_int8: x_scale must be float32, got {short(x_scale.dtype)}; cast it first")
+    batch, tokens = check_heads("rope_int8", x_q)
+    if x_scale.shape != x_q.shape[:-1] or x_scale.device != x_q.device:
+        raise ValueError(
+            f"rope_int8: x_scale must have shape {tuple(x_q.shape[:-1])} on {x_q.device}, one for each row of "
+            f"x_q, got {tuple(x_scale.shape)} on {x_scale.device}"
+        )
+    dtypes = (x_scale.dtype, torch.float32, torch.bfloat16, torch.float16)
+    dims = check_table(
+        "rope_int8", x_q, cos, sin, positions, rotary_dim, x_q.shape[-1], batch, tokens, dtypes
+    )
+    if out is not None:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(f"rope_int8: out must be a pair of tensors, got {type(out).__name__}")
+        memory = {"x_q": x_q, "x_scale": x_scale, "cos": cos, "sin": sin, "positions": positions}
+        check_out("rope_int8", out[0], x_q, onto=("x_q",), **memory)
+        check_out("rope_int8", out[1], x_scale, onto=("x_scale",), **memory, **earlier(out, 1))
+    return dims
+
+
+def _supports(x_q: torch.Tensor, x_scale: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    return native(x_scale, "rope_int8")
+
+
+def _native(
+    x_q: torch.Tensor,
+    x_scale: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    positions: torch.Tensor | None = None,
+    rotary_dim: int | None = None,
+    out: Pair | None = None,
+) -> Pair:
+    """The kernel."""
+    y_q, y_scale = (fresh_as(x_q), torch.empty_like(x_scale)) if out is None else out
+    dims = x_q.shape[-1] if rotary_dim is None else rotary_dim
+    target = dense_rows(y_q)
+    table = dense_rows(cos), dense_rows(sin)
+    try:
+        ROPE_INT8(dense_rows(x_q), x_scale, *table, positions, dims, interleaved, y=target, y_scale=y_scale)
+    except RuntimeError:
+        name_bad_position(positions, cos, "rope_int8")
+        raise
+    return y_q if target is y_q else y_q.copy_(target), y_scale
+
+
+_LEAST_SCALE = 1e-30
+
+
+def _promised(x_q: torch.Tensor, x_scale: torch.Tensor, *table: torch.Tensor, **options: Any) -> bool:
+    """Finite calls, their scales 0 or far enough from it for a float32 to hold the inverse of the result's."""
+    size = x_scale.abs()
+    return all(bool(t.isfinite().all()) for t in (x_scale, *table)) and bool(
+        ((size == 0) | (size > _LEAST_SCALE)).all()
+    )
+
+
+def _cost(
+    x_q: torch.Tensor, x_scale: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any
+) -> Cost:
+    rotation = FLOATING.cost(x_q, cos, sin, **options)
+    # and for each element a magnitude, a comparison, a product and a rounding
+    return Cost(
+        rotation.flops + 4.0 * x_q.numel(), rotation.min_bytes + nbytes(x_scale) + 4 * x_scale.numel()
+    )
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def rows(*shape: int) -> Pair:
+        x = make(*shape).float()
+        scale = x.abs().amax(-1) / 127 if x.numel() else x.new_zeros(shape[:-1])
+        return (x / scale.unsqueeze(-1)).round().to(torch.int8), scale
+
+    def table(dim: int, length: int) -> Pair:
+        return rope_table(dim, length, dtype=make.dtype, device=make.device)
+
+    for shape in ((1, 2, 1, 2), (2, 3, 7, 6), (1, 4, 33, 64), (2, 2, 9, 34), (2, 5, 70, 130)):
+        yield Sample("x".join(map(str, shape)), (*rows(*shape), *table(shape[-1], shape[2])))
+    x, full = rows(2, 4, 9, 40), table(40, 50)
+    yield Sample("interleaved", (*x, *full), {"interleaved": True})
+    yield Sample("half a table", (*x, full[0][:, :20], full[1][:, :20]))
+    yield Sample("positions", (*x, *full), {"positions": make.ids(2, 9, high=50)})
+    yield Sample("unrelated columns", (*x, make(9, 40), make(9, 40)))
+    yield Sample("partial", (*x, *table(12, 9)), {"rotary_dim": 12})
+    yield Sample("partial, interleaved", (*x, *table(12, 9)), {"rotary_dim": 12, "interleaved": True})
+    yield Sample("packed", (*rows(9, 3, 24), *table(24, 9)))
+    moved = [t.transpose(1, 2) for t in rows(2, 9, 3, 24)]
+    yield Sample("transposed", (*moved, *table(24, 9)))
+    zeros = torch.zeros_like(x[0])
+    yield Sample("rows of zeros", (zeros, x[1], *full))
+    yield Sample("empty", (*rows(2, 3, 0, 40), *full))
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    for tokens in (4096, 1):
+        x_q = make.ids(1, 32, tokens, 128, high=255).sub_(127).to(torch.int8)
+        table = rope_table(128, tokens, device=make.device)
+        yield Sample(f"1x32x{tokens}x128", (x_q, make(1, 32, tokens).float().abs(), *table))
+
+
+@dataclass(frozen=True)
+class _Rounded(Tolerance):
+    """The policy for scales; integers, which a last bit of float32 may tip over at a tie, may be off by one."""
+
+    def check(self, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+        if got.dtype != torch.int8 or got.shape != exact.shape:
+            return super().check(got, eager, exact)
+        error = float((got.int() - exact.int()).abs().max()) if got.numel() else 0.0
+        return Verdict(error <= 1, error, 1.0, "" if error <= 1 else f"off by {error:.0f} of 127")
+
+
+CARD = register(
+    Operator(
+        name="rope_int8",
+        kind=Kind.ROPE,
+        function=rope_int8,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        tolerance=_Rounded(),
+        domain=_promised,
+        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
+        schemas=(
+            "rope_int8(Tensor x, Tensor scale, Tensor cos, Tensor sin, Tensor? positions, int dims, "
+            "bool interleaved, *, Tensor(a!) y, Tensor(b!) y_scale) -> ()",
+        ),
+        outputs=2,
+        differentiable=False,
+        source="Su et al., 2021",
+    )
+)
+
+ROPE_INT8 = torch.ops.opsmith.rope_int8.default

@@ -1,0 +1,341 @@
+"""Softmax, alone or fused with the scale and the mask before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from opsmith.call import common
+from opsmith.call.common import (
+    Tensor,
+    check_float,
+    check_mask,
+    check_number,
+    check_out,
+    compiling,
+    fresh,
+    kernels,
+    native,
+    nbytes,
+    needs_grad,
+    recorded,
+    small,
+    small_node,
+    soonest,
+    spread,
+)
+from opsmith.kernels import calls, nodes
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.ops.ascend import on_npu
+
+# Where autograd records, PyTorch's softmax is faster up to 2^this as many elements: our nodes are Python.
+_NODES = 4
+_KERNELS = ("softmax", "softmax_backward")  # of one library
+METHODS = {"auto": 0, "stable": 1, "fast": 2}
+_softmax = torch._softmax  # what torch.softmax calls
+
+
+def softmax(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    method: str = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Exponentials of a dimension, divided by their sum; scale and mask cost no pass of their own.
+
+    `y = exp(s - max(s)) / sum(exp(s - max(s)))`, with `s = scale * x + mask`. A row in which everything
+    is masked gives zeros.
+
+    >>> softmax(torch.randn(2, 4, 8, 8), scale=0.125, causal=True).shape
+    torch.Size([2, 4, 8, 8])
+
+    Args:
+        x: any shape, float32, bfloat16 or float16 (float64 through PyTorch).
+        dim: the dimension that sums to 1; the kernel takes the last one, PyTorch the others.
+        scale: multiplies x before the mask.
+        mask: broadcastable to x; boolean (True = keep), or added to `scale * x`.
+        causal: also mask element j of row i where `j > i + S - L`, for x [..., L, S] and the last dimension.
+        method: "stable" subtracts the row's maximum; "fast" does not, and is for rows known to be small;
+            "auto" takes the fast way for the rows in which it is no less accurate.
+        out: a tensor like x to write into; x itself is allowed when no gradient is needed.
+
+    Raises:
+        TypeError, ValueError: for a wrong dtype, shape, device or method.
+
+    Source: Bridle, 1990; Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    if mask is None and out is None and not causal and method in METHODS and not compiling():
+        try:
+            if dim == -1 or dim == x.dim() - 1:
+                y: torch.Tensor | None = calls.new_softmax(x, None, scale, False, METHODS[method])
+                if y is not None:
+                    return y
+            if (
+                scale == 1.0
+                and type(x) is Tensor
+                and x.dim()
+                and x.numel() <= common.limit
+                and not needs_grad(x)
+            ):
+                if "new_softmax" in calls.early:
+                    native(x, "softmax")  # which loads the library, for the calls to come
+                return _softmax(x, dim, False)
+        except (RuntimeError, IndexError, AttributeError, TypeError):  # the checks say why
+            pass
+    _check(x, dim, scale, mask, causal, method, out)
+    wants_grad = needs_grad(x, mask)
+    plain = mask is None and not causal and scale == 1.0
+    if (
+        _supports(x, dim) is not True
+        or (wants_grad and mask is not None and mask.requires_grad)
+        or (small_node(x.numel() >> _NODES if plain else x.numel()) if wants_grad else small(x.numel()))
+    ):
+        y = reference(x, dim, scale=scale, mask=mask, causal=causal)
+    elif wants_grad:
+        y = recorded(_Softmax, x, scale, mask, causal, METHODS[method])
+    else:
+        return _forward(x, scale, mask, causal, METHODS[method], out)
+    return y if out is None else out.copy_(y)
+
+
+def reference(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    method: str = "auto",
+) -> torch.Tensor:
+    """The definition, in plain PyTorch."""
+    s = x if scale == 1.0 else x * scale
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
+    if causal:
+        rows, columns = x.shape[-2:]
+        visible = torch.ones(rows, columns, dtype=torch.bool, device=x.device).tril(columns - rows)
+        s = s.masked_fill(~visible, -math.inf)
+    if mask is None and not causal:
+        return torch.softmax(s, dim)
+    # A fully masked row is set to zeros before and after, so that no NaN reaches the gradient either.
+    dead = (s == -math.inf).all(dim, keepdim=True)
+    return torch.softmax(s.masked_fill(dead, 0.0), dim).masked_fill(dead, 0.0).to(x.dtype)
+
+
+def _check(x: Any, dim: int, scale: Any, mask: Any, causal: bool, method: str, out: Any) -> None:
+    check_float("softmax", x)
+    check_number("softmax", "dim", dim, whole=True)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"softmax: dim must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}, got {dim}"
+        )
+    check_number("softmax", "scale", scale)
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"softmax: method must be one of {', '.join(METHODS)}, got {method!r}")
+    if causal and (x.dim() < 2 or dim % x.dim() != x.dim() - 1):
+        raise ValueError(
+            f"softmax: causal needs x [..., L, S] and the last dimension, got {tuple(x.shape)}, dim {dim}"
+        )
+    if mask is not None:
+        check_mask("softmax", mask, x, x.shape, "the shape of x")
+    if out is not None:
+        check_out("softmax", out, x, onto=("x",), x=x, mask=mask)
+
+
+def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
+    if dim not in (-1, x.dim() - 1):
+        return f"the kernel works on the last dimension, not on dim {dim}"
+    return native(x, *_KERNELS)
+
+
+def _on_npu(x: torch.Tensor, dim: int = -1, *, mask: Any = None, **options: Any) -> bool | str:
+    if dim not in (-1, x.dim() - 1):
+        return f"the kernel works on the last dimension, not on dim {dim}"
+    return mask is None or mask.dtype in (torch.bool, x.dtype) or "the mask must be boolean or of x's type"
+
+
+def _native(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    method: str = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The CPU kernel, without autograd."""
+    return _forward(x, scale, mask, causal, METHODS[method], out)
+
+
+def _forward(
+    x: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+    method: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if out is None and mask is None and not causal and not compiling():
+        made: torch.Tensor | None = calls.new_softmax(x, None, scale, False, method)
+        if made is not None:
+            return made
+    y = out if out is not None and out.is_contiguous() else fresh(x)
+    if mask is not None:
+        mask = spread(mask, x.shape)
+    if x.numel():
+        _over_rows(x, mask, y, scale, causal, method)
+    return y if out is None or out is y else out.copy_(y)
+
+
+def _over_rows(
+    x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, scale: float, causal: bool, method: int
+) -> None:
+    """Call the kernel on [outer, L, S] views; where the mask's strides allow none, once per leading index."""
+    plain = mask is None and not causal and y.is_contiguous() and not compiling()
+    if plain and calls.new_softmax(x, None, scale, False, method, y=y):
+        return
+    if x.dim() < 3:
+        shape: tuple[int, ...] = (1, 1, *x.shape)[-3:]
+        views = [None if t is None else t.view(shape) for t in (x, mask, y)]
+    elif mask is None:
+        shape = (-1, *x.shape[-2:])
+        views = [x.reshape(shape), None, y.view(shape)]
+    else:
+        # The causal rule reads a row's place: only without it may leading dimensions be merged into rows.
+        last = x.dim() - 2
+        split = next((k for k in range(last, last - 1 if causal else 0, -1) if _mergeable(mask, k)), 0)
+        if not split:
+            for part in zip(x, mask, y, strict=True):
+                _over_rows(*part, scale, causal, method)
+            return
+        shape = (math.prod(x.shape[:split]), math.prod(x.shape[split:-1]), x.shape[-1])
+        views = [x.reshape(shape), mask.view(shape), y.view(shape)]
+    rows = [
+        None if t is None else t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+        for t in views[:2]
+    ]
+    soonest(SOFTMAX)(rows[0], rows[1], scale, causal, method, y=views[2])
+
+
+def _mergeable(t: torch.Tensor, split: int) -> bool:
+    """True when the dimensions before `split`, and those up to the last but one, merge without a copy."""
+    dims = list(zip(t.shape, t.stride(), strict=True))
+    for group in (dims[:split], dims[split:-1]):
+        real = [(size, step) for size, step in group if size != 1]
+        if any(step != size * inner for (_, step), (size, inner) in pairwise(real)):
+            return False
+    return True
+
+
+class _Softmax(torch.autograd.Function):
+    """Backward needs the result alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool, method: int
+    ) -> torch.Tensor:
+        y = _forward(x, scale, mask, causal, method, None)
+        ctx.save_for_backward(y)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        dx = fresh(y)
+        shape = (1, -1, y.shape[-1]) if y.numel() else (1, 0, max(y.shape[-1], 1))
+        rows = dy.reshape(shape)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        soonest(SOFTMAX_BACKWARD)(rows, y.view(shape), ctx.scale, dx=dx.view(shape))
+        return dx, None, None, None, None
+
+
+def _cost(x: torch.Tensor, dim: int = -1, *, mask: torch.Tensor | None = None, **options: Any) -> Cost:
+    masked = 0 if mask is None else 1
+    return Cost((5.0 + masked) * x.numel(), 2 * x.numel() * x.element_size() + nbytes(mask))
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    for rows, n in ((1, 1), (1, 384), (3, 7), (17, 33), (64, 512), (5, 4097)):
+        yield Sample(f"{rows}x{n}", (make(rows, n, scale=3.0),))
+    yield Sample("vector", (make(19),))
+    yield Sample("narrow around 1000", (make(4, 130, scale=0.3, shift=1000.0),))
+    yield Sample("narrow around -1000", (make(4, 130, scale=0.3, shift=-1000.0),))
+    yield Sample("wide", (make(4, 130, scale=60.0),))
+    yield Sample("fast", (make(4, 130),), {"method": "fast"})
+    yield Sample("stable", (make(4, 130, scale=20.0),), {"method": "stable", "scale": 0.5})
+    x = make(2, 3, 9, 33)
+    yield Sample("scale", (x,), {"scale": 0.125})
+    yield Sample("causal", (x,), {"causal": True, "scale": 0.3})
+    yield Sample("causal, more rows than columns", (make(2, 9, 4),), {"causal": True})
+    yield Sample("boolean mask", (x,), {"mask": make.mask(2, 3, 9, 33)})
+    yield Sample("padding mask", (x,), {"mask": make.mask(2, 1, 1, 33), "scale": 0.3})
+    yield Sample("mask per sequence", (x,), {"mask": make.mask(2, 1, 9, 33), "causal": True})
+    yield Sample("additive mask", (x,), {"mask": make(1, 3, 9, 33)})
+    yield Sample("additive mask of a column", (x,), {"mask": make(9, 1)})
+    yield Sample("all masked", (make(3, 70),), {"mask": make.mask(3, 70, keep=0.0)})
+    yield Sample("strided", (make(6, 64).t(),))
+    yield Sample("sliced rows", (make(8, 200)[:, 20:84],), {"scale": 2.0})
+    yield Sample("first dimension", (make(12, 5),), {"dim": 0})
+    yield Sample("empty", (make(0, 16),))
+    yield Sample("no columns", (make(4, 0),))
+
+
+def _promised(
+    x: torch.Tensor, dim: int = -1, *, scale: float = 1.0, method: str = "auto", **options: Any
+) -> bool:
+    """All calls but those to the fast method whose exponentials a float32 cannot hold."""
+    return method != "fast" or not bool((x.float() * scale).abs().nan_to_num(math.inf).gt(60.0).any())
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    yield Sample("4096x4096", (make(4096, 4096),))
+    mask = make.mask(8, 1, 1, 512, keep=0.9)
+    yield Sample("8x12x512x512 padding mask", (make(8, 12, 512, 512),), {"mask": mask, "scale": 0.125})
+    yield Sample("1x32000", (make(1, 32000, scale=3.0),))
+
+
+CARD = register(
+    Operator(
+        name="softmax",
+        kind=Kind.SOFTMAX,
+        function=softmax,
+        reference=reference,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        domain=_promised,
+        implementations=[
+            *kernels(_native, _supports),
+            on_npu("softmax", supports=_on_npu),
+            Implementation("eager", reference),
+        ],
+        patterns=(
+            Pattern("softmax(x)", lambda x: torch.softmax(x, -1), {"x": ("B", "L", "S")}),
+            Pattern(
+                "softmax(x, scale)",
+                lambda x, scale: torch.softmax(x * scale, -1),
+                {"x": ("B", "L", "S"), "scale": 0.3},
+            ),
+        ),
+        schemas=(
+            "softmax(Tensor x, Tensor? mask, float scale, bool causal, int method, *, Tensor(a!) y) -> ()",
+            "softmax_backward(Tensor dy, Tensor y, float scale, *, Tensor(a!) dx) -> ()",
+        ),
+        source="Bridle, 1990; Milakov, Gimelshein, 2018",
+    )
+)
+
+nodes.declare("softmax")
+SOFTMAX = torch.ops.opsmith.softmax.default
+SOFTMAX_BACKWARD = torch.ops.opsmith.softmax_backward.default

@@ -1,0 +1,1 @@
+"""What judges any card: is it right, and how fast is it?"""

@@ -1,0 +1,217 @@
+"""How an operator behaves, its values aside: run twice, on one thread and on all, under autograd, dispatcher, compiler.
+
+`opsmith.proof.verify` holds results to the definition. These checks are about what a kernel can do wrong although every
+single result of a small call is right, and about what PyTorch expects of anything that it dispatches to.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from opsmith.call.common import always_native, short
+from opsmith.kernels import triton
+from opsmith.measure.pool import tensors_of
+from opsmith.operator import Implementation, Make, Operator, Sample
+from opsmith.proof.verify import FUNCTION, Finding, backward, examine, forward, with_leaves
+
+__all__ = ["Recorder", "conduct", "runs"]
+
+_LARGE = 1 << 21  # elements, at most, of the call that all threads share
+_SMALL = 1 << 11  # elements, at most, of one that is differentiated by finite differences
+_RUNS, _SECONDS = 6, 0.3  # on all threads, at least: a race may be won many times
+
+
+def conduct(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator[Finding]:
+    """Yield a finding for every such check of an operator on this machine, in one dtype.
+
+    >>> from opsmith.operator import registry
+    >>> all(finding.ok for finding in conduct(registry()["gelu"], torch.float32))
+    True
+    """
+    yield from runs(card, dtype, device)
+    check = partial(examine, card, short(dtype))
+    samples = list(card.samples(Make(dtype, device)))
+    usual = next((s for s in samples if _elements(s)), samples[0])
+    yield from _in_the_dispatcher(card, usual, dtype)
+    torch.compiler.reset()
+    compiled = torch.compile(card.function, fullgraph=True, backend="aot_eager", dynamic=False)
+    yield check(usual, "compiled", "torch.compile", partial(forward, compiled))
+    if card.differentiable:
+        slopes = partial(backward, compiled)
+        yield check(usual, "compiled", "torch.compile, gradients", slopes, differentiated=True)
+        yield from _gradcheck(card, device)
+
+
+def runs(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator[Finding]:
+    """The checks of `conduct` that run kernels again: twice, and on one thread or all, or program against program."""
+    samples = list(card.samples(Make(dtype, device)))
+    large = _largest(card, samples, dtype, device)
+    for implementation in card.candidates(*large.args, **large.kwargs)[0]:
+        if implementation.fn is card.eager:
+            continue
+        yield _twice(card, implementation, large, dtype)
+        if implementation.name == "triton" and triton.INTERPRETED:
+            yield from _races(card, implementation, samples, dtype)
+        elif device == "cpu":
+            on_threads = partial(_on_threads, implementation.fn)
+            yield examine(card, short(dtype), large, implementation.name, "threads", on_threads)
+
+
+def _elements(sample: Sample) -> int:
+    return sum(t.numel() for t in tensors_of((sample.args, dict(sample.kwargs))))
+
+
+def _largest(card: Operator, samples: list[Sample], dtype: torch.dtype, device: str) -> Sample:
+    """The largest call that is quickly checked: only a large one is split over threads."""
+    workloads: list[Sample] = []
+    if card.workloads is not None and not triton.INTERPRETED:  # where a large call takes minutes
+        workloads = list(card.workloads(Make(dtype, device)))
+    return max(
+        (s for s in (*samples, *workloads) if _elements(s) <= _LARGE), key=_elements, default=samples[0]
+    )
+
+
+def _finding(card: Operator, name: str, dtype: str, sample: Sample, check: str, why: str) -> Finding:
+    """Passed where there is nothing to say."""
+    error = math.inf if why else 0.0
+    return Finding(card.name, name, dtype, sample.name, _elements(sample), check, not why, error, 0.0, why)
+
+
+def _tried(fn: Callable[[], str]) -> str:
+    """What a check says, or what it raised."""
+    try:
+        with always_native():
+            return fn()
+    except Exception as raised:  # whatever it raises is what is wrong
+        return shorten(f"raised {type(raised).__name__}: {raised}", 300)
+
+
+def _twice(card: Operator, implementation: Implementation, sample: Sample, dtype: torch.dtype) -> Finding:
+    """Two runs give the same bits, or the card says that they may not."""
+
+    def differs() -> str:
+        one, other = (forward(implementation.fn, sample.args, sample.kwargs) for _ in range(2))
+        if all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) or not implementation.repeatable:
+            return ""
+        return "two runs on the same inputs differ; where that is meant, say Implementation(..., repeatable=False)"
+
+    return _finding(card, implementation.name, short(dtype), sample, "two runs", _tried(differs))
+
+
+def _on_threads(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The results on all threads, of several runs those that are farthest from what one thread computes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = forward(fn, args, kwargs)
+    finally:
+        torch.set_num_threads(threads)
+    farthest, worst, count, end = alone, 0.0, 0, time.monotonic() + _SECONDS
+    while count < _RUNS or time.monotonic() < end:
+        run = forward(fn, args, kwargs)
+        distance = max(_distance(a, b) for a, b in zip(run, alone, strict=True))
+        if distance > worst:
+            farthest, worst = run, distance
+        count += 1
+    return farthest
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if torch.equal(a, b):
+        return 0.0
+    return float((a.double() - b.double()).abs().nan_to_num(math.inf).max())
+
+
+def _races(
+    card: Operator, implementation: Implementation, samples: list[Sample], dtype: torch.dtype
+) -> Iterator[Finding]:
+    """The interpreter runs programs one by one, so that races do no harm there: what they touch is compared instead."""
+    from opsmith.kernels.triton.races import watched
+
+    for sample in samples:
+        if implementation.accepts(*sample.args, **sample.kwargs) is not True:
+            continue
+
+        def races(sample: Sample = sample) -> str:
+            with watched() as found:
+                forward(implementation.fn, sample.args, sample.kwargs)
+            return "; ".join(found[:2])
+
+        yield _finding(card, implementation.name, short(dtype), sample, "races", _tried(races))
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the calls of native operators, one for each operator, dtype and set of present arguments."""
+
+    def __init__(self, *namespaces: str) -> None:
+        super().__init__()
+        self.namespaces = namespaces
+        self.calls: dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in self.namespaces:
+            present = (
+                tuple(a is None for a in args),
+                tuple(sorted(k for k, v in kwargs.items() if v is not None)),
+            )
+            dtypes = tuple(t.dtype for t in tensors_of((args, kwargs)))
+            copies = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            self.calls.setdefault((func, present, dtypes), (func, *copies))
+        return func(*args, **kwargs)
+
+
+def _in_the_dispatcher(card: Operator, sample: Sample, dtype: torch.dtype) -> Iterator[Finding]:
+    """The dispatcher's entries that a call uses, as `torch.library.opcheck` sees them."""
+    with Recorder("opsmith", card.name) as recorder:
+        failed = _tried(lambda: _both_ways(card, sample))
+    if failed:
+        yield _finding(card, FUNCTION, short(dtype), sample, "opcheck", failed)
+        return
+    for func, args, kwargs in recorder.calls.values():
+
+        def checked(func: Any = func, args: Any = args, kwargs: Any = kwargs) -> str:
+            torch.library.opcheck(func, args, kwargs)
+            return ""
+
+        name = func._schema.name.rpartition("::")[2]
+        yield _finding(card, name, short(dtype), sample, "opcheck", _tried(checked))
+
+
+def _both_ways(card: Operator, sample: Sample) -> str:
+    forward(card.function, sample.args, sample.kwargs)
+    if card.differentiable:
+        backward(card.function, sample.args, sample.kwargs)
+    return ""
+
+
+def _gradcheck(card: Operator, device: str) -> Iterator[Finding]:
+    """Analytic against numerical gradients in float64, on the first samples that are small enough."""
+    fitting = [s for s in card.samples(Make(torch.float64, device)) if 0 < _elements(s) <= _SMALL]
+    for sample in fitting[:2]:
+        args, kwargs, leaves = with_leaves(sample.args, dict(sample.kwargs))
+        if not leaves:
+            continue
+        names = list(kwargs)
+
+        def call(*values: Any, names: list[str] = names, n: int = len(args)) -> Any:
+            return card.function(*values[:n], **dict(zip(names, values[n:], strict=True)))
+
+        inputs = (*args, *kwargs.values())
+
+        def checked(call: Any = call, inputs: Any = inputs) -> str:
+            torch.autograd.gradcheck(call, inputs, fast_mode=True)
+            return ""
+
+        yield _finding(card, FUNCTION, "float64", sample, "gradcheck", _tried(checked))

@@ -1,0 +1,228 @@
+"""Holds an operator to its card: `opsmith verify`, and the check that comes before every benchmark.
+
+Every implementation runs on every sample of the card, in every dtype, and so does the public function's
+backward. How a call is tried, so that what only looks right is found out: `opsmith.measure.checks`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from textwrap import shorten
+from typing import Any
+
+import torch
+
+from opsmith.call.common import always_native, short
+from opsmith.measure.checks import WrongResult, check_call
+from opsmith.measure.pool import tensors_of
+from opsmith.operator import Implementation, Make, Operator, Sample
+
+__all__ = ["FUNCTION", "Finding", "backward", "examine", "forward", "verify", "with_leaves"]
+
+# Of one call: its tensors, what each eager spelling made of them, and what the reference did.
+Known = tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]], list[torch.Tensor]]
+
+FUNCTION = "autograd"  # the name under which the public function's gradients are reported
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of one implementation on one sample: passed or not, and its error against the bound."""
+
+    operator: str
+    implementation: str
+    dtype: str
+    sample: str
+    elements: int  # in the sample's inputs
+    check: str  # values | out= | gradients, and those of `opsmith.proof.conduct`
+    ok: bool
+    error: float = 0.0
+    bound: float = 0.0
+    why: str = ""
+
+
+def verify(
+    card: Operator,
+    dtypes: Sequence[torch.dtype] | None = None,
+    device: str = "cpu",
+    *,
+    allocating: bool = True,
+    calls: int = 3,
+) -> Iterator[Finding]:
+    """Yield a finding for every check of an operator on this machine.
+
+    >>> from opsmith.operator import registry
+    >>> all(finding.ok for finding in verify(registry()["layer_norm"]))
+    True
+
+    Args:
+        card: the operator.
+        dtypes: of the inputs; by default all that the card names.
+        device: where the samples live.
+        allocating: call implementations that write into `out=` without it too.
+        calls: of each implementation with each sample, as `check_call` makes them.
+    """
+    for dtype in dtypes or card.dtypes:
+        for sample in card.samples(Make(dtype, device)):
+            check = partial(examine, card, short(dtype), sample, calls=calls)
+            known: list[Known] = []  # every implementation is held to the same numbers
+            if card.differentiable:
+                yield check(FUNCTION, "gradients", partial(backward, card.function), differentiated=True)
+            for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
+                if allocating or not implementation.takes_out:
+                    yield check(
+                        implementation.name, "values", partial(forward, implementation.fn), known=known
+                    )
+                if implementation.takes_out:
+                    yield check(
+                        implementation.name, "out=", partial(_into, implementation), into=True, known=known
+                    )
+
+
+def examine(
+    card: Operator,
+    dtype: str,
+    sample: Sample,
+    name: str,
+    check: str,
+    fn: Callable[..., Any],
+    *,
+    differentiated: bool = False,
+    into: bool = False,
+    known: list[Known] | None = None,
+    calls: int = 3,
+) -> Finding:
+    """The finding of one check; what it raises is a finding too.
+
+    Args:
+        card: the operator.
+        dtype: of the sample, for the report.
+        sample: the call.
+        name: of the implementation, for the report.
+        check: the same.
+        fn: `fn(args, kwargs, *outs)` gives the tensors to hold against the reference.
+        differentiated: they are gradients.
+        into: they are written into `outs`.
+        known: what the reference gave in other checks of this sample and of the same kind, and will have given in this.
+        calls: of `fn`, as `check_call` makes them.
+    """
+    inputs = (sample.args, dict(sample.kwargs))
+    elements = sum(t.numel() for t in tensors_of(inputs))
+    report = partial(Finding, card.name, name, dtype, sample.name, elements, check)
+    truth = _Truth(card, inputs, backward if differentiated else forward, [] if known is None else known)
+    try:
+        outs = (
+            [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in truth.eager(*inputs)]
+            if into
+            else []
+        )
+        with always_native():
+            seen = check_call(
+                fn, inputs, truth, truth.tolerance, outs=outs, calls=calls, name=f"{card.name} {name}"
+            )
+    except WrongResult as wrong:
+        return report(False, wrong.error, wrong.allowed, str(wrong))
+    except Exception as raised:
+        return report(False, math.inf, 0.0, shorten(f"raised {type(raised).__name__}: {raised}", 200))
+    return report(True, seen.error, seen.allowed)
+
+
+class _Truth:
+    """The reference in float64, and eager PyTorch in the sample's dtypes: the bound depends on both.
+
+    Gradients have two eager spellings, autograd through the reference and through PyTorch's fused operator. Their
+    largest errors differ by chance, so the larger one is the yardstick.
+    """
+
+    def __init__(
+        self,
+        card: Operator,
+        inputs: tuple[Any, Any],
+        run: Callable[..., list[torch.Tensor]],
+        known: list[Known],
+    ):
+        self._card = card
+        self._known = known
+        self._run = run
+        self._inputs = inputs
+        fused_only = run is forward or card.eager is card.reference
+        self._spellings = [card.eager] if fused_only else [card.eager, card.reference]
+        self._left: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        given = [t.detach().clone() for t in tensors_of((args, kwargs))]
+        for then, left, exact in self._known:
+            if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(then, given, strict=True)):
+                self._left = list(left)
+                return exact
+        eager = [self._run(fn, *_in_dtypes_of((args, kwargs), self._inputs)) for fn in self._spellings]
+        self._left = list(zip(*eager, strict=True))
+        left, exact = list(self._left), self._run(self._card.reference, args, kwargs)
+        self._known.append((given, left, exact))
+        return exact
+
+    def eager(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Eager's results in the dtypes of the sample."""
+        return self._run(self._card.eager, *_in_dtypes_of((args, kwargs), self._inputs))
+
+    def tolerance(self, got: torch.Tensor, exact: torch.Tensor) -> float:
+        """What an output may be off by; asked once for each output, in order."""
+        spellings = self._left.pop(0)
+        if got.dtype != spellings[0].dtype:
+            detail = f"an output is {short(got.dtype)}, expected {short(spellings[0].dtype)}"
+            raise WrongResult(self._card.name, "wrong dtype", detail, math.inf, 0.0)
+        return max(self._card.tolerance.check(got, eager, exact).bound for eager in spellings)
+
+
+def forward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The results of a call that nobody differentiates."""
+    with torch.no_grad():
+        return list(tensors_of(fn(*args, **kwargs)))
+
+
+def _into(implementation: Implementation, args: Any, kwargs: Any, *outs: torch.Tensor) -> None:
+    with torch.no_grad():
+        implementation.fn(*args, **kwargs, out=outs if len(outs) > 1 else outs[0])
+
+
+def backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Gradients of the floating-point inputs (of those that ask for one, where any does).
+
+    The gradients of the outputs depend on the outputs' shapes alone, and are numbers that every dtype has.
+    """
+    args, kwargs, leaves = with_leaves(args, kwargs)
+    outputs = [t for t in tensors_of(fn(*args, **kwargs)) if t.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    seeds = [(torch.randint(-8, 9, t.shape, generator=generator) / 8).to(t) for t in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if leaves and outputs else ()
+    return list(tensors_of(gradients))
+
+
+def with_leaves(args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+    """The call with its floating-point tensors (those that ask for gradients, where any does) as leaves, and these."""
+    any_asks = any(t.requires_grad for t in tensors_of((args, kwargs)))
+    seen: dict[int, torch.Tensor] = {}  # a tensor that is two of the arguments is so in the copy
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if id(value) not in seen:
+            seen[id(value)] = value.detach().requires_grad_(value.requires_grad or not any_asks)
+        return seen[id(value)]
+
+    copy = tuple(map(leaf, args)), {name: leaf(value) for name, value in kwargs.items()}
+    return *copy, [t for t in seen.values() if t.requires_grad]
+
+
+def _in_dtypes_of(value: Any, like: Any) -> Any:
+    """Nested values with each tensor in the dtype of the one at the same place in `like`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(like.dtype)
+    if isinstance(value, tuple | list):
+        return type(value)(_in_dtypes_of(v, w) for v, w in zip(value, like, strict=True))
+    if isinstance(value, dict):
+        return {key: _in_dtypes_of(v, like[key]) for key, v in value.items()}
+    return value

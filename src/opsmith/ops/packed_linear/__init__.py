@@ -17,6 +17,7 @@ from opsmith.call.common import (
     dense,
     flat,
     flat_out,
+    kernels,
     native,
     nbytes,
     needs_grad,
@@ -355,10 +356,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         domain=_promised,
-        implementations=[
-            Implementation("native", _native, "cpu", _supports, takes_out=True),
-            Implementation("eager", reference),
-        ],
+        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
         # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
         patterns=(),
         schemas=(

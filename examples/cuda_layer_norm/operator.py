@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from opsmith.authoring import function, project
+from opsmith.authoring import project
+from opsmith.authoring.project import function
 from opsmith.call.common import nbytes
 from opsmith.operator import Cost, Make, Pattern, Sample
 

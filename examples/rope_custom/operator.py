@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
-from opsmith.authoring import function, project
-from opsmith.authoring.function import rotate_interleaved
+from opsmith.authoring import project
+from opsmith.authoring.project import function
+from opsmith.authoring.project.function import rotate_interleaved
 from opsmith.call.common import nbytes
 from opsmith.operator import Cost, Make, Pattern, Sample
 

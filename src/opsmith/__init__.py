@@ -1,7 +1,7 @@
 """opsmith: fused operators for language models, and the compiler that puts them to use.
 
-The public face: `optimize`, `restore`, `Config`, `Plan`, `profile`, `Profile`, `Operator`, `operator`, and the
-library in `opsmith.ops`.
+The public face: `optimize`, `restore`, `keep_input_guards`, `Config`, `Plan`, `profile`, `Profile`, `Operator`,
+`operator`, and the library in `opsmith.ops`.
 Names are imported when they are first used, so that the command line starts without loading PyTorch.
 """
 
@@ -10,23 +10,38 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from opsmith.version import VERSION
+
 if TYPE_CHECKING:
     from opsmith import operator as operator
     from opsmith import ops as ops
     from opsmith.compiler import Config as Config
     from opsmith.compiler import Plan as Plan
+    from opsmith.compiler import keep_input_guards as keep_input_guards
     from opsmith.compiler import optimize as optimize
     from opsmith.compiler import restore as restore
     from opsmith.operator import Operator as Operator
     from opsmith.profiler import Profile as Profile
     from opsmith.profiler import profile as profile
 
-__version__ = "0.1.0"
-__all__ = ["Config", "Operator", "Plan", "Profile", "operator", "ops", "optimize", "profile", "restore"]
+__version__ = VERSION
+__all__ = [
+    "Config",
+    "Operator",
+    "Plan",
+    "Profile",
+    "keep_input_guards",
+    "operator",
+    "ops",
+    "optimize",
+    "profile",
+    "restore",
+]
 
 _HOMES = {
     "Config": "opsmith.compiler",
     "Plan": "opsmith.compiler",
+    "keep_input_guards": "opsmith.compiler",
     "optimize": "opsmith.compiler",
     "restore": "opsmith.compiler",
     "Profile": "opsmith.profiler",

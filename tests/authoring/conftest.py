@@ -11,7 +11,10 @@ from opsmith.profiler import recorder
 from tests.precompiled import EMULATED, emulation, like, precompile, through
 
 # What generated sources include first, as a compiler takes one precompiled header: of the binding, and of the kernels.
-HEADERS = {"project_binding.h": "binding.cpp", "formula.h": "gelu/gelu.cpp"}
+HEADERS = {
+    "project_binding.h": libraries.SHARED / "binding.cpp",
+    "formula.h": libraries.SOURCES / "gelu/cpu/gelu.cpp",
+}
 # tests/examples and the processes that tests start build as users do.
 USUAL = compiler.COMPILE_FLAGS
 FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in USUAL)
@@ -21,7 +24,7 @@ FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in USUAL)
 def precompiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
     """A folder with those headers precompiled, and with the emulation's."""
     folder, tier = libraries.SHARED, isa.tier()
-    headers = {folder / header: like(folder / source, folder, tier) for header, source in HEADERS.items()}
+    headers = {folder / header: like(source, folder, tier) for header, source in HEADERS.items()}
     return precompile(request, tmp_path_factory, "headers", headers | emulation(), FLAGS)
 
 

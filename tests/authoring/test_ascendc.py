@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from opsmith.authoring import ascendc, project
-from opsmith.authoring.build import projects_kernels
+from opsmith.authoring import project
 from opsmith.authoring.new import create
-from opsmith.authoring.project import Kernels
+from opsmith.authoring.project import Kernels, ascendc
+from opsmith.authoring.project.compile import projects_kernels
 from opsmith.cli import main
 from opsmith.kernels import triton
 from opsmith.kernels.ascend import EmulationError

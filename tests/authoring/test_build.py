@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opsmith.authoring import project
-from opsmith.authoring.signature import Signature
+from opsmith.authoring.project.signature import Signature
 from opsmith.cli import main
 from opsmith.kernels import isa, nvcc
 from opsmith.kernels.compiler import find_compiler

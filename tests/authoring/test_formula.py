@@ -3,10 +3,10 @@
 import pytest
 
 from opsmith.authoring.formula import FormulaError, parse
-from opsmith.authoring.gradient import NoDerivative, gradients
-from opsmith.authoring.lower_torch import reference_lines
-from opsmith.authoring.plan import plan
-from opsmith.authoring.shapes import Shape, broadcast
+from opsmith.authoring.formula.gradient import NoDerivative, gradients
+from opsmith.authoring.formula.shapes import Shape, broadcast
+from opsmith.authoring.lower.plan import plan
+from opsmith.authoring.lower.torch import reference_lines
 
 X: Shape = ("...", "N")
 

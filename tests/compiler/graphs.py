@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from opsmith.compiler.capture import capture
-from opsmith.compiler.recognize import Recognition, recognize
-from opsmith.compiler.rewrite import rewrite
+from opsmith.compiler.capture.trace import capture
+from opsmith.compiler.find.recognize import Recognition, recognize
+from opsmith.compiler.program.rewrite import rewrite
 from opsmith.operator import registry
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import opsmith
-from opsmith.compiler import api, compiled
+from opsmith.compiler import session
+from opsmith.compiler.program import graph
 from tests.compiler.models import UNTIMED, Feed, Truth, ids, numbers, padding, seeded
 
 SIZES = {
@@ -85,7 +86,7 @@ def _fails(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "what"),
-    [(api, "capture"), (compiled, "recognize"), (compiled, "rewrite")],
+    [(session, "capture"), (graph, "recognize"), (graph, "rewrite")],
     ids=["capture", "recognize", "rewrite"],
 )
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from opsmith.compiler.casts import spell_out
+from opsmith.compiler.capture.casts import spell_out
 from tests.compiler import models
 from tests.compiler.models import (
     WHOLE_MODEL,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import opsmith
-from opsmith.compiler import joined
-from opsmith.compiler.quantize import Packing
+from opsmith.compiler.find import joined
+from opsmith.compiler.modules.quantize import Packing
 from opsmith.ops import PackedLinear
 from opsmith.ops.packed_linear.weight import FORMATS
 from tests.compiler.models import ids, seeded

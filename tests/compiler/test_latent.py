@@ -12,7 +12,7 @@ import torch
 
 import opsmith
 from opsmith.compiler import Config
-from opsmith.compiler.latent_find import candidates
+from opsmith.compiler.modules.latent.find import candidates
 from tests.compiler.models import VOCABULARY, WHOLE_MODEL, Truth, seeded
 
 transformers = pytest.importorskip("transformers")
@@ -315,9 +315,10 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
     """Hidden 7168, 128 heads, ranks 1536 and 512, in bfloat16."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-    from opsmith.compiler import latent_cache, latent_prove
-    from opsmith.compiler.latent_pages import Pages
-    from opsmith.compiler.latent_site import LatentSite, Switch
+    from opsmith.compiler.modules.latent import cache as latent_cache
+    from opsmith.compiler.modules.latent import prove as latent_prove
+    from opsmith.compiler.modules.latent.pages import Pages
+    from opsmith.compiler.modules.latent.site import LatentSite, Switch
 
     config = transformers.DeepseekV3Config(num_hidden_layers=1)
     config._attn_implementation = "sdpa"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opsmith.compiler.latent_pages import Pages
+from opsmith.compiler.modules.latent.pages import Pages
 from opsmith.ops import MLACache
 
 KV, ROPE, BLOCK = 32, 16, 4
@@ -107,7 +107,7 @@ def test_what_nobody_uses_is_given_back() -> None:
 
 def test_the_library_sees_its_own_layout_and_refuses_keys_of_heads() -> None:
     pytest.importorskip("transformers")
-    from opsmith.compiler.latent_cache import LatentLayer, new, unfit
+    from opsmith.compiler.modules.latent.cache import LatentLayer, new, unfit
 
     order = torch.arange(ROPE).view(-1, 2).t().reshape(-1)
     p = pages(2)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 import opsmith
 import opsmith.ops
-from opsmith.compiler import compiled
-from opsmith.compiler import settle as settling
-from opsmith.compiler.operands import nodes_in
-from opsmith.compiler.select import Choice
-from opsmith.compiler.settle import settle
+from opsmith.compiler.choose import settle as settling
+from opsmith.compiler.choose.select import Choice
+from opsmith.compiler.choose.settle import settle
+from opsmith.compiler.find.operands import nodes_in
+from opsmith.compiler.program import sites
 from tests.compiler.graphs import found_in
 from tests.compiler.models import UNTIMED, VOCABULARY, WHOLE_MODEL, WIDTH, LossOf, Truth, causal, ids, seeded
 
@@ -248,7 +248,7 @@ def test_the_time_of_a_step_takes_in_its_gradients() -> None:
 
 
 def test_a_model_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "settle", lambda site, choice, *more: (bool(site.parts), choice))
+    monkeypatch.setattr(sites, "settle", lambda site, choice, *more: (bool(site.parts), choice))
     model = seeded(lambda: LossOf(causal("llama")))
     truth = Truth(model)
     inputs = {"input_ids": ids(2, 8), "labels": ids(2, 8)}

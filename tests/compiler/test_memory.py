@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -288,3 +290,25 @@ def test_a_model_made_in_inference_mode() -> None:
         want = model(x)
         optimized(model, x)
         torch.testing.assert_close(model(x), want)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@torch.no_grad()
+def test_a_model_that_nobody_holds_takes_all_of_it_along(quantize: str | None) -> None:
+    def live() -> list[weakref.ref[Any]]:
+        model = opsmith.optimize(
+            Encoder().eval(), ids(2, 9), config=opsmith.Config(tune=False, quantize=quantize)
+        )
+        model(ids(2, 9))
+        model(ids(3, 17))
+        session = model.opsmith
+        programs = [p for g in session.graphs for p in g.programs.by_key.values() if p is not None]
+        assert programs
+        packed = [t for module in session.packing.modules for t in module.buffers()]
+        held = [model, session, *session.graphs, *programs, *model.parameters(), *packed]
+        return [weakref.ref(one) for one in held]
+
+    for _ in range(3):
+        found = live()
+        gc.collect()
+        assert [type(one) for ref in found if (one := ref()) is not None] == []

@@ -12,7 +12,7 @@ import torch
 
 import opsmith
 from opsmith.compiler import Config, Plan
-from opsmith.compiler.select import Selector
+from opsmith.compiler.choose.select import Selector
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded
 
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import opsmith
-from opsmith.compiler.bind import kernel_calls
-from opsmith.compiler.program import Program
-from opsmith.compiler.source import Writer
+from opsmith.compiler.program.program import Program
+from opsmith.compiler.steps.bind import kernel_calls
+from opsmith.compiler.steps.source import Writer
 from opsmith.kernels import libraries
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, gpt2, ids, numbers, padding, seeded
 
 
 def _programs(model: Any) -> list[Any]:
-    return [p for graph in model.opsmith.graphs for p in graph._programs.values()]
+    return [p for graph in model.opsmith.graphs for p in graph.programs.by_key.values()]
 
 
 def test_buffers_are_shared_by_steps_that_do_not_meet() -> None:
@@ -157,7 +157,7 @@ def test_every_kind_of_argument_is_written_out_right() -> None:
 
 
 def test_many_sizes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opsmith.compiler.compiled.MAX_PROGRAMS", 5)
+    monkeypatch.setattr("opsmith.compiler.program.programs.MAX_PROGRAMS", 5)
     model = seeded(Feed)
     truth = Truth(model)
     opsmith.optimize(model, numbers(2, 4, WIDTH), config=UNTIMED)

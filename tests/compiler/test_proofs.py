@@ -14,9 +14,12 @@ import torch
 
 import opsmith
 from opsmith import measure
-from opsmith.compiler import Config, inductor, proofs, study, worth
+from opsmith.compiler import Config
+from opsmith.compiler.choose import inductor, worth
+from opsmith.compiler.choose.select import Selector
 from opsmith.compiler.kept import Kept
-from opsmith.compiler.select import Selector
+from opsmith.compiler.program import study
+from opsmith.compiler.prove import proofs
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Feed, Truth, numbers, seeded
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import opsmith
-from opsmith.compiler.quantize import Packing
+from opsmith.compiler.modules.quantize import Packing
 from opsmith.ops.packed_linear.weight import FORMATS
 from tests.compiler.models import UNTIMED, ids, seeded
 

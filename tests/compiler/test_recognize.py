@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import opsmith.ops  # noqa: F401  the cards
-from opsmith.compiler.capture import capture
-from opsmith.compiler.recognize import Recognition, recognize
+from opsmith.compiler.capture.trace import capture
+from opsmith.compiler.find.recognize import Recognition, recognize
 from opsmith.operator import registry
 from tests.compiler.spelling import NEAR_MISSES, SPELLINGS, inputs
 

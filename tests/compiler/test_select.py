@@ -13,10 +13,11 @@ import torch
 
 import opsmith
 from opsmith import measure
-from opsmith.compiler import Config, inductor
-from opsmith.compiler.bind import Form
-from opsmith.compiler.select import Packer, Selector, contest
-from opsmith.compiler.tuning import TuningCache
+from opsmith.compiler import Config
+from opsmith.compiler.choose import inductor
+from opsmith.compiler.choose.select import Packer, Selector, contest
+from opsmith.compiler.choose.tuning import TuningCache
+from opsmith.compiler.steps.bind import Form
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded

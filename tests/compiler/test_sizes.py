@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 import opsmith
-from opsmith.compiler.program import Open
-from opsmith.compiler.sizes import differing, named, span, symbols, varying, within
-from opsmith.compiler.slots import last_uses
+from opsmith.compiler.program.program import Open
+from opsmith.compiler.steps.sizes import differing, named, span, symbols, varying, within
+from opsmith.compiler.steps.slots import last_uses
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, llama, numbers, padding, seeded
 
@@ -21,7 +21,7 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def _programs(model: Any) -> dict[Any, Any]:
-    found = {k: p for graph in model.opsmith.graphs for k, p in graph._programs.items()}
+    found = {k: p for graph in model.opsmith.graphs for k, p in graph.programs.by_key.items()}
     assert None not in found.values()
     return found
 
@@ -93,7 +93,7 @@ def test_sizes_that_come_again_get_a_program_of_their_own() -> None:
         with torch.no_grad():
             truth.check(model(x), x)
     (graph,) = model.opsmith.graphs
-    keys = list(graph._programs)
+    keys = list(graph.programs.by_key)
     assert [isinstance(k[0], range) for k in keys] == [False, True, False]
     assert keys[2][0] == 10
     sizes = [shape.sizes.partition("=")[2].partition(",")[0] for shape in model.opsmith.plan.shapes]

@@ -14,9 +14,11 @@ import torch
 
 import opsmith
 from opsmith import measure
-from opsmith.compiler import Config, compiled, proofs
-from opsmith.compiler.select import Selector
-from opsmith.compiler.study import Study
+from opsmith.compiler import Config
+from opsmith.compiler.choose.select import Selector
+from opsmith.compiler.program import sites
+from opsmith.compiler.program.study import Study
+from opsmith.compiler.prove import proofs
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Feed, Truth, numbers, seeded
 
@@ -73,11 +75,11 @@ def test_timed_choices_are_taken_over(ran: list[Study], monkeypatch: pytest.Monk
 
 
 def test_parts_are_taken_over(ran: list[Study], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "settle", lambda site, choice, *more: (bool(site.parts), choice))
+    monkeypatch.setattr(sites, "settle", lambda site, choice, *more: (bool(site.parts), choice))
     model, x = seeded(_Loss), numbers(6, WIDTH)
     first = _optimize(model, x)
     assert ran[0].apart
-    monkeypatch.setattr(compiled, "settle", None)
+    monkeypatch.setattr(sites, "settle", None)
     again = _optimize(model, x)
     assert len(ran) == 1
     assert _found(again) == _found(first)

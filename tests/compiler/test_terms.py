@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opsmith.compiler import contractions as _contractions  # noqa: F401  registers its rules
-from opsmith.compiler.canon import Canon
-from opsmith.compiler.terms import MAX_MONOMIALS, Poly, Space, TooLarge, broadcast, is_row_constant
+from opsmith.compiler.algebra import contractions as _contractions  # noqa: F401  registers its rules
+from opsmith.compiler.algebra.canon import Canon
+from opsmith.compiler.algebra.terms import MAX_MONOMIALS, Poly, Space, TooLarge, broadcast, is_row_constant
 
 N = 8
 S = Space()

@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from opsmith.authoring import build, load
+from opsmith.authoring import load
+from opsmith.authoring.project import compile as build
 from opsmith.kernels import nvcc
 from opsmith.proof.verify import verify
 

@@ -19,7 +19,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
-from opsmith.authoring.triton_check import FEW, take_the_cpus_place, walk
+from opsmith.authoring.project.triton_check import FEW, take_the_cpus_place, walk
 from opsmith.kernels.triton.ahead import Ahead, Variant
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import opsmith
 from opsmith.profiler import advise
-from opsmith.profiler.data import MATMUL, Phase, Profile, Row
+from opsmith.profiler.data import MATMUL, Phase, Row
+from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs, judge
 from tests.compiler.models import seeded
 from tests.profiler.conftest import RATES

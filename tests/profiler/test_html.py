@@ -7,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from opsmith.profiler.data import (
-    ATTENTION,
-    FRAMEWORK,
-    MATMUL,
-    NORM,
-    Advice,
-    Chain,
-    Event,
-    Phase,
-    Profile,
-    Row,
-)
+from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, NORM, Advice, Chain, Event, Phase, Row
+from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs, judge
 
 EVIL = '<img src=x onerror="document.title=1"></script>'

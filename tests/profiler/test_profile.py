@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import opsmith
-from opsmith.compiler.select import signature
+from opsmith.compiler.choose.select import signature
 from opsmith.operator import registry
 from opsmith.profiler import Profile
 from opsmith.profiler.align import align

@@ -100,7 +100,7 @@ def _recorded(folder: Path | None) -> list[dict[str, Any]]:
     command = [
         sys.executable,
         "-m",
-        "opsmith.authoring.triton_record",
+        "opsmith.authoring.project.triton_record",
         *([str(folder.resolve())] if folder else []),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, cwd=sys.prefix)

@@ -64,9 +64,9 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from opsmith import __version__
+        from opsmith.version import VERSION
 
-        print(f"opsmith {__version__}")
+        print(f"opsmith {VERSION}")
         raise typer.Exit
 
 

@@ -164,9 +164,10 @@ def _as_json(results: list[Benchmark], faults: list[str]) -> dict[str, Any]:
     import datetime
     from importlib import metadata
 
-    from opsmith import __version__, measure
+    from opsmith import measure
+    from opsmith.version import VERSION
 
-    versions = {"opsmith": __version__}
+    versions = {"opsmith": VERSION}
     for package in ("torch", "triton", "numpy", "liger-kernel"):
         try:
             versions[package] = metadata.version(package)
@@ -197,7 +198,7 @@ def _print(console: Console, result: Benchmark) -> None:
     for column in result.columns:
         heads += [column, "roof"] if column in result.roof else [column]
     table = _table(title, "", *heads, *(f"× {base}" for base in result.baselines), "peak")
-    decides = deciding(result)
+    decides = result.deciding
     names = dict.fromkeys(name for compared in result.columns.values() for name in compared.names)
     for name in names:
         cells = [name]
@@ -215,11 +216,6 @@ def _print(console: Console, result: Benchmark) -> None:
     console.print()
 
 
-def deciding(result: Benchmark) -> str:
-    """The column whose ratios are shown: the one in which all contestants have memory alike."""
-    return "reused" if "reused" in result.columns else "cold"
-
-
 def _summarize(console: Console, results: list[Benchmark]) -> None:
     """One row for each benchmark: the fastest of ours, its part of the roof, and its ratios."""
     from statistics import geometric_mean
@@ -229,7 +225,7 @@ def _summarize(console: Console, results: list[Benchmark]) -> None:
     table = _table("Summary", "operator", "workload", "dtype", "direction", "time", "roof", *heads, "peak")
     gains: dict[tuple[str, str, str], list[float]] = {}
     for result in results:
-        column = deciding(result)
+        column = result.deciding
         best = result.best(column)
         if best is None:
             continue

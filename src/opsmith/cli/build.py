@@ -56,8 +56,8 @@ def run(
         raise CommandError(
             "build: name the folder of a project, as `opsmith new` writes it; only --backend ascend-triton needs none"
         )
-    from opsmith.authoring.build import compile_backend, projects_kernels
-    from opsmith.authoring.wheel import write_wheel
+    from opsmith.authoring.project.compile import compile_backend, projects_kernels
+    from opsmith.authoring.project.wheel import write_wheel
     from opsmith.kernels.build import BuildError
 
     output = Output(json)

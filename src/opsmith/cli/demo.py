@@ -68,7 +68,8 @@ class Demo:
         import torch
 
         from opsmith import measure
-        from opsmith.compiler import Config, Plan, inductor
+        from opsmith.compiler import Config, Plan
+        from opsmith.compiler.choose import inductor
         from opsmith.kernels import libraries
 
         started = time.perf_counter()

@@ -19,8 +19,8 @@ from opsmith import measure
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from opsmith.compiler.api import Session
     from opsmith.compiler.plan import Plan
+    from opsmith.compiler.session import Session
 
 Batch = Mapping[str, torch.Tensor]
 Call = Callable[[Batch], torch.Tensor]

@@ -40,8 +40,8 @@ def run(
     Example: opsmith new rope.json --backends cpu,triton -o rope_op
     """
     from opsmith.authoring.formula import FormulaError
-    from opsmith.authoring.jsonc import PrototypeError
     from opsmith.authoring.new import create
+    from opsmith.authoring.prototype.jsonc import PrototypeError
 
     output = Output(json)
     chosen = [b.strip() for b in backends.split(",") if b.strip()]

@@ -43,7 +43,7 @@ def run(
     Example: opsmith profile ./my-model --phase prefill --phase decode --html profile.html
     """
     from opsmith.profiler import Profile
-    from opsmith.profiler.report import show
+    from opsmith.profiler.report.text import show
 
     output = Output(json)
     for option, file in (("--html", html), ("--trace", trace)):

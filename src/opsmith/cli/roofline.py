@@ -73,13 +73,14 @@ def draw(results: list[Benchmark], file: Path) -> None:
 
 
 def _point(result: Benchmark) -> tuple[float, float, Benchmark] | None:
-    from opsmith.cli.bench import deciding
-
-    column = deciding(result)
-    best = result.best(column)
+    best = result.best(result.deciding)
     if best is None or not result.cost.flops or not result.cost.min_bytes:
         return None
-    return result.cost.intensity, result.cost.flops / result.columns[column].median(best) / 1e9, result
+    return (
+        result.cost.intensity,
+        result.cost.flops / result.columns[result.deciding].median(best) / 1e9,
+        result,
+    )
 
 
 def _roofs(results: list[Benchmark]) -> dict[str, float]:

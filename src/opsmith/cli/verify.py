@@ -86,7 +86,7 @@ def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: boo
 def _interpreted(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[Finding]:
     """What Triton's interpreter says of a project's Triton kernels, where no GPU can."""
     from opsmith.authoring.project import cards_of, load
-    from opsmith.authoring.verify import interpreted, needs_interpreter
+    from opsmith.authoring.project.checks import interpreted, needs_interpreter
 
     if not needs_interpreter(Path(folder)):
         return []
@@ -98,7 +98,7 @@ def _interpreted(console: Console, folder: str, dtype: list[str] | None, quick: 
 def _emulated(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[Finding]:
     """What the emulation says of a project's kernels for Ascend NPUs."""
     from opsmith.authoring.project import cards_of, load
-    from opsmith.authoring.verify import emulated
+    from opsmith.authoring.project.checks import emulated
 
     chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
     with console.status("Ascend C, emulated"):

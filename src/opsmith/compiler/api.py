@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,112 +12,12 @@ import torch
 from torch import fx, nn
 
 import opsmith.ops  # noqa: F401  the cards register themselves
-from opsmith import measure
-from opsmith.compiler.capture import NotGeneral, capture
-from opsmith.compiler.compiled import CompiledGraph, Progress
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.entry import entry, uncollected
-from opsmith.compiler.latent import Latent
-from opsmith.compiler.outcome import GraphReport, warn_left
-from opsmith.compiler.parts import by_parts
 from opsmith.compiler.plan import Plan
-from opsmith.compiler.quantize import Packing
-from opsmith.compiler.reasons import raised
-from opsmith.compiler.report import Report
-from opsmith.compiler.select import Selector
-from opsmith.ops.installed import load_installed
+from opsmith.compiler.session import Session
 from opsmith.ops.packed_linear.weight import FORMATS
-
-
-class Session:
-    """Everything one optimized model holds: its graphs, its choices, and how to give the model back."""
-
-    def __init__(self, config: Config, plan: Plan | None = None):
-        load_installed()
-        self.config = config
-        self.selector = Selector(config, saved=plan)
-        self.graphs: list[CompiledGraph] = []
-        self.unread: list[GraphReport] = []
-        self.packing = Packing()
-        self.latent = Latent(config)
-        self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
-        self.general = False  # whether what is captured is to serve sizes of one too
-
-    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's call: one captured graph in, one callable out."""
-        run = by_parts(gm, example_inputs, self._graph)
-        if self.general:
-            # What is captured behind a break could not be captured anew: the model has run up to there.
-            self.general = torch.fx.experimental._config.backed_size_oblivious = False
-        return run
-
-    def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        try:
-            graph = CompiledGraph(
-                capture(gm, example_inputs, self.general),
-                gm,
-                example_inputs,
-                self.selector,
-                _progress(),
-                partial(self.packing.join, inputs=example_inputs),
-            )
-        except NotGeneral:
-            raise
-        except Exception as error:  # of ours: the model has been read by Dynamo
-            self.unread.append(GraphReport(nodes=len(gm.graph.nodes), left=raised(error)))
-            warn_left(self.unread[-1])
-            return gm.forward
-        self.graphs.append(graph)
-        return graph
-
-    @property
-    def plan(self) -> Plan:
-        """The plan as it stands; shapes seen since are in it."""
-        return Plan(
-            [shape for graph in self.graphs for shape in graph.plans.values()],
-            measure.describe().fingerprint(),
-            {"torch": torch.__version__, "opsmith": _version()},
-            self.latent.lines(),
-        )
-
-    @property
-    def report(self) -> Report:
-        """What was found, proven, rolled back and missed."""
-        return Report(
-            [*(graph.report for graph in self.graphs), *self.unread],
-            self.packing.layers,
-            self.latent.reports,
-            dict(self.latent.fallbacks),
-        )
-
-    @property
-    def rewritten(self) -> list[nn.Module]:
-        """The modules whose call goes elsewhere."""
-        return [*self.packing.modules, *(site.module for site in self.latent.sites)]
-
-    def close(self) -> None:
-        """Let go of all weights; a graph that is called again begins anew."""
-        for graph in self.graphs:
-            graph.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or pickled model carries its plan, not its programs: it is optimized again where it lands.
-        return (_unpickled, (self.plan.to_json(),))
-
-    def __repr__(self) -> str:
-        sites = sum(len(g.sites) for g in self.graphs)
-        return f"<opsmith: {len(self.graphs)} graph(s), {sites} sites, {len(self.plan.shapes)} shape(s)>"
-
-
-def _unpickled(plan: str) -> None:
-    return None
-
-
-def _version() -> str:
-    from opsmith import __version__
-
-    return __version__
 
 
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -131,6 +29,11 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -
     if config.dtype is not None or config.device is not None or config.quantize is not None:
         raise ValueError(
             "torch.compile options: only opsmith.optimize changes a model's dtype, device or weights"
+        )
+    if config.frozen:  # a backend is asked when Dynamo has chosen its guards
+        raise ValueError(
+            "torch.compile options: frozen is chosen beside the backend's own options: "
+            'options={"guard_filter_fn": opsmith.keep_input_guards}'
         )
     return Session(config).backend(gm, example_inputs)
 
@@ -196,7 +99,6 @@ def optimize(
     model._compiled_call_impl = entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
     model.__dict__["__deepcopy__"] = Copier(model, _like)
-    weakref.finalize(model, session.close).atexit = False
     session.selector.learning = True
     if calls:
         session.selector.get_ready()
@@ -339,16 +241,3 @@ def _eager_problem(model: nn.Module, calls: list[Call]) -> str | None:
 def _line(error: Exception) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _progress() -> Progress | None:
-    """A line on the terminal while sites are measured and proven; None elsewhere."""
-    if not sys.stderr.isatty():
-        return None
-
-    def show(name: str, done: int, total: int) -> None:
-        end = "\r" + " " * 60 + "\r" if done == total else ""
-        sys.stderr.write(f"\ropsmith: measuring and proving {name} ({done}/{total})".ljust(60) + end)
-        sys.stderr.flush()
-
-    return show

@@ -41,6 +41,8 @@ class Config(BaseModel):
             need one is reported as not tried.
         tune: measure the contestants; False takes the first that is able, in the card's order.
         verify: prove every site on the example inputs, and roll back what fails.
+        frozen: promise that the model's code and attributes will not change, so that a call asks nothing about them;
+            see `docs/guide/small-calls.md` for what then goes unnoticed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -59,6 +61,7 @@ class Config(BaseModel):
     inductor_seconds: float = 20.0
     tune: bool = True
     verify: bool = True
+    frozen: bool = False
 
     @classmethod
     def load(cls, path: str | Path) -> Config:

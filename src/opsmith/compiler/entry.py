@@ -6,22 +6,23 @@ import copy
 import gc
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from opsmith.call.common import carries_tangents
-from opsmith.compiler.capture import NotGeneral
-from opsmith.compiler.quantize import needed
-from opsmith.compiler.standing import Standing
+from opsmith.compiler.capture.trace import NotGeneral
+from opsmith.compiler.frozen import keep_input_guards
+from opsmith.compiler.modules.quantize import needed
 
 if TYPE_CHECKING:
-    from opsmith.compiler.api import Session
+    from opsmith.compiler.session import Session
 
 
 def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
@@ -37,10 +38,10 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
 
     forward = _apart(forward)
     # Dynamo builds its guards twice where somebody chooses among them.
-    options: Any = None if session.config.quantize is None else {"guard_filter_fn": needed}
-    compiled = torch.compile(forward, backend=session.backend, dynamic=True, options=options, **_UNLIMITED)
+    chosen = keep_input_guards if session.config.frozen else needed if session.config.quantize else None
+    options: Any = chosen and {"guard_filter_fn": chosen}
+    compiled = torch.compile(forward, backend=_Backend(session), dynamic=True, options=options, **_UNLIMITED)
     seen: set[tuple[Any, ...]] = set()
-    standing = Standing(forward)
     general = True  # until a graph of this model turns out not to be
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,16 +58,6 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         nonlocal general
         values = (*args, *kwargs.values())
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        past_dynamo = not torch.is_grad_enabled() and not session.latent.sites
-        if past_dynamo:
-            exact = (
-                torch.is_inference_mode_enabled(),
-                session.latent.switch.on,
-                *kwargs,
-                *map(_exactly, values),
-            )
-            if run := standing.route(exact, tensors):
-                return run(*args, **kwargs)
         one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
         key = (
             torch.is_grad_enabled(),
@@ -81,10 +72,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         )
         plain = all(v is None or isinstance(v, torch.Tensor | bool | int | float | str) for v in values)
         if plain and key in seen:
-            result = compiled(*args, **kwargs)
-            if past_dynamo and all(type(t) is torch.Tensor for t in tensors):
-                standing.learn(exact, tensors, args, kwargs)
-            return result
+            return compiled(*args, **kwargs)
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
         for t in tensors:
@@ -110,6 +98,23 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     return call
 
 
+class _Backend:
+    """A session as Dynamo knows it. The model holds the session, and that its graphs: Dynamo keeps every backend and
+    every graph that it was ever given, and would keep a model's weights with them.
+    """
+
+    def __init__(self, session: Session):
+        self._session = weakref.ref(session)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        session = self._session()
+        assert session is not None  # the model is being called, and holds it
+        run = session.backend(gm, example_inputs)
+        session.runs.append(run)
+        held = weakref.ref(run)
+        return lambda *args: held()(*args)  # type: ignore[misc]
+
+
 _MANY = 1 << 16
 # A size seen before may be captured anew too, after a change of the model; PyTorch 2.13 has a limit for each function.
 _UNLIMITED: dict[str, Any] = (
@@ -119,21 +124,12 @@ _models = itertools.count()
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with code that is no other model's: Dynamo keeps graphs by code, looks through all of those, and
-    stops capturing where they became too many.
+    """The function with code and globals that are no other model's: Dynamo keeps graphs by code, looks through all of
+    those, and stops capturing where they became too many; what it made of the code it keeps among the globals.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_models)}")
-    return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
-
-
-def _exactly(value: Any) -> Any:
-    """An input as a key that only those have which are alike to Dynamo; its type alone where it is no plain value."""
-    if isinstance(value, torch.Tensor):
-        keys = torch._C._dispatch_keys(value).raw_repr()
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, keys, type(value)
-    if value is None or isinstance(value, str):
-        return value
-    return (type(value), value) if isinstance(value, int | float) else type(value)
+    own = {name: function.__globals__[name] for name in ("__name__", "__builtins__")}
+    return FunctionType(code, own, code.co_name, None, function.__closure__)
 
 
 @contextmanager

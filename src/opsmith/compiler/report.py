@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from opsmith.compiler.latent import LatentReport
-from opsmith.compiler.outcome import GraphReport, SiteReport
-from opsmith.compiler.quantize import QuantizedLayer
+from opsmith.compiler.modules.latent import LatentReport
+from opsmith.compiler.modules.quantize import QuantizedLayer
+from opsmith.compiler.program.outcome import GraphReport, SiteReport
 
 
 @dataclass

@@ -33,7 +33,7 @@ from torch.autograd import forward_ad
 
 from opsmith.kernels import build
 
-SOURCES = [Path(__file__).parent / f"binding_{part}.cpp" for part in ("direct", "watch")]
+SOURCE = Path(__file__).parent / "binding_direct.cpp"
 _TYPES = {
     "Tensor": "T",
     "Optional[Tensor]": "o",
@@ -101,26 +101,6 @@ def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     return found(t)
 
 
-def watch(objects: tuple[Any, ...], contents: bool) -> Callable[..., bool] | None:
-    """What tells whether all of these are unchanged: dictionaries, types, lists, functions, cells and plain tensors.
-
-    Of a tensor it looks at what describes it, and where `contents` are wanted, whether it was written too. Asked with
-    a tuple, it tells also whether the tensors are found in that, in their order. None where it cannot be told.
-    """
-    caller = library()
-    found = _not_ours if caller is None else caller.opsmith_direct_watch()
-    globals()["watch"] = found
-    return found(objects, contents)
-
-
-def undiverted() -> bool:
-    """Whether no mode or transformation of this thread would have PyTorch's operators do something else."""
-    caller = library()
-    found = _never if caller is None else caller.opsmith_direct_undiverted()
-    globals()["undiverted"] = found
-    return found()
-
-
 def of(overload: Any) -> Callable[..., Any]:
     """An operator of ours as a program calls it."""
     if overload.namespace != "opsmith" or overload._overloadname != "default":
@@ -145,7 +125,7 @@ def begin(path: Path) -> None:
 
 def not_built_yet() -> list[build.Library]:
     """What calls kernels, for whoever is about to build these: nothing where it is loaded, or cannot be had."""
-    wanted = made_for_this_python("direct", *SOURCES)
+    wanted = made_for_this_python("direct", SOURCE)
     return [wanted] if wanted and not library.cache_info().currsize else []
 
 
@@ -168,7 +148,7 @@ def made_for_this_python(name: str, *sources: Path) -> build.Library | None:
 @functools.cache
 def library() -> ctypes.PyDLL | None:
     """What calls kernels, built if need be; None where it cannot be built or loaded."""
-    wanted = made_for_this_python("direct", *SOURCES)
+    wanted = made_for_this_python("direct", SOURCE)
     if wanted is None:
         return None
     try:
@@ -181,8 +161,6 @@ def library() -> ctypes.PyDLL | None:
         found.opsmith_direct_sizes,
         found.opsmith_direct_pieces,
         found.opsmith_direct_in_huge_pages,
-        found.opsmith_direct_undiverted,
-        found.opsmith_direct_watch,
     ):
         function.restype = ctypes.py_object
     found.opsmith_direct.argtypes = (
@@ -229,10 +207,6 @@ def _pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
 
 def _same(t: torch.Tensor) -> torch.Tensor:
     return t
-
-
-def _never() -> bool:
-    return False
 
 
 def _not_ours(*args: Any, **kwargs: Any) -> None:

@@ -59,7 +59,8 @@ struct Recorder {
 };
 
 struct Kernel {
-  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
   Direct direct;
   const Recorder* recorder;  // nullptr where calls that record gradients are not for us
   PyObject* op;  // what PyTorch registered

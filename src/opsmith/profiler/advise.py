@@ -9,19 +9,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from opsmith.profiler.data import (
-    ATTENTION,
-    COPIES,
-    FRAMEWORK,
-    MATMUL,
-    NORM,
-    SOFTMAX,
-    Advice,
-    Phase,
-    Profile,
-    Row,
-)
+from opsmith.profiler.data import ATTENTION, COPIES, FRAMEWORK, MATMUL, NORM, SOFTMAX, Advice, Phase, Row
 from opsmith.profiler.kinds import bare
+from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs
 
 LEAST_SHARE = 0.03  # of the phase: less is not worth a line, however quiet the machine

@@ -20,11 +20,13 @@ from opsmith.profiler import advise, chains
 from opsmith.profiler.attribute import Guide, attribute, names_of
 from opsmith.profiler.collect import Watched, light, repetition, session, watched
 from opsmith.profiler.composites import CallSequence
-from opsmith.profiler.data import Phase, Profile
+from opsmith.profiler.data import Phase
 from opsmith.profiler.marks import Marks, Modules
 from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
 from opsmith.profiler.repeat import Timed, block, once, one_line, overhead, traced_call, watch_shapes
+from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs, judge, stamp
+from opsmith.version import VERSION
 
 LEAST, MOST = 10, 60  # repetitions that are recorded, each beside one that is not
 BLOCKS = 6  # where a recording is not light, they come in this many blocks
@@ -148,12 +150,11 @@ class Recording:
 
 
 def _fresh(name: str) -> Profile:
-    from opsmith import __version__
 
     return Profile(
         name,
         machine=json.loads(json.dumps(measure.describe().to_json())),  # as it comes back from a file
-        versions={"torch": torch.__version__, "opsmith": __version__},
+        versions={"torch": torch.__version__, "opsmith": VERSION},
         taken=stamp(),
     )
 

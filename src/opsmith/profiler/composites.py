@@ -18,11 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import opsmith.ops  # noqa: F401  the cards register themselves
-from opsmith.compiler.canon import op_name, shape_of
-from opsmith.compiler.capture import note_constants, tidy
-from opsmith.compiler.recognize import recognize
-from opsmith.compiler.site import Site, hint, where
-from opsmith.compiler.terms import Shape
+from opsmith.compiler.algebra.canon import op_name, shape_of
+from opsmith.compiler.algebra.terms import Shape
+from opsmith.compiler.capture.trace import note_constants, tidy
+from opsmith.compiler.find.recognize import recognize
+from opsmith.compiler.find.site import Site, hint, where
 from opsmith.operator import Cost, registry
 from opsmith.profiler import entries
 from opsmith.profiler.costs import Spec

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 SCHEMA = 1
 
@@ -236,8 +232,8 @@ def bill(rows: Iterable[Row], key: Callable[[Row], str]) -> list[Bill]:
 
 
 @dataclass
-class Profile:
-    """What `opsmith.profile` found: `.table()`, `.to_json()`, `.to_html()`, `.to_chrome_trace()`, `.diff(other)`."""
+class Findings:
+    """What was found of a model, phase by phase; `Profile` shows it."""
 
     model: str
     phases: list[Phase] = field(default_factory=list)
@@ -262,59 +258,6 @@ class Profile:
     def advice(self) -> list[Advice]:
         """All advice, what gains most of its phase first."""
         return sorted((a for p in self.phases for a in p.advice), key=lambda a: -a.speedup)
-
-    def table(self, width: int = 150) -> str:
-        """The report as text."""
-        from opsmith.profiler.report import text
-
-        return text(self, width)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The profile as JSON with its schema version, written to `path` where one is given."""
-        return _written(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1), path)
-
-    def to_html(self, path: str | Path | None = None) -> str:
-        """The report as one self-contained page, written to `path` where one is given."""
-        from opsmith.profiler.html import page
-
-        return _written(page(self), path)
-
-    def to_chrome_trace(self, path: str | Path | None = None) -> str:
-        """The timeline for chrome://tracing and Perfetto, written to `path` where one is given."""
-        from opsmith.profiler.trace import chrome
-
-        return _written(chrome(self), path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read a saved profile; one of another schema, or no profile at all, is one clear error."""
-        try:
-            data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"profile: can't read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(f"profile: {path} is not JSON: {error}") from error
-        if not isinstance(data, dict) or "phases" not in data:
-            raise ValueError(f"profile: {path} is no profile; `opsmith profile --json FILE` writes one")
-        if data.get("schema") != SCHEMA:
-            raise ValueError(
-                f"profile: {path} has schema {data.get('schema')!r}, this version reads {SCHEMA}; profile again"
-            )
-        try:
-            return _PROFILE.validate_python({k: v for k, v in data.items() if k != "schema"})
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(p) for p in first["loc"])
-            raise ValueError(f"profile: {path} is damaged: {place}: {first['msg']}; profile again") from None
-
-    def diff(self, before: Profile) -> Diff:
-        """What changed since `before`, by class, phase by phase."""
-        from opsmith.profiler.diff import compare
-
-        return compare(before, self)
 
 
 @dataclass
@@ -346,15 +289,3 @@ class Diff:
                 f"{verdict} (±{c.band * 1e3:.3f} ms)"
             )
         return "\n".join([*lines, *self.notes])
-
-
-def _written(text: str, path: str | Path | None) -> str:
-    if path is not None:
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"profile: can't write {path}: {error.strerror or error}") from error
-    return text
-
-
-_PROFILE = TypeAdapter(Profile)

@@ -18,7 +18,7 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 
 from opsmith.compiler.plan import PlanStep
-from opsmith.compiler.program import Open, Program
+from opsmith.compiler.program.program import Open, Program
 from opsmith.operator import Operator, registry
 from opsmith.proof.replay import call_of
 
@@ -166,7 +166,7 @@ class Marks:
     def _programs(self) -> Iterator[tuple[dict[str, Any], Program | None, list[Origin]]]:
         assert self.session is not None
         for graph in self.session.graphs:
-            for key, program in graph._programs.items():
+            for key, program in graph.programs.by_key.items():
                 if program is None:
                     continue
                 plan = {step.site: step for step in graph.plans[key].steps}
@@ -176,8 +176,8 @@ class Marks:
                     module = _module_of(graph.sites[site].root) if site in graph.sites else ""
                     origins.append(Origin(site, part, module, plan.get(site)))
                 yield program._run.__globals__, program, origins
-            if graph._rewritten is not None:
-                yield type(graph._rewritten).forward.__globals__, None, []
+            if graph.rewritten is not None:
+                yield type(graph.rewritten).forward.__globals__, None, []
 
     def _starting(self, run: Callable[..., Any], origins: list[Origin]) -> Callable[..., Any]:
         def started(args: Any, buffers: Any) -> Any:

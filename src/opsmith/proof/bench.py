@@ -73,6 +73,11 @@ class Benchmark:
     notes: tuple[str, ...]
     faults: tuple[str, ...]  # times that the roofs do not allow: no records, but errors of formula or timer
 
+    @property
+    def deciding(self) -> str:
+        """The column whose ratios are shown: the one in which all contestants have memory alike."""
+        return "reused" if "reused" in self.columns else "cold"
+
     def best(self, column: str) -> str | None:
         """The fastest contestant of ours in a column."""
         return min(self._there(self.ours, column), key=self.columns[column].median, default=None)

@@ -1,0 +1,123 @@
+"""From nodes to the text of a language: infix arithmetic with few brackets, and a name for what is used twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from opsmith.authoring.formula.nodes import ELEMENTWISE, Node
+
+__all__ = ["Emitter", "float_text"]
+
+_INFIX = {"add": ("+", 4), "sub": ("-", 4), "mul": ("*", 5), "div": ("/", 5)}
+_INFIX |= {"lt": ("<", 3), "le": ("<=", 3), "gt": (">", 3), "ge": (">=", 3), "eq": ("==", 3), "ne": ("!=", 3)}
+_UNARY, _ATOM = 6, 9
+
+Text = tuple[str, int]  # and how tightly it binds
+
+
+def float_text(value: float) -> str:
+    """A float32 literal: the shortest decimal that gives the same number."""
+    text = f"{value:.9g}"
+    return text if any(c in text for c in ".en") else text + ".0"
+
+
+class Emitter:
+    """Writes the nodes of one block of code, at one or two places of a row (an element and its twin).
+
+    `leaf(node, place)` gives the text of what is no function of other nodes in this block; `call(name, texts)` a call;
+    `define(text)` adds a statement that names a value, and answers the name.
+    """
+
+    def __init__(
+        self,
+        leaf: Callable[[Node, int], str | None],
+        call: Callable[[Node, list[str]], str],
+        define: Callable[[str, Node, int], str],
+        number: Callable[[float], str] = float_text,
+        rotate: Callable[[str, str, int], Text] | None = None,
+    ) -> None:
+        self._leaf, self._call, self._define, self._number, self._rotate = leaf, call, define, number, rotate
+        self._done: dict[tuple[int, int], Text] = {}
+        self._uses: Counter[tuple[int, int]] = Counter()
+
+    def count(self, roots: Iterable[tuple[Node, int]]) -> None:
+        """Learn how often each node is used in the block, before its text is asked for."""
+        stack = list(roots)
+        for key in stack:
+            self._uses[id(key[0]), key[1]] += 1
+        while stack:
+            node, place = stack.pop()
+            if self._uses[id(node), place] > 1 and (id(node), place) in self._done:
+                continue
+            self._done[id(node), place] = ("", 0)
+            for key in self._below(node, place):
+                self._uses[id(key[0]), key[1]] += 1
+                if (id(key[0]), key[1]) not in self._done:
+                    stack.append(key)
+        self._done.clear()
+
+    def _below(self, node: Node, place: int) -> list[tuple[Node, int]]:
+        if node.kind not in ELEMENTWISE and not node.kind.startswith("rotate"):
+            return []
+        if self._leaf(node, place) is not None:
+            return []
+        if (turned := _turned(node)) is not None:
+            return [(turned, 1 - place)]
+        return [(a, place if a.shape is not None else 0) for a in node.args]
+
+    def text(self, node: Node, place: int = 0) -> str:
+        """The expression for a node's value at a place, after the statements that it needs."""
+        return self._text(node, place)[0]
+
+    def _text(self, node: Node, place: int) -> Text:
+        place = place if node.shape is not None else 0
+        key = (id(node), place)
+        if key not in self._done:
+            value = self._make(node, place)
+            if self._uses[key] > 1 and (
+                node.kind in ELEMENTWISE or node.kind.startswith("rotate") or "(" in value[0]
+            ):
+                value = (self._define(value[0], node, place), _ATOM)
+            self._done[key] = value
+        return self._done[key]
+
+    def _make(self, node: Node, place: int) -> Text:
+        leaf = self._leaf(node, place)
+        if leaf is not None:
+            return leaf, _ATOM
+        if node.kind == "constant":
+            text = self._number(float(node.value or 0.0))
+            return text, _UNARY if text.startswith("-") else _ATOM
+        if (turned := _turned(node)) is not None:
+            assert self._rotate is not None
+            text, tight = self._text(turned, 1 - place)
+            back = node.kind == "neg"  # the transposed rotation
+            return self._rotate(
+                turned.kind, f"({text})" if tight <= _UNARY else text, 1 - place if back else place
+            )
+        texts = [self._text(a, place) for a in node.args]
+        if node.kind in _INFIX:
+            sign, binds = _INFIX[node.kind]
+            left, right = texts
+            a = f"({left[0]})" if left[1] < binds or (binds == 3 and left[1] == 3) else left[0]
+            b = (
+                f"({right[0]})"
+                if right[1] < binds + (node.kind not in ("add", "mul")) or binds == 3 == right[1]
+                else right[0]
+            )
+            # a * (b / c) is not a * b / c, and a + (b - c) is not a + b - c
+            if right[1] == binds and node.kind in ("add", "mul"):
+                b = f"({right[0]})"
+            return f"{a} {sign} {b}", binds
+        if node.kind == "neg":
+            text, tight = texts[0]
+            return f"-{text}" if tight > _UNARY else f"-({text})", _UNARY
+        return self._call(node, [t for t, _ in texts]), _ATOM
+
+
+def _turned(node: Node) -> Node | None:
+    """What is rotated, where this is a rotation or its negative."""
+    if node.kind == "neg":
+        node = node.args[0]
+    return node.args[0] if node.kind.startswith("rotate") else None

@@ -1,0 +1,300 @@
+"""A project folder at run time: its operators in the dispatcher, its kernels built when they are first called.
+
+    kernels(__file__, NAME, ...)   what a project's operator.py calls: defines the operators, builds nothing
+    load(folder)                   imports a project, which registers its card
+    verify(folder)                 what its tests call
+
+Code of a project runs when somebody names its folder or imports it, and never else.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+from opsmith.authoring.project import ascendc
+from opsmith.authoring.project.signature import Scalar, Signature, Sizes
+from opsmith.kernels import build, compiler, isa, libraries, triton
+from opsmith.operator import Operator
+from opsmith.proof.verify import Finding
+
+__all__ = ["Kernels", "cards_of", "kernels", "load", "verify"]
+
+# And where the file of their kernels is, in their folder.
+BACKENDS = {"cpu": "*.cpp", "triton": "*.py", "cuda": "*.cu", "ascendc": "op_kernel/*.cpp"}
+_RESERVED = ("std", "torch", "opsmith", "at", "c10", "aten")
+_OPS = ("forward", "backward")
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _constant(fn: _F) -> _F:
+    """A constant in a compiled graph; torch.compiler's own mark would import Dynamo, a second at every start."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def kernels(
+    file: str,
+    name: str,
+    *,
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, str],
+    attributes: Mapping[str, Scalar] | None = None,
+    dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
+    gradients: Sequence[str] = (),
+) -> Kernels:
+    """Define an operator's entries in PyTorch's dispatcher, for the kernels in the folder of this file.
+
+    >>> KERNELS = kernels(__file__, "scaled", inputs={"x": "... N", "s": "N"}, outputs={"y": "... N"})
+    ... # doctest: +SKIP
+
+    Args:
+        file: `__file__` of the project's operator.py.
+        name: of the operator, in lower case: the dispatcher's namespace, and what the kernels' files are called.
+        inputs: tensors and their sizes: symbols or numbers, `...` in front for any leading dimensions.
+        outputs: the same.
+        attributes: names and defaults; None for a number that has none.
+        dtypes: combinations; one word stands for all tensors, else one word for each, outputs last.
+        gradients: inputs whose gradient the kernel `backward` writes.
+
+    Raises:
+        ValueError: what is no name, size or dtype; or a name that the dispatcher knows already.
+    """
+    signature = Signature.of(name, inputs, outputs, attributes or {}, dtypes, gradients)
+    taken = any(op.startswith(f"{name}::") for op in torch._C._dispatch_get_all_op_names())
+    if taken or name in _RESERVED:
+        raise ValueError(
+            f"{name}: PyTorch's dispatcher has operators of that name already; choose another name"
+        )
+    return Kernels(Path(file).resolve().parent, signature)
+
+
+class Kernels:
+    """The kernels of one operator: what there are, which can run here, and their entries in the dispatcher."""
+
+    def __init__(self, folder: Path, signature: Signature):
+        self.folder = folder
+        self.signature = signature
+        self.name = signature.name
+        self._library = torch.library.Library(self.name, "FRAGMENT")
+        twins = (
+            [s.replace("(", "_cuda(", 1) for s in signature.schemas()] if self.source("cuda").exists() else []
+        )
+        for schema in (*signature.schemas(), *twins):
+            defined = self._library.define(schema)
+            # They only write into outputs they are given, so under fake tensors there is nothing to do.
+            torch.library.register_fake(
+                f"{self.name}::{defined.split('::')[-1]}", _nothing, lib=self._library
+            )
+        self._answers: dict[str, bool | str] = {}
+        self.stand_ins: dict[str, Callable[..., None]] = {}  # what answers for a back end: an emulation
+
+    @property
+    def inputs(self) -> Mapping[str, Sizes]:
+        """The input tensors and their sizes."""
+        return self.signature.inputs
+
+    @property
+    def outputs(self) -> Mapping[str, Sizes]:
+        """The output tensors and their sizes."""
+        return self.signature.outputs
+
+    @property
+    def attributes(self) -> Mapping[str, Scalar]:
+        """The attributes and their defaults."""
+        return self.signature.attributes
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The inputs whose gradient `backward` writes."""
+        return self.signature.gradients
+
+    @property
+    def columns(self) -> tuple[tuple[torch.dtype, ...], ...]:
+        """The dtype combinations: inputs, then outputs."""
+        return self.signature.columns
+
+    def source(self, backend: str) -> Path:
+        """The file with the kernels of a back end: named like the operator, or the only one of its kind there."""
+        folder = self.folder / "kernels" / backend
+        others = sorted(folder.glob(BACKENDS[backend]))
+        return others[0] if len(others) == 1 else folder / BACKENDS[backend].replace("*", self.name)
+
+    def backends(self) -> tuple[str, ...]:
+        """Those with a file of kernels, or with a library that was built from one."""
+        here = {backend for backend in BACKENDS if self.source(backend).exists()}
+        return tuple(b for b in BACKENDS if b in here or self.prebuilt(b))
+
+    def ops(self, backend: str) -> tuple[Any, Any]:
+        """The dispatcher's entries of a back end: forward, and backward or None."""
+        if backend in self.stand_ins:
+            return self.stand_ins[backend], None
+        suffix = "_cuda" if backend == "cuda" else ""
+        space = getattr(torch.ops, self.name)
+        forward, backward = (
+            getattr(space, op + suffix).default if op == "forward" or self.gradients else None for op in _OPS
+        )
+        return forward, backward
+
+    @property
+    def forward(self) -> Any:
+        """The operator's entry for C++ on a CPU and Triton on a GPU."""
+        return self.ops("cpu")[0]
+
+    @property
+    def backward(self) -> Any:
+        """The same for its gradients, None where it has none."""
+        return self.ops("cpu")[1]
+
+    @_constant
+    def offers(self, backend: str) -> bool | str:
+        """True once the kernels of a back end are built and loaded, else the reason why they are not."""
+        if backend not in self._answers:
+            self._answers[backend] = self._load(backend)
+        return self._answers[backend]
+
+    @_constant
+    def backend(self, device: torch.device) -> str | None:
+        """The back end that takes tensors of this device, None where none can."""
+        wanted = {"cuda": ("cuda", "triton"), "cpu": ("cpu",), "npu": ("ascendc",)}.get(device.type, ())
+        if device.type == "cpu" and self._triton_has_the_cpu():
+            wanted = ("triton",)
+        return next((b for b in wanted if b in self.backends() and self.offers(b) is True), None)
+
+    @_constant
+    def ready(self, device: torch.device) -> bool | str:
+        """True when kernels take tensors of this device, else the reason why not."""
+        if self.backend(device) is not None:
+            return True
+        reasons = [f"{b}: {self.offers(b)}" for b in self.backends() if self.offers(b) is not True]
+        return "; ".join(reasons) or f"{self.name} has no kernels for {device.type}"
+
+    def _triton_has_the_cpu(self) -> bool:
+        return triton.DEVICE == "cpu" and self.source("triton").exists()
+
+    def _load(self, backend: str) -> bool | str:
+        if backend not in self.backends():
+            return f"{self.name} has no kernels for {backend}"
+        if backend == "triton":
+            return self._load_triton()
+        if backend == "ascendc":
+            return ascendc.load(self)
+        if backend == "cuda" and not torch.cuda.is_available():
+            return "there is no GPU here"
+        if backend == "cpu" and self._triton_has_the_cpu():
+            return "TRITON_INTERPRET=1 gives the CPU to Triton's interpreter"
+        try:
+            torch.ops.load_library(self.prebuilt(backend) or self.build(backend))
+        except (build.BuildError, OSError) as error:
+            return str(error)
+        return True
+
+    def _load_triton(self) -> bool | str:
+        if (there := triton.installed()) is not True:
+            return there
+        if triton.DEVICE == "cuda" and not torch.cuda.is_available():
+            return "there is no GPU here"
+        module = _imported(self.source("triton"), f"opsmith_triton_{self.name}")
+        for op, function in module.KERNELS.items():
+            self._library.impl(op, function, triton.DEVICE.upper())
+        return True
+
+    def prebuilt(self, backend: str) -> Path | None:
+        """The library that an installed package carries: of the best tier that this CPU runs."""
+        tiers = isa.supported()[::-1] if backend == "cpu" else ("cuda",)
+        native = backend in ("cpu", "cuda")
+        found = (self.folder / "lib" / f"{self.name}-{tier}.so" for tier in tiers if native)
+        return next((path for path in found if path.is_file()), None)
+
+    def build(self, backend: str, *, tier: str | None = None, watch: compiler.Watch | None = None) -> Path:
+        """The library of a back end's kernels: from the cache where their content is there, else built.
+
+        Args:
+            backend: "cpu" or "cuda".
+            tier: of the CPU, by default the best one of this machine.
+            watch: is told of every step of the compiler.
+
+        Raises:
+            BuildError: there is no compiler, or it reports an error.
+        """
+        folder = self.source(backend).parent
+        with tempfile.TemporaryDirectory() as made:
+            sources = sorted(folder.glob("*.cpp")) + sorted(folder.glob("*.cu"))
+            if backend == "cpu":
+                binding = Path(made, f"binding_{self.name}.cpp")
+                binding.write_text(self.signature.binding())
+                sources.append(binding)
+            folders = [folder, libraries.SHARED]
+            if backend == "cuda":
+                name, tier = f"{self.name}-cuda", "portable"  # of the code around the kernels
+            else:
+                name = self.name
+            library = build.Library(name, sources, include_dirs=folders, tier=tier)
+            if tier is None:
+                return build.build_best([library], watch=watch)[0][0]
+            return build.build_libraries([library], watch=watch)[0]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def load(folder: str | Path) -> ModuleType:
+    """Import the operator.py of a project folder, which registers its card; the same folder is imported once.
+
+    >>> load("examples/rope_custom").CARD.name  # doctest: +SKIP
+    'rope_custom'
+
+    Raises:
+        ValueError: the folder has no operator.py, or its name is taken.
+    """
+    return _load_folder(Path(folder).expanduser().resolve())
+
+
+@functools.cache
+def _load_folder(folder: Path) -> ModuleType:
+    file = folder / "operator.py"
+    if not file.is_file():
+        raise ValueError(f"{folder} is no project: it has no operator.py; `opsmith new` writes one")
+    for module in list(sys.modules.values()):  # imported as a package already
+        if getattr(module, "__file__", None) == str(file):
+            return module
+    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
+    return _imported(file, f"opsmith_project_{folder.name}_{digest}")
+
+
+def _imported(file: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def cards_of(module: ModuleType) -> list[Operator]:
+    """The cards that a project's module defines."""
+    return [value for value in vars(module).values() if isinstance(value, Operator)]
+
+
+def verify(folder: str | Path) -> list[Finding]:
+    """Every check of a project's operators: see `opsmith.authoring.project.checks`."""
+    from opsmith.authoring.project.checks import verify_project
+
+    return list(verify_project(folder))

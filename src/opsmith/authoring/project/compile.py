@@ -1,0 +1,95 @@
+"""Compiles what a project has for each back end, and shows a compiler's complaint at the author's own line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from opsmith.authoring.project import Kernels, ascendc, load
+from opsmith.kernels.compiler import BuildError, Watch
+
+__all__ = ["compile_backend", "projects_kernels"]
+
+_WHERE = r"^[^\n]*?(?P<file>{folder}[^:\n]*):(?P<line>\d+):\d+:[^\n]*required from[^\n]*$"
+
+
+def projects_kernels(folder: str | Path) -> list[Kernels]:
+    """The kernels that a project's operator.py declares.
+
+    Raises:
+        ValueError: the folder is no project, or declares none.
+    """
+    found = [value for value in vars(load(folder)).values() if isinstance(value, Kernels)]
+    if not found:
+        raise ValueError(
+            f"{folder}: operator.py declares no kernels (project.kernels(...)), so there is nothing to build"
+        )
+    return found
+
+
+def compile_backend(kernels: Kernels, backend: str, watch: Watch | None = None) -> str:
+    """Compile one back end's kernels and say what came of it.
+
+    Raises:
+        BuildError: with the first error, at its line in the author's file.
+    """
+    if backend == "triton":
+        return _triton(kernels)
+    try:
+        if backend == "ascendc":
+            for column in kernels.signature.kernel_columns():
+                ascendc.compiles(kernels, column)
+            many = len(kernels.signature.kernel_columns())
+            how = f"for emulation, in {many} combination{'s' * (many > 1)} of types"
+            return f"compiles {how}; CANN builds it for a board ({kernels.folder}/kernels/ascendc/README.md)"
+        made = kernels.build(backend, watch=watch)
+    except BuildError as error:
+        raise _at_the_authors_line(error, kernels.folder) from error
+    if backend == "cuda":
+        import torch
+
+        from opsmith.kernels import nvcc
+
+        for_gpus = f"for {', '.join(f'sm_{name}' for name in nvcc.ARCHITECTURES)} and newer"
+        if torch.version.cuda is None:
+            return f"compiles {for_gpus}; this PyTorch has no CUDA, so nothing can load it here ({made})"
+        return f"{made}, {for_gpus}"
+    return str(made)
+
+
+def _at_the_authors_line(error: BuildError, folder: Path) -> BuildError:
+    """An error that arose in a header of ours, with the line of the project that asked for what is there."""
+    before = error.output.partition("error: ")[0].rpartition("\nFAILED")[2]
+    asked = list(re.finditer(_WHERE.format(folder=re.escape(str(folder))), before, re.MULTILINE))
+    if not asked or str(folder) in str(error).partition("error")[0].splitlines()[0]:
+        return error
+    nearest = asked[0]
+    return BuildError(f"{error}\nasked for by {nearest['file']}:{nearest['line']}", error.output)
+
+
+def _triton(kernels: Kernels) -> str:
+    """Compile the Triton kernels for GPUs, in a process of its own: the operators' calls become compilations there."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does today, without its warning
+    done = subprocess.run(
+        [sys.executable, "-m", "opsmith.authoring.project.triton_check", str(kernels.folder), kernels.name],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=sys.prefix,  # not a project's folder, whose operator.py would hide Python's own
+    )
+    try:
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        tail = "\n".join(done.stderr.strip().splitlines()[-6:])
+        raise BuildError(
+            f"opsmith: the Triton kernels of {kernels.name} were not compiled:\n{tail}", done.stderr
+        ) from None
+    if found["wrong"]:
+        raise BuildError(f"opsmith: {found['wrong'][0]}", "\n".join(found["wrong"]))
+    return f"{found['compiled']} variants of {found['kernels']} kernels compile for {', '.join(found['targets'])}"

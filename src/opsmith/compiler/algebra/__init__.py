@@ -1,0 +1,1 @@
+"""What operators mean: terms with one normal form for all spellings of the same arithmetic."""

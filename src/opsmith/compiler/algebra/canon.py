@@ -1,0 +1,256 @@
+"""Graph nodes as terms: what each ATen operator means in the algebra of `terms`.
+
+`Canon` reads a node of a traced graph, and what feeds it, into a polynomial. Where it stops is a leaf: inputs,
+weights, integer arithmetic, operators without a rule, and the nodes of `cut`. Casts between floating-point
+types, dropout out of training, copies and layout changes that cancel leave no trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from opsmith.compiler.algebra.terms import Poly, Shape, Space, TooLarge
+
+Rule = Callable[..., Poly]
+RULES: dict[str, Rule] = {}
+PARTS: dict[str, Rule] = {}  # by operator: what one of its several results is
+
+MAX_DEPTH = 28
+# An operator that feeds another is a boundary; softmax and matmul are not, for they are parts of attention.
+BOUNDARIES = frozenset(
+    f"aten::{n}"
+    for n in (
+        "linear",
+        "layer_norm",
+        "native_layer_norm",
+        "rms_norm",
+        "scaled_dot_product_attention",
+        "embedding",
+        "addmm",
+        "cross_entropy_loss",
+    )
+)
+
+
+def shape_of(node: Any) -> Shape:
+    """The sizes of a node's value, symbolic ones as expressions (comparing those adds no guard)."""
+    return shape_of_value(node.meta.get("val") if isinstance(node, Node) else None)
+
+
+def shape_of_value(value: Any) -> Shape:
+    """The sizes of a tensor; none of anything else."""
+    return tuple(dim_of(d) for d in value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def dim_of(d: Any) -> Any:
+    """A size as an int or a sympy expression."""
+    if isinstance(d, torch.SymInt):
+        expr = d.node.expr
+        return int(expr) if expr.is_Integer else expr
+    return int(d)
+
+
+def op_name(node: Node) -> str:
+    """`aten::add` for an `aten.add.Tensor` call, else an empty string."""
+    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+class Canon:
+    """Terms of the nodes of one graph, relative to `cut` (nodes that are leaves whatever they compute)."""
+
+    def __init__(
+        self,
+        space: Space,
+        cut: Mapping[Node, Poly] | None = None,
+        root: Node | None = None,
+        opaque: frozenset[Node] = frozenset(),
+        keeps: frozenset[str] = frozenset(),
+    ):
+        self.space = space
+        self.keeps = keeps  # what is not rewritten: see `Pattern.keeps`
+        self.root = root
+        self.opaque = opaque  # changed in place: not what their formulas say
+        self.memo: dict[Node, Poly] = dict(cut or {})
+        self.nodes: dict[Poly, list[Node]] = {}
+        for node, poly in self.memo.items():
+            self.nodes.setdefault(poly, []).append(node)
+        self._depth = 0
+
+    def __call__(self, value: Any) -> Poly:
+        """The term of a node or of a number."""
+        if not isinstance(value, Node):
+            if isinstance(value, bool | int | float):
+                return self.space.const(float(value))
+            return self.space.leaf(value, ())
+        if value not in self.memo:
+            self._depth += 1
+            try:
+                self.memo[value] = self._read(value)
+            except TooLarge:
+                self.memo[value] = self.leaf(value)
+            finally:
+                self._depth -= 1
+            self.nodes.setdefault(self.memo[value], []).append(value)
+        return self.memo[value]
+
+    def leaf(self, node: Node) -> Poly:
+        """The node as an opaque value; a complex one as its two parts."""
+        if node not in self.space.leaves:
+            self.space.leaves[node] = self._leaf(node)
+        return self.space.leaves[node]
+
+    def without(self, node: Node) -> Canon:
+        """The terms of the same graph where one more node is a leaf, whatever it computes.
+
+        What is not computed from that node has been read already.
+        """
+        assert self.root is not None
+        self(self.root)
+        leaf = self.space.leaf(node, shape_of(node))
+        if self.memo.get(node) is leaf:
+            return self
+        stale = {self.root}
+        queue = [node]
+        while queue:
+            users = [u for u in queue.pop().users if u in self.memo and u not in stale]
+            stale.update(users)
+            queue += users
+        known = {n: term for n, term in self.memo.items() if n not in stale}
+        return Canon(self.space, {**known, node: leaf}, self.root, self.opaque, self.keeps)
+
+    def _leaf(self, node: Node) -> Poly:
+        leaf = self.space.leaf(node, shape_of(node))
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.is_complex():
+            return leaf
+        real, imag = (self.space.fn(name, (leaf,), leaf.shape) for name in ("real", "imag"))
+        return self.space.add(real, self.space.mul(self.space.i, imag))
+
+    def node_of(self, poly: Poly) -> Node | None:
+        """The first node known to compute exactly this term."""
+        found = self.nodes.get(poly)
+        return found[0] if found else None
+
+    def _read(self, node: Node) -> Poly:
+        if node.op == "get_attr":
+            constant = node.meta.get("constant")
+            return self.space.const(constant) if constant is not None else self.leaf(node)
+        if node.op != "call_function" or (node in self.opaque and node is not self.root):
+            return self.leaf(node)
+        if node.target is operator.getitem:
+            return self._getitem(node)
+        name = op_name(node)
+        rule = RULES.get(name)
+        if rule is None or self._depth > MAX_DEPTH or (name in BOUNDARIES and node is not self.root):
+            return self.leaf(node)
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            known = _COMPLEX if value.is_complex() else _BOOLEAN
+            if name not in known:
+                return self.leaf(node)
+        try:
+            return rule(self, node, **arguments(node))
+        except Unreadable:
+            return self.leaf(node)
+
+    def _getitem(self, node: Node) -> Poly:
+        source, index = node.args[0], node.args[1]
+        assert isinstance(source, Node)
+        part = PARTS.get(op_name(source))
+        if part is None:
+            return self.leaf(node)
+        try:
+            return part(self, node, source, index, **arguments(source))
+        except Unreadable:
+            return self.leaf(node)
+
+
+class Unreadable(Exception):
+    """This call has no meaning in the algebra (another axis, a rounding division): its node is a leaf."""
+
+
+_BOOLEAN = frozenset(
+    {"aten::tril", "aten::triu", "aten::one_hot", "aten::logical_not", "aten::bitwise_not"}
+) | {f"aten::{n}" for n in ("gt", "lt", "ge", "le", "eq", "ne")}
+# Whose rules hold for complex numbers too.
+_COMPLEX = frozenset(
+    f"aten::{n}"
+    for n in (
+        *("add", "sub", "mul", "neg", "polar", "complex", "view_as_complex", "to", "_to_copy", "contiguous"),
+        *("view", "reshape", "unsqueeze", "squeeze", "flatten", "slice", "clone"),
+    )
+)
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """A call's arguments by the names of its schema, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names, defaults = _schema(node.target)
+    named = dict(defaults)
+    named.update(zip(names, node.args, strict=False))
+    named.update(node.kwargs)
+    return named
+
+
+@functools.lru_cache(maxsize=1024)
+def _schema(target: torch._ops.OpOverload) -> tuple[list[str], dict[str, Any]]:
+    """The names of an operator's arguments, and the defaults: asked of every node, many times."""
+    given = target._schema.arguments
+    return [a.name for a in given], {a.name: a.default_value for a in given if a.has_default_value()}
+
+
+def last_axis(node: Node, dim: Any) -> bool:
+    """True when `dim` names the last axis, alone, of the node's first argument."""
+    x = node.args[0]
+    rank = len(shape_of(x))
+    dims = [dim] if isinstance(dim, int) else dim
+    return (
+        isinstance(dims, list | tuple)
+        and len(dims) == 1
+        and isinstance(dims[0], int)
+        and dims[0] % max(rank, 1) == rank - 1
+    )
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register what an ATen operator means."""
+
+    def decorate(fn: Rule) -> Rule:
+        for name in names:
+            RULES[f"aten::{name}"] = fn
+        return fn
+
+    return decorate
+
+
+def part(*names: str) -> Callable[[Rule], Rule]:
+    """Register what the results of an ATen operator with several of them mean, each by its index."""
+
+    def decorate(fn: Rule) -> Rule:
+        for name in names:
+            PARTS[f"aten::{name}"] = fn
+        return fn
+
+    return decorate
+
+
+__all__ = [
+    "PARTS",
+    "RULES",
+    "Canon",
+    "Unreadable",
+    "arguments",
+    "dim_of",
+    "last_axis",
+    "op_name",
+    "part",
+    "rule",
+    "shape_of",
+    "shape_of_value",
+]

@@ -1,0 +1,180 @@
+"""The last axis in pieces: slices and concatenations, neighbors and pairs, complex numbers.
+
+A rotary embedding is written with halves (`cat((-x2, x1))`), with neighbors (`stack((-x[1::2], x[::2]), -1)`) or
+with complex numbers. Cut into the pieces that they are joined from, all of them are the same sums of products:
+`x1 cos - x2 sin` and `x2 cos + x1 sin`. What is joined is an atom `join`, in blocks (`cat`) or in turns (`zip`);
+`take` is a piece of a value, moved inwards until it meets the join that it undoes.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from opsmith.compiler.algebra.terms import Atom, Mono, Poly, Shape, Space, is_row_constant
+
+Piece = tuple[str, int, int]  # ("block", start, length), or ("turn", first, step)
+
+# Functions of one value, element by element.
+ELEMENTWISE = frozenset(
+    (
+        *("cos", "sin", "erf", "log", "base", "rounded"),
+        *("larger", "where", "above", "at_least", "equal", "not", "keep", "fill"),
+    )
+)
+
+
+def join(s: Space, kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: Shape) -> Poly:
+    """Values joined along the last axis: in blocks of these sizes (`cat`), or in turns (`zip`)."""
+    if kind == "cat":
+        flat: list[Poly] = []
+        lengths: list[int] = []
+        for part, size in zip(parts, sizes, strict=True):
+            atom = part.atom
+            if atom is not None and atom.name == "join" and atom.attrs[0] == "cat":
+                flat += atom.args
+                lengths += atom.attrs[1]
+            elif size:  # a rotation of all features still appends the none that are left
+                flat.append(part)
+                lengths.append(size)
+        parts, sizes = flat, tuple(lengths)
+    if len(parts) == 1:
+        return parts[0]
+    return s.fn("join", parts, shape, (kind, sizes))
+
+
+def take(s: Space, p: Poly, piece: Piece, size: int) -> Poly:
+    """The piece of a value whose last axis has this size."""
+    kind, first, second = piece
+    if kind == "block" and (first, second) == (0, size):
+        return p
+    result = s.zero
+    for mono, coef in p.terms:
+        term = s.const(coef)
+        for atom, power in mono.factors:
+            term = s.mul(term, s.power(_take_atom(s, atom, piece, size), power))
+        if mono.expo is not None:
+            term = s.mul(term, s.exp(take(s, mono.expo, piece, size)))
+        result = s.add(result, term)
+    return result
+
+
+def _take_atom(s: Space, atom: Atom, piece: Piece, size: int) -> Poly:
+    if is_row_constant(atom.shape):
+        return s.from_atom(atom)
+    kind, first, second = piece
+    shape = (*atom.shape[:-1], _length(piece, size))
+    if atom.name == "join":
+        found = _of_join(s, atom, piece)
+        if found is not None:
+            return found
+    elif atom.name in ELEMENTWISE:
+        args = [take(s, a, piece, size) for a in atom.args]
+        if atom.name == "base":
+            return s.fn("base", args, shape)
+        return s.fn(atom.name, args, shape, atom.attrs)
+    elif atom.name == "take" and atom.attrs[0][0] == kind == "block":
+        _, start, _ = atom.attrs[0]
+        inner = atom.args[0]
+        return take(s, inner, ("block", start + first, second), int(inner.shape[-1]))
+    elif atom.name in ("reshape", "expand") and atom.args[0].shape[-1:] == atom.shape[-1:]:
+        # Through a view of the leading axes to a join inside; what nothing joins is taken outside.
+        inside = take(s, atom.args[0], piece, size)
+        if not _taken(inside):
+            return s.fn(atom.name, (inside,), shape, (shape,))
+    return s.fn("take", (s.from_atom(atom),), shape, (piece,))
+
+
+def _taken(p: Poly) -> bool:
+    return any(atom.name == "take" for mono, _ in p.terms for atom, _p in mono.factors)
+
+
+def _length(piece: Piece, size: int) -> int:
+    kind, first, second = piece
+    return second if kind == "block" else len(range(first, size, second))
+
+
+def _of_join(s: Space, atom: Atom, piece: Piece) -> Poly | None:
+    how, sizes = atom.attrs
+    kind, first, second = piece
+    if how == "zip":
+        return atom.args[first] if kind == "turn" and second == len(atom.args) else None
+    if kind != "block":
+        return None
+    ends = list(accumulate(sizes, initial=0))
+    for i, (start, end) in enumerate(pairwise(ends)):
+        if start <= first and first + second <= end:
+            return take(s, atom.args[i], ("block", first - start, second), sizes[i])
+    if first in ends and first + second in ends:
+        i, j = ends.index(first), ends.index(first + second)
+        return join(s, "cat", list(atom.args[i:j]), sizes[i:j], (*atom.shape[:-1], second))
+    return None
+
+
+def lower(s: Space, p: Poly, shape: Shape) -> Poly:
+    """A value that is joined somewhere as the join of its pieces; any other value as it is."""
+    if not shape or not isinstance(shape[-1], int):
+        return p
+    size = shape[-1]
+    joins = [a for mono, _ in p.terms for a, _p in mono.factors if a.name == "join" and a.shape[-1] == size]
+    if not joins:
+        return p
+    blocks = [a for a in joins if a.attrs[0] == "cat"]
+    if blocks:
+        ends = sorted({end for a in blocks for end in accumulate(a.attrs[1], initial=0)})
+        pieces: list[Piece] = [("block", a, b - a) for a, b in pairwise(ends)]
+    else:
+        turns = len(joins[0].args)
+        if any(len(a.args) != turns for a in joins):
+            return p
+        pieces = [("turn", i, turns) for i in range(turns)]
+    sizes = tuple(_length(piece, size) for piece in pieces)
+    parts = [
+        lower(s, take(s, p, piece, size), (*shape[:-1], n)) for piece, n in zip(pieces, sizes, strict=True)
+    ]
+    return join(s, "cat" if blocks else "zip", parts, sizes, shape)
+
+
+def components(s: Space, p: Poly, shape: Shape) -> list[Poly] | None:
+    """The slices of a short last axis that views gave a value, as in `x.view(..., n, 2)`; None where it has none."""
+    atom = p.atom
+    if atom is None:
+        return None
+    if atom.name == "stack" and atom.shape == shape and atom.attrs == (-1,):
+        return list(atom.args)
+    if atom.name != "reshape" or atom.shape != shape:
+        return None
+    inner = atom.args[0]
+    if len(inner.shape) != len(shape) - 1 or inner.shape[:-1] != shape[:-2]:
+        return None
+    size, turns = inner.shape[-1], shape[-1]
+    if not isinstance(size, int) or not isinstance(turns, int) or size != turns * shape[-2]:
+        return None
+    return [take(s, inner, ("turn", i, turns), size) for i in range(turns)]
+
+
+def unstacked(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly | None:
+    """A stack whose last two axes become one: its values in turns, or in blocks."""
+    if atom.name != "stack" or atom.shape != old or len(new) != len(old) - 1 or new[:-1] != old[:-2]:
+        return None
+    count = len(atom.args)
+    if atom.attrs == (-1,):
+        return join(s, "zip", list(atom.args), (old[-2],) * count, new)
+    return join(s, "cat", list(atom.args), (old[-1],) * count, new)
+
+
+def from_parts(s: Space, real: Poly, imag: Poly) -> Poly:
+    """real + i imag."""
+    return s.add(real, s.mul(s.i, imag))
+
+
+def parts(s: Space, p: Poly) -> tuple[Poly, Poly]:
+    """The real and the imaginary part."""
+    real: dict[Mono, float] = {}
+    imag = s.zero
+    for mono, coef in p.terms:
+        if any(atom is s.i.atom for atom, _ in mono.factors):
+            rest = tuple((a, power) for a, power in mono.factors if a is not s.i.atom)
+            imag = s.add(imag, s.monomial(rest, mono.expo), coef)
+        else:
+            real[mono] = coef
+    return s._poly(real), imag

@@ -1,0 +1,122 @@
+"""Reshape and permute on terms: they move inwards to the leaves, where pairs of them cancel.
+
+`x.view(B*H, L, D)` before a batched matmul and `.view(B, H, L, S)` after it are bookkeeping; moved inwards
+through the matmul they meet and vanish, so a model that folds heads into the batch and one that does not have
+the same normal form.
+"""
+
+from __future__ import annotations
+
+from opsmith.compiler.algebra.pieces import join, unstacked
+from opsmith.compiler.algebra.terms import Atom, Mono, Poly, Shape, Space
+
+
+def reshape(s: Space, p: Poly, old: Shape, new: Shape) -> Poly:
+    """`p`, whose value has shape `old`, viewed with shape `new`."""
+    if old == new or p.constant is not None:
+        return p
+    if not p.terms:
+        return p
+    moved = _through(s, p, old, new)
+    return moved if moved is not None else s.fn("reshape", (p,), new, (new,))
+
+
+def _through(s: Space, p: Poly, old: Shape, new: Shape) -> Poly | None:
+    """Reshape of every atom, when each spans the leading dimensions wholly; else None."""
+    result = s.zero
+    single = len(p.terms) == 1
+    for mono, coef in p.terms:
+        term = s.const(coef)
+        for atom, power in mono.factors:
+            factor = _atom(s, atom, old, new, alone=single and len(mono.factors) == 1 and mono.expo is None)
+            if factor is None:
+                return None
+            term = s.mul(term, s.power(factor, power))
+        if mono.expo is not None:
+            exponent = _through(s, mono.expo, old, new)
+            if exponent is None:
+                return None
+            term = s.mul(term, s.exp(exponent))
+        result = s.add(result, term)
+    return result
+
+
+def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly | None:
+    if not atom.shape:
+        return s.from_atom(atom)
+    same_last = bool(old) and bool(new) and old[-1] == new[-1]
+    if atom.name == "reshape" and atom.shape == old:
+        inner = atom.args[0]
+        return inner if inner.shape == new else reshape(s, inner, inner.shape, new) if inner.shape else None
+    if atom.name == "matmul" and atom.shape == old and same_last:
+        a, b = atom.args
+        if len(b.shape) == 2 and len(a.shape) == len(old):
+            return s.matmul(reshape(s, a, a.shape, (*new[:-1], a.shape[-1])), b, new)
+        if old[-2:] == new[-2:] and a.shape[:-2] == b.shape[:-2] == old[:-2]:
+            left = reshape(s, a, a.shape, (*new[:-2], *a.shape[-2:]))
+            right = reshape(s, b, b.shape, (*new[:-2], *b.shape[-2:]))
+            return s.matmul(left, right, new)
+    swap = (*range(len(old) - 2), len(old) - 1, len(old) - 2)
+    if atom.name == "permute" and atom.attrs == swap and atom.shape == old and old[-2:] == new[-2:]:
+        inner = atom.args[0]
+        unfolded = reshape(s, inner, inner.shape, (*new[:-2], new[-1], new[-2]))
+        return permute(s, unfolded, (*range(len(new) - 2), len(new) - 1, len(new) - 2))
+    if atom.name == "gather" and atom.shape == old and same_last:
+        table, ids = atom.args
+        return s.fn("gather", (table, reshape(s, ids, ids.shape, new[:-1])), new)
+    if atom.name in ("sum", "mean", "max") and same_last and atom.shape == (*old[:-1], 1):
+        wide = atom.args[0].shape
+        body = _through(s, atom.args[0], wide, (*new[:-1], wide[-1])) if len(wide) == len(old) else None
+        return None if body is None else s.fn(atom.name, (body,), (*new[:-1], 1))
+    if atom.name == "base" and atom.shape in (old, (*old[:-1], 1)):
+        target = new if atom.shape == old else (*new[:-1], 1)
+        body = _through(s, atom.args[0], atom.shape, target) if same_last or atom.shape == old else None
+        return None if body is None else s.fn("base", (body,), target)
+    if atom.name == "join" and atom.shape == old and same_last:
+        kind, sizes = atom.attrs
+        parts = [
+            reshape(s, part, (*old[:-1], size), (*new[:-1], size))
+            for part, size in zip(atom.args, sizes, strict=True)
+        ]
+        return join(s, kind, parts, sizes, new)
+    together = unstacked(s, atom, old, new)
+    if together is not None:
+        return together
+    if atom.shape == old and (alone or same_last):
+        return s.fn("reshape", (s.from_atom(atom),), new, (new,))
+    return None
+
+
+def permute(s: Space, p: Poly, perm: tuple[int, ...]) -> Poly:
+    """`p` with its axes in another order."""
+    if perm == tuple(range(len(perm))) or p.constant is not None:
+        return p
+    if len(p.terms) == 1:
+        mono, coef = p.terms[0]
+        if mono.expo is None and len(mono.factors) == 1 and mono.factors[0][1] == 1:
+            atom = mono.factors[0][0]
+            return s.scale(_permute_atom(s, atom, perm), coef)
+    return s.fn(
+        "permute", (p,), tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape, perm
+    )
+
+
+def _permute_atom(s: Space, atom: Atom, perm: tuple[int, ...]) -> Poly:
+    if atom.name == "permute":
+        perm = tuple(int(atom.attrs[i]) for i in perm)
+        inner = atom.args[0]
+        if perm == tuple(range(len(perm))):
+            return inner
+        return s.fn("permute", (inner,), tuple(inner.shape[i] for i in perm), perm)
+    return s.fn("permute", (s.from_atom(atom),), tuple(atom.shape[i] for i in perm), perm)
+
+
+def inverse(perm: tuple[int, ...]) -> tuple[int, ...]:
+    """The permutation that undoes `perm`."""
+    return tuple(perm.index(i) for i in range(len(perm)))
+
+
+def single(mono: Mono) -> Atom | None:
+    """The atom of a monomial that is one atom to the first power."""
+    ok = mono.expo is None and len(mono.factors) == 1 and mono.factors[0][1] == 1
+    return mono.factors[0][0] if ok else None

@@ -1,0 +1,1 @@
+"""A model's code as a graph of ATen operators."""

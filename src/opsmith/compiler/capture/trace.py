@@ -1,0 +1,149 @@
+"""Dynamo's graph as ATen, before autograd, with symbolic sizes, and tidied of what does nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from opsmith.compiler.algebra.canon import arguments, op_name, shape_of
+from opsmith.compiler.capture.casts import spell_out
+from opsmith.compiler.capture.filled import join
+from opsmith.compiler.capture.mutation import effects, localize
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], general: bool = False) -> fx.GraphModule:
+    """Retrace Dynamo's graph to ATen operators, keeping linear, attention and embedding whole.
+
+    Runs under the tracing context's fake mode, so sizes stay symbolic and one graph serves every batch and
+    sequence length; before autograd, so that one rewrite serves inference and training. `general` graphs are checked.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or mode is None:
+            return value
+        if isinstance(value, torch._subclasses.FakeTensor):
+            if value.fake_mode is mode:
+                return value
+            with mode:  # a result from inside Dynamo's graph, which was traced in a mode of its own
+                return torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+        symbolic = context.tensor_to_context.get(value) if context is not None else None
+        if symbolic is None:
+            return mode.from_tensor(value, static_shapes=True)
+        return mode.from_tensor(
+            value, static_shapes=False, symbolic_context=symbolic, source=symbolic.tensor_source
+        )
+
+    def run(*values: Any) -> Any:
+        return fx.Interpreter(gm).run(*values)
+
+    with torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
+        traced = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *[fake(v) for v in example_inputs]
+        )
+        spell_out(traced.graph, [isinstance(v, torch.nn.Parameter) for v in example_inputs])
+    if general:
+        check_general(traced.graph)
+    note_constants(traced)
+    tidy(traced.graph)
+    traced.recompile()
+    return traced
+
+
+class NotGeneral(Exception):
+    """A model that has to be captured with sizes of one apart."""
+
+
+def check_general(graph: fx.Graph) -> None:
+    """Make sure that a graph captured to serve sizes of one too (`backed_size_oblivious`) does.
+
+    PyTorch then takes every size for one like any. Two answers change what a model computes next. `squeeze` decides on
+    the number of axes: where it was to drop a size and did not, a guard has the model captured anew at a size of one.
+    And a slice with bounds that would have to be compared gets a size of which nothing is known.
+
+    Raises:
+        NotGeneral: for such a size.
+    """
+    for node in graph.nodes:
+        if free_unbacked_symbols(node.meta.get("val")):
+            raise NotGeneral
+        if op_name(node) in ("aten::squeeze", "aten::squeeze_"):
+            sizes = node.args[0].meta["val"].shape
+            axes = arguments(node).get("dim", range(len(sizes)))
+            with torch.fx.experimental._config.patch(backed_size_oblivious=False):  # type: ignore[attr-defined]
+                for axis in [axes] if isinstance(axes, int) else axes:
+                    bool(sizes[axis] != 1)  # which is what makes a guard
+
+
+def note_constants(gm: fx.GraphModule) -> None:
+    """Give every one-element tensor constant its value, so that a formula can use it as a number."""
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(gm, node.target, None)
+            if isinstance(value, torch.Tensor):
+                node.meta.setdefault("val", value)
+                if (
+                    value.numel() == 1
+                    and not value.requires_grad
+                    and not isinstance(value, torch.nn.Parameter)
+                ):
+                    node.meta["constant"] = float(value)
+
+
+def tidy(graph: fx.Graph) -> None:
+    """Drop what gives its input: dropout out of training, casts and views to what a value is, joins with nothing."""
+    join(graph)
+    localize(graph)
+    changing = effects(graph).opaque()
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = _unchanged(node) or _alone(node)
+        if source is not None and not (changing and {node, source} & changing):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    name = op_name(node)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    if name == "aten::dropout":
+        args = arguments(node)
+        return source if not args["train"] or args["p"] == 0 else None
+    before, after = source.meta["val"], node.meta.get("val")
+    if not isinstance(after, torch.Tensor):
+        return None
+    if name in ("aten::to", "aten::type_as"):
+        same = before.dtype == after.dtype and before.device == after.device
+        return source if same and not arguments(node).get("copy") else None
+    if name == "aten::slice":
+        return source if arguments(node)["step"] == 1 and shape_of(source) == shape_of(node) else None
+    if name in ("aten::view", "aten::reshape", "aten::expand", "aten::alias"):
+        return source if shape_of(source) == shape_of(node) else None
+    return None
+
+
+def _alone(node: fx.Node) -> fx.Node | None:
+    """The one part of a concatenation that has elements: the features left by a rotation of all features are none."""
+    if op_name(node) not in ("aten::cat", "aten::concat", "aten::concatenate"):
+        return None
+    parts = [p for p in arguments(node)["tensors"] if 0 not in shape_of(p)]
+    # An input is its owner's memory, and one that has more elements than another of fewer axes is a cache's first copy.
+    if len(parts) != 1 or parts[0].op != "call_function" or shape_of(parts[0]) != shape_of(node):
+        return None
+    axes = {len(shape_of(p)) for p in arguments(node)["tensors"]}
+    same = parts[0].meta["val"].dtype == node.meta["val"].dtype
+    return parts[0] if same and len(axes) == 1 else None

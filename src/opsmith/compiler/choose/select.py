@@ -1,0 +1,297 @@
+"""Which implementation runs a site: measured on the real inputs, remembered, or the nearest one measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from opsmith import measure
+from opsmith.compiler.choose import inductor
+from opsmith.compiler.choose.tuning import TuningCache
+from opsmith.compiler.config import Config
+from opsmith.compiler.plan import Plan
+from opsmith.compiler.reasons import raised
+from opsmith.compiler.steps.bind import Form
+from opsmith.compiler.steps.source import alone
+from opsmith.operator import Implementation, Operator, registry
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of a site at given shapes, and why."""
+
+    implementation: str
+    reason: str
+    times: Mapping[str, float] = field(default_factory=dict)  # seconds a call
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def signature(card: Operator, call: Mapping[str, Any]) -> str:
+    """A call as text: operator, dtypes, shapes, layouts and settings; equal calls choose alike."""
+    parts = [card.name]
+    for name in sorted(call):
+        value = call[name]
+        if isinstance(value, torch.Tensor):
+            layout = "" if value.is_contiguous() else f"@{','.join(map(str, value.stride()))}"
+            dtype = str(value.dtype).removeprefix("torch.")
+            parts.append(f"{name}={value.device.type}:{dtype}[{','.join(map(str, value.shape))}]{layout}")
+        elif value is not None:
+            parts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
+    return " ".join(parts)
+
+
+def contest(card: Operator, call: Mapping[str, Any], form: Form) -> str:
+    """What a measurement is of: a call, made as a program makes it."""
+    return f"{signature(card, call)} as={form.value}"
+
+
+class Selector:
+    """Chooses implementations under a Config, by measurement where it may take the time."""
+
+    def __init__(self, config: Config, cache: TuningCache | None = None, saved: Plan | None = None):
+        _check_names(config)
+        self.config = config
+        self.cache = cache if cache is not None else TuningCache()
+        self.saved = saved
+        self.fixed = saved.choices() if saved is not None else {}  # implementation by signature
+        self.learning = False  # while `optimize` shows its examples: each one is studied
+        self._measured: dict[str, dict[str, float]] = {}
+        self.guessed = False  # whether a choice would be tried again by the next process
+        self.inductor = inductor.Inductor(config.inductor_seconds)
+
+    def choose(
+        self,
+        card: Operator,
+        site: str,
+        call: dict[str, Any],
+        packed: Packer,
+        *,
+        may_measure: bool,
+        unfit: Mapping[str, str] = MappingProxyType({}),
+        form: Form = Form.NEW,
+    ) -> Choice:
+        """The implementation for this call of this site; `unfit` ones failed the site's proof, and why."""
+        accepted, refused = card.candidates(**call)
+        key, config = contest(card, call, form), self.config
+        fixed = self.fixed.get(signature(card, call))
+        pinned = config.pin.get(site) or config.pin.get(card.name)
+        known = self._measured.get(key) or self.cache.get(key) or {}
+        forbidden = (*config.forbid.get(card.name, ()), *config.forbid.get(site, ()))
+        if (pinned or fixed) in {c.name for c in accepted}.difference(forbidden, unfit):
+            refused["inductor"] = "not tried: the choice is made already"
+        elif (
+            "inductor" not in (pinned, fixed)
+            and "inductor" in known
+            and min(known, key=known.__getitem__) != "inductor"
+        ):
+            refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
+        elif config.inductor or "inductor" in (pinned, fixed):
+            forced = "inductor" in (pinned, fixed)
+            entered = self.inductor.enter(card, call, key, may_measure, forced)
+            if isinstance(entered, str):
+                refused["inductor"] = entered
+                self.guessed |= may_measure and card.kind in inductor.KINDS
+            else:
+                accepted.append(entered)
+        for name in forbidden:
+            _refuse(name, "forbidden by the configuration", accepted, refused)
+        for name, why in unfit.items():
+            _refuse(name, why, accepted, refused)
+        names = [c.name for c in accepted]
+        if pinned in names:
+            return Choice(pinned, "pinned by the configuration", {}, refused)
+        if pinned is not None:
+            refused["pin"] = f"{pinned} can't run this call: {refused.get(pinned, 'not available')}"
+        if fixed in names:
+            return Choice(fixed, "from the saved plan", {}, refused)
+        if len(accepted) > 1 and not config.tune:
+            return Choice(names[0], "first able in the card's order (tuning is off)", {}, refused)
+        times: Mapping[str, float] | None = known or None
+        if len(accepted) > 1 and (times is None or not set(names) <= set(times)):
+            if not may_measure:
+                return self._nearest(card, call, form, accepted, refused)
+            times, steady = self._measure(call, accepted, refused, packed, form)
+            times = self._measured[key] = self.cache.settled(key, times, steady)
+            self.guessed |= self.cache.get(key) is None
+        if len(accepted) == 1 or times is None:
+            return Choice(accepted[0].name, "the only one able", {}, refused)
+        best = min((c.name for c in accepted), key=lambda n: times[n])
+        return Choice(best, _why(best, {c.name: times[c.name] for c in accepted}), times, refused)
+
+    def _measure(
+        self,
+        call: dict[str, Any],
+        accepted: list[Implementation],
+        refused: dict[str, str],
+        packed: Packer,
+        form: Form,
+    ) -> tuple[dict[str, float], bool]:
+        """Seconds by implementation, as a program calls them, and whether the machine was quiet enough to keep them.
+
+        An implementation that raises leaves the contest.
+        """
+        contestants = {}
+        for candidate in list(accepted):
+            try:
+                contestants[candidate.name] = alone(candidate, packed(candidate, call), form)
+                contestants[candidate.name]()
+            except Exception as error:  # whatever it raises is its reason for not taking part
+                contestants.pop(candidate.name, None)
+                _refuse(candidate.name, raised(error), accepted, refused)
+        # Each has just run. Where a call takes long, who loses two rounds by a third as much again has lost.
+        result = measure.quick(contestants, budget_s=0.12, warmup=0, drop=1.33)
+        steady = all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in contestants)
+        if steady and set(contestants) == {c.name for c in accepted}:
+            return {name: result.median(name) for name in contestants}, True
+        # Other work disturbs the machine: the least disturbed sample of each is the best guess.
+        return {name: min(result.samples[name]) for name in contestants}, False
+
+    def _nearest(
+        self,
+        card: Operator,
+        call: dict[str, Any],
+        form: Form,
+        accepted: list[Implementation],
+        refused: dict[str, str],
+    ) -> Choice:
+        """Of the calls measured before, the one closest in work and of the same kind decides."""
+        names = {c.name for c in accepted}
+        work, kind = _work(call), _kind(contest(card, call, form))
+        best: tuple[float, str] | None = None
+        for key, times in {**dict(self.cache.items()), **self._measured}.items():
+            known = names & set(times)
+            if not key.startswith(card.name + " ") or not known or _kind(key) != kind:
+                continue
+            distance = abs(math.log(max(_numel(key), 1)) - math.log(max(work, 1)))
+            if best is None or distance < best[0]:
+                best = (distance, min(known, key=lambda n: times[n]))
+        if best is None:
+            return Choice(
+                accepted[0].name, "first able in the card's order (nothing measured yet)", {}, refused
+            )
+        return Choice(best[1], "fastest at the nearest shape measured", {}, refused)
+
+    def get_ready(self) -> None:
+        """Let Inductor prepare itself in the background where it will compete and nothing was ever measured here."""
+        if self.config.inductor and self.config.tune and not self.fixed and not self.cache.items():
+            inductor.get_ready()
+
+    def save(self) -> None:
+        """Keep for the next process what was measured."""
+        self.cache.save()
+
+    def implementation(self, card: Operator, name: str) -> Implementation:
+        """An implementation by name, Inductor's included."""
+        compiled = self.inductor.compiled(card) if name == "inductor" else None
+        return compiled or card.implementation(name)
+
+
+class Packer:
+    """Swaps a constant weight for its packed form, once for each weight and implementation."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._cast: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.constants: dict[
+            int, torch.Tensor
+        ] = {}  # by address: the weights a plan may pack, views of them too
+
+    def __call__(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
+        """The call as this implementation wants it."""
+        weight = call.get("weight")
+        if implementation.prepack is None or not isinstance(weight, torch.Tensor):
+            return call
+        if weight.data_ptr() not in self.constants:
+            return call
+        key = (weight.data_ptr(), weight.shape, weight.stride(), implementation.name)
+        if key not in self._packed:
+            x = call["x"]
+            rows = x.numel() // max(x.shape[-1], 1)
+            self._packed[key] = implementation.prepack(weight.detach(), rows)
+        return {**call, "weight": self._packed[key]}
+
+    def cast(self, node: Node, args: Sequence[Any]) -> torch.Tensor | None:
+        """A weight in the dtype that this call of a graph casts it to, itself a weight then; None for other calls."""
+        if node.target is not torch.ops.aten.to.dtype or node.kwargs or len(args) != 2:
+            return None
+        value, dtype = args
+        weight = self.constants.get(value.data_ptr())
+        if weight is None or weight is not value:
+            return None
+        key = (weight.data_ptr(), dtype)
+        if key not in self._cast:
+            self._cast[key] = weight.detach().to(dtype)
+            self.constants[self._cast[key].data_ptr()] = self._cast[key]
+        return self._cast[key]
+
+    def forget(self) -> None:
+        """Drop everything packed or cast: a weight has changed."""
+        self._packed.clear()
+        self._cast.clear()
+
+
+def _check_names(config: Config) -> None:
+    """Pins and forbids name sites or operators, and implementations that these have."""
+    cards = registry()
+    wanted = [("pin", where, [name]) for where, name in config.pin.items()]
+    wanted += [("forbid", where, names) for where, names in config.forbid.items()]
+    for what, where, names in wanted:
+        card = cards.get(where) or cards.get(where.rpartition("_")[0])
+        if card is None or (where not in cards and not where.rpartition("_")[2].isdigit()):
+            raise ValueError(
+                f"config: {what}: there is no operator {where!r}; the operators are {', '.join(cards)}, "
+                f"and a site is an operator with a number, as in attention_0"
+            )
+        known = [i.name for i in card.implementations] + ["inductor"]
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"config: {what}: {card.name} has no implementation {name!r}; it has {', '.join(known)}"
+                )
+
+
+def _refuse(name: str, why: str, accepted: list[Implementation], refused: dict[str, str]) -> None:
+    """Take an implementation out of the contest; eager, which can't fail where the model does not, stays."""
+    found = next((c for c in accepted if c.name == name != "eager"), None)
+    if found is not None:
+        accepted.remove(found)
+        refused[name] = why
+
+
+def _why(best: str, times: Mapping[str, float]) -> str:
+    others = {n: t for n, t in times.items() if n != best and math.isfinite(t)}
+    if not others:
+        return "the only one measured"
+    second = min(others, key=lambda n: others[n])
+    return f"{others[second] / times[best]:.2f}x as fast as {second}"
+
+
+def _work(call: Mapping[str, Any]) -> int:
+    return sum(v.numel() for v in call.values() if isinstance(v, torch.Tensor))
+
+
+def _numel(key: str) -> int:
+    total = 0
+    for part in key.split(" "):
+        if "[" in part:
+            sizes = part.split("[")[1].split("]")[0]
+            total += math.prod(int(d) for d in sizes.split(",") if d) if sizes else 1
+    return total
+
+
+def _kind(key: str) -> tuple[tuple[str, ...], ...]:
+    """What must agree for a measurement to speak for another shape: tensors present, dtypes, ranks, settings.
+
+    Layouts need not: what stands before a site may give it another one than the model did when it was measured.
+    """
+    kinds = []
+    for part in key.split(" "):
+        head, _, sizes = part.partition("@")[0].partition("[")
+        kinds.append((head, str(sizes.count(","))) if sizes else (head,))
+    return tuple(kinds)

@@ -1,0 +1,99 @@
+"""Whether a merged site runs as one call or as its parts: the sum of the parts' times against its own.
+
+Where a model learns, those are the times of forward and backward together: an operator may take longer forward so that
+its backward has less to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from opsmith import measure
+from opsmith.compiler.choose.select import Choice
+from opsmith.compiler.find.operands import evaluate, nodes_in
+from opsmith.compiler.find.site import Site
+
+Choose = Callable[[Site, dict[str, Any]], Choice]
+
+
+def settle(
+    site: Site, choice: Choice, choose: Choose, value: Callable[[Node], Any], learn: Collection[Node] = ()
+) -> tuple[bool, Choice]:
+    """True to run the site as its parts, else False, and its choice with what was found out about the parts.
+
+    `learn` are the nodes whose values need gradients.
+    """
+    mine = choice.times.get(choice.implementation)
+    if not site.parts or mine is None:
+        return False, choice
+    what = ""
+    if any(_learning_arguments(s, learn) for s in (site, *site.parts)):
+        mine, total = _steps(site, value, learn)
+        what = " forward and backward"
+    else:
+        total = 0.0
+        for part in site.parts:
+            best = choose(part, call_of(part, value))
+            if best.implementation not in best.times:
+                return False, choice
+            total += best.times[best.implementation]
+    names = " and ".join(part.card.name for part in site.parts)
+    if total < mine:
+        return True, choice
+    return False, replace(choice, reason=f"{choice.reason}; {total / mine:.2f}x as fast as {names}{what}")
+
+
+def _steps(site: Site, value: Callable[[Node], Any], learn: Collection[Node]) -> tuple[float, float]:
+    """Seconds for the site, and for its parts together, forward and backward."""
+    steps = {str(i): _step(s, value, learn) for i, s in enumerate((site, *site.parts))}
+    result = measure.quick(steps, budget_s=0.3, drop=float("inf"))
+    times = [min(result.samples[name]) for name in steps]
+    return times[0], sum(times[1:])
+
+
+def _step(site: Site, value: Callable[[Node], Any], learn: Collection[Node]) -> Callable[[], object]:
+    """A call of the public function, and its gradients."""
+    call = call_of(site, value)
+    leaves = {name: call[name].detach().requires_grad_() for name in _learning_arguments(site, learn)}
+    call |= leaves
+
+    def results() -> list[torch.Tensor]:
+        result = site.card.function(**call)
+        return [*result] if isinstance(result, tuple) else [result]
+
+    if not leaves:
+        return results
+    with torch.enable_grad():
+        upstream = [torch.ones_like(r) for r in results()]
+
+    def step() -> object:
+        with torch.enable_grad():
+            return torch.autograd.grad(results(), [*leaves.values()], upstream, allow_unused=True)
+
+    return step
+
+
+def _learning_arguments(site: Site, learn: Collection[Node]) -> list[str]:
+    return [n for n, v in site.arguments.items() if any(node in learn for node in nodes_in(v))]
+
+
+def call_of(site: Site, value: Callable[[Node], Any]) -> dict[str, Any]:
+    """The call of a site on the values of its inputs."""
+    return {k: evaluate(v, value) for k, v in site.arguments.items()}
+
+
+def learning(nodes: Sequence[Node], args: Sequence[Any]) -> set[Node]:
+    """The nodes whose values need gradients: what comes of an input that asks for one."""
+    given = zip((n for n in nodes if n.op == "placeholder"), args, strict=True)
+    found = {n for n, a in given if isinstance(a, torch.Tensor) and a.requires_grad}
+    for node in nodes:
+        value = node.meta.get("val")
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if floating and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,63 @@
+"""Whether a program as a whole is faster than the graph as it was captured: measured once, and eager keeps a tie."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from opsmith import measure
+from opsmith.compiler.choose.tuning import TuningCache
+from opsmith.compiler.plan import Plan, PlanStep
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Whether a program runs, and why."""
+
+    used: bool
+    note: str
+
+
+def worth(
+    code: str,
+    steps: Sequence[PlanStep],
+    saved: Plan | None,
+    cache: TuningCache,
+    ours: Callable[[], object],
+    eager: Callable[[], object],
+) -> Worth:
+    """What a saved plan says of these very steps, what was measured of this graph with them, or else a measurement."""
+    choices = _choices(steps)
+    if saved is not None and saved.machine == measure.describe().fingerprint():
+        for shape in saved.shapes:
+            if _choices(shape.steps) == choices:
+                return Worth(shape.used, shape.note)
+    key = f"program {hashlib.sha256(repr((code, choices)).encode()).hexdigest()}"
+    times = cache.get(key) or {}
+    if not {"opsmith", "eager"} <= times.keys():
+        times, steady = _measure(ours, eager)
+        times = cache.settled(key, times, steady)
+    return _judge(times["opsmith"], times["eager"])
+
+
+def _choices(steps: Sequence[PlanStep]) -> list[tuple[str, str, str]]:
+    return [(s.site, s.signature, s.implementation) for s in steps]
+
+
+def _measure(ours: Callable[[], object], eager: Callable[[], object]) -> tuple[dict[str, float], bool]:
+    best = {"opsmith": math.inf, "eager": math.inf}
+    for _ in range(2):
+        # Both have just run, so they are warm; the fastest sample is what other work disturbed least.
+        result = measure.quick({"opsmith": ours, "eager": eager}, budget_s=0.15, warmup=0, min_rounds=1)
+        best = {name: min(t, *result.samples[name]) for name, t in best.items()}
+        if best["opsmith"] <= best["eager"]:
+            break  # a large model's prompt takes seconds: only one that seems to lose is timed again
+    return best, all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in best)
+
+
+def _judge(ours: float, eager: float) -> Worth:
+    note = f"opsmith {ours * 1e3:.3f} ms, eager {eager * 1e3:.3f} ms"
+    faster = ours <= eager
+    return Worth(faster, f"{note}: {eager / ours:.2f}x" if faster else f"{note}: eager is faster and runs")

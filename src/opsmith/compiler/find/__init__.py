@@ -1,0 +1,1 @@
+"""Which operators a graph contains."""

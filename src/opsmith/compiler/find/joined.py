@@ -1,0 +1,246 @@
+"""Packed linear layers that read one input, as one: queries, keys and values, or a gate and what it multiplies.
+
+Each call of a kernel starts all threads and waits for them, which takes as long as a small layer's weight takes to be
+read. So layers that follow each other and read the same input share one packed weight and one call; what each of them
+gives are columns of its result. Their own packed weights become parts of the shared one, so that nothing is held twice
+and each can still be called by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from opsmith.call.common import in_huge_pages
+from opsmith.compiler.algebra.canon import op_name, shape_of
+from opsmith.compiler.capture.filled import filled
+from opsmith.compiler.capture.mutation import Effects
+from opsmith.compiler.find.operands import Made
+from opsmith.compiler.find.recognize import LEFT_OPERAND
+from opsmith.compiler.find.site import Site
+from opsmith.operator import Implementation, Operator
+from opsmith.ops.packed_linear import CARD, packed_linear
+
+# Rows of a weight that its packed form keeps together: a layer whose weight ends within such a panel comes last.
+_PANEL = {"bf16": 64, "int8": 32, "int8_dynamic": 32, "int4": 32}
+_AXIS = {"weight": 0, "scale": -1, "zero": -1, "bias": 0}
+Owner = Callable[[Any], Any]  # the layer whose packed weight a graph's input is, or None
+Lay = Callable[[Sequence[Any]], bool]  # lays layers' packed weights side by side, where it may
+
+
+@dataclass(frozen=True)
+class Part:
+    """The call of one packed layer in a graph."""
+
+    node: Node
+    x: Node
+    tensors: dict[str, Node | None]  # weight, scale, zero and bias
+    format: str
+    group_size: int
+    layer: Any
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What is the same for parts of one call."""
+        shape = shape_of(self.x)
+        return (_source(self.x), shape, self.format, self.group_size, self.tensors["zero"] is None)
+
+    @property
+    def columns(self) -> int:
+        """How many numbers it gives for each row."""
+        return int(shape_of(self.node)[-1])
+
+
+def joined(axis: int, *parts: torch.Tensor | int) -> torch.Tensor:
+    """Tensors side by side: as one view of the memory that they share where they lie so in it, else as a copy.
+
+    A number stands for so many zeros.
+    """
+    tensors = [p for p in parts if isinstance(p, torch.Tensor)]
+    first = tensors[0]
+    axis %= first.dim()
+    end, size = first.storage_offset(), list(first.shape)
+    size[axis] = 0
+    for t in parts:
+        if isinstance(t, int) or t.storage_offset() != end or t.stride() != first.stride():
+            break
+        if t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            break
+        end += t.shape[axis] * t.stride(axis)
+        size[axis] += t.shape[axis]
+    else:
+        return first.as_strided(size, first.stride(), first.storage_offset())
+    return torch.cat([first.new_zeros(p) if isinstance(p, int) else p for p in parts], axis)
+
+
+def side_by_side(layers: Sequence[Any]) -> None:
+    """Lay the packed weights of layers side by side in one memory, of which their own become views."""
+    for name, axis in _AXIS.items():
+        own = [getattr(layer, name) for layer in layers]
+        if any(t is None for t in own):
+            continue  # scales that a format has not, or biases that some have not: those are small
+        axis = own[0].dim() - 2 if name == "weight" else axis
+        size = list(own[0].shape)
+        size[axis] = sum(t.shape[axis] for t in own)
+        whole = torch.cat(own, axis, out=in_huge_pages(own[0].new_empty(size)))
+        for t, part in zip(own, whole.split([t.shape[axis] for t in own], axis), strict=True):
+            t.data = part
+
+
+def join(gm: fx.GraphModule, inputs: Sequence[Any], owner: Owner, lay: Lay, effects: Effects) -> list[Site]:
+    """The groups of packed layers in a graph that one call can stand for."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = dict(zip(placeholders, inputs, strict=True))
+    sites: list[Site] = []
+    for group in _groups(gm.graph, lambda n: owner(values.get(n))):
+        # A layer's columns end where the next one's panel starts.
+        panel = _PANEL[group[0].format]
+        group = sorted(group, key=lambda p: p.columns % panel != 0)
+        if any(p.columns % panel for p in group[:-1]) or not _private(group, gm.graph, effects):
+            continue
+        site = _site(group)
+        order = {n: i for i, n in enumerate(gm.graph.nodes)}
+        if not effects.disturbed(site.region, site.inputs, order) and lay([p.layer for p in group]):
+            sites.append(site)
+    return sites
+
+
+def _groups(graph: fx.Graph, owner: Callable[[Node | None], Any]) -> Iterator[list[Part]]:
+    """Calls of packed layers with one input, between which stands no other layer."""
+    group: list[Part] = []
+    for node in graph.nodes:
+        part = _part(node, owner)
+        if part is None and op_name(node) not in LEFT_OPERAND and node.target is not filled:
+            continue
+        if part is not None and group and part.kind == group[0].kind and _fits(part, group):
+            group.append(part)
+            continue
+        if len(group) > 1:
+            yield group
+        group = [] if part is None else [part]
+    if len(group) > 1:
+        yield group
+
+
+def _fits(part: Part, group: list[Part]) -> bool:
+    """Whether one call can stand where the group's first does: nothing that this part reads comes later."""
+    first = group[0].node
+    known = all(n is None or n.op == "placeholder" or n < first for n in part.tensors.values())
+    return known and all(p.layer is not part.layer for p in group)
+
+
+def _part(node: Node, owner: Callable[[Node | None], Any]) -> Part | None:
+    if node.target is not filled or not isinstance(node.args[4], Node):
+        return None
+    kernel, _, _, _, x, weight, *rest = node.args
+    layer = owner(weight if isinstance(weight, Node) else None)
+    if layer is None or not isinstance(x, Node):
+        return None
+    if kernel is torch.ops.opsmith.packed_linear.default:
+        scale, zero, bias = rest[:3]
+    elif kernel is torch.ops.opsmith.linear_packed.default and rest[1:] == [None, 0]:
+        scale, zero, bias = None, None, rest[0]
+    else:
+        return None
+    tensors: Any = {"weight": weight, "scale": scale, "zero": zero, "bias": bias}
+    return Part(node, x, tensors, layer.format, layer.group_size, layer)
+
+
+def _source(x: Node) -> Node:
+    """What rows are the rows of: each layer may have made its own view of them."""
+    while op_name(x) in ("aten::view", "aten::reshape") and isinstance(x.args[0], Node):
+        if shape_of(x.args[0])[-1:] != shape_of(x)[-1:]:
+            break
+        x = x.args[0]
+    return x
+
+
+def _private(group: list[Part], graph: fx.Graph, effects: Effects) -> bool:
+    """Whether results can be columns of a larger one: none is returned, changed, or read by its strides."""
+    memory = {effects.memory[p.node] for p in group if p.node in effects.memory}
+    returned = {effects.memory.get(n) for o in graph.nodes if o.op == "output" for n in o.all_input_nodes}
+    by_strides = any(
+        op_name(n) == "aten::as_strided" and effects.memory.get(n) in memory for n in graph.nodes
+    )
+    return len(memory) == len(group) and not by_strides and not memory & (returned | effects.changed)
+
+
+def _site(group: list[Part]) -> Site:
+    call: dict[str, Any] = {"x": min(p.x for p in group)}
+    for name, axis in _AXIS.items():
+        parts = [p.tensors[name] for p in group]
+        if all(t is None for t in parts):
+            call[name] = None
+            continue
+        own = [p.columns if t is None else t for p, t in zip(group, parts, strict=True)]
+        first = next(t for t in parts if t is not None)
+        axis = len(shape_of(first)) - 2 if name == "weight" else axis
+        call[name] = Made(joined, (axis, *own), ())
+    columns = tuple(p.columns for p in group)
+    call |= {"format": group[0].format, "group_size": group[0].group_size, "columns": columns}
+    nodes = tuple(p.node for p in group)
+    pattern = f"{len(group)} layers of one input"
+    return Site(_CARD, pattern, call, nodes, set(nodes), columns=columns)
+
+
+def packed_linears(x: torch.Tensor, *args: Any, columns: tuple[int, ...], **options: Any) -> torch.Tensor:
+    return packed_linear(x, *args, **options)
+
+
+def _at_once(x: torch.Tensor, *args: Any, columns: tuple[int, ...], **options: Any) -> torch.Tensor:
+    """One call for all layers."""
+    return _native.fn(x, *args, **options)  # type: ignore[no-any-return]
+
+
+def _apart(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    columns: tuple[int, ...],
+    out: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """A call for each layer, into its columns of the result."""
+    y = x.new_empty((*x.shape[:-1], sum(columns))) if out is None else out
+    axis, start = weight.dim() - 2, 0
+    for n in columns:
+        end = start + n
+        own = [None if t is None else t[..., start:end] for t in (scale, zero, bias)]
+        rows = weight.narrow(axis, start, weight.shape[axis] - start if end == y.shape[-1] else n)
+        _native.fn(x, rows, *own, **options, out=y[..., start:end])
+        start = end
+    return y
+
+
+def _supports(*args: Any, columns: tuple[int, ...], **options: Any) -> bool | str:
+    return _native.supports(*args, **options)
+
+
+def in_float64(node: Node, operand: Callable[[Node], Any]) -> torch.Tensor:
+    """The result of a packed layer's call, each weight as it was rounded, all else in float64."""
+    kernel, _, _, _, *args = node.args
+    x, weight, *rest = [operand(a) if isinstance(a, Node) else a for a in args]
+    if kernel is torch.ops.opsmith.linear_packed.default:
+        return CARD.reference(x, weight, bias=rest[0], format="bf16")  # type: ignore[no-any-return]
+    scale, zero, bias, bits, group_size, dynamic = rest
+    format = "int4" if bits == 4 else "int8_dynamic" if dynamic else "int8"
+    return CARD.reference(x, weight, scale, zero, bias, format=format, group_size=group_size)  # type: ignore[no-any-return]
+
+
+_native = CARD.implementation("native")
+_CARD: Operator = replace(
+    CARD,
+    function=packed_linears,
+    implementations=[
+        Implementation("native", _at_once, "cpu", _supports, takes_out=True),
+        Implementation("eager", _apart, takes_out=True),  # what the model does by itself
+    ],
+)

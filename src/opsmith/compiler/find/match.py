@@ -1,0 +1,342 @@
+"""Matching a term against a card's pattern: variables bind to terms, marked constants to numbers.
+
+Both sides are in normal form, so matching is structural: polynomials monomial by monomial (in any order, with
+backtracking), functions by name. The mismatch that came closest is kept, for the report of near misses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from torch.fx import Node
+
+from opsmith.compiler.algebra.pieces import Piece
+from opsmith.compiler.algebra.terms import Atom, Mono, Poly, Space
+from opsmith.compiler.algebra.views import inverse, permute
+from opsmith.compiler.find.template import Template, Var
+
+Binding = dict[str, "Poly | float"]
+RTOL = (
+    2e-5  # constants written with six digits are the same constant; an unbiased variance is not a biased one
+)
+
+
+@dataclass
+class Mismatch:
+    """The closest failure so far: how far the matching came, what it wanted and what stood there."""
+
+    score: int = -1
+    expected: Poly | Atom | str = ""
+    got: Poly | Atom | str = ""
+    at: Poly | Atom | Node | None = None
+
+    def texts(self) -> tuple[str, str]:
+        """What was wanted and what stood there, as people read it: most mismatches are never reported."""
+        expected, got = (v if isinstance(v, str) else show(v) for v in (self.expected, self.got))
+        return expected, got
+
+
+@dataclass
+class Matcher:
+    """One attempt to read a term as a template."""
+
+    space: Space
+    template: Template
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    level: int = 0  # how deep in the pattern the matching stands: a failure further in came closer
+    blocks: dict[Piece, Piece] = field(
+        default_factory=dict
+    )  # the pattern's blocks of the last axis: the term's
+
+    def match(self, term: Poly, known: Binding | None = None) -> Binding | None:
+        """The bindings under which the template equals `term`, or None (then `mismatch` says where they part)."""
+        return self._poly(self.template.term, term, dict(known or {}))
+
+    def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom) -> None:
+        score = 4 * len(env) + self.level
+        if score > self.mismatch.score:
+            self.mismatch = Mismatch(score, expected, got, got)
+
+    def _variable(self, poly: Poly) -> str | None:
+        atom = poly.atom
+        return atom.leaf.name if atom is not None and isinstance(atom.leaf, Var) else None
+
+    def _bind(self, env: Binding, name: str, value: Poly | float, at: Poly | Atom) -> Binding | None:
+        bound = env.get(name)
+        if bound is None:
+            return {**env, name: value}
+        same = bound is value or (
+            isinstance(bound, float) and isinstance(value, float) and math.isclose(bound, value, rel_tol=RTOL)
+        )
+        if not same:
+            text = show(bound) if isinstance(bound, Poly) else f"{bound:g}"
+            self._fail(env, f"{name} = {text} again", at)
+            return None
+        return env
+
+    def _poly(self, p: Poly, t: Poly, env: Binding) -> Binding | None:
+        name = self._variable(p)
+        if name is not None:
+            return self._bind(env, name, t, t)
+        negative = self._variable_mono(p.terms[0][0]) if len(p.terms) == 1 and p.terms[0][1] == -1 else None
+        if negative is not None and len(t.terms) > 1:
+            return self._bind(env, negative, self.space.scale(t, -1), t)
+        # The most particular monomials first; a bare variable may take all that the others leave.
+        order = sorted(p.terms, key=lambda m: (self._variable_mono(m[0]) is not None, -len(m[0].factors)))
+        last = self._variable_mono(order[-1][0]) if order else None
+        absorbs = last is not None and order[-1][1] == 1.0
+        if len(t.terms) < len(p.terms) or (len(t.terms) > len(p.terms) and not absorbs):
+            if p is not self.template.term:  # another number of terms altogether is not a near miss
+                self._fail(env, p, t)
+            return None
+        return self._monos(order, list(t.terms), env, absorbs, t)
+
+    def _variable_mono(self, mono: Mono) -> str | None:
+        ok = mono.expo is None and len(mono.factors) == 1 and mono.factors[0][1] == 1
+        leaf = mono.factors[0][0].leaf if ok else None
+        return leaf.name if isinstance(leaf, Var) else None
+
+    def _monos(
+        self,
+        todo: list[tuple[Mono, float]],
+        left: list[tuple[Mono, float]],
+        env: Binding,
+        absorbs: bool,
+        whole: Poly,
+    ) -> Binding | None:
+        if not todo:
+            return env if not left else None
+        (pm, pc), *rest = todo
+        if not rest and absorbs:
+            name = self._variable_mono(pm)
+            assert name is not None
+            return self._bind(env, name, self.space._poly(dict(left)), whole)
+        for i, (tm, tc) in enumerate(left):
+            found = self._mono(pm, pc, tm, tc, env)
+            if found is not None:
+                done = self._monos(rest, left[:i] + left[i + 1 :], found, absorbs, whole)
+                if done is not None:
+                    return done
+        return None
+
+    def _mono(self, pm: Mono, pc: float, tm: Mono, tc: float, env: Binding) -> Binding | None:
+        term = self.space._poly({tm: tc})
+        hole = next(
+            (n for n, v in self.template.holes.items() if math.isclose(abs(pc), v, rel_tol=1e-9)), None
+        )
+        if hole is not None:
+            bound = self._bind(env, hole, tc if pc > 0 else -tc, term)
+            if bound is None:
+                return None
+            env = bound
+        elif not math.isclose(pc, tc, rel_tol=RTOL):
+            if len(pm.factors) == len(tm.factors) and (pm.expo is None) == (tm.expo is None):
+                self._fail(env, f"the coefficient {pc:.6g} of {show(self.space._poly({pm: pc}))}", term)
+            return None
+        if (pm.expo is None) != (tm.expo is None) or len(pm.factors) != len(tm.factors):
+            self._fail(env, self.space._poly({pm: pc}), term)
+            return None
+        todo = sorted(pm.factors, key=lambda f: isinstance(f[0].leaf, Var))
+        found = self._factors(todo, list(tm.factors), env)
+        if found is None or pm.expo is None or tm.expo is None:
+            return found
+        self.level += 1
+        try:
+            return self._poly(pm.expo, tm.expo, found)
+        finally:
+            self.level -= 1
+
+    def _factors(
+        self, todo: list[tuple[Atom, float]], left: list[tuple[Atom, float]], env: Binding
+    ) -> Binding | None:
+        if not todo:
+            return env
+        (pa, pp), *rest = todo
+        for i, (ta, tp) in enumerate(left):
+            if not math.isclose(pp, tp, rel_tol=RTOL):
+                if pa.name == ta.name and pa.leaf is None:
+                    self._fail(env, f"the power {pp:g} of {show(pa)}", ta)
+                continue
+            found = self._atom(pa, ta, env)
+            if found is not None:
+                done = self._factors(rest, left[:i] + left[i + 1 :], found)
+                if done is not None:
+                    return done
+        return None
+
+    def _atom(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
+        if isinstance(p.leaf, Var):
+            return self._bind(env, p.leaf.name, self.space.from_atom(t), t)
+        if p is t:
+            return env
+        if p.name == "permute" and t.name != "permute" and self._may_transpose(p, t):
+            # The model keeps the matrix the other way round (a Conv1D): the variable is its transpose.
+            return self._poly(p.args[0], permute(self.space, self.space.from_atom(t), inverse(p.attrs)), env)
+        if p.name != t.name or len(p.args) != len(t.args) or p.leaf is not None:
+            self._fail(env, p, t)
+            return None
+        if p.name == "permute":
+            return self._permuted(p, t, env)
+        if p.name == "join":
+            return self._joined(p, t, env)
+        agreed = self._attrs(p, t, env)
+        if agreed is None:
+            self._fail(env, p, t)
+            return None
+        env = agreed
+        self.level += 1
+        try:
+            found = self._arguments(p, t.args, env)
+            if found is None and p.name == "larger":  # whichever of the two is named first
+                return self._arguments(p, t.args[::-1], env)
+            if found is None and p.name == "where" and self._variable(p.args[0]) is not None:
+                condition, first, second = t.args
+                opposite = self.space.fn("not", (condition,), condition.shape)
+                return self._arguments(p, (opposite, second, first), env)
+            return found
+        finally:
+            self.level -= 1
+
+    def _arguments(self, p: Atom, arguments: Sequence[Poly], env: Binding) -> Binding | None:
+        for pa, ta in zip(p.args, arguments, strict=True):
+            found = self._poly(pa, ta, env)
+            if found is None:
+                return None
+            env = found
+        return env
+
+    def _attrs(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
+        """Settings agree, or stand where the pattern has a marked constant."""
+        if p.name == "reshape":
+            return env
+        if len(p.attrs) != len(t.attrs):
+            return None
+        for wanted, got in zip(p.attrs, t.attrs, strict=True):
+            hole = next((n for n, v in self.template.holes.items() if v == wanted), None)
+            if hole is not None and isinstance(got, int | float):
+                bound = self._bind(env, hole, got, t)
+                if bound is None:
+                    return None
+                env = bound
+            elif (self.blocks.get(wanted, wanted) if p.name == "take" else wanted) != got:
+                return None
+        return env
+
+    def _joined(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
+        """Two joins of as many pieces, piece by piece."""
+        (kind, sizes), (other, lengths) = p.attrs, t.attrs
+        if kind != other:
+            self._fail(env, p, t)
+            return None
+        before = self.blocks
+        if kind == "cat":
+            starts, begins = (list(accumulate(n, initial=0)) for n in (sizes, lengths))
+            self.blocks = {
+                ("block", starts[i], sizes[i]): ("block", begins[i], lengths[i]) for i in range(len(sizes))
+            }
+        try:
+            for wanted, got in zip(p.args, t.args, strict=True):
+                found = self._piece(wanted, got, env)
+                if found is None:
+                    return None
+                env = found
+            return env
+        finally:
+            self.blocks = before
+
+    def _piece(self, p: Poly, t: Poly, env: Binding) -> Binding | None:
+        """A sum of pieces of the main input times variables: each variable is all that stands with its piece."""
+        factors = [f for f in (self._coefficient(mono, coef) for mono, coef in p.terms) if f is not None]
+        if len(factors) != len(p.terms):
+            return self._poly(p, t, env)
+        left = dict(t.terms)
+        for wanted, sign, variable in factors:
+            rest: dict[Mono, float] = {}
+            for mono, coef in list(left.items()):
+                main = [a for a, power in mono.factors if power == 1 and self._is_piece(wanted, a, env)]
+                if len(main) == 1:
+                    others = tuple(f for f in mono.factors if f[0] is not main[0])
+                    rest[self.space.monomial(others, mono.expo).terms[0][0]] = sign * coef
+                    del left[mono]
+            if not rest:
+                self._fail(env, self.space.from_atom(wanted), t)
+                return None
+            found = self._poly(self.space.from_atom(variable), self.space._poly(rest), env)
+            if found is None:
+                return None
+            env = found
+        if left:
+            self._fail(env, p, t)
+            return None
+        return env
+
+    def _coefficient(self, mono: Mono, coef: float) -> tuple[Atom, float, Atom] | None:
+        """A monomial of the pattern as (piece of the main input, sign, what it is multiplied by)."""
+        if mono.expo is not None or abs(coef) != 1 or [p for _, p in mono.factors] != [1, 1]:
+            return None
+        (a, _), (b, _) = mono.factors
+        main = self.template.variables[0]
+        if _whole(a) == main:
+            return a, coef, b
+        return (b, coef, a) if _whole(b) == main else None
+
+    def _is_piece(self, p: Atom, t: Atom, env: Binding) -> bool:
+        """True when `t` is the piece of the main input that `p` is in the pattern."""
+        if p.name != "take":
+            return env.get(self.template.variables[0]) is self.space.from_atom(t)
+        inner, other = p.args[0].atom, t.args[0].atom if t.name == "take" else None
+        if inner is None or other is None:
+            return False
+        return self.blocks.get(p.attrs[0], p.attrs[0]) == t.attrs[0] and self._is_piece(inner, other, env)
+
+    def _may_transpose(self, p: Atom, t: Atom) -> bool:
+        """True for a matrix that need not reach the operator in the layout of other inputs."""
+        name = self._variable(p.args[0])
+        return (
+            name is not None
+            and name not in self.template.pattern.aligned
+            and len(t.shape) == len(p.attrs) == 2
+        )
+
+    def _permuted(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
+        """A pattern's transposed variable against any permutation: the variable takes the remaining permutation."""
+        if len(p.attrs) != len(t.attrs):
+            self._fail(env, p, t)
+            return None
+        undo = inverse(p.attrs)
+        rest = tuple(t.attrs[i] for i in undo)
+        return self._poly(p.args[0], permute(self.space, t.args[0], rest), env)
+
+
+def _whole(atom: Atom) -> str | None:
+    """The variable that an atom is a piece of."""
+    while atom.name == "take" and atom.args[0].atom is not None:
+        atom = atom.args[0].atom
+    return atom.leaf.name if isinstance(atom.leaf, Var) else None
+
+
+def show(term: Poly | Atom, depth: int = 0) -> str:
+    """A term as a person writes it, cut short where it is deep."""
+    if isinstance(term, Atom):
+        if isinstance(term.leaf, Var):
+            return term.leaf.name
+        if term.leaf is not None:
+            return term.leaf.name if isinstance(term.leaf, Node) else str(term.leaf)
+        if depth > 3:
+            return f"{term.name}(...)"
+        inner = ", ".join([show(a, depth + 1) for a in term.args] + [str(a) for a in term.attrs])
+        return f"({inner})" if term.name == "base" else f"{term.name}({inner})"
+    if not term.terms:
+        return "0"
+    parts = []
+    for mono, coef in term.terms[:6]:
+        factors = [show(a, depth + 1) + ("" if p == 1 else f"^{p:g}") for a, p in mono.factors]
+        if mono.expo is not None:
+            factors.append(f"exp({show(mono.expo, depth + 1)})")
+        if coef != 1 or not factors:
+            factors.insert(0, f"{coef:.6g}")
+        parts.append("*".join(factors))
+    return " + ".join(parts) + (" + ..." if len(term.terms) > 6 else "")

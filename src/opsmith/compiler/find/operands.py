@@ -1,0 +1,183 @@
+"""The inputs of a site: nodes of the graph, or small things made of them (a transpose, an inverted mask)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from opsmith.compiler.algebra import pieces
+from opsmith.compiler.algebra.canon import Canon, arguments, op_name, shape_of
+from opsmith.compiler.algebra.terms import Atom, Poly, Shape
+
+
+@dataclass(frozen=True)
+class Made:
+    """An ATen call on operands that the model does not contain and the plan inserts."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    shape: Shape
+
+
+Operand = Node | Made
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """The graph nodes an operand is made of."""
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, Made):
+        for arg in value.args:
+            yield from nodes_in(arg)
+
+
+def shape_of_operand(value: Operand) -> Shape:
+    """The sizes of an operand."""
+    return shape_of(value) if isinstance(value, Node) else value.shape
+
+
+def evaluate(value: Any, env: Callable[[Node], Any]) -> Any:
+    """The value of an operand, given the values of nodes."""
+    if isinstance(value, Node):
+        return env(value)
+    if isinstance(value, Made):
+        return value.target(*[evaluate(a, env) for a in value.args])
+    return value
+
+
+def insert(value: Any, graph: fx.Graph, env: Callable[[Node], Node], at: Node, made: dict[str, Node]) -> Any:
+    """The operand as a node of `graph` before `at`: one that was `made` for another site, or a new one."""
+    if isinstance(value, Node):
+        return env(value)
+    if isinstance(value, Made):
+        known = made.get(repr(value))
+        if known is None or not known < at:
+            args = tuple(insert(a, graph, env, at, made) for a in value.args)
+            known = made[repr(value)] = graph.call_function(value.target, args)
+        return known
+    return value
+
+
+def materialize(poly: Poly, canon: Canon, root: Node) -> Operand | None:
+    """The node that computes a term, or the call that would; None where that would take arithmetic."""
+    nodes = canon.nodes.get(poly)
+    if nodes:
+        dtype = root.meta["val"].dtype
+        same = [n for n in nodes if _dtype(n) == dtype]
+        return min(same or nodes)
+    atom = poly.atom
+    if atom is None:
+        return _sum(poly, canon, root)
+    if isinstance(atom.leaf, Node):
+        return atom.leaf
+    return _made(atom, canon, root)
+
+
+def _dtype(node: Node) -> Any:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _sum(poly: Poly, canon: Canon, root: Node) -> Operand | None:
+    """Several additive masks as their sum."""
+    total: Operand | None = None
+    for mono, coef in poly.terms:
+        if coef != 1.0 or mono.expo is not None or len(mono.factors) != 1 or mono.factors[0][1] != 1:
+            return None
+        part = materialize(canon.space.from_atom(mono.factors[0][0]), canon, root)
+        if part is None:
+            return None
+        total = part if total is None else Made(torch.ops.aten.add.Tensor, (total, part), poly.shape)
+    return total
+
+
+def _made(atom: Atom, canon: Canon, root: Node) -> Operand | None:
+    inner = materialize(atom.args[0], canon, root) if atom.args else None
+    if inner is None:
+        return None
+    if atom.name == "permute":
+        return Made(torch.ops.aten.permute.default, (inner, list(atom.attrs)), atom.shape)
+    if atom.name == "not":
+        return Made(torch.ops.aten.logical_not.default, (inner,), atom.shape)
+    if atom.name in ("fill", "keep"):
+        fill = atom.attrs[0] if atom.attrs else float("-inf")
+        return Made(torch.ops.aten.where.Scalar, (inner, 0.0, fill), atom.shape)
+    return None
+
+
+def of_wider(poly: Poly, canon: Canon, root: Node) -> Operand | None:
+    """A term that stands in a node as each of two equal halves, as every second element, or as a complex part."""
+    if not poly.shape or not isinstance(poly.shape[-1], int):
+        return None
+    size = poly.shape[-1]
+    dtype = root.meta["val"].dtype
+    found: list[tuple[bool, Node, Callable[[Node], Operand]]] = []
+    for term, nodes in canon.nodes.items():
+        for node in nodes:
+            make = _part_of(poly, term, node, size, canon)
+            if make is not None:
+                found.append((_dtype(node) != dtype, node, make))
+    if not found:
+        return None
+    _, node, make = min(found, key=lambda f: f[:2])
+    return make(node)
+
+
+def _part_of(poly: Poly, term: Poly, node: Node, size: int, canon: Canon) -> Callable[[Node], Operand] | None:
+    s, shape = canon.space, shape_of(node)
+    if not shape or shape[-1] not in (size, 2 * size):
+        return None
+    narrow = (*shape[:-1], size)
+    if node.meta["val"].is_complex():
+        for i, part in enumerate(pieces.parts(s, term)):
+            if part is poly:
+                pair = partial(Made, torch.ops.aten.view_as_real.default, shape=(*shape, 2))
+                return lambda n: _dense(Made(torch.ops.aten.select.int, (pair(args=(n,)), -1, i), shape))
+        return None
+    wide = 2 * size
+    if shape[-1] != wide or not term.shape or term.shape[-1] != wide:
+        return None
+    if all(pieces.take(s, term, ("block", i * size, size), wide) is poly for i in range(2)):
+        return lambda n: Made(torch.ops.aten.slice.Tensor, (n, -1, 0, size), narrow)
+    if all(pieces.take(s, term, ("turn", i, 2), wide) is poly for i in range(2)):
+        return lambda n: _dense(Made(torch.ops.aten.slice.Tensor, (n, -1, 0, wide, 2), narrow))
+    return None
+
+
+def _dense(value: Made) -> Made:
+    """A copy without gaps, which the plan makes once for all that read it."""
+    return Made(torch.ops.aten.contiguous.default, (value,), value.shape)
+
+
+# Calls that leave every axis but the last ones as it is.
+_LAST_AXIS = (
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.view_as_real.default,
+    torch.ops.aten.contiguous.default,
+)
+
+
+def without_axis(value: Operand, axis: int) -> Operand | None:
+    """The operand without an axis of size one; None where its size is another. Below zero there is no such axis."""
+    shape = shape_of_operand(value)
+    if axis < 0:
+        return value
+    if not isinstance(shape[axis], int) or shape[axis] != 1:
+        return None
+    rest = (*shape[:axis], *shape[axis + 1 :])
+    if isinstance(value, Node):
+        if op_name(value) == "aten::unsqueeze" and int(arguments(value)["dim"]) % len(shape) == axis:
+            source = value.args[0]
+            assert isinstance(source, Node)
+            return source
+    elif value.target in _LAST_AXIS:
+        inner = without_axis(value.args[0], axis)
+        return None if inner is None else Made(value.target, (inner, *value.args[1:]), rest)
+    return Made(torch.ops.aten.squeeze.dim, (value, axis), rest)

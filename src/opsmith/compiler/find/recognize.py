@@ -1,0 +1,382 @@
+"""Which operators a graph contains: every site found, and every near miss with the node that differed.
+
+A site is a root node whose term equals a card's pattern, with the pattern's variables bound to nodes of the
+graph. Later roots come first, so attention is found before the softmax inside it; what a site has explained is
+not explained again. Sites then grow by what their operators can take in: a norm the residual addition before
+it, a linear layer the activation behind it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from opsmith.compiler.algebra.canon import Canon, arguments, op_name, shape_of
+from opsmith.compiler.algebra.pieces import lower
+from opsmith.compiler.algebra.terms import Atom, Poly, Space
+from opsmith.compiler.algebra.triggers import TRIGGERS
+from opsmith.compiler.algebra.views import inverse
+from opsmith.compiler.capture.mutation import effects
+from opsmith.compiler.find.growth import grow
+from opsmith.compiler.find.match import Binding, Matcher, Mismatch
+from opsmith.compiler.find.operands import Made, Operand, materialize, nodes_in, of_wider, without_axis
+from opsmith.compiler.find.site import Site, ancestors, between, check, cuts, where
+from opsmith.compiler.find.template import Template, function_names
+from opsmith.operator import Operator
+
+MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
+LEFT_OPERAND = {
+    "aten::linear": 0,
+    "aten::matmul": 0,
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+}
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Something that looked like an operator and is not one."""
+
+    operator: str
+    node: str
+    expected: str
+    got: str
+    at: str
+    where: str
+
+    def __str__(self) -> str:
+        found = f"found {self.got} at {self.at} {self.where}".strip()
+        return f"{self.operator} at {self.node}: expected {self.expected}, {found}"
+
+
+@dataclass
+class Recognition:
+    """What was found in a graph, in graph order, and what came close."""
+
+    sites: list[Site] = field(default_factory=list)
+    apart: list[Site] = field(default_factory=list)  # the same before they grew: each operator by itself
+    misses: list[Miss] = field(default_factory=list)
+
+
+def recognize(graph: fx.Graph, cards: Iterable[Operator]) -> Recognition:
+    """Find every site of the cards' operators in a traced and tidied graph."""
+    finder = _Finder(graph, list(cards))
+    return finder.run()
+
+
+class _Finder:
+    def __init__(self, graph: fx.Graph, cards: list[Operator]):
+        self.graph = graph
+        self.space = Space()
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.cards = {card.name: card for card in cards}
+        self.effects = effects(graph)
+        self.opaque = self.effects.opaque()
+        cards = sorted(cards, key=_is_ours)
+        templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
+        # The richest pattern first: attention before softmax, an affine norm before a plain one. Of two alike, that of
+        # an operator that somebody has added to ours.
+        self.templates = sorted(templates, key=lambda t: (-len(t.names), -_size(t.term), -len(t.variables)))
+        self.consumed: set[Node] = set()
+        self.names: dict[Poly, set[str]] = {}  # of the functions in a term
+        self.near: dict[Node, tuple[tuple[int, int], Template, Mismatch, Canon]] = {}
+
+    def run(self) -> Recognition:
+        result = Recognition()
+        for node in reversed(list(self.graph.nodes)):
+            if node in self.consumed or not _may_be_root(node):
+                continue
+            site = self._site(node)
+            if site is not None:
+                result.sites.append(site)
+                self.consumed |= site.region
+        result.sites.reverse()
+        result.misses = self._misses(result.sites)
+        result.apart = [replace(site) for site in result.sites]  # growing changes the sites themselves
+        result.sites = grow(result.sites, self.cards, self._disturbed)
+        return result
+
+    def _site(self, root: Node) -> Site | None:
+        region = ancestors(root, self.consumed)
+        ops = {op_name(n).removeprefix("aten::") for n in region}
+        plain: dict[frozenset[str], Canon] = {}
+        cut: dict[frozenset[str], dict[Node, Canon]] = {}
+        for template in self.templates:
+            if any(not (TRIGGERS[n] & ops) for n in template.names if n in TRIGGERS):
+                continue
+            keeps = template.pattern.keeps
+            if keeps not in plain:
+                plain[keeps] = Canon(self.space, None, root, self.opaque, keeps)
+            if template.cut is None:
+                site = self._try(template, plain[keeps], root, {})
+                if site is not None:
+                    return site
+                continue
+            if keeps not in cut:
+                cut[keeps] = {n: plain[keeps].without(n) for n in cuts(root, region)}
+            for candidate, canon in cut[keeps].items():
+                site = self._try(template, canon, root, {template.cut: canon(candidate)})
+                if site is not None:
+                    return site
+        return self._shallow(root, region, plain.get(frozenset()))
+
+    def _shallow(self, root: Node, region: set[Node], plain: Canon | None) -> Site | None:
+        """A matmul whose left operand is taken as it is: a scale on it belongs to what computed it."""
+        for node in (root, *(n for n in root.all_input_nodes if n in region)):
+            position = LEFT_OPERAND.get(op_name(node))
+            left = node.args[position] if position is not None else None
+            if not isinstance(left, Node):
+                continue
+            plain = plain or Canon(self.space, None, root, self.opaque)
+            canon = plain.without(left)
+            for template in self.templates:
+                if "matmul" in template.names and "exp" not in template.names:
+                    site = self._try(template, canon, root, {})
+                    if site is not None:
+                        return site
+        return None
+
+    def _try(self, template: Template, canon: Canon, root: Node, known: Binding) -> Site | None:
+        term = canon(root)
+        if "join" in template.names:
+            term = lower(self.space, term, shape_of(root))
+        # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
+        if term not in self.names:
+            self.names[term] = function_names(term)
+        if not template.names - {"permute"} <= self.names[term]:
+            return None
+        matcher = Matcher(self.space, template)
+        binding = matcher.match(term, known)
+        problem: Mismatch | None = matcher.mismatch
+        if binding is not None:
+            outcome = self._bind(template, canon, root, binding)
+            if isinstance(outcome, Site):
+                return outcome
+            problem = Mismatch(4 * len(binding) + 100, *outcome)
+        if problem is not None and problem.score >= 0 and self._written_out(template, root, known):
+            best = self.near.get(root)
+            rank = (
+                len(template.names),
+                problem.score,
+            )  # attention that failed says more than a matmul that did
+            if best is None or rank > best[0]:
+                self.near[root] = (rank, template, problem, canon)
+        return None
+
+    def _written_out(self, template: Template, root: Node, known: Binding) -> bool:
+        """True where enough calls stand between the input and the root to be an operator that came out otherwise."""
+        return template.cut is None or len(between(root, _cut_nodes(known), MIN_COMPOSITE)) >= MIN_COMPOSITE
+
+    def _bind(
+        self, template: Template, canon: Canon, root: Node, binding: Binding
+    ) -> Site | tuple[str, str, Any]:
+        """The site, or (expected, got, where) of the reason why the operator can't stand here."""
+        call: dict[str, Any] = dict(template.pattern.fixed)
+        layouts: dict[str, tuple[int, ...]] = {}
+        already: dict[str, float] = {}
+        for name, value in binding.items():
+            if isinstance(value, int | float):
+                call[name] = value
+                continue
+            operand = materialize(value, canon, root)
+            if operand is None and name in template.pattern.shared:
+                operand = of_wider(value, canon, root)
+            number = template.pattern.multiplies.get(name, "")
+            factor = binding.get(number)
+            if operand is None and isinstance(factor, float):
+                operand = materialize(self.space.scale(value, factor), canon, root)
+                already |= {number: 1.0} if operand is not None else {}
+            if operand is None:
+                return (f"{name} as a value of the graph", "an expression no node computes", value)
+            call[name] = operand
+            if name in template.pattern.aligned:
+                layout = _layout(value)
+                if layout is not None:
+                    layouts[name] = layout
+        if len(set(layouts.values())) > 1:
+            text = ", ".join(f"{n}: {p}" for n, p in layouts.items())
+            return ("inputs in one layout", f"axes permuted as {text}", root)
+        call |= already
+        used: set[str] = set()
+        for name, follows in template.pattern.numbers.items():
+            of = inspect.signature(follows).parameters
+            call[name] = follows(*(binding[n] for n in of))
+            used |= set(of)
+        call = {name: value for name, value in call.items() if name not in used}
+        for name in template.pattern.repeats:
+            call[name] = _unrepeated(call[name])
+        ranks = {n: len(s) for n, s in template.pattern.inputs.items() if isinstance(s, tuple)}
+        after: tuple[Any, ...] = ()
+        main = template.variables[0]
+        if len(_shape(call[main])) == ranks[main] - 1 and template.pattern.aligned:
+            call = {n: _unsqueeze(v) if n in ranks else v for n, v in call.items()}
+            after = ((torch.ops.aten.squeeze.dim, (0,)),)
+        for name, convert in template.pattern.converted.items():
+            call[name] = Made(convert, (call[name],), _shape(call[name]))
+        for name, (source, times) in template.pattern.sizes.items():
+            call[name] = times * _shape(call[source])[-1]
+        rank = len(_shape(call[main]))
+        refusal = ("inputs that the operator can be called with", "other shapes")
+        for layout in [p for p in template.pattern.layouts if len(p) == rank] or [tuple(range(rank))]:
+            arranged = _arranged(call, main, layout, template.pattern.shared)
+            if arranged is None:
+                continue
+            region = between(root, [n for v in arranged.values() for n in nodes_in(v)])
+            undo = (
+                ()
+                if layout == tuple(range(rank))
+                else ((torch.ops.aten.permute.default, (inverse(layout),)),)
+            )
+            site = Site(template.card, template.pattern.name, arranged, (root,), region, after + undo)
+            if self._disturbed(site):
+                refusal = ("values that stay as they are", "one changed in place")
+                continue
+            problem = check(site)
+            if problem is None:
+                return site
+            refusal = problem
+        return (*refusal, root)
+
+    def _disturbed(self, site: Site) -> bool:
+        """True when a change in place stands between what the site reads and where its call would stand."""
+        return self.effects.disturbed({*site.region, *site.outputs}, site.inputs, self.order)
+
+    def _misses(self, sites: list[Site]) -> list[Miss]:
+        """The near misses that stand outside every site, the closest for each root, inner ones dropped.
+
+        What moves an operator's result about is no second one of its kind.
+        """
+        found = {site.root: site.card for site in sites}
+        misses: list[Miss] = []
+        covered: set[Node] = set(self.consumed)
+        for root in sorted(self.near, key=lambda n: -self.order[n]):
+            _, template, problem, canon = self.near[root]
+            if root in covered:
+                continue
+            at = _node_at(problem.at, canon) or root
+            region = ancestors(root, self.consumed)
+            covered |= region
+            if any(found.get(source) is template.card for n in region for source in n.all_input_nodes):
+                continue
+            misses.append(
+                Miss(template.card.name, root.name, *problem.texts(), at.name, where(at) or where(root))
+            )
+        return misses[::-1]
+
+
+def _is_ours(card: Operator) -> bool:
+    return str(getattr(card.reference, "__module__", "")).startswith("opsmith.")
+
+
+def _cut_nodes(known: Binding) -> list[Node]:
+    atoms = [value.atom for value in known.values() if isinstance(value, Poly)]
+    return [a.leaf for a in atoms if a is not None and isinstance(a.leaf, Node)]
+
+
+def _size(term: Poly) -> int:
+    return sum(len(m.factors) + (_size(m.expo) if m.expo else 0) for m, _ in term.terms)
+
+
+def _may_be_root(node: Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _layout(value: Poly) -> tuple[int, ...] | None:
+    """The permutation through which an input reaches the operator; None where it was computed on the way."""
+    atom = value.atom
+    if (
+        atom is None or 1 in atom.shape[1:-1]
+    ):  # one head, or one token: both orders of the axes are the same memory
+        return None
+    if atom.name == "permute":
+        return tuple(int(i) for i in atom.attrs)
+    known = atom.leaf is not None and isinstance(atom.leaf, Node) and atom.leaf.op == "placeholder"
+    return tuple(range(len(atom.shape))) if known or atom.name == "reshape" else None
+
+
+def _node_at(at: Any, canon: Canon) -> Node | None:
+    if isinstance(at, Node):
+        return at
+    poly = canon.space.from_atom(at) if isinstance(at, Atom) else at
+    if not isinstance(poly, Poly):
+        return None
+    if poly.atom is not None and isinstance(poly.atom.leaf, Node):
+        return poly.atom.leaf
+    found = canon.node_of(poly)
+    if found is not None:
+        return found
+    for mono, _ in poly.terms:
+        for atom, _p in mono.factors:
+            inner = canon.node_of(canon.space.from_atom(atom)) or (
+                atom.leaf if isinstance(atom.leaf, Node) else None
+            )
+            if inner is not None:
+                return inner
+    return None
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    return shape_of(value) if isinstance(value, Node) else value.shape if isinstance(value, Made) else ()
+
+
+def _arranged(
+    call: dict[str, Any], main: str, layout: tuple[int, ...], shared: Mapping[str, int]
+) -> dict[str, Any] | None:
+    """The call with its main input's axes in the operator's order, and the shared inputs without the shared axis."""
+    arranged = dict(call)
+    rank = len(layout)
+    for name, axis in shared.items():
+        value = without_axis(call[name], layout[axis] - rank + len(_shape(call[name])))
+        if value is None:
+            return None
+        arranged[name] = value
+    if layout != tuple(range(rank)):
+        shape = _shape(call[main])
+        permuted = tuple(shape[i] for i in layout)
+        arranged[main] = Made(torch.ops.aten.permute.default, (call[main], list(layout)), permuted)
+    return arranged
+
+
+def _unsqueeze(value: Operand) -> Operand:
+    return Made(torch.ops.aten.unsqueeze.default, (value, 0), (1, *_shape(value)))
+
+
+def _unrepeated(value: Any) -> Any:
+    """The keys or values before they were copied for every query head, where they were."""
+    node = value
+    if not isinstance(node, Node):
+        return value
+    if node.target is torch.ops.aten.to.dtype and len(node.args) == 2:  # of all copies, or of what is copied
+        source = _unrepeated(node.args[0])
+        return value if source is node.args[0] else Made(node.target, (source, node.args[1]), _shape(source))
+    if op_name(node) == "aten::repeat_interleave" and arguments(node).get("dim") in (1, -3):
+        return node.args[0]
+    if op_name(node) not in ("aten::reshape", "aten::view", "aten::_unsafe_view"):
+        return value
+    wide = node.args[0]
+    if isinstance(wide, Node) and op_name(wide) in ("aten::clone", "aten::contiguous"):
+        wide = wide.args[0]
+    if not isinstance(wide, Node) or op_name(wide) != "aten::expand":
+        return value
+    narrow = wide.args[0]
+    assert isinstance(narrow, Node)
+    small, big = shape_of(narrow), shape_of(wide)
+    if len(small) != 5 or small[2] != 1 or (*small[:2], *small[3:]) != (*big[:2], *big[3:]):
+        return value
+    source = narrow.args[0]
+    if (
+        op_name(narrow) == "aten::unsqueeze"
+        and isinstance(source, Node)
+        and shape_of(source) == (*small[:2], *small[3:])
+    ):
+        return source
+    return Made(torch.ops.aten.squeeze.dim, (narrow, 2), (*small[:2], *small[3:]))

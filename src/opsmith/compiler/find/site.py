@@ -1,0 +1,147 @@
+"""An operator found in a graph: what it is called with, what it replaces, and a dry run of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from opsmith.compiler.algebra.canon import BOUNDARIES, dim_of, op_name, shape_of
+from opsmith.compiler.find.operands import Made, nodes_in
+from opsmith.operator import Operator
+
+MAX_REGION = 64
+
+
+@dataclass
+class Site:
+    """One operator found in the graph."""
+
+    card: Operator
+    pattern: str
+    arguments: dict[str, Any]  # the call of the card's function; tensors are Operands
+    outputs: tuple[Node, ...]  # the nodes that the call's results replace
+    region: set[Node]
+    after: tuple[
+        tuple[Callable[..., Any], tuple[Any, ...]], ...
+    ] = ()  # what makes the model's layout of a result: calls on it, with further arguments
+    parts: tuple[Site, ...] = ()  # the sites that this one is made of, which run where they are faster
+    columns: tuple[int, ...] = ()  # how many columns of the one result each output is, where they are that
+
+    @property
+    def root(self) -> Node:
+        """The node whose value is the operator's (first) result."""
+        return self.outputs[0]
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The nodes that the call reads."""
+        return [node for value in self.arguments.values() for node in nodes_in(value)]
+
+    def results(self, result: Any) -> tuple[torch.Tensor, ...]:
+        """A call's results in the model's layout."""
+        results = result if isinstance(result, tuple) else (result,)
+        if self.columns:
+            results = result.split(self.columns, -1)
+        for call, more in self.after:
+            results = tuple(call(r, *more) for r in results)
+        return results
+
+    @property
+    def composite(self) -> bool:
+        """True when the model wrote the operator as several calls."""
+        return len(self.region) > 1
+
+
+def where(node: Node) -> str:
+    """The model's source line of a node, as `file.py:12`, or an empty string."""
+    trace = (node.stack_trace or "").strip().splitlines()
+    for line in reversed(trace):
+        if line.strip().startswith("File "):
+            parts = line.strip().split('"')
+            number = line.split("line ")[1].split(",")[0] if "line " in line else "?"
+            return f"({parts[1].rsplit('/', 1)[-1]}:{number})"
+    return ""
+
+
+def ancestors(root: Node, stop: set[Node]) -> set[Node]:
+    """The call_function nodes that feed the root, up to boundaries, other sites and a size no operator reaches."""
+    region, queue = {root}, [root]
+    while queue and len(region) < MAX_REGION:
+        node = queue.pop(0)
+        if node is not root and op_name(node) in BOUNDARIES:
+            continue
+        for source in node.all_input_nodes:
+            if source not in region and source not in stop and source.op == "call_function":
+                region.add(source)
+                queue.append(source)
+    return region
+
+
+def cuts(root: Node, region: set[Node]) -> list[Node]:
+    """The values that could be the operator's main input: of the root's shape and dtype, nearest first."""
+    shape, dtype = shape_of(root), root.meta["val"].dtype
+    near: dict[Node, None] = {}
+    queue = [root]
+    seen = {root}
+    while queue:
+        node = queue.pop(0)
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            if source in seen or not isinstance(value, torch.Tensor | list | tuple):
+                continue
+            seen.add(source)
+            if isinstance(value, torch.Tensor) and shape_of(source) == shape and value.dtype == dtype:
+                near[source] = None
+            if source in region:
+                queue.append(source)
+    return list(near)
+
+
+def between(root: Node, inputs: Iterable[Node], enough: int | None = None) -> set[Node]:
+    """The nodes from the inputs (excluded) to the root (included); no more than `enough` of them are looked for."""
+    stop, region, queue = set(inputs), {root}, [root]
+    while queue and (enough is None or len(region) < enough):
+        for source in queue.pop().all_input_nodes:
+            if source not in stop and source not in region and source.op == "call_function":
+                region.add(source)
+                queue.append(source)
+    return region
+
+
+def hint(value: Any, known: Mapping[Any, int] | None = None) -> Any:
+    """A value without storage and without symbols, for a dry run of an operator; of symbols what is `known`."""
+    if isinstance(value, Made):
+        return value.target(*[hint(a, known) for a in value.args])
+    if isinstance(value, Node):
+        value = value.meta["val"]
+    if isinstance(value, torch.Tensor):
+        sizes = [_number(d, known) for d in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device="meta")
+    return value
+
+
+def _number(d: Any, known: Mapping[Any, int] | None = None) -> int:
+    if known and isinstance(d, torch.SymInt):
+        size = dim_of(d)
+        size = size if isinstance(size, int) else size.xreplace(known)
+        if isinstance(size, int) or size.is_number:
+            return int(size)
+    return int(d.node.hint) if isinstance(d, torch.SymInt) and d.node.has_hint() else int(d)
+
+
+def check(site: Site) -> tuple[str, str] | None:
+    """A dry run on the operator's own checks: None, or what it expected and what came."""
+    call = {n: hint(v) for n, v in site.arguments.items()}
+    try:
+        result = site.card.function(**call)
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        return ("a call that the operator accepts", str(error).splitlines()[0])
+    for got, node in zip(site.results(result), site.outputs, strict=True):
+        want = hint(node)
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return (f"a result of {want.dtype} {tuple(want.shape)}", f"{got.dtype} {tuple(got.shape)}")
+    return None

@@ -1,0 +1,115 @@
+"""A card's pattern in normal form: traced as the model is traced, with variables for its parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+# Each of these registers its rules.
+from opsmith.compiler.algebra import arithmetic, choices, contractions, layouts, losses, reductions  # noqa: F401
+from opsmith.compiler.algebra.canon import Canon, shape_of
+from opsmith.compiler.algebra.pieces import lower
+from opsmith.compiler.algebra.terms import Poly, Space
+from opsmith.operator import Operator, Pattern
+
+
+@dataclass(frozen=True)
+class Var:
+    """A variable of a pattern."""
+
+    name: str
+
+
+@dataclass
+class Template:
+    """A pattern in normal form."""
+
+    card: Operator
+    pattern: Pattern
+    term: Poly
+    holes: dict[str, float]
+    names: frozenset[str]
+    variables: tuple[str, ...]
+    cut: str | None  # the variable to look for among the root's ancestors; None where that has another shape
+
+    @classmethod
+    def trace(cls, space: Space, card: Operator, pattern: Pattern) -> Template:
+        """Trace the pattern's function as the model is traced, and read it as a term."""
+        holes = {n: float(spec) for n, spec in pattern.inputs.items() if isinstance(spec, int | float)}
+        shapes = tuple((n, spec) for n, spec in pattern.inputs.items() if not isinstance(spec, int | float))
+        graph = _traced(pattern.fn, shapes, tuple(pattern.dtypes.items()), tuple(holes.items()))
+        output = next(n for n in graph.nodes if n.op == "output").args[0]
+        root = output[0] if isinstance(output, list | tuple) else output
+        variables = tuple(name for name, _ in shapes)
+        cut = {}
+        for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), variables, strict=True):
+            cut[node] = space.leaf(Var(name), shape_of(node))
+        term = lower(space, Canon(space, cut, root, keeps=pattern.keeps)(root), shape_of(root))
+        names = frozenset(function_names(term))
+        first = next(n for n in graph.nodes if n.op == "placeholder")
+        other = names & {"matmul", "gather", "nll"} or shape_of(first) != shape_of(root)
+        return cls(card, pattern, term, holes, names, variables, None if other else variables[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(
+    fn: Callable[..., Any],
+    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
+    dtypes: tuple[tuple[str, str], ...],
+    holes: tuple[tuple[str, float], ...],
+) -> fx.Graph:
+    """A pattern's function as a graph; tracing takes longer than reading it, so once in a process."""
+    try:
+        return _traced_at(fn, shapes, dtypes, holes, 1)
+    except RuntimeError:  # what pairs up the elements of an axis takes no odd size
+        return _traced_at(fn, shapes, dtypes, holes, 2)
+
+
+def _traced_at(
+    fn: Callable[..., Any],
+    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
+    dtypes: tuple[tuple[str, str], ...],
+    holes: tuple[tuple[str, float], ...],
+    times: int,
+) -> fx.Graph:
+    sizes: dict[str, int] = {}
+    primes = iter(times * prime for prime in (3, 5, 7, 11, 13, 17, 19, 23))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, spec in shapes:
+        shape = [d if isinstance(d, int) else sizes.setdefault(d, 0) or _size(sizes, d, primes) for d in spec]
+        dtype = {"ids": torch.int64, "bool": torch.bool}.get(dict(dtypes).get(name, ""), torch.float32)
+        tensors[name] = torch.zeros(shape, dtype=dtype)
+
+    def call(*values: torch.Tensor) -> Any:
+        return fn(**dict(zip(tensors, values, strict=True)), **dict(holes))
+
+    return make_fx(call, pre_dispatch=True)(*tensors.values()).graph
+
+
+def _size(sizes: dict[str, int], symbol: str, primes: Any) -> int:
+    sizes[symbol] = next(primes)
+    return sizes[symbol]
+
+
+def function_names(poly: Poly, seen: set[int] | None = None) -> set[str]:
+    """The names of the functions in a term; `exp` when it has an exponential."""
+    seen = set() if seen is None else seen
+    names: set[str] = set()
+    if poly.uid in seen:
+        return names
+    seen.add(poly.uid)
+    for mono, _ in poly.terms:
+        if mono.expo is not None:
+            names |= {"exp"} | function_names(mono.expo, seen)
+        for atom, _power in mono.factors:
+            if atom.leaf is None:
+                names.add(atom.name)
+            for arg in atom.args:
+                names |= function_names(arg, seen)
+    return names

@@ -1,0 +1,1 @@
+"""Rewrites of whole modules, before a model is captured."""

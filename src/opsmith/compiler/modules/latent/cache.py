@@ -1,0 +1,124 @@
+"""A layer of a Hugging Face cache that keeps latent rows in pages. Imported where there is such a cache to adopt.
+
+To the library it is one more `DynamicLayer`: what it is asked for (lengths, keys and values, reordered beams, a crop
+for rejected drafts) it answers in the library's own layout, `[batch, 1, columns, width]`, so that the model as it was
+goes on with the same cache. All layers of one cache share their pages; the first of them speaks for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from opsmith.compiler.modules.latent.pages import Pages
+
+
+class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
+    """One layer's share of the pages; `order` takes the library's order of rope dimensions to ours."""
+
+    def __init__(self, pages: Pages, index: int, kv_lora: int, order: torch.Tensor | None) -> None:
+        self.pages, self.index, self.kv_lora, self.order = pages, index, kv_lora, order
+        self.is_initialized = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pages.caches[self.index].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.pages.device
+
+    def _rows(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        nope, rope = self.pages.read(
+            self.index, self.kv_lora, self.pages.slots_of(self.pages.tables, columns)
+        )
+        if self.order is not None:
+            rope = rope[..., self.order.argsort()]
+        return nope.unsqueeze(1), rope.unsqueeze(1)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The latent rows as the library would have them."""
+        return self._rows(self.pages.columns)[0] if self.pages.columns else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The rotated rows as the library would have them."""
+        return self._rows(self.pages.columns)[1] if self.pages.columns else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to prepare."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The original attention goes on with this cache: its rows are written, and all rows are given back."""
+        expected = (1, self.kv_lora)
+        if (key_states.shape[1], key_states.shape[3]) != expected:
+            raise ValueError(
+                f"latent cache: expected latent rows [batch, 1, columns, {self.kv_lora}], got "
+                f"{tuple(key_states.shape)}: this version of transformers caches keys of heads; call the model with "
+                "a cache of its own"
+            )
+        tokens = key_states.shape[2]
+        step = self.pages.begin(tokens)
+        cache = self.pages.caches[self.index]
+        nope, rope = key_states.flatten(0, 2), value_states.flatten(0, 2)
+        if self.order is not None:
+            rope = rope[:, self.order]
+        if cache.ctkv_scale is not None:
+            nope = (nope.float() / cache.ctkv_scale).round().clamp(-128, 127).to(torch.int8)
+        cache.write(step.slots, nope, rope)
+        if self.index == len(self.pages.caches) - 1:
+            self.pages.commit(tokens)
+        return self._rows(step.columns)
+
+    def get_seq_length(self) -> int:
+        return self.pages.columns
+
+    def reset(self) -> None:
+        if self.index == 0:
+            self.pages.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: expected a negative number of columns to remove, got {tokens_to_remove}")
+        if self.index == 0 and tokens_to_remove:
+            self.pages.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.index == 0 and self.pages.columns:
+            self.pages.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.index == 0 and self.pages.columns:
+            self.pages.select([i for i in range(self.pages.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.index == 0 and self.pages.columns:
+            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            self.pages.select([int(i) % self.pages.batch for i in rows.tolist()])
+
+    def offload(self) -> None:
+        """Pages stay where they are."""
+
+    def prefetch(self) -> None:
+        """Pages stay where they are."""
+
+
+def unfit(cache: Any) -> str | None:
+    """Why a cache cannot keep latent rows in pages; None where it can."""
+    if not isinstance(cache, Cache) or not isinstance(cache, DynamicCache):
+        return f"a {type(cache).__name__} is not a DynamicCache"
+    if cache.offloading:
+        return "the cache is offloaded"
+    odd = next((x for x in cache.layers if type(x) not in (DynamicLayer, LatentLayer)), None)
+    return None if odd is None else f"the cache has a {type(odd).__name__}"
+
+
+def new() -> Any:
+    """An empty cache of the library's."""
+    return DynamicCache()

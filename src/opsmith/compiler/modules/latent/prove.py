@@ -1,0 +1,210 @@
+"""Proof of a rewritten attention: against the module's own code in float64, on hidden states that the model gave it.
+
+The module's forward runs as it stands, on a copy whose weights are widened one by one and whose casts to lower
+precision are lifted. That settles two things at once: which reading of the module's children is the right one, since
+no other computes the same, and that both forms of the rewritten one, through a cache, are accurate.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from opsmith.compiler.modules.latent.find import Reading
+from opsmith.compiler.modules.latent.pages import Pages
+from opsmith.compiler.modules.latent.site import LatentSite
+from opsmith.compiler.prove.site import widened
+from opsmith.operator import Tolerance, Verdict
+from opsmith.ops.mla.reference import define
+
+# Pre-processing and attention are an operator each, and each is held to the policy.
+TOLERANCE = Tolerance(factor=2.0, ulps=2.0)
+_TOKENS = 24  # the last ones of a sequence: both forms, and a decoding step, in a moment
+_BLOCK = 8  # so that they fill several
+_SAME = 0.05  # of the largest number in a row: another order of its numbers differs by all of it
+_HEADROOM = 1.25  # of an int8 cache's range over what the examples have
+
+
+@dataclass
+class Seen:
+    """What one attention module was called with."""
+
+    x: torch.Tensor  # [1, n, D]
+    table: Any  # cosines and sines, or complex numbers, of these tokens
+
+
+def seen(x: torch.Tensor, table: Any) -> Seen:
+    """The first sequence's last tokens."""
+    some = slice(-_TOKENS, None)
+    parts = table if isinstance(table, tuple) else (table,)
+    kept = tuple(t[:1, some].clone() for t in parts)
+    return Seen(x[:1, some].detach().clone(), kept if isinstance(table, tuple) else kept[0])
+
+
+def settle(site: LatentSite, readings: list[Reading], found: Seen, make_cache: Callable[[], Any]) -> Verdict:
+    """Give the site the reading that computes what its module does, or say why none does."""
+    best = Verdict(False, math.inf, 0.0, "no reading of its layers computes what it does")
+    for out in {r.out for r in readings}:
+        exact, rows = _own(site, out, found, True, make_cache)
+        eager, _ = _own(site, out, found, False, None)
+        for reading in [r for r in readings if r.out is out]:
+            for interleaved in (True, False):
+                site.reading, site.interleaved = reading, interleaved
+                site.close()
+                verdict = _judge(site, found, eager, exact)
+                if verdict.ok:
+                    _order(site, _ours(site, found, "split", "absorbed")[1], rows)
+                    return verdict
+                if verdict.error < best.error:
+                    best = verdict
+    return best
+
+
+def calibrate(site: LatentSite, found: Seen) -> None:
+    """The scales of an int8 cache, from what the examples have and a quarter more."""
+    x, cos, sin = _flat(found)
+    with torch.no_grad():
+        d = define(x, site.weights().parts(), cos, sin, eps=site.reading.eps)
+        ctkv = (d.k_nope.float().abs().max() * _HEADROOM / 127).clamp(min=1e-12)
+        heads = (d.q_out.float().abs().amax((0, 2)) * _HEADROOM).clamp(min=1e-12)
+    site.scales = (ctkv, 127 / heads)
+
+
+def lost(site: LatentSite, found: Seen, mode: str) -> float:
+    """How far the results are from the exact ones, relative to these: what rounding weights or rows took."""
+    exact, _ = _own(site, site.reading.out, found, True, None)
+    got = _ours(site, found, mode, "absorbed")[0].double()
+    return float((got - exact).norm() / exact.norm().clamp(min=1e-300))
+
+
+def _judge(site: LatentSite, found: Seen, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+    worst = Verdict(True, 0.0, 0.0)
+    for form in ("absorbed", "expanded"):
+        try:
+            got, _ = _ours(site, found, "split", form)
+        except (TypeError, ValueError) as error:
+            return Verdict(False, math.inf, 0.0, str(error))
+        verdict = TOLERANCE.check(got, eager, exact)
+        if not verdict.ok:
+            return Verdict(False, verdict.error, verdict.bound, f"{form}: {verdict.why}")
+        if verdict.error >= worst.error:
+            worst = verdict
+    return worst
+
+
+def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[1, n, heads * value], all tokens but the last at once, the last by decoding; and the rotated rows."""
+    tokens = found.x.shape[1]
+    pages = Pages([site.cache(mode, 1, _BLOCK)], 1, _BLOCK, found.x.device)
+    index, site.index = site.index, 0
+    results = []
+    try:
+        for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
+            n = some.stop - some.start
+            if n:
+                first, *second = found.table if isinstance(found.table, tuple) else (found.table,)
+                cos, sin = first[:, some], second[0][:, some] if second else None
+                step = pages.begin(n)
+                results.append(site.compute(found.x[:, some], cos, sin, step, form if n > 1 else "absorbed"))
+                pages.commit(n)
+        rows = pages.read(0, site.reading.kv_lora, pages.slots_of(pages.tables, tokens))[1]
+    finally:
+        site.index = index
+    return torch.cat(results, 1), rows
+
+
+def _own(
+    site: LatentSite, out: nn.Module, found: Seen, exact: bool, make_cache: Callable[[], Any] | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The module's own results before its output projection, and what it put into a cache as rotated rows."""
+    module = copy.copy(site.module)
+    module.__dict__ = dict(site.module.__dict__)
+    module.__dict__.pop("forward", None)
+    module._modules = {
+        name: nn.Identity() if child is out else _copied(child, exact)
+        for name, child in site.module._modules.items()
+    }
+    x, table = (found.x.double(), _doubled(found.table)) if exact else (found.x, found.table)
+    tokens = x.shape[1]
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+    mask = torch.zeros(1, 1, tokens, tokens, dtype=x.dtype, device=x.device).masked_fill(
+        hidden, torch.finfo(x.dtype).min
+    )
+    cache = None if make_cache is None else make_cache()
+    call: dict[str, Any] = {
+        "hidden_states": x,
+        "position_embeddings": table,
+        "attention_mask": mask,
+        "past_key_values": cache,
+    }
+    with torch.no_grad():
+        if exact:
+            with _Exact():
+                result = type(module).forward(module, **call)
+        else:
+            result = type(module).forward(module, **call)
+    layers = [] if cache is None else cache.layers
+    at = site.module.layer_idx
+    rows = layers[at].values if isinstance(at, int) and at < len(layers) else None
+    return result[0], rows
+
+
+def _copied(child: nn.Module | None, exact: bool) -> nn.Module | None:
+    if child is None or not exact:
+        return child
+    wide = copy.copy(child)
+    wide.__dict__ = dict(child.__dict__)
+    for kind in ("_parameters", "_buffers"):
+        wide.__dict__[kind] = {
+            name: t.detach().double() if t is not None and t.is_floating_point() else t
+            for name, t in child.__dict__[kind].items()
+        }
+    wide._modules = {name: _copied(inner, exact) for name, inner in child._modules.items()}
+    return wide
+
+
+class _Exact(TorchFunctionMode):
+    """Casts to lower precision are casts to float64, written as methods or as dtypes."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        return func(*widened(args), **widened(kwargs or {}))
+
+
+def _doubled(table: Any) -> Any:
+    if isinstance(table, tuple):
+        return tuple(t.double() for t in table)
+    return table.to(torch.complex128) if table.is_complex() else table.double()
+
+
+def _flat(found: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    parts = found.table if isinstance(found.table, tuple) else (found.table.real, found.table.imag)
+    cos, sin = (t.reshape(-1, t.shape[-1]) for t in parts)
+    return found.x[0], cos, sin
+
+
+def _order(site: LatentSite, mine: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """How the model's own cache orders the rotated dimensions that ours keeps in halves.
+
+    Where it keeps something else there, keys of heads perhaps, such a cache cannot be taken over in the middle.
+    """
+    site.portable, site.order = False, None
+    if rows is None or rows.shape[1] != 1 or rows.shape[-1] != site.reading.rope:
+        return
+    theirs, mine = rows[0, 0].double(), mine[0].double()
+    halves = torch.arange(site.reading.rope, device=mine.device)
+    for order in (None, halves.view(-1, 2).t().reshape(-1)):
+        difference = (theirs if order is None else theirs[:, order]) - mine
+        if float(difference.abs().max()) <= _SAME * float(mine.abs().max()):
+            site.portable, site.order = True, order
+            return

@@ -1,0 +1,232 @@
+"""One attention module at work on latent rows: its weights, its two forms, and the operator that a graph sees.
+
+In a captured graph the whole of it, from the normalized hidden states to the heads' results, is one opaque node. What
+belongs to a call (slots, block tables, lengths) does not pass through the graph: the session lays it down before the
+call, as `Step`, so that a graph stays the same while its sequences grow.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from opsmith.compiler.modules.latent.find import Reading
+from opsmith.compiler.modules.latent.pages import Step
+from opsmith.ops import (
+    MLACache,
+    MLAWeights,
+    attention,
+    linear,
+    mla_attention,
+    mla_kv_epilogue,
+    mla_preprocess,
+)
+from opsmith.ops import rope as rope_op
+from opsmith.ops.mla.rungs import normalize_and_project
+
+FORMS = {"int8": "weight_int8", "int8_dynamic": "per_token", "int4": "weight_int4"}
+_NUMBERS = itertools.count()
+_SITES: weakref.WeakValueDictionary[str, LatentSite] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class Switch:
+    """Whether calls go to the rewritten attention, and the call's step: what a graph is guarded on, and what not."""
+
+    on: bool = False
+    step: Step | None = None
+
+
+def operations(sizes: Reading, batch: int, tokens: int, columns: int) -> dict[str, int]:
+    """Multiplications and additions of both forms, for the last `tokens` of `columns` of each sequence.
+
+    Absorbed, a token pays for the up-projections, and more for each row it sees; expanded, each row pays for them.
+    """
+    r = sizes
+    pairs = batch * (tokens * columns - tokens * (tokens - 1) // 2)
+    up = r.heads * r.kv_lora * (r.nope + r.value)
+    return {
+        "absorbed": 2 * (batch * tokens * up + pairs * r.heads * (2 * r.kv_lora + r.rope)),
+        "expanded": 2 * (batch * columns * up + pairs * r.heads * (r.nope + r.rope + r.value)),
+    }
+
+
+class LatentSite:
+    """An attention module whose call computes in the latent space."""
+
+    def __init__(self, name: str, module: nn.Module, index: int, switch: Switch) -> None:
+        self.name, self.module, self.index, self.switch = name, module, index, switch
+        self.original = module.forward
+        self.names = list(inspect.signature(self.original).parameters)
+        self.key = f"{name}#{next(_NUMBERS)}"
+        self.reading: Reading
+        self.interleaved = True
+        self.order: torch.Tensor | None = None  # from the library's order of rope dimensions to ours
+        self.portable = False  # whether rows may come from the library's own cache, and go back
+        self.quantize: str | None = None
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = (
+            None  # ctkv_scale, q_nope_scale of an int8 cache
+        )
+        self._weights: MLAWeights | None = None
+        self._stamps: list[Any] = []
+        _SITES[self.key] = self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call; its own, where there is no step."""
+        if not self.switch.on:
+            return self.original(*args, **kwargs)
+        kwargs.update(zip(self.names, args, strict=False))
+        table = kwargs["position_embeddings"]
+        cos, sin = (table, None) if isinstance(table, torch.Tensor) else table
+        heads = torch.ops.opsmith.mla_layer.default(kwargs["hidden_states"], cos, sin, self.key)
+        return self.reading.out(heads), None
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "pickle: this model's attention is rewritten by opsmith.optimize; call opsmith.restore(model) first, or "
+            "save its state_dict or save_pretrained, which are as they were"
+        )
+
+    @property
+    def scale(self) -> float:
+        """What the module multiplies scores with, where it says so: YaRN adds to the root of the width."""
+        for name in ("scaling", "softmax_scale", "scale"):
+            value = getattr(self.module, name, None)
+            if isinstance(value, float):
+                return value
+        return float((self.reading.nope + self.reading.rope) ** -0.5)
+
+    @property
+    def width(self) -> int:
+        return self.reading.heads * self.reading.value
+
+    def cache(self, mode: str, blocks: int, block_size: int) -> MLACache:
+        """An empty pool for this layer's rows."""
+        r, weight = self.reading, self.reading.kv_a.weight
+        made = MLACache.allocate(
+            mode, blocks, block_size, kv_lora=r.kv_lora, rope=r.rope, dtype=weight.dtype, device=weight.device
+        )
+        made.kv_lora = r.kv_lora
+        if mode == "int8_tiled" and self.scales is not None:
+            made.ctkv_scale, made.q_nope_scale = self.scales
+        return made
+
+    def weights(self) -> MLAWeights:
+        """Absorbed and packed from the module's own, which may have changed since."""
+        stamps = [
+            (id(p), p.data_ptr(), p.dtype, 0 if p.is_inference() else p._version)
+            for m in self.reading.absorbed
+            for p in m._parameters.values()
+            if p is not None
+        ]
+        if self._weights is None or stamps != self._stamps:
+            made = self.reading.weights(self.interleaved)
+            self._weights = made if self.quantize is None else made.quantize(self.quantize)
+            self._stamps = stamps
+        return self._weights
+
+    def close(self) -> None:
+        """Let go of the weights."""
+        self._weights, self._stamps = None, []
+
+    def heads(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, step: Step) -> torch.Tensor:
+        """[batch, tokens, heads * value] of hidden states [batch, tokens, D]; their rows go into the cache."""
+        counts = operations(self.reading, step.batch, step.tokens, step.columns)
+        return self.compute(x, cos, sin, step, min(counts, key=counts.__getitem__))
+
+    def compute(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, step: Step, form: str
+    ) -> torch.Tensor:
+        """In one of the two forms."""
+        if (x.shape[0], x.shape[1]) != (step.batch, step.tokens):
+            raise ValueError(
+                f"opsmith: {self.name} was prepared for {step.batch} x {step.tokens} tokens, and got "
+                f"{x.shape[0]} x {x.shape[1]}"
+            )
+        flat = x.reshape(-1, x.shape[2])
+        rows = _table(cos, sin, step)
+        with torch.no_grad():
+            if form == "absorbed":
+                return self._absorbed(flat, *rows, step).view(*x.shape[:2], self.width)
+            return self._expanded(flat, *rows, step)
+
+    def _absorbed(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step) -> torch.Tensor:
+        cache, w = step.pages.caches[self.index], self.weights()
+        options: dict[str, Any] = {}
+        if cache.mode == "int8_tiled":
+            options = {"ctkv_scale": cache.ctkv_scale, "q_nope_scale": cache.q_nope_scale}
+        q_out, q_rope = mla_preprocess(x, w, cos, sin, step.slots, cache, eps=self.reading.eps, **options)[:2]
+        return mla_attention(
+            q_out, q_rope, cache, step.tables, step.lens, scale=self.scale, wuv=w.wuv, **options
+        )
+
+    def _expanded(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step) -> torch.Tensor:
+        """Keys and values of heads, made of all rows: cheaper where many tokens see few rows."""
+        r, p = self.reading, self.weights().parts()
+        cache = step.pages.caches[self.index]
+        a = normalize_and_project(x, None, None, p.down, p.quant, r.eps)
+        mla_kv_epilogue(
+            a,
+            p.gamma2,
+            cos,
+            sin,
+            step.slots,
+            cache,
+            eps=r.eps,
+            interleaved=p.interleaved,
+            ctkv_scale=cache.ctkv_scale,
+        )
+        latent_q = x if p.gamma1 is None else a[:, r.kv_lora + r.rope :]
+        q = normalize_and_project(latent_q, p.gamma1, p.beta1, p.up, p.quant, r.eps)
+        q = q.view(-1, r.heads, r.nope + r.rope)
+        turned = rope_op(q[..., r.nope :], cos, sin, interleaved=p.interleaved)
+        q = torch.cat((q[..., : r.nope], turned), -1).view(step.batch, step.tokens, r.heads, -1)
+        nope, rope = step.pages.read(self.index, r.kv_lora, step.held)
+        made = linear(nope, r.kv_b.weight.detach()).view(*nope.shape[:2], r.heads, r.nope + r.value)
+        shared = rope.unsqueeze(2).expand(-1, -1, r.heads, -1)
+        keys = torch.cat((made[..., : r.nope], shared), -1)
+        mask = step.held[1][:, None, None, :] if step.padded else None
+        y = attention(
+            q.transpose(1, 2),
+            keys.transpose(1, 2),
+            made[..., r.nope :].transpose(1, 2),
+            mask=mask,
+            causal=True,
+            scale=self.scale,
+        )
+        return y.transpose(1, 2).reshape(step.batch, step.tokens, self.width)
+
+
+def _table(cos: torch.Tensor, sin: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row of cosines and sines for each token; every layer gets the same table, so it is made once a call."""
+    if step.table is None or step.table[0] is not cos:
+        parts = (cos.real, cos.imag) if sin is None else (cos, sin)
+        rows = [t.expand(step.batch, step.tokens, -1).reshape(-1, t.shape[-1]).contiguous() for t in parts]
+        step.table = (cos, (rows[0], rows[1]))
+    return step.table[1]
+
+
+_LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
+_LIBRARY.define("mla_layer(Tensor x, Tensor cos, Tensor? sin, str site) -> Tensor")
+
+
+def _run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, site: str) -> torch.Tensor:
+    layer = _SITES[site]
+    step = layer.switch.step
+    if step is None:
+        raise RuntimeError(f"opsmith: {layer.name} was called without a cache prepared for it")
+    return layer.heads(x, cos, sin, step)
+
+
+def _shape(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, site: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0], x.shape[1], _SITES[site].width))
+
+
+_LIBRARY.impl("mla_layer", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("opsmith::mla_layer", _shape, lib=_LIBRARY)

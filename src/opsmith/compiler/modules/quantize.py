@@ -1,0 +1,250 @@
+"""Packed weights in a model's linear layers: put in before the model is captured, proved layer by layer, taken out."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.types import GuardFilterEntry
+
+from opsmith.call.common import always_native
+from opsmith.compiler.capture.mutation import Effects
+from opsmith.compiler.find.joined import join, side_by_side
+from opsmith.compiler.find.site import Site
+from opsmith.compiler.modules.linear_layers import as_linear, linear_layers
+from opsmith.operator import registry
+from opsmith.ops.packed_linear.module import PackedLinear
+
+_ROWS = 8  # of a layer's input that prove it
+
+
+@dataclass
+class QuantizedLayer:
+    """One linear layer: its format, or why it stays as it is, and what rounding its weight took."""
+
+    name: str
+    format: str
+    status: str  # "packed", "left" or "rolled back"
+    relative_error: float = 0.0
+    largest_error: float = 0.0
+    nbytes: int = 0
+    why: str = ""
+    released: int = 0  # bytes of its own weight that went back to the system
+    joined: tuple[str, ...] = ()  # the layers, this one among them, whose packed weights lie side by side
+
+    def __str__(self) -> str:
+        if self.status != "packed":
+            return f"{self.name} {self.status}: {self.why}"
+        return f"{self.name}: {self.format}, relative error {self.relative_error:.2g}"
+
+
+class Standing(PackedLinear):
+    """The packed weight that stands in for a layer's own. A pickled layer is one that was never packed."""
+
+    _owner: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
+
+    def stand_in(self, owner: nn.Module) -> None:
+        """Take over the calls of a layer."""
+        self._owner = (owner,)
+        owner.forward = self.forward
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        owner: Any = self._owner[0]
+        if owner.weight.is_meta:
+            raise ValueError(
+                "optimize: a layer whose weight was given back (quantize_release) has nothing left to be pickled; "
+                "optimize without quantize_release, or keep PackedLinear modules' state_dict"
+            )
+        # Unpickled, the layer's `forward` is what this gives as an attribute of it: its class's own.
+        return (_itself, (owner,))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+def _itself(layer: nn.Module) -> nn.Module:
+    return layer
+
+
+class Packing:
+    """The layers of one model whose call goes to a packed weight.
+
+    A layer stays the module it was, with its own weight: `state_dict` and whoever asks for `layer.weight` see no
+    difference, and taking the packed one out brings back exactly what was there.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[QuantizedLayer] = []
+        self._packed: dict[str, tuple[Any, Standing]] = {}
+        self._of: dict[int, Standing] = {}  # by a packed weight
+
+    def put_in(
+        self, model: nn.Module, format: str, group_size: int, skip: Sequence[str], taken: Collection[str] = ()
+    ) -> None:
+        """Pack every linear layer whose name matches none of the patterns; those taken are another rewrite's."""
+        for name, module in linear_layers(model):
+            if name in taken:
+                continue
+            record = QuantizedLayer(name, format, "left")
+            self.layers.append(record)
+            pattern = next((p for p in skip if fnmatchcase(name, p)), None)
+            if pattern is not None:
+                record.why = f"its name matches {pattern!r} of quantize_skip"
+            elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+                record.why = f"its class, {type(module).__name__}, may compute something else than nn.Linear"
+            elif _replaced(module):
+                record.why = "its forward is replaced already"
+            else:
+                try:
+                    packed = Standing.from_linear(as_linear(module), format=format, group_size=group_size)
+                except (TypeError, ValueError) as error:
+                    record.why = str(error)
+                    continue
+                assert isinstance(packed, Standing)
+                assert packed.error is not None
+                record.status, record.nbytes = "packed", packed.nbytes
+                record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
+                self._packed[name] = (module, packed)
+                self._of[id(packed.weight)] = packed
+                packed.stand_in(module)
+
+    def join(self, graph: fx.GraphModule, effects: Effects, inputs: Sequence[Any]) -> list[Site]:
+        """The groups of layers in a graph that one call can stand for; their packed weights then lie side by side."""
+        return join(graph, inputs, lambda t: self._of.get(id(t)), self._lay, effects)
+
+    def _lay(self, layers: Sequence[Standing]) -> bool:
+        """Whether layers' packed weights lie side by side now: not where one of them does so with others."""
+        names = {id(packed): name for name, (_, packed) in self._packed.items()}
+        if any(id(layer) not in names for layer in layers):
+            return False  # rolled back
+        group = tuple(names[id(layer)] for layer in layers)
+        records = [record for record in self.layers if record.name in group]
+        before = {record.joined for record in records}
+        if before == {()}:
+            side_by_side(layers)
+            for record in records:
+                record.joined = group
+        return before <= {(), group} and len(before) == 1
+
+    def prove(self, run: Callable[[], object]) -> None:
+        """Hold each layer to the tolerance of its operator on the inputs that it gets while `run` runs the model.
+
+        What it is held to is the float64 product with the weight as it was rounded: the rounding itself is the
+        format's, and stands in the report.
+        """
+        seen: dict[str, torch.Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                if name not in seen and args and isinstance(args[0], torch.Tensor) and args[0].numel():
+                    seen[name] = args[0].detach().flatten(0, -2)[:_ROWS].clone()
+
+            return hook
+
+        hooks = [module.register_forward_pre_hook(keep(name)) for name, (module, _) in self._packed.items()]
+        try:
+            with torch.no_grad():
+                run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for record in self.layers:
+            if record.name in seen:
+                module, packed = self._packed[record.name]
+                why = _wrong(packed, seen[record.name])
+                if why:
+                    record.status, record.why = "rolled back", why
+                    del module.forward, self._packed[record.name], self._of[id(packed.weight)]
+
+    def release(self, model: nn.Module) -> None:
+        """Give the packed layers' own weights back to the system: what stands there has their shapes and no numbers.
+
+        A weight whose memory somebody else in the model uses too, as an embedding may, stays.
+        """
+        users = Counter(t.untyped_storage().data_ptr() for t in _tensors(model))
+        for record in self.layers:
+            if record.name not in self._packed:
+                continue
+            module, _ = self._packed[record.name]
+            weight = module.weight
+            if users[weight.untyped_storage().data_ptr()] > 1:
+                record.why = "its weight is kept: others in the model use it"
+                continue
+            record.released = weight.nbytes
+            empty = torch.empty_like(weight, device="meta")
+            module.weight = nn.Parameter(empty, requires_grad=False)
+
+    @property
+    def released(self) -> list[str]:
+        """The layers whose own weights are gone."""
+        return [record.name for record in self.layers if record.released]
+
+    def refuse(self, what: str) -> None:
+        """Say why something that needs a layer's own weight cannot be done.
+
+        Raises:
+            ValueError: where weights were released.
+        """
+        if gone := self.released:
+            raise ValueError(
+                f"{what}: the weights of {len(gone)} layers ({gone[0]}, ...) were given back to the system "
+                "(quantize_release); load the model anew"
+            )
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers that compute with a packed weight."""
+        return [module for module, _ in self._packed.values()]
+
+    def take_out(self) -> None:
+        """Give every layer its own call back."""
+        for module, _ in self._packed.values():
+            if "forward" in vars(module):
+                del module.forward
+        self._packed.clear()
+        self._of.clear()
+
+
+def _replaced(module: nn.Module) -> bool:
+    """Whether a layer's call is not its class's: what a pickled layer brings along is."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All parameters and buffers of a model, those that several modules share once for each."""
+    for tensors in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for _, t in tensors:
+            if not t.is_meta:
+                yield t
+
+
+def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
+    """Why a layer's result is not the product it should be, or nothing."""
+    card = registry()["packed_linear"]
+    bias = None if packed.bias is None else packed.bias.to(x.dtype)
+    args = (packed.weight, packed.scale, packed.zero)
+    options = {"format": packed.format, "group_size": packed.group_size}
+    with torch.no_grad(), always_native():
+        if not bool(x.isfinite().all()):
+            return ""  # its results are NaN by definition
+        got = packed(x)
+        exact = card.reference(x.double(), *args, None if bias is None else bias.double(), **options)
+        return card.tolerance.check(got, card.eager(x, *args, bias, **options), exact).why
+
+
+def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+    """Of what Dynamo would ask before every call, all but what is inside a packed layer, which nobody else changes."""
+    inside = tuple(g.name + end for g in guards if g.has_value and type(g.value) is Standing for end in ".[")
+    return [not g.name.startswith(inside) for g in guards]

@@ -1,0 +1,1 @@
+"""A captured graph at work: studied once, then run as a program."""

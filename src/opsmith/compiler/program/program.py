@@ -1,0 +1,347 @@
+"""A plan as a program: straight-line Python over chosen implementations and buffers that are used again.
+
+One recording run at given sizes executes the rewritten graph step by step, chooses each site's implementation,
+and sees which results share memory. From that follow the buffers (a result's buffer is free after the last use
+of anything that shares it; what the caller gets is never one of them) and the source text, which is compiled
+once and run at every later call with those sizes.
+
+Where some sizes vary, as the length of a cache does with every token, one program serves them all: what does not
+depend on them stays as it was recorded, the rest is called with what the sizes are by then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from opsmith.compiler.capture.filled import filled
+from opsmith.compiler.choose.select import Choice, Packer
+from opsmith.compiler.find.joined import joined
+from opsmith.compiler.steps.bind import kernel_calls
+from opsmith.compiler.steps.sizes import varying
+from opsmith.compiler.steps.slots import Layout, Slots, is_pure, is_size, last_uses, memory
+from opsmith.compiler.steps.source import Writer, target_name
+from opsmith.kernels import calls
+from opsmith.operator import Implementation, Operator
+
+Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Choice, Implementation]]
+
+
+@dataclass
+class Step:
+    """One call of the program."""
+
+    name: str
+    target: str
+    site: str | None = None
+    choice: Choice | None = None
+    slot: int | None = None
+
+
+@dataclass
+class Program:
+    """A recorded program: its steps, its source, and the sets of buffers of the calls in flight."""
+
+    steps: list[Step]
+    source: str
+    slots: list[int]  # bytes
+    _devices: list[torch.device]  # of the slots
+    _run: Callable[..., Any]
+    _layouts: list[Layout]
+    _free: list[list[Any]] = field(default_factory=list)
+    called: list[str] = field(
+        default_factory=list
+    )  # sites, in the order of the calls of operators and kernels
+    fresh: int = 0  # results of sites that are allocated at every call, as their sizes vary
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        """Run; concurrent calls each take a set of buffers of their own."""
+        try:
+            buffers = self._free.pop()
+        except IndexError:
+            buffers = self._allocate()
+        result = self._run(args, buffers)
+        self._free.append(buffers)
+        return result
+
+    def _allocate(self) -> list[Any]:
+        storage = [
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for size, device in zip(self.slots, self._devices, strict=True)
+        ]
+
+        return [
+            torch.as_strided(storage[slot][offset:].view(dtype), size, stride)
+            for slot, offset, dtype, size, stride in self._layouts
+        ]
+
+
+class Open:
+    """A site whose sizes vary: what was chosen at the recorded ones where it is able, else the public function."""
+
+    def __init__(self, card: Operator, implementation: Implementation, swapped: dict[str, torch.Tensor]):
+        self.card = card
+        self.implementation = implementation
+        self.fn = implementation.fn
+        self._swapped = swapped
+
+    def __call__(self, *, out: Any = None, **call: Any) -> Any:
+        """Run on these sizes."""
+        if self.implementation.accepts(**call) is True:
+            call.update(self._swapped)
+            return self.fn(**call) if out is None else self.fn(**call, out=out)
+        result = self.card.function(**call)
+        if out is not None:
+            several = isinstance(out, tuple)
+            for mine, value in zip(out if several else (out,), result if several else (result,), strict=True):
+                mine.copy_(value)
+        return result
+
+
+def record(
+    graph: fx.Graph,
+    attributes: Callable[[str], Any],
+    args: Sequence[Any],
+    choose: Chooser,
+    packer: Packer,
+    free: Collection[Any] = (),
+) -> tuple[Program, Any]:
+    """Run the graph once; the program for these sizes, whichever the symbols in `free` are, and the run's result."""
+    return _Recorder(graph, attributes, args, choose, packer, free).run()
+
+
+class _Recorder:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        attributes: Callable[[str], Any],
+        args: Sequence[Any],
+        choose: Chooser,
+        packer: Packer,
+        free: Collection[Any],
+    ):
+        self.nodes = list(graph.nodes)
+        self.varies = varying(self.nodes, free) if free else set()
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.attributes = attributes
+        self.called: list[str] = []
+        self.args = args
+        self.choose = choose
+        self.packer = packer
+        self.env: dict[Node, Any] = {}
+        self.steps: dict[Node, Step] = {}
+        self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
+        self.open: dict[Node, Open] = {}
+        self.candidates: dict[Node, tuple[torch.Tensor, ...]] = {}
+        self.constant: dict[Node, Any] = {}
+        self.weights = {memory(w) for w in packer.constants.values()}
+        self.slots = Slots()
+
+    def run(self) -> tuple[Program, Any]:
+        result = self._execute()
+        self._fold()
+        last = last_uses(self.nodes, self.env, result, self.candidates, self.varies)
+        for node, slot in self.slots.place(self.nodes, self.candidates, last).items():
+            self.steps[node].slot = slot
+        needed = self._needed()
+        source, run = self._source(needed)
+        steps = [
+            self.steps[n] for n in self.nodes if n in self.steps and n in needed and n not in self.constant
+        ]
+        program = Program(
+            steps,
+            source,
+            self.slots.sizes,
+            self.slots.devices,
+            run,
+            list(self.slots.layouts),
+            called=self.called,
+            fresh=len(self.calls.keys() & self.varies),
+        )
+        return program, result
+
+    def _execute(self) -> Any:
+        inputs = iter(self.args)
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self.env[node] = next(inputs)
+            elif node.op == "get_attr":
+                self.env[node] = self.attributes(str(node.target))
+            elif node.op == "call_function":
+                self.env[node] = self._call(node)
+            elif node.op == "output":
+                return map_arg(node.args[0], self.env.__getitem__)
+        raise RuntimeError("a graph without an output")
+
+    def _call(self, node: Node) -> Any:
+        args = map_arg(node.args, self.env.__getitem__)
+        kwargs = map_arg(node.kwargs, self.env.__getitem__)
+        site = node.meta.get("site")
+        if site is None:
+            if node.target is not operator.getitem:
+                self.steps[node] = Step(node.name, target_name(node.target))
+            weight = self.packer.cast(node, args)
+            if weight is not None:
+                self.weights.add(memory(weight))
+                self.constant[node] = weight
+                return weight
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            if node.target is joined and all(n.op == "placeholder" for n in node.all_input_nodes):
+                self.weights.add(memory(result))
+                self.constant[node] = result
+            if node.target is filled and node not in self.varies:
+                self.candidates[node] = (result,)
+            return result
+        card, choice, implementation = self.choose(site, kwargs)
+        packed = self.packer(implementation, kwargs)
+        swapped = {k: v for k, v in packed.items() if v is not kwargs[k] or node.kwargs[k] in self.constant}
+        self.calls[node] = (implementation, swapped)
+        if node in self.varies or any(n in self.varies for n in node.all_input_nodes):
+            self.open[node] = Open(card, implementation, swapped)
+        self.weights |= {memory(w) for w in swapped.values()} - {-1}  # no memory that can be seen
+        self.steps[node] = Step(node.name, target_name(node.target), site, choice)
+        result = implementation.fn(**packed)
+        if implementation.takes_out and node not in self.varies:
+            self.candidates[node] = result if isinstance(result, tuple) else (result,)
+        return result
+
+    def _fold(self) -> None:
+        """What follows from fixed sizes alone (positions, causal masks) is computed once: it is in `env` already."""
+        escaping = {n for o in self.nodes if o.op == "output" for n in o.all_input_nodes}
+        for node in self.nodes:
+            if node.op != "call_function" or node in self.calls or node in escaping or not is_pure(node):
+                continue
+            known = (
+                n in self.constant or (is_size(n) and n not in self.varies) for n in node.all_input_nodes
+            )
+            if all(known):
+                self.constant[node] = self.env[node]
+        # A constant that is changed in place, or seen through a view that is, is none.
+        for node in self.nodes:
+            if node.op == "output" or (node.op == "call_function" and not is_pure(node)):
+                seen = {memory(self.env.get(n)) for n in node.all_input_nodes}
+                for n in [n for n, v in self.constant.items() if memory(v) in seen]:
+                    del self.constant[n]
+
+    def _in_slot(self, node: Node) -> bool:
+        """True for a value that stands in a slot: a site's result, or a view of one."""
+        value = self.env.get(node)
+        own = node in self.calls or (node.op == "call_function" and is_pure(node))
+        return own and node not in self.varies and isinstance(value, torch.Tensor) and value in self.slots
+
+    def _stays(self, t: torch.Tensor) -> bool:
+        """True for memory that is the same at every call: a slot, or a weight as long as it does not change."""
+        return t in self.slots or memory(t) in self.weights
+
+    def _stands(self, value: Any) -> str | None:
+        """Where a value is found in the program: a buffer, or a name of its own."""
+        if isinstance(value, Node):
+            if not self._in_slot(value):
+                return str(value.name)
+            value = self.env[value]
+        if isinstance(value, torch.Tensor) and value in self.slots:
+            return f"buffers[{self.slots.buffer(value)}]"
+        return None
+
+    def _source(self, needed: set[Node]) -> tuple[str, Callable[..., Any]]:
+        writer = Writer({n.name for n in self.nodes}, self._stands)
+        dead = self._dead_after(needed)
+        lines = []
+        placeholders = [n.name for n in self.nodes if n.op == "placeholder"]
+        if placeholders:
+            lines.append(f"    ({', '.join(placeholders)},) = args")
+        for node in self.nodes:
+            if node not in needed:
+                continue
+            if node.op == "get_attr" or node in self.constant:
+                lines.append(f"    {node.name} = {writer.bind(self.env[node], node.name + '_value')}")
+            elif node in self.calls:
+                site = self._site(node, writer)
+                self.called += [self.steps[node].site or node.name] * len(site)
+                lines += site
+            elif node.target is filled and self._in_slot(node):
+                lines.append(self._filled(node, writer))
+            elif self._in_slot(node):
+                pass
+            elif node.op == "call_function" and node.target is operator.getitem:
+                lines.append(f"    {node.name} = {writer.text(node.args[0])}[{writer.text(node.args[1])}]")
+            elif node.op == "call_function":
+                call = writer.call(node.target, node.args, node.kwargs, target_name(node.target))
+                lines.append(f"    {node.name} = {call}")
+            elif node.op == "output":
+                lines.append(f"    return {writer.text(node.args[0])}")
+            if dead.get(node):
+                lines.append(f"    del {', '.join(dead[node])}")
+        return writer.compile(lines)
+
+    def _site(self, node: Node, writer: Writer) -> list[str]:
+        """A site's lines: its kernels' calls, where it consists of these, or else the implementation's own."""
+        implementation, swapped = self.calls[node]
+        opened = self.open.get(node)
+        out = None
+        if self.steps[node].slot is not None:
+            results = self.candidates[node]
+            out = results if isinstance(self.env[node], tuple) else results[0]
+        if out is not None and opened is None:
+            values = {**map_arg(node.kwargs, self.env.__getitem__), **swapped, "out": out}
+            found = kernel_calls(implementation.fn, values, self._stays)
+            if found is not None:
+                return writer.kernels(node.name, found, {**node.kwargs, **swapped}, values)
+        label = f"{target_name(node.target)}_{implementation.name}"
+        return writer.site(
+            node.name, opened or implementation.fn, label, node.kwargs, out, swapped if opened is None else {}
+        )
+
+    def _filled(self, node: Node, writer: Writer) -> str:
+        """The kernel's call alone: what it fills is a buffer."""
+        kernel, out, _, _, *args = node.args
+        assert isinstance(kernel, torch._ops.OpOverload)
+        return (
+            f"    {writer.call(calls.of(kernel), args, {**node.kwargs, str(out): node}, target_name(kernel))}"
+        )
+
+    def _needed(self) -> set[Node]:
+        """The nodes whose values the program reads, and those that do more than return one."""
+        needed: set[Node] = set()
+        for node in reversed(self.nodes):
+            effect = node.op in ("output", "placeholder") or (
+                node.op == "call_function" and not is_pure(node)
+            )
+            if node in self.calls:
+                effect = False
+            if not effect and not any(node in self._reads(u) for u in node.users if u in needed):
+                continue
+            needed.add(node)
+        return needed
+
+    def _reads(self, node: Node) -> set[Node]:
+        """What a node's line in the program mentions: not the weights that were packed."""
+        if node in self.constant:
+            return set()
+        if node not in self.calls:
+            return set(node.all_input_nodes)
+        swapped = {} if node in self.open else self.calls[node][1]
+        read: set[Node] = set()
+        map_arg({k: v for k, v in node.kwargs.items() if k not in swapped}, read.add)
+        return read
+
+    def _dead_after(self, needed: set[Node]) -> dict[Node, list[str]]:
+        """Names to forget after each step, so that memory is given back as early as eager would."""
+        dead: dict[Node, list[str]] = {}
+        for node in self.nodes:
+            if node.op != "call_function" or node not in needed:
+                continue
+            users = [u for u in node.users if u in needed and node in self._reads(u)]
+            end = max(users, key=self.order.__getitem__) if users else node
+            if self._in_slot(node) or (node in self.steps and self.steps[node].slot is not None):
+                continue  # it has no name
+            if end.op != "output":
+                dead.setdefault(end, []).append(node.name)
+        return dead

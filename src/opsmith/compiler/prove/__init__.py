@@ -1,0 +1,1 @@
+"""Whether what runs a site is right."""

@@ -1,0 +1,135 @@
+"""What was proved before, so that it is proved once.
+
+A verdict follows from the graph, its inputs and weights, the implementation and the machine's code, and from nothing
+else. Where all of these are what they were, to the last bit, it stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from opsmith import measure
+from opsmith.compiler.find.site import Site
+from opsmith.compiler.kept import Kept, directory
+from opsmith.kernels import libraries
+from opsmith.operator import Implementation, Verdict
+
+SCHEMA = 1
+STUDIES = 256  # what a file keeps: an example of a graph each
+
+
+def scope() -> tuple[str, str]:
+    """The machine, and all besides a graph and its inputs that a proof follows from; another one writes a file anew."""
+    machine = measure.describe().fingerprint()
+    settings = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
+    return machine, f"{machine}/{libraries.content()}/{_code()}/{settings}"
+
+
+class Proofs:
+    """Verdicts of the sites that passed, by study: a graph on given inputs."""
+
+    @cached_property
+    def _file(self) -> Kept[dict[str, list[float]]]:
+        machine, here = scope()
+        return Kept(directory() / f"proofs-{machine}.json", SCHEMA, here, _is_verdicts, STUDIES)
+
+    def of(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Proved:
+        """What was proved of this graph on these inputs."""
+        try:
+            study = _digest([*_written(gm), *inputs])
+        except RuntimeError:
+            # A tensor that is no plain memory (a conjugate view, say): what is proved on it is not kept.
+            return Proved(None, {}, lambda verdicts: None)
+        return Proved(study, dict(self._file.get(study) or {}), functools.partial(self._file.put, study))
+
+    def save(self) -> None:
+        """Keep what is new for the next process."""
+        self._file.save()
+
+
+class Proved:
+    """The verdicts of one study."""
+
+    def __init__(self, study: str | None, known: dict[str, list[float]], put: Any):
+        self.study = study  # None where it has no name, as not all of its inputs can be read
+        self._known = known
+        self._put = put
+
+    def get(self, proof: str) -> Verdict | None:
+        """The verdict of a proof by its name; None where it has to be made."""
+        known = self._known.get(proof)
+        return None if known is None else Verdict(True, known[0], known[1])
+
+    def put(self, site: Site, implementation: Implementation, verdict: Verdict) -> bool:
+        """Enter a proof; False for one of what is not ours or may come out otherwise next time.
+
+        Of a failure none is kept.
+        """
+        if not implementation.repeatable or not _ours(implementation.fn):
+            return False
+        if verdict.ok:
+            self._known[name(site, implementation)] = [float(verdict.error), float(verdict.bound)]
+            self._put(self._known)
+        return True
+
+
+def name(site: Site, implementation: Implementation) -> str:
+    """What a proof is called within its study."""
+    outputs = ",".join(n.name for n in site.outputs)
+    return f"{site.card.name} {site.pattern} {outputs} {implementation.name}"
+
+
+def _ours(fn: Any) -> bool:
+    """True for code that the scope speaks for: this package's, as it is written and not as Inductor compiles it."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    compiled = hasattr(fn, "_torchdynamo_orig_callable")
+    return not compiled and str(getattr(fn, "__module__", "")).startswith("opsmith.")
+
+
+def _written(gm: fx.GraphModule) -> Iterable[Any]:
+    """A graph as text, with those inside it and the constants that they name."""
+    for name, module in gm.named_modules():
+        if isinstance(module, fx.GraphModule):
+            yield f"{name}: {module.code}"
+            for node in module.graph.nodes:
+                if node.op == "get_attr":
+                    yield functools.reduce(getattr, str(node.target).split("."), module)
+
+
+def _digest(values: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}".encode())
+            flat = value.detach().to("cpu").contiguous().reshape(-1)
+            if flat.numel():
+                digest.update(flat.view(torch.uint8).numpy().data)
+        elif not isinstance(value, torch.nn.Module):
+            digest.update(f"{type(value).__name__} {value}".encode())
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def _code() -> str:
+    """All of this package's Python: what recognizes, binds and calls is as much part of a proof as the kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_verdicts(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(v, list) and len(v) == 2 and all(isinstance(n, float) and 0.0 <= n < math.inf for n in v)
+        for v in value.values()
+    )

@@ -1,0 +1,97 @@
+"""Proof of a site: the operator's result against the model's own arithmetic, in float64, on real inputs.
+
+The nodes that the operator replaces are run again in float64 (casts to lower precision included), which gives
+the exact result; what eager computed in the model's dtype gives the error to be compared with. The card's
+tolerance policy decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from opsmith.compiler.algebra.canon import op_name
+from opsmith.compiler.capture.filled import filled
+from opsmith.compiler.find.joined import in_float64
+from opsmith.compiler.find.site import Site
+from opsmith.operator import Tolerance, Verdict
+
+Value = Callable[[Node], Any]
+Exact = Callable[[Site, Value], Mapping[Node, torch.Tensor]]
+
+
+def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactly: Exact) -> Verdict:
+    """Hold the operator's results to the card's tolerance; `value` gives what eager computed at a node.
+
+    `exactly` is `run_wide`, or what knows its results.
+    """
+    # Layers that one kernel does together stay what each was by itself, which is proved where it was packed.
+    if site.columns and all(
+        r is not None and r.equal(value(n)) for r, n in zip(got, site.outputs, strict=True)
+    ):
+        return Verdict(True, 0.0, 0.0)
+    exact = exactly(site, value)
+    worst = Verdict(True, 0.0, 0.0)
+    for result, node in zip(got, site.outputs, strict=True):
+        if result is None:
+            continue
+        verdict = _check(site.card.tolerance, result, value(node), exact[node])
+        if not verdict.ok:
+            return verdict
+        if verdict.error >= worst.error:
+            worst = verdict
+    return worst
+
+
+def _check(tolerance: Tolerance, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+    if math.isnan(exact.sum()):  # as it is where one number is
+        # A row in which every key is masked has no softmax: NaN in eager's arithmetic, zeros by definition here.
+        undefined = exact.isnan() & eager.isnan() & (got == 0)
+        exact, eager = exact.masked_fill(undefined, 0.0), eager.masked_fill(undefined, 0.0)
+    return tolerance.check(got, eager, exact)
+
+
+def run_wide(site: Site, value: Value) -> dict[Node, torch.Tensor]:
+    """The site's nodes in float64, from the values that enter it."""
+    env: dict[Node, Any] = {}
+
+    def operand(node: Node) -> Any:
+        if node not in env:
+            outside = value(node)
+            wide = isinstance(outside, torch.Tensor) and outside.is_floating_point()
+            env[node] = outside.double() if wide else outside
+        return env[node]
+
+    for node in sorted(site.region):
+        call: Callable[..., Any] = node.target  # type: ignore[assignment]
+        kwargs = widened(map_arg(node.kwargs, operand))
+        if node.target is filled:
+            env[node] = in_float64(node, operand)
+            continue
+        if op_name(node) == "aten::embedding" and node.args[0] not in env:
+            # Rows of a table are what they are in any dtype: widening them spares widening the table.
+            env[node] = widened(call(value(node.args[0]), *map_arg(node.args[1:], operand), **kwargs))  # type: ignore[arg-type]
+            continue
+        env[node] = call(*widened(map_arg(node.args, operand)), **kwargs)
+    return {node: env[node] for node in site.outputs}
+
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def widened(value: Any) -> Any:
+    """Arguments with every floating-point dtype replaced by float64."""
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _NARROW else value
+    if isinstance(value, tuple | list):
+        return type(value)(widened(v) for v in value)
+    if isinstance(value, dict):
+        return {k: widened(v) for k, v in value.items()}
+    if isinstance(value, torch.Tensor) and value.dtype in _NARROW:
+        return value.double()
+    return value

@@ -1,0 +1,128 @@
+"""What one optimized model holds: its graphs, its choices, and how to give the model back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from opsmith import measure
+from opsmith.compiler.capture.parts import by_parts
+from opsmith.compiler.capture.trace import NotGeneral, capture
+from opsmith.compiler.choose.select import Selector
+from opsmith.compiler.config import Config
+from opsmith.compiler.modules.latent import Latent
+from opsmith.compiler.modules.quantize import Packing
+from opsmith.compiler.plan import Plan
+from opsmith.compiler.program.graph import CompiledGraph
+from opsmith.compiler.program.outcome import GraphReport, warn_left
+from opsmith.compiler.program.sites import Progress
+from opsmith.compiler.prove.proofs import Proofs
+from opsmith.compiler.reasons import raised
+from opsmith.compiler.report import Report
+from opsmith.ops.installed import load_installed
+from opsmith.version import VERSION
+
+
+class Session:
+    """Everything one optimized model holds: its graphs, its choices, and how to give the model back."""
+
+    def __init__(self, config: Config, plan: Plan | None = None):
+        load_installed()
+        self.config = config
+        self.selector = Selector(config, saved=plan)
+        self.proofs = Proofs()
+        self.graphs: list[CompiledGraph] = []
+        self.runs: list[Callable[..., Any]] = []  # what Dynamo calls of an optimized model
+        self.unread: list[GraphReport] = []
+        self.packing = Packing()
+        self.latent = Latent(config)
+        self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
+        self.general = False  # whether what is captured is to serve sizes of one too
+
+    def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's call: one captured graph in, one callable out."""
+        run = by_parts(gm, example_inputs, self._graph)
+        if self.general:
+            # What is captured behind a break could not be captured anew: the model has run up to there.
+            self.general = torch.fx.experimental._config.backed_size_oblivious = False
+        return run
+
+    def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            graph = CompiledGraph(
+                capture(gm, example_inputs, self.general),
+                gm,
+                example_inputs,
+                self.selector,
+                self.proofs,
+                _progress(),
+                partial(self.packing.join, inputs=example_inputs),
+            )
+        except NotGeneral:
+            raise
+        except Exception as error:  # of ours: the model has been read by Dynamo
+            self.unread.append(GraphReport(nodes=len(gm.graph.nodes), left=raised(error)))
+            warn_left(self.unread[-1])
+            return gm.forward
+        self.graphs.append(graph)
+        return graph
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it stands; shapes seen since are in it."""
+        return Plan(
+            [shape for graph in self.graphs for shape in graph.plans.values()],
+            measure.describe().fingerprint(),
+            {"torch": torch.__version__, "opsmith": VERSION},
+            self.latent.lines(),
+        )
+
+    @property
+    def report(self) -> Report:
+        """What was found, proven, rolled back and missed."""
+        return Report(
+            [*(graph.report for graph in self.graphs), *self.unread],
+            self.packing.layers,
+            self.latent.reports,
+            dict(self.latent.fallbacks),
+        )
+
+    @property
+    def rewritten(self) -> list[nn.Module]:
+        """The modules whose call goes elsewhere."""
+        return [*self.packing.modules, *(site.module for site in self.latent.sites)]
+
+    def close(self) -> None:
+        """Let go of all weights; a graph that is called again begins anew."""
+        for graph in self.graphs:
+            graph.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or pickled model carries its plan, not its programs: it is optimized again where it lands.
+        return (_unpickled, (self.plan.to_json(),))
+
+    def __repr__(self) -> str:
+        sites = sum(len(g.sites) for g in self.graphs)
+        return f"<opsmith: {len(self.graphs)} graph(s), {sites} sites, {len(self.plan.shapes)} shape(s)>"
+
+
+def _unpickled(plan: str) -> None:
+    return None
+
+
+def _progress() -> Progress | None:
+    """A line on the terminal while sites are measured and proven; None elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(name: str, done: int, total: int) -> None:
+        end = "\r" + " " * 60 + "\r" if done == total else ""
+        sys.stderr.write(f"\ropsmith: measuring and proving {name} ({done}/{total})".ljust(60) + end)
+        sys.stderr.flush()
+
+    return show

@@ -1,0 +1,1 @@
+"""What a step of a program is: its call, its text, its memory, its sizes."""

@@ -1,0 +1,173 @@
+"""The report as one page: no network, no library, what is drawn is SVG and one canvas for the timeline.
+
+Everything a model can name reaches the page through Jinja's escaping, or as JSON in which no tag can end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from opsmith.profiler.data import CLASSES, FRAMEWORK, Bill, Findings, Phase, bill
+from opsmith.profiler.report.text import cells, layer_times, per_token, trust
+
+# Colors that stay apart for most color-blind readers, one for each class (after Okabe and Ito).
+_PALETTE = """#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #b3a000 #8c564b #7b4173 #888888 #bbbbbb"""
+COLORS = {kind: _PALETTE[8 * i : 8 * i + 7] for i, kind in enumerate(CLASSES)}
+_SHAPES, _LAYERS = 300, 200
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720.0, 380.0, 60.0, 40.0
+
+
+def page(profile: Findings) -> str:
+    """The whole page."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((Path(__file__).parent / "page.html.j2").read_text(encoding="utf-8"))
+    return template.render(
+        profile=profile,
+        trust=trust(profile),
+        phases=[_view(profile, phase, i) for i, phase in enumerate(profile.phases)],
+        advice=profile.advice,
+        colors=COLORS,
+        data=_safe({"colors": list(COLORS.values()), "timelines": [_timeline(p) for p in profile.phases]}),
+    )
+
+
+def _safe(data: Any) -> str:
+    """JSON that can stand in a script: nothing in it ends the script or begins another."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@dataclass
+class _Line:
+    """One line of a table."""
+
+    kind: str
+    name: str
+    cells: list[str]
+    anchor: str = ""
+    detail: str = ""
+    replay: str = ""
+
+
+def _view(profile: Findings, phase: Phase, number: int) -> dict[str, Any]:
+    rows = [r for r in phase.rows if r.kind != FRAMEWORK]
+    shapes = bill(rows, lambda r: f"{r.operator}\0{r.shape}\0{r.dtype}\0{r.implementation}")
+    anchors = {b.name: f"shape-{number}-{i}" for i, b in enumerate(shapes[:_SHAPES])}
+    lines: list[_Line] = []
+    for group in bill(phase.rows, lambda r: r.kind):
+        lines.append(_Line(group.name, group.name, cells(group, phase), anchor="class"))
+        lines += [
+            _Line(group.name, b.name, cells(b, phase))
+            for b in bill(group.rows, lambda r: r.operator)
+            if b.name != group.name
+        ]
+    layers, kinds = layer_times(phase)
+    hottest = max((t for times in layers.values() for t in times.values()), default=0.0) or 1.0
+    return {
+        "phase": phase,
+        "number": number,
+        "per_token": per_token(profile, phase) if phase.tokens else "",
+        "bill": lines,
+        "shapes": [_shape(b, anchors[b.name]) for b in shapes[:_SHAPES]],
+        "hidden": max(len(shapes) - _SHAPES, 0),
+        "kinds": kinds,
+        "layers": [
+            (name or "(no layer)", [(times.get(k, 0.0), times.get(k, 0.0) / hottest) for k in kinds])
+            for name, times in list(layers.items())[:_LAYERS]
+        ],
+        "roofline": _roofline(profile, shapes, anchors),
+    }
+
+
+def _shape(b: Bill, anchor: str) -> _Line:
+    operator, shape, dtype, implementation = b.name.split("\0")
+    row = b.rows[0]
+    why = [f"runs on {implementation}{': ' + row.reason if row.reason else ''}"]
+    why += [f"not {name}: {reason}" for name, reason in row.refused.items()]
+    if row.pieces:
+        why.append("made of " + ", ".join(row.pieces))
+    if row.source:
+        why.append(f"from {row.source}")
+    cells = [
+        dtype,
+        f"{b.calls:.0f}",
+        f"{b.seconds * 1e3:.3f}",
+        f"{b.of_roof:.0%}" if b.of_roof is not None else "",
+        f"{b.lost * 1e3:.3f}",
+    ]
+    return _Line(row.kind, f"{operator} {shape}".strip(), cells, anchor, "; ".join(why), row.replay)
+
+
+def _timeline(phase: Phase) -> dict[str, Any]:
+    """Columns of numbers, names once each: 100,000 events are two megabytes."""
+    names: dict[str, int] = {}
+    return {
+        "wall": phase.wall * 1e3,
+        "start": [round(e.start * 1e3, 4) for e in phase.events],
+        "ms": [round(e.seconds * 1e3, 4) for e in phase.events],
+        "kind": [CLASSES.index(e.kind) for e in phase.events],
+        "name": [names.setdefault(f"{e.name} {e.shape}".strip(), len(names)) for e in phase.events],
+        "names": list(names),
+    }
+
+
+def _roofline(profile: Findings, shapes: list[Bill], anchors: dict[str, str]) -> dict[str, Any] | None:
+    """Dots at (operations per byte, operations per second), and the roofs over them, on logarithmic axes."""
+    dots = [b for b in shapes if b.flops > 0 and b.bytes > 0 and b.seconds > 0 and b.name in anchors]
+    band = profile.roofs.get("memory")
+    if not dots or not band:
+        return None
+    rates = {n: r for n, r in profile.roofs.items() if n.startswith("matmul")}
+    xs, ys = [b.flops / b.bytes for b in dots], [b.flops / b.seconds for b in dots]
+    x0, x1 = math.floor(math.log10(min(xs))), math.ceil(math.log10(max([*xs, 100.0])))
+    top = max([*ys, *rates.values()])
+    y0, y1 = math.floor(math.log10(min(ys))), math.ceil(math.log10(top))
+
+    def at_x(value: float) -> float:
+        return _LEFT + (math.log10(value) - x0) / max(x1 - x0, 1) * (_WIDTH - _LEFT - 10)
+
+    def at_y(value: float) -> float:
+        return _HEIGHT - _BOTTOM - (math.log10(value) - y0) / max(y1 - y0, 1) * (_HEIGHT - _BOTTOM - 10)
+
+    whole = sum(b.seconds for b in dots)
+    roofs = []
+    for name, rate in rates.items():
+        ridge = min(max(rate / band, 10.0**x0), 10.0**x1)
+        low = max(10.0**x0, 10.0**y0 / band)
+        roofs.append(
+            (
+                name,
+                f"{at_x(low):.1f},{at_y(low * band):.1f} {at_x(ridge):.1f},{at_y(min(rate, ridge * band)):.1f} "
+                f"{at_x(10.0**x1):.1f},{at_y(rate):.1f}",
+                at_y(rate),
+                rate / 1e9,
+            )
+        )
+    return {
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "left": _LEFT,
+        "bottom": _HEIGHT - _BOTTOM,
+        "x": [(at_x(10.0**k), f"{10.0**k:g}") for k in range(x0, x1 + 1)],
+        "y": [(at_y(10.0**k), f"{10.0**k / 1e9:g}") for k in range(y0, y1 + 1)],
+        "roofs": roofs,
+        "dots": [
+            {
+                "x": at_x(x),
+                "y": at_y(y),
+                "r": 3 + 22 * math.sqrt(b.seconds / whole),
+                "color": COLORS[b.rows[0].kind],
+                "anchor": anchors[b.name],
+                "kind": b.rows[0].kind,
+                "title": f"{b.name.split(chr(0))[0]} {b.name.split(chr(0))[1]}: {b.seconds * 1e3:.3f} ms, "
+                f"{y / 1e9:.3g} GFLOP/s at {x:.3g} FLOP/B",
+            }
+            for b, x, y in zip(dots, xs, ys, strict=True)
+        ],
+    }

@@ -1,0 +1,253 @@
+"""The report in a terminal: the trust panel first, then the bill, then what follows from it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, Bill, Findings, Phase, bill
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_SHAPES, _CHAINS, _LAYERS = 12, 6, 40
+_HEADS = (
+    "ms",
+    "share",
+    "calls",
+    "GFLOP",
+    "least MB",
+    "FLOP/B",
+    "GFLOP/s",
+    "GB/s",
+    "bound by",
+    "of roof",
+    "lost ms",
+)
+
+
+def text(profile: Findings, width: int = 150) -> str:
+    """The report without colors."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, highlight=False, color_system=None)
+    show(profile, console)
+    return buffer.getvalue()
+
+
+def show(profile: Findings, console: Console) -> None:
+    """Print the report."""
+    for part in parts(profile):
+        console.print(part)
+
+
+def parts(profile: Findings) -> Iterable[RenderableType]:
+    """The report, piece by piece."""
+    yield Panel("\n".join(escape(line) for line in trust(profile)), title="trust", title_align="left")
+    for phase in profile.phases:
+        yield ""
+        yield _bill_table(phase)
+        if phase.tokens:
+            yield escape(per_token(profile, phase))
+        yield _shapes_table(phase)
+        if len({row.layer for row in phase.rows}) > 1:
+            yield _layers_table(phase)
+        if phase.chains:
+            yield _chains_table(phase)
+    yield ""
+    advice = profile.advice
+    if not advice:
+        yield "advice: none; no rule finds a gain above the noise"
+    for i, one in enumerate(advice, 1):
+        yield escape(
+            f"{i}. {one.phase}: {one.title}: up to {one.gain * 1e3:.3g} ms, {one.speedup:.2f}x\n"
+            f"   seen:   {one.evidence}\n   do:     {one.action}\n   verify: {one.verify}"
+        )
+
+
+def trust(profile: Findings) -> list[str]:
+    """What the numbers rest on."""
+    machine, lines = profile.machine, []
+    if profile.partial:
+        lines.append(f"PARTIAL: {profile.partial}; what was gathered until then is below")
+    lines.append(
+        f"{profile.model}{', optimized' if profile.optimized else ''} on {machine.get('cpu', 'unknown')}, "
+        f"{machine.get('threads', '?')} threads of {machine.get('cores', '?')} cores, "
+        f"torch {profile.versions.get('torch', '?')}, {profile.taken}"
+    )
+    lines.append("roofs, measured in this run: " + (", ".join(roof_lines(profile)) or "unknown"))
+    for phase in profile.phases:
+        plain = f"{phase.plain * 1e3:.3f} ms without the profiler, " if phase.plain else ""
+        error = f" ±{phase.overhead_error:.1%}" if phase.overhead_error else ""
+        lines.append(
+            f"{phase.name}: {phase.wall * 1e3:.3f} ms, {plain}overhead {phase.overhead:+.1%}{error} "
+            f"({phase.overhead_from}), {len(phase.samples)} repetitions, noise ±{phase.noise:.1%}; "
+            f"classified {phase.classified:.1%}, with a cost formula {phase.with_formula:.1%} (matmul and attention "
+            f"{phase.covered(MATMUL, ATTENTION):.1%}); rows sum to {phase.total / (phase.wall or 1):.1%} of wall time"
+        )
+        lines += [
+            f"ERROR: {row.operator} {row.shape} is at {row.of_roof or 0:.0%} of its roof: formula or clock is wrong"
+            for row in phase.over_roof
+        ]
+        lines += [f"ERROR: {fault}" for fault in dict.fromkeys(row.fault for row in phase.rows) if fault]
+        lines += [f"note: {note}" for note in phase.notes]
+    return lines + [f"note: {note}" for note in profile.notes]
+
+
+def roof_lines(profile: Findings) -> list[str]:
+    """The roofs, as a person reads them."""
+    found = []
+    for name, rate in profile.roofs.items():
+        if name == "calls":
+            found.append(f"a call of one element {1e6 / rate:.2g} µs")
+        else:
+            found.append(f"{name} {rate / 1e9:.0f} {'GFLOP/s' if name.startswith('matmul') else 'GB/s'}")
+    return found
+
+
+def per_token(profile: Findings, phase: Phase) -> str:
+    """A phase per token: time, memory, and how much of the machine it uses."""
+    least = sum(row.least for row in phase.rows)
+    flops, moved = sum(r.flops for r in phase.rows), sum(r.bytes for r in phase.rows)
+    rate, band = utilization(profile, phase)
+    return (
+        f"{phase.name} per token ({phase.tokens} tokens): {phase.wall / phase.tokens * 1e6:.3g} µs, weights "
+        f"{phase.weight_bytes / 1e6:.1f} MB, cache {phase.cache_bytes / 1e6:.2f} MB, MFU "
+        f"{_part(flops / phase.wall, rate)}, MBU {_part(moved / phase.wall, band)}, "
+        f"{phase.tokens / phase.wall:,.0f} tokens/s now"
+        + (f", {phase.tokens / least:,.0f} at the roof" if least else "")
+    )
+
+
+def utilization(profile: Findings, phase: Phase) -> tuple[float | None, float | None]:
+    """The matmul roof of the dtype that most operations run in, and the bandwidth of memory."""
+    flops: dict[str, float] = {}
+    for row in phase.rows:
+        flops[row.dtype] = flops.get(row.dtype, 0.0) + row.flops
+    dtype = max(flops, key=flops.__getitem__) if flops else ""
+    return profile.roofs.get(f"matmul {dtype}"), profile.roofs.get("memory")
+
+
+def _part(rate: float, roof: float | None) -> str:
+    return f"{rate / roof:.1%}" if roof else "unknown"
+
+
+def _bill_table(phase: Phase) -> Table:
+    table = Table(
+        title=f"{phase.name}: the bill, what lost most first", title_justify="left", box=None, pad_edge=False
+    )
+    table.add_column("class / operator")
+    for head in _HEADS:
+        table.add_column(head, justify="right")
+    table.add_column("implementation")
+    table.add_column("written")
+    for group in bill(phase.rows, lambda row: row.kind):
+        table.add_row(escape(group.name), *cells(group, phase), style="bold")
+        inner = bill(group.rows, lambda row: row.operator)
+        if len(inner) > 1 or inner[0].name != group.name:
+            for one in inner[:6]:
+                table.add_row(escape("  " + one.name), *cells(one, phase))
+            if len(inner) > 6:
+                table.add_row(
+                    f"  and {len(inner) - 6} more", f"{sum(b.seconds for b in inner[6:]) * 1e3:.3f}"
+                )
+    table.add_row("sum", f"{phase.total * 1e3:.3f}", f"{phase.total / (phase.wall or 1):.1%}", style="bold")
+    return table
+
+
+def cells(b: Bill, phase: Phase) -> list[str]:
+    """A row of the bill behind its name: time, share, calls, work, rates, what binds it, what is lost."""
+    work = b.rows[0].kind != FRAMEWORK
+    seconds = b.seconds or 1e-12
+    return [
+        f"{b.seconds * 1e3:.3f}",
+        f"{b.seconds / (phase.wall or 1):.1%}",
+        f"{b.calls:.0f}",
+        f"{b.flops / 1e9:.3g}" if work else "",
+        f"{b.bytes / 1e6:.3g}" if work else "",
+        f"{b.flops / b.bytes:.3g}" if work and b.bytes else "",
+        f"{b.flops / seconds / 1e9:.3g}" if work else "",
+        f"{b.bytes / seconds / 1e9:.3g}" if work else "",
+        b.bound,
+        f"{b.of_roof:.0%}" if b.of_roof is not None else "",
+        f"{b.lost * 1e3:.3f}",
+        b.implementation,
+        b.fused,
+    ]
+
+
+def _shapes_table(phase: Phase) -> Table:
+    table = Table(title="shapes", title_justify="left", box=None, pad_edge=False)
+    for head in ("operator", "shape", "dtype"):
+        table.add_column(head)
+    for head in ("calls", "ms", "of roof", "lost ms"):
+        table.add_column(head, justify="right")
+    table.add_column("runs on, and why")
+    rows = [r for r in phase.rows if r.kind != FRAMEWORK]
+    groups = bill(rows, lambda row: f"{row.operator}\0{row.shape}\0{row.dtype}\0{row.implementation}")
+    for one in groups[:_SHAPES]:
+        operator, shape, dtype, implementation = one.name.split("\0")
+        why = one.rows[0].reason + "".join(f"; not {n}: {w}" for n, w in one.rows[0].refused.items())
+        table.add_row(
+            escape(operator),
+            escape(shape),
+            dtype,
+            f"{one.calls:.0f}",
+            f"{one.seconds * 1e3:.3f}",
+            f"{one.of_roof:.0%}" if one.of_roof is not None else "",
+            f"{one.lost * 1e3:.3f}",
+            escape(f"{implementation}{': ' + why if why else ''}"),
+        )
+        if one.rows[0].replay:
+            table.add_row("", "", "", "", "", "", "", escape(f"again: {one.rows[0].replay}"))
+    if len(groups) > _SHAPES:
+        table.add_row(f"and {len(groups) - _SHAPES} more, all of them in the JSON")
+    return table
+
+
+def _layers_table(phase: Phase) -> Table:
+    """Milliseconds by layer and class."""
+    layers, kinds = layer_times(phase)
+    table = Table(title="layer × class, ms", title_justify="left", box=None, pad_edge=False)
+    table.add_column("layer")
+    for kind in kinds:
+        table.add_column(kind, justify="right")
+    for layer, times in list(layers.items())[:_LAYERS]:
+        table.add_row(
+            escape(layer or "(no layer)"), *(f"{times[k] * 1e3:.3f}" if k in times else "" for k in kinds)
+        )
+    return table
+
+
+def layer_times(phase: Phase) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Seconds by layer and class, layers in the order of the timeline; and the classes, most time first."""
+    order = list(dict.fromkeys(e.layer for e in phase.events)) or [""]
+    layers: dict[str, dict[str, float]] = {name: {} for name in order}
+    total: dict[str, float] = {}
+    for row in phase.rows:
+        times = layers.setdefault(row.layer, {})
+        times[row.kind] = times.get(row.kind, 0.0) + row.seconds
+        total[row.kind] = total.get(row.kind, 0.0) + row.seconds
+    return layers, sorted(total, key=lambda k: -total[k])
+
+
+def _chains_table(phase: Phase) -> Table:
+    table = Table(title="fusion opportunities", title_justify="left", box=None, pad_edge=False)
+    table.add_column("chain")
+    for head in ("times", "MB saved", "gain ms"):
+        table.add_column(head, justify="right")
+    table.add_column("implementation here")
+    for chain in phase.chains[:_CHAINS]:
+        table.add_row(
+            escape(" → ".join(chain.operators)),
+            f"{chain.count:.0f}",
+            f"{chain.bytes_saved / 1e6:.3g}",
+            f"{chain.gain * 1e3:.3f}",
+            chain.implementation or "none",
+        )
+    return table

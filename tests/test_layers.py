@@ -11,15 +11,16 @@ PACKAGE = Path(__file__).parents[1] / "src" / "opsmith"
 
 # What each part of the package may import from the others. `__init__` is the public face, on top of them all.
 MAY_IMPORT: dict[str, set[str]] = {
+    "version": set(),
     "operator": set(),
     "measure": set(),
     "kernels": set(),
     "call": {"operator", "measure", "kernels"},
     "ops": {"operator", "measure", "kernels", "call"},
     "proof": {"operator", "measure", "kernels", "call", "ops"},
-    "compiler": {"operator", "measure", "kernels", "call", "ops", "proof"},
-    "profiler": {"operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
-    "authoring": {"operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
+    "compiler": {"version", "operator", "measure", "kernels", "call", "ops", "proof"},
+    "profiler": {"version", "operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
+    "authoring": {"version", "operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
     "integrations": {
         "operator",
         "measure",
@@ -36,13 +37,20 @@ MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
 
+# The compiler is one street: each part may import those before it.
+STAGES = (
+    *("config", "plan", "kept", "reasons"),
+    *("algebra", "capture", "find", "steps", "choose", "prove", "program", "modules"),
+    *("report", "session", "frozen", "entry", "copying", "api", "__init__"),
+)
+
 # What may see torch, by how its name begins: it registers the kernels with PyTorch's stable ABI.
 BINDING = "binding"
 TORCH_HEADER = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/', re.MULTILINE)
 
 
-def imported_parts(file: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line, part of opsmith) for every import in a file, those inside functions included."""
+def imported_names(file: Path, package: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yields (line, path of a name within opsmith) for every import in a file, those inside functions included."""
     here = ["opsmith", *file.relative_to(package).with_suffix("").parts]
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
         if isinstance(node, ast.Import):
@@ -55,10 +63,15 @@ def imported_parts(file: Path, package: Path) -> Iterator[tuple[int, str]]:
             continue
         for name in names:
             root, *rest = name.split(".")
-            if root == "opsmith" and rest != ["__version__"]:  # a plain string, there before anything else
-                # `from opsmith import Config` takes a name from the public face, not a part of its own.
-                part = rest[0] if rest and exists(package, rest[0]) else "__init__"
-                yield node.lineno, part
+            if root == "opsmith":
+                yield node.lineno, rest
+
+
+def imported_parts(file: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, part of opsmith) for every import in a file."""
+    for line, rest in imported_names(file, package):
+        # `from opsmith import Config` takes a name from the public face, not a part of its own.
+        yield line, rest[0] if rest and exists(package, rest[0]) else "__init__"
 
 
 def exists(package: Path, part: str) -> bool:
@@ -80,6 +93,22 @@ def violations(package: Path) -> list[str]:
     return found
 
 
+def steps_back(package: Path) -> list[str]:
+    """Every import of the compiler from one of its later stages, one line each."""
+    compiler, found = package / "compiler", []
+    for file in sorted(compiler.rglob("*.py")):
+        path = file.relative_to(compiler)
+        stage = path.parts[0].removesuffix(".py")
+        if stage not in STAGES:
+            found.append(f"{path}:1: '{stage}' has no place; give it one in STAGES")
+            continue
+        for line, rest in imported_names(file, package):
+            own = rest[:1] == ["compiler"] and bool(rest[1:]) and exists(compiler, rest[1])
+            if own and STAGES.index(rest[1]) > STAGES.index(stage):
+                found.append(f"{path}:{line}: {stage} must not import {rest[1]}")
+    return found
+
+
 def torch_includes(package: Path) -> list[str]:
     """Every kernel source, the binding aside, that includes a torch header."""
     folders = ("kernels/cpu", "ops")
@@ -98,6 +127,10 @@ def test_imports_go_down() -> None:
     assert violations(PACKAGE) == []
 
 
+def test_the_compiler_is_one_street() -> None:
+    assert steps_back(PACKAGE) == []
+
+
 def test_kernels_include_no_torch_header() -> None:
     assert torch_includes(PACKAGE) == []
 
@@ -113,7 +146,9 @@ def tree(tmp_path: Path) -> Path:
         "kernels/cpu/binding.cpp": "#include <torch/csrc/stable/library.h>\n",
         "ops/__init__.py": "from opsmith.operator import Operator\n",
         "ops/gelu/__init__.py": "from ...kernels import build\nfrom .common import rows\nfrom opsmith import measure\n",
-        "compiler/plan.py": "import opsmith.ops.gelu\nfrom opsmith import __version__\n",
+        "compiler/plan.py": "import opsmith.ops.gelu\nfrom opsmith.compiler import Config\n",
+        "compiler/find/match.py": "from ..algebra import terms\nfrom opsmith.compiler.plan import Plan\n",
+        "compiler/algebra/terms.py": "import math\n",
         "cli/ops.py": "from opsmith import Config\n",
     }.items():
         file = tmp_path / path
@@ -124,6 +159,7 @@ def tree(tmp_path: Path) -> Path:
 
 def test_a_tree_in_good_order_passes(tree: Path) -> None:
     assert violations(tree) == []
+    assert steps_back(tree) == []
     assert torch_includes(tree) == []
 
 
@@ -149,3 +185,25 @@ def test_an_import_that_goes_up_is_named(tree: Path, path: str, text: str, line:
 def test_a_torch_header_in_a_kernel_is_named(tree: Path) -> None:
     (tree / "ops/gelu/cpu/gelu.cpp").write_text("  #include <ATen/ATen.h>\n")
     assert torch_includes(tree) == ["gelu.cpp"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "complaint"),
+    [
+        (
+            "find/match.py",
+            "import math\nfrom ..choose import select\n",
+            "find/match.py:2: find must not import choose",
+        ),
+        (
+            "plan.py",
+            "def f():\n    import opsmith.compiler.find.match\n",
+            "plan.py:2: plan must not import find",
+        ),
+        ("guess.py", "", "guess.py:1: 'guess' has no place; give it one in STAGES"),
+    ],
+)
+def test_a_step_back_is_named(tree: Path, path: str, text: str, complaint: str) -> None:
+    (tree / "compiler/choose").mkdir()
+    (tree / "compiler" / path).write_text(text)
+    assert steps_back(tree) == [complaint]

@@ -165,7 +165,7 @@ def test_changes_of_what_all_models_share_are_noticed(monkeypatch: pytest.Monkey
         right(model, x)
 
 
-# What a promise that nothing changes leaves unasked: docs/guide/small-calls.md names it.
+# What a promise that nothing changes leaves unasked: docs/guide/optimize.md names it.
 UNNOTICED: list[Callable[[Any], Any]] = [
     lambda m: setattr(m.settings, "shift", 2.0),
     lambda m: m.settings.names.update(first=4.0),

@@ -42,7 +42,7 @@ class Config(BaseModel):
         tune: measure the contestants; False takes the first that is able, in the card's order.
         verify: prove every site on the example inputs, and roll back what fails.
         frozen: promise that the model's code and attributes will not change, so that a call asks nothing about them;
-            see `docs/guide/small-calls.md` for what then goes unnoticed.
+            see `docs/guide/optimize.md` for what then goes unnoticed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -132,6 +132,12 @@ inline void check_weight(const char* op, const char* name, const std::optional<T
                   " must be float32 or in the input's dtype");
 }
 
+// One float32, where the kernel reads it as a number.
+inline float number(const char* op, const char* name, const std::optional<Tensor>& t) {
+  STD_TORCH_CHECK(t && t->numel() == 1 && dtype_of(*t) == DType::f32, op, ": ", name, " must be one float32");
+  return *static_cast<const float*>(t->data_ptr());
+}
+
 // A tensor as [rows, n], n being its last dimension, wherever its strides allow that: Python then makes no view. The
 // last dimension must be contiguous.
 class Rows {

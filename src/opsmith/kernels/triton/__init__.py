@@ -4,7 +4,7 @@ An operator's Python code calls `torch.ops.opsmith.NAME` and never learns which 
 a GPU. With `TRITON_INTERPRET=1` in the environment they also take the CPU's place, run by Triton's interpreter,
 so that the whole test suite of the operators holds them to their cards on a machine without a GPU.
 
-A file `triton.py` of an operator's folder, or one in its folder `triton`, may define `KERNELS`, a mapping from the
+A file `triton*.py` of an operator's folder, or one in its folder `triton`, may define `KERNELS`, a mapping from the
 name of an operator in `opsmith::` to a function of its schema.
 """
 
@@ -39,7 +39,7 @@ def load() -> frozenset[str]:
     if installed() is not True:
         return frozenset()
     names: set[str] = set()
-    for file in sorted([*_FAMILIES.glob("*/triton.py"), *_FAMILIES.glob("*/triton/*.py")]):
+    for file in sorted([*_FAMILIES.glob("*/triton*.py"), *_FAMILIES.glob("*/triton/*.py")]):
         path = file.relative_to(_FAMILIES.parent).with_suffix("")
         kernels = getattr(importlib.import_module(".".join(["opsmith", *path.parts])), "KERNELS", {})
         for name, function in kernels.items():

@@ -15,7 +15,7 @@ from opsmith.ops import entry_costs
 from opsmith.ops.mla.cache import MLACache, has_values
 from opsmith.ops.mla.check import check_cache_type, check_inference, check_scales, rope_width
 from opsmith.ops.mla.parts import rows_of
-from opsmith.ops.mla.projection import wide
+from opsmith.ops.rms_norm.quant import wide
 
 
 def mla_attention(

@@ -20,7 +20,7 @@ from opsmith.ops.mla.parts import Parts, Sizes, check_weights
 from opsmith.ops.mla.preprocess import check, compute, kernel, run
 from opsmith.ops.mla.projection import Projection, quantize_weight
 from opsmith.ops.mla.rungs import eager
-from opsmith.ops.mla.tolerance import Steps
+from opsmith.ops.rms_norm.quant import Steps
 
 Results = tuple[torch.Tensor, ...]
 Maybe = torch.Tensor | None

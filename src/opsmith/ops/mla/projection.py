@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 
+from opsmith.ops.rms_norm.quant import q8, quantize_rows
+
 Quant = Literal["per_tensor", "per_token", "weight_int8", "weight_int4"]
 QUANTS: tuple[str, ...] = get_args(Quant)
 
@@ -37,22 +39,6 @@ class Projection(NamedTuple):
         bias = None if self.bias is None else self.bias[index]
         descale = None if self.descale is None else self.descale[index]
         return self._replace(weight=self.weight[index], bias=bias, descale=descale)
-
-
-def wide(t: torch.Tensor) -> torch.Tensor:
-    """In float32, which is what is computed in; float64 stays."""
-    return t if t.dtype == torch.float64 else t.float()
-
-
-def q8(v: torch.Tensor) -> torch.Tensor:
-    """`rint(clamp(v, -128, 127))`, half to even; the integers are still in floating point."""
-    return v.clamp(-128, 127).round()
-
-
-def quantize_rows(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's integers, in floating point, and `s = max|y| / 127` [..., 1]; a row of zeros gives zeros."""
-    s = y.abs().amax(-1, keepdim=True) / 127 if y.shape[-1] else y.new_zeros((*y.shape[:-1], 1))
-    return torch.where(s > 0, q8(y / torch.where(s > 0, s, 1.0)), 0.0), s
 
 
 def project(y: torch.Tensor, p: Projection, quant: str | None, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from opsmith.ops.mla.projection import project, q8, wide
+from opsmith.ops.mla.projection import project
+from opsmith.ops.rms_norm.quant import normalize, q8, wide
 
 if TYPE_CHECKING:
     from opsmith.ops.mla.parts import Parts
@@ -23,17 +24,6 @@ class Defined(NamedTuple):
     k_nope: torch.Tensor  # [T, kv_lora], int8 with ctkv_scale
     k_rope: torch.Tensor  # [T, rope]
     latent_q: torch.Tensor | None  # [T, q_lora], normalized
-
-
-def normalize(
-    x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None = None, eps: float = 1e-6
-) -> torch.Tensor:
-    """RMSNorm in float32 (float64), unrounded; no gamma: x is normalized already."""
-    y = wide(x)
-    if gamma is None:
-        return y
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * gamma.to(y.dtype)
-    return y if beta is None else y + beta.to(y.dtype)
 
 
 def rotate(

@@ -12,7 +12,7 @@ from opsmith.call.common import short
 from opsmith.ops.mla import deepseek as mla_deepseek
 from opsmith.ops.mla.parts import NORMS, Parts, Sizes, check_weights
 from opsmith.ops.mla.projection import QUANTS, Projection, project, quantize_projection, static_scale
-from opsmith.ops.mla.reference import normalize
+from opsmith.ops.rms_norm.quant import normalize
 
 _NAME = "MLAWeights"
 _STAND_IN_ROWS = 256

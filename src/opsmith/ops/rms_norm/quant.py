@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +22,8 @@ from opsmith.call.common import (
     short,
 )
 from opsmith.kernels import calls
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
 from opsmith.ops.ascend import on_npu
-from opsmith.ops.mla.projection import q8, quantize_rows
-from opsmith.ops.mla.reference import normalize
-from opsmith.ops.mla.tolerance import Steps
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -112,6 +111,33 @@ def _scalar(value: torch.Tensor | float | None, x: torch.Tensor) -> torch.Tensor
     return None if value is None else torch.tensor(value, dtype=torch.float32, device=x.device)
 
 
+def wide(t: torch.Tensor) -> torch.Tensor:
+    """In float32, which is what is computed in; float64 stays."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def q8(v: torch.Tensor) -> torch.Tensor:
+    """`rint(clamp(v, -128, 127))`, half to even; the integers are still in floating point."""
+    return v.clamp(-128, 127).round()
+
+
+def quantize_rows(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's integers, in floating point, and `s = max|y| / 127` [..., 1]; a row of zeros gives zeros."""
+    s = y.abs().amax(-1, keepdim=True) / 127 if y.shape[-1] else y.new_zeros((*y.shape[:-1], 1))
+    return torch.where(s > 0, q8(y / torch.where(s > 0, s, 1.0)), 0.0), s
+
+
+def normalize(
+    x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None = None, eps: float = 1e-6
+) -> torch.Tensor:
+    """RMSNorm in float32 (float64), unrounded; no gamma: x is normalized already."""
+    y = wide(x)
+    if gamma is None:
+        return y
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * gamma.to(y.dtype)
+    return y if beta is None else y + beta.to(y.dtype)
+
+
 def reference(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -188,6 +214,39 @@ def _workloads(make: Make) -> Iterator[Sample]:
 
 def _finite(*tensors: Any, **more: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in (*tensors, *more.values()) if isinstance(t, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class Steps(Tolerance):
+    """The policy, but integers may be off by one step where a last bit of float32 tips a tie.
+
+    Args:
+        of_scale: how much of the greatest magnitude of a floating-point result one such step of a quantized activation
+            may move it; 0 where the result does not depend on one. Integers that do depend on one, and on results that
+            were rounded to 16 bits, are held to the policy in steps.
+    """
+
+    of_scale: float = 0.0
+
+    def check(self, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+        if got.shape != exact.shape:
+            return super().check(got, eager, exact)
+        if got.dtype == torch.int8:
+            error, theirs = (
+                float((t.int() - exact.int()).abs().max()) if t.numel() else 0.0 for t in (got, eager)
+            )
+            bound = 1.0 + (self.factor * theirs if self.of_scale else 0.0)
+            return Verdict(
+                error <= bound, error, bound, "" if error <= bound else f"off by {error:.0f} steps"
+            )
+        verdict = super().check(got, eager, exact)
+        if not self.of_scale or not exact.numel() or not math.isfinite(verdict.error):
+            return verdict
+        bound = verdict.bound + self.of_scale * float(exact.abs().max())
+        ok = verdict.error <= bound
+        return Verdict(
+            ok, verdict.error, bound, "" if ok else f"error {verdict.error:.3g} above the bound {bound:.3g}"
+        )
 
 
 CARD = register(

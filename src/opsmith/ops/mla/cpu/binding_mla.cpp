@@ -32,13 +32,7 @@ MlaCacheView check_cache(const Tensor& latent, const Optional& rope, bool tiled,
   const int64_t end = latent.size(0) * size, bad = mla_bad_slot(view_of(slots), end);
   STD_TORCH_CHECK(bad < 0, "mla: slot_mapping must lie in [0, ", end, ") or be -1; it does not for token ",
                   bad, "; nothing was written");
-  float scale = 1.0f;
-  if (ctkv_scale) {
-    STD_TORCH_CHECK(ctkv_scale->numel() == 1 && dtype_of(*ctkv_scale) == DType::f32,
-                    "mla: ctkv_scale must be one float32");
-    scale = *static_cast<const float*>(ctkv_scale->data_ptr());
-  }
-  return {view_of(latent), view_of(rope), tiled, scale};
+  return {view_of(latent), view_of(rope), tiled, ctkv_scale ? number("mla", "ctkv_scale", ctkv_scale) : 1.0f};
 }
 
 void kv_epilogue_op(const Tensor& a, const Tensor& gamma2, const Optional& cos, const Optional& sin,
@@ -78,8 +72,8 @@ MlaProjection projection(const char* name, const Tensor& weight, const Optional&
     check_vector("descale", descale, n);
   }
   if (quant == MlaQuant::per_tensor) {
-    p.scale = number("scale", scale);
-    p.offset = number("offset", offset);
+    p.scale = number("mla", "scale", scale);
+    p.offset = number("mla", "offset", offset);
   }
   return p;
 }

@@ -87,9 +87,4 @@ class Queries {
   View latent_, rope_;
 };
 
-inline float number(const char* name, const Optional& t) {
-  STD_TORCH_CHECK(t && t->numel() == 1 && dtype_of(*t) == DType::f32, "mla: ", name, " must be one float32");
-  return *static_cast<const float*>(t->data_ptr());
-}
-
 }  // namespace opsmith

@@ -1,27 +1,8 @@
-// Registers the ends of MLA pre-processing's chains and the attention behind them; checks what their memory safety needs.
+// Registers the queries' epilogue and the attention behind it; checks what their memory safety needs.
 #include "binding_mla.h"
 
 namespace opsmith {
 namespace {
-
-void quant_op(const Tensor& x, const Optional& weight, const Optional& bias, double eps,
-              const Optional& scale, const Optional& offset, const Tensor& q, const Optional& s) {
-  const char* const op = "rms_norm_quant";
-  const Rows in(op, "x", x), to(op, "q", q);
-  STD_TORCH_CHECK(to.rows() == in.rows() && to.n() == in.n() && to.dtype() == DType::i8, op,
-                  ": q must be int8, of x's size");
-  check_float("x", in.dtype());
-  for (const auto& [name, t] : {std::pair("weight", &weight), std::pair("bias", &bias)})
-    check_weight(op, name, *t, in.n(), in.dtype());
-  STD_TORCH_CHECK(bool(s) != bool(scale) && (!bias || weight) && (!offset || scale), op,
-                  ": either a scale, or s for one of each row");
-  STD_TORCH_CHECK(!s || (s->numel() == in.rows() && s->is_contiguous() && dtype_of(*s) == DType::f32), op,
-                  ": s must be contiguous float32, one for each row");
-  const int64_t rows = in.rows(), step = 1;
-  const View scales = s ? View{s->data_ptr(), DType::f32, 1, &rows, &step} : View{};
-  rms_norm_quant(in.view(), view_of(weight), view_of(bias), float(eps), scale ? number("scale", scale) : 1.0f,
-                 offset ? number("offset", offset) : 0.0f, to.view(), scales);
-}
 
 void q_epilogue_op(const Tensor& q, const Tensor& wuk, const Optional& cos, const Optional& sin,
                    bool interleaved, const Optional& q_nope_scale, const Tensor& q_out,
@@ -104,7 +85,7 @@ void attention_op(const Tensor& q_nope, const Tensor& q_rope, const Tensor& late
   call.tables = view_of(tables);
   call.lens = view_of(lens);
   call.scale = float(scale);
-  if (ctkv_scale) call.ctkv_scale = number("ctkv_scale", ctkv_scale);
+  if (ctkv_scale) call.ctkv_scale = number("mla", "ctkv_scale", ctkv_scale);
   call.q_nope_scale = view_of(q_nope_scale);
   call.wuv = view_of(wuv);
   call.latent_out = view_of(latent_out);
@@ -116,7 +97,6 @@ void attention_op(const Tensor& q_nope, const Tensor& q_rope, const Tensor& late
 }  // namespace opsmith
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
-  opsmith::offer(m, "rms_norm_quant", opsmith::kernel<&opsmith::quant_op>);
   opsmith::offer(m, "mla_q_epilogue", opsmith::kernel<&opsmith::q_epilogue_op>);
   opsmith::offer(m, "mla_attention", opsmith::kernel<&opsmith::attention_op>);
 }

@@ -49,9 +49,6 @@ struct MlaCall {
 // For as many tokens as keep their activations in cache: every weight is read once, by one thread.
 void mla_preprocess(const MlaCall& call);
 
-// A chain's ends as operators of their own. Without `s`, one scale and offset for the whole tensor.
-void rms_norm_quant(View x, View weight, View bias, float eps, float scale, float offset, View q, View s);
-
 // q [T, H, nope + rope]: absorbed into the latent space, and rotated.
 void mla_q_epilogue(View q, View wuk, MlaRotation rotation, View q_nope_scale, View q_out, View q_rope);
 

@@ -250,7 +250,7 @@ void mla_finish_head(const MlaQueries& c, int64_t h, int64_t first, int64_t toke
     if (c.q_nope_scale.defined()) {
       const float scale = c.q_nope_scale.as<float>()[h];
       for_lanes(kv_lora, [&](int64_t i, auto k) {
-        mla_store_q8(c.q_out.as<int8_t>() + to + i, round_to<T>(load(from + i, k)) * scale, k);
+        store_q8(c.q_out.as<int8_t>() + to + i, round_to<T>(load(from + i, k)) * scale, k);
       });
     } else if (c.streaming) {
       for (int64_t i = 0; i < kv_lora; i += 2 * W) {

@@ -143,9 +143,9 @@ struct MlaInteger {
 
   static void prepare(const float* y, int64_t n, const MlaProjection& p, X* to, float* scale, int32_t* sum) {
     if constexpr (per_token) {
-      *scale = mla_quantize(y, n, to);
+      *scale = quantize_row(y, n, to);
     } else {
-      mla_quantize(y, n, p.scale, p.offset, to);
+      quantize_row(y, n, p.scale, p.offset, to);
     }
     int32_t total = 0;
     for (int64_t i = 0; i < n; ++i) total += to[i];

@@ -13,7 +13,7 @@ int64_t mla_bad_slot(View slots, int64_t end) {
 
 void mla_kv_epilogue(View a, View gamma2, MlaRotation rotation, View slots, int64_t rope, float eps,
                      MlaCacheView cache) {
-  const MlaVector gamma(gamma2);
+  const FloatVector gamma(gamma2);
   const int64_t kv_lora = gamma2.sizes[0];
   with_float_type(a.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;

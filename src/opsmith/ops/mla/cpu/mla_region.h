@@ -174,7 +174,7 @@ class MlaRegion {
   }
 
   void normalize(int64_t t, const Memory& m) {
-    mla_norm(c_.x.as<T>() + t * c_.x.strides[0], hidden_, gamma0_.data(), beta0_.data(), c_.eps, m.norm);
+    norm_row(c_.x.as<T>() + t * c_.x.strides[0], hidden_, gamma0_.data(), beta0_.data(), c_.eps, m.norm);
     prepare(m.norm, hidden_, c_.down, y_, t);
     if (latents_ == 0) prepare(m.norm, hidden_, c_.up, z_, t);
   }
@@ -192,7 +192,7 @@ class MlaRegion {
   }
 
   void latent(int64_t t, const Memory& m) {
-    mla_norm(a_.get() + t * columns_ + key_rows_, inner_, gamma1_.data(), beta1_.data(), c_.eps, m.norm);
+    norm_row(a_.get() + t * columns_ + key_rows_, inner_, gamma1_.data(), beta1_.data(), c_.eps, m.norm);
     prepare(m.norm, inner_, c_.up, z_, t);
     if (!c_.latent_q.defined()) return;
     T* const to = c_.latent_q.as<T>() + t * c_.latent_q.strides[0];
@@ -219,7 +219,7 @@ class MlaRegion {
   }
 
   const MlaCall& c_;
-  const MlaVector gamma0_, beta0_, gamma1_, beta1_, gamma2_;
+  const FloatVector gamma0_, beta0_, gamma1_, beta1_, gamma2_;
   const int64_t tokens_, hidden_, heads_, nope_, kv_lora_, head_, rope_, columns_, inner_;
   int64_t key_rows_, vectors_, block_, key_blocks_, query_blocks_, latents_, first_heads_;
   bool streaming_;

@@ -1,88 +1,11 @@
-// What MLA does to the rows of a token between its matmuls: norm, quantization, rotation, the way into the cache.
+// What MLA does to the rows of a token between its matmuls: rotation and, of the keys, the way into the cache.
 #pragma once
 
-#include <cmath>
-
 #include "mla.h"
+#include "rms_norm/quantized_row.h"
 #include "rope_row.h"
 
 namespace opsmith {
-
-// n numbers of any floating-point type, from `at` on, as float.
-inline void mla_floats(const View& v, int64_t at, int64_t n, float* to) {
-  with_float_type(v.dtype, [&](auto* t) {
-    const auto* from = v.as<std::remove_pointer_t<decltype(t)>>() + at;
-    for_lanes(n, [&](int64_t i, auto k) { store(to + i, load(from + i, k), k); });
-  });
-}
-
-// A vector as float, kept for as long as a call takes.
-class MlaVector {
- public:
-  explicit MlaVector(const View& v) {
-    if (!v.defined()) return;
-    memory_.reset(new float[size_t(v.sizes[0]) + W]);
-    mla_floats(v, 0, v.sizes[0], memory_.get());
-  }
-  const float* data() const { return memory_.get(); }
-
- private:
-  std::unique_ptr<float[]> memory_;
-};
-
-// to = x / sqrt(mean(x^2) + eps) * gamma + beta, in float; without gamma x itself.
-template <class T>
-inline void mla_norm(const T* x, int64_t n, const float* gamma, const float* beta, float eps, float* to) {
-  if (!gamma) {
-    for_lanes(n, [&](int64_t i, auto k) { store(to + i, load(x + i, k), k); });
-    return;
-  }
-  Vec squares[4] = {};
-  for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
-    const Vec v = load(x + i, k);
-    squares[u] = fma(v, v, squares[u]);
-  });
-  const float sum = reduce_add((squares[0] + squares[1]) + (squares[2] + squares[3]));
-  const float rstd = 1.0f / std::sqrt(sum / float(n) + eps);
-  for_lanes(n, [&](int64_t i, auto k) {
-    Vec y = load(x + i, k) * rstd * load(gamma + i, k);
-    if (beta) y += load(beta + i, k);
-    store(to + i, y, k);
-  });
-}
-
-// rint(clamp(v, -128, 127)), half to even.
-inline void mla_store_q8(int8_t* p, Vec v, Full) {
-  v = min(127.0f, max(-128.0f, v));
-#if defined(OPSMITH_AVX512)
-  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
-#else
-  const Vec rounded = round_to_integer(v);
-  for (int i = 0; i < W; ++i) p[i] = int8_t(rounded[i]);
-#endif
-}
-inline void mla_store_q8(int8_t* p, Vec v, Part k) {
-  int8_t buffer[W];
-  mla_store_q8(buffer, v, Full{});
-  std::memcpy(p, buffer, size_t(k.count));
-}
-
-// A row's integers with the scale max|y| / 127, which is returned; a row of zeros gives zeros.
-inline float mla_quantize(const float* y, int64_t n, int8_t* to) {
-  Vec most{};
-  for_lanes(n, [&](int64_t i, auto k) { most = max(most, abs(keep(load(y + i, k), k, 0.0f))); });
-  const float s = reduce_max(most) / 127.0f;
-  if (!(s > 0)) {
-    std::memset(to, 0, size_t(n));
-    return s;
-  }
-  for_lanes(n, [&](int64_t i, auto k) { mla_store_q8(to + i, load(y + i, k) / s, k); });
-  return s;
-}
-
-inline void mla_quantize(const float* y, int64_t n, float scale, float offset, int8_t* to) {
-  for_lanes(n, [&](int64_t i, auto k) { mla_store_q8(to + i, load(y + i, k) / scale + offset, k); });
-}
 
 // Rotates `n` floats of one token into T, or copies them where there is no table. `row` holds 2 n floats of the table.
 template <class T>
@@ -105,7 +28,7 @@ inline void mla_table_row(const MlaRotation& rotation, int64_t t, int64_t n, flo
   if (!rotation.cos.defined() || n == 0) return;
   const int64_t width = rotation.cos.sizes[1];
   for (const View* v : {&rotation.cos, &rotation.sin}) {
-    mla_floats(*v, t * v->strides[0], width, row);
+    read_floats(*v, t * v->strides[0], width, row);
     if (width < n) std::memcpy(row + width, row, size_t(width) * sizeof(float));
     row += n;
   }
@@ -139,11 +62,10 @@ inline void mla_write_key(const T* a, int64_t kv_lora, int64_t rope, const float
   if (slot < 0) return;
   float *const norm = memory, *const table = memory + kv_lora, *const turned = table + 2 * rope;
   T* const key = reinterpret_cast<T*>(turned + rope);
-  mla_norm(a, kv_lora, gamma2, nullptr, eps, norm);
+  norm_row(a, kv_lora, gamma2, nullptr, eps, norm);
   if (cache.latent.dtype == DType::i8) {
     int8_t* const q = reinterpret_cast<int8_t*>(key);
-    for_lanes(kv_lora,
-              [&](int64_t i, auto k) { mla_store_q8(q + i, load(norm + i, k) / cache.ctkv_scale, k); });
+    for_lanes(kv_lora, [&](int64_t i, auto k) { store_q8(q + i, load(norm + i, k) / cache.ctkv_scale, k); });
     mla_place(cache.latent, cache.tiled, slot, 0, kv_lora, q);
   } else {
     for_lanes(kv_lora, [&](int64_t i, auto k) { store(key + i, load(norm + i, k), k); });

@@ -11,62 +11,12 @@ from typing import Any
 import torch
 import triton
 
-from opsmith.kernels.triton.common import block_of, launch, warps_of
+from opsmith.kernels.triton.common import block_of, launch
 from opsmith.ops.mla.triton.rows import layout, power, table_of
-from opsmith.ops.mla.triton.stages import absorb_kernel, middle_kernel, norm_kernel, project_kernel
+from opsmith.ops.mla.triton.stages import absorb_kernel, middle_kernel, project_kernel
+from opsmith.ops.rms_norm.triton_quant import normalize
 
 _FORMS = (0, 1, 2, 0, 0)  # what activations become, for each form of weights
-
-
-def rms_norm_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    scale: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    *,
-    q: torch.Tensor,
-    s: torch.Tensor | None = None,
-) -> None:
-    if scale is not None and offset is None:
-        offset = torch.zeros_like(scale)
-    normalize(x, weight, bias, eps, q, s, scale, offset, 2 if scale is None else 1)
-
-
-def normalize(
-    x: torch.Tensor,
-    gamma: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    eps: float,
-    y: torch.Tensor,
-    s: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    form: int,
-) -> None:
-    n = x.shape[1]
-    block = block_of(n, 8192)
-    launch(
-        norm_kernel,
-        (x.shape[0],),
-        x,
-        gamma,
-        beta,
-        y,
-        s,
-        scale,
-        offset,
-        n,
-        eps,
-        x.stride(0),
-        y.stride(0),
-        BLOCK=block,
-        GAMMA=gamma is not None,
-        BETA=beta is not None,
-        FORM=form,
-        num_warps=warps_of(block),
-    )
 
 
 def project(
@@ -320,9 +270,4 @@ def preprocess(
     )
 
 
-KERNELS = {
-    "rms_norm_quant": rms_norm_quant,
-    "mla_kv_epilogue": kv_epilogue,
-    "mla_q_epilogue": q_epilogue,
-    "mla_preprocess": preprocess,
-}
+KERNELS = {"mla_kv_epilogue": kv_epilogue, "mla_q_epilogue": q_epilogue, "mla_preprocess": preprocess}

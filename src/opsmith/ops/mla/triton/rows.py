@@ -1,4 +1,4 @@
-"""What the Triton kernels of MLA do to rows: norm, quantization, rotation, the way into the cache."""
+"""What the Triton kernels of MLA share: products of integers, rotation, where a row lies in the cache."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton import INTERPRETED
-from opsmith.kernels.triton.common import inner, rounded
+from opsmith.kernels.triton.common import inner
 
 _WIDEN = tl.constexpr(INTERPRETED)
-_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
-
-
-@inner
-def q8(v):
-    """rint(clamp(v, -128, 127)), half to even."""
-    v = tl.minimum(tl.maximum(v, -128.0), 127.0)
-    return ((v + _HALF_EVEN) - _HALF_EVEN).to(tl.int8)
 
 
 @inner
@@ -36,88 +28,6 @@ def integer_dot(a, b, acc):
     if _WIDEN:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.int32)
     return tl.dot(a, b, acc, out_dtype=tl.int32)
-
-
-@inner
-def inverse_rms(x, n, eps, BLOCK: tl.constexpr):
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-        squares += v * v
-    return 1.0 / tl.sqrt(tl.sum(squares, 0) / n + eps)
-
-
-@inner
-def exact_inverse_rms(x, n, eps, BLOCK: tl.constexpr):
-    """The same in float64; Newton's step in the place of a root, which not every back end has in float64."""
-    squares = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)
-        squares += v * v
-    mean = tl.sum(squares, 0) / n + eps
-    near = (1.0 / tl.sqrt(mean.to(tl.float32))).to(tl.float64)
-    return near * (1.5 - 0.5 * mean * near * near)
-
-
-@inner
-def normalized(x, gamma, beta, rstd, at, mask, GAMMA: tl.constexpr, BETA: tl.constexpr):
-    v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    if GAMMA:
-        v = v * rstd * tl.load(gamma + at, mask=mask, other=0.0).to(tl.float32)
-    if BETA:
-        v += tl.load(beta + at, mask=mask, other=0.0).to(tl.float32)
-    return v
-
-
-@inner
-def norm_row(
-    x,
-    gamma,
-    beta,
-    n,
-    eps,
-    y,
-    s,
-    scale,
-    offset,
-    BLOCK: tl.constexpr,
-    GAMMA: tl.constexpr,
-    BETA: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """One row normalized into y. FORM 0: in y's dtype; 1: int8, `scale` and `offset`; 2: with a scale of its own."""
-    rstd = 1.0
-    if GAMMA and FORM != 2:
-        rstd = inverse_rms(x, n, eps, BLOCK)
-    step = 1.0
-    if FORM == 1:
-        step = tl.load(scale)
-    if FORM == 2:
-        # A scale is a result, right to its last bit as any other; the row is divided by it in float32.
-        exact = tl.full((), 1.0, tl.float64)
-        if GAMMA:
-            exact = exact_inverse_rms(x, n, eps, BLOCK)
-        most = tl.zeros((BLOCK,), tl.float64)
-        for start in range(0, n, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            most = tl.maximum(
-                most, tl.abs(normalized(x, gamma, beta, exact, at, at < n, GAMMA, BETA)).to(tl.float64)
-            )
-        step = (tl.max(most, 0) / 127.0).to(tl.float32)
-        tl.store(s, step)
-        rstd = exact.to(tl.float32)
-        step = tl.where(step > 0, step, 1.0)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        v = normalized(x, gamma, beta, rstd, at, at < n, GAMMA, BETA)
-        if FORM == 0:
-            tl.store(y + at, rounded(v, y), mask=at < n)
-        if FORM == 1:
-            tl.store(y + at, q8(v / step + tl.load(offset)), mask=at < n)
-        if FORM == 2:
-            tl.store(y + at, q8(v / step), mask=at < n)
 
 
 @inner

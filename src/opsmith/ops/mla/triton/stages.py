@@ -6,32 +6,8 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton.common import dot, rounded
-from opsmith.ops.mla.triton.rows import integer_dot, inverse_rms, like, norm_row, normalized, q8, turned
-
-
-@triton.jit
-def norm_kernel(
-    x,
-    gamma,
-    beta,
-    y,
-    s,
-    scale,
-    offset,
-    n,
-    eps,
-    xs,
-    ys,
-    BLOCK: tl.constexpr,
-    GAMMA: tl.constexpr,
-    BETA: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    s_row = s
-    if FORM == 2:
-        s_row = s + row
-    norm_row(x + row * xs, gamma, beta, n, eps, y + row * ys, s_row, scale, offset, BLOCK, GAMMA, BETA, FORM)
+from opsmith.ops.mla.triton.rows import integer_dot, like, turned
+from opsmith.ops.rms_norm.triton_quant import inverse_rms, norm_row, normalized, q8
 
 
 @triton.jit

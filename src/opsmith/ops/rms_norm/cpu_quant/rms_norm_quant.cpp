@@ -1,0 +1,54 @@
+// RMSNorm whose result leaves as int8.
+#include "rms_norm/quantized_row.h"
+#include "rms_norm/rms_norm.h"
+
+namespace opsmith {
+namespace {
+
+// A row's scale to the last bit of float32, from the row `y` that `norm_row` made of x: it is a result here, and sums in
+// float32 would cost it some. Only the largest element has to be normalized again.
+template <class T>
+float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, float eps, const float* y) {
+  Vec most = {};
+  DVec sums[4] = {};
+  for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
+    most = max(abs(load(y + i, k)), most);
+    const DVec v = to_double(load(x + i, k));
+    sums[u] += v * v;
+  });
+  const float largest = reduce_max(most);
+  if (!gamma) return largest / 127.0f;
+  int64_t at = 0;
+  while (at < n && !(std::fabs(y[at]) >= largest)) ++at;
+  if (at == n) return largest / 127.0f;
+  double value = double(to_float(x[at])) /
+                 std::sqrt(reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3])) / double(n) + double(eps)) *
+                 double(gamma[at]);
+  if (beta) value += double(beta[at]);
+  return float(std::fabs(value) / 127.0);
+}
+
+}  // namespace
+
+void rms_norm_quant(View x, View weight, View bias, float eps, float scale, float offset, View q, View s) {
+  const FloatVector gamma(weight), beta(bias);
+  const int64_t n = x.sizes[1];
+  with_float_type(x.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    parallel_for(x.sizes[0], row_grain(n, 16384), [&](int64_t begin, int64_t end) {
+      float* const y = scratch(n + W);
+      for (int64_t r = begin; r < end; ++r) {
+        int8_t* const to = q.as<int8_t>() + r * q.strides[0];
+        norm_row(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), eps, y);
+        if (s.defined()) {
+          quantize_row(y, n, to);
+          s.as<float>()[r] = row_scale(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), eps, y);
+        } else {
+          quantize_row(y, n, scale, offset, to);
+        }
+      }
+    });
+  });
+}
+
+}  // namespace opsmith

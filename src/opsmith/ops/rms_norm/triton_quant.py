@@ -1,0 +1,179 @@
+"""RMSNorm whose result leaves as int8, in Triton; MLA normalizes with it too, into any form of activations."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from opsmith.kernels.triton.common import block_of, inner, launch, rounded, warps_of
+
+_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
+
+
+@inner
+def q8(v):
+    """rint(clamp(v, -128, 127)), half to even."""
+    v = tl.minimum(tl.maximum(v, -128.0), 127.0)
+    return ((v + _HALF_EVEN) - _HALF_EVEN).to(tl.int8)
+
+
+@inner
+def inverse_rms(x, n, eps, BLOCK: tl.constexpr):
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+        squares += v * v
+    return 1.0 / tl.sqrt(tl.sum(squares, 0) / n + eps)
+
+
+@inner
+def exact_inverse_rms(x, n, eps, BLOCK: tl.constexpr):
+    """The same in float64; Newton's step in the place of a root, which not every back end has in float64."""
+    squares = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)
+        squares += v * v
+    mean = tl.sum(squares, 0) / n + eps
+    near = (1.0 / tl.sqrt(mean.to(tl.float32))).to(tl.float64)
+    return near * (1.5 - 0.5 * mean * near * near)
+
+
+@inner
+def normalized(x, gamma, beta, rstd, at, mask, GAMMA: tl.constexpr, BETA: tl.constexpr):
+    v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if GAMMA:
+        v = v * rstd * tl.load(gamma + at, mask=mask, other=0.0).to(tl.float32)
+    if BETA:
+        v += tl.load(beta + at, mask=mask, other=0.0).to(tl.float32)
+    return v
+
+
+@inner
+def norm_row(
+    x,
+    gamma,
+    beta,
+    n,
+    eps,
+    y,
+    s,
+    scale,
+    offset,
+    BLOCK: tl.constexpr,
+    GAMMA: tl.constexpr,
+    BETA: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """One row normalized into y. FORM 0: in y's dtype; 1: int8, `scale` and `offset`; 2: with a scale of its own."""
+    rstd = 1.0
+    if GAMMA and FORM != 2:
+        rstd = inverse_rms(x, n, eps, BLOCK)
+    step = 1.0
+    if FORM == 1:
+        step = tl.load(scale)
+    if FORM == 2:
+        # A scale is a result, right to its last bit as any other; the row is divided by it in float32.
+        exact = tl.full((), 1.0, tl.float64)
+        if GAMMA:
+            exact = exact_inverse_rms(x, n, eps, BLOCK)
+        most = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, n, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            most = tl.maximum(
+                most, tl.abs(normalized(x, gamma, beta, exact, at, at < n, GAMMA, BETA)).to(tl.float64)
+            )
+        step = (tl.max(most, 0) / 127.0).to(tl.float32)
+        tl.store(s, step)
+        rstd = exact.to(tl.float32)
+        step = tl.where(step > 0, step, 1.0)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = normalized(x, gamma, beta, rstd, at, at < n, GAMMA, BETA)
+        if FORM == 0:
+            tl.store(y + at, rounded(v, y), mask=at < n)
+        if FORM == 1:
+            tl.store(y + at, q8(v / step + tl.load(offset)), mask=at < n)
+        if FORM == 2:
+            tl.store(y + at, q8(v / step), mask=at < n)
+
+
+@triton.jit
+def norm_kernel(
+    x,
+    gamma,
+    beta,
+    y,
+    s,
+    scale,
+    offset,
+    n,
+    eps,
+    xs,
+    ys,
+    BLOCK: tl.constexpr,
+    GAMMA: tl.constexpr,
+    BETA: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    s_row = s
+    if FORM == 2:
+        s_row = s + row
+    norm_row(x + row * xs, gamma, beta, n, eps, y + row * ys, s_row, scale, offset, BLOCK, GAMMA, BETA, FORM)
+
+
+def normalize(
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    eps: float,
+    y: torch.Tensor,
+    s: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    form: int,
+) -> None:
+    n = x.shape[1]
+    block = block_of(n, 8192)
+    launch(
+        norm_kernel,
+        (x.shape[0],),
+        x,
+        gamma,
+        beta,
+        y,
+        s,
+        scale,
+        offset,
+        n,
+        eps,
+        x.stride(0),
+        y.stride(0),
+        BLOCK=block,
+        GAMMA=gamma is not None,
+        BETA=beta is not None,
+        FORM=form,
+        num_warps=warps_of(block),
+    )
+
+
+def rms_norm_quant(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    *,
+    q: torch.Tensor,
+    s: torch.Tensor | None = None,
+) -> None:
+    if scale is not None and offset is None:
+        offset = torch.zeros_like(scale)
+    normalize(x, weight, bias, eps, q, s, scale, offset, 2 if scale is None else 1)
+
+
+KERNELS = {"rms_norm_quant": rms_norm_quant}

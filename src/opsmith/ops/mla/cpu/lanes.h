@@ -1,11 +1,11 @@
 // Products of many tokens, which lie side by side in the lanes of vectors: a word of a weight's row, four bytes along K, is
-// broadcast and meets that word of 16 tokens in one instruction. Beside the dot products of mla_dots.h no sum has to be folded,
+// broadcast and meets that word of 16 tokens in one instruction. Beside the dot products of dots.h no sum has to be folded,
 // a tile takes more rows, and of a product of bytes x is the unsigned factor, so that the weight is used as it lies.
 #pragma once
 
-#include "mla_dots.h"
+#include "dots.h"
 
-namespace opsmith {
+namespace opsmith::mla {
 
 constexpr int kLaneSums = 24;  // of a tile: registers are left for a word of all tokens and one of the weight
 constexpr int kLaneRows = 12;  // at most: rows that are half a page apart share few lines of the nearest cache
@@ -159,4 +159,4 @@ int64_t lane_rows(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, i
   return 0;
 }
 
-}  // namespace opsmith
+}  // namespace opsmith::mla

@@ -11,13 +11,13 @@
 #include <atomic>
 #include <thread>
 
-#include "mla_absorb.h"
-#include "mla_modes.h"
-#include "mla_trace.h"
+#include "absorb.h"
+#include "projections.h"
+#include "trace.h"
 
-namespace opsmith {
+namespace opsmith::mla {
 
-constexpr int64_t kMlaTaskBytes = 256 << 10;  // of a weight
+constexpr int64_t kTaskBytes = 256 << 10;  // of a weight
 
 inline void pause_briefly(int spins) {
 #if defined(__x86_64__)
@@ -26,7 +26,7 @@ inline void pause_briefly(int spins) {
   std::this_thread::yield();
 }
 
-class MlaCount {
+class Count {
  public:
   void add() { done_.fetch_add(1, std::memory_order_release); }
   void wait(int64_t all) const {
@@ -38,32 +38,31 @@ class MlaCount {
 };
 
 template <class Mode>
-class MlaRegion {
+class Region {
   using T = typename Mode::T;
   using X = typename Mode::X;
   using Product = WordProduct<X, typename Mode::S>;
 
  public:
-  explicit MlaRegion(const MlaCall& call)
+  explicit Region(const PreprocessCall& call)
       : c_(call), gamma0_(call.gamma0), beta0_(call.beta0), gamma1_(call.gamma1), beta1_(call.beta1),
-        gamma2_(call.gamma2), tokens_(call.x.sizes[0]), hidden_(call.x.sizes[1]), heads_(call.wuk.sizes[0]),
-        nope_(call.wuk.sizes[1]), kv_lora_(call.wuk.sizes[2]),
-        head_(call.up.weight.sizes[0] / call.wuk.sizes[0]), rope_(head_ - nope_),
-        columns_(call.down.weight.sizes[0]),
-        inner_(call.gamma1.defined() ? columns_ - kv_lora_ - rope_ : hidden_), y_(tokens_, hidden_),
-        z_(tokens_, inner_) {
+        keys_(call.keys), queries_(call.queries), tokens_(call.x.sizes[0]), hidden_(call.x.sizes[1]),
+        heads_(queries_.wuk.sizes[0]), head_(call.up.weight.sizes[0] / heads_),
+        kv_lora_(queries_.wuk.sizes[2]), key_rows_(kv_lora_ + call.keys.rope_size),
+        columns_(call.down.weight.sizes[0]), inner_(call.gamma1.defined() ? columns_ - key_rows_ : hidden_),
+        y_(tokens_, hidden_), z_(tokens_, inner_) {
     const bool low_rank = call.gamma1.defined();
-    key_rows_ = kv_lora_ + rope_;
     vectors_ = Product::exists ? lane_vectors(tokens_) : 0;
     const int64_t tile = vectors_ > 0 ? std::min<int64_t>(kLaneRows, kLaneSums / vectors_) : kDotRows;
-    block_ = std::max(tile, kMlaTaskBytes / std::max<int64_t>(1, down_bytes()) / tile * tile);
+    block_ = std::max(tile, kTaskBytes / std::max<int64_t>(1, down_bytes()) / tile * tile);
     key_blocks_ = ceil_div(key_rows_, block_);
     query_blocks_ = low_rank ? ceil_div(columns_ - key_rows_, block_) : 0;
     latents_ = low_rank ? tokens_ : 0;
     first_heads_ = std::min(heads_, 2 * num_threads());
     a_.reset(new T[size_t(tokens_ * columns_)]);
-    const int64_t absorbed = heads_ * nope_ * kv_lora_ * int64_t(sizeof(T));
-    streaming_ = mla_streams<T>(call.q_out, columns_ * down_bytes() + heads_ * head_ * up_bytes() + absorbed);
+    const int64_t absorbed = heads_ * queries_.wuk.sizes[1] * kv_lora_ * int64_t(sizeof(T));
+    queries_.streaming = streams<T>(call.queries.q_out,
+                                    columns_ * down_bytes() + heads_ * head_ * up_bytes() + absorbed);
   }
 
   void run() {
@@ -76,9 +75,10 @@ class MlaRegion {
  private:
   void work() {
     const int64_t block = std::max(block_, head_), out = tokens_ * std::max(block, kv_lora_);
-    const int64_t norm = std::max({hidden_, inner_, mla_key_memory(kv_lora_, rope_)}) + W;
+    const int64_t norm = std::max({hidden_, inner_, keys_.memory()}) + W;
     const int64_t lanes = vectors_ * std::max(y_.stride, z_.stride) / (4 / int64_t(sizeof(X))) * W;
-    float* const memory = scratch(lanes + norm + out + tokens_ * head_ + tokens_ * block + 2 * rope_ + 4 * W);
+    float* const memory = scratch(lanes + norm + out + tokens_ * head_ + tokens_ * block +
+                                  2 * (key_rows_ - kv_lora_) + 4 * W);
     Memory m;
     m.lanes = reinterpret_cast<IVec*>(memory);
     m.norm = memory + lanes;
@@ -86,7 +86,7 @@ class MlaRegion {
     m.q = m.out + out;
     m.sums = reinterpret_cast<int32_t*>(m.q + tokens_ * head_);
     m.table = m.q + tokens_ * head_ + tokens_ * block;
-    MlaWatch watch;
+    Watch watch;
     // The task after this one is taken with it, so that its weights can be asked for. Every thread does its tasks in
     // order and waits for earlier ones alone, so there is always one that can go on.
     for (int64_t task = next_.fetch_add(1, std::memory_order_relaxed); task < end_of_all();) {
@@ -97,9 +97,9 @@ class MlaRegion {
       } else if (const int64_t first = down_row(task); first >= 0) {
         const bool query = first >= key_rows_;
         down(first, std::min(block_, (query ? columns_ : key_rows_) - first), upcoming, m);
-        (query ? queries_ : keys_).add();
+        (query ? query_rows_done_ : key_rows_done_).add();
       } else if (task < first_head()) {
-        queries_.wait(query_blocks_);
+        query_rows_done_.wait(query_blocks_);
         latent(task - first_head() + latents_, m);
         ready_.add();
       } else if (const int64_t h = head_of(task); h >= 0) {
@@ -108,14 +108,13 @@ class MlaRegion {
         head(h, upcoming, m);
       } else {
         const int64_t t = task - first_head() - first_heads_;
-        keys_.wait(key_blocks_);
-        mla_write_key(a_.get() + t * columns_, kv_lora_, rope_, gamma2_.data(), c_.rotation, t,
-                      mla_slot(c_.slots, t), c_.eps, c_.cache, m.norm);
+        key_rows_done_.wait(key_blocks_);
+        keys_.write(a_.get() + t * columns_, t, m.norm);
       }
       watch.note([&] { return stage_of(task); });
       task = upcoming;
     }
-    if (streaming_) stream_fence();
+    if (queries_.streaming) stream_fence();
   }
 
   // The list of tasks: tokens, rows of wdqkv, latent queries, some heads, keys, the other heads.
@@ -151,13 +150,13 @@ class MlaRegion {
 
   struct Memory {
     IVec* lanes;
-    const MlaActivations<X>* in_lanes = nullptr;  // those which lie there
+    const Activations<X>* in_lanes = nullptr;  // those which lie there
     float *norm, *out, *q, *table;
     int32_t* sums;
   };
 
   // A thread's own copy of all tokens, made at its first task that reads them; null where few tokens are read as rows.
-  const IVec* lanes_of(const MlaActivations<X>& x, Memory& m) const {
+  const IVec* lanes_of(const Activations<X>& x, Memory& m) const {
     if constexpr (Product::exists) {
       if (vectors_ > 0) {
         if (m.in_lanes != &x) to_lanes<Product>(x.row(0), x.stride, tokens_, vectors_, m.lanes);
@@ -168,23 +167,18 @@ class MlaRegion {
     return nullptr;
   }
 
-  static void prepare(const float* y, int64_t n, const MlaProjection& p, const MlaActivations<X>& to,
-                      int64_t t) {
-    Mode::prepare(y, n, p, to.row(t), to.scales.get() + t, to.sums.get() + t);
-  }
-
   void normalize(int64_t t, const Memory& m) {
     norm_row(c_.x.as<T>() + t * c_.x.strides[0], hidden_, gamma0_.data(), beta0_.data(), c_.eps, m.norm);
-    prepare(m.norm, hidden_, c_.down, y_, t);
-    if (latents_ == 0) prepare(m.norm, hidden_, c_.up, z_, t);
+    Mode::prepare(m.norm, hidden_, c_.down, y_, t);
+    if (latents_ == 0) Mode::prepare(m.norm, hidden_, c_.up, z_, t);
   }
 
   void down(int64_t first, int64_t rows, int64_t upcoming, Memory& m) {
     const char* const base = static_cast<const char*>(c_.down.weight.data) + first * down_bytes();
     const char* const then = weight_of(upcoming);
     normed_.wait(tokens_);
-    Mode::rows(y_, lanes_of(y_, m), tokens_, c_.down, first, rows, hidden_,
-               {base, rows * down_bytes(), then ? then : base}, m.out, rows, m.sums);
+    const Ahead ahead{base, rows * down_bytes(), then ? then : base};
+    Mode::rows({y_, lanes_of(y_, m), c_.down, tokens_, first, rows, ahead, m.out, m.sums});
     for (int64_t t = 0; t < tokens_; ++t) {
       T* const to = a_.get() + t * columns_ + first;
       for_lanes(rows, [&](int64_t i, auto k) { store(to + i, load(m.out + t * rows + i, k), k); });
@@ -193,7 +187,7 @@ class MlaRegion {
 
   void latent(int64_t t, const Memory& m) {
     norm_row(a_.get() + t * columns_ + key_rows_, inner_, gamma1_.data(), beta1_.data(), c_.eps, m.norm);
-    prepare(m.norm, inner_, c_.up, z_, t);
+    Mode::prepare(m.norm, inner_, c_.up, z_, t);
     if (!c_.latent_q.defined()) return;
     T* const to = c_.latent_q.as<T>() + t * c_.latent_q.strides[0];
     for_lanes(inner_, [&](int64_t i, auto k) { store(to + i, load(m.norm + i, k), k); });
@@ -201,43 +195,36 @@ class MlaRegion {
 
   void head(int64_t h, int64_t upcoming, Memory& m) {
     const char* const base = static_cast<const char*>(c_.up.weight.data) + h * head_ * up_bytes();
-    const char* const absorbed = reinterpret_cast<const char*>(c_.wuk.as<T>() + h * c_.wuk.strides[0]);
+    const char* const absorbed = reinterpret_cast<const char*>(queries_.wuk.as<T>() +
+                                                               h * queries_.wuk.strides[0]);
     const char* const then = weight_of(upcoming);
-    Mode::rows(z_, lanes_of(z_, m), tokens_, c_.up, h * head_, head_, inner_,
-               {base, head_ * up_bytes(), absorbed}, m.q, head_, m.sums);
-    for (int64_t i = 0; i < tokens_ * head_; i += W) {
-      const int64_t left = tokens_ * head_ - i;
-      if (left >= W) {
-        store(m.q + i, round_to<T>(load(m.q + i)));
-      } else {
-        const Part k{int(left)};
-        store(m.q + i, round_to<T>(load(m.q + i, k)), k);
-      }
-    }
-    mla_finish_head<T>({c_.wuk, c_.q_nope_scale, c_.q_out, c_.q_rope, c_.rotation, streaming_}, h, 0, tokens_,
-                       m.q, then, m.table, m.out);
+    const Ahead ahead{base, head_ * up_bytes(), absorbed};
+    Mode::rows({z_, lanes_of(z_, m), c_.up, tokens_, h * head_, head_, ahead, m.q, m.sums});
+    for_lanes(tokens_ * head_, [&](int64_t i, auto k) { store(m.q + i, round_to<T>(load(m.q + i, k)), k); });
+    finish_head<T>(queries_, h, 0, tokens_, m.q, then, m.table, m.out);
   }
 
-  const MlaCall& c_;
-  const FloatVector gamma0_, beta0_, gamma1_, beta1_, gamma2_;
-  const int64_t tokens_, hidden_, heads_, nope_, kv_lora_, head_, rope_, columns_, inner_;
-  int64_t key_rows_, vectors_, block_, key_blocks_, query_blocks_, latents_, first_heads_;
-  bool streaming_;
-  const MlaActivations<X> y_, z_;
+  const PreprocessCall& c_;
+  const FloatVector gamma0_, beta0_, gamma1_, beta1_;
+  const KeyWriter keys_;
+  Queries queries_;
+  const int64_t tokens_, hidden_, heads_, head_, kv_lora_, key_rows_, columns_, inner_;
+  int64_t vectors_, block_, key_blocks_, query_blocks_, latents_, first_heads_;
+  const Activations<X> y_, z_;
   std::unique_ptr<T[]> a_;
   std::atomic<int64_t> next_{0};
-  MlaCount normed_, queries_, keys_, ready_;
+  Count normed_, query_rows_done_, key_rows_done_, ready_;
 };
 
 template <class Mode>
-void mla_run(const MlaCall& call) {
-  MlaRegion<Mode> region(call);
+void run(const PreprocessCall& call) {
+  Region<Mode> region(call);
   region.run();
 }
 
 // Each in a unit of its own, as they take as long to compile as all else that a model of this kind needs.
-void mla_in_floats(const MlaCall& call);
-void mla_in_integers(const MlaCall& call);
-void mla_with_small_weights(const MlaCall& call);
+void in_floats(const PreprocessCall& call);
+void in_integers(const PreprocessCall& call);
+void with_small_weights(const PreprocessCall& call);
 
-}  // namespace opsmith
+}  // namespace opsmith::mla

@@ -5,31 +5,31 @@
 #include <chrono>
 #include <cstdint>
 
-namespace opsmith {
+namespace opsmith::mla {
 
-struct MlaTrace {
+struct Trace {
   std::atomic<int64_t*> rows{
       nullptr};  // [capacity, 4]: thread, stage, begin and end in nanoseconds; null: nobody asks
   int64_t capacity = 0;
   std::atomic<int64_t> used{0}, threads{0};
 };
 
-inline MlaTrace mla_trace_state;
+inline Trace trace_state;
 
 // One thread's clock: a task ends where its next one begins.
-class MlaWatch {
+class Watch {
  public:
-  MlaWatch() : rows_(mla_trace_state.rows.load(std::memory_order_acquire)) {
+  Watch() : rows_(trace_state.rows.load(std::memory_order_acquire)) {
     if (rows_ == nullptr) return;
-    thread_ = mla_trace_state.threads.fetch_add(1);
+    thread_ = trace_state.threads.fetch_add(1);
     begin_ = now();
   }
 
   template <class Stage>
   void note(const Stage& stage) {
     if (rows_ == nullptr) return;
-    const int64_t at = mla_trace_state.used.fetch_add(1), end = now();
-    if (at < mla_trace_state.capacity) {
+    const int64_t at = trace_state.used.fetch_add(1), end = now();
+    if (at < trace_state.capacity) {
       int64_t* const row = rows_ + 4 * at;
       row[0] = thread_, row[1] = stage(), row[2] = begin_, row[3] = end;
     }
@@ -47,4 +47,4 @@ class MlaWatch {
   int64_t thread_ = 0, begin_ = 0;
 };
 
-}  // namespace opsmith
+}  // namespace opsmith::mla

@@ -12,7 +12,7 @@
 #include "byte_dot.h"
 #include "gemm_tile.h"
 
-namespace opsmith {
+namespace opsmith::mla {
 
 constexpr int
     kDotTokens = W == 16 ? 6
@@ -453,4 +453,4 @@ inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows,
   }
 }
 
-}  // namespace opsmith
+}  // namespace opsmith::mla

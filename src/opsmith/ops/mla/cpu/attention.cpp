@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "attention/attention_scores.h"
-#include "mla_dots.h"
-#include "mla_rows.h"
+#include "dots.h"
+#include "latent_rows.h"
 
-namespace opsmith {
+namespace opsmith::mla {
 namespace {
 
 constexpr int64_t kKeys = 128;  // of a block: its packed forms and its queries' sums fill the second-level cache
@@ -46,7 +46,7 @@ class Attention {
   };
 
  public:
-  explicit Attention(const MlaAttentionCall& c)
+  explicit Attention(const AttentionCall& c)
       : c_(c), tokens_(c.q_nope.sizes[0]), heads_(c.q_nope.sizes[1]), latent_(c.q_nope.sizes[2]),
         rope_(c.q_rope.sizes[2]), each_(tokens_ / std::max<int64_t>(1, c.lens.sizes[0])),
         width_(round_up(latent_, W)), keys_(longest() < kManyKeys ? kKeys / 2 : kKeys),
@@ -387,7 +387,7 @@ class Attention {
     });
   }
 
-  const MlaAttentionCall& c_;
+  const AttentionCall& c_;
   const int64_t tokens_, heads_, latent_, rope_, each_, width_;
   const int64_t keys_;  // of a block
   const int64_t groups_of_sequence_;
@@ -397,7 +397,7 @@ class Attention {
 
 }  // namespace
 
-void mla_attention(const MlaAttentionCall& call) {
+void attention(const AttentionCall& call) {
   if (call.q_nope.sizes[0] == 0) return;
   with_float_type(call.q_rope.dtype, [&](auto* t) {
     Attention<std::remove_pointer_t<decltype(t)>> attention(call);
@@ -405,4 +405,4 @@ void mla_attention(const MlaAttentionCall& call) {
   });
 }
 
-}  // namespace opsmith
+}  // namespace opsmith::mla

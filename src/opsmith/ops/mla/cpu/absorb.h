@@ -2,11 +2,11 @@
 // time, which all tokens meet while they are in the nearest cache.
 #pragma once
 
-#include "mla_dots.h"
-#include "mla_rows.h"
+#include "dots.h"
+#include "latent_rows.h"
 #include "pair.h"
 
-namespace opsmith {
+namespace opsmith::mla {
 
 constexpr int64_t kAbsorbRows = 16;
 
@@ -212,16 +212,9 @@ void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_
   }
 }
 
-// Where the queries of a head go: into the latent space and, rotated, beside it.
-struct MlaQueries {
-  View wuk, q_nope_scale, q_out, q_rope;
-  MlaRotation rotation;
-  bool streaming = false;  // q_out past the cache; a fence is due at the end
-};
-
 // Whether the queries of a call that reads so many bytes of weights are written past the cache.
 template <class T>
-bool mla_streams(const View& q_out, int64_t read) {
+bool streams(const View& q_out, int64_t read) {
   const int64_t unit = 2 * W, *const size = q_out.sizes, *const stride = q_out.strides;
   const bool whole = q_out.dtype != DType::i8 && size[2] % unit == 0 && can_stream_both(q_out.as<T>());
   const bool lines = stride[0] * int64_t(sizeof(T)) % 64 == 0 && stride[1] * int64_t(sizeof(T)) % 64 == 0;
@@ -231,13 +224,13 @@ bool mla_streams(const View& q_out, int64_t read) {
 // Of some tokens, q [tokens, nope + rope], whose numbers are T's. `then` is read after this head's weight, or null;
 // `table` holds 2 rope floats, `out` tokens * kv_lora.
 template <class T>
-void mla_finish_head(const MlaQueries& c, int64_t h, int64_t first, int64_t tokens, const float* q,
-                     const char* then, float* table, float* out) {
+void finish_head(const Queries& c, int64_t h, int64_t first, int64_t tokens, const float* q, const char* then,
+                 float* table, float* out) {
   const int64_t nope = c.wuk.sizes[1], kv_lora = c.wuk.sizes[2], rope = c.q_rope.sizes[2], head = nope + rope;
   for (int64_t t = 0; rope > 0 && t < tokens; ++t) {
-    mla_table_row(c.rotation, first + t, rope, table);
+    table_row(c.rotation, first + t, rope, table);
     T* const to = c.q_rope.as<T>() + (first + t) * c.q_rope.strides[0] + h * c.q_rope.strides[1];
-    mla_rotate(q + t * head + nope, rope, c.rotation, table, to);
+    rotate(q + t * head + nope, rope, c.rotation, table, to);
   }
   const T* const weight = c.wuk.as<T>() + h * c.wuk.strides[0];
   const char* const base = reinterpret_cast<const char*>(weight);
@@ -262,4 +255,4 @@ void mla_finish_head(const MlaQueries& c, int64_t h, int64_t first, int64_t toke
   }
 }
 
-}  // namespace opsmith
+}  // namespace opsmith::mla

@@ -1,17 +1,37 @@
-// The queries' epilogue as an operator of its own.
-#include "mla_absorb.h"
+// What follows the two projections of MLA pre-processing, as operators of their own.
+#include "absorb.h"
 
-namespace opsmith {
+namespace opsmith::mla {
 namespace {
 
 constexpr int64_t kTokens = 32;  // that a head's weight meets at once
 
 }  // namespace
 
-void mla_q_epilogue(View q, View wuk, MlaRotation rotation, View q_nope_scale, View q_out, View q_rope) {
+int64_t bad_slot(View slots, int64_t end) {
+  for (int64_t t = 0; t < slots.sizes[0]; ++t) {
+    const int64_t slot = slot_of(slots, t);
+    if (slot < -1 || slot >= end) return t;
+  }
+  return -1;
+}
+
+void kv_epilogue(View a, const Keys& keys) {
+  const KeyWriter writer(keys);
+  with_float_type(a.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    const int64_t grain = row_grain(keys.gamma2.sizes[0] + keys.rope_size, 8192);
+    parallel_for(a.sizes[0], grain, [&](int64_t begin, int64_t end) {
+      float* const memory = scratch(writer.memory());
+      for (int64_t i = begin; i < end; ++i) writer.write(a.as<T>() + i * a.strides[0], i, memory);
+    });
+  });
+}
+
+void q_epilogue(View q, const Queries& c) {
+  const View& wuk = c.wuk;
   const int64_t tokens = q.sizes[0], heads = q.sizes[1], head = q.sizes[2], kv_lora = wuk.sizes[2];
   const int64_t groups = ceil_div(tokens, kTokens);
-  const MlaQueries c{wuk, q_nope_scale, q_out, q_rope, rotation};
   with_float_type(q.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     const int64_t cost = std::min(tokens, kTokens) * wuk.sizes[1] * kv_lora;
@@ -27,10 +47,10 @@ void mla_q_epilogue(View q, View wuk, MlaRotation rotation, View q_nope_scale, V
         const char* const then = h + 1 < heads
                                      ? reinterpret_cast<const char*>(wuk.as<T>() + (h + 1) * wuk.strides[0])
                                      : nullptr;
-        mla_finish_head<T>(c, h, first, some, x, then, out + kTokens * kv_lora, out);
+        finish_head<T>(c, h, first, some, x, then, out + kTokens * kv_lora, out);
       }
     });
   });
 }
 
-}  // namespace opsmith
+}  // namespace opsmith::mla

@@ -1,13 +1,13 @@
 // MLA pre-processing with weights as they are.
-#include "mla_region.h"
+#include "region.h"
 
-namespace opsmith {
+namespace opsmith::mla {
 
-void mla_in_floats(const MlaCall& call) {
+void in_floats(const PreprocessCall& call) {
   with_float_type(call.x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    mla_run<MlaFloat<T>>(call);
+    run<FloatWeight<T>>(call);
   });
 }
 
-}  // namespace opsmith
+}  // namespace opsmith::mla

@@ -1,0 +1,13 @@
+// MLA pre-processing with activations and weights in int8.
+#include "region.h"
+
+namespace opsmith::mla {
+
+void in_integers(const PreprocessCall& call) {
+  with_float_type(call.x.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    call.quant == Quant::per_token ? run<IntegerProduct<T, true>>(call) : run<IntegerProduct<T, false>>(call);
+  });
+}
+
+}  // namespace opsmith::mla

@@ -1,0 +1,13 @@
+// MLA pre-processing with weights in 8 or 4 bits, and activations as they are.
+#include "region.h"
+
+namespace opsmith::mla {
+
+void with_small_weights(const PreprocessCall& call) {
+  with_float_type(call.x.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    call.quant == Quant::weight_int8 ? run<Int8Weight<T>>(call) : run<Int4Weight<T>>(call);
+  });
+}
+
+}  // namespace opsmith::mla

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mla_rungs import thirteen_in_pytorch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opsmith import measure
@@ -23,7 +24,6 @@ from opsmith.kernels import calls
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample, registry
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
-from opsmith.ops.mla.rungs import thirteen_in_pytorch
 from opsmith.ops.rope.table import rope_table
 
 MOST = 200_000  # elements of the largest input of a card: beyond this the kernel's own time hides the rest

@@ -5,20 +5,32 @@ Example: python examples/mla_preprocess.py --picture timeline.svg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import runpy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from opsmith import measure
+from opsmith.call.common import native_library
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
-from opsmith.ops.mla.rungs import RUNGS
-from opsmith.ops.mla.trace import STAGES, Task, mla_trace
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+RUNGS = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "mla_rungs.py"))["RUNGS"]
+STAGES = (
+    "norm of x",
+    "rows of wdqkv, queries",
+    "rows of wdqkv, keys",
+    "norm of latent queries",
+    "heads",
+    "keys",
+)
+LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
+LIBRARY.define("mla_trace(Tensor(a!) rows, bool on) -> int")
 COLORS = ("#7f7f7f", "#1f77b4", "#17becf", "#bcbd22", "#ff7f0e", "#d62728")
 
 
@@ -108,6 +120,44 @@ def trace(inputs: dict[str, Any], cache: MLACache, calls: int = 7) -> list[Task]
             mla_preprocess(**inputs, cache=cache)
         found.append(tasks)
     return min(found, key=lambda tasks: max((task.end for task in tasks), default=0.0))
+
+
+class Task(NamedTuple):
+    """One task of a call; times in seconds since the first of them began."""
+
+    thread: int
+    stage: str
+    begin: float
+    end: float
+
+
+@contextmanager
+def mla_trace(capacity: int = 4096) -> Iterator[list[Task]]:
+    """Collect the tasks of the kernel's calls; the list is filled at the end, and stays empty without the kernel.
+
+    >>> with mla_trace() as tasks:
+    ...     mla_preprocess(x, w, cos, sin, slots, cache)
+    >>> {task.stage for task in tasks}
+
+    Args:
+        capacity: of tasks; further ones are dropped.
+    """
+    tasks: list[Task] = []
+    if not native_library("mla_trace"):
+        yield tasks
+        return
+    rows = torch.zeros((capacity, 4), dtype=torch.int64)
+    torch.ops.opsmith.mla_trace.default(rows, True)
+    try:
+        yield tasks
+    finally:
+        used = min(capacity, torch.ops.opsmith.mla_trace.default(rows, False))
+        found = rows[:used].tolist()
+        start = min((begin for _, _, begin, _ in found), default=0)
+        tasks += [
+            Task(thread, STAGES[stage], (begin - start) * 1e-9, (end - start) * 1e-9)
+            for thread, stage, begin, end in sorted(found, key=lambda row: row[2])
+        ]
 
 
 def draw(tasks: list[Task], path: Path, title: str) -> None:

@@ -15,7 +15,6 @@ from opsmith.ops.linear.rope import linear_rope
 from opsmith.ops.mla.attention import mla_attention
 from opsmith.ops.mla.cache import MLACache
 from opsmith.ops.mla.epilogues import mla_kv_epilogue, mla_q_epilogue
-from opsmith.ops.mla.forms import CARD as _mla_preprocess  # noqa: F401  registers the cards of mla_preprocess
 from opsmith.ops.mla.preprocess import mla_preprocess
 from opsmith.ops.mla.weights import MLAWeights
 from opsmith.ops.packed_linear import packed_linear

@@ -9,8 +9,10 @@ from tests.kernels.ascend.support import check_samples
 from opsmith.kernels.ascend.mla_kv_epilogue import launch
 from opsmith.operator import Make
 from opsmith.ops import MLACache
-from opsmith.ops.mla.epilogue_forms import kv_launch, some_slots, table
+from opsmith.ops.mla.call import Rotation
+from opsmith.ops.mla.epilogues import kv_launch
 from opsmith.ops.mla.reference import keys
+from opsmith.ops.mla.samples import some_slots, table
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -39,9 +41,7 @@ def test_every_layout_within_a_pool_and_no_byte_beside_its_slots(mode: str, inte
     for t in (expected.latent, expected.rope):
         if t is not None:
             t.fill_(9)
-    k = keys(
-        a, gamma, cos, sin, kv_lora=kv_lora, rope=rope, interleaved=interleaved, eps=1e-6, ctkv_scale=scale
-    )
+    k = keys(a, gamma, Rotation(cos, sin, interleaved), rope, latent_scale=scale)
     kept = slots >= 0
     expected.write(slots[kept], *(part[kept] for part in k))
     done = launch(a, gamma, cos, sin, slots, cache, interleaved=interleaved, ctkv_scale=scale).emulated(5)
@@ -74,7 +74,7 @@ def test_the_sizes_of_a_model_and_int32_slots(cores: int) -> None:
     done = launch(a, gamma, cos, sin, slots, got).emulated(cores)
     assert done is not None
     kept = slots >= 0
-    k = keys(a, gamma, cos, sin, kv_lora=512, rope=64, interleaved=False, eps=1e-6)
+    k = keys(a, gamma, Rotation(cos, sin), 64)
     want.write(slots[kept], *(part[kept] for part in k))
     torch.testing.assert_close(got.latent.float(), want.latent.float(), rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(got.rope.float(), want.rope.float(), rtol=2**-7, atol=1e-6)

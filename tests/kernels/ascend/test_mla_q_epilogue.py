@@ -6,8 +6,9 @@ from tests.kernels.ascend.support import check, check_samples
 
 from opsmith.kernels.ascend.mla_q_epilogue import launch
 from opsmith.operator import Make, Sample
-from opsmith.ops.mla.epilogue_forms import table
+from opsmith.ops.mla.call import Rotation
 from opsmith.ops.mla.reference import queries
+from opsmith.ops.mla.samples import table
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,7 +36,7 @@ def test_int8_queries_are_those_of_the_rounded_product() -> None:
     scale = torch.tensor([20.0, 0.5, 300.0])
     call = launch(q, wuk, cos, sin, interleaved=True, q_nope_scale=scale)
     assert call.emulated(7) is not None
-    want, turned = queries(q, wuk, cos, sin, interleaved=True, q_nope_scale=scale)
+    want, turned = queries(q, wuk, Rotation(cos, sin, True), scale)
     got, rope = call.result
     off = (got.int() - want.int()).abs()
     assert off.max() <= 3  # half a last bit of bfloat16 at 127 times 300 / 256

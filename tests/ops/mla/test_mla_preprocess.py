@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.mla_rungs import RUNGS, thirteen_in_pytorch
 from tests.ops.mla.sizes import Sizes, as_specified, double, hold, row_of, spelled_out
 
 from opsmith.operator import Tolerance
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
-from opsmith.ops.mla.rungs import RUNGS, thirteen_in_pytorch
 
 MODES = ("joint", "split", "tiled", "int8_tiled")
 SCALES: dict[str, Any] = {"ctkv_scale": 0.03, "q_nope_scale": torch.tensor([20.0, -31.0, 45.0])}

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.mla_rungs import RUNGS
 from tests.ops.mla.sizes import Sizes, as_specified, hold, row_of
 
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
-from opsmith.ops.mla.rungs import RUNGS
 
 # tokens, heads, D, q_lora, form, mode, block size, dtype, changes. Every value of each column at least once, and the
 # pairs that share code: regions of 64 tokens with every form, tails of rows and of tokens with every width of a tile,

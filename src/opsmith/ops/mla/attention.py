@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,24 @@ from opsmith.call.common import check_float, check_number, kernels, native, nbyt
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
-from opsmith.ops.mla.cache import MLACache, has_values
-from opsmith.ops.mla.check import check_cache_type, check_inference, check_scales, rope_width
-from opsmith.ops.mla.parts import rows_of
+from opsmith.ops.mla.cache import MLACache, check_cache_type, has_values, shapes
+from opsmith.ops.mla.call import Maybe, check_inference, in_float32, rows_of
 from opsmith.ops.rms_norm.quant import wide
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `mla_attention`, checked."""
+
+    q_nope: torch.Tensor  # [T, H, kv_lora], int8 with a query scale
+    q_rope: torch.Tensor  # [T, H, rope]
+    cache: MLACache
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    scale: float
+    v_up: Maybe = None  # wuv
+    latent_scale: Maybe = None  # ctkv_scale
+    query_scale: Maybe = None  # q_nope_scale
 
 
 def mla_attention(
@@ -65,95 +80,75 @@ def mla_attention(
         ctkv_scale = cache.ctkv_scale if ctkv_scale is None else ctkv_scale
         q_nope_scale = cache.q_nope_scale if q_nope_scale is None else q_nope_scale
         check_inference(op, rotated, wuv)
-    scales = check_scales(op, cache, ctkv_scale, (q_nope_scale, q_out.shape[1]))
+    scales = cache.check_scales(op, ctkv_scale, (q_nope_scale, q_out.shape[1]))
     check_number(op, "scale", scale)
-    args = nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales
+    call = Call(nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales)
     if native(rotated, op) is not True or needs_grad(nope, rotated, cache.latent, cache.rope, wuv):
         check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)
-        return define(*args)
+        return define(call)
     # The kernel looks at every length and block before it reads, so that a look from here would only cost time.
     check_pages(op, block_tables, seq_lens, q_out.shape[0], cache, values=DEVICE == "cpu" or not nope.is_cpu)
     try:
-        return _kernel(*args)
+        return _kernel(call)
     except RuntimeError:
         check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)  # names what is wrong
         raise
 
 
-def _kernel(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: MLACache,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    wuv: torch.Tensor | None = None,
-    ctkv_scale: torch.Tensor | None = None,
-    q_nope_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    tokens, heads, kv_lora = q_nope.shape
-    latent, rope = cache.rows(kv_lora)
-    result = q_rope.new_empty(q_nope.shape)
-    out = None if wuv is None else q_rope.new_empty((tokens, heads, wuv.shape[1]))
+def _kernel(c: Call) -> torch.Tensor:
+    tokens, heads, kv_lora = c.q_nope.shape
+    result = c.q_rope.new_empty(c.q_nope.shape)
+    out = None if c.v_up is None else c.q_rope.new_empty((tokens, heads, c.v_up.shape[1]))
     torch.ops.opsmith.mla_attention.default(
-        rows_of(q_nope),
-        rows_of(q_rope),
-        latent,
-        rope,
-        block_tables,
-        seq_lens,
-        scale,
-        None if ctkv_scale is None else ctkv_scale.float(),
-        None if q_nope_scale is None else q_nope_scale.float().contiguous(),
-        None if wuv is None else wuv.contiguous(),
+        rows_of(c.q_nope),
+        rows_of(c.q_rope),
+        *c.cache.rows(kv_lora),
+        c.block_tables,
+        c.seq_lens,
+        c.scale,
+        in_float32(c.latent_scale),
+        in_float32(c.query_scale),
+        None if c.v_up is None else c.v_up.contiguous(),
         latent_out=result,
         out=out,
     )
     return result if out is None else out
 
 
-def define(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: MLACache,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    wuv: torch.Tensor | None = None,
-    ctkv_scale: torch.Tensor | None = None,
-    q_nope_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+def define(c: Call) -> torch.Tensor:
     """The definition, in plain PyTorch, on all rows of the longest table at once."""
-    tokens, heads, kv_lora = q_nope.shape
-    dtype = q_rope.dtype
-    sequences, pages = block_tables.shape
+    (tokens, heads, kv_lora), device = c.q_nope.shape, c.q_nope.device
+    sequences, pages = c.block_tables.shape
     each = tokens // sequences if sequences else 0
-    if not tokens or not cache.blocks or not pages:
-        latent = q_rope.new_zeros((tokens, heads, kv_lora))
+    if not tokens or not c.cache.blocks or not pages:
+        latent = c.q_rope.new_zeros((tokens, heads, kv_lora))
     else:
-        length = pages * cache.block_size
-        position = torch.arange(length, device=q_nope.device)
-        last = seq_lens.view(-1, 1) - each + torch.arange(each, device=q_nope.device)  # [S, each]
-        seen = position <= last.unsqueeze(-1)  # [S, each, length]
-        held = (position < seq_lens.view(-1, 1)).unsqueeze(-1)
-        blocks = torch.where((position[:: cache.block_size] < seq_lens.view(-1, 1)), block_tables, 0).long()
+        size = c.cache.block_size
+        length, lens = pages * size, c.seq_lens.view(-1, 1)
+        position = torch.arange(length, device=device)
+        seen = position <= (lens - each + torch.arange(each, device=device)).unsqueeze(
+            -1
+        )  # [S, each, length]
+        held = (position < lens).unsqueeze(-1)
+        blocks = torch.where(position[::size] < lens, c.block_tables, 0).long()
         nope, rope = (
             torch.where(held, wide(view[blocks]).reshape(sequences, length, -1), 0.0)
-            for view in cache.rows(kv_lora)
+            for view in c.cache.rows(kv_lora)
         )
-        q = wide(q_nope)
-        if ctkv_scale is not None and q_nope_scale is not None:
-            nope, q = nope * ctkv_scale, q / q_nope_scale.view(-1, 1)
+        q = wide(c.q_nope)
+        if c.latent_scale is not None and c.query_scale is not None:
+            nope, q = nope * c.latent_scale, q / c.query_scale.view(-1, 1)
         by_sequence = (sequences, each, heads, -1)
         scores = torch.einsum("sehk,slk->sehl", q.reshape(by_sequence), nope)
-        scores = scores + torch.einsum("sehr,slr->sehl", wide(q_rope).reshape(by_sequence), rope)
+        scores = scores + torch.einsum("sehr,slr->sehl", wide(c.q_rope).reshape(by_sequence), rope)
         hidden = ~seen.unsqueeze(2)
-        weights = torch.softmax((scores * scale).masked_fill(hidden, -math.inf), -1)
+        weights = torch.softmax((scores * c.scale).masked_fill(hidden, -math.inf), -1)
         weights = weights.masked_fill(hidden, 0.0)  # a token that sees nothing gets zeros
-        latent = torch.einsum("sehl,slk->sehk", weights, nope).reshape(tokens, heads, kv_lora).to(dtype)
-    if wuv is None:
+        latent = torch.einsum("sehl,slk->sehk", weights, nope).reshape(tokens, heads, kv_lora)
+        latent = latent.to(c.q_rope.dtype)
+    if c.v_up is None:
         return latent
-    return torch.einsum("thk,hvk->thv", latent, wuv).clone(memory_format=torch.contiguous_format)
+    return torch.einsum("thk,hvk->thv", latent, c.v_up).clone(memory_format=torch.contiguous_format)
 
 
 def _queries(
@@ -188,7 +183,7 @@ def _queries(
                 f"{tuple(rotated.shape)}"
             )
     kv_lora = nope.shape[2]
-    width = rope_width(op, cache, kv_lora)
+    width = cache.rope_width(op, kv_lora)
     if rotated.dim() != 3 or rotated.shape[2] != width:
         raise ValueError(f"{op}: q_rope must be [T, H, {width}] for this cache, got {tuple(rotated.shape)}")
     cache.check(op, kv_lora, width, rotated.dtype, q_out.device)
@@ -288,7 +283,7 @@ def reference(
     if q_rope is None:
         assert wuv is not None
         q_out, q_rope = q_out[..., : wuv.shape[2]], q_out[..., wuv.shape[2] :]
-    return define(q_out, q_rope, cache, block_tables, seq_lens, scale, wuv)
+    return define(Call(q_out, q_rope, cache, block_tables, seq_lens, scale, wuv))
 
 
 def _cost(
@@ -329,20 +324,17 @@ def _samples(make: Make) -> Iterator[Sample]:
     ) -> Sample:
         pages = max(1, -(-max(lens, default=0) // size))
         blocks = pages * max(1, len(lens)) + 1
-        shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-            "joint": ((blocks, size, 1, kv_lora + rope),),
-            "split": ((blocks, size, 1, kv_lora), (blocks, size, 1, rope)),
-            "tiled": ((blocks, kv_lora // 16, size, 16), (blocks, rope // 16, size, 16)),
-        }
-        held = [make(2 * s[0], *s[1:])[::2] if strided else make(*s) for s in shapes[mode]]
+        held = [
+            None if s is None else make(2 * s[0], *s[1:])[::2] if strided else make(*s)
+            for s in shapes(mode, blocks, size, kv_lora, rope)
+        ]
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(5))[: pages * len(lens)]
         tables = order.view(len(lens), pages).to(make.device)
         tokens = each * len(lens)
         parts = [make(tokens, heads, kv_lora), make(tokens, heads, rope)]
         queries = [torch.cat(parts, -1), None] if mode == "joint" else parts
         wuv = None if values is None else make(heads, values, kv_lora, scale=kv_lora**-0.5)
-        caches = (*held, *([None] if mode == "joint" else []))
-        args = (*queries, *caches, tables, torch.tensor(lens, dtype=torch.int64, device=make.device), wuv)
+        args = (*queries, *held, tables, torch.tensor(lens, dtype=torch.int64, device=make.device), wuv)
         return Sample(name, args, {"mode": mode, "scale": 0.125})
 
     yield sample("one sequence", [33])

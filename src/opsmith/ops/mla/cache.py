@@ -29,6 +29,19 @@ _ROPE_SHAPES = {
 }
 
 
+def shapes(
+    mode: str, blocks: int, block_size: int, kv_lora: int, rope: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Of the latent tensor and of rope's, which "joint" has none of."""
+    tile = _TILES.get(mode)
+    if tile is not None:
+        latent = (blocks, kv_lora // tile, block_size, tile)
+        return latent, (blocks, rope // _ROPE_TILE, block_size, _ROPE_TILE)
+    if mode == "joint":
+        return (blocks, block_size, 1, kv_lora + rope), None
+    return (blocks, block_size, 1, kv_lora), (blocks, block_size, 1, rope)
+
+
 class MLACache:
     """A paged latent KV cache: `slot = block * block_size + offset` holds `(k_nope, k_rope)` of one token.
 
@@ -115,20 +128,15 @@ class MLACache:
                 f'{_NAME}: mode "{mode}" wants kv_lora in multiples of {tile} and rope in multiples of {_ROPE_TILE}, '
                 f'got {kv_lora} and {rope}; use "split" or "joint"'
             )
-        if mode == "joint":
-            made = cls(mode, torch.zeros((blocks, block_size, 1, kv_lora + rope), dtype=dtype, device=device))
-            made.kv_lora = kv_lora
-            return made
-        if tile is None:
-            shapes = (blocks, block_size, 1, kv_lora), (blocks, block_size, 1, rope)
-        else:
-            shapes = (
-                (blocks, kv_lora // tile, block_size, tile),
-                (blocks, rope // _ROPE_TILE, block_size, _ROPE_TILE),
-            )
+        latent, turned = shapes(mode, blocks, block_size, kv_lora, rope)
         held = torch.int8 if mode == "int8_tiled" else dtype
-        latent = torch.zeros(shapes[0], dtype=held, device=device)
-        return cls(mode, latent, torch.zeros(shapes[1], dtype=dtype, device=device))
+        made = cls(
+            mode,
+            torch.zeros(latent, dtype=held, device=device),
+            None if turned is None else torch.zeros(turned, dtype=dtype, device=device),
+        )
+        made.kv_lora = kv_lora
+        return made
 
     @property
     def blocks(self) -> int:
@@ -169,21 +177,17 @@ class MLACache:
 
     def check(self, op: str, kv_lora: int, rope: int, dtype: torch.dtype, device: torch.device) -> None:
         """Refuse a cache for other sizes, naming its tensor and both shapes."""
-        blocks, size = self.blocks, self.block_size
         tile = _TILES.get(self.mode)
-        if self.mode == "joint":
-            shapes = [("latent", self.latent, (blocks, size, 1, kv_lora + rope))]
-        else:
-            assert self.rope is not None
-            if tile is None:
-                wanted = (blocks, size, 1, kv_lora), (blocks, size, 1, rope)
-            else:
-                wanted = (
-                    (blocks, _tiles(op, self.mode, "kv_lora", kv_lora, tile), size, tile),
-                    (blocks, _tiles(op, self.mode, "rope", rope, _ROPE_TILE), size, _ROPE_TILE),
-                )
-            shapes = [("latent", self.latent, wanted[0]), ("rope", self.rope, wanted[1])]
-        for name, t, shape in shapes:
+        if tile is not None:
+            for name, width, step in (("kv_lora", kv_lora, tile), ("rope", rope, _ROPE_TILE)):
+                if width % step:
+                    raise ValueError(
+                        f'{op}: cache mode "{self.mode}" wants {name} in multiples of {step}, got {width}'
+                    )
+        expected = shapes(self.mode, self.blocks, self.block_size, kv_lora, rope)
+        for name, t, shape in zip(("latent", "rope"), (self.latent, self.rope), expected, strict=True):
+            if t is None:
+                continue
             if tuple(t.shape) != shape:
                 raise ValueError(
                     f'{op}: cache.{name} must have shape {shape} (mode "{self.mode}", kv_lora {kv_lora}, rope '
@@ -197,6 +201,36 @@ class MLACache:
                 raise ValueError(
                     f"{op}: cache.{name} is on {t.device}, the input on {device}; move one of them"
                 )
+
+    def rope_width(self, op: str, kv_lora: int) -> int:
+        """How many elements of a row are the rotated ones."""
+        if self.rope is not None:
+            return self.rope.shape[3] * (self.rope.shape[1] if self.mode in _TILES else 1)
+        width = self.latent.shape[3] - kv_lora
+        if width < 0:
+            raise ValueError(
+                f"{op}: cache.latent must have shape [B, bs, 1, kv_lora + rope] with kv_lora {kv_lora}, got "
+                f"{tuple(self.latent.shape)}"
+            )
+        return width
+
+    def check_scales(
+        self, op: str, ctkv_scale: Any, heads: tuple[Any, int] | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scales of int8 rows and queries as tensors; refused where they are missing, or the cache is not int8."""
+        given = {"ctkv_scale": ctkv_scale} | ({} if heads is None else {"q_nope_scale": heads[0]})
+        int8 = self.mode == "int8_tiled"
+        for name, value in given.items():
+            if value is not None and not int8:
+                raise ValueError(f'{op}: {name} is for cache mode "int8_tiled", this one is "{self.mode}"')
+            if value is None and int8:
+                raise ValueError(f'{op}: cache mode "int8_tiled" needs {name}')
+        if not int8:
+            return None, None
+        ctkv = _scale(op, "ctkv_scale", ctkv_scale, self.device)
+        if ctkv.numel() != 1:
+            raise ValueError(f"{op}: ctkv_scale must be one number, got shape {tuple(ctkv.shape)}")
+        return ctkv.reshape(()), None if heads is None else head_scales(op, *heads, self.device)
 
     def write(self, slots: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
         """Put rows [T, kv_lora] and [T, rope] at their slots, none at -1; autograd sees it, where it is recording."""
@@ -242,6 +276,13 @@ def has_values(t: torch.Tensor) -> bool:
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def check_cache_type(op: str, cache: Any) -> None:
+    if not isinstance(cache, MLACache):
+        raise TypeError(
+            f"{op}: cache must be an MLACache, got {type(cache).__name__}; wrap memory with MLACache(mode, ...)"
+        )
+
+
 def check_slots(op: str, slots: Any, tokens: int, cache: MLACache, *, values: bool = True) -> None:
     """Refuse slots that are not one for each token, -1 or within the cache, before anything is written.
 
@@ -271,10 +312,27 @@ def check_slots(op: str, slots: Any, tokens: int, cache: MLACache, *, values: bo
         )
 
 
-def _tiles(op: str, mode: str, name: str, size: int, tile: int) -> int:
-    if size % tile:
-        raise ValueError(f'{op}: cache mode "{mode}" wants {name} in multiples of {tile}, got {size}')
-    return size // tile
+def head_scales(op: str, value: Any, heads: int, device: torch.device) -> torch.Tensor | None:
+    if value is None:
+        return None
+    scale = _scale(op, "q_nope_scale", value, device)
+    if scale.numel() != heads:
+        raise ValueError(
+            f"{op}: q_nope_scale must have shape ({heads},), one for each head, got {tuple(scale.shape)}"
+        )
+    return scale.reshape(heads)
+
+
+def _scale(op: str, name: str, value: Any, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        t = value if value.dtype in (torch.float32, torch.float64) else value.float()
+        return t.detach().to(device)
+    if isinstance(value, int | float):
+        return torch.full((), float(value), device=device)  # no copy to a GPU, which cannot be captured
+    try:
+        return torch.tensor(value, dtype=torch.float32, device=device)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name} must be a tensor or a number, got {value!r}") from None
 
 
 def _check_tensor(name: str, t: Any, shape: str) -> None:

@@ -1,27 +1,33 @@
-"""What follows each projection of MLA pre-processing: keys go into the cache, queries into the latent space."""
+"""What follows each projection of MLA pre-processing: keys go into the cache, queries into the latent space.
+
+Their cards are functions of tensors alone, with a fresh cache as a result.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from opsmith.call.common import check_float, check_like, compiling, native, needs_grad, short
+from opsmith.call.common import check_float, check_like, compiling, kernels, native, nbytes, needs_grad, short
 from opsmith.kernels import calls
-from opsmith.ops.mla.cache import MLACache, check_slots
-from opsmith.ops.mla.check import (
-    check_cache_type,
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
+from opsmith.ops.ascend import on_npu
+from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
+from opsmith.ops.mla.call import (
+    Pair,
+    Rotation,
     check_dtype,
     check_inference,
-    check_scales,
-    check_table,
-    head_scales,
-    rope_width,
+    in_float32,
+    join,
+    new_queries,
+    rows_of,
 )
-from opsmith.ops.mla.parts import rows_of
 from opsmith.ops.mla.reference import keys, queries
-
-Pair = tuple[torch.Tensor, torch.Tensor | None]
+from opsmith.ops.mla.samples import fresh_cache, fresh_rows, some_slots, table
 
 
 def mla_kv_epilogue(
@@ -68,8 +74,8 @@ def mla_kv_epilogue(
     check_float(op, a, "a", least_dim=2)
     check_float(op, gamma2, "gamma2")
     check_cache_type(op, cache)
-    kv_lora = gamma2.shape[0]
-    rope = rope_width(op, cache, kv_lora)
+    kv_lora, rotation = gamma2.shape[0], Rotation(cos, sin, interleaved)
+    rope = cache.rope_width(op, kv_lora)
     if a.dim() != 2 or a.shape[1] < kv_lora + rope:
         raise ValueError(
             f"{op}: a must have shape [T, {kv_lora + rope} or more], kv_lora {kv_lora} and rope {rope}, "
@@ -77,27 +83,29 @@ def mla_kv_epilogue(
         )
     check_like(op, gamma2, a, "gamma2", (kv_lora,), "kv_lora", like="a")
     check_dtype(op, "gamma2", gamma2, a.dtype)
-    check_table(op, cos, sin, a, rope)
+    rotation.check(op, a, rope)
     cache.check(op, kv_lora, rope, a.dtype, a.device)
-    scale = check_scales(op, cache, ctkv_scale, None)[0]
+    scale = cache.check_scales(op, ctkv_scale, None)[0]
     check_slots(op, slot_mapping, a.shape[0], cache)
     if scale is not None:
         check_inference(op, a, gamma2, cos, sin)
     if native(a, op) is True and not needs_grad(a, gamma2, cos, sin):
-        _write_keys(a, gamma2, cos, sin, slot_mapping, cache, rope, interleaved, eps, scale)
-    else:
-        k = keys(
-            a,
-            gamma2,
-            cos,
-            sin,
-            kv_lora=kv_lora,
-            rope=rope,
-            interleaved=interleaved,
-            eps=eps,
-            ctkv_scale=scale,
+        torch.ops.opsmith.mla_kv_epilogue.default(
+            rows_of(a),
+            gamma2.contiguous(),
+            *rotation.rows(),
+            slot_mapping,
+            rope,
+            interleaved,
+            "tiled" in cache.mode,
+            eps,
+            in_float32(scale),
+            latent=cache.latent,
+            rope=cache.rope,
         )
-        cache.write(slot_mapping, *k)
+        cache.kv_lora = kv_lora
+    else:
+        cache.write(slot_mapping, *keys(a, gamma2, rotation, rope, eps, scale))
     if scale is not None:
         cache.ctkv_scale = scale
 
@@ -113,56 +121,14 @@ def _keys_at_once(
         kv_lora = calls.sizes(gamma2)[0]
         _, first, _, last = calls.sizes(cache.latent if mode == "joint" else cache.rope)
         rope = last - kv_lora if mode == "joint" else last if mode == "split" else first * last
-        done = calls.new_mla_kv_epilogue(
-            a,
-            gamma2,
-            cos,
-            sin,
-            slot_mapping,
-            rope,
-            interleaved,
-            mode == "tiled",
-            eps,
-            None,
-            cache.latent,
-            cache.rope,
-        )
+        options = rope, interleaved, mode == "tiled", eps, None, cache.latent, cache.rope
+        done = calls.new_mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, *options)
     except (RuntimeError, TypeError, AttributeError, IndexError):  # the checks say why
         return False
     if done is None:
         return False
     cache.kv_lora = kv_lora
     return True
-
-
-def _write_keys(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    cache: MLACache,
-    rope: int,
-    interleaved: bool,
-    eps: float,
-    ctkv_scale: torch.Tensor | None,
-) -> None:
-    """The kernel."""
-    torch.ops.opsmith.mla_kv_epilogue.default(
-        rows_of(a),
-        gamma2.contiguous(),
-        rows_of(cos),
-        rows_of(sin),
-        slot_mapping,
-        rope,
-        interleaved,
-        "tiled" in cache.mode,
-        eps,
-        None if ctkv_scale is None else ctkv_scale.float(),
-        latent=cache.latent,
-        rope=cache.rope,
-    )
-    cache.kv_lora = gamma2.shape[0]
 
 
 def mla_q_epilogue(
@@ -218,7 +184,8 @@ def mla_q_epilogue(
         raise TypeError(
             f"{op}: wuk must be {short(q.dtype)} on {q.device} like q, got {short(wuk.dtype)} on {wuk.device}"
         )
-    check_table(op, cos, sin, q, q.shape[2] - nope)
+    rope, rotation = q.shape[2] - nope, Rotation(cos, sin, interleaved)
+    rotation.check(op, q, rope)
     scale = head_scales(op, q_nope_scale, q.shape[1], q.device)
     if scale is not None:
         if joint:
@@ -226,9 +193,19 @@ def mla_q_epilogue(
                 f"{op}: int8 queries and their rope part have two dtypes; leave joint or the scale out"
             )
         check_inference(op, q, wuk, cos, sin)
-    if native(q, op) is True and not needs_grad(q, wuk, cos, sin):
-        return _finish_queries(q, wuk, cos, sin, interleaved, joint, scale)
-    return join(*queries(q, wuk, cos, sin, interleaved=interleaved, q_nope_scale=scale), joint)
+    if native(q, op) is not True or needs_grad(q, wuk, cos, sin):
+        return join(*queries(q, wuk, rotation, scale), joint)
+    q_out, q_rope = new_queries(q, rope, wuk.shape[2], joint, scale is not None)
+    torch.ops.opsmith.mla_q_epilogue.default(
+        rows_of(q),
+        wuk.contiguous(),
+        *rotation.rows(),
+        interleaved,
+        in_float32(scale),
+        q_out=q_out,
+        q_rope=q_rope,
+    )
+    return q_out, q_rope
 
 
 def _queries_at_once(q: Any, wuk: Any, cos: Any, sin: Any, interleaved: bool, joint: bool) -> Pair | None:
@@ -245,40 +222,236 @@ def _queries_at_once(q: Any, wuk: Any, cos: Any, sin: Any, interleaved: bool, jo
     return made if made is None or not joint else (made, None)
 
 
-def _finish_queries(
+def kv_form(
+    a: torch.Tensor,
+    gamma2: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    mode: str,
+    blocks: int,
+    block_size: int,
+    rope: int,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """`mla_kv_epilogue` into a fresh cache of this mode, whose tensors are the result."""
+    cache = fresh_cache("mla_kv_epilogue", mode, blocks, block_size, gamma2.shape[0], rope, a)
+    mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, cache, eps=eps, interleaved=interleaved)
+    return fresh_rows(cache)
+
+
+def kv_reference(
+    a: torch.Tensor,
+    gamma2: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    mode: str,
+    blocks: int,
+    block_size: int,
+    rope: int,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """The definition, in plain PyTorch."""
+    cache = fresh_cache("mla_kv_epilogue", mode, blocks, block_size, gamma2.shape[0], rope, a)
+    cache.write(slot_mapping, *keys(a, gamma2, Rotation(cos, sin, interleaved), rope, eps))
+    return fresh_rows(cache)
+
+
+def kv_launch(
+    launch: Callable[..., Any],
+    a: torch.Tensor,
+    gamma2: torch.Tensor,
+    *more: torch.Tensor | None,
+    mode: str,
+    blocks: int,
+    block_size: int,
+    rope: int,
+    **options: Any,
+) -> Any:
+    """This form of the call, for a kernel that is launched by itself."""
+    cache = fresh_cache("mla_kv_epilogue", mode, blocks, block_size, gamma2.shape[0], rope, a)
+    return launch(a, gamma2, *more, cache, **options)
+
+
+def q_form(
     q: torch.Tensor,
     wuk: torch.Tensor,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
-    interleaved: bool,
-    joint: bool,
-    q_nope_scale: torch.Tensor | None,
-) -> Pair:
-    """The kernel."""
-    q_out, q_rope = new_queries(q, q.shape[2] - wuk.shape[1], wuk.shape[2], joint, q_nope_scale is not None)
-    torch.ops.opsmith.mla_q_epilogue.default(
-        rows_of(q),
-        wuk.contiguous(),
-        rows_of(cos),
-        rows_of(sin),
-        interleaved,
-        None if q_nope_scale is None else q_nope_scale.float().contiguous(),
-        q_out=q_out,
-        q_rope=q_rope,
+    *,
+    interleaved: bool = False,
+    joint: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """`mla_q_epilogue`, whose result is one tensor where `joint`, else two."""
+    pair = mla_q_epilogue(q, wuk, cos, sin, interleaved=interleaved, joint=joint)
+    return tuple(t for t in pair if t is not None)
+
+
+def q_reference(
+    q: torch.Tensor,
+    wuk: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    interleaved: bool = False,
+    joint: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """The definition, in plain PyTorch."""
+    pair = join(*queries(q, wuk, Rotation(cos, sin, interleaved)), joint)
+    return tuple(t for t in pair if t is not None)
+
+
+def _kv_cost(
+    a: torch.Tensor,
+    gamma2: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    blocks: int,
+    block_size: int,
+    rope: int,
+    **options: Any,
+) -> Cost:
+    rows, width = a.shape[0], gamma2.shape[0] + rope
+    held = blocks * block_size * width * a.element_size()  # this form makes its cache
+    read = rows * width * a.element_size() + nbytes(gamma2, cos, sin, slot_mapping)
+    return Cost(rows * (4.0 * gamma2.shape[0] + 3.0 * rope), read + held)
+
+
+def _q_cost(
+    q: torch.Tensor, wuk: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, **options: Any
+) -> Cost:
+    tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape
+    rope = q.shape[2] - nope
+    written = tokens * heads * (kv_lora + rope) * q.element_size()
+    flops = tokens * heads * (2.0 * nope * kv_lora + 3.0 * rope)
+    return Cost(flops, nbytes(q, wuk, cos, sin) + written)
+
+
+def _kv_samples(make: Make) -> Iterator[Sample]:
+    def sample(
+        name: str, tokens: int, kv_lora: int, rope: int, *, a: Any = None, turn: bool = True, **options: Any
+    ) -> Sample:
+        sizes: dict[str, Any] = {"mode": "split", "blocks": 3, "block_size": 16, "rope": rope, **options}
+        slots = some_slots(make, tokens, sizes["blocks"], sizes["block_size"])
+        x = make(tokens, kv_lora + rope + 5) if a is None else a
+        cos_sin = table(make, tokens, rope) if turn else (None, None)
+        return Sample(name, (x, make(kv_lora, scale=0.3, shift=1.0), *cos_sin, slots), sizes)
+
+    for tokens, kv_lora in ((2, 33), (7, 17), (40, 130)):
+        yield sample(f"{tokens}x{kv_lora}", tokens, kv_lora, 8)
+    yield sample("one token, joint", 1, 20, 6, mode="joint", blocks=2, block_size=1)
+    yield sample("tiled", 9, 48, 32, mode="tiled", block_size=5)
+    yield sample("interleaved", 9, 40, 12, mode="joint", interleaved=True)
+    yield sample("no rotation", 9, 40, 12, turn=False)
+    yield sample("strided", 9, 40, 12, a=make(70, 9).t())
+    yield sample("near zero", 3, 24, 4, a=make(3, 30, scale=1e-4), eps=1e-5)
+    yield sample("empty", 0, 16, 8)
+
+
+def _kv_workloads(make: Make) -> Iterator[Sample]:
+    for tokens in (4096, 4):
+        sizes: dict[str, Any] = {
+            "mode": "split",
+            "blocks": max(1, tokens // 128),
+            "block_size": 128,
+            "rope": 64,
+        }
+        slots = some_slots(make, tokens, sizes["blocks"], 128, skip=False)
+        yield Sample(
+            f"{tokens} tokens, V3", (make(tokens, 2112), make(512), *table(make, tokens, 64), slots), sizes
+        )
+
+
+def _q_samples(make: Make) -> Iterator[Sample]:
+    def sample(
+        name: str,
+        tokens: int,
+        heads: int,
+        nope: int,
+        rope: int,
+        kv_lora: int,
+        *,
+        q: Any = None,
+        **options: Any,
+    ) -> Sample:
+        x = make(tokens, heads, nope + rope) if q is None else q
+        weight = make(heads, nope, kv_lora, scale=nope**-0.5)
+        return Sample(name, (x, weight, *table(make, tokens, rope)), options)
+
+    for tokens, heads in ((2, 3), (5, 7), (33, 2)):
+        yield sample(f"{tokens}x{heads}", tokens, heads, 12, 6, 37)
+    yield sample("one token", 1, 1, 5, 2, 3)
+    yield sample("joint", 9, 3, 16, 8, 32, joint=True)
+    yield sample("interleaved", 9, 3, 16, 8, 32, interleaved=True)
+    yield sample("strided", 9, 3, 16, 8, 32, q=make(9, 24, 3).transpose(1, 2))
+    yield Sample("no rotation", (make(9, 3, 24), make(3, 16, 32), None, None), {"joint": False})
+    yield sample("empty", 0, 3, 16, 8, 32)
+
+
+def _q_workloads(make: Make) -> Iterator[Sample]:
+    for tokens in (128, 1):
+        args = (make(tokens, 128, 192), make(128, 128, 512, scale=0.09), *table(make, tokens, 64))
+        yield Sample(f"{tokens} tokens, V3", args)
+
+
+def _one_token_a_slot(*args: Any, **options: Any) -> bool:
+    slots = args[4][args[4] >= 0]
+    return bool(slots.unique().numel() == slots.numel())
+
+
+CARD_KV = register(
+    Operator(
+        name="mla_kv_epilogue",
+        kind=Kind.MLA,
+        function=kv_form,
+        reference=kv_reference,
+        cost=_kv_cost,
+        samples=_kv_samples,
+        workloads=_kv_workloads,
+        domain=_one_token_a_slot,
+        implementations=[
+            *kernels(kv_form, lambda a, *more, **options: native(a, "mla_kv_epilogue"), takes_out=False),
+            on_npu("mla_kv_epilogue", kv_launch),
+            Implementation("eager", kv_reference),
+        ],
+        entries={"mla_kv_epilogue": entry_costs.mla_kv_epilogue},
+        schemas=(
+            "mla_kv_epilogue(Tensor a, Tensor gamma2, Tensor? cos, Tensor? sin, Tensor slots, int rope_size, "
+            "bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, *, Tensor(a!) latent, "
+            "Tensor(b!)? rope=None) -> ()",
+        ),
+        outputs=2,
+        source="DeepSeek-AI, 2024",
     )
-    return q_out, q_rope
+)
 
-
-def new_queries(like: torch.Tensor, rope: int, kv_lora: int, joint: bool, int8: bool, heads: int = 0) -> Pair:
-    """Memory for the queries of `like`, [T, H, ...] or [T, ...]: two parts, or both as one and None."""
-    shape = (like.shape[0], heads or like.shape[1])
-    if joint:
-        return like.new_empty((*shape, kv_lora + rope)), None
-    # The same way twice: the second time its code is in cache.
-    q_out = like.new_empty((*shape, kv_lora), dtype=torch.int8) if int8 else like.new_empty((*shape, kv_lora))
-    return q_out, like.new_empty((*shape, rope))
-
-
-def join(q_out: torch.Tensor, q_rope: torch.Tensor, joint: bool) -> Pair:
-    """One tensor for a joint cache, two for the others."""
-    return (torch.cat((q_out, q_rope), -1), None) if joint else (q_out, q_rope)
+CARD_Q = register(
+    Operator(
+        name="mla_q_epilogue",
+        kind=Kind.MLA,
+        function=q_form,
+        reference=q_reference,
+        cost=_q_cost,
+        samples=_q_samples,
+        workloads=_q_workloads,
+        implementations=[
+            *kernels(q_form, lambda q, *more, **options: native(q, "mla_q_epilogue"), takes_out=False),
+            on_npu("mla_q_epilogue"),
+            Implementation("eager", q_reference),
+        ],
+        entries={"mla_q_epilogue": entry_costs.mla_q_epilogue},
+        schemas=(
+            "mla_q_epilogue(Tensor q, Tensor wuk, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q_nope_scale, *, "
+            "Tensor(a!) q_out, Tensor(b!)? q_rope) -> ()",
+        ),
+        outputs=2,
+        source="DeepSeek-AI, 2024",
+    )
+)

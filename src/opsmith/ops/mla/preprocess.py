@@ -1,31 +1,35 @@
-"""MLA pre-processing: thirteen operators between a token's hidden state and its attention, as one."""
+"""MLA pre-processing: thirteen operators between a token's hidden state and its attention, as one.
+
+Its cards are functions of tensors alone, whose results are all that a call changes, a fresh cache among them: so what
+holds an operator to its card (verify, gradcheck, captured graphs, benchmarks) can hold this one too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from opsmith.call.common import check_float, check_number, compiling, native, needs_grad, short
+from opsmith.call.common import compiling, kernels, native, nbytes, needs_grad
 from opsmith.kernels import calls
 from opsmith.kernels.triton import DEVICE
-from opsmith.ops.mla.cache import MLACache, check_slots
-from opsmith.ops.mla.check import check_cache_type, check_inference, check_scales, check_table
-from opsmith.ops.mla.epilogues import join, new_queries
-from opsmith.ops.mla.parts import Parts, rows_of
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
+from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots
+from opsmith.ops.mla.call import Call, Maybe, Result, Rotation, in_float32, join, new_queries, rows_of
+from opsmith.ops.mla.eager import eager
+from opsmith.ops.mla.projection import Projection, quantize_weight
 from opsmith.ops.mla.reference import define
-from opsmith.ops.mla.weights import MLAWeights
+from opsmith.ops.mla.samples import fresh_cache, fresh_rows, some_slots, table
+from opsmith.ops.mla.weights import MLAWeights, Parts
+from opsmith.ops.rms_norm.quant import Steps
 
-_FORMS = {
-    None: 0,
-    "per_tensor": 1,
-    "per_token": 2,
-    "weight_int8": 3,
-    "weight_int4": 4,
-}  # as kernels count them
+# As kernels count them.
+_FORMS = {None: 0, "per_tensor": 1, "per_token": 2, "weight_int8": 3, "weight_int4": 4}
 _MOST_TOKENS = 64  # whose activations stay in cache beside a weight that is read once
-
-Result = tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+_OP, _OP_INT8 = "mla_preprocess", "mla_preprocess_int8"
 
 
 def mla_preprocess(
@@ -79,21 +83,25 @@ def mla_preprocess(
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024.
     """
-    op = "mla_preprocess"
     if ctkv_scale is None and q_nope_scale is None and type(w) is MLAWeights and type(cache) is MLACache:
         done = _at_once(x, w, cos, sin, slot_mapping, cache, eps, return_latent_q)
         if done is not None:
             return done
     if not isinstance(w, MLAWeights):
         raise TypeError(
-            f"{op}: w must be MLAWeights, got {type(w).__name__}; build it, or MLAWeights.from_deepseek"
+            f"{_OP}: w must be MLAWeights, got {type(w).__name__}; build it, or MLAWeights.from_deepseek"
         )
-    check_cache_type(op, cache)
+    check_cache_type(_OP, cache)
+    call = call_of(x, w, cos, sin, slot_mapping, cache, eps, return_latent_q, ctkv_scale, q_nope_scale)
+    return compute(call.checked(_OP, values=False))
+
+
+def call_of(
+    x: Any, w: MLAWeights, cos: Any, sin: Any, slot_mapping: Any, cache: MLACache, *options: Any
+) -> Call:
+    """The arguments of `mla_preprocess`, in their order, as one, unchecked."""
     parts = w.parts()
-    given = ctkv_scale, q_nope_scale, return_latent_q
-    scales = check(op, x, parts, cos, sin, slot_mapping, cache, *given, values=False)
-    check_number(op, "eps", eps)
-    return compute(x, parts, cos, sin, slot_mapping, cache, eps, return_latent_q, *scales)
+    return Call(x, parts, Rotation(cos, sin, parts.interleaved), slot_mapping, cache, *options)
 
 
 def _at_once(
@@ -117,23 +125,9 @@ def _at_once(
             return None
         joint = mode == "joint"
         widths = ((q_out[0], q_out[1] + q_rope[1]), None) if joint else (q_out, q_rope)
-        made: Any = calls.new_mla_preprocess(
-            x,
-            *rows,
-            cos,
-            sin,
-            slot_mapping,
-            _FORMS[quant],
-            interleaved,
-            mode == "tiled",
-            eps,
-            None,
-            None,
-            *widths,
-            cache.latent,
-            cache.rope,
-            q_lora if latent else None,
-        )
+        options = _FORMS[quant], interleaved, mode == "tiled", eps, None, None
+        written = cache.latent, cache.rope, q_lora if latent else None
+        made: Any = calls.new_mla_preprocess(x, *rows, cos, sin, slot_mapping, *options, *widths, *written)
     except (RuntimeError, TypeError, AttributeError):
         return None
     if made is None or not joint:
@@ -142,155 +136,369 @@ def _at_once(
     return (made[0], None, made[1]) if latent else (made, None)
 
 
-def compute(
-    x: torch.Tensor,
-    w: Parts,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    cache: MLACache,
-    *args: Any,
-) -> Result:
+def compute(c: Call) -> Result:
     """By the kernel, where it takes this call and no gradients are recorded."""
+    tokens = c.x.shape[0]
     # A graph is captured for any number of tokens, and the kernel's blocks of tokens would be one for each number.
     captured = torch.compiler.is_compiling()
-    if captured or supports(x, w) is not True or needs_grad(x, cos, sin, *w.tensors):
-        check_slots("mla_preprocess", slot_mapping, x.shape[0], cache)
-        return run(x, w, cos, sin, slot_mapping, cache, *args)
+    if captured or supports(c) is not True or needs_grad(*c.tensors):
+        check_slots(_OP, c.slots, tokens, c.cache)
+        return run(c)
     # The kernel looks at all slots of a region before it writes, so that a look from here would only cost time.
-    looked = x.shape[0] > _MOST_TOKENS or DEVICE == "cpu" or not x.is_cpu
-    check_slots("mla_preprocess", slot_mapping, x.shape[0], cache, values=looked)
+    looked = tokens > _MOST_TOKENS or DEVICE == "cpu" or not c.x.is_cpu
+    check_slots(_OP, c.slots, tokens, c.cache, values=looked)
     try:
-        return kernel(x, w, cos, sin, slot_mapping, cache, *args)
+        return kernel(c)
     except RuntimeError:
         if not looked:
-            check_slots("mla_preprocess", slot_mapping, x.shape[0], cache)  # names what is wrong
+            check_slots(_OP, c.slots, tokens, c.cache)  # names what is wrong
         raise
 
 
-def supports(x: torch.Tensor, w: Parts) -> bool | str:
+def supports(c: Call) -> bool | str:
     """Whether the kernel takes these weights and as many tokens, or why not."""
-    if w.quant is None and x.shape[0] > _MOST_TOKENS:
-        return f"{x.shape[0]} tokens are more than {_MOST_TOKENS}: the matmuls of PyTorch are faster"
-    return native(x, "mla_preprocess")
+    if c.w.quant is None and c.x.shape[0] > _MOST_TOKENS:
+        return f"{c.x.shape[0]} tokens are more than {_MOST_TOKENS}: the matmuls of PyTorch are faster"
+    return native(c.x, _OP)
 
 
-def kernel(
-    x: torch.Tensor,
-    w: Parts,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    cache: MLACache,
-    eps: float = 1e-6,
-    return_latent_q: bool = False,
-    ctkv_scale: torch.Tensor | None = None,
-    q_nope_scale: torch.Tensor | None = None,
-) -> Result:
+def kernel(c: Call) -> Result:
     """On a CPU, one parallel region for every `_MOST_TOKENS` tokens."""
-    tokens, (heads, _, kv_lora), rope = x.shape[0], w.wuk.shape, w.rope
-    x, cos, sin = rows_of(x), rows_of(cos), rows_of(sin)
-    q_out, q_rope = new_queries(x, rope, kv_lora, cache.mode == "joint", q_nope_scale is not None, heads)
-    latent_q = x.new_empty((tokens, w.down.weight.shape[0] - kv_lora - rope)) if return_latent_q else None
-    held = w.as_rows()
+    x, w, tokens = rows_of(c.x), c.w, c.x.shape[0]
+    q_out, q_rope = new_queries(x, w.rope, w.kv_lora, c.joint, c.query_scale is not None, w.heads)
+    latent_q = x.new_empty((tokens, w.q_lora)) if c.return_latent_q else None
+    scales, held = (in_float32(c.latent_scale), in_float32(c.query_scale)), w.as_rows()
     most = _MOST_TOKENS if x.is_cpu and DEVICE != "cpu" else max(tokens, 1)
     for first in range(0, tokens, most):
         some = slice(first, first + most) if tokens > most else slice(None)
         torch.ops.opsmith.mla_preprocess.default(
             x[some],
             *held,
-            None if cos is None else cos[some],
-            None if sin is None else sin[some],
-            slot_mapping[some],
+            *c.rotation.rows(some),
+            c.slots[some],
             _FORMS[w.quant],
-            w.interleaved,
-            "tiled" in cache.mode,
-            eps,
-            None if ctkv_scale is None else ctkv_scale.float(),
-            None if q_nope_scale is None else q_nope_scale.float().contiguous(),
+            c.rotation.interleaved,
+            "tiled" in c.cache.mode,
+            c.eps,
+            *scales,
             q_out=q_out[some],
             q_rope=None if q_rope is None else q_rope[some],
-            latent=cache.latent,
-            rope=cache.rope,
+            latent=c.cache.latent,
+            rope=c.cache.rope,
             latent_q=None if latent_q is None else latent_q[some],
         )
-    cache.kv_lora = kv_lora
-    if ctkv_scale is not None:
-        cache.ctkv_scale, cache.q_nope_scale = ctkv_scale, q_nope_scale
+    c.cache.kv_lora = w.kv_lora
+    c.remember_scales()
     return (q_out, q_rope) if latent_q is None else (q_out, q_rope, latent_q)
 
 
-def run(
-    x: torch.Tensor,
-    w: Parts,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    cache: MLACache,
-    eps: float = 1e-6,
-    return_latent_q: bool = False,
-    ctkv_scale: torch.Tensor | None = None,
-    q_nope_scale: torch.Tensor | None = None,
-) -> Result:
+def run(c: Call) -> Result:
     """The definition, in plain PyTorch, and the write into the cache."""
-    d = define(x, w, cos, sin, eps=eps, ctkv_scale=ctkv_scale, q_nope_scale=q_nope_scale)
-    cache.write(slot_mapping, d.k_nope, d.k_rope)
-    if ctkv_scale is not None:
-        cache.ctkv_scale, cache.q_nope_scale = ctkv_scale, q_nope_scale
-    pair = join(d.q_out, d.q_rope, cache.mode == "joint")
-    if not return_latent_q:
-        return pair
-    assert d.latent_q is not None
-    return *pair, d.latent_q
+    d = define(c.x, c.w, c.rotation, c.eps, c.latent_scale, c.query_scale)
+    c.cache.write(c.slots, d.k_nope, d.k_rope)
+    c.remember_scales()
+    pair = join(d.q_out, d.q_rope, c.joint)
+    return (*pair, d.latent_q) if c.return_latent_q and d.latent_q is not None else pair
 
 
-def check(
-    op: str,
-    x: Any,
-    w: Parts,
-    cos: Any,
-    sin: Any,
-    slot_mapping: Any,
-    cache: MLACache,
-    ctkv_scale: Any = None,
-    q_nope_scale: Any = None,
-    return_latent_q: bool = False,
+def preprocess_form(
+    x: torch.Tensor,
+    wdqkv: torch.Tensor,
+    wuq: torch.Tensor,
+    wuk: torch.Tensor,
+    gamma2: torch.Tensor,
+    gamma1: Maybe,
+    gamma0: Maybe,
+    cos: Maybe,
+    sin: Maybe,
+    slot_mapping: torch.Tensor,
     *,
-    values: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Refuse wrong arguments before anything is written; the scales of an int8 cache as tensors.
+    mode: str,
+    blocks: int,
+    block_size: int,
+    beta0: Maybe = None,
+    beta1: Maybe = None,
+    bias0: Maybe = None,
+    bias1: Maybe = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    by: Callable[[Call], Result] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """`mla_preprocess` into a fresh cache of this mode: its queries, then the cache's tensors.
 
-    Without `values` not the numbers of the slots, which `compute` looks at.
+    Thirteen operators as one: norm, down-projection, split, norms, up-projection, absorption, rotations, write.
     """
-    check_float(op, x, "x", least_dim=2)
-    size = w.down.weight.shape[1]
-    if w.quant == "weight_int4":
-        assert w.down.descale is not None
-        size = 2 * size  # K, padded to whole groups
-        fits = x.dim() == 2 and size - size // max(1, w.down.descale.shape[1]) < x.shape[1] <= size
-    else:
-        fits = x.dim() == 2 and x.shape[1] == size
-    if not fits:
-        raise ValueError(
-            f"{op}: x must have shape [T, {size}], D being the columns of wdqkv {tuple(w.down.weight.shape)}, got "
-            f"{tuple(x.shape)}"
-        )
-    if w.gamma0 is not None and w.gamma0.shape[0] != x.shape[1]:
-        raise ValueError(
-            f"{op}: x must have shape [T, {w.gamma0.shape[0]}] like gamma0, got {tuple(x.shape)}"
-        )
-    if x.dtype != w.wuk.dtype:
-        raise TypeError(
-            f"{op}: x must be {short(w.wuk.dtype)} like the weights, got {short(x.dtype)}; cast one of them"
-        )
-    if x.device != w.wuk.device:
-        raise ValueError(f"{op}: x is on {x.device}, the weights on {w.wuk.device}; move one of them")
-    check_table(op, cos, sin, x, w.rope)
-    cache.check(op, w.kv_lora, w.rope, x.dtype, x.device)
-    if return_latent_q and w.gamma1 is None:
-        raise ValueError(f"{op}: return_latent_q asks for latent queries, and these weights have no q_lora")
-    scales = check_scales(op, cache, ctkv_scale, (q_nope_scale, w.heads))
-    check_slots(op, slot_mapping, x.shape[0], cache, values=values)
-    if w.quant is not None or cache.mode == "int8_tiled":
-        check_inference(op, x, cos, sin, *w.tensors)
-    return scales
+    down, up = Projection(wdqkv, bias0), Projection(wuq, bias1)
+    w = Parts(down, up, wuk, gamma0, gamma1, gamma2, beta0, beta1, None, interleaved)
+    cache = fresh_cache(_OP, mode, blocks, block_size, w.kv_lora, w.rope, x)
+    return _form(_OP, by, Call(x, w, Rotation(cos, sin, interleaved), slot_mapping, cache, eps))
+
+
+def quantized_form(
+    x: torch.Tensor,
+    wdqkv: torch.Tensor,
+    wuq: torch.Tensor,
+    wuk: torch.Tensor,
+    gamma2: torch.Tensor,
+    gamma1: Maybe,
+    gamma0: Maybe,
+    cos: Maybe,
+    sin: Maybe,
+    slot_mapping: torch.Tensor,
+    *,
+    quant: str,
+    descale0: torch.Tensor,
+    descale1: torch.Tensor,
+    mode: str,
+    blocks: int,
+    block_size: int,
+    scale0: Maybe = None,
+    offset0: Maybe = None,
+    scale1: Maybe = None,
+    offset1: Maybe = None,
+    beta0: Maybe = None,
+    beta1: Maybe = None,
+    bias0: Maybe = None,
+    bias1: Maybe = None,
+    ctkv_scale: Maybe = None,
+    q_nope_scale: Maybe = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    by: Callable[[Call], Result] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """`mla_preprocess` with quantized weights into a fresh cache: its queries, then the cache's tensors.
+
+    W8A8 per tensor or per token, or weights alone in int8 or int4; the cache may be int8 too. Inference only.
+    """
+    down = Projection(wdqkv, bias0, descale0, scale0, offset0)
+    up = Projection(wuq, bias1, descale1, scale1, offset1)
+    w = Parts(down, up, wuk, gamma0, gamma1, gamma2, beta0, beta1, quant, interleaved)
+    cache = fresh_cache(_OP_INT8, mode, blocks, block_size, w.kv_lora, w.rope, x)
+    rotation = Rotation(cos, sin, interleaved)
+    call = Call(x, w, rotation, slot_mapping, cache, eps, False, ctkv_scale, q_nope_scale)
+    return _form(_OP_INT8, by, call)
+
+
+def _form(op: str, by: Callable[[Call], Result] | None, call: Call) -> tuple[torch.Tensor, ...]:
+    # An implementation is called by those who have checked; weights are checked once, and no benchmark should time it.
+    if by is None:
+        call.w.check(op, call.w.sizes)
+        call = call.checked(op, values=False)
+    return (*(t for t in (by or compute)(call) if t is not None), *fresh_rows(call.cache))
+
+
+def _cost(
+    x: torch.Tensor,
+    wdqkv: torch.Tensor,
+    wuq: torch.Tensor,
+    wuk: torch.Tensor,
+    *more: Maybe,
+    blocks: int,
+    block_size: int,
+    **options: Any,
+) -> Cost:
+    tokens, (heads, nope, kv_lora) = x.shape[0], wuk.shape
+    rope = wuq.shape[0] // heads - nope
+    inner = x.shape[1] if more[1] is None else wdqkv.shape[0] - kv_lora - rope
+    projected = wdqkv.shape[0] * x.shape[1] + wuq.shape[0] * inner
+    integer = options.get("quant") in ("per_tensor", "per_token")
+    norms = 4 * (x.shape[1] + inner + kv_lora) + 3 * rope * (heads + 1)
+    slots = blocks * block_size * (kv_lora + rope)  # this form makes its cache
+    written = (tokens * heads * (kv_lora + rope) + slots) * x.element_size()
+    tensors = [t for t in (*more, *options.values()) if isinstance(t, torch.Tensor)]
+    return Cost(
+        tokens * (2.0 * (projected + wuk.numel()) + norms),
+        nbytes(x, wdqkv, wuq, wuk, *tensors) + written,
+        2.0 * tokens * projected if integer else 0.0,
+    )
+
+
+def _arguments(
+    make: Make,
+    tokens: int,
+    size: int,
+    heads: int,
+    sizes: tuple[int, int, int, int | None],
+    *,
+    layout: tuple[str, int, int] = ("split", 3, 16),
+    x: Maybe = None,
+    turn: bool = True,
+    gamma0: bool = True,
+    skip: bool = True,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both forms are called with; sizes are (nope, rope, kv_lora, q_lora)."""
+    nope, rope, kv_lora, q_lora = sizes
+    inner = size if q_lora is None else q_lora
+    mode, blocks, block_size = layout
+
+    def gain(n: int) -> torch.Tensor:
+        return make(n, scale=0.3, shift=1.0)
+
+    args = (
+        make(tokens, size) if x is None else x,
+        make(kv_lora + rope + (q_lora or 0), size, scale=size**-0.5),
+        make(heads * (nope + rope), inner, scale=inner**-0.5),
+        make(heads, nope, kv_lora, scale=nope**-0.5),
+        gain(kv_lora),
+        None if q_lora is None else gain(q_lora),
+        gain(size) if gamma0 else None,
+        *(table(make, tokens, rope) if turn else (None, None)),
+        some_slots(make, tokens, blocks, block_size, skip),
+    )
+    return args, {"mode": mode, "blocks": blocks, "block_size": block_size}
+
+
+_SMALL = (8, 4, 20, 28)  # nope, rope, kv_lora, q_lora
+_V3 = (128, 64, 512, 1536)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def sample(name: str, *args: Any, more: dict[str, Any] | None = None, **options: Any) -> Sample:
+        positional, named = _arguments(make, *args, **options)
+        return Sample(name, positional, {**named, **(more or {})})
+
+    for tokens, size in ((2, 33), (5, 40), (33, 65)):
+        yield sample(f"{tokens}x{size}", tokens, size, 3, _SMALL)
+    yield sample("one token, joint", 1, 24, 2, _SMALL, layout=("joint", 2, 1))
+    yield sample("no q_lora", 5, 40, 3, (8, 4, 20, None))
+    yield sample("tiled", 7, 40, 2, (8, 16, 32, 24), layout=("tiled", 2, 7))
+    yield sample("interleaved", 5, 40, 3, _SMALL, more={"interleaved": True})
+    betas = {"beta0": make(40), "beta1": make(28)}
+    biases = {"bias0": make(20 + 4 + 28), "bias1": make(3 * 12)}
+    yield sample("betas and biases", 5, 40, 3, _SMALL, more={**betas, **biases})
+    yield sample("normalized already", 5, 40, 3, _SMALL, gamma0=False)
+    yield sample("no rotation", 5, 40, 3, _SMALL, turn=False)
+    yield sample("strided", 5, 40, 3, _SMALL, x=make(40, 5).t())
+    yield sample("rows of zeros", 3, 40, 3, _SMALL, x=make(3, 40, scale=0.0), more={**betas, "eps": 1e-5})
+    yield sample("empty", 0, 40, 3, _SMALL)
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    for tokens in (1, 4, 32):
+        args = _arguments(make, tokens, 7168, 128, _V3, layout=("split", 1, 32), skip=False)
+        yield Sample(f"V3, {tokens} token{'s' * (tokens > 1)}", *args)
+
+
+def _quantized(make: Make, quant: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with their two projections in this form."""
+    bits = 4 if quant == "weight_int4" else 8
+    x, wdqkv, wuq, *rest = args
+    found: dict[str, Any] = {"quant": quant}
+    weights = []
+    for i, weight in enumerate((wdqkv, wuq)):
+        if weight.is_meta:  # shapes alone are asked for
+            held, descale = (
+                torch.empty(weight.shape, dtype=torch.int8, device="meta"),
+                weight.new_empty(len(weight)),
+            )
+        else:
+            held, descale, _ = quantize_weight(weight, bits)
+        weights.append(held)
+        found[f"descale{i}"] = descale
+    if quant == "per_tensor":
+        for i, values in enumerate(((0.031, 5.0), (0.027, -12.0))):
+            for name, value in zip(("scale", "offset"), values, strict=True):
+                found[f"{name}{i}"] = torch.tensor(value, device=make.device)
+            # A descale has the scale of the activations in it.
+            found[f"descale{i}"] = found[f"descale{i}"] * values[0]
+    return (x, *weights, *rest), found
+
+
+def _samples_int8(make: Make) -> Iterator[Sample]:
+    def sample(
+        name: str, quant: str, *args: Any, more: dict[str, Any] | None = None, **options: Any
+    ) -> Sample:
+        positional, named = _arguments(make, *args, **options)
+        positional, found = _quantized(make, quant, positional)
+        return Sample(name, positional, {**named, **found, **(more or {})})
+
+    def integers(n: int) -> torch.Tensor:
+        return make.ids(n, high=4000).sub_(2000).to(torch.int32)
+
+    for tokens, size in ((2, 33), (5, 40), (33, 65)):
+        yield sample(f"per token, {tokens}x{size}", "per_token", tokens, size, 3, _SMALL)
+    yield sample("per tensor", "per_tensor", 5, 40, 3, _SMALL)
+    biases = {"bias0": integers(20 + 4 + 28), "bias1": integers(3 * 12)}
+    betas = {"beta0": make(40), "beta1": make(28)}
+    yield sample("per tensor, betas and biases", "per_tensor", 5, 40, 3, _SMALL, more={**betas, **biases})
+    yield sample("per tensor, no q_lora", "per_tensor", 5, 40, 3, (8, 4, 20, None), layout=("joint", 2, 16))
+    yield sample("int8 weights", "weight_int8", 5, 40, 3, _SMALL)
+    yield sample("int4 weights", "weight_int4", 5, 64, 3, (8, 4, 20, 32))
+    scales = {
+        "ctkv_scale": torch.tensor(0.03, device=make.device),
+        "q_nope_scale": torch.tensor([20.0, -31.0, 45.0], device=make.device),
+    }
+    for quant in ("per_token", "per_tensor"):
+        name = f"{quant.replace('_', ' ')}, int8 cache"
+        yield sample(name, quant, 7, 40, 3, (8, 16, 32, 24), layout=("int8_tiled", 2, 7), more=scales)
+    yield sample("strided", "per_token", 5, 40, 3, _SMALL, x=make(40, 5).t())
+    yield sample("rows of zeros", "per_token", 3, 40, 3, _SMALL, x=make(3, 40, scale=0.0))
+    yield sample("empty", "per_token", 0, 40, 3, _SMALL)
+
+
+def _workloads_int8(make: Make) -> Iterator[Sample]:
+    for tokens in (1, 4, 32):
+        args, named = _arguments(make, tokens, 7168, 128, _V3, layout=("split", 1, 32), skip=False)
+        args, found = _quantized(make, "per_token", args)
+        yield Sample(f"V3, {tokens} token{'s' * (tokens > 1)}, per token", args, {**named, **found})
+
+
+def _supports(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+    return native(x, "mla_preprocess")
+
+
+def _promised(*args: Any, **options: Any) -> bool:
+    """Finite calls in which no two tokens share a slot."""
+    given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
+    slots = args[9][args[9] >= 0]
+    return all(bool(t.isfinite().all()) for t in given) and slots.unique().numel() == slots.numel()
+
+
+CARD = register(
+    Operator(
+        name=_OP,
+        kind=Kind.MLA,
+        function=preprocess_form,
+        reference=partial(preprocess_form, by=run),
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
+        domain=_promised,
+        implementations=[
+            *kernels(partial(preprocess_form, by=kernel), _supports, takes_out=False),
+            Implementation("eager", partial(preprocess_form, by=eager)),
+        ],
+        entries={"mla_preprocess": entry_costs.mla_preprocess},
+        schemas=(
+            "mla_preprocess(Tensor x, Tensor wdqkv, Tensor wuq, Tensor wuk, Tensor? gamma0, Tensor? gamma1, "
+            "Tensor gamma2, Tensor? beta0, Tensor? beta1, Tensor? bias0, Tensor? bias1, Tensor? descale0, "
+            "Tensor? descale1, Tensor? scale0, Tensor? offset0, Tensor? scale1, Tensor? offset1, Tensor? cos, "
+            "Tensor? sin, Tensor slots, int quant, bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, "
+            "Tensor? q_nope_scale, *, Tensor(a!) q_out, Tensor(b!)? q_rope, Tensor(c!) latent, Tensor(d!)? rope=None, "
+            "Tensor(e!)? latent_q=None) -> ()",
+        ),
+        outputs=4,
+        source="DeepSeek-AI, 2024",
+    )
+)
+
+CARD_INT8 = register(
+    Operator(
+        name=_OP_INT8,
+        kind=Kind.MLA,
+        function=quantized_form,
+        reference=partial(quantized_form, by=run),
+        cost=_cost,
+        samples=_samples_int8,
+        workloads=_workloads_int8,
+        tolerance=Steps(of_scale=1 / 64),
+        domain=_promised,
+        implementations=[
+            *kernels(partial(quantized_form, by=kernel), _supports, takes_out=False),
+            Implementation("eager", partial(quantized_form, by=eager)),
+        ],
+        differentiable=False,
+        outputs=4,
+        source="DeepSeek-AI, 2024",
+    )
+)

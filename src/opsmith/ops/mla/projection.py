@@ -1,4 +1,7 @@
-"""The two projections of MLA pre-processing: in floating point, W8A8, or with quantized weights alone."""
+"""A projection of MLA pre-processing: in floating point, W8A8, or with quantized weights alone.
+
+Defined, of PyTorch's operators, and of ours with the norm before it; and how a weight is quantized.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 
-from opsmith.ops.rms_norm.quant import q8, quantize_rows
+from opsmith.ops.linear import linear
+from opsmith.ops.rms_norm import rms_norm
+from opsmith.ops.rms_norm.quant import q8, quantize_rows, rms_norm_quant
 
 Quant = Literal["per_tensor", "per_token", "weight_int8", "weight_int4"]
 QUANTS: tuple[str, ...] = get_args(Quant)
@@ -78,6 +83,69 @@ def dequantize_int4(p: Projection, k: int) -> torch.Tensor:
     values = torch.stack((low, high), -1).flatten(1).to(p.descale.dtype)
     grouped: torch.Tensor = values.unflatten(1, (p.descale.shape[1], -1)) * p.descale[:, :, None]
     return grouped.flatten(1)[:, :k]
+
+
+def eager_q8(v: torch.Tensor) -> torch.Tensor:
+    """As PyTorch rounds: to integers first."""
+    return v.round().clamp(-128, 127).to(torch.int8)
+
+
+def eager_projection(y: torch.Tensor, p: Projection, quant: str | None) -> torch.Tensor:
+    """By PyTorch's operators, as a model would: rounded to y's dtype at every step."""
+    if quant is None:
+        return F.linear(y, p.weight, p.bias)
+    assert p.descale is not None
+    if quant == "weight_int8":
+        return F.linear(y, (p.weight * p.descale[:, None]).to(y.dtype), p.bias)
+    if quant == "weight_int4":
+        return F.linear(y, dequantize_int4(p, y.shape[1]).to(y.dtype), p.bias)
+    if p.scale is not None and p.offset is not None:
+        return integer_linear(eager_q8(y / p.scale + p.offset), None, p).to(y.dtype)
+    s = y.float().abs().amax(-1, keepdim=True) / 127 if y.shape[1] else y.new_zeros((y.shape[0], 1)).float()
+    q = eager_q8(y / torch.where(s > 0, s, 1.0))
+    return integer_linear(q, s, p).to(y.dtype)
+
+
+def integer_linear(q: torch.Tensor, s: torch.Tensor | None, p: Projection) -> torch.Tensor:
+    """int8 times int8 in int32, scaled in float32; `s` a factor for each row."""
+    assert p.descale is not None
+    sums = (
+        torch._int_mm(q, p.weight.t())
+        if q.numel()
+        else q.new_zeros((q.shape[0], p.weight.shape[0]), dtype=torch.int32)
+    )
+    a = (sums if p.bias is None else sums + p.bias) * p.descale
+    return a if s is None else a * s
+
+
+def norm(x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """By our operator, where there is a gamma."""
+    if gamma is None:
+        return x
+    y = rms_norm(x, gamma, eps)
+    assert isinstance(y, torch.Tensor)
+    return y if beta is None else y + beta
+
+
+def normalize_and_project(
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    p: Projection,
+    quant: str | None,
+    eps: float,
+) -> torch.Tensor:
+    """A norm, where there is a gamma, and the projection behind it, in any form of quantization."""
+    if quant is None:
+        return linear(norm(x, gamma, beta, eps), p.weight, p.bias)
+    if quant.startswith("weight"):
+        return eager_projection(norm(x, gamma, beta, eps), p, quant)
+    if p.scale is not None:
+        q = rms_norm_quant(x, gamma, beta, eps, scale=p.scale, offset=p.offset)
+        assert isinstance(q, torch.Tensor)
+        return integer_linear(q, None, p).to(x.dtype)
+    q, s = rms_norm_quant(x, gamma, beta, eps)
+    return integer_linear(q, s.unsqueeze(-1), p).to(x.dtype)
 
 
 def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, float]:

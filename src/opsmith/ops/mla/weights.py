@@ -8,22 +8,170 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opsmith.call.common import short
-from opsmith.ops.mla import deepseek as mla_deepseek
-from opsmith.ops.mla.parts import NORMS, Parts, Sizes, check_weights
+from opsmith.call.common import check_number, dense, short
 from opsmith.ops.mla.projection import QUANTS, Projection, project, quantize_projection, static_scale
 from opsmith.ops.rms_norm.quant import normalize
 
 _NAME = "MLAWeights"
 _STAND_IN_ROWS = 256
-_FLOAT32 = (
-    "descale0",
-    "descale1",
-    "scale0",
-    "offset0",
-    "scale1",
-    "offset1",
-)  # whatever the module is cast to
+# Whatever the module is cast to.
+_FLOAT32 = ("descale0", "descale1", "scale0", "offset0", "scale1", "offset1")
+_DEEPSEEK = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim")
+
+Maybe = torch.Tensor | None
+
+
+class Sizes(NamedTuple):
+    """What the constructor is told."""
+
+    heads: int
+    nope: int
+    rope: int
+    kv_lora: int
+    q_lora: int | None
+
+
+class Parts(NamedTuple):
+    """The tensors of `MLAWeights` as the operators take them; every size is read off their shapes."""
+
+    down: Projection  # wdqkv, bias0: to [ckv | k_pe | q]
+    up: Projection  # wuq, bias1: to the queries of all heads
+    k_up: torch.Tensor  # wuk
+    input_norm: Maybe  # gamma0
+    q_norm: Maybe  # gamma1
+    kv_norm: torch.Tensor  # gamma2
+    input_shift: Maybe = None  # beta0
+    q_shift: Maybe = None  # beta1
+    quant: str | None = None
+    interleaved: bool = False
+
+    @property
+    def heads(self) -> int:
+        return self.k_up.shape[0]
+
+    @property
+    def nope(self) -> int:
+        return self.k_up.shape[1]
+
+    @property
+    def kv_lora(self) -> int:
+        return self.k_up.shape[2]
+
+    @property
+    def rope(self) -> int:
+        return self.up.weight.shape[0] // self.k_up.shape[0] - self.k_up.shape[1]
+
+    @property
+    def q_lora(self) -> int | None:
+        return None if self.q_norm is None else self.down.weight.shape[0] - self.kv_lora - self.rope
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.heads, self.nope, self.rope, self.kv_lora, self.q_lora)
+
+    def split(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the down-projection gives: [ckv | k_pe], and the latent queries."""
+        keys = self.kv_lora + self.rope
+        return a[:, :keys], a[:, keys:]
+
+    def as_rows(self) -> tuple[Maybe, ...]:
+        """What the kernels take of them, in their order: with contiguous last dimensions."""
+        down, up = self.down, self.up
+        weights = [p.weight if self.quant != "weight_int4" else p.weight.view(torch.int8) for p in (down, up)]
+        return (
+            *(w if w.shape[-1] < 2 or w.stride(-1) == 1 else w.contiguous() for w in weights),
+            self.k_up.contiguous(),
+            *(dense(t) for t in (self.input_norm, self.q_norm, self.kv_norm, self.input_shift, self.q_shift)),
+            *(dense(t) for t in (down.bias, up.bias, down.descale, up.descale)),
+            *(down.scale, down.offset, up.scale, up.offset),
+        )
+
+    @property
+    def tensors(self) -> tuple[Maybe, ...]:
+        return (*self.down, *self.up, *self[2:8])
+
+    def check(self, op: str, sizes: Sizes, wuv: Any = None) -> None:
+        """Refuse tensors of other shapes or dtypes than these sizes and this form of quantization have."""
+        heads, nope, rope, kv_lora, q_lora = sizes
+        check_number(op, "rope", rope, whole=True)
+        if q_lora is not None:
+            check_number(op, "q_lora", q_lora, whole=True)
+        for name, value in zip(("heads", "nope", "kv_lora"), (heads, nope, kv_lora), strict=True):
+            check_number(op, name, value, whole=True)
+            if value < 1:
+                raise ValueError(f"{op}: {name} must be positive, got {value}")
+        if rope < 0 or rope % 2 or (q_lora is not None and q_lora < 1):
+            raise ValueError(
+                f"{op}: rope must be even and not negative, q_lora positive or None, got {rope} and {q_lora}"
+            )
+        down, up, wuk, quant = self.down, self.up, self.k_up, self.quant
+        if not isinstance(down.weight, torch.Tensor) or down.weight.dim() != 2:
+            raise ValueError(
+                f"{op}: wdqkv must be a tensor [kv_lora + rope + q_lora, D], got "
+                f"{tuple(down.weight.shape) if isinstance(down.weight, torch.Tensor) else type(down.weight).__name__}"
+            )
+        packed = quant == "weight_int4"
+        n0, n1 = kv_lora + rope + (q_lora or 0), heads * (nope + rope)
+        size = down.weight.shape[1]
+        inner = up.weight.shape[1] if packed else (size if q_lora is None else q_lora)
+        expected: dict[str, tuple[Any, tuple[int, ...], str]] = {
+            "wdqkv": (down.weight, (n0, size), "kv_lora + rope + q_lora, D"),
+            "wuq": (up.weight, (n1, inner), "heads * (nope + rope), q_lora (D, without q_lora)"),
+            "wuk": (wuk, (heads, nope, kv_lora), "heads, nope, kv_lora"),
+            "gamma2": (self.kv_norm, (kv_lora,), "kv_lora"),
+        }
+        if q_lora is None:
+            for name, t in (("gamma1", self.q_norm), ("beta1", self.q_shift)):
+                if t is not None:
+                    raise ValueError(f"{op}: {name} must be None without q_lora: x goes straight through wuq")
+        else:
+            expected["gamma1"] = (self.q_norm, (q_lora,), "q_lora")
+        if self.input_shift is not None and self.input_norm is None:
+            raise ValueError(f"{op}: beta0 belongs to the norm of gamma0, which is None: x comes normalized")
+        if wuv is not None:
+            shape = tuple(wuv.shape) if isinstance(wuv, torch.Tensor) else ()
+            v = shape[1] if len(shape) == 3 else 0
+            expected["wuv"] = (wuv, (heads, v, kv_lora), "heads, v, kv_lora")
+        wide_size = None if packed else size
+        given = (
+            ("gamma0", self.input_norm, wide_size, "D"),
+            ("beta0", self.input_shift, wide_size, "D"),
+            ("beta1", self.q_shift, q_lora, "q_lora"),
+        )
+        for name, t, n, what in given:
+            if t is not None and n is not None:
+                expected[name] = (t, (n,), what)
+        for i, (p, n) in enumerate(((down, n0), (up, n1))):
+            if p.bias is not None:
+                expected[f"bias{i}"] = (p.bias, (n,), "one for each output channel")
+            if quant is not None and not packed:
+                expected[f"descale{i}"] = (p.descale, (n,), "one for each output channel")
+        for name, (t, shape, what) in expected.items():
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"{op}: {name} must be a tensor {shape} ({what}), got {type(t).__name__}")
+            if tuple(t.shape) != shape:
+                raise ValueError(f"{op}: {name} must have shape {shape} ({what}), got {tuple(t.shape)}")
+            if t.device != wuk.device:
+                raise ValueError(f"{op}: {name} is on {t.device}, wuk on {wuk.device}; move one of them")
+            self._check_dtype(op, name, t)
+
+    def _check_dtype(self, op: str, name: str, t: torch.Tensor) -> None:
+        dtype, quant = self.k_up.dtype, self.quant
+        if name.startswith("descale"):
+            allowed: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+        elif name in ("wdqkv", "wuq") and quant is not None:
+            allowed = (torch.uint8,) if quant == "weight_int4" else (torch.int8,)
+        elif name.startswith("bias") and quant == "per_tensor":
+            allowed = (torch.int32,)
+        elif name.startswith(("gamma", "beta")):
+            allowed = (dtype, torch.float32)
+        else:
+            allowed = (dtype,)
+        if not dtype.is_floating_point:
+            raise TypeError(f"{op}: wuk must be floating-point, got {short(dtype)}")
+        if t.dtype not in allowed:
+            known = " or ".join(dict.fromkeys(short(d) for d in allowed))
+            raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}; cast it first")
 
 
 class Prepared(NamedTuple):
@@ -100,11 +248,11 @@ class MLAWeights(nn.Module):
                     f"{_NAME}: {name} must be floating-point, got {short(t.dtype)}; "
                     "MLAWeights.quantized takes quantized weights"
                 )
-        sizes = Sizes(heads, nope, rope, kv_lora, q_lora)
-        norms = {"gamma0": gamma0, "gamma1": gamma1, "gamma2": gamma2, "beta0": beta0, "beta1": beta1}
-        self._fill(
-            Projection(wdqkv, bias0), Projection(wuq, bias1), wuk, norms, wuv, sizes, interleaved, None
-        )
+        norms = gamma0, gamma1, gamma2, beta0, beta1
+        down, up = Projection(wdqkv, bias0), Projection(wuq, bias1)
+        parts = Parts(down, up, wuk, *norms, None, bool(interleaved))
+        parts.check(_NAME, Sizes(heads, nope, rope, kv_lora, q_lora), wuv)
+        self._fill(parts, wuv)
 
     @classmethod
     def quantized(
@@ -167,9 +315,10 @@ class MLAWeights(nn.Module):
                 ((wdqkv_int8, bias0, descale0, scale0, offset0), (wuq_int8, bias1, descale1, scale1, offset1))
             )
         )
-        sizes = Sizes(heads, nope, rope, kv_lora, q_lora)
-        norms = {"gamma0": gamma0, "gamma1": gamma1, "gamma2": gamma2, "beta0": beta0, "beta1": beta1}
-        return cls._made(first, second, wuk, norms, wuv, sizes, interleaved, quant)
+        norms = gamma0, gamma1, gamma2, beta0, beta1
+        parts = Parts(first, second, wuk, *norms, quant, bool(interleaved))
+        parts.check(_NAME, Sizes(heads, nope, rope, kv_lora, q_lora), wuv)
+        return cls._made(parts, wuv)
 
     @classmethod
     def from_deepseek(cls, attention_module: nn.Module) -> MLAWeights:
@@ -182,8 +331,7 @@ class MLAWeights(nn.Module):
         Raises:
             TypeError: a module that is no multi-head latent attention, naming what it lacks.
         """
-        made = cls(**mla_deepseek.read(attention_module))
-        return made.deinterleaved()
+        return cls(**_read_deepseek(attention_module)).deinterleaved()
 
     def quantize(
         self, form: str, calibration: torch.Tensor | Iterable[torch.Tensor] | None = None
@@ -216,9 +364,9 @@ class MLAWeights(nn.Module):
         ranges = self._ranges(calibration) if form == "per_tensor" else ((0.0, 0.0), (0.0, 0.0))
         down, error0 = quantize_projection(parts.down, form, *ranges[0])
         up, error1 = quantize_projection(parts.up, form, *ranges[1])
-        held = self._tensors()
-        norms, wuv = {k: _detached(held[k]) for k in NORMS}, _detached(held["wuv"])
-        made = MLAWeights._made(down, up, parts.wuk.detach(), norms, wuv, self._sizes, self.interleaved, form)
+        others: dict[str, Any] = {name: _detached(getattr(parts, name)) for name in Parts._fields[2:8]}
+        parts = parts._replace(down=down, up=up, quant=form, **others)
+        made = MLAWeights._made(parts, _detached(self.wuv))
         made.error = {"wdqkv": error0, "wuq": error1}
         return made
 
@@ -229,17 +377,16 @@ class MLAWeights(nn.Module):
         """
         if not self.interleaved:
             return self
-        s = self._sizes
+        parts = self.parts()
+        s = parts.sizes
         half = torch.arange(s.rope).view(-1, 2).t().reshape(-1)
         shared = torch.arange(self.wdqkv.shape[0])
         shared[s.kv_lora : s.kv_lora + s.rope] = s.kv_lora + half
         each = torch.cat((torch.arange(s.nope), s.nope + half))
         of_heads = (torch.arange(s.heads)[:, None] * (s.nope + s.rope) + each).reshape(-1)
-        parts, held = self.parts(), self._tensors()
-        device = parts.wuk.device
-        norms = {k: held[k] for k in NORMS}
+        device = parts.k_up.device
         down, up = parts.down.rows(shared.to(device)), parts.up.rows(of_heads.to(device))
-        made = MLAWeights._made(down, up, parts.wuk, norms, held["wuv"], s, False, self.quant)
+        made = MLAWeights._made(parts._replace(down=down, up=up, interleaved=False), self.wuv)
         made.error = self.error
         return made
 
@@ -255,13 +402,13 @@ class MLAWeights(nn.Module):
         """What kernels on a CPU take, kept between calls; None where they would need a copy of something."""
         held = self.__dict__.get("_prepared")
         if held is None:
-            parts, s = self.parts(), self._sizes
+            parts = self.parts()
             rows = parts.as_rows()
             given = {id(t) for t in parts.tensors}
             usable = parts.quant != "weight_int4" and all(id(t) in given for t in rows)
-            sizes = (s.heads, s.kv_lora), (s.heads, s.rope), s.q_lora
+            sizes = (self.heads, self.kv_lora), (self.heads, self.rope), self.q_lora
             found = Prepared(rows, parts.quant, parts.interleaved, *sizes)
-            held = self.__dict__["_prepared"] = found if usable and parts.wuk.is_cpu else ()
+            held = self.__dict__["_prepared"] = found if usable and parts.k_up.is_cpu else ()
         return held or None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -282,11 +429,8 @@ class MLAWeights(nn.Module):
         return sum(t.nbytes for name, t in self._tensors().items() if t is not None and name != "wuv")
 
     def extra_repr(self) -> str:
-        s = self._sizes
-        return (
-            f"heads={s.heads}, nope={s.nope}, rope={s.rope}, kv_lora={s.kv_lora}, q_lora={s.q_lora}, "
-            f"interleaved={self.interleaved}, quant={self.quant}"
-        )
+        names = ("heads", "nope", "rope", "kv_lora", "q_lora", "interleaved", "quant")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     wdqkv: torch.Tensor
     wuq: torch.Tensor
@@ -302,35 +446,21 @@ class MLAWeights(nn.Module):
         return {**self._buffers, **self._parameters}
 
     @classmethod
-    def _made(cls, *content: Any) -> MLAWeights:
-        """Weights of what `_fill` takes, without the constructor, whose projections are in floating point."""
+    def _made(cls, parts: Parts, wuv: Maybe) -> MLAWeights:
+        """Without the constructor, whose projections are in floating point."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._fill(*content)
+        made._fill(parts, wuv)
         return made
 
-    def _fill(
-        self,
-        down: Projection,
-        up: Projection,
-        wuk: torch.Tensor,
-        norms: Mapping[str, torch.Tensor | None],
-        wuv: torch.Tensor | None,
-        sizes: Sizes,
-        interleaved: bool,
-        quant: str | None,
-    ) -> None:
-        check_weights(_NAME, down, up, wuk, norms, wuv, sizes, quant)
-        self._sizes, self.interleaved, self.quant, self.error = sizes, bool(interleaved), quant, None
-        self.heads, self.nope, self.rope, self.kv_lora, self.q_lora = sizes
-        tensors = {"wdqkv": down.weight, "wuq": up.weight, "wuk": wuk, "wuv": wuv, **norms}
-        for i, p in enumerate((down, up)):
-            tensors |= {
-                f"bias{i}": p.bias,
-                f"descale{i}": p.descale,
-                f"scale{i}": p.scale,
-                f"offset{i}": p.offset,
-            }
+    def _fill(self, parts: Parts, wuv: Maybe) -> None:
+        self.interleaved, self.quant, self.error = parts.interleaved, parts.quant, None
+        self.heads, self.nope, self.rope, self.kv_lora, self.q_lora = parts.sizes
+        names = ("wuk", "gamma0", "gamma1", "gamma2", "beta0", "beta1")
+        tensors = {"wdqkv": parts.down.weight, "wuq": parts.up.weight, "wuv": wuv}
+        tensors |= dict(zip(names, parts[2:8], strict=True))
+        for i, p in enumerate((parts.down, parts.up)):
+            tensors |= {f"{name}{i}": t for name, t in zip(p._fields, p, strict=True) if name != "weight"}
         for name, t in tensors.items():
             if isinstance(t, nn.Parameter):
                 self.register_parameter(name, t)
@@ -354,13 +484,11 @@ class MLAWeights(nn.Module):
                 )
             with torch.no_grad():
                 x = rows.reshape(-1, size).to(self.wdqkv)
-                y = normalize(x, parts.gamma0, parts.beta0)
+                y = normalize(x, parts.input_norm, parts.input_shift)
                 z = y
                 if self.q_lora is not None:
-                    a = project(y, parts.down, None, x.dtype)
-                    z = normalize(
-                        a[:, -self.q_lora :] if self.q_lora else a[:, :0], parts.gamma1, parts.beta1
-                    )
+                    _, latent = parts.split(project(y, parts.down, None, x.dtype))
+                    z = normalize(latent, parts.q_norm, parts.q_shift)
             for bounds, values in zip(seen, (y, z), strict=True):
                 if values.numel():
                     bounds[:] = min(bounds[0], float(values.min())), max(bounds[1], float(values.max()))
@@ -380,5 +508,56 @@ class MLAWeights(nn.Module):
         return self
 
 
-def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
+def _read_deepseek(module: nn.Module) -> dict[str, Any]:
+    """The arguments of MLAWeights: queries after keys, kv_b_proj split, rope rows still as they were."""
+    missing = [name for name in _DEEPSEEK if not hasattr(module, name)]
+    direct = getattr(module, "q_proj", None)
+    chain = [getattr(module, name, None) for name in ("q_a_proj", "q_a_layernorm", "q_b_proj")]
+    if missing or (direct is None and None in chain):
+        lacks = ", ".join(missing) or "q_proj, or q_a_proj with q_a_layernorm and q_b_proj"
+        raise TypeError(
+            f"MLAWeights.from_deepseek: {type(module).__name__} is no multi-head latent attention, it lacks {lacks}; "
+            "pass the self_attn of a DeepSeek-V2 or V3 layer, or build MLAWeights from its tensors"
+        )
+    m: Any = module
+    nope, rope = int(m.qk_nope_head_dim), int(m.qk_rope_head_dim)
+    kv_lora = int(m.kv_a_layernorm.weight.shape[0])
+    of_kv = m.kv_b_proj.weight.detach()
+    values = int(m.v_head_dim)
+    heads = of_kv.shape[0] // (nope + values)
+    wuk, wuv = of_kv.view(heads, nope + values, kv_lora).split((nope, values), dim=1)
+    first = [m.kv_a_proj_with_mqa]
+    if direct is None:
+        first.append(m.q_a_proj)
+    second = m.q_b_proj if direct is None else m.q_proj
+    return {
+        "wdqkv": torch.cat([layer.weight.detach() for layer in first]),
+        "wuq": second.weight.detach().clone(),
+        "wuk": wuk.contiguous(),
+        "wuv": wuv.contiguous(),
+        "gamma1": None if direct is not None else m.q_a_layernorm.weight.detach().clone(),
+        "gamma2": m.kv_a_layernorm.weight.detach().clone(),
+        "bias0": _biases(first),
+        "bias1": None if second.bias is None else second.bias.detach().clone(),
+        "heads": heads,
+        "nope": nope,
+        "rope": rope,
+        "kv_lora": kv_lora,
+        "q_lora": None if direct is not None else int(m.q_a_layernorm.weight.shape[0]),
+        # V2 always rotates neighbors; V3's configuration may say that its checkpoint was permuted.
+        "interleaved": bool(getattr(getattr(m, "config", None), "rope_interleave", True)),
+    }
+
+
+def _biases(layers: list[Any]) -> torch.Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    filled = [
+        layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias.detach()
+        for layer in layers
+    ]
+    return torch.cat(filled)
+
+
+def _detached(t: Maybe) -> Maybe:
     return None if t is None else t.detach()

@@ -22,6 +22,7 @@ from opsmith.compiler.modules.latent.pages import Pages
 from opsmith.compiler.modules.latent.site import LatentSite
 from opsmith.compiler.prove.site import widened
 from opsmith.operator import Tolerance, Verdict
+from opsmith.ops.mla.call import Rotation
 from opsmith.ops.mla.reference import define
 
 # Pre-processing and attention are an operator each, and each is held to the policy.
@@ -71,7 +72,8 @@ def calibrate(site: LatentSite, found: Seen) -> None:
     """The scales of an int8 cache, from what the examples have and a quarter more."""
     x, cos, sin = _flat(found)
     with torch.no_grad():
-        d = define(x, site.weights().parts(), cos, sin, eps=site.reading.eps)
+        w = site.weights().parts()
+        d = define(x, w, Rotation(cos, sin, w.interleaved), site.reading.eps)
         ctkv = (d.k_nope.float().abs().max() * _HEADROOM / 127).clamp(min=1e-12)
         heads = (d.q_out.float().abs().amax((0, 2)) * _HEADROOM).clamp(min=1e-12)
     site.scales = (ctkv, 127 / heads)

@@ -28,7 +28,7 @@ from opsmith.ops import (
     mla_preprocess,
 )
 from opsmith.ops import rope as rope_op
-from opsmith.ops.mla.rungs import normalize_and_project
+from opsmith.ops.mla.projection import normalize_and_project
 
 FORMS = {"int8": "weight_int8", "int8_dynamic": "per_token", "int4": "weight_int4"}
 _NUMBERS = itertools.count()
@@ -173,7 +173,7 @@ class LatentSite:
         a = normalize_and_project(x, None, None, p.down, p.quant, r.eps)
         mla_kv_epilogue(
             a,
-            p.gamma2,
+            p.kv_norm,
             cos,
             sin,
             step.slots,
@@ -182,8 +182,8 @@ class LatentSite:
             interleaved=p.interleaved,
             ctkv_scale=cache.ctkv_scale,
         )
-        latent_q = x if p.gamma1 is None else a[:, r.kv_lora + r.rope :]
-        q = normalize_and_project(latent_q, p.gamma1, p.beta1, p.up, p.quant, r.eps)
+        latent_q = x if p.q_norm is None else a[:, r.kv_lora + r.rope :]
+        q = normalize_and_project(latent_q, p.q_norm, p.q_shift, p.up, p.quant, r.eps)
         q = q.view(-1, r.heads, r.nope + r.rope)
         turned = rope_op(q[..., r.nope :], cos, sin, interleaved=p.interleaved)
         q = torch.cat((q[..., : r.nope], turned), -1).view(step.batch, step.tokens, r.heads, -1)

@@ -1,17 +1,15 @@
-"""MLA pre-processing against its formulas: every form, layout, size and skip, on every rung."""
+"""MLA pre-processing against its formulas: every form, layout and skip."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from benchmarks.mla_rungs import RUNGS, thirteen_in_pytorch
+from benchmarks.mla_rungs import thirteen_in_pytorch
 from tests.ops.mla.sizes import Sizes, as_specified, double, hold, row_of, spelled_out
 
-from opsmith.operator import Tolerance
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
 
 MODES = ("joint", "split", "tiled", "int8_tiled")
@@ -104,38 +102,6 @@ def test_half_a_table_serves_both_columns_of_a_pair() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-MATRIX = [Sizes(tokens=t, hidden=40, heads=h) for t in (0, 1, 2, 5, 31, 33, 128) for h in (1, 16)]
-MATRIX += [Sizes(tokens=t, hidden=512, heads=h) for t in (1, 33) for h in (16, 77)]
-MATRIX += [Sizes(tokens=40, hidden=101, heads=5, nope=9, rope=6, kv_lora=35, q_lora=33)]
-MATRIX += [Sizes(tokens=1025, hidden=24, heads=2), Sizes(tokens=2, hidden=64, heads=128)]
-MATRIX += [Sizes(tokens=5, hidden=d, heads=2, q_lora=96) for d in (5120, 7168)]
-MATRIX += [Sizes(tokens=3, hidden=33, heads=5, nope=7, rope=6, kv_lora=19, q_lora=None)]
-MATRIX += [Sizes(tokens=9, hidden=50, heads=5, nope=12, rope=2, kv_lora=101, q_lora=1)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", MATRIX, ids=lambda s: "-".join(map(str, s.__dict__.values())))
-def test_sizes_within_the_tolerance_on_every_rung(sizes: Sizes, dtype: torch.dtype) -> None:
-    rounded, w, wide = dtype, sizes.weights(dtype), sizes.weights(dtype).double()
-
-    def run(rung: Callable[..., Any], seed: int, dtype: torch.dtype, w: MLAWeights) -> list[torch.Tensor]:
-        x, cos, sin = (t.to(dtype) for t in sizes.inputs(rounded, seed))
-        cache = sizes.cache(block_size=16, dtype=dtype)
-        return [*rung(x, w, cos, sin, sizes.slots(cache), cache), cache.latent, cache.rope]
-
-    exact = {seed: run(mla_preprocess, seed, torch.float64, wide) for seed in (1, 2, 3)}
-    # Eager's error in one short call is a matter of luck, so three are asked.
-    eager = {seed: run(thirteen_in_pytorch, seed, dtype, w) for seed in exact}
-    for name, rung in RUNGS.items():
-        for part, got in enumerate(run(rung, 1, dtype, w)):
-            if not sizes.tokens:
-                assert not got.any()
-                continue
-            bounds = [Tolerance().check(got, eager[s][part], exact[s][part]).bound for s in exact]
-            error = float((got.double() - exact[1][part]).abs().max())
-            assert error <= max(bounds), f"{name}, result {part}: {error:.3g} above {max(bounds):.3g}"
-
-
 @pytest.mark.parametrize("block_size", [1, 16, 128, 256])
 @pytest.mark.parametrize("mode", MODES)
 def test_block_sizes(block_size: int, mode: str) -> None:
@@ -167,22 +133,6 @@ def test_int8_results_are_those_of_the_formulas_in_float32(quant: str, dtype: to
     right = as_specified(w, x, cos, sin, **SCALES)
     for got, one in ((q_out, right[0]), (k_nope.to(torch.int8), right[2])):
         hold(got, one, True)
-
-
-@pytest.mark.parametrize("quant", ["per_tensor", "per_token", "weight_int8", "weight_int4"])
-def test_rungs_agree_on_quantized_weights(quant: str) -> None:
-    sizes = Sizes(tokens=33, hidden=64, q_lora=32)
-    w = sizes.weights().quantize(quant)
-    x, cos, sin = sizes.inputs()
-    found = {}
-    for name in ("thirteen operators, PyTorch", "two fused chains", "one operator"):
-        cache = sizes.cache()
-        found[name] = (*RUNGS[name](x, w, cos, sin, sizes.slots(cache), cache), cache.latent, cache.rope)
-    for name, results in found.items():
-        for got, right in zip(results, found["one operator"], strict=True):
-            # An activation at a tie may round either way: one step of 127 in one of 64 inputs.
-            assert (got - right).abs().max() <= right.abs().max() / 64, name
-            assert ((got - right).abs() <= 1e-5 * right.abs().max()).double().mean() > 0.95, name
 
 
 @pytest.mark.parametrize("quant", ["per_tensor", "per_token", "weight_int8", "weight_int4"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -248,52 +249,41 @@ def check_pages(
 
 def attention_form(
     q_out: torch.Tensor,
-    q_rope: torch.Tensor | None,
+    q_rope: Maybe,
     latent: torch.Tensor,
-    rope: torch.Tensor | None,
+    rope: Maybe,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    wuv: torch.Tensor | None = None,
+    wuv: Maybe = None,
     *,
     mode: str,
     scale: float,
+    defined: bool = False,
 ) -> torch.Tensor:
-    """`mla_attention` over a cache that is given as its tensors."""
+    """`mla_attention` over a cache that is given as its tensors; `defined`: in plain PyTorch."""
     try:
         cache = MLACache(mode, latent, rope)
     except (TypeError, ValueError) as refusal:
         raise ValueError(f"mla_attention: {refusal}") from None
-    return mla_attention(q_out, q_rope, cache, block_tables, seq_lens, scale=scale, wuv=wuv)
-
-
-def reference(
-    q_out: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    latent: torch.Tensor,
-    rope: torch.Tensor | None,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    wuv: torch.Tensor | None = None,
-    *,
-    mode: str,
-    scale: float,
-) -> torch.Tensor:
-    """The definition, in plain PyTorch."""
-    cache = MLACache(mode, latent, rope)
+    if not defined:
+        return mla_attention(q_out, q_rope, cache, block_tables, seq_lens, scale=scale, wuv=wuv)
     if q_rope is None:
         assert wuv is not None
         q_out, q_rope = q_out[..., : wuv.shape[2]], q_out[..., wuv.shape[2] :]
     return define(Call(q_out, q_rope, cache, block_tables, seq_lens, scale, wuv))
 
 
+_REFERENCE = partial(attention_form, defined=True)
+
+
 def _cost(
     q_out: torch.Tensor,
-    q_rope: torch.Tensor | None,
+    q_rope: Maybe,
     latent: torch.Tensor,
-    rope: torch.Tensor | None,
+    rope: Maybe,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    wuv: torch.Tensor | None = None,
+    wuv: Maybe = None,
     **options: Any,
 ) -> Cost:
     tokens, heads = q_out.shape[:2]
@@ -371,13 +361,13 @@ CARD = register(
         name="mla_attention",
         kind=Kind.MLA,
         function=attention_form,
-        reference=reference,
+        reference=_REFERENCE,
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
         implementations=[
             *kernels(attention_form, lambda q, *more, **options: native(q, "mla_attention"), takes_out=False),
-            Implementation("eager", reference),
+            Implementation("eager", _REFERENCE),
         ],
         entries={"mla_attention": entry_costs.mla_attention},
         schemas=(

@@ -6,6 +6,7 @@ Their cards are functions of tensors alone, with a fresh cache as a result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from opsmith.ops import entry_costs
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
 from opsmith.ops.mla.call import (
+    Maybe,
     Pair,
     Rotation,
     check_dtype,
@@ -33,8 +35,8 @@ from opsmith.ops.mla.samples import fresh_cache, fresh_rows, some_slots, table
 def mla_kv_epilogue(
     a: torch.Tensor,
     gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    cos: Maybe,
+    sin: Maybe,
     slot_mapping: torch.Tensor,
     cache: MLACache,
     *,
@@ -134,8 +136,8 @@ def _keys_at_once(
 def mla_q_epilogue(
     q: torch.Tensor,
     wuk: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    cos: Maybe,
+    sin: Maybe,
     *,
     interleaved: bool = False,
     joint: bool = False,
@@ -225,8 +227,8 @@ def _queries_at_once(q: Any, wuk: Any, cos: Any, sin: Any, interleaved: bool, jo
 def kv_form(
     a: torch.Tensor,
     gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    cos: Maybe,
+    sin: Maybe,
     slot_mapping: torch.Tensor,
     *,
     mode: str,
@@ -235,30 +237,14 @@ def kv_form(
     rope: int,
     eps: float = 1e-6,
     interleaved: bool = False,
+    defined: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """`mla_kv_epilogue` into a fresh cache of this mode, whose tensors are the result."""
+    """`mla_kv_epilogue` into a fresh cache of this mode, whose tensors are the result; `defined`: in plain PyTorch."""
     cache = fresh_cache("mla_kv_epilogue", mode, blocks, block_size, gamma2.shape[0], rope, a)
-    mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, cache, eps=eps, interleaved=interleaved)
-    return fresh_rows(cache)
-
-
-def kv_reference(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    *,
-    mode: str,
-    blocks: int,
-    block_size: int,
-    rope: int,
-    eps: float = 1e-6,
-    interleaved: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """The definition, in plain PyTorch."""
-    cache = fresh_cache("mla_kv_epilogue", mode, blocks, block_size, gamma2.shape[0], rope, a)
-    cache.write(slot_mapping, *keys(a, gamma2, Rotation(cos, sin, interleaved), rope, eps))
+    if defined:
+        cache.write(slot_mapping, *keys(a, gamma2, Rotation(cos, sin, interleaved), rope, eps))
+    else:
+        mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, cache, eps=eps, interleaved=interleaved)
     return fresh_rows(cache)
 
 
@@ -266,7 +252,7 @@ def kv_launch(
     launch: Callable[..., Any],
     a: torch.Tensor,
     gamma2: torch.Tensor,
-    *more: torch.Tensor | None,
+    *more: Maybe,
     mode: str,
     blocks: int,
     block_size: int,
@@ -281,36 +267,29 @@ def kv_launch(
 def q_form(
     q: torch.Tensor,
     wuk: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    cos: Maybe,
+    sin: Maybe,
     *,
     interleaved: bool = False,
     joint: bool = False,
+    defined: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """`mla_q_epilogue`, whose result is one tensor where `joint`, else two."""
-    pair = mla_q_epilogue(q, wuk, cos, sin, interleaved=interleaved, joint=joint)
+    """`mla_q_epilogue`, whose result is one tensor where `joint`, else two; `defined`: in plain PyTorch."""
+    if defined:
+        pair = join(*queries(q, wuk, Rotation(cos, sin, interleaved)), joint)
+    else:
+        pair = mla_q_epilogue(q, wuk, cos, sin, interleaved=interleaved, joint=joint)
     return tuple(t for t in pair if t is not None)
 
 
-def q_reference(
-    q: torch.Tensor,
-    wuk: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    *,
-    interleaved: bool = False,
-    joint: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """The definition, in plain PyTorch."""
-    pair = join(*queries(q, wuk, Rotation(cos, sin, interleaved)), joint)
-    return tuple(t for t in pair if t is not None)
+_KV_REFERENCE, _Q_REFERENCE = partial(kv_form, defined=True), partial(q_form, defined=True)
 
 
 def _kv_cost(
     a: torch.Tensor,
     gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    cos: Maybe,
+    sin: Maybe,
     slot_mapping: torch.Tensor,
     *,
     blocks: int,
@@ -324,9 +303,7 @@ def _kv_cost(
     return Cost(rows * (4.0 * gamma2.shape[0] + 3.0 * rope), read + held)
 
 
-def _q_cost(
-    q: torch.Tensor, wuk: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, **options: Any
-) -> Cost:
+def _q_cost(q: torch.Tensor, wuk: torch.Tensor, cos: Maybe, sin: Maybe, **options: Any) -> Cost:
     tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape
     rope = q.shape[2] - nope
     written = tokens * heads * (kv_lora + rope) * q.element_size()
@@ -411,7 +388,7 @@ CARD_KV = register(
         name="mla_kv_epilogue",
         kind=Kind.MLA,
         function=kv_form,
-        reference=kv_reference,
+        reference=_KV_REFERENCE,
         cost=_kv_cost,
         samples=_kv_samples,
         workloads=_kv_workloads,
@@ -419,7 +396,7 @@ CARD_KV = register(
         implementations=[
             *kernels(kv_form, lambda a, *more, **options: native(a, "mla_kv_epilogue"), takes_out=False),
             on_npu("mla_kv_epilogue", kv_launch),
-            Implementation("eager", kv_reference),
+            Implementation("eager", _KV_REFERENCE),
         ],
         entries={"mla_kv_epilogue": entry_costs.mla_kv_epilogue},
         schemas=(
@@ -437,14 +414,14 @@ CARD_Q = register(
         name="mla_q_epilogue",
         kind=Kind.MLA,
         function=q_form,
-        reference=q_reference,
+        reference=_Q_REFERENCE,
         cost=_q_cost,
         samples=_q_samples,
         workloads=_q_workloads,
         implementations=[
             *kernels(q_form, lambda q, *more, **options: native(q, "mla_q_epilogue"), takes_out=False),
             on_npu("mla_q_epilogue"),
-            Implementation("eager", q_reference),
+            Implementation("eager", _Q_REFERENCE),
         ],
         entries={"mla_q_epilogue": entry_costs.mla_q_epilogue},
         schemas=(

@@ -216,42 +216,9 @@ def preprocess_form(
     mode: str,
     blocks: int,
     block_size: int,
-    beta0: Maybe = None,
-    beta1: Maybe = None,
-    bias0: Maybe = None,
-    bias1: Maybe = None,
-    interleaved: bool = False,
-    eps: float = 1e-6,
-    by: Callable[[Call], Result] | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """`mla_preprocess` into a fresh cache of this mode: its queries, then the cache's tensors.
-
-    Thirteen operators as one: norm, down-projection, split, norms, up-projection, absorption, rotations, write.
-    """
-    down, up = Projection(wdqkv, bias0), Projection(wuq, bias1)
-    w = Parts(down, up, wuk, gamma0, gamma1, gamma2, beta0, beta1, None, interleaved)
-    cache = fresh_cache(_OP, mode, blocks, block_size, w.kv_lora, w.rope, x)
-    return _form(_OP, by, Call(x, w, Rotation(cos, sin, interleaved), slot_mapping, cache, eps))
-
-
-def quantized_form(
-    x: torch.Tensor,
-    wdqkv: torch.Tensor,
-    wuq: torch.Tensor,
-    wuk: torch.Tensor,
-    gamma2: torch.Tensor,
-    gamma1: Maybe,
-    gamma0: Maybe,
-    cos: Maybe,
-    sin: Maybe,
-    slot_mapping: torch.Tensor,
-    *,
-    quant: str,
-    descale0: torch.Tensor,
-    descale1: torch.Tensor,
-    mode: str,
-    blocks: int,
-    block_size: int,
+    quant: str | None = None,
+    descale0: Maybe = None,
+    descale1: Maybe = None,
     scale0: Maybe = None,
     offset0: Maybe = None,
     scale1: Maybe = None,
@@ -266,25 +233,24 @@ def quantized_form(
     eps: float = 1e-6,
     by: Callable[[Call], Result] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`mla_preprocess` with quantized weights into a fresh cache: its queries, then the cache's tensors.
+    """`mla_preprocess` into a fresh cache of this mode: its queries, then the cache's tensors.
 
-    W8A8 per tensor or per token, or weights alone in int8 or int4; the cache may be int8 too. Inference only.
+    Thirteen operators as one: norm, down-projection, split, norms, up-projection, absorption, rotations, write. With
+    `quant` the projections are W8A8 per tensor or per token, or weights alone in int8 or int4, and the cache may be
+    int8 too; inference only.
     """
+    op = _OP if quant is None else _OP_INT8
     down = Projection(wdqkv, bias0, descale0, scale0, offset0)
     up = Projection(wuq, bias1, descale1, scale1, offset1)
     w = Parts(down, up, wuk, gamma0, gamma1, gamma2, beta0, beta1, quant, interleaved)
-    cache = fresh_cache(_OP_INT8, mode, blocks, block_size, w.kv_lora, w.rope, x)
+    cache = fresh_cache(op, mode, blocks, block_size, w.kv_lora, w.rope, x)
     rotation = Rotation(cos, sin, interleaved)
     call = Call(x, w, rotation, slot_mapping, cache, eps, False, ctkv_scale, q_nope_scale)
-    return _form(_OP_INT8, by, call)
-
-
-def _form(op: str, by: Callable[[Call], Result] | None, call: Call) -> tuple[torch.Tensor, ...]:
     # An implementation is called by those who have checked; weights are checked once, and no benchmark should time it.
     if by is None:
-        call.w.check(op, call.w.sizes)
+        w.check(op, w.sizes)
         call = call.checked(op, values=False)
-    return (*(t for t in (by or compute)(call) if t is not None), *fresh_rows(call.cache))
+    return (*(t for t in (by or compute)(call) if t is not None), *fresh_rows(cache))
 
 
 def _cost(
@@ -486,16 +452,16 @@ CARD_INT8 = register(
     Operator(
         name=_OP_INT8,
         kind=Kind.MLA,
-        function=quantized_form,
-        reference=partial(quantized_form, by=run),
+        function=partial(preprocess_form, quant="per_token"),
+        reference=partial(preprocess_form, by=run),
         cost=_cost,
         samples=_samples_int8,
         workloads=_workloads_int8,
         tolerance=Steps(of_scale=1 / 64),
         domain=_promised,
         implementations=[
-            *kernels(partial(quantized_form, by=kernel), _supports, takes_out=False),
-            Implementation("eager", partial(quantized_form, by=eager)),
+            *kernels(partial(preprocess_form, by=kernel), _supports, takes_out=False),
+            Implementation("eager", partial(preprocess_form, by=eager)),
         ],
         differentiable=False,
         outputs=4,

@@ -203,35 +203,17 @@ def attend(
     parts = max(1, min(triton.cdiv(2 * processors(q_nope), tokens * groups), triton.cdiv(longest, 4 * _KEYS)))
     found = torch.empty((tokens, parts, heads, kv_lora), dtype=torch.float32, device=q_nope.device)
     highest = torch.empty((tokens, parts, heads), dtype=torch.float32, device=q_nope.device)
-    places = [(t.stride(0), t.stride(1), t.stride(2), max(t.shape[3], 1)) for t in (latent, rope)]
+    # Strides of a block, a token and a tile, and how wide a tile is.
+    latent_at, rope_at = ((*t.stride()[:3], max(t.shape[3], 1)) for t in (latent, rope))
     launch(
         _parts,
         (tokens, groups, parts),
-        q_nope,
-        q_rope,
-        latent,
-        rope,
-        block_tables,
-        seq_lens,
-        ctkv_scale,
-        q_nope_scale,
-        found,
-        highest,
-        heads,
-        kv_lora,
-        width,
-        tokens // seq_lens.shape[0],
-        size,
-        scale,
-        q_nope.stride(0),
-        q_nope.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
-        *places[0],
-        *places[1],
-        block_tables.stride(0),
-        block_tables.stride(1),
-        seq_lens.stride(0),
+        *(q_nope, q_rope, latent, rope, block_tables, seq_lens, ctkv_scale, q_nope_scale, found, highest),
+        *(heads, kv_lora, width, tokens // seq_lens.shape[0], size, scale),
+        *(*q_nope.stride()[:2], *q_rope.stride()[:2]),
+        *latent_at,
+        *rope_at,
+        *(*block_tables.stride(), seq_lens.stride(0)),
         BM=bm,
         BN=_KEYS,
         KV=power(kv_lora),
@@ -243,13 +225,8 @@ def attend(
     launch(
         _join,
         (tokens, heads),
-        found,
-        highest,
-        ctkv_scale,
-        latent_out,
-        parts,
-        heads,
-        kv_lora,
+        *(found, highest, ctkv_scale, latent_out),
+        *(parts, heads, kv_lora),
         KV=power(kv_lora),
         INT8=q_nope_scale is not None,
         num_warps=4,
@@ -257,18 +234,12 @@ def attend(
     if wuv is None or out is None:
         return
     values = wuv.shape[1]
-    bm = min(power(tokens), 64)
-    bn = min(power(values), 64)
+    bm, bn = min(power(tokens), 64), min(power(values), 64)
     launch(
         _values,
         (triton.cdiv(tokens, bm), heads, triton.cdiv(values, bn)),
-        latent_out,
-        wuv,
-        out,
-        tokens,
-        heads,
-        kv_lora,
-        values,
+        *(latent_out, wuv, out),
+        *(tokens, heads, kv_lora, values),
         BM=bm,
         BN=bn,
         BK=min(power(kv_lora), 64),

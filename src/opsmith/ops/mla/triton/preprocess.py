@@ -35,22 +35,13 @@ def project(
     if form == 4:
         assert descale is not None
         bk = 2 * weight.shape[1] // max(1, descale.shape[1])
+    strides = x.stride(0), weight.stride(0), 0 if descale is None else descale.stride(0), y.stride(0)
     launch(
         project_kernel,
         (triton.cdiv(tokens, bm) * triton.cdiv(n, bn),),
-        x,
-        weight,
-        bias,
-        descale,
-        s,
-        y,
-        tokens,
-        n,
-        k,
-        x.stride(0),
-        weight.stride(0),
-        0 if descale is None else descale.stride(0),
-        y.stride(0),
+        *(x, weight, bias, descale, s, y),
+        *(tokens, n, k),
+        *strides,
         BM=bm,
         BN=bn,
         BK=bk,
@@ -75,67 +66,28 @@ def kv_epilogue(
     *,
     latent: torch.Tensor,
     rope: torch.Tensor | None = None,
+    queries: tuple[Any, ...] | None = None,
 ) -> None:
-    middle(a, None, gamma2, cos, sin, slots, rope_size, interleaved, tiled, eps, ctkv_scale, latent, rope)
-
-
-def middle(
-    a: torch.Tensor,
-    queries: tuple[Any, ...] | None,
-    gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slots: torch.Tensor,
-    rope_size: int,
-    interleaved: bool,
-    tiled: bool,
-    eps: float,
-    ctkv_scale: torch.Tensor | None,
-    latent: torch.Tensor,
-    rope: torch.Tensor | None,
-) -> None:
-    """Keys into the cache; `queries`, where there are latent ones: gamma1, beta1, z, s, scale, offset, plain, form."""
+    """Keys into the cache; beside them latent queries, where given: gamma1, beta1, z, s, scale, offset, plain, form."""
     kv_lora = gamma2.shape[0]
-    gamma1, beta1, z, s, scale, offset, plain, form = queries or (None, None, None, None, None, None, None, 0)
+    *others, form = queries or (*[None] * 7, 0)
+    _, beta1, z, *_, plain = others
     inner = 0 if z is None else z.shape[1]
     size = latent.shape[2 if tiled else 1]
-    turn = rope
-    if turn is None:  # within the latent's rows
-        turn = latent[..., kv_lora:]
-    strides = (*layout(latent, tiled), *layout(turn, tiled))
+    turn = latent[..., kv_lora:] if rope is None else rope  # within the latent's rows, where it has no tensor
     cos, sin, table, second = table_of(cos, sin, rope_size)
-    block = block_of(inner, 8192)
+    strides = a.stride(0), 0 if z is None else z.stride(0), 0 if plain is None else plain.stride(0)
     launch(
         middle_kernel,
         (a.shape[0], 1 if queries is None else 2),
-        a,
-        gamma1,
-        beta1,
-        z,
-        s,
-        scale,
-        offset,
-        plain,
-        gamma2,
-        cos,
-        sin,
-        slots,
-        latent,
-        turn,
-        ctkv_scale,
-        inner,
-        kv_lora,
-        rope_size // 2,
-        latent.shape[0] * size,
-        size,
-        eps,
-        a.stride(0),
-        0 if z is None else z.stride(0),
-        0 if plain is None else plain.stride(0),
-        table,
-        second,
+        *(a, *others),
+        *(gamma2, cos, sin, slots, latent, turn, ctkv_scale),
+        *(inner, kv_lora, rope_size // 2, latent.shape[0] * size, size, eps),
         *strides,
-        BLOCK=block,
+        *(table, second),
+        *layout(latent, tiled),
+        *layout(turn, tiled),
+        BLOCK=block_of(inner, 8192),
         KV=power(kv_lora),
         PAIRS=power(rope_size // 2),
         QUERIES=queries is not None,
@@ -166,31 +118,14 @@ def q_epilogue(
     if q_rope is None:  # both parts are one tensor's
         q_out, q_rope = q_out[..., :kv_lora], q_out[..., kv_lora:]
     cos, sin, table, second = table_of(cos, sin, rope)
-    bm = min(power(tokens), 64)
-    bn = min(power(kv_lora), 128)
+    bm, bn = min(power(tokens), 64), min(power(kv_lora), 128)
     launch(
         absorb_kernel,
         (triton.cdiv(tokens, bm), heads, triton.cdiv(kv_lora, bn) + 1),
-        q,
-        wuk,
-        cos,
-        sin,
-        q_nope_scale,
-        q_out,
-        q_rope,
-        tokens,
-        nope,
-        kv_lora,
-        rope // 2,
-        q.stride(0),
-        q.stride(1),
-        wuk.stride(0),
-        table,
-        second,
-        q_out.stride(0),
-        q_out.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
+        *(q, wuk, cos, sin, q_nope_scale, q_out, q_rope),
+        *(tokens, nope, kv_lora, rope // 2),
+        *(*q.stride()[:2], wuk.stride(0), table, second),
+        *(*q_out.stride()[:2], *q_rope.stride()[:2]),
         BM=bm,
         BN=bn,
         BK=min(power(nope), 64),
@@ -262,7 +197,8 @@ def preprocess(
         queries = gamma1, beta1, z, z_s, scale1, offset1, latent_q, form
     else:
         z, z_s = (y, s) if form != 1 else normalized_for(scale1, offset1)
-    middle(a, queries, gamma2, cos, sin, slots, width, interleaved, tiled, eps, ctkv_scale, latent, rope)
+    turn = cos, sin, slots, width, interleaved, tiled, eps, ctkv_scale
+    kv_epilogue(a, gamma2, *turn, latent=latent, rope=rope, queries=queries)
     q = x.new_empty((tokens, wuq.shape[0]))
     project(z, wuq, bias1, descale1, z_s, q, quant)
     q_epilogue(

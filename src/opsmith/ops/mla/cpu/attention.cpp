@@ -17,8 +17,8 @@ namespace opsmith::mla {
 namespace {
 
 constexpr int64_t kKeys = 128;  // of a block: its packed forms and its queries' sums fill the second-level cache
-constexpr int64_t
-    kManyKeys = 1024;  // fewer are met in blocks of half the size, which threads share out more evenly
+// Fewer are met in blocks of half the size, which threads share out more evenly.
+constexpr int64_t kManyKeys = 1024;
 constexpr int64_t kQueries = 128;  // rows, a token and head each, that a block meets
 constexpr int64_t kLeastPart = 128;  // keys that are worth a thread's packing its queries
 constexpr int64_t kParts = 64;  // of the same keys, at most

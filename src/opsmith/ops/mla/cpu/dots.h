@@ -14,9 +14,8 @@
 
 namespace opsmith::mla {
 
-constexpr int
-    kDotTokens = W == 16 ? 6
-                         : 4;  // of a tile: with kDotRows of the weight, as many sums as there are registers
+// Of a tile: with kDotRows of the weight, as many sums as there are registers.
+constexpr int kDotTokens = W == 16 ? 6 : 4;
 constexpr int kDotRows = W == 16 ? 4 : 2;
 constexpr int kFewRows = 2;  // where all tokens are in one tile: as many places of memory to fetch from
 constexpr int64_t kAheadBytes = 48 << 10;  // from what is used to what is asked for,

@@ -8,8 +8,8 @@
 namespace opsmith::mla {
 
 struct Trace {
-  std::atomic<int64_t*> rows{
-      nullptr};  // [capacity, 4]: thread, stage, begin and end in nanoseconds; null: nobody asks
+  // [capacity, 4]: thread, stage, begin and end in nanoseconds; null: nobody asks.
+  std::atomic<int64_t*> rows{nullptr};
   int64_t capacity = 0;
   std::atomic<int64_t> used{0}, threads{0};
 };

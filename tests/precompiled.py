@@ -2,7 +2,7 @@
 
 import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,16 +18,16 @@ __all__ = ["EMULATED", "emulation", "like", "precompile", "through"]
 EMULATED = tuple("-O0" if flag == "-O1" else flag for flag in harness._FLAGS)
 
 
-def like(source: Path, folder: Path, tier: str, flags: tuple[str, ...] = ()) -> compiler.Unit:
-    """How a source of a folder is compiled."""
-    (unit,) = _Job.of(Library("x", [source], [folder], flags, tier=tier)).units
+def like(source: Path, folders: Sequence[Path], tier: str, flags: tuple[str, ...] = ()) -> compiler.Unit:
+    """How a source is compiled that includes headers of these folders."""
+    (unit,) = _Job.of(Library("x", [source], folders, flags, tier=tier)).units
     return unit
 
 
 def emulation() -> dict[Path, compiler.Unit]:
     """What every emulated kernel includes first."""
     folder = harness.HEADERS
-    return {folder / "standard.h": like(folder / "core.cpp", folder, "portable", EMULATED)}
+    return {folder / "standard.h": like(folder / "core.cpp", [folder], "portable", EMULATED)}
 
 
 def precompile(

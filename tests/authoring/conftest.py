@@ -24,7 +24,8 @@ FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in USUAL)
 def precompiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
     """A folder with those headers precompiled, and with the emulation's."""
     folder, tier = libraries.SHARED, isa.tier()
-    headers = {folder / header: like(source, folder, tier) for header, source in HEADERS.items()}
+    folders = [*libraries.HEADERS, libraries.SOURCES]
+    headers = {folder / header: like(source, folders, tier) for header, source in HEADERS.items()}
     return precompile(request, tmp_path_factory, "headers", headers | emulation(), FLAGS)
 
 

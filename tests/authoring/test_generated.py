@@ -205,7 +205,7 @@ def test_cuda_kernels_compile(tmp_path: Path) -> None:
         folder = write(tmp_path, name, ("cuda",))
         (source,) = (folder / "kernels" / "cuda").glob("*.cu")
         command = ["nvcc", "-std=c++17", "-O0", "-arch=sm_80", "-c", str(source), "-o", os.devnull]
-        command += [f"-I{source.parent}", f"-I{libraries.SHARED}"]
+        command += [f"-I{folder}" for folder in (source.parent, *libraries.HEADERS)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:2000]
 

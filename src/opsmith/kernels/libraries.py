@@ -32,9 +32,10 @@ from opsmith.kernels import build as builder
 from opsmith.kernels import cache, calls, compiler, isa, nodes, triton
 from opsmith.kernels.build import BuildError, Library
 
-__all__ = ["SHARED", "SOURCES", "Status", "build", "clean", "content", "kernels", "load", "status"]
+__all__ = ["HEADERS", "SHARED", "SOURCES", "Status", "build", "clean", "content", "kernels", "load", "status"]
 
 SHARED = Path(__file__).resolve().parent / "cpu"
+HEADERS = (SHARED, SHARED.parent)  # where includes of what is shared are looked for
 SOURCES = Path(__file__).resolve().parents[1] / "ops"
 _OFFER = re.compile(r'\boffer\(m, "(\w+)"')
 _TURNED_OFF = "OPSMITH_NATIVE=0 turns native kernels off"
@@ -239,7 +240,7 @@ def _folders(sources: Path) -> dict[str, Path]:
 
 
 def _library(name: str, tier: str | None) -> Library:
-    folders = [SHARED, SOURCES]
+    folders = [*HEADERS, SOURCES]
     return Library(name, _sources(_folders(SOURCES)[name], folders), include_dirs=folders, tier=tier)
 
 

@@ -73,7 +73,7 @@ void turn(const View& x, const View& cos, const View& sin, const View& y) {
   const int64_t fits = std::max<int64_t>(1, kTableBytes / (2 * size * int64_t(sizeof(T))));
   const int64_t fair = (batch * length + 4 * num_threads() - 1) /
                        (4 * num_threads());  // tokens, for every thread
-  const int64_t worth = row_grain(heads * size, kRowTask);
+  const int64_t worth = row_grain(heads * size, Walk::task);
   const int64_t block = std::min(length, std::max(worth, std::min(fits, fair)));
   const int64_t blocks = (length + block - 1) / block;
   parallel_for(batch * blocks, std::max<int64_t>(1, worth / block), [&](int64_t first, int64_t last) {

@@ -35,8 +35,13 @@ class _Function:
         self.letters = [t for t in letters if t != "bool"]
         self.precision = self.letters[0] if len(self.letters) == 1 else f"Finest<{', '.join(self.letters)}>"
         column_sums = any(o.extent == COLUMN for o in plan.outputs)
-        self.pairs = len(letters) == 1 and not column_sums and plan.rotation != "rotate_interleaved"
-        self.sums = column_sums
+        # Pair by pair where all tensors have one type, else vector by vector: pairs of other types have another order.
+        pairs = len(letters) == 1 and plan.rotation != "rotate_interleaved"
+        pairs = pairs and not (
+            column_sums and plan.rotation
+        )  # whose columns are not in the order of their row
+        self.walk = ("for_pairs<paired_block>" if column_sums else "for_pairs") if pairs else "for_lanes"
+        self.summed = letters[0] if pairs else "float"  # the type in whose order columns are summed
         self.pieces = not plan.rowwise
         self.rows = Rows(plan)
 
@@ -104,50 +109,44 @@ class _Function:
         whole = self.rows.whole
         lines = []
         if self.pieces:
-            lines += [
-                f"const int64_t total = sizes_between({whole}, 1, {whole}.dim), rows = (total + kPiece - 1) / kPiece;"
-            ]
-            count, width = "total", "kPiece"
+            lines.append(f"const Walk walk(sizes_between({whole}, 1, {whole}.dim));")
+            count = "walk.total"
         else:
             lines += [f"const int64_t size = size_of({whole}), rows = rows_of({whole});"]
-            count, width = "rows * size", "size"
+            count = "rows * size"
         for key, (first, last) in self.rows.counts.items():
             lines.append(f"const int64_t {key} = sizes_between({whole}, {first}, {last or f'{whole}.dim'});")
         full = [o for o in self.plan.outputs if o.extent == FULL]
         if full:
+            tensors = len(full) + sum(s == self.plan.space for _, s in self._read())
             lines.append(
-                f"const bool past_cache = outlives_cache({count} * int64_t(sizeof({self.types[full[0].name]})));"
+                f"const bool past_cache = "
+                f"outlives_cache({count} * int64_t(sizeof({self.types[full[0].name]})), {tensors});"
             )
         columns = [o for o in self.plan.outputs if o.extent == COLUMN]
         loop = ["for (int64_t row = begin; row < end; ++row) {", *_indented(self._row()), "}"]
         if full:
             loop.append("if (past_cache) stream_fence();")
+        inside = [*self._shared_pointers(), *loop]
         if not columns:
-            lines.append(
-                f"parallel_for(rows, row_grain({width}, kRowTask), [&](int64_t begin, int64_t end) {{"
-            )
-            lines += [*_indented([*self._shared_pointers(), *loop]), "});"]
-            return lines
-        lines.append("const int64_t tasks = column_tasks(rows, size);")
-        for o in columns:
-            lines.append(f"ColumnSums {o.name}_sums({o.name}.defined() ? tasks : 0, size);")
-        lines.append("parallel_for(tasks, 1, [&](int64_t first, int64_t last) {")
-        inside = ["for (int64_t task = first; task < last; ++task) {"]
-        inner = ["const int64_t begin = rows * task / tasks, end = rows * (task + 1) / tasks;"]
-        inner += [
-            f"float* const {o.name}_row = {o.name}.defined() ? {o.name}_sums.of(task) : nullptr;"
-            for o in columns
+            dealt = "walk.count, walk.grain()" if self.pieces else "rows, row_grain(size, Walk::task)"
+            lines.append(f"parallel_rows({dealt}, [&](int64_t begin, int64_t end) {{")
+            return [*lines, *_indented(inside), "});"]
+        lines.append(f"ColumnSums<{len(columns)}> sums(rows, size, row_grain(size, Walk::task));")
+        lines.append("sums.over_rows([&](int64_t begin, int64_t end, const auto& to) {")
+        totals = [
+            f"float* const {o.name}_row = {o.name}.defined() ? to[{i}] : nullptr;"
+            for i, o in enumerate(columns)
         ]
-        inside += [*_indented([*inner, *self._shared_pointers(), *loop]), "}"]
-        lines += [*_indented(inside), "});"]
-        for o in columns:
-            lines.append(f"if ({o.name}.defined()) {o.name}_sums.write({o.name}.as<{self.types[o.name]}>());")
+        lines += [*_indented([*totals, *inside]), "});"]
+        for i, o in enumerate(columns):
+            lines.append(f"if ({o.name}.defined()) sums.template write<{self.summed}>({i}, {o.name});")
         return lines
 
     def _pointer(self, name: str, shape: Shape, writes: bool) -> tuple[str, bool]:
         """The declaration of a tensor's row pointer, and whether it is the same for all rows."""
         kind = self.types[name]
-        width = "kPiece" if self.pieces else "size" if shape[-1] != 1 or self.plan.space[-1] == 1 else ""
+        width = "Walk::piece" if self.pieces else "size" if shape[-1] != 1 or self.plan.space[-1] == 1 else ""
         place = "row" if writes else self.rows.place(name)
         data = f"{name}.as<{kind}>()"
         if place is not None:
@@ -168,7 +167,7 @@ class _Function:
         plan = self.plan
         lines = []
         if self.pieces:
-            lines.append("const int64_t size = std::min(kPiece, total - row * kPiece);")
+            lines.append("const int64_t size = walk.size(row);")
         if plan.rotation:
             lines.append("const int64_t half = size / 2;")
         lines += [t for n, s in self._read() for t, shared in [self._pointer(n, s, False)] if not shared]
@@ -183,7 +182,6 @@ class _Function:
             lines += self._gather(i, stage)
         lines += self._rows_out()
         lines += self._write()
-        lines += [f"{o.name}_sums.settle(task, row);" for o in plan.outputs if o.extent == COLUMN]
         return lines
 
     def _gather(self, index: int, stage: Sequence[Statistic]) -> list[str]:
@@ -262,12 +260,7 @@ class _Function:
 
     def _loop(self, body: Sequence[str], twins: bool, capture: str) -> list[str]:
         size = "half" if twins else "size"
-        walk = (
-            "for_lanes("
-            if self.plan.rotation == "rotate_interleaved"
-            else f"along<{'true' if self.pairs else 'false'}>("
-        )
-        return [f"{walk}{size}, [{capture}](int64_t at, auto lanes) {{", *_indented(body), "});"]
+        return [f"{self.walk}({size}, [{capture}](int64_t at, auto lanes) {{", *_indented(body), "});"]
 
     def _block(self, roots: Sequence[Node]) -> tuple[Callable[[], list[str]], Emitter, list[str]]:
         """An emitter for one loop: what it needs of the row first, its statements, and itself."""

@@ -235,7 +235,7 @@ class Kernels:
                 binding = Path(made, f"binding_{self.name}.cpp")
                 binding.write_text(self.signature.binding())
                 sources.append(binding)
-            folders = [folder, libraries.SHARED]
+            folders = [folder, *libraries.HEADERS]
             if backend == "cuda":
                 name, tier = f"{self.name}-cuda", "portable"  # of the code around the kernels
             else:

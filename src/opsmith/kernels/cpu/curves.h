@@ -4,7 +4,8 @@
 // lower tail is kept in every type: each curve there is an exponential times something near 1.
 #pragma once
 
-#include "slope_table.h"
+#include "pair.h"
+#include "tables/slope_table.h"
 
 namespace opsmith {
 
@@ -202,5 +203,33 @@ struct GeluTanh {
     return std::is_same_v<T, float> ? exp(z) : exp2_for<T>(z);
   }
 };
+
+// A curve's value and slope at a vector or a pair of them.
+template <class F, class V>
+inline V value_of(V x) {
+  return apply(x, [](Vec v) { return F::value(v); });
+}
+template <class F>
+inline ValueAndSlope both_of(Vec x) {
+  return F::both(x);
+}
+struct PairAndSlope {
+  Pair value, slope;
+};
+template <class F>
+inline PairAndSlope both_of(Pair x) {
+  const ValueAndSlope a = F::both(x.a), b = F::both(x.b);
+  return {{a.value, b.value}, {a.slope, b.slope}};
+}
+
+// Calls f with a null pointer to the curve: 0 SiLU, 1 GELU, 2 its tanh form.
+template <class T, class F>
+void with_curve(int64_t activation, F&& f) {
+  switch (activation) {
+    case 1: return f(static_cast<Gelu<T>*>(nullptr));
+    case 2: return f(static_cast<GeluTanh<T>*>(nullptr));
+    default: return f(static_cast<Silu<T>*>(nullptr));
+  }
+}
 
 }  // namespace opsmith

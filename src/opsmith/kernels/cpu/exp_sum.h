@@ -35,6 +35,7 @@ inline Vec exp_of(Vec x) {
 
 // What is known of a row, or of the part of it that has been read.
 struct ExpSum {
+  static constexpr int64_t piece = 1024;  // elements summed before the sum is added to the row's
   static constexpr float lowest = -std::numeric_limits<float>::max();  // -inf - -inf would be NaN
   float pivot = lowest;
   double total = 0;  // of e^(z - pivot)
@@ -43,7 +44,6 @@ struct ExpSum {
   double log_total() const { return std::log(total); }
 };
 
-constexpr int64_t kPiece = 1024;  // elements summed before the sum is added to the row's
 constexpr float kFarAbove = 1024.0f;  // a piece's sum beyond which the pivot moves
 constexpr int64_t kPrefetchBytes = 1536;
 
@@ -127,7 +127,7 @@ inline double near_piece_sum(const T* x, float pivot, float z) {
   const float below = pivot - 1.0f;
   Vec part[4] = {};
   __m512i seen[2] = {};
-  for_values(x, kPiece, [&](Vec v, int u) __attribute__((always_inline)) {
+  for_values(x, ExpSum::piece, [&](Vec v, int u) __attribute__((always_inline)) {
     part[u] = e.add(part[u], v - below, seen[u % 2]);
   });
   if (!NearExp::in_range(_mm512_or_si512(seen[0], seen[1]))) return std::numeric_limits<double>::infinity();
@@ -143,14 +143,14 @@ inline double near_piece_sum(const T* x, float pivot, float z) {
 template <class T, bool with_values, bool coarse>
 inline void add_to_sum(ExpSum& s, const T* x, int64_t n, int64_t at) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
-  for (int64_t first = 0; first < n; first += kPiece) {
+  for (int64_t first = 0; first < n; first += ExpSum::piece) {
     const T* const piece = x + first;
-    const int64_t size = std::min(kPiece, n - first);
+    const int64_t size = std::min(ExpSum::piece, n - first);
     double sum = infinity;
     if (s.pivot != ExpSum::lowest) {
 #if defined(OPSMITH_AVX512)
       const bool here = first <= at && at < first + size;
-      if (coarse && size == kPiece)
+      if (coarse && size == ExpSum::piece)
         sum = near_piece_sum(piece, s.pivot, here ? to_float(x[at]) : ExpSum::lowest);
 #endif
       if (!(sum <= kFarAbove)) sum = piece_sum(piece, size, s.pivot);

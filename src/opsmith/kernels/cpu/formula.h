@@ -1,14 +1,15 @@
-// What kernels made from a formula are written in: functions of lanes, reductions along a row, and rows of tensors that
-// broadcast. A value is a float (one for a row), a Vec or a Pair; every function takes all three.
+// What kernels made from a formula are written in: functions of lanes, and rows of tensors that broadcast. A value is a float (one for a row), a Vec or a Pair; every function takes all three.
 #pragma once
 
 #include <cmath>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
-#include "elementwise.h"
+#include "curves.h"
 #include "rope_row.h"
+#include "schedules/column_sums.h"
+#include "schedules/element_walk.h"
+#include "schedules/row_statistics.h"
 
 namespace opsmith {
 
@@ -98,7 +99,7 @@ inline auto larger(A x, B y) {
   } else if constexpr (std::is_same_v<A, float> && std::is_same_v<B, float>) {
     return x > y || x != x ? x : y;
   } else {
-    return select((vec(x) > vec(y)) | (vec(x) != vec(x)), vec(x), vec(y));
+    return larger(vec(x), vec(y));
   }
 }
 template <class A, class B>
@@ -108,18 +109,10 @@ inline auto smaller(A x, B y) {
   } else if constexpr (std::is_same_v<A, float> && std::is_same_v<B, float>) {
     return x < y || x != x ? x : y;
   } else {
-    return select((vec(x) < vec(y)) | (vec(x) != vec(x)), vec(x), vec(y));
+    return smaller(vec(x), vec(y));
   }
 }
 
-template <class F>
-inline Vec apply(Vec x, F f) {
-  return f(x);
-}
-template <class F>
-inline Pair apply(Pair x, F f) {
-  return {f(x.a), f(x.b)};
-}
 template <class F>
 inline float apply(float x, F f) {
   return f(splat(x))[0];
@@ -226,16 +219,6 @@ using Finest = std::conditional_t<(std::is_same_v<T, float> || ...), float,
 inline IVec truth(const bool* p, Full) { return load(reinterpret_cast<const int8_t*>(p), Full{}) != 0.0f; }
 inline IVec truth(const bool* p, Part k) { return load(reinterpret_cast<const int8_t*>(p), k) != 0.0f; }
 
-// A row pair by pair where all tensors have one type, else vector by vector: pairs of other types have another order.
-template <bool pairs, class F>
-inline __attribute__((always_inline)) void along(int64_t size, F&& f) {
-  if constexpr (pairs) {
-    for_pairs(size, f);
-  } else {
-    for_lanes(size, f);
-  }
-}
-
 // Loads what is read once, and asks for what comes next.
 template <class T, class Lanes>
 inline auto read(const T* p, Lanes lanes) {
@@ -257,9 +240,11 @@ inline void write(T* row, int64_t at, V v, Lanes lanes, bool streaming) {
   put(row + at, v, lanes, streaming);
 }
 
-// Sums over rows are written in the order of memory, by one thread each.
-inline void add_to(float* p, Vec v, Full) { store(p, load(p, Full{}) + v, Full{}); }
-inline void add_to(float* p, Vec v, Part k) { store(p, load(p, k) + v, k); }
+// To the sums of a column.
+template <class V, class Lanes>
+inline void add_to(float* p, V v, Lanes lanes) {
+  store(p, load(p, lanes) + v, lanes);
+}
 
 // The product of the sizes of a view's dimensions, counted from the right: `first` ... `last`, the last axis being 1.
 inline int64_t sizes_between(const View& v, int64_t first, int64_t last) {
@@ -269,178 +254,5 @@ inline int64_t sizes_between(const View& v, int64_t first, int64_t last) {
 }
 inline int64_t rows_of(const View& v) { return sizes_between(v, 2, v.dim); }
 inline int64_t size_of(const View& v) { return v.sizes[v.dim - 1]; }
-
-constexpr int64_t kRowTask = 16384;  // elements that are worth a thread's wake-up
-constexpr int64_t kPiece = 1024;  // elements at a time, where rows do not matter
-
-// Sums over the rows of each task, added up at the end: the result does not depend on which thread was faster. A few rows
-// are summed by themselves first, so that errors grow with the root of the rows at most.
-class ColumnSums {
- public:
-  ColumnSums(int64_t tasks, int64_t size) : tasks_(tasks), size_(size), sums_(size_t(2 * tasks * size)) {}
-  float* of(int64_t task) { return sums_.data() + 2 * task * size_; }
-  void settle(int64_t task, int64_t row) {
-    if (tasks_ > 0 && row % 8 == 7) settle(task);
-  }
-  template <class T>
-  void write(T* p) {
-    for (int64_t task = 0; task < tasks_; ++task) settle(task);
-    float* const total = of(0) + size_;
-    for (int64_t task = 1; task < tasks_; ++task) {
-      for_lanes(size_, [&](int64_t at, auto lanes) {
-        add_to(total + at, load(of(task) + size_ + at, lanes), lanes);
-      });
-    }
-    for_lanes(size_, [&](int64_t at, auto lanes) { store(p + at, load(total + at, lanes), lanes); });
-  }
-
- private:
-  void settle(int64_t task) {
-    float *const recent = of(task), *const total = recent + size_;
-    for_lanes(size_, [=](int64_t at, auto lanes) {
-      add_to(total + at, load(recent + at, lanes), lanes);
-      store(recent + at, Vec{}, lanes);
-    });
-  }
-
-  int64_t tasks_, size_;
-  std::vector<float> sums_;  // of a task: of the last few rows, of all before
-};
-inline int64_t column_tasks(int64_t rows, int64_t size) {
-  return std::max<int64_t>(1, std::min(num_threads(), rows / row_grain(size, kRowTask)));
-}
-
-struct Sum {
-  Pair sum{};
-  void add(Pair v, Both) { sum = sum + v; }
-  void add(Vec v, Full) { sum.a += v; }
-  void add(Vec v, Part k) { sum.b += keep(v, k, 0.0f); }
-  float value() const { return reduce_add(sum.a + sum.b); }
-};
-
-template <bool greatest>
-struct Extreme {
-  static constexpr float worst = greatest ? -std::numeric_limits<float>::infinity()
-                                          : std::numeric_limits<float>::infinity();
-  Pair best = pair(worst);
-  static Vec better(Vec x, Vec y) {
-    if constexpr (greatest) return larger(x, y);
-    return smaller(x, y);
-  }
-  void add(Pair v, Both) { best = {better(best.a, v.a), better(best.b, v.b)}; }
-  void add(Vec v, Full) { best.a = better(best.a, v); }
-  void add(Vec v, Part k) { best.b = better(best.b, keep(v, k, worst)); }
-  float value() const {
-    const Vec v = better(best.a, best.b);
-    if (any(v != v)) return std::numeric_limits<float>::quiet_NaN();
-    return greatest ? reduce_max(v) : reduce_min(v);
-  }
-};
-using Max = Extreme<true>;
-using Min = Extreme<false>;
-
-// Mean and variance in one pass: Welford's update in every lane, lanes merged by Chan's formula.
-class Moments {
- public:
-  void add(Pair v, Both) {
-    const float rate = 1.0f / float(++count_.both);
-    step(mean_.a, m2_.a, v.a, rate);
-    step(mean_.b, m2_.b, v.b, rate);
-  }
-  void add(Vec v, Full) {
-    const float rate = 1.0f / float(++count_.full);
-    step(single_, m2_single_, v, rate);
-  }
-  void add(Vec v, Part k) { merge_part(v, k); }
-
-  float mean() const { return whole().mean; }
-  float variance() const {
-    const Group g = whole();
-    return g.m2 / float(g.count);
-  }
-
- private:
-  struct Group {
-    int64_t count = 0;
-    float mean = 0, m2 = 0;
-    void merge(const Group& g) {
-      if (g.count == 0) return;
-      const float share = float(g.count) / float(count + g.count), delta = g.mean - mean;
-      mean += delta * share;
-      m2 += g.m2 + delta * delta * share * float(count);
-      count += g.count;
-    }
-  };
-  static void step(Vec& mean, Vec& m2, Vec v, float rate) {
-    const Vec delta = v - mean;
-    mean = fma(delta, rate, mean);
-    m2 = fma(delta, v - mean, m2);
-  }
-  static Group group(int64_t count, Vec mean, Vec m2) {  // of W lanes with the same count
-    if (count == 0) return {};
-    const float center = reduce_add(mean) * (1.0f / W);
-    const Vec off = mean - center;
-    const float rest = reduce_add(off) * (1.0f / W);
-    return {count * W, center + rest,
-            reduce_add(m2 + off * off * float(count)) - rest * rest * float(count * W)};
-  }
-  void merge_part(Vec v, Part k) {
-    const float mean = reduce_add(keep(v, k, 0.0f)) / float(k.count);
-    const Vec off = keep(v - mean, k, 0.0f);
-    rest_.merge({k.count, mean, reduce_add(off * off)});
-  }
-  Group whole() const {
-    Group g = group(count_.both, mean_.a, m2_.a);
-    g.merge(group(count_.both, mean_.b, m2_.b));
-    g.merge(group(count_.full, single_, m2_single_));
-    g.merge(rest_);
-    return g;
-  }
-
-  struct {
-    int64_t both = 0, full = 0;
-  } count_;
-  Pair mean_{}, m2_{};
-  Vec single_{}, m2_single_{};
-  Group rest_;
-};
-
-// The maximum, and the sum of e^(x - maximum), in one pass: the sum is scaled down where a larger element turns up.
-template <class P>
-class Online {
- public:
-  void add(Pair v, Both) {
-    step(top_.a, sum_.a, v.a);
-    step(top_.b, sum_.b, v.b);
-  }
-  void add(Vec v, Full) { step(top_.a, sum_.a, v); }
-  void add(Vec v, Part k) { step(top_.b, sum_.b, keep(v, k, least)); }
-
-  float max() const {
-    const Vec v = larger(top_.a, top_.b);
-    return any(v != v) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(v);
-  }
-  float sum() const {
-    const float top = max();
-    if (top == least) return std::numeric_limits<float>::quiet_NaN();  // as infinity - infinity is
-    return reduce_add(sum_.a * scale(top_.a, splat(top)) + sum_.b * scale(top_.b, splat(top)));
-  }
-
- private:
-  static constexpr float least = -std::numeric_limits<float>::infinity();
-  // e^(x - top), and 0 where x is -infinity, whatever top is.
-  static Vec scale(Vec x, Vec top) { return select(x == least, Vec{}, exp_for<P>(x - top)); }
-  static void step(Vec& top, Vec& sum, Vec v) {
-    if (any(v > top)) {
-      const Vec higher = max_of(top, v);
-      sum *= scale(top, higher);
-      top = higher;
-    }
-    sum += scale(v, top);
-  }
-  static Vec max_of(Vec top, Vec v) { return select(v > top, v, top); }
-
-  Pair top_ = pair(least), sum_{};
-};
 
 }  // namespace opsmith

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "pair.h"
+#include "schedules/row_statistics.h"
 
 namespace opsmith {
 
@@ -50,16 +50,6 @@ void with_parameter_type(bool wide, const View& weight, const View& bias, F&& f)
     f(static_cast<float*>(nullptr));
   } else {
     f(static_cast<T*>(nullptr));
-  }
-}
-
-// As a tree: short chains, so that one block overlaps the next.
-template <int k>
-inline Vec add_up(const Vec* v) {
-  if constexpr (k == 1) {
-    return v[0];
-  } else {
-    return add_up<k / 2>(v) + add_up<k / 2>(v + k / 2);
   }
 }
 
@@ -173,7 +163,7 @@ inline __attribute__((always_inline)) void walk(int64_t n, bool reads, Stats* st
   if (i < n) {
     const Part k{int(n - i)};
     if (reads) {
-      for (int g = 0; g < rows; ++g) stats[g].merge_rest(value(g, i, k), k);
+      for (int g = 0; g < rows; ++g) stats[g].add(value(g, i, k), k);
     }
     if (writes) write(i, k);
   }

@@ -3,7 +3,7 @@
 // RMSNorm is the same without the mean of s and the mean of g.
 #pragma once
 
-#include "column_sums.h"
+#include "schedules/column_sums.h"
 #include "norm.h"
 
 namespace opsmith {
@@ -164,15 +164,11 @@ void norm_column_sums(int64_t begin, int64_t end, const NormGradients& of, float
   for (int64_t r = begin; r < end; ++r) {
     const T *const g = of.dy.as<T>() + r * of.dy.strides[0], *const s = of.s.as<T>() + r * of.s.strides[0];
     const float center = centered ? of.mean[r] : 0.0f, scale = of.rstd[r];
-    auto add = [=](int64_t i, auto k) {
+    for_pairs<paired_block>(n, [=](int64_t i, auto k) {
       const auto d = load(g + i, k), h = (load(s + i, k) - center) * scale;
       store(dweight + i, fma(d, h, load(dweight + i, k)), k);
       if constexpr (centered) store(dbias + i, d + load(dbias + i, k), k);
-    };
-    int64_t i = 0;
-    for (; i < paired(n); i += 2 * W) add(i, Both{});
-    for (; i + W <= n; i += W) add(i, Full{});
-    if (i < n) add(i, Part{int(n - i)});
+    });
   }
 }
 

@@ -25,6 +25,15 @@ inline Pair fma(Pair x, Pair y, Pair z) { return {fma(x.a, y.a, z.a), fma(x.b, y
 inline Pair fma(Pair x, float y, float z) { return {fma(x.a, y, z), fma(x.b, y, z)}; }
 inline Pair fma(Pair x, float y, Pair z) { return {fma(x.a, y, z.a), fma(x.b, y, z.b)}; }
 
+// A function of vectors, of each of a pair.
+template <class F>
+inline Vec apply(Vec x, F f) {
+  return f(x);
+}
+template <class F>
+inline Pair apply(Pair x, F f) {
+  return {f(x.a), f(x.b)};
+}
 template <class T>
 constexpr bool even_odd = std::is_same_v<T, bfloat16> && W > 4;
 
@@ -140,7 +149,8 @@ inline void put_in_order(bfloat16* p, Pair v, bool streaming) {
 #endif
 
 // How many of a row's elements are handled in pairs, four pairs at a time; the rest goes vector by vector.
-inline int64_t paired(int64_t n) { return n / (8 * W) * (8 * W); }
+constexpr int64_t paired_block = 8 * W;
+inline int64_t paired(int64_t n) { return n / paired_block * paired_block; }
 
 // `from`, [n], as floats in the order in which pairs of T stand in vectors.
 template <class T, class From>

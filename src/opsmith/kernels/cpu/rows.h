@@ -8,7 +8,7 @@
 #include <new>
 #include <string>
 
-#include "shares.h"
+#include "schedules/shares.h"
 #include "simd.h"
 
 namespace opsmith {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "paged_attention.h"
-#include "shares.h"
+#include "schedules/shares.h"
 #include "simd.h"
 
 namespace opsmith {

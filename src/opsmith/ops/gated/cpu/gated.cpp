@@ -1,7 +1,8 @@
 // Gated activations: y = f(gate) * up in one pass, f the SiLU or a GELU; and their backward pass, also in one.
 #include "gated.h"
 
-#include "elementwise.h"
+#include "curves.h"
+#include "schedules/element_walk.h"
 
 namespace opsmith {
 namespace {

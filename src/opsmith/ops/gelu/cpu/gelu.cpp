@@ -1,7 +1,8 @@
 // GELU, x * Phi(x), exact (erf) and in its tanh form, with the bias before it.
 #include "gelu/gelu.h"
 
-#include "elementwise.h"
+#include "curves.h"
+#include "schedules/element_walk.h"
 
 namespace opsmith {
 namespace {

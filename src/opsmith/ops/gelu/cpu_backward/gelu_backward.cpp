@@ -1,8 +1,8 @@
 // The slope of GELU, exact (erf) and in its tanh form, times a gradient, and the gradient of the bias.
 #include "gelu/gelu.h"
 
-#include "column_sums.h"
-#include "elementwise.h"
+#include "curves.h"
+#include "schedules/column_sums.h"
 
 namespace opsmith {
 namespace {
@@ -47,7 +47,7 @@ void backward_of_bias(const View& dy, const View& x, const View& bias, const Vie
       const T *const d0 = dy.as<T>() + r * ds, *const in0 = x.as<T>() + r * xs;
       T* const out0 = dx.as<T>() + r * os;
       const bool streaming = past_cache && can_stream_both(out0) && os * int64_t(sizeof(T)) % 64 == 0;
-      const auto step = [=](int64_t i, auto k) __attribute__((always_inline)) {
+      for_pairs<paired_block>(n, [=](int64_t i, auto k) __attribute__((always_inline)) {
         const auto shift = load(b + i, k);
         std::remove_const_t<decltype(shift)> sum{};
         const T *d = d0 + i, *in = in0 + i;
@@ -61,10 +61,7 @@ void backward_of_bias(const View& dy, const View& x, const View& bias, const Vie
           sum = sum + v;
         }
         store(total + i, load(total + i, k) + sum, k);
-      };
-      int64_t i = 0;
-      for (; i < paired(n); i += 2 * W) step(i, Both{});
-      for_lanes(n - i, [&](int64_t lane, auto k) { step(i + lane, k); });
+      });
     }
     if (past_cache) stream_fence();
   });

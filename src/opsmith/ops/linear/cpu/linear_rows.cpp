@@ -4,7 +4,7 @@
 // it loads of x serves all of them, and asks for these rows' next bytes, at their end for those of the rows that follow.
 #include "linear/linear_epilogue.h"
 #include "rows.h"
-#include "shares.h"
+#include "schedules/shares.h"
 
 namespace opsmith {
 namespace {

@@ -5,7 +5,7 @@
 // second matrix in registers before it adds them to what is there: rounding errors grow with the number of steps.
 #include "linear/linear.h"
 #include "rows.h"
-#include "shares.h"
+#include "schedules/shares.h"
 
 namespace opsmith {
 namespace {

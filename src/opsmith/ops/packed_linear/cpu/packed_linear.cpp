@@ -9,7 +9,7 @@
 #include "packed_linear.h"
 
 #include "fixed_point.h"
-#include "shares.h"
+#include "schedules/shares.h"
 
 namespace opsmith {
 namespace {

@@ -15,7 +15,7 @@ class SumOfSquares {
 #pragma GCC unroll 8
     for (int j = 0; j < k; ++j) total_[j % 4] = fma(v[j], v[j], total_[j % 4]);
   }
-  void merge_rest(Vec v, Part k) {
+  void add(Vec v, Part k) {
     v = keep(v, k, 0.0f);
     total_[0] = fma(v, v, total_[0]);
   }

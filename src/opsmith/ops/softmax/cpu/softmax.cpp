@@ -2,7 +2,7 @@
 #include <cmath>
 #include <limits>
 
-#include "exp_table.h"
+#include "tables/exp_table.h"
 #include "pair.h"
 
 namespace opsmith {

@@ -1,9 +1,8 @@
-// How elementwise kernels walk tensors of rows, and with which curve.
+// How elementwise kernels walk tensors: in pieces, or row by row; and how any kernel walks along a row.
 #pragma once
 
 #include <initializer_list>
 
-#include "curves.h"
 #include "pair.h"
 
 namespace opsmith {
@@ -22,6 +21,9 @@ struct Walk {
     count = flat ? (total + piece - 1) / piece : n > 0 ? rows : 0;
     width = flat ? piece : n;
   }
+  // Of contiguous tensors of so many elements.
+  explicit Walk(int64_t elements)
+      : count((elements + piece - 1) / piece), width(piece), total(elements), flat(true) {}
 
   int64_t grain() const { return row_grain(width, task); }
   int64_t size(int64_t r) const { return flat ? std::min(piece, total - r * piece) : width; }
@@ -36,35 +38,13 @@ struct Walk {
   }
 };
 
-// Calls f(i, lanes) pair by pair, then vector by vector. Give it a lambda that captures by value: what it refers to
-// would be read again after every store.
-template <class F>
+// Calls f(i, lanes) pair by pair as long as there are `block` elements, then vector by vector. Give it a lambda that captures
+// by value: what it refers to would be read again after every store.
+template <int64_t block = 2 * W, class F>
 inline __attribute__((always_inline)) void for_pairs(int64_t n, F&& f) {
-  const int64_t paired = n / (2 * W) * (2 * W);
+  const int64_t paired = n / block * block;
   for (int64_t i = 0; i < paired; i += 2 * W) f(i, Both{});
-  for_lanes(n - paired, [&](int64_t i, auto k) { f(paired + i, k); });
-}
-
-// A curve's value and slope at a vector or a pair of them.
-template <class F>
-inline Vec value_of(Vec x) {
-  return F::value(x);
-}
-template <class F>
-inline Pair value_of(Pair x) {
-  return {F::value(x.a), F::value(x.b)};
-}
-template <class F>
-inline ValueAndSlope both_of(Vec x) {
-  return F::both(x);
-}
-struct PairAndSlope {
-  Pair value, slope;
-};
-template <class F>
-inline PairAndSlope both_of(Pair x) {
-  const ValueAndSlope a = F::both(x.a), b = F::both(x.b);
-  return {{a.value, b.value}, {a.slope, b.slope}};
+  for_lanes(n - paired, [&](int64_t i, auto k) __attribute__((always_inline)) { f(paired + i, k); });
 }
 
 // The arithmetic takes long, so that without this few loads would be on their way.
@@ -87,15 +67,5 @@ inline void prefetch_streams(const T* p, int64_t far, Lanes) {
 }
 template <class T>
 inline void prefetch_streams(const T*, int64_t, Part) {}
-
-// Calls f with a null pointer to the curve: 0 SiLU, 1 GELU, 2 its tanh form.
-template <class T, class F>
-void with_curve(int64_t activation, F&& f) {
-  switch (activation) {
-    case 1: return f(static_cast<Gelu<T>*>(nullptr));
-    case 2: return f(static_cast<GeluTanh<T>*>(nullptr));
-    default: return f(static_cast<Silu<T>*>(nullptr));
-  }
-}
 
 }  // namespace opsmith

@@ -8,11 +8,11 @@
 #include <array>
 #include <memory>
 
-#include "pair.h"
+#include "schedules/element_walk.h"
 
 namespace opsmith {
 
-// `kinds` sums of n columns each, float32, in the order of pairs.
+// `kinds` sums of n columns each, float32, in the order of pairs, four pairs at a time: as for_pairs<paired_block> walks.
 template <int kinds>
 class ColumnSums {
  public:
@@ -27,7 +27,7 @@ class ColumnSums {
   // f(begin, end, sums) adds what rows begin to end - 1 give to sums[kind], [n].
   template <class F>
   void over_rows(const F& f) {
-    if (n_ == 0 || rows_ == 0) return;
+    if (rows_ == 0) return;
     parallel_shares(threads_ * each_, 1, [&](int64_t first, int64_t last) {
       for (int64_t c = first; c < last; ++c) {
         const int64_t begin = beginning(c), end = beginning(c + 1);

@@ -1,6 +1,6 @@
 """Kernels made from a formula against those written by hand, forward and backward, in cache and out of it.
 
-    python benchmarks/generated.py [--only silu_mul,gelu] [--dtype bfloat16] [--rounds 25]
+    python benchmarks/generated.py [--only silu_mul,gelu] [--dtype bfloat16] [--rounds 25] [--threads 1]
 
 Both compute on the same contiguous tensors, in one process and in turns. A ratio above 1 says that the generated one is
 faster.
@@ -93,7 +93,10 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES), help="operators, separated by commas")
     parser.add_argument("--dtype", default="float32,bfloat16,float16")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--threads", type=int, help="by default those of PyTorch")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     libraries.load("gated", "gated_backward", "gelu", "gelu_backward")
     print(
         f"{'operator':14} {'dtype':9} {'pass':9} {'where':10} {'by hand':>10} {'generated':>10} {'ratio':>7}"

@@ -2,10 +2,14 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+import opsmith.ops  # noqa: F401  the cards register themselves
+from opsmith.operator import Kind, registry
 
 PACKAGE = Path(__file__).parents[1] / "src" / "opsmith"
 
@@ -122,6 +126,31 @@ def torch_includes(package: Path) -> list[str]:
     ]
 
 
+# What knows operators by their cards, and the files in it whose words are PyTorch's, a formula's or a kind's, some of
+# which are operators' names too.
+KNOW_CARDS = ("compiler", "profiler", "cli", "measure", "authoring")
+SPEAK_PYTORCH = {"algebra", "costs", "advise"}
+SPEAK_FORMULAS = {"formula", "lower", "generate"}
+SPEAK_KINDS = {"generate", "spellings"}
+
+
+def named_operators(package: Path, operators: Collection[str]) -> list[str]:
+    """Every operator that is named outside of its own folder, where its card should be asked."""
+    found = []
+    for file in (f for part in KNOW_CARDS for f in sorted((package / part).rglob("*.py"))):
+        words = {file.stem, file.parent.name}
+        theirs = set(vars(torch.nn.functional)) if words & (SPEAK_PYTORCH | SPEAK_FORMULAS) else set()
+        theirs |= {kind.value for kind in Kind} if words & SPEAK_KINDS else set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and node.value in operators and node.value not in theirs:
+                found.append(f"{file.relative_to(package)}:{node.lineno}: names {node.value}; ask its card")
+    return found
+
+
+def test_no_part_keeps_a_list_of_operators() -> None:
+    assert named_operators(PACKAGE, registry()) == []
+
+
 def test_imports_go_down() -> None:
     assert PACKAGE.is_dir()
     assert violations(PACKAGE) == []
@@ -180,6 +209,30 @@ def test_an_import_that_goes_up_is_named(tree: Path, path: str, text: str, line:
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
     assert violations(tree) == [f"{path}:{line}: {complaint}"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "complaints"),
+    [
+        (
+            "compiler/pairs.py",
+            "def f(card):\n    return card.name == 'rope'\n",
+            ["compiler/pairs.py:2: names rope"],
+        ),
+        ("cli/demo.py", "KERNELS = ('gelu', 'linear_rows')\n", ["cli/demo.py:1: names gelu"]),
+        (
+            "profiler/costs.py",
+            "FORMULAS = {'gelu': 1, 'bias_gelu': 2}\n",
+            ["profiler/costs.py:1: names bias_gelu"],
+        ),
+        ("compiler/algebra/canon.py", "KNOWN = {'layer_norm', 'aten::gelu'}\n", []),
+        ("ops/gelu.py", "NAME = 'gelu'\n", []),
+    ],
+)
+def test_an_operator_that_is_named_is_found(tree: Path, path: str, text: str, complaints: list[str]) -> None:
+    (tree / path).parent.mkdir(parents=True, exist_ok=True)
+    (tree / path).write_text(text)
+    assert named_operators(tree, registry()) == [f"{c}; ask its card" for c in complaints]
 
 
 def test_a_torch_header_in_a_kernel_is_named(tree: Path) -> None:

@@ -19,11 +19,15 @@ import torch
 
 __all__ = [
     "Cost",
+    "Gradient",
     "Implementation",
     "Kind",
     "Make",
+    "MergedCalls",
+    "MergedChain",
     "Operator",
     "Pattern",
+    "Recognition",
     "Sample",
     "Tolerance",
     "Verdict",
@@ -186,47 +190,83 @@ def _largest(values: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """What an operator's gradient costs, in multiples of the operator's own operations and least bytes.
+
+    Of most it is two operations for each of the forward's; the result's gradient and what was kept are read, and one
+    gradient is written. The products of a matmul's gradients are counted as they are called.
+    """
+
+    flops: float = 2.0
+    bytes: float = 1.5
+
+
+@dataclass(frozen=True)
+class MergedCalls:
+    """Merges two calls of the operator `of` that differ in the input `over`; `inputs` is what each is called here."""
+
+    of: str
+    over: str
+    inputs: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class MergedChain:
+    """Merges an operator with the one that reads rows of its result as the input `through`.
+
+    Of the first one's inputs, `over` is called `rows` here; all others have the names that they have there.
+    """
+
+    first: str
+    last: str
+    through: str
+    over: str
+    rows: str
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """What the recognizer may do to bring a model's values into the form that an operator takes them in.
+
+    Attributes:
+        aligned: inputs that must reach the operator through the same permutation of their axes.
+        repeats: inputs that the operator itself repeats over heads, so a copy can be spared.
+        layouts: orders in which models keep the first input's axes: permutations to the operator's own order.
+        shared: inputs that are the same along this axis of the first input, and that the operator takes without it.
+        converted: inputs that the operator takes in another form, and what makes it.
+        sizes: arguments that are the size of an input's last axis, times a number.
+        multiplies: numbers by the input that they multiply, which the model may have multiplied already.
+        numbers: arguments that follow from the marked constants of these names, which the operator does not take.
+        keeps: "sum": a sum over the last axis is none of a mean times its size; "cast": a narrower type rounds on
+            purpose.
+    """
+
+    aligned: tuple[str, ...] = ()
+    repeats: tuple[str, ...] = ()
+    layouts: tuple[tuple[int, ...], ...] = ()
+    shared: Mapping[str, int] = field(default_factory=dict)
+    converted: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    multiplies: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, Callable[..., float]] = field(default_factory=dict)
+    keeps: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Pattern:
     """One way models write an operator, as a plain PyTorch function; the recognizer matches its arithmetic.
 
     `inputs` maps the function's parameters, named as the operator's own, to example shapes (symbols or numbers)
     or to a number: a number marks a constant that the model chooses (an epsilon, a scale) and any value matches.
+    `dtypes` says which inputs are "ids" or "bool", `fixed` which arguments this spelling implies (causal=True).
     """
 
     name: str
     fn: Callable[..., Any]
     inputs: Mapping[str, tuple[int | str, ...] | float]
-    dtypes: Mapping[str, str] = field(default_factory=dict)  # "ids" or "bool"; floating point where not named
-    fixed: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # arguments that this spelling implies (causal=True)
-    aligned: tuple[
-        str, ...
-    ] = ()  # inputs that must reach the operator through the same permutation of their axes
-    repeats: tuple[
-        str, ...
-    ] = ()  # inputs that the operator itself repeats over heads, so a copy can be spared
-    layouts: tuple[
-        tuple[int, ...], ...
-    ] = ()  # orders in which models keep the first input's axes: permutations to the operator's own order
-    shared: Mapping[str, int] = field(
-        default_factory=dict
-    )  # inputs that are the same along this axis of the first input, and that the operator takes without it
-    converted: Mapping[str, Callable[[Any], Any]] = field(
-        default_factory=dict
-    )  # inputs that the operator takes in another form, and what makes it
-    sizes: Mapping[str, tuple[str, int]] = field(
-        default_factory=dict
-    )  # arguments that are the size of an input's last axis, times a number
-    multiplies: Mapping[str, str] = field(
-        default_factory=dict
-    )  # numbers by the input that they multiply, which the model may have multiplied already
-    numbers: Mapping[str, Callable[..., float]] = field(
-        default_factory=dict
-    )  # arguments that follow from the marked constants of these names, which the operator does not take
-    keeps: frozenset[str] = (
-        frozenset()
-    )  # "sum": a sum over the last axis is none of a mean times its size; "cast": a narrower type rounds on purpose
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    recognition: Recognition = Recognition()
 
 
 @dataclass(frozen=True)
@@ -261,7 +301,18 @@ class Implementation:
 
 @dataclass
 class Operator:
-    """The card. See `opsmith.ops` for the operators and `docs/conventions.md` for how one is added."""
+    """The card. See `opsmith.ops` for the operators and `docs/conventions.md` for how one is added.
+
+    Attributes:
+        workloads: the sizes models use, to be timed; else large samples.
+        epilogue: an activation's name as a matmul's epilogue, given its arguments.
+        domain: False for a call whose values the operator does not promise to get right; all calls, where None.
+        entries: the cost of an entry of the dispatcher by its own arguments, where `cost` does not take these.
+        gradient: what its gradient costs.
+        onto: by output, the inputs that `out` may be, element for element; what it may not be is refused.
+        merges: which operators' calls it does at once, where the compiler finds them.
+        widens: the input that it takes in a narrower dtype too, if it is given its result's as `dtype`.
+    """
 
     name: str
     kind: Kind
@@ -276,18 +327,14 @@ class Operator:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     differentiable: bool = True
     outputs: int = 1
-    workloads: Callable[[Make], Iterator[Sample]] | None = (
-        None  # the sizes models use, to be timed; else large samples
-    )
-    epilogue: Callable[..., str | None] | None = (
-        None  # an activation's name as a matmul's epilogue, given its arguments
-    )
-    domain: Callable[..., bool] | None = (
-        None  # False for a call whose values the operator does not promise to get right; all calls, where None
-    )
-    entries: Mapping[str, Callable[..., Cost]] = field(
-        default_factory=dict
-    )  # the cost of an entry of the dispatcher by its own arguments, where `cost` does not take these
+    workloads: Callable[[Make], Iterator[Sample]] | None = None
+    epilogue: Callable[..., str | None] | None = None
+    domain: Callable[..., bool] | None = None
+    entries: Mapping[str, Callable[..., Cost]] = field(default_factory=dict)
+    gradient: Gradient = Gradient()
+    onto: tuple[tuple[str, ...], ...] = ()
+    merges: MergedCalls | MergedChain | None = None
+    widens: str = ""
     source: str = ""
 
     def implementation(self, name: str) -> Implementation:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from opsmith.compiler.capture.trace import capture
-from opsmith.compiler.find.recognize import Recognition, recognize
+from opsmith.compiler.find.recognize import Recognized, recognize
 from opsmith.compiler.program.rewrite import rewrite
 from opsmith.operator import registry
 
 
 def found_in(
     fn: Callable[..., Any], values: list[torch.Tensor], dynamic: bool
-) -> tuple[Recognition, Any, Any]:
+) -> tuple[Recognized, Any, Any]:
     """What was recognized in a function, the result of the rewritten graph, and that of the function."""
-    found: list[Recognition] = []
+    found: list[Recognized] = []
 
     def backend(gm: Any, example_inputs: Any) -> Any:
         captured = capture(gm, example_inputs)

@@ -10,13 +10,13 @@ import torch
 
 import opsmith.ops  # noqa: F401  the cards
 from opsmith.compiler.capture.trace import capture
-from opsmith.compiler.find.recognize import Recognition, recognize
+from opsmith.compiler.find.recognize import Recognized, recognize
 from opsmith.operator import registry
 from tests.compiler.spelling import NEAR_MISSES, SPELLINGS, inputs
 
 
-def _recognize(fn: Callable[..., Any], values: list[torch.Tensor], dynamic: bool) -> Recognition:
-    found: list[Recognition] = []
+def _recognize(fn: Callable[..., Any], values: list[torch.Tensor], dynamic: bool) -> Recognized:
+    found: list[Recognized] = []
 
     def backend(gm: Any, example_inputs: Any) -> Any:
         found.append(recognize(capture(gm, example_inputs).graph, registry().values()))

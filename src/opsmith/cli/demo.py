@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SHAPES = ((1, 16), (1, 128), (32, 128), (8, 512))
 DTYPES = ("float32", "bfloat16")
-KERNELS = ("embedding", "layer_norm", "linear_rows", "gelu", "attention")  # of an encoder, built in one run
 COSINE = 0.999999  # what float32 embeddings keep to the exact ones
 
 
@@ -74,7 +73,7 @@ class Demo:
 
         started = time.perf_counter()
         with ThreadPoolExecutor(1) as beside:
-            kernels = beside.submit(libraries.load, *KERNELS)
+            kernels = beside.submit(_load_kernels)
             with self._phase("load the model"):
                 from opsmith.cli import minilm
 
@@ -265,6 +264,17 @@ class _Exact:
         if shape not in self._hidden:
             self._hidden[shape] = minilm.hidden(self.model, batch)
         return self._hidden[shape]
+
+
+def _load_kernels() -> bool:
+    """Load the kernels of what an encoder may be made of; what has to be built first is built in one run."""
+    import opsmith.ops  # noqa: F401  the cards register themselves
+    from opsmith.kernels import libraries
+    from opsmith.operator import Kind, registry
+
+    kinds = (Kind.EMBEDDING, Kind.NORM, Kind.MATMUL, Kind.ACTIVATION, Kind.ATTENTION)
+    cards = [card for card in registry().values() if card.patterns and card.kind in kinds]
+    return libraries.load(*(card.schemas[0].partition("(")[0] for card in cards if card.schemas))
 
 
 def _cat(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from opsmith.operator import Cost
 from opsmith.ops.attention.samples import visible_pairs
 
 __all__ = [
+    "attention",
     "attention_varlen",
     "linear_cross_entropy_and_gradients",
     "linear_cross_entropy_backward",
@@ -28,6 +29,7 @@ __all__ = [
     "mla_q_epilogue",
     "nonzero_rows",
     "paged_attention",
+    "product",
     "reshape_and_cache",
 ]
 
@@ -105,6 +107,20 @@ def _with_gradients(
     tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
     products = 2.0 * target.numel() * weight.shape[0] * weight.shape[1] * wanted
     return Cost(_logits(hidden, weight, target) + products, nbytes(hidden, weight, target, *tensors))
+
+
+def product(x: torch.Tensor, y: torch.Tensor, **rest: Any) -> Cost:
+    """Rows times a weight, which may be packed: what the entry takes and writes, once."""
+    tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
+    return Cost(2.0 * y.numel() * x.shape[-1], nbytes(x, y, *tensors))
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any) -> Cost:
+    """Of the pairs that are visible; the gradients have the scores once more."""
+    seen = visible_pairs(q.shape[-2], k.shape[-2], bool(rest["causal"]), rest["window"] or None)
+    tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
+    flops = 2.0 * q.shape[:-2].numel() * seen * (q.shape[-1] + v.shape[-1])
+    return Cost(2.5 * flops if "dout" in rest else flops, nbytes(q, k, v, *tensors))
 
 
 def attention_varlen(

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from opsmith.profiler.data import ATTENTION, COPIES, FRAMEWORK, MATMUL, NORM, SOFTMAX, Advice, Phase, Row
+from opsmith.profiler.data import ATTENTION, COPIES, FRAMEWORK, MATMUL, NORM, Advice, Phase, Row
 from opsmith.profiler.kinds import bare
 from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs
@@ -172,8 +172,7 @@ def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Ad
         r
         for r in phase.rows
         if r.calls >= REPEATED
-        and bare(r.operator.split()[0]) in _PER_HEAD
-        and r.kind in _HEADS
+        and (r.kind == ATTENTION or bare(r.operator.split()[0]) in _PER_HEAD)
         and (
             r.layer or not profile.optimized
         )  # of a compiled graph the layer may be unknown, and all fall together
@@ -210,8 +209,7 @@ def padding(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
         )
 
 
-_HEADS = (ATTENTION, MATMUL, SOFTMAX)
-_PER_HEAD = {"attention", "matmul", "bmm", "softmax", "_softmax", "scaled_dot_product_attention", "baddbmm"}
+_PER_HEAD = {"matmul", "bmm", "baddbmm", "softmax", "_softmax"}
 
 
 def _sizes(row: Row) -> list[tuple[int, ...]]:

@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from opsmith.operator import Cost
+from opsmith.operator import Cost, Gradient
 from opsmith.profiler import costs, entries
 from opsmith.profiler.align import align
 from opsmith.profiler.collect import Op, Watched
 from opsmith.profiler.composites import CallSequence, Found, shapes
-from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, OTHER, Event, Row
+from opsmith.profiler.data import FRAMEWORK, MATMUL, OTHER, Event, Row
 from opsmith.profiler.kinds import OF_KIND, card_of, kind_of, moves_nothing, transparent
 from opsmith.profiler.marks import Mark
 
@@ -29,8 +29,7 @@ class Unit:
 
     row: Row
     places: list[int] = field(default_factory=list)
-    backward: float = 1.0
-    site: bool = False  # a card says what its gradient costs
+    gradient: Gradient | None = None  # what its card says, where it has one
 
 
 @dataclass
@@ -238,7 +237,7 @@ class _Reader:
             )
             if found.cost is not None:
                 _price(row, found.cost)
-            unit = self.sites[site] = self._new(Unit(row, backward=found.backward, site=True))
+            unit = self.sites[site] = self._new(Unit(row, gradient=found.gradient))
         self._add(op, unit)
 
     def _marked(self, mark: Mark, op: Op) -> Unit:
@@ -263,7 +262,7 @@ class _Reader:
         )
         if estimate is not None:
             _price(row, estimate)
-        return self._new(Unit(row, site=True, backward=2.0 if row.kind == ATTENTION else 1.5))
+        return self._new(Unit(row, gradient=mark.card.gradient))
 
     def _leaf(self, op: Op, layer: str | None = None) -> None:
         kind = None if transparent(op.name) and op.children else kind_of(op.name)
@@ -320,13 +319,13 @@ class _Reader:
                     )
                 )
             )
-            if forward.site and row.kind != MATMUL:
-                factor = 2.5 if row.kind == ATTENTION else 2.0
-                back.row.flops, back.row.bytes = factor * row.flops, forward.backward * row.bytes
+            if forward.gradient is not None and row.kind != MATMUL:
+                back.row.flops = forward.gradient.flops * row.flops
+                back.row.bytes = forward.gradient.bytes * row.bytes
                 back.row.known = row.known
-                back.site = True
+                back.gradient = forward.gradient
         self._add(op, back)
-        if not back.site:
+        if back.gradient is None:
             for estimate in self._leaf_costs(op.children):
                 if estimate is None:
                     back.row.known = False

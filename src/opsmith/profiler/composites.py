@@ -23,7 +23,7 @@ from opsmith.compiler.algebra.terms import Shape
 from opsmith.compiler.capture.trace import note_constants, tidy
 from opsmith.compiler.find.recognize import recognize
 from opsmith.compiler.find.site import Site, hint, where
-from opsmith.operator import Cost, registry
+from opsmith.operator import Cost, Gradient, registry
 from opsmith.profiler import entries
 from opsmith.profiler.costs import Spec
 from opsmith.profiler.kinds import OF_KIND, moves_nothing
@@ -41,7 +41,7 @@ class Found:
     composite: bool
     pieces: list[str]
     source: str
-    backward: float = 1.0  # the least bytes of its gradient over its own
+    gradient: Gradient = field(default_factory=Gradient)
     call: dict[str, Any] = field(default_factory=dict)
     fault: str = ""  # what is wrong with the formula of its cost
     replay: str = ""
@@ -187,14 +187,9 @@ def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = No
         composite=len(written) > 1,
         pieces=written,
         source=where(site.root).strip("()"),
-        backward=BACKWARD.get(site.card.name, 1.5),
+        gradient=site.card.gradient,
         call=call,
     )
-
-
-# The least bytes of a gradient over those of its operator: of most, the result's gradient and what was kept are read
-# and one gradient is written; a rotation is undone by another; an embedding's gradient is the table's.
-BACKWARD = {"rope": 1.0, "rope_qk": 1.0, "embedding": 1.0, "attention": 2.0}
 
 
 def shapes(call: dict[str, Any]) -> str:

@@ -78,15 +78,7 @@ def cost_of(name: str, inputs: Inputs) -> Estimate:
         return _estimate(card, card.entries[entry], call)
     parts = costs.tensors(inputs)
     kind = OF_KIND[card.kind]
-    back = "backward" in entry
-    if card.name == "attention":
-        return _attention(parts, call, back), ""
-    if kind == MATMUL and card.name in ("linear", "packed_linear") and not back and parts:
-        rows = parts[0].numel // max(parts[0].shape[-1], 1)
-        width = parts[-1].shape[-1] if parts[-1].shape else 0  # the result comes last
-        moved = float(sum(p.nbytes for p in parts))
-        return Cost(2.0 * rows * parts[0].shape[-1] * width, moved), ""
-    if not back and (mine := _of_card(card, call)) is not None:
+    if "backward" not in entry and (mine := _of_card(card, call)) is not None:
         return _estimate(card, card.cost, mine)
     if kind in (ATTENTION, MATMUL) or not parts:
         return None, ""
@@ -101,14 +93,6 @@ def _of_card(card: Operator, call: dict[str, Any]) -> dict[str, Any] | None:
         return None
     # Settings that an entry writes as numbers, the function as words or None: only tensors are sure to mean the same.
     return {p.name: call[p.name] for p in named if isinstance(call.get(p.name), torch.Tensor | float)}
-
-
-def _attention(parts: list[Spec], call: dict[str, Any], back: bool) -> Cost:
-    q, k, v = parts[1:4] if back else parts[:3]
-    forward = costs.attention(q, k, v, None, False)
-    whole = q.shape[-2] * k.shape[-2] or 1
-    seen = costs.pairs(q.shape[-2], k.shape[-2], bool(call.get("causal")), at_end=True) / whole
-    return Cost(forward.flops * seen * (2.5 if back else 1.0), float(sum(p.nbytes for p in parts)))
 
 
 def named(name: str, inputs: Inputs) -> dict[str, Any] | None:

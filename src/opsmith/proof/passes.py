@@ -128,7 +128,7 @@ class Backward(_Pass):
         return _copy((self._sample.args, dict(self._sample.kwargs), self._seeds))  # type: ignore[no-any-return]
 
     def cost(self) -> Cost:
-        """Two multiplications for each of the forward's, and, for attention, its scores once more.
+        """What the card says of its gradient, of a loss beside the forward pass.
 
         Bytes: the gradients that come in and go out, and what our forward has kept for its backward; of a loss, its
         inputs and their gradients.
@@ -136,8 +136,8 @@ class Backward(_Pass):
         forward = self._card.cost(*self._sample.args, **self._sample.kwargs)
         if self._both:
             gradients = sum(t.nbytes for t in with_leaves(self._sample.args, self._sample.kwargs)[2])
-            return Cost(3 * forward.flops, forward.min_bytes + gradients)
-        return Cost((2.5 if self._card.kind is Kind.ATTENTION else 2.0) * forward.flops, self._bytes)
+            return Cost((1 + self._card.gradient.flops) * forward.flops, forward.min_bytes + gradients)
+        return Cost(self._card.gradient.flops * forward.flops, self._bytes)
 
     def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
         return list(tensors_of(_ready(fn, args, kwargs, self._seeds)()))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from torch.fx import Node
 
 from opsmith.compiler.algebra.canon import arguments, op_name, shape_of
-from opsmith.compiler.find.merge import pair, with_output_layer
+from opsmith.compiler.find.merge import merge
 from opsmith.compiler.find.operands import nodes_in
 from opsmith.compiler.find.site import Site, check
 from opsmith.operator import Kind, Operator
@@ -30,7 +30,7 @@ def grow(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
             _absorb_residual(site, computed, disturbed)
             computed.update(site.outputs)
     sites = [s for s in sites if id(s) not in gone]
-    return pair(with_output_layer(sites, cards, disturbed), cards, disturbed)
+    return merge(sites, cards, disturbed)
 
 
 def _absorb_residual(site: Site, computed: set[Node], disturbed: Callable[[Site], bool]) -> None:

@@ -297,7 +297,7 @@ class Matcher:
         name = self._variable(p.args[0])
         return (
             name is not None
-            and name not in self.template.pattern.aligned
+            and name not in self.template.pattern.recognition.aligned
             and len(t.shape) == len(p.attrs) == 2
         )
 

@@ -5,6 +5,7 @@ Whether together is faster is measured: a merged site keeps its parts, and where
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,21 +15,26 @@ from torch.fx import Node
 from opsmith.compiler.algebra.canon import arguments, op_name, shape_of
 from opsmith.compiler.find.operands import Made, Operand, shape_of_operand
 from opsmith.compiler.find.site import Site, check
-from opsmith.operator import Operator
+from opsmith.operator import MergedCalls, MergedChain, Operator
 
 Cards = Mapping[str, Operator]
 Disturbed = Callable[[Site], bool]
 
 
-def pair(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
-    """Two ropes by one table as one `rope_qk`."""
-    card = cards.get("rope_qk")
+def merge(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
+    """Sites merged as the cards say, where nothing that is changed between them is in the way."""
+    return _pairs(_chains(sites, cards, disturbed), cards, disturbed)
+
+
+def _pairs(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
+    """Two calls of one operator, such as ropes by one table, as one."""
+    merging = {c.merges.of: (c, c.merges) for c in cards.values() if isinstance(c.merges, MergedCalls)}
     result: list[Site] = []
     for site in sites:
-        before = next((s for s in reversed(result) if s.card.name == "rope"), None)
         merged = None
-        if card is not None and site.card.name == "rope" and before is not None:
-            merged = _paired(card, before, site)
+        before = next((s for s in reversed(result) if s.card is site.card), None)
+        if site.card.name in merging and before is not None:
+            merged = _paired(*merging[site.card.name], before, site)
         if merged is None or before is None or check(merged) is not None or disturbed(merged):
             result.append(site)
         else:
@@ -36,34 +42,40 @@ def pair(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
     return result
 
 
-def _paired(card: Operator, q: Site, k: Site) -> Site | None:
-    settings = [{n: v for n, v in s.arguments.items() if n != "x"} for s in (q, k)]
-    first = min(q.root, k.root)
-    if settings[0] != settings[1] or q.after != k.after or any(not n < first for n in (*q.inputs, *k.inputs)):
+def _paired(card: Operator, how: MergedCalls, first: Site, second: Site) -> Site | None:
+    settings = [{n: v for n, v in s.arguments.items() if n != how.over} for s in (first, second)]
+    start = min(first.root, second.root)
+    if settings[0] != settings[1] or first.after != second.after:
         return None
-    call = {"q": q.arguments["x"], "k": k.arguments["x"], **settings[0]}
-    outputs = (q.root, k.root)
-    return Site(card, q.pattern, call, outputs, q.region | k.region, q.after, (q, k))
+    if any(not n < start for n in (*first.inputs, *second.inputs)):
+        return None
+    values = (first.arguments[how.over], second.arguments[how.over])
+    call = {**dict(zip(how.inputs, values, strict=True)), **settings[0]}
+    outputs, region = (first.root, second.root), first.region | second.region
+    return Site(card, first.pattern, call, outputs, region, first.after, (first, second))
 
 
-def with_output_layer(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
-    """Losses of a linear layer's output with the layer, where nothing else needs the logits."""
+def _chains(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
+    """Operators with the one whose result they read, such as losses with the output layer, if nothing else needs it."""
     by_root = {s.root: s for s in sites}
-    card = cards.get("linear_cross_entropy")
+    merging = {c.merges.last: (c, c.merges) for c in cards.values() if isinstance(c.merges, MergedChain)}
     gone: list[Site] = []
     result: list[Site] = []
     for site in sites:
+        card, how = merging.get(site.card.name, (None, None))
+        through = how.through if how is not None else site.card.widens
         merged = None
-        if site.card.name == "cross_entropy":
-            logits, chain, slices = _unwrapped(site.arguments["logits"])
-            layer = by_root.get(logits) if isinstance(logits, Node) else None
-            if card is not None and layer is not None and layer.card.name == "linear":
-                merged = _with_layer(card, site, layer, chain, slices)
+        if through:
+            read, chain, slices = _unwrapped(site.arguments[through])
+            layer = by_root.get(read) if isinstance(read, Node) else None
+            if card is not None and how is not None and layer is not None and layer.card.name == how.first:
+                merged = _with_layer(card, how, site, layer, chain, slices)
             if merged is not None and (check(merged) is not None or disturbed(merged)):
                 merged = None
             if merged is not None and layer is not None:
                 gone.append(layer)
-            _spare_cast(site, logits, slices)
+            if through == site.card.widens:
+                _spare_cast(site, read, slices)
         result.append(site if merged is None else merged)
     return [s for s in result if not any(s is g for g in gone)]
 
@@ -73,7 +85,7 @@ _COPIES = ("aten::to", "aten::_to_copy", "aten::contiguous", "aten::clone", "ate
 
 
 def _unwrapped(value: Any) -> tuple[Any, list[Node], list[tuple[Any, ...]]]:
-    """What logits are rows of: the node behind casts, copies, views and slices, these nodes, and the slices."""
+    """What a value is rows of: the node behind casts, copies, views and slices, these nodes, and the slices."""
     chain: list[Node] = []
     slices: list[tuple[Any, ...]] = []
     viewed = isinstance(value, Node)
@@ -111,38 +123,42 @@ def _rows(value: Operand, slices: list[tuple[Any, ...]]) -> Operand:
 
 
 def _dtype_of(site: Site, source: Any) -> dict[str, Any]:
-    """The loss's dtype, where it is not that of what it is computed from."""
+    """The result's dtype, where it is not that of what it is computed from."""
     dtype = site.root.meta["val"].dtype
     return {} if dtype == source.meta["val"].dtype else {"dtype": dtype}
 
 
 def _with_layer(
-    card: Operator, site: Site, layer: Site, chain: list[Node], slices: list[tuple[Any, ...]]
+    card: Operator,
+    how: MergedChain,
+    site: Site,
+    layer: Site,
+    chain: list[Node],
+    slices: list[tuple[Any, ...]],
 ) -> Site | None:
     inner = {*chain, *site.region}
     if any(not set(node.users) <= inner for node in (layer.root, *chain)):
         return None
-    if layer.after or not set(layer.arguments) <= {"x", "weight", "bias"}:
+    if layer.after or not set(layer.arguments) <= {how.over, *inspect.signature(card.function).parameters}:
         return None
-    rest = {n: v for n, v in site.arguments.items() if n != "logits"}
     call = {
-        "hidden": _rows(layer.arguments["x"], slices),
-        **{n: v for n, v in layer.arguments.items() if n != "x"},
-        **rest,
+        how.rows: _rows(layer.arguments[how.over], slices),
+        **{n: v for n, v in layer.arguments.items() if n != how.over},
+        **{n: v for n, v in site.arguments.items() if n != how.through},
         **_dtype_of(site, layer.root),
     }
     return Site(card, site.pattern, call, site.outputs, inner | layer.region, (), (layer, site))
 
 
-def _spare_cast(site: Site, logits: Any, slices: list[tuple[Any, ...]]) -> None:
-    """Let the loss read narrow logits itself, where the model widens a copy of them first."""
-    given = site.arguments["logits"]
-    if not isinstance(logits, Node) or not isinstance(given, Node) or not _dtype_of(site, logits):
+def _spare_cast(site: Site, read: Any, slices: list[tuple[Any, ...]]) -> None:
+    """Let an operator read a narrow input itself, where the model widens a copy of it first."""
+    given = site.arguments[site.card.widens]
+    if not isinstance(read, Node) or not isinstance(given, Node) or not _dtype_of(site, read):
         return
     spared = Site(
         site.card,
         site.pattern,
-        {**site.arguments, "logits": _rows(logits, slices), **_dtype_of(site, logits)},
+        {**site.arguments, site.card.widens: _rows(read, slices), **_dtype_of(site, read)},
         site.outputs,
         site.region | set(_unwrapped(given)[1]),
     )

@@ -58,7 +58,7 @@ class Miss:
 
 
 @dataclass
-class Recognition:
+class Recognized:
     """What was found in a graph, in graph order, and what came close."""
 
     sites: list[Site] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Recognition:
     misses: list[Miss] = field(default_factory=list)
 
 
-def recognize(graph: fx.Graph, cards: Iterable[Operator]) -> Recognition:
+def recognize(graph: fx.Graph, cards: Iterable[Operator]) -> Recognized:
     """Find every site of the cards' operators in a traced and tidied graph."""
     finder = _Finder(graph, list(cards))
     return finder.run()
@@ -89,8 +89,8 @@ class _Finder:
         self.names: dict[Poly, set[str]] = {}  # of the functions in a term
         self.near: dict[Node, tuple[tuple[int, int], Template, Mismatch, Canon]] = {}
 
-    def run(self) -> Recognition:
-        result = Recognition()
+    def run(self) -> Recognized:
+        result = Recognized()
         for node in reversed(list(self.graph.nodes)):
             if node in self.consumed or not _may_be_root(node):
                 continue
@@ -112,7 +112,7 @@ class _Finder:
         for template in self.templates:
             if any(not (TRIGGERS[n] & ops) for n in template.names if n in TRIGGERS):
                 continue
-            keeps = template.pattern.keeps
+            keeps = template.pattern.recognition.keeps
             if keeps not in plain:
                 plain[keeps] = Canon(self.space, None, root, self.opaque, keeps)
             if template.cut is None:
@@ -179,6 +179,7 @@ class _Finder:
         self, template: Template, canon: Canon, root: Node, binding: Binding
     ) -> Site | tuple[str, str, Any]:
         """The site, or (expected, got, where) of the reason why the operator can't stand here."""
+        how = template.pattern.recognition
         call: dict[str, Any] = dict(template.pattern.fixed)
         layouts: dict[str, tuple[int, ...]] = {}
         already: dict[str, float] = {}
@@ -187,9 +188,9 @@ class _Finder:
                 call[name] = value
                 continue
             operand = materialize(value, canon, root)
-            if operand is None and name in template.pattern.shared:
+            if operand is None and name in how.shared:
                 operand = of_wider(value, canon, root)
-            number = template.pattern.multiplies.get(name, "")
+            number = how.multiplies.get(name, "")
             factor = binding.get(number)
             if operand is None and isinstance(factor, float):
                 operand = materialize(self.space.scale(value, factor), canon, root)
@@ -197,7 +198,7 @@ class _Finder:
             if operand is None:
                 return (f"{name} as a value of the graph", "an expression no node computes", value)
             call[name] = operand
-            if name in template.pattern.aligned:
+            if name in how.aligned:
                 layout = _layout(value)
                 if layout is not None:
                     layouts[name] = layout
@@ -206,27 +207,27 @@ class _Finder:
             return ("inputs in one layout", f"axes permuted as {text}", root)
         call |= already
         used: set[str] = set()
-        for name, follows in template.pattern.numbers.items():
+        for name, follows in how.numbers.items():
             of = inspect.signature(follows).parameters
             call[name] = follows(*(binding[n] for n in of))
             used |= set(of)
         call = {name: value for name, value in call.items() if name not in used}
-        for name in template.pattern.repeats:
+        for name in how.repeats:
             call[name] = _unrepeated(call[name])
         ranks = {n: len(s) for n, s in template.pattern.inputs.items() if isinstance(s, tuple)}
         after: tuple[Any, ...] = ()
         main = template.variables[0]
-        if len(_shape(call[main])) == ranks[main] - 1 and template.pattern.aligned:
+        if len(_shape(call[main])) == ranks[main] - 1 and how.aligned:
             call = {n: _unsqueeze(v) if n in ranks else v for n, v in call.items()}
             after = ((torch.ops.aten.squeeze.dim, (0,)),)
-        for name, convert in template.pattern.converted.items():
+        for name, convert in how.converted.items():
             call[name] = Made(convert, (call[name],), _shape(call[name]))
-        for name, (source, times) in template.pattern.sizes.items():
+        for name, (source, times) in how.sizes.items():
             call[name] = times * _shape(call[source])[-1]
         rank = len(_shape(call[main]))
         refusal = ("inputs that the operator can be called with", "other shapes")
-        for layout in [p for p in template.pattern.layouts if len(p) == rank] or [tuple(range(rank))]:
-            arranged = _arranged(call, main, layout, template.pattern.shared)
+        for layout in [p for p in how.layouts if len(p) == rank] or [tuple(range(rank))]:
+            arranged = _arranged(call, main, layout, how.shared)
             if arranged is None:
                 continue
             region = between(root, [n for v in arranged.values() for n in nodes_in(v)])

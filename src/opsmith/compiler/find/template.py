@@ -50,7 +50,7 @@ class Template:
         cut = {}
         for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), variables, strict=True):
             cut[node] = space.leaf(Var(name), shape_of(node))
-        term = lower(space, Canon(space, cut, root, keeps=pattern.keeps)(root), shape_of(root))
+        term = lower(space, Canon(space, cut, root, keeps=pattern.recognition.keeps)(root), shape_of(root))
         names = frozenset(function_names(term))
         first = next(n for n in graph.nodes if n.op == "placeholder")
         other = names & {"matmul", "gather", "nll"} or shape_of(first) != shape_of(root)

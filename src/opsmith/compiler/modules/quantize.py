@@ -18,7 +18,7 @@ from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.modules.linear_layers import as_linear, linear_layers
-from opsmith.operator import registry
+from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
 from opsmith.ops.packed_linear.module import PackedLinear
 
 _ROWS = 8  # of a layer's input that prove it
@@ -232,7 +232,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
     """Why a layer's result is not the product it should be, or nothing."""
-    card = registry()["packed_linear"]
+    card = PACKED_LINEAR
     bias = None if packed.bias is None else packed.bias.to(x.dtype)
     args = (packed.weight, packed.scale, packed.zero)
     options = {"format": packed.format, "group_size": packed.group_size}

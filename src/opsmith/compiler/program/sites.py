@@ -13,7 +13,7 @@ from torch.fx import Node
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.choose.select import Choice, Packer, Selector, signature
 from opsmith.compiler.choose.settle import call_of, settle
-from opsmith.compiler.find.recognize import Recognition
+from opsmith.compiler.find.recognize import Recognized
 from opsmith.compiler.find.site import Site, where
 from opsmith.compiler.program.outcome import GraphReport, SiteReport
 from opsmith.compiler.steps.bind import Form
@@ -41,7 +41,7 @@ class Sites:
         self,
         gm: fx.GraphModule,
         effects: Effects,
-        found: Recognition,
+        found: Recognized,
         more: Sequence[Site],
         selector: Selector,
         progress: Progress | None = None,

@@ -22,7 +22,8 @@ from opsmith.call.common import (
     spread,
 )
 from opsmith.kernels import calls, nodes
-from opsmith.operator import Implementation, Kind, Operator, Pattern, register
+from opsmith.operator import Gradient, Implementation, Kind, Operator, Pattern, Recognition, register
+from opsmith.ops import entry_costs
 from opsmith.ops.attention.check import check
 from opsmith.ops.attention.eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention.samples import cost, promised, samples, workloads
@@ -287,10 +288,12 @@ def _written(how: str, fn: Callable[..., torch.Tensor]) -> Pattern:
         fn,
         inputs | numbers,
         dtypes={"mask": "bool"} if "boolean" in how else {},
-        aligned=("q", "k", "v"),
-        repeats=("k", "v"),
-        multiplies={} if "cap" in how else {"q": "scale"},
-        numbers=_OF_CAPPED if "cap" in how else {},
+        recognition=Recognition(
+            aligned=("q", "k", "v"),
+            repeats=("k", "v"),
+            multiplies={} if "cap" in how else {"q": "scale"},
+            numbers=_OF_CAPPED if "cap" in how else {},
+        ),
     )
 
 
@@ -353,6 +356,8 @@ CARD = register(
             _written("soft cap, additive mask", _capped),
             _written("soft cap, boolean mask", _capped),
         ),
+        entries=dict.fromkeys(("attention", "attention_backward"), entry_costs.attention),
+        gradient=Gradient(flops=2.5, bytes=2.0),  # the scores once more
         schemas=(
             "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "
             "float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",

@@ -345,6 +345,7 @@ CARD = register(
             Implementation("eager", reference),
         ],
         patterns=tuple(_pattern(reduction) for reduction in REDUCTIONS),
+        widens="logits",
         schemas=(
             "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, "
             "int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",

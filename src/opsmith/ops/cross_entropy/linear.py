@@ -24,7 +24,7 @@ from opsmith.call.common import (
     short,
     small,
 )
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Implementation, Kind, Make, MergedChain, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.cross_entropy import (
     REDUCTIONS,
@@ -364,7 +364,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         implementations=[*kernels(_native, _supports, takes_out=False), Implementation("eager", reference)],
-        patterns=(),
+        merges=MergedChain("linear", "cross_entropy", through="logits", over="x", rows="hidden"),
         entries={
             "linear_cross_entropy_and_gradients": entry_costs.linear_cross_entropy_and_gradients,
             "linear_cross_entropy_backward": entry_costs.linear_cross_entropy_backward,

@@ -290,6 +290,7 @@ SILU_CARD = register(
             "gated_backward(Tensor dy, Tensor gate, Tensor? up, int activation, *, Tensor(a!) dgate, "
             "Tensor(b!)? dup=None) -> ()",
         ),
+        onto=(("gate", "up"),),
         source=_SOURCE,
     )
 )
@@ -313,6 +314,7 @@ GELU_CARD = register(
                 fixed={"tanh": True},
             ),
         ),
+        onto=(("gate", "up"),),
         source=_SOURCE,
     )
 )

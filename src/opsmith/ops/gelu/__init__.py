@@ -244,6 +244,7 @@ CARD = register(
             "gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh, *, Tensor(a!) dx, "
             "Tensor(b!)? dbias=None) -> ()",
         ),
+        onto=(("x",),),
         source=_SOURCE,
     )
 )
@@ -272,6 +273,7 @@ BIAS_CARD = register(
                 fixed={"tanh": True},
             ),
         ),
+        onto=(("x",),),
         source=_SOURCE,
     )
 )

@@ -272,6 +272,7 @@ CARD = register(
             "layer_norm_backward(Tensor dy, Tensor? dsummed, Tensor s, Tensor mean, Tensor rstd, "
             "Tensor? weight, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
         ),
+        onto=(("x", "residual"), ("x", "residual")),
         source="Ba, Kiros, Hinton, 2016; Welford, 1962; Chan, Golub, LeVeque, 1979",
     )
 )

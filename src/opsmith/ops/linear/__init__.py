@@ -376,6 +376,7 @@ CARD = register(
         ),
         entries={
             "linear_pack": entry_costs.linear_pack,
+            **dict.fromkeys(("linear_packed", "linear_rows", "linear_unpacked"), entry_costs.product),
             "linear_gradient": entry_costs.linear_gradient,
             "linear_rows_backward": entry_costs.linear_rows_backward,
             "nonzero_rows": entry_costs.nonzero_rows,
@@ -394,6 +395,7 @@ CARD = register(
             "Tensor(b!)? dbias=None) -> ()",
             "nonzero_rows(Tensor x, *, Tensor(a!) found) -> ()",
         ),
+        onto=(("x", "residual"),),
         source="oneDNN matmul with post-operations",
     )
 )

@@ -27,6 +27,7 @@ from opsmith.call.common import (
 )
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.ops import entry_costs
 from opsmith.ops.linear import pack_weight
 from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, packed_shape, quantize
 
@@ -359,6 +360,7 @@ CARD = register(
         implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
         # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
         patterns=(),
+        entries={"packed_linear": entry_costs.product},
         schemas=(
             "packed_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group, "
             "bool dynamic, *, Tensor(a!) y) -> ()",

@@ -333,6 +333,7 @@ CARD = register(
             "rms_norm_backward(Tensor dy, Tensor? dsummed, Tensor s, Tensor rstd, Tensor? weight, "
             "float weight_offset, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None) -> ()",
         ),
+        onto=(("x", "residual"), ("x", "residual")),
         source="Zhang, Sennrich, 2019",
     )
 )

@@ -19,7 +19,7 @@ from opsmith.call.common import (
     soonest,
 )
 from opsmith.kernels import calls, nodes
-from opsmith.operator import Implementation, Kind, Operator, register
+from opsmith.operator import Gradient, Implementation, Kind, MergedCalls, Operator, register
 from opsmith.ops.ascend import on_npu
 from opsmith.ops.rope.check import Pair, bad_position, check, check_key, name_bad_position
 from opsmith.ops.rope.patterns import PATTERNS
@@ -339,6 +339,8 @@ CARD = register(
             Implementation("eager", reference),
         ],
         patterns=PATTERNS,
+        gradient=Gradient(bytes=1.0),  # another rotation
+        onto=(("x",),),
         schemas=(
             "rope(Tensor x, Tensor cos, Tensor sin, Tensor? positions, int dims, bool interleaved, bool inverse, "
             "*, Tensor(a!) y) -> ()",
@@ -365,6 +367,9 @@ CARD_QK = register(
             "bool inverse, *, Tensor(a!) yq, Tensor(b!) yk) -> ()",
         ),
         outputs=2,
+        gradient=Gradient(bytes=1.0),
+        onto=(("q",), ("k",)),
+        merges=MergedCalls("rope", over="x", inputs=("q", "k")),
         source="Su et al., 2021",
     )
 )

@@ -226,6 +226,7 @@ CARD = register(
         ),
         outputs=2,
         differentiable=False,
+        onto=(("x_q",), ("x_scale",)),
         source="Su et al., 2021",
     )
 )

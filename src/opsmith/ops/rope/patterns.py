@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opsmith.operator import Pattern
+from opsmith.operator import Pattern, Recognition
 
 
 def _halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -62,10 +62,12 @@ def _pattern(
         fn,
         {"x": ("B", "H", "L", size), "cos": table, "sin": table},
         fixed=fixed,
-        layouts=((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 2), (1, 0, 2)),
-        shared={"cos": 1, "sin": 1},
-        converted=converted,
-        sizes={} if size == 2 * pairs else {"rotary_dim": ("cos", 2 * pairs // columns)},
+        recognition=Recognition(
+            layouts=((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 2), (1, 0, 2)),
+            shared={"cos": 1, "sin": 1},
+            converted=converted,
+            sizes={} if size == 2 * pairs else {"rotary_dim": ("cos", 2 * pairs // columns)},
+        ),
     )
 
 

@@ -332,6 +332,7 @@ CARD = register(
             "softmax(Tensor x, Tensor? mask, float scale, bool causal, int method, *, Tensor(a!) y) -> ()",
             "softmax_backward(Tensor dy, Tensor y, float scale, *, Tensor(a!) dx) -> ()",
         ),
+        onto=(("x",),),
         source="Bridle, 1990; Milakov, Gimelshein, 2018",
     )
 )

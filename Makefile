@@ -67,7 +67,7 @@ ascend-lower: $(VENV)/.installed $(ASCEND)/.installed  ## Lower the Triton kerne
 .PHONY: clean
 clean:  ## Remove the environment, caches and build outputs
 	$(call timed,rm -rf $(VENV) $(ASCEND) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
-	  && find src tests -name __pycache__ -type d -prune -exec rm -rf {} +)
+	  packages/*/src/*.egg-info && find src tests packages -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
 # pip unpacks on one core, so two of them unpack what is large. What they cannot install, the third does, or says why.
@@ -79,6 +79,8 @@ $(VENV)/.installed-demo: EXTRAS := demo
 $(VENV)/.installed: EXTRAS := demo,dev
 $(VENV)/.installed: LARGEST += triton
 $(VENV)/.installed: LARGE += matplotlib mypy
+$(VENV)/.installed: PACKAGES := -e packages/opsmith-ascend
+$(VENV)/.installed: packages/opsmith-ascend/pyproject.toml
 $(VENV)/.installed $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	@command -v g++ >/dev/null || echo "g++ was not found: operators will use their slower PyTorch references"
 	@command -v $(PYTHON) >/dev/null \
@@ -89,7 +91,7 @@ $(VENV)/.installed $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	  || { rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
 	@echo "installing into $(VENV) ..."
 	@$(foreach half,LARGEST LARGE,$(PIP) --no-deps $($(half)) >/dev/null 2>&1 &) wait
-	@$(PIP) -e '.[$(EXTRAS)]'
+	@$(PIP) -e '.[$(EXTRAS)]' $(PACKAGES)
 	@touch $@ $(VENV)/.installed-demo
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -9,25 +9,15 @@ import pytest
 from filelock import FileLock
 
 from opsmith.kernels import compiler
-from opsmith.kernels.ascend import harness
 from opsmith.kernels.build import Library, _Job
 
-__all__ = ["EMULATED", "emulation", "like", "precompile", "through"]
-
-# Without optimization an emulated kernel computes the same, and most are run for less time than they are compiled for.
-EMULATED = tuple("-O0" if flag == "-O1" else flag for flag in harness._FLAGS)
+__all__ = ["like", "precompile", "through"]
 
 
 def like(source: Path, folders: Sequence[Path], tier: str, flags: tuple[str, ...] = ()) -> compiler.Unit:
     """How a source is compiled that includes headers of these folders."""
     (unit,) = _Job.of(Library("x", [source], folders, flags, tier=tier)).units
     return unit
-
-
-def emulation() -> dict[Path, compiler.Unit]:
-    """What every emulated kernel includes first."""
-    folder = harness.HEADERS
-    return {folder / "standard.h": like(folder / "core.cpp", [folder], "portable", EMULATED)}
 
 
 def precompile(

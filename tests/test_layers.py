@@ -11,12 +11,22 @@ import torch
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith.operator import Kind, registry
 
-PACKAGE = Path(__file__).parents[1] / "src" / "opsmith"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "opsmith"
+# Back ends in packages of their own, and the page that lists what these may import.
+BACKENDS = [file.parent for file in sorted((ROOT / "packages").glob("*/src/*/__init__.py"))]
+INTERFACE = ROOT / "docs" / "authoring" / "backends.md"
+# Devices of theirs, and who makes these. What an operator follows is named in its docstring, as a source.
+DEVICES = re.compile(r"ascend(?!ing)|\bnpu\b|_npu|npu_|\bcann\b", re.IGNORECASE)
+SOURCES = re.compile(r"^ *Source: .*", re.MULTILINE)
 
 # What each part of the package may import from the others. `__init__` is the public face, on top of them all.
 MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
-    "operator": set(),
+    "installed": set(),
+    "implementation": set(),
+    "backends": {"installed", "implementation"},
+    "operator": {"implementation", "backends"},
     "measure": set(),
     "kernels": set(),
     "call": {"operator", "measure", "kernels"},
@@ -37,6 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "authoring",
     },
 }
+# What packages bring is asked for from above: by whom an entry point is loaded.
+for upper in ("ops", "proof", "compiler", "profiler", "authoring", "integrations"):
+    MAY_IMPORT[upper] |= {"installed", "implementation", "backends"}
 MAY_IMPORT["__init__"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
@@ -149,6 +162,52 @@ def named_operators(package: Path, operators: Collection[str]) -> list[str]:
 
 def test_no_part_keeps_a_list_of_operators() -> None:
     assert named_operators(PACKAGE, registry()) == []
+
+
+def other_devices(package: Path) -> list[str]:
+    """Every line of a package that names a back end in a package of its own."""
+    found = []
+    for file in sorted(file for file in package.rglob("*.*") if file.suffix in (".py", ".h", ".cpp", ".j2")):
+        for i, line in enumerate(SOURCES.sub("", file.read_text()).splitlines(), 1):
+            found += [f"{file.relative_to(package)}:{i}: {line.strip()}"] if DEVICES.search(line) else []
+    return found
+
+
+def beyond_the_interface(package: Path, page: str) -> list[str]:
+    """Every import of a back end's package that takes what the page does not list."""
+    listed, found = set(re.findall(r"`(opsmith[.\w]*)`", page)), []
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "opsmith":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                taken = [n if is_module(n) else str(node.module) for n in names]
+            else:
+                taken = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            wrong = [n for n in taken if n.startswith("opsmith.") and n not in listed]
+            found += [f"{file.relative_to(package)}:{node.lineno}: {name}" for name in wrong]
+    return found
+
+
+def is_module(name: str) -> bool:
+    path = PACKAGE.parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_the_core_names_no_other_back_end() -> None:
+    assert other_devices(PACKAGE) == []
+
+
+def test_a_back_end_imports_what_the_page_lists() -> None:
+    assert [package.name for package in BACKENDS] == ["opsmith_ascend"]
+    for package in BACKENDS:
+        assert beyond_the_interface(package, INTERFACE.read_text()) == []
+
+
+def test_what_a_back_end_must_not_do_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text("from opsmith.compiler import api\nfrom opsmith.authoring import new\n")
+    assert beyond_the_interface(tmp_path, "`opsmith.authoring.new`") == ["deep.py:1: opsmith.compiler.api"]
+    (tmp_path / "deep.py").write_text('x = 1  # rises, ascending\nif device == "npu":\n    pass\n')
+    assert other_devices(tmp_path) == ['deep.py:2: if device == "npu":']
 
 
 def test_imports_go_down() -> None:

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from opsmith import backends
+from opsmith.implementation import Implementation, Supports
+
 __all__ = [
     "Cost",
     "Gradient",
@@ -29,6 +32,7 @@ __all__ = [
     "Pattern",
     "Recognition",
     "Sample",
+    "Supports",
     "Tolerance",
     "Verdict",
     "as_pattern",
@@ -36,8 +40,6 @@ __all__ = [
     "register",
     "registry",
 ]
-
-Supports = bool | str  # True, or the reason why not
 
 
 class Kind(enum.Enum):
@@ -269,36 +271,6 @@ class Pattern:
     recognition: Recognition = Recognition()
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """One way to compute an operator. `supports` answers True, or the reason why not.
-
-    `prepack(weight, rows)` turns a constant weight into the layout that `fn` reads fastest for that many rows of
-    input; `fn` takes the packed tensor in the weight's place. The compiler calls it once per site.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    device: str = "any"
-    supports: Callable[..., Supports] = lambda *args, **kwargs: True
-    available: Callable[[], Supports] = lambda: True
-    takes_out: bool = False
-    prepack: Callable[[torch.Tensor, int], torch.Tensor] | None = None
-    source: str = ""
-    repeatable: bool = True  # False: two runs may differ in the last bits, as sums by atomic additions do
-
-    def accepts(self, *args: Any, **kwargs: Any) -> Supports:
-        """True when this implementation can run this very call, else the reason why not."""
-        here = self.available()
-        if here is not True:
-            return here
-        if self.device != "any":
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.device.type != self.device:
-                    return f"{self.name} runs on {self.device}, the input is on {value.device.type}"
-        return self.supports(*args, **kwargs)
-
-
 @dataclass
 class Operator:
     """The card. See `opsmith.ops` for the operators and `docs/conventions.md` for how one is added.
@@ -336,6 +308,9 @@ class Operator:
     merges: MergedCalls | MergedChain | None = None
     widens: str = ""
     source: str = ""
+    added: dict[str, list[Implementation]] = field(
+        default_factory=dict, repr=False
+    )  # by back ends, by their names
 
     def implementation(self, name: str) -> Implementation:
         """The implementation of that name, or a KeyError that lists the names there are."""
@@ -389,7 +364,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def registry() -> dict[str, Operator]:
-    """All cards by name, in the order in which they were registered."""
+    """All cards by name, in the order in which they were registered, with what back ends add to them."""
+    there = backends.installed()
+    for card in _REGISTRY.values():
+        for name in [name for name in card.added if name not in there]:
+            gone = card.added.pop(name)
+            card.implementations = [one for one in card.implementations if one not in gone]
+        for name in [name for name in there if name not in card.added]:
+            card.added[name] = list(there[name].implementations(card.name))
+            names = [one.name for one in card.implementations]
+            at = names.index("eager") if "eager" in names else len(names)
+            card.implementations[at:at] = card.added[name]
     return dict(_REGISTRY)
 
 

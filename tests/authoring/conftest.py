@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from opsmith.kernels import compiler, isa, libraries
-from opsmith.kernels.ascend import harness
 from opsmith.profiler import recorder
-from tests.precompiled import EMULATED, emulation, like, precompile, through
+from tests.precompiled import like, precompile, through
 
 # What generated sources include first, as a compiler takes one precompiled header: of the binding, and of the kernels.
 HEADERS = {
@@ -22,18 +21,17 @@ FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in USUAL)
 
 @pytest.fixture(scope="session")
 def precompiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """A folder with those headers precompiled, and with the emulation's."""
+    """A folder with those headers precompiled."""
     folder, tier = libraries.SHARED, isa.tier()
     folders = [*libraries.HEADERS, libraries.SOURCES]
     headers = {folder / header: like(source, folders, tier) for header, source in HEADERS.items()}
-    return precompile(request, tmp_path_factory, "headers", headers | emulation(), FLAGS)
+    return precompile(request, tmp_path_factory, "headers", headers, FLAGS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def projects_build_faster(precompiled: Path | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "COMPILE_FLAGS", FLAGS)
-        patch.setattr(harness, "_FLAGS", EMULATED)
         through(patch, precompiled)
         yield
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from opsmith import backends
 from opsmith.cli import CommandError
 from opsmith.cli.common import Json, Output
 
@@ -15,18 +16,26 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def _targets() -> dict[str, backends.Backend]:
+    """What back ends make beside kernels, and who makes it."""
+    return {target: one for one in backends.installed().values() for target in one.targets}
+
+
+def _without() -> str:
+    targets = " or ".join(_targets())
+    return f"; only --backend {targets} needs none" if targets else ""
+
+
 def run(
     folder: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[FOLDER]", help="A project, as `opsmith new` writes it; only ascend-triton needs none."
-        ),
+        typer.Argument(metavar="[FOLDER]", help=f"A project, as `opsmith new` writes it{_without()}."),
     ] = None,
     backend: Annotated[
         list[str] | None,
         typer.Option(
             "--backend",
-            metavar="cpu|triton|cuda|ascendc|ascend-triton",
+            metavar="|".join((*backends.OWN, *backends.installed(), *_targets())),
             help="Only this one; may be repeated.",
         ),
     ] = None,
@@ -36,26 +45,24 @@ def run(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Compile the kernels of a project: C++ for this CPU, Triton and CUDA for GPUs that need not be here, Ascend C
-    for emulation.
+    """Compile the kernels of a project: C++ for this CPU, Triton and CUDA for GPUs that need not be here, those of
+    further back ends as far as these can here.
 
     What is built already, known by its content, is not built again. The compiler's first error is shown at
     its line in your file.
 
-    ascend-triton lowers Triton kernels to Linalg for Ascend NPUs, in an environment of its own and kernel by kernel;
-    without FOLDER, those of the library. A lowering: neither an NPU nor CANN takes part.
-
     Example: opsmith build rope_op/
     """
-    if backend and "ascend-triton" in backend:
-        if backend != ["ascend-triton"] or aot is not None:
-            raise CommandError("build: ascend-triton goes alone, as it builds nothing that could be packed")
-        _lower(folder, Output(json))
+    known = (*backends.OWN, *backends.installed())
+    for target in [one for one in backend or () if one in _targets()]:
+        if backend != [target] or aot is not None:
+            raise CommandError(f"build: {target} goes alone, as it builds nothing that could be packed")
+        _reach(target, folder, Output(json))
         return
+    if unknown := [one for one in backend or () if one not in known]:
+        raise CommandError(f"build: {backends.missing(unknown[0])}")
     if folder is None:
-        raise CommandError(
-            "build: name the folder of a project, as `opsmith new` writes it; only --backend ascend-triton needs none"
-        )
+        raise CommandError(f"build: name the folder of a project, as `opsmith new` writes it{_without()}")
     from opsmith.authoring.project.compile import compile_backend, projects_kernels
     from opsmith.authoring.project.wheel import write_wheel
     from opsmith.kernels.build import BuildError
@@ -64,6 +71,9 @@ def run(
     results: list[dict[str, Any]] = []
     for kernels in projects_kernels(folder):
         chosen = backend or list(kernels.backends())
+        for other in sorted((kernels.folder / "kernels").glob("[a-z]*/")):
+            if other.name not in known:
+                output.console.print(f"{other} is left out: {backends.missing(other.name)}", markup=False)
         if missing := sorted(set(chosen) - set(kernels.backends())):
             there = ", ".join(kernels.backends()) or "none"
             raise CommandError(
@@ -92,17 +102,16 @@ def run(
     output.finish({"built": results, "wheel": wheel})
 
 
-def _lower(folder: Path | None, output: Output) -> None:
-    """The table of what lowers, and of why the rest does not."""
-    from opsmith.authoring import lowering
+def _reach(target: str, folder: Path | None, output: Output) -> None:
+    """What a back end builds of a project, or of the library, beside its kernels."""
     from opsmith.kernels.build import BuildError
 
     try:
-        results = lowering.lower(folder)
+        text, data = _targets()[target].make(target, folder)
     except BuildError as error:
         raise _said(output.console, error) from error
-    output.console.print(lowering.table(results), markup=False, soft_wrap=True)
-    output.finish(lowering.report(results))
+    output.console.print(text, markup=False, soft_wrap=True)
+    output.finish(data)
 
 
 def _said(console: Console, error: Exception) -> CommandError:

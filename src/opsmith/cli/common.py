@@ -93,10 +93,10 @@ def choose(names: list[str] | None, everything: bool) -> list[Operator]:
     """The cards of the named operators, those of a named project, or all; anything else is an error that lists what
     there is. A project's code runs because its folder was named."""
     import opsmith.ops  # noqa: F401  (its cards register themselves)
+    from opsmith.installed import load_installed
     from opsmith.operator import registry
-    from opsmith.ops.installed import load_installed
 
-    load_installed()
+    load_installed("operators")
     cards = registry()
     if folders := [name for name in names or () if name not in cards and is_folder(name)]:
         found = {name: _project(name) for name in folders}
@@ -149,8 +149,13 @@ def device_of(name: str) -> str:
     """The device of that name; one that is not here is an error."""
     import torch
 
-    if name not in ("cpu", "cuda"):
-        raise CommandError(f"--device: no device is called {name!r}; there are: cpu, cuda")
+    from opsmith import backends
+
+    known = ("cpu", "cuda", *(one.device for one in backends.installed().values()))
+    if name not in known:
+        raise CommandError(f"--device: no device is called {name!r}; there are: {', '.join(known)}")
+    if (other := backends.taking(name)) and (why := other.here()) is not True:
+        raise CommandError(f"--device: {why}")
     if name == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device: this PyTorch finds no GPU; leave --device out, or see `opsmith doctor`")
     return name

@@ -45,7 +45,7 @@ def run(
     machine = describe()
     with output.console.status("building and loading the kernels"):
         kernels, facts = _kernels()
-    lines = [*_machine(machine), *kernels]
+    lines = [*_machine(machine), *kernels, *_backends()]
     measured: Roofs | None = None
     if roofs:
         with output.console.status("measuring what memory and matmul reach"):
@@ -143,6 +143,17 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
         Line("kernel cache", f"{state.cache}, {_size(state.bytes)}", _cache_advice(loaded, said)),
     ]
     return lines, {**asdict(state), "direct_calls": direct, "recorded_calls": recorded}
+
+
+def _backends() -> list[Line]:
+    """Those beyond the core's own, and whether their devices are here."""
+    from opsmith import backends
+
+    answers = {one.name: one.here() for one in backends.installed().values()}
+    return [
+        Line(f"back end {name}", "its device is here" if why is True else str(why))
+        for name, why in answers.items()
+    ]
 
 
 def _libraries(state: Status) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from opsmith.backends import OWN, installed
 from opsmith.cli import CommandError
 from opsmith.cli.common import Json, Output
 
@@ -18,7 +19,7 @@ def run(
         str | None, typer.Option(metavar="NAME", help="The operator, where the file holds several.")
     ] = None,
     backends: Annotated[
-        str, typer.Option(metavar="cpu,triton,cuda,ascendc", help="What kernels are for.")
+        str, typer.Option(metavar=",".join((*OWN, *installed())), help="What kernels are for.")
     ] = "cpu,triton",
     folder: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="The folder to make.")

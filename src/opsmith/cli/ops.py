@@ -77,11 +77,12 @@ def _device_here(device: str) -> bool | str:
     """True when this machine has such a device, else why not."""
     import torch
 
+    from opsmith import backends
+
     if device in ("any", "cpu"):
         return True
     module = getattr(torch, device, None)
     if module is not None and module.is_available():
         return True
-    if device == "npu" and module is None:
-        return "no npu device: torch_npu, which brings it, is not installed"
-    return f"no {device} device that this PyTorch can use"
+    other = backends.taking(device)
+    return other.here() if other else f"no {device} device that this PyTorch can use"

@@ -41,7 +41,7 @@ def run(
 
     Checked are values in memory full of NaN, out=, gradients, and that inputs stay unchanged; then two runs,
     threads, the dispatcher's entries, torch.compile and gradients by differences. Of a project without a GPU,
-    the Triton kernels run in Triton's interpreter; those in Ascend C run emulated.
+    the Triton kernels run in Triton's interpreter; those of further back ends run emulated.
 
     Example: opsmith verify layer_norm --dtype bfloat16
     """
@@ -96,12 +96,12 @@ def _interpreted(console: Console, folder: str, dtype: list[str] | None, quick: 
 
 
 def _emulated(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[Finding]:
-    """What the emulation says of a project's kernels for Ascend NPUs."""
+    """What emulations say of a project's kernels for devices that are not here."""
     from opsmith.authoring.project import cards_of, load
     from opsmith.authoring.project.checks import emulated
 
     chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
-    with console.status("Ascend C, emulated"):
+    with console.status("emulated"):
         return list(emulated(Path(folder), chosen, quick=quick))
 
 

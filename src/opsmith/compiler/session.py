@@ -24,7 +24,7 @@ from opsmith.compiler.program.sites import Progress
 from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.report import Report
-from opsmith.ops.installed import load_installed
+from opsmith.installed import load_installed
 from opsmith.version import VERSION
 
 
@@ -32,7 +32,7 @@ class Session:
     """Everything one optimized model holds: its graphs, its choices, and how to give the model back."""
 
     def __init__(self, config: Config, plan: Plan | None = None):
-        load_installed()
+        load_installed("operators")
         self.config = config
         self.selector = Selector(config, saved=plan)
         self.proofs = Proofs()

@@ -13,19 +13,18 @@ from pathlib import Path
 import jinja2
 
 from opsmith.authoring.lower import triton as lower_triton
-from opsmith.authoring.lower.ascendc_code import FUNCTIONS
-from opsmith.authoring.new.ascendc_files import COPIED, HEADERS, Ascend
 from opsmith.authoring.new.generate import Project
 from opsmith.authoring.prototype import PrototypeError, read
+from opsmith.backends import installed, missing
 
-__all__ = ["BACKENDS", "create"]
+__all__ = ["create", "render"]
 
-# What writes the files of each back end: a function of the project, giving texts by file name. A new one joins here.
-BACKENDS: dict[str, Callable[[Project], Mapping[str, str]]] = {
+_TEMPLATES = Path(__file__).parents[1] / "templates"
+# What writes the files of each back end: a function of the project, giving texts by file name.
+_OWN: dict[str, Callable[[Project], Mapping[str, str]]] = {
     "cpu": lambda p: {f"{p.name}.cpp": render("cpu.cpp", p)},
     "triton": lambda p: {f"{p.name}.py": _triton(p)},
     "cuda": lambda p: {f"{p.name}.{end}": render(f"cuda.{end}", p) for end in ("cu", "h", "cpp")},
-    "ascendc": lambda p: _ascendc(p),
 }
 
 
@@ -44,15 +43,18 @@ def create(
         PrototypeError, FormulaError: what the prototype says cannot be, and why. Nothing is written.
         ValueError: an unknown back end, or the folder exists.
     """
-    if unknown := [b for b in backends if b not in BACKENDS]:
-        raise ValueError(f"no back end {unknown[0]!r}; there are: {', '.join(BACKENDS)}")
+    further = {b.name: b for b in installed().values() if b.kernels}
+    if unknown := [b for b in backends if b not in _OWN and b not in further]:
+        raise ValueError(missing(unknown[0]))
     asked = read(prototype, op)
-    others = [b for b in backends if b != "ascendc"]
+    free = [b.name for b in further.values() if b.layouts]
+    others = [b for b in backends if b not in free]
     for t in asked.tensors if others else ():
         if other := [f for f in t.format if f != "ND"]:
             raise PrototypeError(
                 f"{asked.op}: {t.name} has format {other[0]}; {', '.join(others)} take ND: tensors as PyTorch "
-                "lays them out. Only --backends ascendc alone knows other layouts"
+                "lays them out"
+                + (f". Only --backends {', '.join(free)} alone knows other layouts" if free else "")
             )
     if reference is not None and asked.formula is not None:
         raise PrototypeError(
@@ -92,7 +94,8 @@ def _files(p: Project, folder: Path) -> dict[str, str]:
         "operator.py": render("operator.py", p, **_operator(p)),
     }
     for backend in p.backends:
-        for name, text in BACKENDS[backend](p).items():
+        write = _OWN[backend] if backend in _OWN else installed()[backend].write
+        for name, text in write(p).items():
             files[f"kernels/{backend}/{name}"] = text
     files[f"tests/test_{p.name}.py"] = render("test.py", p)
     files["bench.py"] = render("bench.py", p)
@@ -137,40 +140,6 @@ def _triton(p: Project) -> str:
     body = p.triton()
     commons = [n for n in ("block_of", "launch", "processors", "rounded", "warps_of") if f"{n}(" in body]
     return render("triton.py", p, body=body, commons=commons, helpers=lower_triton.helpers([body]))
-
-
-def _ascendc(p: Project) -> dict[str, str]:
-    """msopgen's tree: what an operator package of CANN is built from, and how PyTorch calls it."""
-    a = Ascend(p)
-    text = "\n".join(line for phase in a.v.phases for line in (*phase.rows, *phase.body))
-    facts = {
-        "a": a,
-        "walks": a.walks,
-        "inputs": [*a.tile_inputs, *a.column_inputs],
-        "functions": bool(a.plan.rotation) or any(f"{f}(" in text.replace("<", "(") for f in FUNCTIONS),
-        "least": a.least,
-        "parameters": ", ".join(
-            [*(f"{n}: torch.Tensor" for n in a.tensors), *(f"{n}: float" for n in a.attributes)]
-        ),
-    }
-    files = {
-        "README.md": "README.md",
-        "CMakeLists.txt": "CMakeLists.txt",
-        "CMakePresets.json": "CMakePresets.json",
-        "build.sh": "build.sh",
-        f"op_host/{p.name}.cpp": "host.cpp",
-        "op_host/CMakeLists.txt": "host_CMakeLists.txt",
-        f"op_kernel/{p.name}.cpp": "kernel.cpp",
-        f"op_kernel/{p.name}_tiling.h": "tiling.h",
-        "op_kernel/CMakeLists.txt": "kernel_CMakeLists.txt",
-        "launch.py": "launch.py",
-    }
-    if a.bound:
-        files["framework/pytorch/binding.cpp"] = "binding.cpp"
-        files["framework/pytorch/build.py"] = "build.py"
-        files["test_on_board.py"] = "test_on_board.py"
-    made = {file: render(f"ascendc/{template}", p, **facts) for file, template in files.items()}
-    return made | {f"op_kernel/{name}": (HEADERS / name).read_text() for name in COPIED}
 
 
 def _notes(p: Project) -> list[str]:
@@ -219,17 +188,17 @@ def _wrapped(text: str, indent: int, limit: int = 118) -> str:
     return "\n".join([*lines, text])
 
 
-def render(template: str, p: Project, **more: object) -> str:
-    """One file."""
-    environment = _environment()
+def render(template: str, p: Project, templates: Path = _TEMPLATES, /, **more: object) -> str:
+    """One file, of the template of that name in a folder."""
+    environment = _environment(templates)
     environment.filters |= {"broken": _broken, "wrapped": _wrapped}
     text = environment.get_template(f"{template}.j2").render(p=p, **more)
     return text.rstrip("\n") + "\n"
 
 
-def _environment() -> jinja2.Environment:
+def _environment(templates: Path) -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parents[1] / "templates"),
+        loader=jinja2.FileSystemLoader(templates),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -2,7 +2,6 @@
 
     kernels(__file__, NAME, ...)   what a project's operator.py calls: defines the operators, builds nothing
     load(folder)                   imports a project, which registers its card
-    verify(folder)                 what its tests call
 
 Code of a project runs when somebody names its folder or imports it, and never else.
 """
@@ -21,16 +20,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from opsmith.authoring.project import ascendc
+from opsmith import backends
 from opsmith.authoring.project.signature import Scalar, Signature, Sizes
 from opsmith.kernels import build, compiler, isa, libraries, triton
 from opsmith.operator import Operator
-from opsmith.proof.verify import Finding
 
-__all__ = ["Kernels", "cards_of", "kernels", "load", "verify"]
+__all__ = ["Kernels", "cards_of", "kernels", "load"]
 
-# And where the file of their kernels is, in their folder.
-BACKENDS = {"cpu": "*.cpp", "triton": "*.py", "cuda": "*.cu", "ascendc": "op_kernel/*.cpp"}
+_OWN = {"cpu": "*.cpp", "triton": "*.py", "cuda": "*.cu"}
 _RESERVED = ("std", "torch", "opsmith", "at", "c10", "aten")
 _OPS = ("forward", "backward")
 
@@ -42,6 +39,11 @@ def _constant(fn: _F) -> _F:
     """A constant in a compiled graph; torch.compiler's own mark would import Dynamo, a second at every start."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+def _patterns() -> dict[str, str]:
+    """Back ends, and where the file of their kernels is, in their folder."""
+    return _OWN | {one.name: one.kernels for one in backends.installed().values() if one.kernels}
 
 
 def kernels(
@@ -128,13 +130,13 @@ class Kernels:
     def source(self, backend: str) -> Path:
         """The file with the kernels of a back end: named like the operator, or the only one of its kind there."""
         folder = self.folder / "kernels" / backend
-        others = sorted(folder.glob(BACKENDS[backend]))
-        return others[0] if len(others) == 1 else folder / BACKENDS[backend].replace("*", self.name)
+        pattern = _patterns()[backend]
+        others = sorted(folder.glob(pattern))
+        return others[0] if len(others) == 1 else folder / pattern.replace("*", self.name)
 
     def backends(self) -> tuple[str, ...]:
         """Those with a file of kernels, or with a library that was built from one."""
-        here = {backend for backend in BACKENDS if self.source(backend).exists()}
-        return tuple(b for b in BACKENDS if b in here or self.prebuilt(b))
+        return tuple(b for b in _patterns() if self.source(b).exists() or self.prebuilt(b))
 
     def ops(self, backend: str) -> tuple[Any, Any]:
         """The dispatcher's entries of a back end: forward, and backward or None."""
@@ -167,7 +169,10 @@ class Kernels:
     @_constant
     def backend(self, device: torch.device) -> str | None:
         """The back end that takes tensors of this device, None where none can."""
-        wanted = {"cuda": ("cuda", "triton"), "cpu": ("cpu",), "npu": ("ascendc",)}.get(device.type, ())
+        other = backends.taking(device.type)
+        wanted = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}.get(
+            device.type, (other.name,) if other else ()
+        )
         if device.type == "cpu" and self._triton_has_the_cpu():
             wanted = ("triton",)
         return next((b for b in wanted if b in self.backends() and self.offers(b) is True), None)
@@ -188,8 +193,8 @@ class Kernels:
             return f"{self.name} has no kernels for {backend}"
         if backend == "triton":
             return self._load_triton()
-        if backend == "ascendc":
-            return ascendc.load(self)
+        if backend not in backends.OWN:
+            return backends.installed()[backend].load(self)
         if backend == "cuda" and not torch.cuda.is_available():
             return "there is no GPU here"
         if backend == "cpu" and self._triton_has_the_cpu():
@@ -291,10 +296,3 @@ def _imported(file: Path, name: str) -> ModuleType:
 def cards_of(module: ModuleType) -> list[Operator]:
     """The cards that a project's module defines."""
     return [value for value in vars(module).values() if isinstance(value, Operator)]
-
-
-def verify(folder: str | Path) -> list[Finding]:
-    """Every check of a project's operators: see `opsmith.authoring.project.checks`."""
-    from opsmith.authoring.project.checks import verify_project
-
-    return list(verify_project(folder))

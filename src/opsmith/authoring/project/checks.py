@@ -1,5 +1,5 @@
-"""Holds a project to its card: every check, its Triton kernels by the interpreter where there is no GPU, and those for
-Ascend NPUs emulated."""
+"""Holds a project to its card: every check, its Triton kernels by the interpreter where there is no GPU, and those of
+back ends beyond the core's own emulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-from opsmith.authoring.project import Kernels, ascendc, cards_of, load
+from opsmith.authoring.project import Kernels, cards_of, load
+from opsmith.authoring.project.emulated import findings
+from opsmith.backends import installed
 from opsmith.call.common import short
 from opsmith.kernels import triton
 from opsmith.proof.conduct import conduct
@@ -43,13 +45,16 @@ def verify_project(folder: str | Path) -> Iterator[Finding]:
 def emulated(
     folder: str | Path, dtypes: Sequence[torch.dtype] = (), *, quick: bool = False
 ) -> Iterator[Finding]:
-    """Yield the findings of a project's Ascend C kernels, emulated; none where it has no such kernels."""
+    """Yield the findings of a project's kernels for devices that back ends emulate."""
     module = load(folder)
     for kernels in (value for value in vars(module).values() if isinstance(value, Kernels)):
-        if kernels.source("ascendc").exists() and not triton.INTERPRETED:
-            for card in cards_of(module):
-                if card.name == kernels.name:
-                    yield from ascendc.findings(kernels, card, dtypes or card.dtypes, quick=quick)
+        for name in kernels.backends():
+            if name in installed() and not triton.INTERPRETED:
+                for card in cards_of(module):
+                    if card.name == kernels.name:
+                        yield from findings(
+                            installed()[name], kernels, card, dtypes or card.dtypes, quick=quick
+                        )
 
 
 def needs_interpreter(folder: str | Path) -> bool:

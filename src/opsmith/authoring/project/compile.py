@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from opsmith.authoring.project import Kernels, ascendc, load
+from opsmith import backends
+from opsmith.authoring.project import Kernels, load
 from opsmith.kernels.compiler import BuildError, Watch
 
 __all__ = ["compile_backend", "projects_kernels"]
@@ -40,12 +41,8 @@ def compile_backend(kernels: Kernels, backend: str, watch: Watch | None = None) 
     if backend == "triton":
         return _triton(kernels)
     try:
-        if backend == "ascendc":
-            for column in kernels.signature.kernel_columns():
-                ascendc.compiles(kernels, column)
-            many = len(kernels.signature.kernel_columns())
-            how = f"for emulation, in {many} combination{'s' * (many > 1)} of types"
-            return f"compiles {how}; CANN builds it for a board ({kernels.folder}/kernels/ascendc/README.md)"
+        if backend not in backends.OWN:
+            return backends.installed()[backend].compile(kernels)
         made = kernels.build(backend, watch=watch)
     except BuildError as error:
         raise _at_the_authors_line(error, kernels.folder) from error

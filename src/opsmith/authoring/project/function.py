@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from opsmith import backends
 from opsmith.call.common import compiling, in_huge_pages, needs_grad, recorded, short, small
 from opsmith.kernels import triton
 from opsmith.operator import (
@@ -359,7 +360,7 @@ class Call:
             )
 
         devices = {"cpu": ("native", "cpu"), "triton": ("triton", triton.DEVICE), "cuda": ("cuda", "cuda")}
-        devices["ascendc"] = ("ascendc", "npu")
+        devices |= {one.name: (one.name, one.device) for one in backends.installed().values()}
         return [on(b, *devices[b]) for b in self.kernels.backends()]
 
 

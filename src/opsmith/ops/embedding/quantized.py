@@ -10,7 +10,6 @@ import torch
 from opsmith.call.common import check_out, compiling, kernels, native, short, writable
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.ascend import on_npu
 from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -248,7 +247,7 @@ CARD = register(
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
-        implementations=[*kernels(_native, _supports), on_npu(_OP), Implementation("eager", reference)],
+        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
         # No model writes this as plain PyTorch, so there is nothing to recognize: QuantizedEmbedding is put in.
         patterns=(),
         schemas=(

@@ -31,7 +31,6 @@ from opsmith.call.common import (
 )
 from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.ascend import on_npu
 
 SILU, GELU, GELU_TANH = 0, 1, 2
 _CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -279,11 +278,7 @@ SILU_CARD = register(
         cost=_cost,
         samples=_samples,
         workloads=_workloads,
-        implementations=[
-            *kernels(_native_silu, _supports),
-            on_npu("silu_mul"),
-            Implementation("eager", silu_reference),
-        ],
+        implementations=[*kernels(_native_silu, _supports), Implementation("eager", silu_reference)],
         patterns=(Pattern("silu_mul(gate, up)", lambda gate, up: F.silu(gate) * up, _SHAPES),),
         schemas=(
             "gated(Tensor gate, Tensor? up, int activation, *, Tensor(a!) y) -> ()",

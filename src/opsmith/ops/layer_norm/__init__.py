@@ -30,7 +30,6 @@ from opsmith.call.common import (
 from opsmith.call.pair import NODE, Result, check_pair, store, writes_rows
 from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.ascend import on_npu
 
 # Where autograd records, PyTorch's is faster up to 2^this as many elements: our nodes are Python.
 _NODES = 4
@@ -246,7 +245,6 @@ CARD = register(
         workloads=_workloads,
         implementations=[
             *kernels(_native, lambda x, *a, **k: native(x, "layer_norm")),
-            on_npu("layer_norm"),
             Implementation("eager", reference),
         ],
         patterns=(

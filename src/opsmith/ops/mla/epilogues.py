@@ -5,7 +5,7 @@ Their cards are functions of tensors alone, with a fresh cache as a result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from opsmith.call.common import check_float, check_like, compiling, kernels, nat
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
-from opsmith.ops.ascend import on_npu
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
 from opsmith.ops.mla.call import (
     Maybe,
@@ -248,22 +247,6 @@ def kv_form(
     return fresh_rows(cache)
 
 
-def kv_launch(
-    launch: Callable[..., Any],
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
-    *more: Maybe,
-    mode: str,
-    blocks: int,
-    block_size: int,
-    rope: int,
-    **options: Any,
-) -> Any:
-    """This form of the call, for a kernel that is launched by itself."""
-    cache = fresh_cache("mla_kv_epilogue", mode, blocks, block_size, gamma2.shape[0], rope, a)
-    return launch(a, gamma2, *more, cache, **options)
-
-
 def q_form(
     q: torch.Tensor,
     wuk: torch.Tensor,
@@ -395,7 +378,6 @@ CARD_KV = register(
         domain=_one_token_a_slot,
         implementations=[
             *kernels(kv_form, lambda a, *more, **options: native(a, "mla_kv_epilogue"), takes_out=False),
-            on_npu("mla_kv_epilogue", kv_launch),
             Implementation("eager", _KV_REFERENCE),
         ],
         entries={"mla_kv_epilogue": entry_costs.mla_kv_epilogue},
@@ -420,7 +402,6 @@ CARD_Q = register(
         workloads=_q_workloads,
         implementations=[
             *kernels(q_form, lambda q, *more, **options: native(q, "mla_q_epilogue"), takes_out=False),
-            on_npu("mla_q_epilogue"),
             Implementation("eager", _Q_REFERENCE),
         ],
         entries={"mla_q_epilogue": entry_costs.mla_q_epilogue},

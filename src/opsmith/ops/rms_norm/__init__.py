@@ -28,7 +28,6 @@ from opsmith.call.common import (
 from opsmith.call.pair import NODE, Result, check_pair, store, writes_rows
 from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.ascend import on_npu
 
 
 def rms_norm(
@@ -307,7 +306,6 @@ CARD = register(
         workloads=_workloads,
         implementations=[
             *kernels(_native, lambda x, *a, **k: native(x, "rms_norm")),
-            on_npu("rms_norm"),
             Implementation("eager", eager),
         ],
         # The recognizer sees arithmetic on reals, in which Llama's and T5's are one: the second rounding, which

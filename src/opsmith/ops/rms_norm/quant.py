@@ -23,7 +23,6 @@ from opsmith.call.common import (
 )
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
-from opsmith.ops.ascend import on_npu
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -264,7 +263,6 @@ CARD = register(
             *kernels(
                 rms_norm_quant, lambda x, *more, **options: native(x, "rms_norm_quant"), takes_out=False
             ),
-            on_npu("rms_norm_quant"),
             Implementation("eager", reference),
         ],
         schemas=(

@@ -20,7 +20,6 @@ from opsmith.call.common import (
 )
 from opsmith.kernels import calls, nodes
 from opsmith.operator import Gradient, Implementation, Kind, MergedCalls, Operator, register
-from opsmith.ops.ascend import on_npu
 from opsmith.ops.rope.check import Pair, bad_position, check, check_key, name_bad_position
 from opsmith.ops.rope.patterns import PATTERNS
 from opsmith.ops.rope.samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
@@ -335,7 +334,6 @@ CARD = register(
         workloads=workloads,
         implementations=[
             *kernels(_native, lambda x, *a, **k: native(x, "rope")),
-            on_npu("rope"),
             Implementation("eager", reference),
         ],
         patterns=PATTERNS,

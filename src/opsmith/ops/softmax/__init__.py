@@ -30,7 +30,6 @@ from opsmith.call.common import (
 )
 from opsmith.kernels import calls, nodes
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops.ascend import on_npu
 
 # Where autograd records, PyTorch's softmax is faster up to 2^this as many elements: our nodes are Python.
 _NODES = 4
@@ -154,12 +153,6 @@ def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
     if dim not in (-1, x.dim() - 1):
         return f"the kernel works on the last dimension, not on dim {dim}"
     return native(x, *_KERNELS)
-
-
-def _on_npu(x: torch.Tensor, dim: int = -1, *, mask: Any = None, **options: Any) -> bool | str:
-    if dim not in (-1, x.dim() - 1):
-        return f"the kernel works on the last dimension, not on dim {dim}"
-    return mask is None or mask.dtype in (torch.bool, x.dtype) or "the mask must be boolean or of x's type"
 
 
 def _native(
@@ -315,11 +308,7 @@ CARD = register(
         samples=_samples,
         workloads=_workloads,
         domain=_promised,
-        implementations=[
-            *kernels(_native, _supports),
-            on_npu("softmax", supports=_on_npu),
-            Implementation("eager", reference),
-        ],
+        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
         patterns=(
             Pattern("softmax(x)", lambda x: torch.softmax(x, -1), {"x": ("B", "L", "S")}),
             Pattern(

@@ -136,7 +136,7 @@ def against(a, b):
     float32 is summed by one multiplication and addition after another, and an error of the scores is one of every
     weight's exponent: there the columns are divided between four sums, which are added at the end.
     """
-    # One condition inside the other: Triton 3.2, which lowers for Ascend, has no `and` of Python's own values.
+    # One condition inside the other: Triton 3.2 has no `and` of Python's own values.
     if a.dtype == tl.float32:  # noqa: SIM102
         if a.shape[1] >= 32:
             a0, a1 = halves(a)

@@ -1,0 +1,47 @@
+"""Run as a program: prints what a project's samples, or the library's, would launch of Triton kernels, as JSON lines.
+
+    python -m opsmith_ascend.lowering.record [FOLDER]
+
+Nothing is compiled: what another environment's Triton makes of the kernels is for that environment to say.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from opsmith.authoring.project.triton_check import take_the_cpus_place, walk
+from opsmith.kernels.triton.ahead import TARGETS, Ahead, Variant
+
+# Ascend's vector units compute in float32 and float16; bfloat16 they load and store. Two variants a dtype.
+_TARGETS = {torch.float32: TARGETS[torch.float32], torch.bfloat16: TARGETS[torch.bfloat16]}
+_FEW = 2
+
+
+def main(folder: str | None = None) -> None:
+    """Record, then print."""
+    launched: list[Variant] = []
+    ahead = Ahead(_FEW, compiler=lambda variant, target: launched.append(variant))
+    take_the_cpus_place(ahead)
+    if folder is None:
+        import opsmith.ops  # noqa: F401  registers the cards
+        from opsmith.operator import registry
+
+        walk(registry().values(), ahead, _TARGETS)
+    else:
+        from opsmith.authoring.project import cards_of, load
+
+        for card in cards_of(load(folder)):
+            targets: dict[torch.dtype, Any] = {
+                d: TARGETS.get(d, TARGETS[torch.bfloat16]) for d in card.dtypes
+            }
+            walk([card], ahead, targets)
+    for variant in launched:
+        print(json.dumps(variant.described()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

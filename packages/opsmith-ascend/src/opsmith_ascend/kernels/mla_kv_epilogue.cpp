@@ -3,7 +3,6 @@
 #include "rotary.h"
 
 using namespace AscendC;
-using opsmith::Op;
 
 template <typename T, typename G, typename C, typename I, typename L>
 class MlaKvEpilogue {
@@ -95,16 +94,16 @@ class MlaKvEpilogue {
     const LocalTensor<float> spread = spreadBuf.template Get<float>(), gamma = gammaBuf.template Get<float>();
     opsmith::RootMeanSquares(spread, numberBuf.template Get<float>(), wide, squares,
                              laneBuf.template Get<float>(), workBuf.template Get<float>(), t.eps, keys);
-    opsmith::WithNumbers<Op::kDiv>(values, wide, spread, keys);
+    opsmith::WithRowNumber<opsmith::Over>(values, wide, spread, keys);
     LocalTensor<L> latent = latentQueue.template AllocTensor<L>();
     if constexpr (opsmith::kIsFloat<L>) {
-      opsmith::WithRow<Op::kMul>(latent, values, gamma, keys);
+      opsmith::WithVector<opsmith::Times>(latent, values, gamma, keys);
     } else {
-      opsmith::WithRow<Op::kMul>(values, values, gamma, keys);
+      opsmith::WithVector<opsmith::Times>(values, values, gamma, keys);
       const uint32_t count = keys.rows * t.kvPitch;
       if constexpr (sizeof(L) == 1) {
         Duplicate(spread, step, keys.rows * opsmith::kFloatsInBlock);
-        opsmith::WithNumbers<Op::kDiv>(values, values, spread, keys);
+        opsmith::WithRowNumber<opsmith::Over>(values, values, spread, keys);
         opsmith::ToInt8(latent, values, count);
       } else {
         Cast(latent, values, RoundMode::CAST_RINT, count);
@@ -174,7 +173,7 @@ class MlaKvEpilogue {
   }
 
   MlaKvEpilogueTilingData t;
-  opsmith::RowTile keys, turned;
+  opsmith::Tile keys, turned;
   opsmith::Rotary rotary;
   GlobalTensor<T> aGlobal, ropeGlobal;
   GlobalTensor<C> cosGlobal, sinGlobal;

@@ -4,7 +4,6 @@
 #include "rotary.h"
 
 using namespace AscendC;
-using opsmith::Op;
 
 template <typename T, typename C, typename L>
 class MlaQEpilogue {
@@ -113,7 +112,7 @@ class MlaQEpilogue {
     const LocalTensor<float> spread = spreadBuf.template Get<float>(),
                              products = productBuf.template Get<float>();
     const LocalTensor<float> sums = sumBuf.template Get<float>();
-    opsmith::Spread(spread, q, t.nope);
+    opsmith::SpreadRows(spread, q, t.nope);
     const uint32_t step = t.columnPitch / opsmith::kFloatsInBlock;
     for (uint32_t c = 0; c < tile.columns; c += opsmith::kLanes) {
       const uint64_t mask = opsmith::Min(opsmith::kLanes, tile.columns - c);
@@ -147,7 +146,7 @@ class MlaQEpilogue {
   }
 
   // Some heads of one token, which share their row of the table.
-  __aicore__ inline void Turn(const opsmith::RowTile& heads) {
+  __aicore__ inline void Turn(const opsmith::Tile& heads) {
     const uint64_t row = token * t.heads + head;
     LocalTensor<T> arriving = xQueue.template AllocTensor<T>();
     opsmith::CopyTileIn(arriving, qGlobal[row * (t.nope + t.rope) + t.nope], heads, t.nope + t.rope);
@@ -156,7 +155,7 @@ class MlaQEpilogue {
     LocalTensor<float> cos, sin;
     const uint32_t pe = t.headsPerTile * t.ropePitch;
     const LocalTensor<float> room = turnBuf.template Get<float>(), rows = room[2 * pe];
-    const opsmith::RowTile one = {1, t.rope, t.ropePitch};
+    const opsmith::Tile one = {1, t.rope, t.ropePitch};
     if (t.turn) {
       table = tableQueue.template AllocTensor<C>();
       opsmith::CopyTileIn(table, cosGlobal[token * t.rope], one, t.rope);
@@ -184,7 +183,7 @@ class MlaQEpilogue {
   }
 
   MlaQEpilogueTilingData t;
-  opsmith::RowTile weightTile, tile;
+  opsmith::Tile weightTile, tile;
   opsmith::Rotary rotary;
   GlobalTensor<T> qGlobal, weightGlobal, ropeGlobal;
   GlobalTensor<C> cosGlobal, sinGlobal;

@@ -3,7 +3,6 @@
 #include "row_tiles.h"
 
 using namespace AscendC;
-using opsmith::Op;
 
 template <typename I, typename T>
 class QuantizedEmbedding {
@@ -71,7 +70,7 @@ class QuantizedEmbedding {
     // Each scale is the first of 8 numbers, which become 8 data blocks: the first is it eight times, the others of
     // zeros, which the next scale overwrites.
     for (uint32_t r = 0; r < tile.rows; ++r)
-      opsmith::Spread(spread[r * opsmith::kFloatsInBlock], scales[r * opsmith::kFloatsInBlock], 1);
+      opsmith::SpreadRows(spread[r * opsmith::kFloatsInBlock], scales[r * opsmith::kFloatsInBlock], 1);
     scaleQueue.FreeTensor(scales);
     LocalTensor<int8_t> rows = rowQueue.template DeQue<int8_t>();
     // At the end of rows in pieces, tiles have fewer columns and gaps behind them, which hold nothing.
@@ -84,9 +83,9 @@ class QuantizedEmbedding {
     rowQueue.FreeTensor(rows);
     LocalTensor<T> y = yQueue.template AllocTensor<T>();
     if constexpr (opsmith::kIsFloat<T>) {
-      opsmith::WithNumbers<Op::kMul>(y, wide, spread, tile);
+      opsmith::WithRowNumber<opsmith::Times>(y, wide, spread, tile);
     } else {
-      opsmith::WithNumbers<Op::kMul>(wide, wide, spread, tile);
+      opsmith::WithRowNumber<opsmith::Times>(wide, wide, spread, tile);
       for (uint32_t r = 0; r < parts; ++r)
         Cast(y[r * t.pitch], wide[r * t.pitch], RoundMode::CAST_RINT, count);
     }
@@ -100,7 +99,7 @@ class QuantizedEmbedding {
   }
 
   QuantizedEmbeddingTilingData t;
-  opsmith::RowTile tile;
+  opsmith::Tile tile;
   GlobalTensor<I> idGlobal;
   GlobalTensor<int8_t> tableGlobal;
   GlobalTensor<float> scaleGlobal;

@@ -3,7 +3,6 @@
 #include "row_tiles.h"
 
 using namespace AscendC;
-using opsmith::Op;
 
 template <typename T, typename W>
 class RmsNormQuant {
@@ -81,27 +80,27 @@ class RmsNormQuant {
     const uint32_t count = tile.rows * t.pitch;
     if (t.normalize) {
       opsmith::RootMeanSquares(spread, sums, wide, spare, lanes, work, t.eps, tile);
-      opsmith::WithNumbers<Op::kDiv>(values, wide, spread, tile);
-      opsmith::WithRow<Op::kMul>(values, values, weightBuf.template Get<float>(), tile);
-      if (t.bias) opsmith::WithRow<Op::kAdd>(values, values, biasBuf.template Get<float>(), tile);
+      opsmith::WithRowNumber<opsmith::Over>(values, wide, spread, tile);
+      opsmith::WithVector<opsmith::Times>(values, values, weightBuf.template Get<float>(), tile);
+      if (t.bias) opsmith::WithVector<opsmith::Plus>(values, values, biasBuf.template Get<float>(), tile);
     } else if constexpr (opsmith::kIsFloat<T>) {
       Duplicate(spread, 1.0f, tile.rows * opsmith::kFloatsInBlock);
-      opsmith::WithNumbers<Op::kMul>(values, wide, spread, tile);
+      opsmith::WithRowNumber<opsmith::Times>(values, wide, spread, tile);
     }
     xQueue.FreeTensor(x);
     if (t.fixed) {
       Duplicate(spread, step, tile.rows * opsmith::kFloatsInBlock);
-      opsmith::WithNumbers<Op::kDiv>(values, values, spread, tile);
+      opsmith::WithRowNumber<opsmith::Over>(values, values, spread, tile);
       Adds(values, values, shift, count);
     } else {
       LocalTensor<float> s = sQueue.template AllocTensor<float>();
       Abs(spare, values, count);
-      opsmith::FoldRows<Op::kMax>(largest, spare, lanes, work, tile);
+      opsmith::FoldLanes<opsmith::Largest>(largest, spare, lanes, work, tile);
       Duplicate(sums, 127.0f, tile.rows);
       Div(s, largest, sums, tile.rows);
       Maxs(largest, s, 1.17549435e-38f, tile.rows);  // a row of zeros is divided by this, and stays one
-      opsmith::Spread(spread, largest, tile.rows);
-      opsmith::WithNumbers<Op::kDiv>(values, values, spread, tile);
+      opsmith::SpreadRows(spread, largest, tile.rows);
+      opsmith::WithRowNumber<opsmith::Over>(values, values, spread, tile);
       sQueue.EnQue(s);
     }
     LocalTensor<int8_t> q = qQueue.template AllocTensor<int8_t>();
@@ -120,7 +119,7 @@ class RmsNormQuant {
   }
 
   RmsNormQuantTilingData t;
-  opsmith::RowTile tile;
+  opsmith::Tile tile;
   GlobalTensor<T> xGlobal;
   GlobalTensor<int8_t> qGlobal;
   GlobalTensor<float> sGlobal;

@@ -69,29 +69,29 @@ class Rotary {
   __aicore__ inline void Turn(const LocalTensor<float>& y, const LocalTensor<float>& x,
                               const LocalTensor<float>& cos, const LocalTensor<float>& sin, bool shared,
                               const LocalTensor<float>& swapped, const LocalTensor<float>& c,
-                              const LocalTensor<float>& s, const RowTile& t) const {
+                              const LocalTensor<float>& s, const Tile& t) const {
     if (!turns) {  // the signs are ones then
-      WithRow<Op::kMul>(y, x, signs, t);
+      WithVector<Times>(y, x, signs, t);
       return;
     }
     const LocalTensor<uint32_t> from = partners.ReinterpretCast<uint32_t>();
-    AscendC::Gather(swapped, x, from, 0, t.rows * t.pitch);
-    WithRow<Op::kMul>(swapped, swapped, signs, t);
+    AscendC::Gather(swapped, x, from, 0, t.rows * t.padded);
+    WithVector<Times>(swapped, swapped, signs, t);
     LocalTensor<float> cosines = cos, sines = sin;
     if (interleaved) {
       const LocalTensor<uint32_t> place = places.ReinterpretCast<uint32_t>();
-      AscendC::Gather(c, cos, place, 0, shared ? t.pitch : t.rows * t.pitch);
-      AscendC::Gather(s, sin, place, 0, shared ? t.pitch : t.rows * t.pitch);
+      AscendC::Gather(c, cos, place, 0, shared ? t.padded : t.rows * t.padded);
+      AscendC::Gather(s, sin, place, 0, shared ? t.padded : t.rows * t.padded);
       cosines = c, sines = s;
     }
     if (shared) {
-      WithRow<Op::kMul>(swapped, swapped, sines, t);
-      WithRow<Op::kMul>(y, x, cosines, t);
+      WithVector<Times>(swapped, swapped, sines, t);
+      WithVector<Times>(y, x, cosines, t);
     } else {
-      WithTile<Op::kMul>(swapped, swapped, sines, t);
-      WithTile<Op::kMul>(y, x, cosines, t);
+      WithTile<Times>(swapped, swapped, sines, t);
+      WithTile<Times>(y, x, cosines, t);
     }
-    WithTile<Op::kAdd>(y, y, swapped, t);
+    WithTile<Plus>(y, y, swapped, t);
   }
 
  private:
@@ -102,10 +102,9 @@ class Rotary {
 
 // float32 into the type of a result, rounded once; where that is float32, it is there already.
 template <typename T>
-__aicore__ inline void NarrowTile(const LocalTensor<T>& to, const LocalTensor<float>& from,
-                                  const RowTile& t) {
-  const AscendC::UnaryRepeatParams step(1, 1, t.pitch * sizeof(T) / kDataBlockBytes,
-                                        t.pitch / kFloatsInBlock);
+__aicore__ inline void NarrowTile(const LocalTensor<T>& to, const LocalTensor<float>& from, const Tile& t) {
+  const AscendC::UnaryRepeatParams step(1, 1, t.padded * sizeof(T) / kDataBlockBytes,
+                                        t.padded / kFloatsInBlock);
   if constexpr (!kIsFloat<T>)
     for (uint32_t c = 0; c < t.columns; c += kLanes)
       AscendC::Cast(to[c], from[c], RoundMode::CAST_RINT, uint64_t(Min(kLanes, t.columns - c)), t.rows, step);

@@ -20,15 +20,31 @@ constexpr uint32_t kMaxRepeats = 255;
 struct Tile {
   uint32_t rows, columns, padded;
 
-  // Vectors down the columns take `padded` as their stride between repeats, in data blocks.
-  __aicore__ inline bool Down() const { return rows * kLanes > padded && padded / 8 <= kMaxRepeats; }
+  // Vectors down the columns take `padded` as their stride between repeats, in data blocks, which is a byte.
+  __aicore__ inline bool Far() const { return padded / 8 > kMaxRepeats; }
+  __aicore__ inline bool Down() const { return rows * kLanes > padded && !Far(); }
 };
 
 __aicore__ inline uint32_t Lanes(const Tile& tile, uint32_t column) {
   return tile.columns - column < kLanes ? tile.columns - column : kLanes;
 }
 
+#define OPSMITH_OP(Name, Instruction)                 \
+  struct Name {                                       \
+    template <typename... A>                          \
+    __aicore__ inline static void Do(const A&... a) { \
+      AscendC::Instruction(a...);                     \
+    }                                                 \
+  };
+OPSMITH_OP(Plus, Add)
+OPSMITH_OP(Minus, Sub)
+OPSMITH_OP(Times, Mul)
+OPSMITH_OP(Over, Div)
+OPSMITH_OP(Larger, Max)
+#undef OPSMITH_OP
+
 struct Sum {
+  using Both = Plus;
   __aicore__ inline static void Vector(const LocalTensor<float>& dst, const LocalTensor<float>& src,
                                        uint32_t mask, uint32_t repeats, uint32_t stride) {
     AscendC::WholeReduceSum(dst, src, mask, repeats, 1, 1, stride);
@@ -37,13 +53,10 @@ struct Sum {
                                     const LocalTensor<float>& work, uint32_t count) {
     AscendC::ReduceSum(dst, src, work, count);
   }
-  __aicore__ inline static void Merge(const LocalTensor<float>& dst, const LocalTensor<float>& src,
-                                      uint32_t count) {
-    AscendC::Add(dst, dst, src, count);
-  }
 };
 
 struct Largest {
+  using Both = Larger;
   __aicore__ inline static void Vector(const LocalTensor<float>& dst, const LocalTensor<float>& src,
                                        uint32_t mask, uint32_t repeats, uint32_t stride) {
     AscendC::WholeReduceMax(dst, src, mask, repeats, 1, 1, stride, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
@@ -51,10 +64,6 @@ struct Largest {
   __aicore__ inline static void Row(const LocalTensor<float>& dst, const LocalTensor<float>& src,
                                     const LocalTensor<float>& work, uint32_t count) {
     AscendC::ReduceMax(dst, src, work, count);
-  }
-  __aicore__ inline static void Merge(const LocalTensor<float>& dst, const LocalTensor<float>& src,
-                                      uint32_t count) {
-    AscendC::Max(dst, dst, src, count);
   }
 };
 
@@ -67,7 +76,7 @@ __aicore__ inline void FoldRows(const LocalTensor<float>& dst, const LocalTensor
     for (uint32_t c = 0; c < tile.columns; c += kLanes) {
       const LocalTensor<float> part = c ? work : dst;
       Fold::Vector(part, src[c], Lanes(tile, c), tile.rows, tile.padded / 8);
-      if (c) Fold::Merge(dst, work, tile.rows);
+      if (c) Fold::Both::Do(dst, dst, work, int32_t(tile.rows));
     }
     return;
   }
@@ -83,31 +92,6 @@ __aicore__ inline void SpreadRows(const LocalTensor<float>& spread, const LocalT
                                   uint32_t rows) {
   AscendC::Brcb(spread, numbers, (rows + 7) / 8, AscendC::BrcbRepeatParams(1, 8));
 }
-
-struct Times {
-  template <typename... A>
-  __aicore__ inline static void Do(const A&... a) {
-    AscendC::Mul(a...);
-  }
-};
-struct Minus {
-  template <typename... A>
-  __aicore__ inline static void Do(const A&... a) {
-    AscendC::Sub(a...);
-  }
-};
-struct Plus {
-  template <typename... A>
-  __aicore__ inline static void Do(const A&... a) {
-    AscendC::Add(a...);
-  }
-};
-struct Over {
-  template <typename... A>
-  __aicore__ inline static void Do(const A&... a) {
-    AscendC::Div(a...);
-  }
-};
 
 // dst = src op the row's number.
 template <typename Op>

@@ -83,8 +83,8 @@ def lower(folder: Path | None = None) -> list[Lowered]:
     answers = _answers(python, variants)
     found: dict[str, list[dict[str, Any]]] = {}
     for variant, answer in zip(variants, answers, strict=True):
-        where = variant["module"].removeprefix("opsmith.ops.").replace(".triton", "")
-        found.setdefault(f"{where}.{variant['kernel']}", []).append(answer)
+        where = variant["module"].removeprefix("opsmith.ops.").replace(".triton", "").split(".")
+        found.setdefault(".".join([*dict.fromkeys(where), variant["kernel"]]), []).append(answer)
     return [_lowered(kernel, all_) for kernel, all_ in sorted(found.items())]
 
 
@@ -160,7 +160,8 @@ def _why(one: Lowered) -> str:
     if one.where is None:
         return ""
     file, _, line = one.where.rpartition(":")
-    return f"{one.reason} ({Path(file).name}:{line})".replace("|", "\\|")
+    name = "/".join(Path(file).parts[-2:]) if file.endswith("/triton.py") else Path(file).name
+    return f"{one.reason} ({name}:{line})".replace("|", "\\|")
 
 
 def _verdict(results: list[Lowered]) -> str:

@@ -17,13 +17,15 @@ import torch
 
 from opsmith.authoring import project
 from opsmith.authoring.new import create
-from opsmith.backends import OWN
+from opsmith.backends import OWN, installed
 from opsmith.cli import main
 from opsmith.kernels import libraries, nvcc, triton
 from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import Operator
 from opsmith.proof.verify import verify
 from tests.authoring.prototypes import PROTOTYPES, prototype, text
+
+BACKENDS = (*OWN, *installed())
 
 # One of each structure: rows or not, one pass or more, pairs of both kinds, matmul, masks, row vectors, two outputs.
 TRIED = (
@@ -64,7 +66,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Operator]:
 
 @pytest.mark.parametrize("name", PROTOTYPES)
 def test_a_project_is_complete(name: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, name, OWN)
+    folder = write(tmp_path, name, BACKENDS)
     stem = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower()
     files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     assert files == {
@@ -76,6 +78,8 @@ def test_a_project_is_complete(name: str, tmp_path: Path) -> None:
         f"kernels/cpu/{stem}.cpp",
         f"kernels/triton/{stem}.py",
         *(f"kernels/cuda/{stem}.{end}" for end in ("cu", "h", "cpp")),
+        # Those of back ends in packages of their own are tested there.
+        *(f for f in files if f.startswith(tuple(f"kernels/{name}/" for name in installed()))),
     }
     for file in files:
         content = (folder / file).read_text()
@@ -90,7 +94,7 @@ def test_what_is_written_is_formatted_and_written_in_a_second(tmp_path: Path) ->
     took = []
     for name in PROTOTYPES:
         began = time.process_time()
-        write(tmp_path, name, OWN)
+        write(tmp_path, name, BACKENDS)
         took.append(time.process_time() - began)
     assert (
         statistics.median(took) < 1.0
@@ -268,7 +272,7 @@ def test_the_operators_that_the_docs_list_can_be_written(
 ) -> None:
     file = tmp_path / "p.json"
     file.write_text(json.dumps(prototype("FromTheDocs", inputs, formula)))
-    folder, _, notes = create(file, tmp_path / "made", backends=OWN)
+    folder, _, notes = create(file, tmp_path / "made", backends=BACKENDS)
     assert notes == []
     lines = (folder / "operator.py").read_text()
     assert f"FromTheDocs: y = {formula}" in lines, name

@@ -67,12 +67,6 @@ def dense(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def element_bytes(x: torch.Tensor, *vectors: torch.Tensor | None) -> tuple[int, int]:
-    """Bytes of an element of x, and of the vectors, which are of one type, or of x's where there are none."""
-    sizes = {t.element_size() for t in vectors if t is not None} or {x.element_size()}
-    return x.element_size(), max(sizes)
-
-
 def like(*vectors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The vectors without gaps and in one type: float32 where they differ."""
     types = {t.dtype for t in vectors if t is not None}
@@ -99,6 +93,29 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None) -> Launch:
     return Launch("silu_mul", {"gate": gate, "up": up}, {"y": y}, (*sizes, gate.element_size()), y)
 
 
+def _norm(
+    stem: str,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    vectors: dict[str, torch.Tensor | None],
+    *options: float,
+    types: Mapping[str, str] | None = None,
+) -> Launch:
+    x, residual = x.contiguous(), dense(residual)
+    y = torch.empty_like(x)
+    summed = None if residual is None else torch.empty_like(x)
+    columns, given = x.shape[-1], [t is not None for t in (residual, *vectors.values())]
+    width = max({t.element_size() for t in vectors.values() if t is not None} or {x.element_size()})
+    return Launch(
+        stem,
+        {"x": x, "residual": residual, **vectors},
+        {"y": y, "summed": summed},
+        (x.numel() // max(columns, 1), columns, x.element_size(), width, *given, *options),
+        y if summed is None else (y, summed),
+        types or {},
+    )
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -109,19 +126,7 @@ def rms_norm(
     round_before_weight: bool = False,
 ) -> Launch:
     """The call that `opsmith.ops.rms_norm` makes."""
-    x, residual, weight = x.contiguous(), dense(residual), dense(weight)
-    y = torch.empty_like(x)
-    summed = None if residual is None else torch.empty_like(x)
-    columns = x.shape[-1]
-    sizes = (x.numel() // max(columns, 1), columns, *element_bytes(x, weight))
-    flags = (residual is not None, weight is not None, eps, weight_offset, round_before_weight)
-    return Launch(
-        "rms_norm",
-        {"x": x, "residual": residual, "weight": weight},
-        {"y": y, "summed": summed},
-        (*sizes, *flags),
-        y if summed is None else (y, summed),
-    )
+    return _norm("rms_norm", x, residual, {"weight": dense(weight)}, eps, weight_offset, round_before_weight)
 
 
 def layer_norm(
@@ -133,20 +138,9 @@ def layer_norm(
     residual: torch.Tensor | None = None,
 ) -> Launch:
     """The call that `opsmith.ops.layer_norm` makes."""
-    x, residual = x.contiguous(), dense(residual)
     weight, bias = like(weight, bias)
-    y = torch.empty_like(x)
-    summed = None if residual is None else torch.empty_like(x)
-    columns = x.shape[-1]
-    sizes = (x.numel() // max(columns, 1), columns, *element_bytes(x, weight, bias))
-    return Launch(
-        "layer_norm",
-        {"x": x, "residual": residual, "weight": weight, "bias": bias},
-        {"y": y, "summed": summed},
-        (*sizes, residual is not None, weight is not None, bias is not None, eps),
-        y if summed is None else (y, summed),
-        {} if weight is not None or bias is None else {"weight": "DTYPE_BIAS"},
-    )
+    types = {} if weight is not None or bias is None else {"weight": "DTYPE_BIAS"}
+    return _norm("layer_norm", x, residual, {"weight": weight, "bias": bias}, eps, types=types)
 
 
 def rms_norm_quant(

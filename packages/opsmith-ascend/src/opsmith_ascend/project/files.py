@@ -14,7 +14,17 @@ from opsmith.authoring.new import render
 from opsmith.authoring.new.generate import Project
 from opsmith.authoring.prototype import PrototypeError
 from opsmith_ascend import SOURCES
-from opsmith_ascend.project.lower import COLUMNS, FUNCTIONS, NUMBER, ROWS, TILE, Phase, Unsupported, Vectors
+from opsmith_ascend.project.lower import (
+    COLUMNS,
+    FUNCTIONS,
+    INSTRUCTIONS,
+    NUMBER,
+    ROWS,
+    TILE,
+    Phase,
+    Unsupported,
+    Vectors,
+)
 
 __all__ = ["write"]
 
@@ -22,24 +32,6 @@ _TEMPLATES = Path(__file__).parent / "templates"
 COPIED = [*sorted((Path(__file__).parent / "headers").glob("*.h")), SOURCES / "tiling.h"]
 _DT = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16", "float16": "DT_FLOAT16", "bool": "DT_BOOL"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
-# Instructions that statements call, which are in no template.
-_CALLED = (
-    "Add",
-    "Sub",
-    "Mul",
-    "Div",
-    "Max",
-    "Min",
-    "Exp",
-    "Ln",
-    "Sqrt",
-    "Abs",
-    "Relu",
-    "Adds",
-    "Muls",
-    "Maxs",
-    "Mins",
-)
 _ROW_BYTES = 1024  # of a value of each row: 256 floats
 _OF_STATISTIC = {"RowSum": 2, "RowMax": 2, "RowMin": 2, "RowMoments": 4, "RowOnline": 3}  # values of each row
 
@@ -59,6 +51,12 @@ class Ascend:
         self.plan = project.forward
         self.flat = self.v.flat
         self.read = self.v.rows.read
+        self.tile_inputs, self.column_inputs, self.row_inputs, self.number_inputs = (
+            [n for n in self.read if self.v.forms[n] == form] for form in (TILE, COLUMNS, ROWS, NUMBER)
+        )
+        self.full, self.row_outputs = (
+            [o.name for o in self.plan.outputs if o.extent == extent] for extent in (FULL, ROW)
+        )
         self.outputs = [o.name for o in self.plan.outputs]
         self.tensors = [*self.read, *self.outputs]
         self.combinations = self._combinations()
@@ -218,36 +216,6 @@ class Ascend:
     def parameters(self, kind: str = "GM_ADDR") -> str:
         return ", ".join(f"{kind} {n}" for n in self.tensors)
 
-    def form(self, name: str) -> str:
-        return self.v.forms[name]
-
-    def of_form(self, *forms: str) -> list[str]:
-        return [n for n in self.read if self.v.forms[n] in forms]
-
-    @property
-    def tile_inputs(self) -> list[str]:
-        return self.of_form(TILE)
-
-    @property
-    def column_inputs(self) -> list[str]:
-        return self.of_form(COLUMNS)
-
-    @property
-    def row_inputs(self) -> list[str]:
-        return self.of_form(ROWS)
-
-    @property
-    def number_inputs(self) -> list[str]:
-        return self.of_form(NUMBER)
-
-    @property
-    def full(self) -> list[str]:
-        return [o.name for o in self.plan.outputs if o.extent == FULL]
-
-    @property
-    def row_outputs(self) -> list[str]:
-        return [o.name for o in self.plan.outputs if o.extent == ROW]
-
     @cached_property
     def walks(self) -> list[Phase]:
         """The phases that have tiles."""
@@ -387,7 +355,7 @@ def _known_names() -> frozenset[str]:
     files = [*COPIED, *sorted(_TEMPLATES.glob("*.cpp.j2"))]
     code = " ".join(re.sub(r"//.*", "", file.read_text()) for file in files)
     words = set(re.findall(r"[A-Za-z_]\w+", code)) | {"bfloat16_t", "half"}
-    return frozenset(w for w in words if w != w.lower() or w.endswith("_t") or w == "half") | set(_CALLED)
+    return frozenset(w for w in words if w != w.lower() or w.endswith("_t") or w == "half") | INSTRUCTIONS
 
 
 def _evaluate(expression: str, values: Mapping[str, int]) -> int:

@@ -18,7 +18,17 @@ from opsmith.authoring.lower.emit import Emitter, float_text
 from opsmith.authoring.lower.plan import COLUMN, FULL, ROW, Output, Plan, Statistic
 from opsmith.authoring.lower.rows import Rows
 
-__all__ = ["COLUMNS", "FUNCTIONS", "NUMBER", "ROWS", "TILE", "Phase", "Unsupported", "Vectors"]
+__all__ = [
+    "COLUMNS",
+    "FUNCTIONS",
+    "INSTRUCTIONS",
+    "NUMBER",
+    "ROWS",
+    "TILE",
+    "Phase",
+    "Unsupported",
+    "Vectors",
+]
 
 NUMBER, ROWS, COLUMNS, TILE = "number", "rows", "columns", "tile"
 _BINARY = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "max": "Max", "min": "Min"}
@@ -32,8 +42,9 @@ _FUNCTIONS = {
     "erf": ("Erf", 2), "gelu": ("Gelu", 3), "gelu_tanh": ("GeluTanh", 1),
 }  # fmt: skip
 _TYPES = {"float32": "float", "bfloat16": "bfloat16_t", "float16": "half"}
-# What kernels use of that file.
+# What kernels use of that file, and which instructions statements call that are in no template.
 FUNCTIONS = (*(f for f, _ in _FUNCTIONS.values()), "NumberOver", "OverNumber", "RoundedTo")
+INSTRUCTIONS = frozenset([*_BINARY.values(), *_WITH_NUMBER.values(), *_UNARY.values()])
 
 # What stands around the tensors in what is written here.
 _WORDS = """

@@ -22,7 +22,7 @@ from opsmith.implementation import Implementation, Supports
 
 __all__ = [
     "Cost",
-    "Gradient",
+    "GradientCost",
     "Implementation",
     "Kind",
     "Make",
@@ -192,7 +192,7 @@ def _largest(values: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class GradientCost:
     """What an operator's gradient costs, in multiples of the operator's own operations and least bytes.
 
     Of most it is two operations for each of the forward's; the result's gradient and what was kept are read, and one
@@ -303,7 +303,7 @@ class Operator:
     epilogue: Callable[..., str | None] | None = None
     domain: Callable[..., bool] | None = None
     entries: Mapping[str, Callable[..., Cost]] = field(default_factory=dict)
-    gradient: Gradient = Gradient()
+    gradient: GradientCost = GradientCost()
     onto: tuple[tuple[str, ...], ...] = ()
     merges: MergedCalls | MergedChain | None = None
     widens: str = ""

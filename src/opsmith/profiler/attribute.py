@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from opsmith.operator import Cost, Gradient
+from opsmith.operator import Cost, GradientCost
 from opsmith.profiler import costs, entries
 from opsmith.profiler.align import align
 from opsmith.profiler.collect import Op, Watched
@@ -29,7 +29,7 @@ class Unit:
 
     row: Row
     places: list[int] = field(default_factory=list)
-    gradient: Gradient | None = None  # what its card says, where it has one
+    gradient: GradientCost | None = None  # what its card says, where it has one
 
 
 @dataclass

@@ -23,7 +23,7 @@ from opsmith.compiler.algebra.terms import Shape
 from opsmith.compiler.capture.trace import note_constants, tidy
 from opsmith.compiler.find.recognize import recognize
 from opsmith.compiler.find.site import Site, hint, where
-from opsmith.operator import Cost, Gradient, registry
+from opsmith.operator import Cost, GradientCost, registry
 from opsmith.profiler import entries
 from opsmith.profiler.costs import Spec
 from opsmith.profiler.kinds import OF_KIND, moves_nothing
@@ -41,7 +41,7 @@ class Found:
     composite: bool
     pieces: list[str]
     source: str
-    gradient: Gradient = field(default_factory=Gradient)
+    gradient: GradientCost = field(default_factory=GradientCost)
     call: dict[str, Any] = field(default_factory=dict)
     fault: str = ""  # what is wrong with the formula of its cost
     replay: str = ""

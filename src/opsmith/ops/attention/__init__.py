@@ -22,7 +22,7 @@ from opsmith.call.common import (
     spread,
 )
 from opsmith.kernels import calls, nodes
-from opsmith.operator import Gradient, Implementation, Kind, Operator, Pattern, Recognition, register
+from opsmith.operator import GradientCost, Implementation, Kind, Operator, Pattern, Recognition, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention.check import check
 from opsmith.ops.attention.eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
@@ -357,7 +357,7 @@ CARD = register(
             _written("soft cap, boolean mask", _capped),
         ),
         entries=dict.fromkeys(("attention", "attention_backward"), entry_costs.attention),
-        gradient=Gradient(flops=2.5, bytes=2.0),  # the scores once more
+        gradient=GradientCost(flops=2.5, bytes=2.0),  # the scores once more
         schemas=(
             "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "
             "float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",

@@ -23,7 +23,7 @@ from opsmith.call.common import (
     short,
 )
 from opsmith.kernels import calls, nodes
-from opsmith.operator import Cost, Gradient, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, GradientCost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import is_last_dense, last_dense, settings
 from opsmith.ops.attention.check import check_alike, check_options
@@ -370,7 +370,7 @@ CARD = register(
         entries=dict.fromkeys(
             ("attention_varlen", "attention_varlen_backward"), entry_costs.attention_varlen
         ),
-        gradient=Gradient(flops=2.5, bytes=2.0),
+        gradient=GradientCost(flops=2.5, bytes=2.0),
         schemas=(
             "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, float scale, "
             "bool causal, int window, float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",

@@ -29,7 +29,17 @@ from opsmith.call.common import (
     writable,
 )
 from opsmith.kernels import calls, nodes
-from opsmith.operator import Cost, Gradient, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.operator import (
+    Cost,
+    GradientCost,
+    Implementation,
+    Kind,
+    Make,
+    Operator,
+    Pattern,
+    Sample,
+    register,
+)
 
 _DTYPES = (*NATIVE_DTYPES, torch.float64)
 # PyTorch's gather is as fast as any up to results of 16 MiB, which are still in a cache when they are read. Ours writes
@@ -297,7 +307,7 @@ CARD = register(
                 dtypes={"ids": "ids"},
             ),
         ),
-        gradient=Gradient(bytes=1.0),  # the table's
+        gradient=GradientCost(bytes=1.0),  # the table's
         schemas=(
             "embedding(Tensor ids, Tensor table, *, Tensor(a!) y) -> ()",
             "embedding_backward(Tensor dy, Tensor ids, int padding_idx, bool zeroed, *, "

@@ -19,7 +19,7 @@ from opsmith.call.common import (
     soonest,
 )
 from opsmith.kernels import calls, nodes
-from opsmith.operator import Gradient, Implementation, Kind, MergedCalls, Operator, register
+from opsmith.operator import GradientCost, Implementation, Kind, MergedCalls, Operator, register
 from opsmith.ops.rope.check import Pair, bad_position, check, check_key, name_bad_position
 from opsmith.ops.rope.patterns import PATTERNS
 from opsmith.ops.rope.samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
@@ -337,7 +337,7 @@ CARD = register(
             Implementation("eager", reference),
         ],
         patterns=PATTERNS,
-        gradient=Gradient(bytes=1.0),  # another rotation
+        gradient=GradientCost(bytes=1.0),  # another rotation
         onto=(("x",),),
         schemas=(
             "rope(Tensor x, Tensor cos, Tensor sin, Tensor? positions, int dims, bool interleaved, bool inverse, "
@@ -365,7 +365,7 @@ CARD_QK = register(
             "bool inverse, *, Tensor(a!) yq, Tensor(b!) yk) -> ()",
         ),
         outputs=2,
-        gradient=Gradient(bytes=1.0),
+        gradient=GradientCost(bytes=1.0),
         onto=(("q",), ("k",)),
         merges=MergedCalls("rope", over="x", inputs=("q", "k")),
         source="Su et al., 2021",

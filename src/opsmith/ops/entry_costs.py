@@ -23,10 +23,6 @@ __all__ = [
     "linear_pack",
     "linear_rope",
     "linear_rows_backward",
-    "mla_attention",
-    "mla_kv_epilogue",
-    "mla_preprocess",
-    "mla_q_epilogue",
     "nonzero_rows",
     "paged_attention",
     "product",
@@ -146,7 +142,7 @@ def reshape_and_cache(
     return Cost(3.0 * elements if scales else 0.0, nbytes(k, v, slot_mapping) + elements * held + scales)
 
 
-def _rows(block_tables: torch.Tensor, block_size: int) -> int:
+def rows_of_tables(block_tables: torch.Tensor, block_size: int) -> int:
     """The rows that tables stand for, where lengths are not known: every block but the last is full, that has one."""
     sequences, columns = block_tables.shape
     return sequences * (max(columns - 1, 0) * block_size + min(columns, 1))
@@ -158,76 +154,9 @@ def paged_attention(
     """Keys and values as long as the tables say, once, for all heads that share them."""
     queries = q.shape[1] if q.dim() == 4 else 1
     heads, kv_heads, dims = q.shape[-2], k_cache.shape[2], k_cache.shape[3] + v_cache.shape[3]
-    rows, window = _rows(block_tables, k_cache.shape[1]), rest["window"] or 0
+    rows, window = rows_of_tables(block_tables, k_cache.shape[1]), rest["window"] or 0
     if window > 0:
         rows = min(rows, block_tables.shape[0] * (window + queries - 1))
     row = dims * k_cache.element_size() + (0 if rest["k_scale"] is None else 8)
     moved = rows * kv_heads * row + nbytes(q, block_tables, rest["seq_lens"], rest["y"])
     return Cost(2.0 * heads * queries * rows * dims, moved)
-
-
-def mla_attention(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    block_tables: torch.Tensor,
-    **rest: Any,
-) -> Cost:
-    """Latent rows as long as the tables say, once for all heads; then the up-projection, where it is fused."""
-    tokens, heads, kv_lora = q_nope.shape
-    wuv, out = rest["wuv"], rest["out"]
-    rows, turned = _rows(block_tables, latent.shape[1]), q_rope.shape[2]
-    each = tokens // max(1, block_tables.shape[0])
-    flops = 2.0 * heads * each * rows * (2 * kv_lora + turned)
-    flops += 0.0 if wuv is None else 2.0 * tokens * wuv.numel()
-    moved = rows * (kv_lora * latent.element_size() + turned * rope.element_size())
-    written = rest["latent_out"] if out is None else out
-    return Cost(flops, moved + nbytes(q_nope, q_rope, block_tables, rest["seq_lens"], wuv, written))
-
-
-def mla_preprocess(
-    x: torch.Tensor,
-    wdqkv: torch.Tensor,
-    wuq: torch.Tensor,
-    wuk: torch.Tensor,
-    q_out: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    latent: torch.Tensor,
-    **rest: Any,
-) -> Cost:
-    """Three products with weights that are read once; of the cache the rows of these tokens are written."""
-    tokens, (heads, nope, kv_lora) = x.shape[0], wuk.shape
-    turned = q_out.shape[-1] - kv_lora if q_rope is None else q_rope.shape[-1]
-    # A quantized weight may hide its rows in its layout, not what they must add up to.
-    up = heads * (nope + turned)
-    down = kv_lora + turned + (0 if rest["gamma1"] is None else rest["gamma1"].shape[0])
-    inner = x.shape[1] if rest["gamma1"] is None else rest["gamma1"].shape[0]
-    products = down * x.shape[1] + up * inner + wuk.numel()
-    norms = 4 * (x.shape[1] + inner + kv_lora) + 3 * turned * (heads + 1)
-    results = (q_out, q_rope, rest["latent_q"])
-    small = [t for n, t in rest.items() if isinstance(t, torch.Tensor) and n not in ("rope", "latent_q")]
-    rows = tokens * (kv_lora + turned) * latent.element_size()
-    integer = rest["quant"] in (1, 2)  # per tensor or per token, as kernels count the forms
-    return Cost(
-        2.0 * tokens * products + tokens * norms,
-        nbytes(x, wdqkv, wuq, wuk, *small, *results) + rows,
-        2.0 * tokens * (products - wuk.numel()) if integer else 0.0,
-    )
-
-
-def mla_kv_epilogue(a: torch.Tensor, gamma2: torch.Tensor, rope_size: int, **rest: Any) -> Cost:
-    """A norm and a rotation of each row, which then goes to its slot."""
-    rows, width = a.shape[0], gamma2.shape[0] + rope_size
-    read = rows * width * a.element_size() + nbytes(gamma2, rest["cos"], rest["sin"], rest["slots"])
-    held = rest["latent"].element_size()
-    return Cost(rows * (4.0 * gamma2.shape[0] + 3.0 * rope_size), read + rows * width * held)
-
-
-def mla_q_epilogue(
-    q: torch.Tensor, wuk: torch.Tensor, q_out: torch.Tensor, q_rope: torch.Tensor | None, **rest: Any
-) -> Cost:
-    """Queries brought into the latent space, and their rope part rotated."""
-    tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape
-    flops = tokens * heads * (2.0 * nope * kv_lora + 3.0 * (q.shape[2] - nope))
-    return Cost(flops, nbytes(q, wuk, rest["cos"], rest["sin"], q_out, q_rope))

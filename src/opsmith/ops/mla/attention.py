@@ -13,7 +13,7 @@ import torch
 from opsmith.call.common import check_float, check_number, kernels, native, nbytes, needs_grad, short
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import entry_costs
+from opsmith.ops.entry_costs import rows_of_tables
 from opsmith.ops.mla.cache import MLACache, check_cache_type, has_values, shapes
 from opsmith.ops.mla.call import Maybe, check_inference, in_float32, rows_of
 from opsmith.ops.rms_norm.quant import wide
@@ -299,6 +299,26 @@ def _cost(
     return Cost(flops, read + written)
 
 
+def _entry_cost(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    block_tables: torch.Tensor,
+    **rest: Any,
+) -> Cost:
+    """Latent rows as long as the tables say, once for all heads; then the up-projection, where it is fused."""
+    tokens, heads, kv_lora = q_nope.shape
+    wuv, out = rest["wuv"], rest["out"]
+    rows, turned = rows_of_tables(block_tables, latent.shape[1]), q_rope.shape[2]
+    each = tokens // max(1, block_tables.shape[0])
+    flops = 2.0 * heads * each * rows * (2 * kv_lora + turned)
+    flops += 0.0 if wuv is None else 2.0 * tokens * wuv.numel()
+    moved = rows * (kv_lora * latent.element_size() + turned * rope.element_size())
+    written = rest["latent_out"] if out is None else out
+    return Cost(flops, moved + nbytes(q_nope, q_rope, block_tables, rest["seq_lens"], wuv, written))
+
+
 def _samples(make: Make) -> Iterator[Sample]:
     def sample(
         name: str,
@@ -369,7 +389,7 @@ CARD = register(
             *kernels(attention_form, lambda q, *more, **options: native(q, "mla_attention"), takes_out=False),
             Implementation("eager", _REFERENCE),
         ],
-        entries={"mla_attention": entry_costs.mla_attention},
+        entries={"mla_attention": _entry_cost},
         schemas=(
             "mla_attention(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor rope, Tensor block_tables, "
             "Tensor seq_lens, float scale, Tensor? ctkv_scale, Tensor? q_nope_scale, Tensor? wuv, *, "

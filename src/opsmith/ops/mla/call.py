@@ -1,6 +1,6 @@
 """One call of MLA's operators: what it is made of, checked once at the public door and handed down as it is.
 
-Beside a name of ours stands the one that CANN's operators have, which the public functions take: docs/operators/mla.md.
+Beside a name of ours stands that of the published kernels, which the public functions take: docs/operators/mla.md.
 """
 
 from __future__ import annotations

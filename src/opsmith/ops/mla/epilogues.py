@@ -14,7 +14,6 @@ import torch
 from opsmith.call.common import check_float, check_like, compiling, kernels, native, nbytes, needs_grad, short
 from opsmith.kernels import calls
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import entry_costs
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
 from opsmith.ops.mla.call import (
     Maybe,
@@ -294,6 +293,23 @@ def _q_cost(q: torch.Tensor, wuk: torch.Tensor, cos: Maybe, sin: Maybe, **option
     return Cost(flops, nbytes(q, wuk, cos, sin) + written)
 
 
+def _kv_entry_cost(a: torch.Tensor, gamma2: torch.Tensor, rope_size: int, **rest: Any) -> Cost:
+    """A norm and a rotation of each row, which then goes to its slot."""
+    rows, width = a.shape[0], gamma2.shape[0] + rope_size
+    read = rows * width * a.element_size() + nbytes(gamma2, rest["cos"], rest["sin"], rest["slots"])
+    held = rest["latent"].element_size()
+    return Cost(rows * (4.0 * gamma2.shape[0] + 3.0 * rope_size), read + rows * width * held)
+
+
+def _q_entry_cost(
+    q: torch.Tensor, wuk: torch.Tensor, q_out: torch.Tensor, q_rope: torch.Tensor | None, **rest: Any
+) -> Cost:
+    """Queries brought into the latent space, and their rope part rotated."""
+    tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape
+    flops = tokens * heads * (2.0 * nope * kv_lora + 3.0 * (q.shape[2] - nope))
+    return Cost(flops, nbytes(q, wuk, rest["cos"], rest["sin"], q_out, q_rope))
+
+
 def _kv_samples(make: Make) -> Iterator[Sample]:
     def sample(
         name: str, tokens: int, kv_lora: int, rope: int, *, a: Any = None, turn: bool = True, **options: Any
@@ -380,7 +396,7 @@ CARD_KV = register(
             *kernels(kv_form, lambda a, *more, **options: native(a, "mla_kv_epilogue"), takes_out=False),
             Implementation("eager", _KV_REFERENCE),
         ],
-        entries={"mla_kv_epilogue": entry_costs.mla_kv_epilogue},
+        entries={"mla_kv_epilogue": _kv_entry_cost},
         schemas=(
             "mla_kv_epilogue(Tensor a, Tensor gamma2, Tensor? cos, Tensor? sin, Tensor slots, int rope_size, "
             "bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, *, Tensor(a!) latent, "
@@ -404,7 +420,7 @@ CARD_Q = register(
             *kernels(q_form, lambda q, *more, **options: native(q, "mla_q_epilogue"), takes_out=False),
             Implementation("eager", _Q_REFERENCE),
         ],
-        entries={"mla_q_epilogue": entry_costs.mla_q_epilogue},
+        entries={"mla_q_epilogue": _q_entry_cost},
         schemas=(
             "mla_q_epilogue(Tensor q, Tensor wuk, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q_nope_scale, *, "
             "Tensor(a!) q_out, Tensor(b!)? q_rope) -> ()",

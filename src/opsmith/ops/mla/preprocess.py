@@ -16,7 +16,6 @@ from opsmith.call.common import compiling, kernels, native, nbytes, needs_grad
 from opsmith.kernels import calls
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import entry_costs
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots
 from opsmith.ops.mla.call import Call, Maybe, Result, Rotation, in_float32, join, new_queries, rows_of
 from opsmith.ops.mla.eager import eager
@@ -279,6 +278,36 @@ def _cost(
     )
 
 
+def _entry_cost(
+    x: torch.Tensor,
+    wdqkv: torch.Tensor,
+    wuq: torch.Tensor,
+    wuk: torch.Tensor,
+    q_out: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    latent: torch.Tensor,
+    **rest: Any,
+) -> Cost:
+    """Three products with weights that are read once; of the cache the rows of these tokens are written."""
+    tokens, (heads, nope, kv_lora) = x.shape[0], wuk.shape
+    turned = q_out.shape[-1] - kv_lora if q_rope is None else q_rope.shape[-1]
+    # A quantized weight may hide its rows in its layout, not what they must add up to.
+    up = heads * (nope + turned)
+    down = kv_lora + turned + (0 if rest["gamma1"] is None else rest["gamma1"].shape[0])
+    inner = x.shape[1] if rest["gamma1"] is None else rest["gamma1"].shape[0]
+    products = down * x.shape[1] + up * inner + wuk.numel()
+    norms = 4 * (x.shape[1] + inner + kv_lora) + 3 * turned * (heads + 1)
+    results = (q_out, q_rope, rest["latent_q"])
+    small = [t for n, t in rest.items() if isinstance(t, torch.Tensor) and n not in ("rope", "latent_q")]
+    rows = tokens * (kv_lora + turned) * latent.element_size()
+    integer = rest["quant"] in (1, 2)  # per tensor or per token, as kernels count the forms
+    return Cost(
+        2.0 * tokens * products + tokens * norms,
+        nbytes(x, wdqkv, wuq, wuk, *small, *results) + rows,
+        2.0 * tokens * (products - wuk.numel()) if integer else 0.0,
+    )
+
+
 def _arguments(
     make: Make,
     tokens: int,
@@ -434,7 +463,7 @@ CARD = register(
             *kernels(partial(preprocess_form, by=kernel), _supports, takes_out=False),
             Implementation("eager", partial(preprocess_form, by=eager)),
         ],
-        entries={"mla_preprocess": entry_costs.mla_preprocess},
+        entries={"mla_preprocess": _entry_cost},
         schemas=(
             "mla_preprocess(Tensor x, Tensor wdqkv, Tensor wuq, Tensor wuk, Tensor? gamma0, Tensor? gamma1, "
             "Tensor gamma2, Tensor? beta0, Tensor? beta1, Tensor? bias0, Tensor? bias1, Tensor? descale0, "

@@ -49,6 +49,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Builds the kernels once, in the process that starts the workers, so that none of those builds."""
     if hasattr(session.config, "workerinput") or session.config.option.collectonly:
         return
+    import opsmith.ops  # noqa: F401  which declares what the kernels' bindings are generated from
     from opsmith.kernels import libraries
 
     if not libraries.load() and libraries.status().compiler and os.environ.get("OPSMITH_NATIVE") != "0":

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opsmith import measure
 from opsmith.call.common import short
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample, registry
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
         if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
             # A direct call knows its arguments by interned names, as those in a source are, and these are not.
             named = {sys.intern(name): value for name, value in kwargs.items()}
-            self.calls.append(partial(calls.of(func), *args, **named))
+            self.calls.append(partial(direct.of(func), *args, **named))
         return result
 
 

@@ -231,7 +231,7 @@ def tree(tmp_path: Path) -> Path:
         "operator.py": "import dataclasses\n",
         "measure/timing.py": "import torch\n",
         "ops/gelu/cpu/gelu.cpp": '#include "simd.h"\n',
-        "kernels/cpu/binding.cpp": "#include <torch/csrc/stable/library.h>\n",
+        "kernels/cpu/binding/binding.cpp": "#include <torch/csrc/stable/library.h>\n",
         "ops/__init__.py": "from opsmith.operator import Operator\n",
         "ops/gelu/__init__.py": "from ...kernels import build\nfrom .common import rows\nfrom opsmith import measure\n",
         "compiler/plan.py": "import opsmith.ops.gelu\nfrom opsmith.compiler import Config\n",

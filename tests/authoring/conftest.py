@@ -11,7 +11,7 @@ from tests.precompiled import like, precompile, through
 
 # What generated sources include first, as a compiler takes one precompiled header: of the binding, and of the kernels.
 HEADERS = {
-    "project_binding.h": libraries.SHARED / "binding.cpp",
+    "binding/project_binding.h": libraries.SHARED / "binding/binding.cpp",
     "formula.h": libraries.SOURCES / "gelu/cpu/gelu.cpp",
 }
 # tests/examples and the processes that tests start build as users do.

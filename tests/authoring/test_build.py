@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from opsmith.authoring import project
-from opsmith.authoring.project.signature import Signature
+from opsmith.call import binding
+from opsmith.call.signature import Signature
 from opsmith.cli import main
 from opsmith.kernels import isa, nvcc
 from opsmith.kernels.compiler import find_compiler
@@ -233,7 +234,7 @@ def test_a_signature_says_everything_once() -> None:
         f"forward(Tensor x, Tensor w, {scalars}, *, Tensor(a!) y) -> ()",
         f"backward(Tensor dy, Tensor x, Tensor w, {scalars}, *, Tensor(a!)? dx=None) -> ()",
     )
-    text = signature.binding()
+    text = binding.project(signature)
     assert 'call.tensor("w", w, {"N", "4"});' in text
     backward = text.partition("void backward_op")[2]
     first, second = "bf16, bf16, f32, bf16", "f32, f32, f32, f32"  # dy, x, w, dx; float64 is the reference's

@@ -136,6 +136,12 @@ def test_the_function_refuses_what_does_not_fit(load: Callable[[str], Operator])
         rope(x, cos.half(), cos)
     with pytest.raises(ValueError, match=r"out must be float32 \(2, 3, 5, 8\)"):
         rope(x, cos, cos, out=torch.empty(2, 3, 5, 7))
+    memory = torch.zeros(2 * 2 * 3 * 5 * 8)
+    left, right = memory[:240].view_as(x), memory[120:360].view_as(x)
+    for out in (left, right):
+        with pytest.raises(ValueError, match=r"out \(2, 3, 5, 8\) shares memory with x"):
+            rope(left, cos, cos, out=out)
+    assert not memory.any()
     # One row of the table for one new token: no other code for streaming decode.
     whole = rope(x, cos, cos)
     assert torch.allclose(rope(x[:, :, -1:], cos[-1:], cos[-1:]), whole[:, :, -1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith
 from opsmith.call.common import SMALL, native_library, small_up_to
-from opsmith.kernels import calls, triton
+from opsmith.call.fast import direct
+from opsmith.call.run import Call
+from opsmith.kernels import triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Sample, registry
 
@@ -168,6 +171,15 @@ def test_the_short_way_gives_what_the_reference_gives(name: str, grad: bool) -> 
 WIDTHS = "paged_attention", "attention", "attention_varlen"  # values wider than keys are refused
 
 
+CALLS_AT_ONCE = [
+    one
+    for name, module in list(sys.modules.items())
+    if name.startswith("opsmith.ops.")
+    for one in vars(module).values()
+    if isinstance(one, Call)
+]
+
+
 @pytest.mark.skipif(not native_library() or triton.INTERPRETED, reason="C++ kernels are not what runs here")
 @pytest.mark.parametrize("name", [card.name for card in registry().values()])
 def test_kernels_refuse_no_usual_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +195,17 @@ def test_kernels_refuse_no_usual_call(name: str, monkeypatch: pytest.MonkeyPatch
 
         return call
 
+    for one in CALLS_AT_ONCE:
+        at_once = direct._declared_kernel(one.signature, None, 0)
+
+        def watched_call(*given: Any, one: Call = one, at_once: Any = at_once) -> Any:
+            made = None if given[-1] is not None else watched(at_once)(*given[:-1])
+            return one.traced(*given) if made is None else made
+
+        monkeypatch.setattr(one.fast, "call", watched_call)
     for schema in (s for card in registry().values() for s in card.schemas):
         new = f"new_{schema.partition('(')[0]}"
-        monkeypatch.setattr(calls, new, watched(getattr(calls, new)))
+        monkeypatch.setattr(direct, new, watched(getattr(direct, new)))
     with torch.no_grad():
         for sample in registry()[name].samples(Make(torch.bfloat16)):
             given = list(tensors_of((sample.args, list(sample.kwargs.values()))))

@@ -130,9 +130,9 @@ def test_no_compiler_and_no_kernels(
 def test_what_records_gradients(
     there: bool, state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from opsmith.kernels import calls, nodes
+    from opsmith.call.fast import direct, nodes
 
-    monkeypatch.setattr(calls, "library", lambda: object())
+    monkeypatch.setattr(direct, "library", lambda: object())
     monkeypatch.setattr(nodes, "library", lambda: object() if there else None)
     status, lines, _ = doctor(capsys)
     assert status == 0

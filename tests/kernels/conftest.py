@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from opsmith.call import common
-from opsmith.kernels import build, calls, isa, libraries, nodes
+from opsmith.kernels import build, isa, libraries
 
 # Logs every compiler run. A test makes it misbehave with files: a compiler that finds "slow" waits while
 # "hold" is there, one that finds "full" runs into a full disk, one that finds "edit" replaces its source.
@@ -133,8 +132,9 @@ def fresh(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
         monkeypatch.setattr(libraries, name, {})
     monkeypatch.setattr(libraries, "_tier", None)
     monkeypatch.setattr(libraries, "SOURCES", project.home)  # whose one family is src
-    monkeypatch.setattr(calls, "begin", lambda path: None)  # it offers nothing
-    monkeypatch.setattr(calls, "not_built_yet", list)
+    monkeypatch.setattr(libraries, "_offered", {})
+    monkeypatch.setattr(libraries, "_followers", [])  # it offers nothing
+    monkeypatch.setattr(libraries, "_wanted_beside", [])
     for name in ("OPSMITH_ISA", "OPSMITH_NATIVE"):
         monkeypatch.delenv(name, raising=False)
     return project
@@ -152,11 +152,3 @@ def reported(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 AVX2 = ("avx2", "fma3", "f16c")
 AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
-
-
-@pytest.fixture
-def recorded_in_cpp() -> None:
-    """Calls that record gradients are recorded by nodes in C++."""
-    if not common.native_library() or calls.library() is None or nodes.library() is None:
-        pytest.skip("calls are not recorded in C++ here")
-    nodes.begin()

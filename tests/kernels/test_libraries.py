@@ -46,9 +46,11 @@ def test_a_library_offers_what_its_bindings_say_and_no_other_does() -> None:
 def test_every_operator_that_python_asks_for_has_a_library() -> None:
     package = Path(opsmith.ops.__file__).parents[1]
     text = "".join(path.read_text() for path in package.glob("ops/**/*.py"))
-    asked = set(re.findall(r'\bnative\([\w.]+, "(\w+)"', text)) | set(re.findall(r"calls\.new_(\w+)\(", text))
+    asked = set(re.findall(r'\bnative\([\w.]+, "(\w+)"', text)) | set(
+        re.findall(r"direct\.new_(\w+)\(", text)
+    )
     assert len(asked) > 20
-    assert asked - {"operator"} <= libraries.kernels().keys()  # calls.new_operator: in a docstring
+    assert asked - {"operator"} <= libraries.kernels().keys()  # direct.new_operator: in a docstring
     schemas = {schema.partition("(")[0] for card in operator.registry().values() for schema in card.schemas}
     for name in schemas - libraries.kernels().keys():  # Python's, which call several kernels
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"opsmith::{name}", "CPU"), name
@@ -60,10 +62,11 @@ def test_every_operator_that_python_asks_for_has_a_library() -> None:
 BUILT_QUICKLY = """
     import torch
     from opsmith import ops
-    from opsmith.kernels import build, cache, calls, compiler, libraries
+    from opsmith.call.fast import direct
+    from opsmith.kernels import build, cache, compiler, libraries
     compiler.COMPILE_FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in compiler.COMPILE_FLAGS)
     build._BINDING_LEVEL = "-O0"
-    calls.not_built_yet, calls.library = list, lambda: None
+    direct.not_built_yet, direct.library = list, lambda: None
 """
 
 
@@ -211,8 +214,10 @@ def several(fresh: Project) -> Project:
         (fresh.home / "src/cpu" / f"{name}.cpp").unlink()
         folder = fresh.home / name / "cpu"
         folder.mkdir(parents=True)
-        offer = f'// offer(m, "{name}_kernel")\n#include "common.h"\n'
-        (folder / f"binding_{name}.cpp").write_text(f"{offer}{EXPORT}int {name}() {{ return common(); }}\n")
+        libraries.offer(name, f"{name}_kernel")
+        (folder / f"binding_{name}.cpp").write_text(
+            f'#include "common.h"\n{EXPORT}int {name}() {{ return common(); }}\n'
+        )
     return fresh
 
 
@@ -235,10 +240,10 @@ def test_what_is_wanted_at_once_is_built_in_one_run(
 
 
 def test_one_that_does_not_build_keeps_no_other_from_loading(several: Project) -> None:
-    (several.home / "one/cpu" / "binding_one.cpp").write_text('broken // offer(m, "one_kernel")')
+    (several.home / "one/cpu" / "binding_one.cpp").write_text("broken")
     (several.home / "three/cpu").mkdir(parents=True)
-    (several.home / "three/cpu" / "binding_three.cpp").write_text('broken // offer(m, "three_kernel")')
-    libraries._kernels.cache_clear()
+    (several.home / "three/cpu" / "binding_three.cpp").write_text("broken")
+    libraries.offer("three", "three_kernel")
     with pytest.warns(RuntimeWarning, match=r"binding_\w+\.cpp:1") as caught:
         assert not libraries.load()
     assert len(caught) == 1
@@ -257,7 +262,7 @@ def test_one_that_does_not_build_keeps_no_other_from_loading(several: Project) -
 def test_one_that_has_to_be_built_is_an_error_where_kernels_are_required(
     several: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (several.home / "one/cpu" / "binding_one.cpp").write_text('broken // offer(m, "one_kernel")')
+    (several.home / "one/cpu" / "binding_one.cpp").write_text("broken")
     monkeypatch.setenv("OPSMITH_NATIVE", "1")
     assert libraries.load("two_kernel")
     for _ in range(2):

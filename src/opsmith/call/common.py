@@ -1,20 +1,17 @@
 """What every operator's file needs: the checks, the views, and whether native kernels can run.
 
-How a public function begins, so that a call of one token costs what its kernel costs. A question to a tensor takes
-50 to 100 ns, a helper 30 to 50, and where weights stream through the caches each of them waits for memory; so nothing
-is asked that the kernel's binding refuses itself, and the checks run after its error, to say what to do:
+docs/authoring/calls.md has the path of a call. A question to a tensor takes 50 to 100 ns, a helper 30 to 50, and where
+weights stream through the caches each of them waits for memory: so a public function asks nothing that the kernel's
+binding refuses itself, and the checks run after that, to say what to do. Those that are no `Call` (run.py) begin
 
     if OTHER_OPTIONS_ARE_DEFAULT and not compiling():
         try:
-            y = calls.new_operator(x, weight, ...)  # None for what PyTorch has to decide: kernels/calls.py
+            y = direct.new_operator(x, weight, ...)  # None for what PyTorch has to decide: fast/direct.py
             if y is not None:
                 return y
         except RuntimeError:  # the checks say why
             pass
     _check(x, ...)                                  # views, copies, other devices, float64
-
-Calls that record gradients are taken at once too, by nodes in C++ (kernels/nodes.py). Where these are not to be had, a
-Function in Python records, or small_node() calls are PyTorch's, whose nodes cost less than that.
 
 Where PyTorch's builtin is done before a call of ours begins, it is called first (`embedding`, `linear` of one row), and
 what it would take in silence and the function does not (broadcasting, promotion, another device) is tested on the way.
@@ -31,8 +28,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from opsmith.call.fast import direct, nodes
 from opsmith.call.overlap import refuse_overlap
-from opsmith.kernels import calls, libraries, nodes, triton
+from opsmith.kernels import libraries, triton
 from opsmith.operator import Implementation, Supports
 
 Tensor = torch.Tensor
@@ -115,7 +113,7 @@ def small(elements: int) -> bool:
     return not compiling() and elements <= limit
 
 
-def direct(x: Any, weight: Any = None, other: Any = None) -> bool:
+def taken_directly(x: Any, weight: Any = None, other: Any = None) -> bool:
     """True where a C++ kernel takes a small x as it is, with no view, copy, gradient or further check.
 
     Of the others, which may be None, this says only that they are tensors on the CPU and want no gradient; their
@@ -209,12 +207,12 @@ def fresh_as(x: torch.Tensor) -> torch.Tensor:
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
-    return calls.in_huge_pages(t)
+    return direct.in_huge_pages(t)
 
 
 def soonest(kernel: Any) -> Callable[..., Any]:
     """A kernel, an operator of ours, as it is called soonest: directly, or PyTorch's way where a graph is captured."""
-    return kernel if compiling() else calls.of(kernel)
+    return kernel if compiling() else direct.of(kernel)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -346,21 +344,23 @@ def check_out(
     out: Any,
     like: torch.Tensor,
     shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
     *,
     onto: Collection[str] = (),
     **read: Any,
 ) -> None:
-    """Refuse an output that is not of like's dtype and device, and of this shape (like's, by default).
+    """Refuse an output that is not on like's device, and of this shape and dtype (like's, by default).
 
     Nor may it share memory with what is read, except that it may be one of the inputs named in `onto` (overlap.py).
     """
     shape = like.shape if shape is None else shape
-    if not alike(out, like, shape):
+    dtype = like.dtype if dtype is None else dtype
+    if dtype != like.dtype or not alike(out, like, shape):
         if not isinstance(out, torch.Tensor):
             raise TypeError(f"{op}: out must be a tensor, got {type(out).__name__}")
-        if out.shape != shape or out.dtype != like.dtype or out.device != like.device:
+        if out.shape != shape or out.dtype != dtype or out.device != like.device:
             raise ValueError(
-                f"{op}: out must be {short(like.dtype)} {tuple(shape)} on {like.device}, "
+                f"{op}: out must be {short(dtype)} {tuple(shape)} on {like.device}, "
                 f"got {short(out.dtype)} {tuple(out.shape)} on {out.device}"
             )
     if not compiling() and not _transforming():  # there memory has no address

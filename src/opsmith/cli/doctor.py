@@ -103,14 +103,16 @@ def _machine(machine: Machine) -> list[Line]:
 
 def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
     """Tier, compiler, library and cache; built and loaded now, the only proof that they work."""
-    from opsmith.kernels import build, calls, isa, libraries, nodes
+    import opsmith.ops  # noqa: F401  which declares what the kernels' bindings are generated from
+    from opsmith.call.fast import direct, nodes
+    from opsmith.kernels import build, isa, libraries
 
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             loaded = libraries.load()
-            direct = loaded and calls.library() is not None
-            recorded = direct and nodes.library() is not None
+            directly = loaded and direct.library() is not None
+            recorded = directly and nodes.library() is not None
             state = libraries.status()
     except (ValueError, build.BuildError) as error:
         return [Line("kernels", "cannot be used", " ".join(str(error).split()), grave=True)], None
@@ -128,9 +130,9 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
         ),
         Line(
             "kernel calls",
-            "direct" if direct else "through PyTorch's dispatcher",
+            "direct" if directly else "through PyTorch's dispatcher",
             ""
-            if direct or not loaded
+            if directly or not loaded
             else "a C++20 compiler and Python's headers (python3-dev) spare 2 µs a call",
         ),
         Line(
@@ -142,7 +144,7 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
         ),
         Line("kernel cache", f"{state.cache}, {_size(state.bytes)}", _cache_advice(loaded, said)),
     ]
-    return lines, {**asdict(state), "direct_calls": direct, "recorded_calls": recorded}
+    return lines, {**asdict(state), "direct_calls": directly, "recorded_calls": recorded}
 
 
 def _backends() -> list[Line]:

@@ -8,8 +8,8 @@
 
 A folder ``cpu*`` of an operator's family is a library, named after both: ``ops/gelu/cpu_backward`` is
 ``gelu_backward``. A first call waits for what it needs, and for nothing else. Sources elsewhere are shared: each is
-compiled once, and linked where a header of its name is included. Which kernels a library offers is written in its
-bindings, and nowhere else. A kernel that is called before anybody has asked for it loads its library itself.
+compiled once, and linked where a header of its name is included. Which kernels a library offers is declared beside
+their signatures (`offer`). A kernel that is called before anybody has asked for it loads its library itself.
 
 ``OPSMITH_NATIVE=0`` turns native kernels off, and ``1`` makes it an error when they cannot be built.
 """
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import functools
 import os
-import re
+import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,39 @@ from typing import Any
 import torch
 
 from opsmith.kernels import build as builder
-from opsmith.kernels import cache, calls, compiler, isa, nodes, triton
+from opsmith.kernels import cache, compiler, isa, triton
 from opsmith.kernels.build import BuildError, Library
 
-__all__ = ["HEADERS", "SHARED", "SOURCES", "Status", "build", "clean", "content", "kernels", "load", "status"]
+__all__ = [
+    "HEADERS",
+    "SHARED",
+    "SOURCES",
+    "Status",
+    "build",
+    "clean",
+    "content",
+    "follow",
+    "kernels",
+    "load",
+    "offer",
+    "status",
+]
 
 SHARED = Path(__file__).resolve().parent / "cpu"
-HEADERS = (SHARED, SHARED.parent)  # where includes of what is shared are looked for
+HEADERS = (SHARED, SHARED / "binding", SHARED.parent)  # where includes of what is shared are looked for
 SOURCES = Path(__file__).resolve().parents[1] / "ops"
-_OFFER = re.compile(r'\boffer\(m, "(\w+)"')
 _TURNED_OFF = "OPSMITH_NATIVE=0 turns native kernels off"
 
 _lock = threading.RLock()
 _answers: dict[str, bool] = {}  # of load(), by kernel
 _loaded: dict[str, Path] = {}  # by library
 _refused: dict[str, str] = {}  # by library: why it is not loaded
+_offered: dict[str, str] = {}  # the library of each kernel
+_bindings: dict[str, str] = {}  # C++ that binds a library's kernels and is in no file
+_followers: list[Callable[[Path], None]] = []  # are told of every library that is loaded
+_wanted_beside: list[
+    Callable[[bool], list[Library]]
+] = []  # what is to be built with kernels, or with gradients
 _tier: str | None = None  # of all that is loaded, as one library reads what another one has packed
 
 
@@ -63,16 +81,39 @@ class Status:
 
 def kernels() -> dict[str, str]:
     """The library of each kernel."""
-    return dict(_kernels(SOURCES))
+    return dict(_offered)
 
 
-@functools.lru_cache(maxsize=8)
-def _kernels(sources: Path) -> dict[str, str]:
-    return {
-        kernel: _name(binding.parent)
-        for binding in sorted(sources.glob("*/cpu*/binding*.cpp"))
-        for kernel in _OFFER.findall(binding.read_text())
-    }
+def offer(library: str, *kernels: str, binding: str = "") -> None:
+    """Say that a library has these kernels: each loads it when it is called before anybody has asked for it.
+
+    Args:
+        library: its name.
+        kernels: their names.
+        binding: the C++ that binds them, where no file in the library's folder does.
+    """
+    for kernel in kernels:
+        _offered[kernel] = library
+        _load_when_called(kernel)
+    if binding:
+        if library in _loaded:
+            raise RuntimeError(f"opsmith: the {library} library was loaded before its kernels were declared")
+        _bindings[library] = binding
+
+
+def follow(
+    loaded: Callable[[Path], None] | None = None, wanted: Callable[[bool], list[Library]] | None = None
+) -> None:
+    """Have somebody told of every library of kernels that is loaded, or asked what is to be built with one.
+
+    Args:
+        loaded: is given the library's path.
+        wanted: is told whether gradients are wanted; what it names is built in the same run, as it will be wanted next.
+    """
+    if loaded is not None:
+        _followers.append(loaded)
+    if wanted is not None:
+        _wanted_beside.append(wanted)
 
 
 def load(*names: str) -> bool:
@@ -98,12 +139,11 @@ def load(*names: str) -> bool:
         if names:
             return True
     with _lock:
-        offered = _kernels(SOURCES)
-        wanted = {offered[name] for name in names} if names else _names()
+        wanted = {_offered[name] for name in names} if names else _names()
         gradients = not names or any(name.endswith("_backward") for name in names)
         _load(sorted(wanted - _loaded.keys() - _refused.keys()), gradients)
         _answers.update(
-            {k: library in _loaded for k, library in offered.items() if library in {*_loaded, *_refused}}
+            {k: library in _loaded for k, library in _offered.items() if library in {*_loaded, *_refused}}
         )
         return wanted <= _loaded.keys()
 
@@ -116,7 +156,7 @@ def _load(names: Sequence[str], gradients: bool) -> None:
     if wanted == "0":
         _refused.update(dict.fromkeys(_names(), _TURNED_OFF))
         return
-    beside = [*calls.not_built_yet(), *(nodes.not_built_yet() if gradients else ())]
+    beside = [library for wanted_by in _wanted_beside for library in wanted_by(gradients)]
     if beside or len(names) > 1:
         try:
             return _open(names, beside)
@@ -142,7 +182,8 @@ def _open(names: Sequence[str], beside: Sequence[Library] = ()) -> None:
     for name, path in zip(names, paths, strict=False):
         _loaded[name] = _opened(name, path, _tier)
         if not triton.INTERPRETED:
-            calls.begin(_loaded[name])
+            for follower in _followers:
+                follower(_loaded[name])
 
 
 def _opened(name: str, path: Path, tier: str) -> Path:
@@ -241,12 +282,28 @@ def _folders(sources: Path) -> dict[str, Path]:
 
 def _library(name: str, tier: str | None) -> Library:
     folders = [*HEADERS, SOURCES]
-    return Library(name, _sources(_folders(SOURCES)[name], folders), include_dirs=folders, tier=tier)
+    own = sorted(_folders(SOURCES)[name].glob("*.cpp"))
+    if name in _bindings:
+        own.append(_written(name, _bindings[name]))
+    return Library(name, _sources(own, folders), include_dirs=folders, tier=tier)
 
 
-def _sources(own: Path, folders: Sequence[Path]) -> list[Path]:
+@functools.cache
+def _written(library: str, binding: str) -> Path:
+    """A file with C++ that was generated, for as long as the process."""
+    path = Path(_workshop().name, f"binding_{library}.cpp")
+    path.write_text(binding)
+    return path
+
+
+@functools.cache
+def _workshop() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="opsmith-bindings-")
+
+
+def _sources(own: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
     """A library's own sources, and the others whose headers these include, or those in turn."""
-    found = sorted(own.glob("*.cpp"))
+    found = list(own)
     for source in found:  # which grows meanwhile
         beside = (header.with_suffix(".cpp") for header in sorted(compiler.headers(source, folders)))
         found += [unit for unit in beside if unit.exists() and unit not in found]
@@ -268,7 +325,3 @@ def _load_when_called(kernel: str) -> None:
 
     # Of all kernels that a device may have, this one is taken where it has no other.
     _LIBRARY.impl(kernel, first, "CompositeExplicitAutograd")
-
-
-for _kernel in _kernels(SOURCES):
-    _load_when_called(_kernel)

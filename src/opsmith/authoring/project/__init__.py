@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from opsmith import backends
-from opsmith.authoring.project.signature import Scalar, Signature, Sizes
+from opsmith.call.binding import project as project_binding
+from opsmith.call.signature import Scalar, Signature, Sizes
 from opsmith.kernels import build, compiler, isa, libraries, triton
 from opsmith.operator import Operator
 
@@ -238,7 +239,7 @@ class Kernels:
             sources = sorted(folder.glob("*.cpp")) + sorted(folder.glob("*.cu"))
             if backend == "cpu":
                 binding = Path(made, f"binding_{self.name}.cpp")
-                binding.write_text(self.signature.binding())
+                binding.write_text(project_binding(self.signature))
                 sources.append(binding)
             folders = [folder, *libraries.HEADERS]
             if backend == "cuda":

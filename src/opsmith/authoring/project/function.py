@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from opsmith import backends
-from opsmith.call.common import compiling, in_huge_pages, needs_grad, recorded, short, small
+from opsmith.call.checks import check_outputs, sizes_of
+from opsmith.call.common import compiling, needs_grad, recorded, short, small
+from opsmith.call.run import Call
+from opsmith.call.signature import Signature
 from opsmith.kernels import triton
 from opsmith.operator import (
     Cost,
@@ -31,22 +34,17 @@ from opsmith.operator import (
 
 __all__ = ["Kernels", "card", "fit", "rotate_half", "rotate_interleaved"]
 
-Sizes = Mapping[str, Any]
-
 
 class Kernels(Protocol):
     """What this file asks of a project's kernels: `opsmith.authoring.project.Kernels`."""
 
     name: str
+    signature: Signature
 
-    @property
-    def inputs(self) -> Mapping[str, tuple[int | str, ...]]: ...
     @property
     def outputs(self) -> Mapping[str, tuple[int | str, ...]]: ...
     @property
     def attributes(self) -> Mapping[str, float | int | bool | None]: ...
-    @property
-    def gradients(self) -> tuple[str, ...]: ...
     @property
     def columns(self) -> tuple[tuple[torch.dtype, ...], ...]: ...
     def backends(self) -> tuple[str, ...]: ...
@@ -108,7 +106,7 @@ def card(
         inner: the reference of what the kernels compute, where there is a `before`.
         even: sizes that must be even.
     """
-    call = Call(kernels, reference, before, inner or reference, tuple(even))
+    call = ProjectCall(kernels, reference, before, inner or reference, tuple(even))
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -139,8 +137,8 @@ def card(
     )
 
 
-class Call:
-    """One operator: how a call becomes a call of a kernel."""
+class ProjectCall(Call):
+    """An operator of a project: any parameters, kernels of several back ends, dtypes in combinations."""
 
     def __init__(
         self,
@@ -150,65 +148,82 @@ class Call:
         inner: Callable[..., Any],
         even: tuple[str, ...],
     ) -> None:
-        self.kernels, self.name, self.reference = kernels, kernels.name, reference
-        self.before, self.inner, self.even = before, inner, even
+        super().__init__(kernels.signature, inner)
+        self.kernels, self.reference, self.before, self.even = kernels, reference, before, even
         parameters = inspect.signature(reference).parameters
         self.defaults = {n: p.default for n, p in parameters.items()}
         self.names = tuple(parameters)
         self.count = len([n for n in parameters if n not in kernels.attributes])  # tensors, which come first
-        self.inputs = tuple(kernels.inputs.items())
-        self.outputs = tuple(kernels.outputs.items())
-        self.floating = tuple(
-            any(c[i].is_floating_point for c in kernels.columns) for i in range(len(self.inputs))
-        )
-        self.function = _differentiated(self)
+        count = len(self.signature.tensors)
+        self.floating = tuple(any(c[i].is_floating_point for c in kernels.columns) for i in range(count))
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         values = self.bind(args, kwargs)
-        tensors, attributes = self.alike(self.prepare(values[: self.count])), values[self.count :]
+        tensors = self.alike(self.prepare(values[: self.count]))
+        given = (*tensors, *values[self.count :])
         if self.before is None:
             values[: self.count] = tensors
         dtypes = self.dtypes(tensors)
-        sizes = self.sizes(tensors)
-        backend = None if dtypes is None else self.kernels.backend(tensors[0].device)
+        sizes_of(self.op, self.signature, tensors, self.even)
+        if dtypes is None:
+            result = self.reference(*values)
+            if out is not None:
+                made = [(t.shape, t.dtype) for t in (result if isinstance(result, tuple) else (result,))]
+                read = dict(zip(self.names, values, strict=True))
+                check_outputs(self.op, out, made, tensors[0], self.signature.onto, read)
+            return self.store(result, out)
+        if out is not None:
+            self.check_out(given, out)
+        backend = self.kernels.backend(tensors[0].device)
         if backend is None or small(max(t.numel() for t in tensors)):
             return self.store(self.reference(*values), out)
         if needs_grad(*tensors):
+            covered = self.signature.gradients
             missing = [
-                name
-                for (name, _), t in zip(self.inputs, tensors, strict=True)
-                if t.requires_grad and name not in self.kernels.gradients
+                one.name
+                for one, t in zip(self.signature.tensors, tensors, strict=True)
+                if t.requires_grad and one.name not in covered
             ]
             if missing and compiling():  # a graph is not differentiated inside a graph
                 return self.store(self.reference(*values), out)
-            return self.store(recorded(self.function, backend, attributes, *tensors), out)
-        assert dtypes is not None  # else there is no back end
-        return self.run(backend, tensors, attributes, dtypes, sizes, out)
+            return self.store(recorded(self.function, backend, *given), out)
+        return self.native(backend, given, out)
+
+    def kernel(self, backend: str) -> Callable[..., Any]:
+        return self.kernels.ops(backend)[0]  # type: ignore[no-any-return]
+
+    def kernel_of_gradients(self, backend: str) -> Callable[..., Any]:
+        return self.kernels.ops(backend)[1]  # type: ignore[no-any-return]
+
+    def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
+        dtypes = self.dtypes(values[: len(self.signature.tensors)])
+        assert dtypes is not None  # else the reference takes the call
+        return dtypes
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The values of all parameters, in order."""
         values = list(args)
         if len(values) > len(self.names):
-            raise TypeError(f"{self.name} takes {', '.join(self.names)}; got {len(values)} values")
+            raise TypeError(f"{self.op} takes {', '.join(self.names)}; got {len(values)} values")
         for name in self.names[len(values) :]:
             if name in kwargs:
                 values.append(kwargs[name])
             elif self.defaults[name] is inspect.Parameter.empty:
-                raise TypeError(f"{self.name}: {name} is missing")
+                raise TypeError(f"{self.op}: {name} is missing")
             else:
                 values.append(self.defaults[name])
         if len(args) + len(kwargs) > len(values) or any(name not in self.names for name in kwargs):
-            raise TypeError(f"{self.name} takes {', '.join(self.names)}; got also {', '.join(kwargs)}")
+            raise TypeError(f"{self.op} takes {', '.join(self.names)}; got also {', '.join(kwargs)}")
         return values
 
     def prepare(self, tensors: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """What the kernels take, of the operator's own tensors."""
         for name, t in zip(self.names, tensors, strict=False):
             if not isinstance(t, torch.Tensor):
-                raise TypeError(f"{self.name}: {name} must be a tensor, got {type(t).__name__}")
+                raise TypeError(f"{self.op}: {name} must be a tensor, got {type(t).__name__}")
             if t.device != tensors[0].device:
                 raise ValueError(
-                    f"{self.name}: {name} is on {t.device}, {self.names[0]} on {tensors[0].device}; move one of them"
+                    f"{self.op}: {name} is on {t.device}, {self.names[0]} on {tensors[0].device}; move one of them"
                 )
         return tuple(tensors) if self.before is None else self.before(*tensors)
 
@@ -238,97 +253,7 @@ class Call:
             return None
         got = ", ".join(short(t.dtype) for t in tensors)
         known = "; ".join(", ".join(short(d) for d in c[:count]) for c in self.kernels.columns)
-        raise TypeError(f"{self.name}: inputs must be of types {known}; got {got}; cast them first")
-
-    def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """What each symbol stands for.
-
-        Raises:
-            ValueError: a shape that does not fit.
-        """
-        found: dict[str, Any] = {}
-        for (name, sizes), t in zip(self.inputs, tensors, strict=True):
-            shape = t.shape
-            if sizes and sizes[0] == "...":
-                lead = len(shape) - len(sizes) + 1
-                if lead < 0 or found.setdefault("...", shape[:lead]) != shape[:lead]:
-                    self.refuse(name, sizes, shape, found)
-                sizes, shape = sizes[1:], shape[lead:]
-            if len(sizes) != len(shape):
-                self.refuse(name, sizes, t.shape, found)
-            for symbol, size in zip(sizes, shape, strict=True):
-                if (found.setdefault(symbol, size) if isinstance(symbol, str) else symbol) != size:
-                    self.refuse(name, dict(self.inputs)[name], t.shape, found)
-        for symbol in self.even:
-            if found[symbol] % 2:
-                raise ValueError(
-                    f"{self.name}: {symbol} must be even, as its elements are pairs; got {found[symbol]}"
-                )
-        return found
-
-    def refuse(self, name: str, sizes: Sequence[Any], shape: Sequence[int], found: Sizes) -> None:
-        """Raise for a shape."""
-        known = ", ".join(f"{k} = {tuple(v) if k == '...' else v}" for k, v in found.items() if k in sizes)
-        raise ValueError(
-            f"{self.name}: {name} must have shape [{', '.join(map(str, sizes))}]"
-            f"{f' with {known}' if known else ''}, got {tuple(shape)}"
-        )
-
-    def run(
-        self,
-        backend: str,
-        tensors: Sequence[torch.Tensor],
-        attributes: Sequence[Any],
-        dtypes: Sequence[torch.dtype],
-        sizes: Sizes,
-        out: Any = None,
-    ) -> Any:
-        """Call the kernel, with memory for its results."""
-        given = () if out is None else out if isinstance(out, tuple) else (out,)
-        results = []
-        for i, ((_, symbols), dtype) in enumerate(zip(self.outputs, dtypes, strict=True)):
-            shape: list[int] = []
-            for d in symbols:
-                shape += sizes[d] if d == "..." else (sizes[d] if isinstance(d, str) else d,)
-            if given:
-                self.check_out(given, i, shape, dtype, tensors[0].device)
-            if given and given[i].is_contiguous():
-                results.append(given[i])
-            else:
-                t = torch.empty(shape, dtype=dtype, device=tensors[0].device)
-                results.append(t if compiling() else in_huge_pages(t))
-        flat = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        outs = {name: t for (name, _), t in zip(self.outputs, results, strict=True)}
-        self.kernels.ops(backend)[0](*flat, *attributes, **outs)
-        result = results[0] if len(results) == 1 else tuple(results)
-        return self.store(result, out)
-
-    def check_out(
-        self, given: Any, i: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Refuse an `out` of another type, shape, dtype or device."""
-        many = len(self.outputs)
-        if len(given) != many or not all(isinstance(t, torch.Tensor) for t in given):
-            what = "a tensor" if many == 1 else f"a tuple of {many} tensors"
-            raise TypeError(f"{self.name}: out must be {what}, got {type(given[0]).__name__}")
-        t = given[i]
-        if list(t.shape) != list(shape) or t.dtype != dtype or t.device != device:
-            raise ValueError(
-                f"{self.name}: out must be {short(dtype)} {tuple(shape)} on {device}, "
-                f"got {short(t.dtype)} {tuple(t.shape)} on {t.device}"
-            )
-
-    def store(self, result: Any, out: Any) -> Any:
-        """The result, in `out` where one was given."""
-        if out is None or result is out:
-            return result
-        results = result if isinstance(result, tuple) else (result,)
-        given = out if isinstance(out, tuple) else (out,)
-        for i, (mine, theirs) in enumerate(zip(results, given, strict=False)):
-            self.check_out(given, i, mine.shape, mine.dtype, mine.device)
-            if theirs is not mine:
-                theirs.copy_(mine)
-        return out
+        raise TypeError(f"{self.op}: inputs must be of types {known}; got {got}; cast them first")
 
     def supports(self, backend: str, *args: Any, **kwargs: Any) -> Supports:
         """True where this back end can run a call, else the reason why not."""
@@ -336,7 +261,7 @@ class Call:
             tensors = self.prepare(self.bind(args, kwargs)[: self.count])
             if self.dtypes(tensors) is None:
                 return f"the kernels take float32, bfloat16 and float16, not {short(tensors[0].dtype)}"
-            self.sizes(tensors)
+            sizes_of(self.op, self.signature, tensors, self.even)
         except (TypeError, ValueError) as wrong:
             return str(wrong)
         return self.kernels.offers(backend)
@@ -348,9 +273,8 @@ class Call:
             def fn(*args: Any, out: Any = None, **kwargs: Any) -> Any:
                 values = self.bind(args, kwargs)
                 tensors = self.prepare(values[: self.count])
-                dtypes = self.dtypes(tensors)
-                assert dtypes is not None  # `supports` has said so
-                return self.run(backend, tensors, values[self.count :], dtypes, self.sizes(tensors), out)
+                sizes_of(self.op, self.signature, tensors, self.even)
+                return self.native(backend, (*tensors, *values[self.count :]), out)
 
             def supports(*args: Any, **kwargs: Any) -> Supports:
                 return self.supports(backend, *args, **kwargs)
@@ -362,62 +286,6 @@ class Call:
         devices = {"cpu": ("native", "cpu"), "triton": ("triton", triton.DEVICE), "cuda": ("cuda", "cuda")}
         devices |= {one.name: (one.name, one.device) for one in backends.installed().values()}
         return [on(b, *devices[b]) for b in self.kernels.backends()]
-
-
-def _differentiated(call: Call) -> type[torch.autograd.Function]:
-    """Forward and backward of an operator: both its kernels, and autograd of the reference for what these leave out."""
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, backend: str, attributes: list[Any], *tensors: torch.Tensor) -> Any:
-            dtypes = call.dtypes(tensors)
-            assert dtypes is not None
-            ctx.save_for_backward(*tensors)
-            ctx.backend, ctx.attributes = backend, attributes
-            return call.run(backend, tensors, attributes, dtypes, call.sizes(tensors))
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            tensors = ctx.saved_tensors
-            wanted = [n for (n, _), w in zip(call.inputs, ctx.needs_input_grad[2:], strict=True) if w]
-            grads: dict[str, torch.Tensor] = {}
-            for (name, _), t in zip(call.inputs, tensors, strict=True):
-                if name in wanted and name in call.kernels.gradients:
-                    grads[name] = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-            if grads:
-                flat = [t if t.is_contiguous() else t.contiguous() for t in (*slopes, *tensors)]
-                outs = {f"d{name}": t for name, t in grads.items()}
-                call.kernels.ops(ctx.backend)[1](*flat, *ctx.attributes, **outs)
-            rest = [n for n in wanted if n not in grads]
-            if rest:
-                grads |= _through_reference(call, tensors, ctx.attributes, slopes, rest)
-            return (None, None, *(grads.get(name) for name, _ in call.inputs))
-
-    Function.__name__ = call.name
-    return Function
-
-
-def _through_reference(
-    call: Call,
-    tensors: Sequence[torch.Tensor],
-    attributes: Sequence[Any],
-    slopes: Sequence[Any],
-    names: Sequence[str],
-) -> dict[str, torch.Tensor]:
-    """Gradients by autograd of the reference, which is computed once more."""
-    with torch.enable_grad():
-        leaves = [
-            t.detach().requires_grad_(name in names)
-            for (name, _), t in zip(call.inputs, tensors, strict=True)
-        ]
-        results = call.inner(*leaves, *attributes)
-        results = results if isinstance(results, tuple) else (results,)
-        asked = [t for t in leaves if t.requires_grad]
-        found = torch.autograd.grad(results, asked, slopes, allow_unused=True)
-    return {
-        n: g for n, g in zip([n for n, _ in call.inputs if n in names], found, strict=True) if g is not None
-    }
 
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16, torch.bool)

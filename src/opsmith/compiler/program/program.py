@@ -21,6 +21,7 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from opsmith.call.fast import direct
 from opsmith.compiler.capture.filled import filled
 from opsmith.compiler.choose.select import Choice, Packer
 from opsmith.compiler.find.joined import joined
@@ -28,7 +29,6 @@ from opsmith.compiler.steps.bind import kernel_calls
 from opsmith.compiler.steps.sizes import varying
 from opsmith.compiler.steps.slots import Layout, Slots, is_pure, is_size, last_uses, memory
 from opsmith.compiler.steps.source import Writer, target_name
-from opsmith.kernels import calls
 from opsmith.operator import Implementation, Operator
 
 Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Choice, Implementation]]
@@ -303,9 +303,7 @@ class _Recorder:
         """The kernel's call alone: what it fills is a buffer."""
         kernel, out, _, _, *args = node.args
         assert isinstance(kernel, torch._ops.OpOverload)
-        return (
-            f"    {writer.call(calls.of(kernel), args, {**node.kwargs, str(out): node}, target_name(kernel))}"
-        )
+        return f"    {writer.call(direct.of(kernel), args, {**node.kwargs, str(out): node}, target_name(kernel))}"
 
     def _needed(self) -> set[Node]:
         """The nodes whose values the program reads, and those that do more than return one."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from opsmith.call.fast import direct
 from opsmith.compiler.steps.bind import Form, Kernels, kernel_calls
 from opsmith.compiler.steps.slots import memory
-from opsmith.kernels import calls
 from opsmith.operator import Implementation
 
 
@@ -87,7 +87,7 @@ class Writer:
         """The lines that call a site's kernels instead; of the call, `values` are what it was rehearsed with."""
         self._inputs = {id(values[key]): self.text(call[key]) for key in found.inputs}
         for view, (func, args, kwargs) in found.views:
-            self._inputs[id(view)] = self.call(calls.of(func), args, kwargs, target_name(func))
+            self._inputs[id(view)] = self.call(direct.of(func), args, kwargs, target_name(func))
         lines = []
         for func, args, kwargs in found.calls:
             given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -95,7 +95,7 @@ class Writer:
                 stays = isinstance(value, torch.Tensor) and id(value) not in self._inputs
                 if stays and self._stands(value) is None:
                     self.bind(value, f"{name}_{key}")
-            lines.append(f"    {self.call(calls.of(func), args, kwargs, target_name(func))}")
+            lines.append(f"    {self.call(direct.of(func), args, kwargs, target_name(func))}")
         self._inputs = {}
         return lines
 

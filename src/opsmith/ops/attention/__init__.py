@@ -21,7 +21,9 @@ from opsmith.call.common import (
     soonest,
     spread,
 )
-from opsmith.kernels import calls, nodes
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, Operator, Pattern, Recognition, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention.check import check
@@ -31,6 +33,30 @@ from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
 # Numbers of q from which the gradients of all keys are worth a search for tokens that have none: a Function in Python.
 _SEARCHED = 1 << 16
+
+SIGNATURE = Signature(
+    "attention",
+    (
+        *(
+            Input("q", "... D"),
+            Input("k", "... D"),
+            Input("v", "... D"),
+            Input("mask", "... S", optional=True),
+        ),
+        *(Number("scale", float), Number("causal", bool), Number("window", int), Number("softcap", float)),
+    ),
+    (Output("y", "... D", like="q"),),
+    kept=(Kept("row_sums", Rows.TWO_EACH),),
+    gradient=Gradient(
+        "attention_backward",
+        (
+            *(Slope("y", "dout"), Saved("q"), Saved("k"), Saved("v"), Saved("y", "out"), Saved("row_sums")),
+            *(Saved("mask"), Saved("scale"), Saved("causal"), Saved("window"), Saved("softcap")),
+        ),
+        tuple(Made(name, optional=False) for name in "qkv"),
+        strided=True,
+    ),
+)
 
 
 def attention(
@@ -74,12 +100,10 @@ def attention(
     if out is None and not compiling():
         try:
             if (window is None or window > 0) and (softcap is None or softcap > 0):
-                at = 1.0 / math.sqrt(calls.sizes(q)[-1] or 1) if scale is None else scale
+                at = 1.0 / math.sqrt(direct.sizes(q)[-1] or 1) if scale is None else scale
                 cap = 0.0 if softcap is None else softcap
                 if causal or not recording() or not _searched(q, mask, window):
-                    y: torch.Tensor | None = calls.new_attention(
-                        q, k, v, mask, at, causal, window or 0, cap, y=[q]
-                    )
+                    y: torch.Tensor | None = direct.new_attention(q, k, v, mask, at, causal, window or 0, cap)
                     if y is not None:
                         return y
         except (RuntimeError, IndexError, AttributeError, TypeError):
@@ -358,20 +382,11 @@ CARD = register(
         ),
         entries=dict.fromkeys(("attention", "attention_backward"), entry_costs.attention),
         gradient=GradientCost(flops=2.5, bytes=2.0),  # the scores once more
-        schemas=(
-            "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int window, "
-            "float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",
-            "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_sums, "
-            "Tensor? mask, float scale, bool causal, int window, float softcap, *, "
-            "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
-        ),
+        schemas=declare(SIGNATURE),
         source="Vaswani et al., 2017; Dao et al., 2022",
     )
 )
 
-nodes.declare(
-    "attention", names={"dout": "dy", "out": "y"}, kept={"row_sums": nodes.TWO_EACH_ROW}, strided=True
-)
 _KERNELS = ("attention", "attention_backward")  # the second one for gradients
 ATTENTION = torch.ops.opsmith.attention.default
 ATTENTION_BACKWARD = torch.ops.opsmith.attention_backward.default

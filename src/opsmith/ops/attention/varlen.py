@@ -22,7 +22,9 @@ from opsmith.call.common import (
     recorded,
     short,
 )
-from opsmith.kernels import calls, nodes
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import Cost, GradientCost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import is_last_dense, last_dense, settings
@@ -30,6 +32,33 @@ from opsmith.ops.attention.check import check_alike, check_options
 from opsmith.ops.attention.eager import eager as eager_attention
 from opsmith.ops.attention.eager import reference as attention_reference
 from opsmith.ops.attention.samples import promised, visible_pairs
+
+SIGNATURE = Signature(
+    "attention_varlen",
+    (
+        *(Input("q", "... D"), Input("k", "... D"), Input("v", "... D")),
+        *(Input("cu_seqlens_q", "B", torch.int32), Input("cu_seqlens_k", "B", torch.int32)),
+        *(Number("scale", float), Number("causal", bool), Number("window", int), Number("softcap", float)),
+    ),
+    (Output("y", "... D", like="q"),),
+    kept=(Kept("row_sums", Rows.TWO_EACH),),
+    gradient=Gradient(
+        "attention_varlen_backward",
+        (
+            *(Slope("y", "dout"), Saved("q"), Saved("k"), Saved("v"), Saved("y", "out"), Saved("row_sums")),
+            *(
+                Saved("cu_seqlens_q"),
+                Saved("cu_seqlens_k"),
+                Saved("scale"),
+                Saved("causal"),
+                Saved("window"),
+                Saved("softcap"),
+            ),
+        ),
+        tuple(Made(name, optional=False) for name in "qkv"),
+        strided=True,
+    ),
+)
 
 
 def attention_varlen(
@@ -76,9 +105,9 @@ def attention_varlen(
     """
     if window is None and softcap is None and out is None and not compiling():
         try:
-            at = 1.0 / math.sqrt(calls.sizes(q)[-1] or 1) if scale is None else scale
-            y: torch.Tensor | None = calls.new_attention_varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0, y=[q]
+            at = 1.0 / math.sqrt(direct.sizes(q)[-1] or 1) if scale is None else scale
+            y: torch.Tensor | None = direct.new_attention_varlen(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0
             )
             if y is not None:
                 return y
@@ -371,19 +400,10 @@ CARD = register(
             ("attention_varlen", "attention_varlen_backward"), entry_costs.attention_varlen
         ),
         gradient=GradientCost(flops=2.5, bytes=2.0),
-        schemas=(
-            "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, float scale, "
-            "bool causal, int window, float softcap, *, Tensor(a!) y, Tensor(b!)? row_sums=None) -> ()",
-            "attention_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_sums, "
-            "Tensor cu_seqlens_q, Tensor cu_seqlens_k, float scale, bool causal, int window, float softcap, *, "
-            "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
-        ),
+        schemas=declare(SIGNATURE, "attention", "attention_backward"),
         source="Dao et al., 2022",
     )
 )
 
-nodes.declare(
-    "attention_varlen", names={"dout": "dy", "out": "y"}, kept={"row_sums": nodes.TWO_EACH_ROW}, strided=True
-)
 _KERNELS = ("attention_varlen", "attention_varlen_backward")  # the second one for gradients
 ATTENTION_VARLEN = torch.ops.opsmith.attention_varlen.default

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from opsmith.call import common
 from opsmith.call.common import (
-    NATIVE_DTYPES,
     Tensor,
     as_rows,
     check_float,
@@ -26,7 +25,21 @@ from opsmith.call.common import (
     small_node,
     soonest,
 )
-from opsmith.kernels import calls, nodes
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import (
+    Constant,
+    Gradient,
+    Input,
+    Kept,
+    Made,
+    Number,
+    Output,
+    Rows,
+    Saved,
+    Signature,
+    Slope,
+)
 from opsmith.operator import Implementation, Kind, Operator, Pattern, register
 from opsmith.ops.cross_entropy.samples import cost, samples, workloads
 
@@ -35,8 +48,24 @@ _REDUCED = {"sum": 1, "mean": 2}
 _OF_PYTORCH = {"none": 0, "mean": 1, "sum": 2}
 _FEW = 1024  # logits that PyTorch's two kernels have done with before one of ours has
 _loss = torch._C._nn.cross_entropy_loss  # what F.cross_entropy calls
-# To make a result like: torch.empty with a shape of no size takes twice the time.
-_NUMBERS = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in NATIVE_DTYPES}
+SIGNATURE = Signature(
+    "cross_entropy",
+    (
+        *(Input("logits", "... V"), Input("target", "...", torch.int64), Number("ignore_index", int)),
+        *(Number("label_smoothing", float), Number("z_loss", float), Number("reduction", int)),
+    ),
+    (Output("loss", ""),),
+    kept=(Kept("stats", Rows.PAIR),),
+    gradient=Gradient(
+        "cross_entropy_backward",
+        (
+            *(Slope("loss"), Saved("logits"), Saved("target"), Saved("stats"), Saved("ignore_index")),
+            *(Saved("label_smoothing"), Saved("z_loss"), Saved("reduction")),
+            *(Constant("first", 0), Constant("classes", -1)),
+        ),
+        (Made("logits", optional=False),),
+    ),
+)
 
 
 class TargetError(IndexError, ValueError):
@@ -109,12 +138,11 @@ def cross_entropy(
     if reduction in _REDUCED and not overwrite and not compiling():
         try:
             if 0.0 <= label_smoothing <= 1.0 and dtype in (None, torch.float32, logits.dtype):
-                like = _NUMBERS[dtype or logits.dtype]
                 rows, flat = logits, target
                 if logits.dim() != 2 and logits.shape[:-1] == target.shape:
                     rows, flat = logits.view(-1, logits.shape[-1]), target.reshape(-1)
                 options = (ignore_index, label_smoothing, z_loss, _REDUCED[reduction])
-                loss: torch.Tensor | None = calls.new_cross_entropy(rows, flat, *options, loss=[like])
+                loss: torch.Tensor | None = direct.new_cross_entropy(rows, flat, *options, loss=dtype)
                 if loss is not None:
                     return loss
         except (RuntimeError, TypeError, AttributeError, KeyError):  # the checks say why
@@ -346,16 +374,9 @@ CARD = register(
         ],
         patterns=tuple(_pattern(reduction) for reduction in REDUCTIONS),
         widens="logits",
-        schemas=(
-            "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, "
-            "int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",
-            "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor stats, int ignore_index, "
-            "float label_smoothing, float z_loss, int reduction, int first=0, int classes=-1, *, "
-            "Tensor(a!) dlogits) -> ()",
-        ),
+        schemas=declare(SIGNATURE),
         source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
     )
 )
 
 _KERNELS = ("cross_entropy", "cross_entropy_backward")  # the second one for gradients
-nodes.declare("cross_entropy", kept={"stats": nodes.PAIR_OF_ROWS})

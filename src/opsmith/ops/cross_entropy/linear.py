@@ -24,6 +24,7 @@ from opsmith.call.common import (
     short,
     small,
 )
+from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, MergedChain, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.cross_entropy import (
@@ -387,3 +388,5 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("linear_cross_entropy", counted_rows.forward, _key)
     _LIBRARY.impl("linear_cross_entropy_and_gradients", counted_rows.forward_with_gradients, _key)
     _LIBRARY.impl("linear_cross_entropy_backward", counted_rows.backward, _key)
+
+libraries.offer("cross_entropy", "add_to_total", "cross_entropy_part", "cross_entropy_finish")

@@ -28,7 +28,9 @@ from opsmith.call.common import (
     small_node,
     writable,
 )
-from opsmith.kernels import calls, nodes
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Constant, Gradient, Input, Made, Output, Saved, Signature, Slope
 from opsmith.operator import (
     Cost,
     GradientCost,
@@ -50,6 +52,17 @@ _FEW = 64  # ids whose rows are in a cache afterwards, however long
 # Malloc takes blocks of this size from the system each time, and gives them back.
 _FROM_SYSTEM = 32 << 20
 _gather = torch.embedding
+
+SIGNATURE = Signature(
+    "embedding",
+    (Input("ids", "...", torch.int64), Input("table", "V N")),
+    (Output("y", "... N", "table"),),
+    gradient=Gradient(
+        "embedding_backward",
+        (Slope("y"), Saved("ids"), Constant("padding_idx", -1), Constant("zeroed", False)),
+        (Made("table", optional=False),),
+    ),
+)
 
 
 class IdError(IndexError, ValueError):
@@ -92,10 +105,10 @@ def embedding(
                 and table.is_contiguous()
                 and not (recording() and table.requires_grad and (sparse_grad or not _adds_rows(table)))
             ):
-                y: torch.Tensor | None = calls.new_embedding(ids, table, y=[table, ...])
+                y: torch.Tensor | None = direct.new_embedding(ids, table)
                 if y is not None:
                     return y
-                if "new_embedding" in calls.early:
+                if direct.new_embedding is direct.not_loaded:
                     native(table, "embedding")  # which loads the library, for the calls to come
             if (
                 not (recording() and table.requires_grad)
@@ -308,13 +321,7 @@ CARD = register(
             ),
         ),
         gradient=GradientCost(bytes=1.0),  # the table's
-        schemas=(
-            "embedding(Tensor ids, Tensor table, *, Tensor(a!) y) -> ()",
-            "embedding_backward(Tensor dy, Tensor ids, int padding_idx, bool zeroed, *, "
-            "Tensor(a!) dtable) -> ()",
-        ),
+        schemas=declare(SIGNATURE),
         source="Mikolov et al., 2013",
     )
 )
-
-nodes.declare("embedding", names={"padding_idx": -1, "zeroed": False})

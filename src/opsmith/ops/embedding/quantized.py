@@ -8,12 +8,34 @@ from typing import Any
 import torch
 
 from opsmith.call.common import check_out, compiling, kernels, native, short, writable
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OP = "quantized_embedding"
+
+SIGNATURE = Signature(
+    "quantized_embedding",
+    (
+        *(
+            Input("ids", "...", torch.int64),
+            Input("table", "V N", torch.int8),
+            Input("scale", "V", torch.float32),
+        ),
+        *(Number("prefetch", int), Input("next_ids", "...", torch.int64, True)),
+        *(Input("slots", "V", torch.int32, True), Input("rows", "R N", optional=True)),
+    ),
+    (
+        *(
+            Output("counts", "V", torch.int32, optional=True),
+            Output("stats", "2", torch.int64, optional=True),
+        ),
+        Output("y", "... N", torch.float32),  # in the dtype that the call asks for
+    ),
+)
 
 
 def quantized_embedding(
@@ -54,8 +76,8 @@ def quantized_embedding(
     if out is None and not compiling():
         try:
             if prefetch >= 0:
-                y: torch.Tensor | None = calls.new_quantized_embedding(
-                    ids, table, scale, prefetch, next_ids, None, None, y=[table, dtype]
+                y: torch.Tensor | None = direct.new_quantized_embedding(
+                    ids, table, scale, prefetch, next_ids, None, None, y=dtype
                 )
                 if y is not None:
                     return y
@@ -250,10 +272,7 @@ CARD = register(
         implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
         # No model writes this as plain PyTorch, so there is nothing to recognize: QuantizedEmbedding is put in.
         patterns=(),
-        schemas=(
-            "quantized_embedding(Tensor ids, Tensor table, Tensor scale, int prefetch, Tensor? next_ids, "
-            "Tensor? slots, Tensor? rows, *, Tensor(a!)? counts=None, Tensor(b!)? stats=None, Tensor(c!) y) -> ()",
-        ),
+        schemas=declare(SIGNATURE, "embedding"),
         differentiable=False,
         source="Guan et al., 2019",
     )

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import (
-    alike,
-    as_rows,
-    check_float,
-    check_like,
-    check_out,
-    compiling,
-    flat,
-    flat_out,
-    fresh,
-    kernels,
-    native,
-    nbytes,
-    needs_grad,
-    recorded,
-    short,
-    small_node,
-    soonest,
-    writable,
-)
-from opsmith.kernels import calls, nodes
+from opsmith.call.common import compiling, kernels, native, nbytes, small_node
+from opsmith.call.run import Call, declare
+from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 
 SILU, GELU, GELU_TANH = 0, 1, 2
@@ -43,13 +25,17 @@ _CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 # with the error function is oneDNN's there, whose set-up takes longer than a node of ours.
 _NODES = {SILU: 2, GELU_TANH: 0}
 
-_REFUSED = (
-    RuntimeError,
-    IndexError,
-    AttributeError,
-    TypeError,
-    ValueError,
-)  # by the kernel's binding, or by what is no such tensor
+SIGNATURE = Signature(
+    "gated",
+    (Input("gate", "... I"), Input("up", "... I", optional=True), Number("activation", int)),
+    (Output("y", "... I", halved_without="up"),),
+    gradient=Gradient(
+        "gated_backward",
+        (Slope("y"), Saved("gate"), Saved("up"), Saved("activation")),
+        (Made("gate", optional=False), Made("up", always=True)),
+    ),
+    onto=("gate", "up"),
+)
 
 
 def silu_mul(
@@ -75,11 +61,7 @@ def silu_mul(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    if out is None and not compiling():
-        y = _at_once(gate, up, SILU)
-        if y is not None:
-            return y
-    return _gated("silu_mul", gate, up, SILU, out)
+    return (_SILU.traced if compiling() else _SILU.fast.call)(gate, up, SILU, out)  # type: ignore[no-any-return]
 
 
 def gelu_mul(
@@ -105,11 +87,7 @@ def gelu_mul(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     curve = GELU_TANH if tanh else GELU
-    if out is None and not compiling():
-        y = _at_once(gate, up, curve)
-        if y is not None:
-            return y
-    return _gated("gelu_mul", gate, up, curve, out)
+    return (_GELU.traced if compiling() else _GELU.fast.call)(gate, up, curve, out)  # type: ignore[no-any-return]
 
 
 def silu_reference(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
@@ -128,102 +106,43 @@ def _reference(gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch
     return _CURVES[curve](gate) * up
 
 
-def _gated(
-    op: str, gate: torch.Tensor, up: torch.Tensor | None, curve: int, out: torch.Tensor | None
-) -> torch.Tensor:
-    _check(op, gate, up, out)
-    training = needs_grad(gate, up)
-    if native(gate, *_KERNELS[: 1 + training]) is not True or (
-        training and curve in _NODES and small_node(gate.numel() >> _NODES[curve])
-    ):
-        y = _reference(gate, up, curve)
-    elif training:
-        y = recorded(_Gated, gate, up, curve)
-    elif out is None or writable(out):
-        return _forward(gate, up, curve, out)
-    else:
-        y = _forward(gate, up, curve, None)
-    return y if out is None else out.copy_(y)
+class _Gated(Call):
+    """Without `up`, the gate holds both."""
 
-
-def _check(op: str, gate: Any, up: Any, out: Any) -> None:
-    check_float(op, gate, "gate")
-    if up is None:
-        if gate.shape[-1] % 2:
+    def check(self, values: Sequence[Any]) -> None:
+        super().check(values)
+        gate, up, _ = values
+        if up is None and gate.shape[-1] % 2:
             raise ValueError(
-                f"{op}: without up, gate must hold both halves in a last dimension of even size, "
+                f"{self.op}: without up, gate must hold both halves in a last dimension of even size, "
                 f"got shape {tuple(gate.shape)}"
             )
-    elif not alike(up, gate, gate.shape):
-        check_like(op, up, gate, "up", gate.shape, "the shape of gate", "gate")
-        raise TypeError(
-            f"{op}: up must be {short(gate.dtype)} like gate, got {short(up.dtype)}; cast it first"
-        )
-    if out is not None:
-        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-        check_out(op, out, gate, onto=("gate", "up"), gate=gate, up=up)
+
+    def check_out(self, values: Sequence[Any], out: Any) -> None:
+        gate, up, activation = values
+        super().check_out((*(gate.chunk(2, -1) if up is None else (gate, up)), activation), out)
 
 
-def _half(shape: torch.Size) -> torch.Size:
-    return torch.Size((*shape[:-1], shape[-1] // 2))
+def _pytorchs(gate: torch.Tensor, up: torch.Tensor | None, activation: int) -> bool:
+    return activation in _NODES and small_node(gate.numel() >> _NODES[activation])
 
 
-def _at_once(gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch.Tensor | None:
-    """The kernel, whose binding refuses what does not fit; None for a refused call, or one in another form."""
-    try:
-        half = True if up is not None else gate.size(-1) // 2
-        return calls.new_gated(gate, up, curve, y=half)  # type: ignore[no-any-return]
-    except _REFUSED:  # the checks say why
-        return None
-
-
-def _forward(
-    gate: torch.Tensor, up: torch.Tensor | None, curve: int, out: torch.Tensor | None
-) -> torch.Tensor:
-    y = out
-    if y is None:
-        y = fresh(gate) if up is not None else fresh(gate, _half(gate.shape))
-    soonest(GATED)(*_flat(gate, up), curve, y=flat_out(y))
-    return y
-
-
-def _flat(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both as the kernel takes them: of one shape, which its binding holds them to."""
-    if up is None:
-        return flat(gate), None
-    return (gate, up) if gate.is_contiguous() and up.is_contiguous() else (as_rows(gate), as_rows(up))
+_SILU = _Gated(SIGNATURE, _reference, op="silu_mul", pytorchs=_pytorchs)
+_GELU = _Gated(SIGNATURE, _reference, op="gelu_mul", pytorchs=_pytorchs)
 
 
 def _native_silu(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+) -> Any:
     """The kernel, without autograd."""
-    return _forward(gate, up, SILU, out)
+    return _SILU.native("opsmith", (gate, up, SILU), out)
 
 
 def _native_gelu(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, tanh: bool = False, out: torch.Tensor | None = None
-) -> torch.Tensor:
+) -> Any:
     """The kernel, without autograd."""
-    return _forward(gate, up, GELU_TANH if tanh else GELU, out)
-
-
-class _Gated(torch.autograd.Function):
-    """Backward computes the curve again from what came in: nothing but the inputs is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.curve = curve
-        return _forward(gate, up, curve, None)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        dgate, dup = fresh(gate), None if up is None else fresh(up)
-        soonest(GATED_BACKWARD)(flat(dy), *_flat(gate, up), ctx.curve, dgate=dgate, dup=dup)
-        return dgate, dup, None
+    return _GELU.native("opsmith", (gate, up, GELU_TANH if tanh else GELU), out)
 
 
 # The exponential, the division or the polynomial, and the products, as a fused kernel computes them.
@@ -280,11 +199,7 @@ SILU_CARD = register(
         workloads=_workloads,
         implementations=[*kernels(_native_silu, _supports), Implementation("eager", silu_reference)],
         patterns=(Pattern("silu_mul(gate, up)", lambda gate, up: F.silu(gate) * up, _SHAPES),),
-        schemas=(
-            "gated(Tensor gate, Tensor? up, int activation, *, Tensor(a!) y) -> ()",
-            "gated_backward(Tensor dy, Tensor gate, Tensor? up, int activation, *, Tensor(a!) dgate, "
-            "Tensor(b!)? dup=None) -> ()",
-        ),
+        schemas=declare(SIGNATURE),
         onto=(("gate", "up"),),
         source=_SOURCE,
     )
@@ -313,8 +228,3 @@ GELU_CARD = register(
         source=_SOURCE,
     )
 )
-
-_KERNELS = ("gated", "gated_backward")  # the second one for gradients
-nodes.declare("gated", always=("up",))
-GATED = torch.ops.opsmith.gated.default
-GATED_BACKWARD = torch.ops.opsmith.gated_backward.default

@@ -8,28 +8,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import (
-    alike,
-    check_float,
-    check_like,
-    check_out,
-    compiling,
-    dense,
-    flat,
-    flat_out,
-    fresh,
-    kernels,
-    native,
-    nbytes,
-    needs_grad,
-    recorded,
-    short,
-    small_node,
-    soonest,
-    writable,
-)
-from opsmith.kernels import calls, nodes
+from opsmith.call.common import compiling, kernels, native, nbytes, small_node
+from opsmith.call.run import Call, declare
+from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+
+SIGNATURE = Signature(
+    "gelu",
+    (Input("x", "... N", scalar=True), Input("bias", "N", optional=True), Number("tanh", bool)),
+    (Output("y", "... N"),),
+    gradient=Gradient(
+        "gelu_backward",
+        (Slope("y"), Saved("x"), Saved("bias"), Saved("tanh")),
+        (Made("x", optional=False), Made("bias")),
+    ),
+    onto=("x",),
+)
 
 
 def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,17 +45,7 @@ def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
 
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    if out is None and not compiling():
-        try:
-            y: torch.Tensor | None = calls.new_gelu(x, None, tanh)
-            if y is not None:
-                return y
-        except RuntimeError:  # the checks say why
-            pass
-    check_float("gelu", x, least_dim=0)
-    if out is not None:
-        check_out("gelu", out, x, onto=("x",), x=x)
-    return _run(x, None, tanh, out)
+    return (_GELU.traced if compiling() else _GELU.fast.call)(x, None, tanh, out)  # type: ignore[no-any-return]
 
 
 def bias_gelu(
@@ -83,22 +67,8 @@ def bias_gelu(
 
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    if out is None and bias is not None and not compiling():
-        try:
-            y: torch.Tensor | None = calls.new_gelu(x, bias, tanh)
-            if y is not None:
-                return y
-        except RuntimeError:  # the checks say why
-            pass
-    check_float("bias_gelu", x)
-    if not alike(bias, x, x.shape[-1:]):
-        check_like("bias_gelu", bias, x, "bias", x.shape[-1:], "the size of x's last dimension")
-        raise TypeError(
-            f"bias_gelu: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
-        )
-    if out is not None:
-        check_out("bias_gelu", out, x, onto=("x",), x=x, bias=bias)
-    return _run(x, bias, tanh, out)
+    here = bias is not None and not compiling()
+    return (_BIAS_GELU.fast.call if here else _BIAS_GELU.traced)(x, bias, tanh, out)  # type: ignore[no-any-return]
 
 
 def reference(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
@@ -111,58 +81,29 @@ def bias_reference(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -
     return reference(x + bias, tanh=tanh)
 
 
-def _run(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None) -> torch.Tensor:
-    training = needs_grad(x, bias)
-    # With the error function, PyTorch's is oneDNN's, whose set-up takes longer than a Function of ours.
-    if native(x, *_KERNELS[: 1 + training]) is not True or (training and tanh and small_node(x.numel())):
-        y = reference(x if bias is None else x + bias, tanh=tanh)
-    elif training:
-        y = recorded(_Gelu, x, bias, tanh)
-    elif out is None or writable(out):
-        return _forward(x, bias, tanh, out)
-    else:
-        y = _forward(x, bias, tanh, None)
-    return y if out is None else out.copy_(y)
+def _definition(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+    return reference(x if bias is None else x + bias, tanh=tanh)
 
 
-def _forward(
-    x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, out: torch.Tensor | None
-) -> torch.Tensor:
-    y = fresh(x) if out is None else out
-    soonest(GELU)(flat(x), dense(bias), tanh, y=flat_out(y))
-    return y
-
-
-def _native(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The CPU kernel, without autograd."""
-    return _forward(x, None, tanh, out)
+def _native(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> Any:
+    """The kernel, without autograd."""
+    return _GELU.native("opsmith", (x, None, tanh), out)
 
 
 def _native_bias(
     x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The CPU kernel with the bias, without autograd."""
-    return _forward(x, bias, tanh, out)
+) -> Any:
+    """The kernel with the bias, without autograd."""
+    return _BIAS_GELU.native("opsmith", (x, bias, tanh), out)
 
 
-class _Gelu(torch.autograd.Function):
-    """Backward recomputes from x what the forward pass did not write."""
+def _pytorchs(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> bool:
+    """With the error function, PyTorch's is oneDNN's, whose set-up takes longer than a Function of ours."""
+    return tanh and small_node(x.numel())
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
-        ctx.save_for_backward(x, bias)
-        ctx.tanh = tanh
-        return _forward(x, bias, tanh, None)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        dx = fresh(x)
-        db = bias.new_empty(bias.shape) if bias is not None and ctx.needs_input_grad[1] else None
-        soonest(GELU_BACKWARD)(flat(dy), flat(x), dense(bias), ctx.tanh, dx=dx, dbias=db)
-        return dx if ctx.needs_input_grad[0] else None, db, None
-
+_GELU = Call(SIGNATURE, _definition, pytorchs=_pytorchs)
+_BIAS_GELU = Call(SIGNATURE, _definition, op="bias_gelu", needed=("bias",), pytorchs=_pytorchs)
 
 # The polynomial, the exponential and the products, as a fused kernel computes them.
 _FLOPS = 20.0
@@ -239,11 +180,7 @@ CARD = register(
                 fixed={"tanh": True},
             ),
         ),
-        schemas=(
-            "gelu(Tensor x, Tensor? bias, bool tanh, *, Tensor(a!) y) -> ()",
-            "gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh, *, Tensor(a!) dx, "
-            "Tensor(b!)? dbias=None) -> ()",
-        ),
+        schemas=declare(SIGNATURE, "gelu", "gelu_backward", bound=True),
         onto=(("x",),),
         source=_SOURCE,
     )
@@ -277,8 +214,3 @@ BIAS_CARD = register(
         source=_SOURCE,
     )
 )
-
-_KERNELS = ("gelu", "gelu_backward")  # the second one for gradients
-nodes.declare("gelu")
-GELU = torch.ops.opsmith.gelu.default
-GELU_BACKWARD = torch.ops.opsmith.gelu_backward.default

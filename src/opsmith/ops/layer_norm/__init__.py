@@ -8,31 +8,37 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import (
-    alike,
-    as_rows,
-    check_float,
-    check_like,
-    check_number,
-    compiling,
-    dense,
-    fresh,
-    kernels,
-    native,
-    needs_grad,
-    one_of,
-    out_rows,
-    recorded,
-    short,
-    small_node,
-    soonest,
-)
-from opsmith.call.pair import NODE, Result, check_pair, store, writes_rows
-from opsmith.kernels import calls, nodes
+from opsmith.call.common import compiling, kernels, native, small_node
+from opsmith.call.run import Call, declare
+from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 
 # Where autograd records, PyTorch's is faster up to 2^this as many elements: our nodes are Python.
 _NODES = 4
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
+
+SIGNATURE = Signature(
+    "layer_norm",
+    (
+        Input("x", "... N"),
+        Input("residual", "... N", optional=True),
+        Input("weight", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
+        Input("bias", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
+        Number("eps", float),
+    ),
+    (Output("y", "... N"), Output("summed", "... N", when="residual", called="sum")),
+    kept=(Kept("mean"), Kept("rstd")),
+    gradient=Gradient(
+        "layer_norm_backward",
+        (
+            *(Slope("y"), Slope("summed"), Saved("summed", "s", instead="x")),
+            *(Saved("mean"), Saved("rstd"), Saved("weight")),
+        ),
+        (Made("x", shared=("residual",)), Made("weight"), Made("bias")),
+    ),
+    onto=("x", "residual"),
+)
 
 
 def layer_norm(
@@ -71,25 +77,7 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; Welford 1962; Chan, Golub, LeVeque 1979.
     """
-    if out is None and not compiling():
-        summed = None if residual is None else True
-        try:
-            made: Result | None = calls.new_layer_norm(x, residual, weight, bias, eps, summed=summed)
-            if made is not None:
-                return made
-        except (RuntimeError, TypeError):  # the checks say why
-            pass
-    _check(x, weight, bias, residual, out)
-    check_number("layer_norm", "eps", eps)
-    training = needs_grad(x, weight, bias, residual)
-    if native(x, *_KERNELS[: 1 + training]) is not True or (training and small_node(x.numel() >> _NODES)):
-        return store(reference(x, weight, bias, eps, residual=residual), out)
-    if training:
-        y, s = recorded(_LayerNorm, x, weight, bias, eps, residual)
-        return store((y, s) if residual is not None else y, out)
-    if writes_rows(out):
-        return _native(x, weight, bias, eps, residual=residual, out=out)
-    return store(_native(x, weight, bias, eps, residual=residual), out)
+    return (_CALL.traced if compiling() else _CALL.fast.call)(x, residual, weight, bias, eps, out)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -112,19 +100,6 @@ def reference(
     return y if residual is None else (y, s)
 
 
-def _check(x: Any, weight: Any, bias: Any, residual: Any, out: Any) -> None:
-    check_float("layer_norm", x)
-    vector = (x.shape[-1],)
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and not alike(t, x, vector):
-            check_like("layer_norm", t, x, name, x.shape[-1:], "the size of x's last dimension")
-            if t.dtype not in (x.dtype, torch.float32):
-                raise TypeError(
-                    f"layer_norm: {name} must be {one_of(x.dtype, torch.float32)}, got {short(t.dtype)}"
-                )
-    check_pair("layer_norm", x, residual, out, weight=weight, bias=bias)
-
-
 def _native(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -133,76 +108,16 @@ def _native(
     *,
     residual: torch.Tensor | None = None,
     out: Result | None = None,
-) -> Result:
-    """The CPU kernel, without autograd."""
-    y, summed = out if isinstance(out, tuple) else (out, None)
-    if y is None:
-        y = fresh(x)
-    if residual is None:
-        soonest(LAYER_NORM)(as_rows(x), None, dense(weight), dense(bias), eps, y=out_rows(y))
-        return y
-    if summed is None:
-        summed = fresh(x)
-    soonest(LAYER_NORM)(
-        as_rows(x), as_rows(residual), dense(weight), dense(bias), eps, y=out_rows(y), summed=out_rows(summed)
-    )
-    return y, summed
+) -> Any:
+    """The kernel, without autograd."""
+    return _CALL.native("opsmith", (x, residual, weight, bias, eps), out)
 
 
-class _LayerNorm(torch.autograd.Function):
-    """Forward keeps the normalized tensor and two numbers a row; backward is one kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = as_rows(x)
-        y = fresh(x)
-        mean, rstd = torch.empty(2, rows.shape[0], dtype=torch.float32, device=x.device).unbind()
-        s = x if residual is None else fresh(x)
-        soonest(LAYER_NORM)(
-            rows,
-            None if residual is None else as_rows(residual),
-            dense(weight),
-            dense(bias),
-            eps,
-            y=out_rows(y),
-            summed=None if residual is None else out_rows(s),
-            mean=mean,
-            rstd=rstd,
-        )
-        ctx.save_for_backward(s, mean, rstd, weight, bias)
-        ctx.has_residual = residual is not None
-        if residual is None:
-            s = torch.empty(0)  # nobody reads it; x itself may not be returned from its own function
-            ctx.mark_non_differentiable(s)
-        return y, s
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor, dsummed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        s, mean, rstd, weight, bias = ctx.saved_tensors
-        need_x, need_w, need_b, _, need_r = ctx.needs_input_grad
-        dx = fresh(s) if need_x or need_r else None
-        dw = fresh(weight) if need_w else None
-        db = fresh(bias) if need_b else None
-        soonest(LAYER_NORM_BACKWARD)(
-            as_rows(dy),
-            as_rows(dsummed) if ctx.has_residual else None,
-            as_rows(s),
-            mean,
-            rstd,
-            dense(weight),
-            dx=None if dx is None else out_rows(dx),
-            dweight=dw,
-            dbias=db,
-        )
-        return dx if need_x else None, dw, db, None, dx if need_r else None
+_CALL = Call(
+    SIGNATURE,
+    lambda x, residual, weight, bias, eps: reference(x, weight, bias, eps, residual=residual),
+    pytorchs=lambda x, *_: small_node(x.numel() >> _NODES),
+)
 
 
 def _cost(
@@ -264,18 +179,8 @@ CARD = register(
                 {"x": ("B", "N"), "eps": 1.25e-3},
             ),
         ),
-        schemas=(
-            "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, *, "
-            "Tensor(a!) y, Tensor(b!)? summed=None, Tensor(c!)? mean=None, Tensor(d!)? rstd=None) -> ()",
-            "layer_norm_backward(Tensor dy, Tensor? dsummed, Tensor s, Tensor mean, Tensor rstd, "
-            "Tensor? weight, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
-        ),
+        schemas=declare(SIGNATURE, "layer_norm", "layer_norm_backward", bound=True),
         onto=(("x", "residual"), ("x", "residual")),
         source="Ba, Kiros, Hinton, 2016; Welford, 1962; Chan, Golub, LeVeque, 1979",
     )
 )
-
-_KERNELS = ("layer_norm", "layer_norm_backward")  # the second one for gradients
-nodes.declare("layer_norm", **NODE)
-LAYER_NORM = torch.ops.opsmith.layer_norm.default
-LAYER_NORM_BACKWARD = torch.ops.opsmith.layer_norm_backward.default

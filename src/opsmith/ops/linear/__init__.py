@@ -25,7 +25,10 @@ from opsmith.call.common import (
     recording,
     short,
 )
-from opsmith.kernels import calls, nodes
+from opsmith.call.fast import direct, nodes
+from opsmith.call.run import declare
+from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
+from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.linear.onednn import onednn, prepack, supports_onednn
@@ -43,6 +46,27 @@ _LEARNING = {torch.float32: 10, torch.bfloat16: 10, torch.float16: 20}
 # The same, up to which PyTorch is faster than what comes then: with twice as many, which are those of
 # examples/train_proof.py, its steps took longer.
 _LEARNT = 13
+
+_BESIDE = (
+    Input("bias", "N", optional=True),
+    Input("residual", "... N", optional=True),
+    Number("activation", int),
+)
+PACKED = Signature(
+    "linear_packed", (Input("x", "... K"), Input("packed", "P N D"), *_BESIDE), (Output("y", "... N"),)
+)
+FEW_ROWS = Signature(
+    "linear_rows",
+    (Input("x", "... K"), Input("weight", "N K"), *_BESIDE),
+    (Output("y", "... N"),),
+    gradient=Gradient(
+        "linear_rows_backward",
+        (Slope("y"), Saved("x"), Saved("weight")),
+        (Made("x"), Made("weight"), Made("bias")),
+        only={"activation": 0},
+    ),
+)
+_AT_ONCE = direct.Ready(FEW_ROWS, most_rows=ROWS)
 
 
 def linear(
@@ -79,7 +103,7 @@ def linear(
             if recording() and needs_grad(x, weight, bias):
                 y = _recorded(x, weight, bias) if activation is None else None
             else:
-                y = calls.new_linear_rows(x, weight, bias, None, _CODES[activation], y=[weight, ROWS])
+                y = _AT_ONCE.call(x, weight, bias, None, _CODES[activation])
                 if y is None:
                     y = _small(x, weight, bias, activation)
             if y is not None:
@@ -109,21 +133,21 @@ def _recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     """A product that a node in C++ records, ours or PyTorch's; None where there are too many."""
     rows = max(ROWS, (common.limit << _LEARNING[x.dtype]) // max(1, weight.numel()))
     if x.numel() <= rows * x.shape[-1]:
-        y: torch.Tensor | None = calls.new_linear_rows(x, weight, bias, None, 0, y=[weight, rows])
+        y: torch.Tensor | None = direct.new_linear_rows(x, weight, bias, None, 0)
         if y is not None:
             return y
         if native(x, "linear_rows") is True:
             nodes.begin()  # for the calls to come
-    return calls.small_linear(x, weight, bias, -1, common.limit << _LEARNT)
+    return direct.small_linear(x, weight, bias, -1, common.limit << _LEARNT)
 
 
 def _small(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> torch.Tensor | None:
     """PyTorch's product of one row, where ours cannot be had yet; None for others."""
-    if "new_linear_rows" in calls.early:
+    if direct.new_linear_rows is direct.not_loaded:
         native(x, "linear_rows")  # which loads the library, for the calls to come
-    y = calls.small_linear(x, weight, bias, common.limit, -1)
+    y = direct.small_linear(x, weight, bias, common.limit, -1)
     return y if y is None or activation is None else ACTIVATIONS[activation](y)
 
 
@@ -344,8 +368,6 @@ def _workloads(make: Make) -> Iterator[Sample]:
         yield Sample(f"{rows}x{k}x{n} gelu", (x, weight, bias), {"activation": "gelu"})
 
 
-nodes.declare("linear_rows", only={"activation": 0})
-
 CARD = register(
     Operator(
         name="linear",
@@ -383,12 +405,8 @@ CARD = register(
         },
         schemas=(
             "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
-            "linear_packed(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int activation, *, "
-            "Tensor(a!) y) -> ()",
-            "linear_rows(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
-            "Tensor(a!) y) -> ()",
-            "linear_rows_backward(Tensor dy, Tensor x, Tensor weight, *, Tensor(a!)? dx=None, "
-            "Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
+            *declare(PACKED, "linear"),
+            *declare(FEW_ROWS, "linear"),
             "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
             "Tensor(a!) y, Tensor(b!)? before=None) -> ()",
             "linear_gradient(Tensor dy, Tensor x, bool shortly=False, *, Tensor(a!) dweight, "
@@ -399,3 +417,5 @@ CARD = register(
         source="oneDNN matmul with post-operations",
     )
 )
+
+libraries.offer("linear", "linear_pack", "linear_unpacked", "linear_gradient")

@@ -16,18 +16,19 @@ from opsmith.call.common import (
     check_out,
     compiling,
     dense,
-    direct,
     earlier,
     kernels,
     native,
     needs_grad,
     recorded,
     short,
+    taken_directly,
 )
-from opsmith.kernels import calls, triton
+from opsmith.call.fast import direct
+from opsmith.kernels import libraries, triton
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops import entry_costs
-from opsmith.ops.linear import linear, pack_weight
+from opsmith.ops.linear import FEW_ROWS, linear, pack_weight
 from opsmith.ops.linear.rope_samples import cost, samples, workloads
 from opsmith.ops.rope import dense_rows, reference_qk
 from opsmith.ops.rope import native_qk as rotate
@@ -35,6 +36,8 @@ from opsmith.ops.rope.check import check_table, name_bad_position
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _LONGEST = 512  # least common multiple of a head's size and a panel of the packed weight, for the C++ kernel
+
+_ONE_ROW = direct.Ready(FEW_ROWS, most_rows=1)
 
 
 def linear_rope(
@@ -88,7 +91,7 @@ def linear_rope(
         sizes = heads, kv_heads, head_dim
         try:
             usual = dims and heads > 0 < kv_heads and (positions is None or cos.dim() == 2)
-            if usual and weight.dim() == 3 and direct(x, weight, bias) and direct(cos, sin):
+            if usual and weight.dim() == 3 and taken_directly(x, weight, bias) and taken_directly(cos, sin):
                 return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
             if usual and not needs_grad(x, weight, bias, cos, sin):
                 token = _token(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
@@ -129,13 +132,13 @@ def _token(
 ) -> Triple | None:
     """One token, whose projection is laid out as it should be: rotated where it stands. None for other calls."""
     heads, kv_heads, head_dim = sizes
-    y = calls.new_linear_rows(x, weight, bias, None, 0, y=[weight, 1])
+    y = _ONE_ROW.call(x, weight, bias, None, 0)
     if y is None:
         return None
     row = (head_dim,) if x.dim() == 2 else (1, head_dim)
     of_kv = (1, kv_heads, *row)
-    q, k, v = calls.pieces(y, (1, heads, *row), of_kv, of_kv)
-    calls.rope_qk(q, k, cos, sin, positions, dims, interleaved, False, yq=q, yk=k)
+    q, k, v = direct.pieces(y, (1, heads, *row), of_kv, of_kv)
+    direct.rope_qk(q, k, cos, sin, positions, dims, interleaved, False, yq=q, yk=k)
     return q, k, v
 
 
@@ -315,7 +318,7 @@ def _packed(
 ) -> Triple:
     """The kernel at once, for what it takes as it is; it refuses what does not fit."""
     q, k, v = _fresh(x, *sizes)
-    calls.linear_rope(as_rows(x), packed, bias, cos, sin, positions, dims, interleaved, q=q, k=k, v=v)
+    direct.linear_rope(as_rows(x), packed, bias, cos, sin, positions, dims, interleaved, q=q, k=k, v=v)
     return q, k, v
 
 
@@ -397,3 +400,5 @@ CARD = register(
         source="Su et al., 2021",
     )
 )
+
+libraries.offer("linear_rope", "linear_rope")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from opsmith.call.common import check_float, check_number, kernels, native, nbytes, needs_grad, short
+from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.entry_costs import rows_of_tables
@@ -398,3 +399,5 @@ CARD = register(
         source="DeepSeek-AI, 2024",
     )
 )
+
+libraries.offer("mla", "mla_attention")

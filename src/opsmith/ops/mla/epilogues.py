@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from opsmith.call.common import check_float, check_like, compiling, kernels, native, nbytes, needs_grad, short
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
 from opsmith.ops.mla.call import (
@@ -118,11 +119,11 @@ def _keys_at_once(
         return False
     mode = cache.mode
     try:
-        kv_lora = calls.sizes(gamma2)[0]
-        _, first, _, last = calls.sizes(cache.latent if mode == "joint" else cache.rope)
+        kv_lora = direct.sizes(gamma2)[0]
+        _, first, _, last = direct.sizes(cache.latent if mode == "joint" else cache.rope)
         rope = last - kv_lora if mode == "joint" else last if mode == "split" else first * last
         options = rope, interleaved, mode == "tiled", eps, None, cache.latent, cache.rope
-        done = calls.new_mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, *options)
+        done = direct.new_mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, *options)
     except (RuntimeError, TypeError, AttributeError, IndexError):  # the checks say why
         return False
     if done is None:
@@ -213,10 +214,10 @@ def _queries_at_once(q: Any, wuk: Any, cos: Any, sin: Any, interleaved: bool, jo
     if compiling():
         return None
     try:
-        _, nope, kv_lora = calls.sizes(wuk)
-        rope = calls.sizes(q)[2] - nope
+        _, nope, kv_lora = direct.sizes(wuk)
+        rope = direct.sizes(q)[2] - nope
         widths = (kv_lora + rope, None) if joint else (kv_lora, rope)
-        made: Any = calls.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, *widths)
+        made: Any = direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, *widths)
     except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):  # the checks say why
         return None
     return made if made is None or not joint else (made, None)
@@ -429,3 +430,5 @@ CARD_Q = register(
         source="DeepSeek-AI, 2024",
     )
 )
+
+libraries.offer("mla", "mla_q_epilogue", "mla_kv_epilogue")

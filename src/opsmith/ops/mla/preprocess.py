@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from opsmith.call.common import compiling, kernels, native, nbytes, needs_grad
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots
@@ -119,14 +120,14 @@ def _at_once(
     if latent and q_lora is None:
         return None
     try:
-        sizes = calls.sizes(x)
+        sizes = direct.sizes(x)
         if len(sizes) != 2 or sizes[0] > _MOST_TOKENS:
             return None
         joint = mode == "joint"
         widths = ((q_out[0], q_out[1] + q_rope[1]), None) if joint else (q_out, q_rope)
         options = _FORMS[quant], interleaved, mode == "tiled", eps, None, None
         written = cache.latent, cache.rope, q_lora if latent else None
-        made: Any = calls.new_mla_preprocess(x, *rows, cos, sin, slot_mapping, *options, *widths, *written)
+        made: Any = direct.new_mla_preprocess(x, *rows, cos, sin, slot_mapping, *options, *widths, *written)
     except (RuntimeError, TypeError, AttributeError):
         return None
     if made is None or not joint:
@@ -497,3 +498,5 @@ CARD_INT8 = register(
         source="DeepSeek-AI, 2024",
     )
 )
+
+libraries.offer("mla", "mla_preprocess")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from opsmith.call.common import native
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.kernels import libraries
 
 _WORTH = 4  # one row of so many must be zero to be worth a copy of the others
 
@@ -29,7 +30,7 @@ def nonzero_rows(x: torch.Tensor) -> torch.Tensor | None:
     ):
         return None
     found = torch.empty(m + 1, dtype=torch.int64)
-    calls.nonzero_rows(x, found=found)
+    direct.nonzero_rows(x, found=found)
     count = int(found[0])
     return found[1 : 1 + max(count, 1)] if count <= m - m / _WORTH else None
 
@@ -37,3 +38,6 @@ def nonzero_rows(x: torch.Tensor) -> torch.Tensor | None:
 def among_zeros(few: torch.Tensor, rows: torch.Tensor, m: int) -> torch.Tensor:
     """[m, N]: these rows, and zeros elsewhere."""
     return few.new_zeros(m, few.shape[1]).index_copy_(0, rows, few)
+
+
+libraries.offer("nonzero_rows", "nonzero_rows")

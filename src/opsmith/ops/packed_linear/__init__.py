@@ -25,7 +25,9 @@ from opsmith.call.common import (
     short,
     writable,
 )
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.linear import pack_weight
@@ -33,6 +35,16 @@ from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, packed
 
 _OP = "packed_linear"
 LEAST = 1e-30  # a row of activations below this is rounded to zeros, as its inverse may be no float32
+
+SIGNATURE = Signature(
+    "packed_linear",
+    (
+        *(Input("x", "... K"), Input("weight", "P Q", torch.uint8), Input("scale", "... N", torch.float32)),
+        *(Input("zero", "G N", torch.int8, True), Input("bias", "N", optional=True)),
+        *(Number("bits", int), Number("group", int), Number("dynamic", bool)),
+    ),
+    (Output("y", "... N"),),
+)
 
 
 def packed_linear(
@@ -76,7 +88,7 @@ def packed_linear(
     """
     if out is None and not compiling():
         try:
-            n = calls.sizes(weight)[1] if scale is None else calls.sizes(scale)[-1]
+            n = direct.sizes(weight)[1] if scale is None else direct.sizes(scale)[-1]
             y = at_once(x, weight, scale, zero, bias, format, group_size, n)
             if y is not None:
                 return y
@@ -116,9 +128,9 @@ def at_once(
     y: torch.Tensor | None = None
     if scale is not None:
         dynamic = format == "int8_dynamic"
-        y = calls.new_packed_linear(x, weight, scale, zero, bias, _BITS[format], group_size, dynamic, y=n)
+        y = direct.new_packed_linear(x, weight, scale, zero, bias, _BITS[format], group_size, dynamic)
     elif format == "bf16" and zero is None and not group_size:
-        y = calls.new_linear_packed(x, weight, bias, None, 0, y=n)
+        y = direct.new_linear_packed(x, weight, bias, None, 0)
     return y
 
 
@@ -361,10 +373,7 @@ CARD = register(
         # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
         patterns=(),
         entries={"packed_linear": entry_costs.product},
-        schemas=(
-            "packed_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group, "
-            "bool dynamic, *, Tensor(a!) y) -> ()",
-        ),
+        schemas=declare(SIGNATURE),
         differentiable=False,
         source="Jacob et al., 2018; Frantar et al., 2023",
     )

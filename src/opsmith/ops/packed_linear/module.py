@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from opsmith.call.common import compiling, in_huge_pages, short
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
 from opsmith.ops.packed_linear import at_once, packed, packed_linear
 from opsmith.ops.packed_linear.weight import (
     FORMATS,
@@ -177,7 +177,7 @@ class PackedLinear(nn.Module):
         weight, bias = held["weight"], held["bias"]
         assert weight is not None
         try:
-            if not compiling() and calls.sizes(input)[-1] == self.in_features:
+            if not compiling() and direct.sizes(input)[-1] == self.in_features:
                 y = at_once(
                     input,
                     weight,

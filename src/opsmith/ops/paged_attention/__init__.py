@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.common import check_number, compiling, kernels, native, needs_grad, soonest
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
@@ -19,6 +21,17 @@ from opsmith.ops.paged_attention.samples import cost, promised, samples, workloa
 
 _OP = "paged_attention"
 Maybe = torch.Tensor | None
+
+SIGNATURE = Signature(
+    "paged_attention",
+    (
+        *(Input("q", "... D"), Input("k_cache", "... D"), Input("v_cache", "... D")),
+        *(Input("block_tables", "B T", torch.int32), Input("seq_lens", "B", torch.int32)),
+        *(Input("k_scale", "... H", torch.float32, True), Input("v_scale", "... H", torch.float32, True)),
+        *(Number("scale", float, optional=True), Number("window", int), Number("softcap", float)),
+    ),
+    (Output("y", "... D"),),
+)
 
 
 def paged_attention(
@@ -68,7 +81,7 @@ def paged_attention(
     """
     if window is None and softcap is None and out is None and not compiling():
         try:
-            y: torch.Tensor | None = calls.new_paged_attention(
+            y: torch.Tensor | None = direct.new_paged_attention(
                 q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, scale, 0, 0.0
             )
             if y is not None:
@@ -207,7 +220,7 @@ def _native(
     """The kernel."""
     if out is None and not compiling():
         try:
-            made: torch.Tensor | None = calls.new_paged_attention(
+            made: torch.Tensor | None = direct.new_paged_attention(
                 *(q, k_cache, v_cache, block_tables, seq_lens),
                 *(k_scale, v_scale, scale, window or 0, softcap or 0.0),
             )
@@ -247,10 +260,7 @@ CARD = register(
         # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
         patterns=(),
         entries={"paged_attention": entry_costs.paged_attention},
-        schemas=(
-            "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
-            "Tensor? k_scale, Tensor? v_scale, float? scale, int window, float softcap, *, Tensor(a!) y) -> ()",
-        ),
+        schemas=declare(SIGNATURE),
         differentiable=False,
         source="Kwon et al., 2023; Dao et al., 2023",
     )

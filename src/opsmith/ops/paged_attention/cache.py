@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from opsmith.call.common import compiling, kernels, native, short
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
@@ -59,7 +60,7 @@ def reshape_and_cache(
     if not compiling():
         given = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
         try:
-            if calls.new_reshape_and_cache(k, v, slot_mapping, **given):
+            if direct.new_reshape_and_cache(k, v, slot_mapping, **given):
                 return
         except RuntimeError:  # the checks say why
             pass
@@ -284,3 +285,5 @@ CARD = register(
         source="Kwon et al., 2023",
     )
 )
+
+libraries.offer("paged_attention", "reshape_and_cache")

@@ -8,26 +8,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import (
-    alike,
-    as_rows,
-    check_float,
-    check_like,
-    check_number,
-    compiling,
-    dense,
-    fresh,
-    kernels,
-    native,
-    needs_grad,
-    out_rows,
-    recorded,
-    short,
-    soonest,
-)
-from opsmith.call.pair import NODE, Result, check_pair, store, writes_rows
-from opsmith.kernels import calls, nodes
+from opsmith.call.common import compiling, kernels, native
+from opsmith.call.run import Call, declare
+from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
+
+SIGNATURE = Signature(
+    "rms_norm",
+    (
+        Input("x", "... N"),
+        Input("residual", "... N", optional=True),
+        Input("weight", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
+        *(Number("eps", float), Number("weight_offset", float), Number("round_before_weight", bool)),
+    ),
+    (Output("y", "... N"), Output("summed", "... N", when="residual", called="sum")),
+    kept=(Kept("rstd"),),
+    gradient=Gradient(
+        "rms_norm_backward",
+        (
+            *(Slope("y"), Slope("summed"), Saved("summed", "s", instead="x")),
+            *(Saved("rstd"), Saved("weight"), Saved("weight_offset")),
+        ),
+        (Made("x", shared=("residual",)), Made("weight")),
+    ),
+    onto=("x", "residual"),
+)
 
 
 def rms_norm(
@@ -70,29 +77,8 @@ def rms_norm(
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if out is None and not compiling():
-        summed = None if residual is None else True
-        try:
-            made: Result | None = calls.new_rms_norm(
-                x, residual, weight, eps, weight_offset, round_before_weight, summed=summed
-            )
-            if made is not None:
-                return made
-        except RuntimeError:  # the checks say why
-            pass
-    _check(x, weight, residual, out)
-    check_number("rms_norm", "eps", eps)
-    check_number("rms_norm", "weight_offset", weight_offset)
-    how: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
-    training = needs_grad(x, weight, residual)
-    if native(x, *_KERNELS[: 1 + training]) is not True:
-        return store(eager(x, weight, eps, residual=residual, **how), out)
-    if training:
-        y, s = recorded(_RMSNorm, x, weight, eps, residual, weight_offset, round_before_weight)
-        return store((y, s) if residual is not None else y, out)
-    if writes_rows(out):
-        return _native(x, weight, eps, residual=residual, **how, out=out)
-    return store(_native(x, weight, eps, residual=residual, **how), out)
+    run = _CALL.traced if compiling() else _CALL.fast.call
+    return run(x, residual, weight, eps, weight_offset, round_before_weight, out)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -142,16 +128,6 @@ def eager(
     return y if residual is None else (y, s)
 
 
-def _check(x: Any, weight: Any, residual: Any, out: Any) -> None:
-    check_float("rms_norm", x)
-    if weight is not None and not alike(weight, x, (x.shape[-1],)):
-        check_like("rms_norm", weight, x, "weight", x.shape[-1:], "the size of x's last dimension")
-        if weight.dtype not in (x.dtype, torch.float32):
-            either = " or ".join(dict.fromkeys((short(x.dtype), "float32")))
-            raise TypeError(f"rms_norm: weight must be {either}, got {short(weight.dtype)}; cast it")
-    check_pair("rms_norm", x, residual, out, weight=weight)
-
-
 def _native(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -161,85 +137,17 @@ def _native(
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
     out: Result | None = None,
-) -> Result:
+) -> Any:
     """The kernel, without autograd."""
-    y, summed = out if isinstance(out, tuple) else (out, None)
-    if y is None:
-        y = fresh(x)
-    if residual is None:
-        soonest(RMS_NORM)(
-            as_rows(x), None, dense(weight), eps, weight_offset, round_before_weight, y=out_rows(y)
-        )
-        return y
-    if summed is None:
-        summed = fresh(x)
-    soonest(RMS_NORM)(
-        as_rows(x),
-        as_rows(residual),
-        dense(weight),
-        eps,
-        weight_offset,
-        round_before_weight,
-        y=out_rows(y),
-        summed=out_rows(summed),
-    )
-    return y, summed
+    return _CALL.native("opsmith", (x, residual, weight, eps, weight_offset, round_before_weight), out)
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Forward keeps the normalized tensor and one number a row; backward is one kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float,
-        residual: torch.Tensor | None,
-        weight_offset: float,
-        round_before_weight: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = as_rows(x)
-        y = fresh(x)
-        rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
-        s = x if residual is None else fresh(x)
-        soonest(RMS_NORM)(
-            rows,
-            None if residual is None else as_rows(residual),
-            dense(weight),
-            eps,
-            weight_offset,
-            round_before_weight,
-            y=out_rows(y),
-            summed=None if residual is None else out_rows(s),
-            rstd=rstd,
-        )
-        ctx.save_for_backward(s, rstd, weight)
-        ctx.has_residual = residual is not None
-        ctx.weight_offset = weight_offset
-        if residual is None:
-            s = torch.empty(0)  # nobody reads it; x itself may not be returned from its own function
-            ctx.mark_non_differentiable(s)
-        return y, s
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor, dsummed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        s, rstd, weight = ctx.saved_tensors
-        need_x, need_w, _, need_r, *_ = ctx.needs_input_grad
-        dx = fresh(s) if need_x or need_r else None
-        dw = fresh(weight) if need_w else None
-        soonest(RMS_NORM_BACKWARD)(
-            as_rows(dy),
-            as_rows(dsummed) if ctx.has_residual else None,
-            as_rows(s),
-            rstd,
-            dense(weight),
-            ctx.weight_offset,
-            dx=None if dx is None else out_rows(dx),
-            dweight=dw,
-        )
-        return dx if need_x else None, dw, None, dx if need_r else None, None, None
+_CALL = Call(
+    SIGNATURE,
+    lambda x, residual, weight, eps, offset, first: eager(
+        x, weight, eps, residual=residual, weight_offset=offset, round_before_weight=first
+    ),
+)
 
 
 def _cost(x: torch.Tensor, weight: Any = None, eps: float = 0.0, *, residual: Any = None, **_: Any) -> Cost:
@@ -325,18 +233,8 @@ CARD = register(
                 {"x": ("B", "N"), "eps": 1.25e-3},
             ),
         ),
-        schemas=(
-            "rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset, "
-            "bool round_before_weight, *, Tensor(a!) y, Tensor(b!)? summed=None, Tensor(c!)? rstd=None) -> ()",
-            "rms_norm_backward(Tensor dy, Tensor? dsummed, Tensor s, Tensor rstd, Tensor? weight, "
-            "float weight_offset, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None) -> ()",
-        ),
+        schemas=declare(SIGNATURE, "rms_norm", "rms_norm_backward", bound=True),
         onto=(("x", "residual"), ("x", "residual")),
         source="Zhang, Sennrich, 2019",
     )
 )
-
-_KERNELS = ("rms_norm", "rms_norm_backward")  # the second one for gradients
-nodes.declare("rms_norm", **NODE)
-RMS_NORM = torch.ops.opsmith.rms_norm.default
-RMS_NORM_BACKWARD = torch.ops.opsmith.rms_norm_backward.default

@@ -21,7 +21,8 @@ from opsmith.call.common import (
     nbytes,
     short,
 )
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -67,7 +68,7 @@ def rms_norm_quant(
     if not compiling():
         try:
             own = (torch.float32,) if scale is None else None
-            made = calls.new_rms_norm_quant(x, weight, bias, eps, scale, offset, q=torch.int8, s=own)
+            made = direct.new_rms_norm_quant(x, weight, bias, eps, scale, offset, q=torch.int8, s=own)
             if made is not None:
                 return made  # type: ignore[no-any-return]
         except RuntimeError:  # the checks say why
@@ -274,3 +275,5 @@ CARD = register(
         source="DeepSeek-AI, 2024",
     )
 )
+
+libraries.offer("rms_norm_quant", "rms_norm_quant")

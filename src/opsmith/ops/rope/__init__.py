@@ -18,11 +18,38 @@ from opsmith.call.common import (
     recorded,
     soonest,
 )
-from opsmith.kernels import calls, nodes
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Constant, Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, MergedCalls, Operator, register
 from opsmith.ops.rope.check import Pair, bad_position, check, check_key, name_bad_position
 from opsmith.ops.rope.patterns import PATTERNS
 from opsmith.ops.rope.samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
+
+# A rotation is undone by the opposite one.
+_TABLE = (Input("cos", "... C"), Input("sin", "... C"), Input("positions", "... L", optional=True))
+_HOW = (Number("dims", int), Number("interleaved", bool), Number("inverse", bool))
+_BACK: tuple[Saved | Constant, ...] = (
+    *map(Saved, ("cos", "sin", "positions", "dims", "interleaved")),
+    Constant("inverse", True),
+)
+SIGNATURE = Signature(
+    "rope",
+    (Input("x", "... D"), *_TABLE, *_HOW),
+    (Output("y", "... D", like="x"),),
+    gradient=Gradient("rope", (Slope("y", "x"), *_BACK), (Made("x", "y", optional=False),), strided=True),
+)
+SIGNATURE_QK = Signature(
+    "rope_qk",
+    (Input("q", "... D"), Input("k", "... D"), *_TABLE, *_HOW),
+    (Output("yq", "... D", like="q"), Output("yk", "... D", like="k")),
+    gradient=Gradient(
+        "rope_qk",
+        (Slope("yq", "q"), Slope("yk", "k"), *_BACK),
+        (Made("q", "yq", optional=False), Made("k", "yk", optional=False)),
+        strided=True,
+    ),
+)
 
 
 def rope(
@@ -66,11 +93,9 @@ def rope(
     """
     if out is None and not compiling():
         try:
-            dims = calls.sizes(x)[-1] if rotary_dim is None else rotary_dim
+            dims = direct.sizes(x)[-1] if rotary_dim is None else rotary_dim
             if dims and (positions is None or cos.dim() == 2):
-                y: torch.Tensor | None = calls.new_rope(
-                    x, cos, sin, positions, dims, interleaved, False, y=[x]
-                )
+                y: torch.Tensor | None = direct.new_rope(x, cos, sin, positions, dims, interleaved, False)
                 if y is not None:
                     return y
         except (RuntimeError, IndexError, AttributeError):  # the checks say why
@@ -118,11 +143,9 @@ def rope_qk(
     """
     if out is None and not compiling():
         try:
-            dims = calls.sizes(q)[-1] if rotary_dim is None else rotary_dim
+            dims = direct.sizes(q)[-1] if rotary_dim is None else rotary_dim
             if dims and (positions is None or cos.dim() == 2):
-                made: Pair | None = calls.new_rope_qk(
-                    q, k, cos, sin, positions, dims, interleaved, False, yq=[q], yk=[k]
-                )
+                made: Pair | None = direct.new_rope_qk(q, k, cos, sin, positions, dims, interleaved, False)
                 if made is not None:
                     return made
         except (RuntimeError, IndexError, AttributeError):  # the checks say why
@@ -339,10 +362,7 @@ CARD = register(
         patterns=PATTERNS,
         gradient=GradientCost(bytes=1.0),  # another rotation
         onto=(("x",),),
-        schemas=(
-            "rope(Tensor x, Tensor cos, Tensor sin, Tensor? positions, int dims, bool interleaved, bool inverse, "
-            "*, Tensor(a!) y) -> ()",
-        ),
+        schemas=declare(SIGNATURE, "rope"),
         source="Su et al., 2021",
     )
 )
@@ -360,10 +380,7 @@ CARD_QK = register(
             *kernels(native_qk, lambda q, *a, **k: native(q, "rope_qk")),
             Implementation("eager", reference_qk),
         ],
-        schemas=(
-            "rope_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, int dims, bool interleaved, "
-            "bool inverse, *, Tensor(a!) yq, Tensor(b!) yk) -> ()",
-        ),
+        schemas=declare(SIGNATURE_QK, "rope"),
         outputs=2,
         gradient=GradientCost(bytes=1.0),
         onto=(("q",), ("k",)),
@@ -372,8 +389,4 @@ CARD_QK = register(
     )
 )
 
-# A rotation is undone by the opposite one.
-nodes.declare("rope", "rope", names={"x": "dy", "y": "dx", "inverse": True}, strided=True)
-_BOTH: dict[str, Any] = {"q": "dyq", "k": "dyk", "yq": "dq", "yk": "dk", "inverse": True}
-nodes.declare("rope_qk", "rope_qk", names=_BOTH, strided=True)
 ROPE, ROPE_QK = torch.ops.opsmith.rope.default, torch.ops.opsmith.rope_qk.default

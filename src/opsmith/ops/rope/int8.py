@@ -9,12 +9,24 @@ from typing import Any
 import torch
 
 from opsmith.call.common import check_out, compiling, earlier, fresh_as, kernels, native, nbytes, short
-from opsmith.kernels import calls
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
 from opsmith.ops.rope import CARD as FLOATING
 from opsmith.ops.rope import dense_rows
 from opsmith.ops.rope.check import Pair, check_heads, check_table, name_bad_position
 from opsmith.ops.rope.table import rope_table
+
+SIGNATURE = Signature(
+    "rope_int8",
+    (
+        *(Input("x", "... D", torch.int8), Input("scale", "...", torch.float32)),
+        *(Input("cos", "... C"), Input("sin", "... C"), Input("positions", "... L", optional=True)),
+        *(Number("dims", int), Number("interleaved", bool)),
+    ),
+    (Output("y", "... D", torch.int8, like="x"), Output("y_scale", "...", torch.float32, like="scale")),
+)
 
 
 def rope_int8(
@@ -58,11 +70,9 @@ def rope_int8(
     """
     if out is None and not compiling():
         try:
-            dims = calls.sizes(x_q)[-1] if rotary_dim is None else rotary_dim
+            dims = direct.sizes(x_q)[-1] if rotary_dim is None else rotary_dim
             if dims and (positions is None or cos.dim() == 2):
-                made: Pair | None = calls.new_rope_int8(
-                    x_q, x_scale, cos, sin, positions, dims, interleaved, y=[x_q], y_scale=[x_scale]
-                )
+                made: Pair | None = direct.new_rope_int8(x_q, x_scale, cos, sin, positions, dims, interleaved)
                 if made is not None:
                     return made
         except (RuntimeError, IndexError, AttributeError):  # the checks say why
@@ -220,10 +230,7 @@ CARD = register(
         tolerance=_Rounded(),
         domain=_promised,
         implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
-        schemas=(
-            "rope_int8(Tensor x, Tensor scale, Tensor cos, Tensor sin, Tensor? positions, int dims, "
-            "bool interleaved, *, Tensor(a!) y, Tensor(b!) y_scale) -> ()",
-        ),
+        schemas=declare(SIGNATURE, "rope"),
         outputs=2,
         differentiable=False,
         onto=(("x_q",), ("x_scale",)),

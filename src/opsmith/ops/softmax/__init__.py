@@ -28,7 +28,9 @@ from opsmith.call.common import (
     soonest,
     spread,
 )
-from opsmith.kernels import calls, nodes
+from opsmith.call.fast import direct
+from opsmith.call.run import declare
+from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 
 # Where autograd records, PyTorch's softmax is faster up to 2^this as many elements: our nodes are Python.
@@ -36,6 +38,19 @@ _NODES = 4
 _KERNELS = ("softmax", "softmax_backward")  # of one library
 METHODS = {"auto": 0, "stable": 1, "fast": 2}
 _softmax = torch._softmax  # what torch.softmax calls
+
+SIGNATURE = Signature(
+    "softmax",
+    (
+        Input("x", "... N"),
+        Input("mask", "... N", optional=True),
+        *(Number("scale", float), Number("causal", bool), Number("method", int)),
+    ),
+    (Output("y", "... N"),),
+    gradient=Gradient(
+        "softmax_backward", (Slope("y"), Saved("y"), Saved("scale")), (Made("x", optional=False),)
+    ),
+)
 
 
 def softmax(
@@ -74,7 +89,7 @@ def softmax(
     if mask is None and out is None and not causal and method in METHODS and not compiling():
         try:
             if dim == -1 or dim == x.dim() - 1:
-                y: torch.Tensor | None = calls.new_softmax(x, None, scale, False, METHODS[method])
+                y: torch.Tensor | None = direct.new_softmax(x, None, scale, False, METHODS[method])
                 if y is not None:
                     return y
             if (
@@ -84,7 +99,7 @@ def softmax(
                 and x.numel() <= common.limit
                 and not needs_grad(x)
             ):
-                if "new_softmax" in calls.early:
+                if direct.new_softmax is direct.not_loaded:
                     native(x, "softmax")  # which loads the library, for the calls to come
                 return _softmax(x, dim, False)
         except (RuntimeError, IndexError, AttributeError, TypeError):  # the checks say why
@@ -178,7 +193,7 @@ def _forward(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     if out is None and mask is None and not causal and not compiling():
-        made: torch.Tensor | None = calls.new_softmax(x, None, scale, False, method)
+        made: torch.Tensor | None = direct.new_softmax(x, None, scale, False, method)
         if made is not None:
             return made
     y = out if out is not None and out.is_contiguous() else fresh(x)
@@ -194,7 +209,7 @@ def _over_rows(
 ) -> None:
     """Call the kernel on [outer, L, S] views; where the mask's strides allow none, once per leading index."""
     plain = mask is None and not causal and y.is_contiguous() and not compiling()
-    if plain and calls.new_softmax(x, None, scale, False, method, y=y):
+    if plain and direct.new_softmax(x, None, scale, False, method, y=y):
         return
     if x.dim() < 3:
         shape: tuple[int, ...] = (1, 1, *x.shape)[-3:]
@@ -317,15 +332,11 @@ CARD = register(
                 {"x": ("B", "L", "S"), "scale": 0.3},
             ),
         ),
-        schemas=(
-            "softmax(Tensor x, Tensor? mask, float scale, bool causal, int method, *, Tensor(a!) y) -> ()",
-            "softmax_backward(Tensor dy, Tensor y, float scale, *, Tensor(a!) dx) -> ()",
-        ),
+        schemas=declare(SIGNATURE),
         onto=(("x",),),
         source="Bridle, 1990; Milakov, Gimelshein, 2018",
     )
 )
 
-nodes.declare("softmax")
 SOFTMAX = torch.ops.opsmith.softmax.default
 SOFTMAX_BACKWARD = torch.ops.opsmith.softmax_backward.default

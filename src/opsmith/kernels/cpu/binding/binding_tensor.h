@@ -1,6 +1,6 @@
 // A tensor as a call lends it to a binding: what PyTorch would be asked for one by one, read once.
 //
-// Whoever calls fills it in: from PyTorch's stable ABI (binding.h), or from the tensor itself (kernels/binding_direct.cpp), so that
+// Whoever calls fills it in: from PyTorch's stable ABI (binding.h), or from the tensor itself (call/fast/binding_direct.cpp), so that
 // a binding's checks run no code of PyTorch's. Where nothing is in cache, as in decoding, that code comes from memory line by line.
 #pragma once
 

@@ -1,15 +1,20 @@
 """Calls recorded by nodes in C++: the gradients of the Functions in Python, and which calls they take."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.recorded import CALLS, SAME_KERNELS, Onlooker, leaf, tensors
+from tests.call.fast.recorded import CALLS, SAME_KERNELS, Onlooker, leaf, tensors
 
 import opsmith.ops as ops
 from opsmith.call import common
-from opsmith.kernels import build, calls, nodes
+from opsmith.call.fast import direct, nodes
+from opsmith.call.signature import Gradient, Saved
+from opsmith.kernels import build
+from opsmith.ops.gelu import SIGNATURE as GELU
+from opsmith.ops.linear import FEW_ROWS
 
 pytestmark = pytest.mark.usefixtures("recorded_in_cpp")
 
@@ -85,9 +90,9 @@ def test_a_product_whose_backward_is_another_is_not_for_the_node():
     x, weight = leaf(3, 40), leaf(7, 40)
     gelu = ops.linear(x, weight, activation="gelu")
     assert not gelu.grad_fn.name().startswith("opsmith::linear")
-    assert calls.new_linear_rows(x, weight, None, None, 1, y=[weight, 8]) is None
-    assert calls.new_linear_rows(x, weight, None, leaf(3, 7), 0, y=[weight, 8]) is None
-    y = calls.new_linear_rows(x, weight, None, torch.ones(3, 7), 0, y=[weight, 8])
+    assert direct.new_linear_rows(x, weight, None, None, 1) is None
+    assert direct.new_linear_rows(x, weight, None, leaf(3, 7), 0) is None
+    y = direct.new_linear_rows(x, weight, None, torch.ones(3, 7), 0)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), weight)[0], x.detach().sum(0).expand(7, 40))
 
 
@@ -217,20 +222,22 @@ def test_without_the_library_functions_in_python_record(monkeypatch, error):
     monkeypatch.setattr(nodes.build, "build_libraries", fail)
     assert nodes.library.__wrapped__() is None
     monkeypatch.setattr(nodes, "library", nodes.library.__wrapped__)
-    monkeypatch.setattr(nodes, "_waiting", {"gelu": nodes.Rule("gelu_backward")})
+    monkeypatch.setattr(nodes, "_waiting", {"gelu": GELU})
     monkeypatch.setattr(nodes, "_seen", -1)
     nodes.begin()
     assert not nodes._waiting  # nor is it asked for again
 
 
-def test_a_plan_is_read_from_the_schemas():
-    op = torch.ops.opsmith
-    plan = nodes.plan_of(op.gelu.default, op.gelu_backward.default, nodes.Rule("gelu_backward"))
+def test_a_plan_is_read_from_the_signature():
+    plan = nodes.plan_of(GELU)
     assert (plan.types, plan.sources) == ("TTobyp", "gssnmm")  # dy, x, bias, tanh, dx, dbias
     assert plan.of == [3, 0, 1, 2, 0, 1]
     assert plan.gradients == [(0, 4), (1, 5)]
-    rule = nodes.Rule("linear_rows_backward", only={"activation": 0})
-    plan = nodes.plan_of(op.linear_rows.default, op.linear_rows_backward.default, rule)
+    plan = nodes.plan_of(FEW_ROWS)
     assert (plan.types, plan.sources, plan.only) == ("TTTppp", "gssmmm", [(4, 0)])
-    with pytest.raises(ValueError, match=r"'cos' is nothing that opsmith\.softmax"):
-        nodes.plan_of(op.softmax.default, op.rope.default, nodes.Rule("rope", {"x": "dy"}))
+
+
+def test_a_gradient_of_what_is_not_there_is_an_error():
+    signature = dataclasses.replace(GELU, gradient=Gradient("rope", (Saved("cos"),), ()))
+    with pytest.raises(KeyError, match="cos"):
+        nodes.plan_of(signature)

@@ -1,4 +1,4 @@
-"""Kernels as Python calls them: `calls.gelu(x, None, False, y=y)` is `torch.ops.opsmith.gelu`, only sooner.
+"""Kernels as Python calls them: `direct.gelu(x, None, False, y=y)` is `torch.ops.opsmith.gelu`, only sooner.
 
 PyTorch's way from Python to a kernel reads the arguments against a schema, boxes them and asks its dispatcher, which
 for plain tensors on a CPU has nothing to decide. That takes 2 to 3 µs, and 50 to 100 where megabytes of weights have
@@ -6,13 +6,11 @@ just emptied the caches. A library of ours, built for this very PyTorch and Pyth
 leaves every other call (a mode, a profiler, a subclass, a gradient) to PyTorch. Where it cannot be built, all calls
 are PyTorch's.
 
-`calls.new_gelu(x, None, False)` makes its result too, like x, and returns it; where the call is not for it, it does
-nothing and returns None. A result may be described: by the sizes in place of x's last one (`y=64`, `y=(8, 64)`), by a
-dtype (`y=torch.int8`, `y=(torch.float32, 64)`), by a tensor that it is like and lies as (`y=[k]`), by a table of which
-x picks rows (`y=[table, ...]`, or in another dtype, `y=[table, torch.float32]`), or by a contiguous weight by which x
-is multiplied, and how many rows x may have (`y=[weight, 8]`); one that is optional is made where it is described, or is
-True. A tensor is written into, and where there is none to make, True is returned. x is contiguous, unless the results
-lie as a tensor.
+`direct.new_gelu(x, None, False)` makes its results too, as the kernel's signature declares them, and returns them;
+where the call is not for it, it does nothing and returns None. A result may be given a dtype (`loss=torch.float32`); a
+tensor is written into, and where there is none to make, True is returned. x is contiguous, unless the results lie as a
+tensor. Results of a kernel that has no signature are described by the call: the sizes in place of x's last one (`y=64`,
+`y=(8, 64)`), a dtype (`q=torch.int8`, `s=(torch.float32,)`), or like x.
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from opsmith.kernels import build
+from opsmith.call.signature import Parameter, Signature
+from opsmith.kernels import build, libraries
 
 SOURCE = Path(__file__).parent / "binding_direct.cpp"
 _TYPES = {
@@ -45,8 +44,10 @@ _TYPES = {
 _WRITTEN = {"T": "y", "o": "p"}
 
 loaded: list[ctypes.CDLL] = []  # the libraries of kernels
-early: set[str] = set()  # names that were asked for before theirs was
-_lock = threading.Lock()
+making: dict[str, list[Any]] = {}  # by kernel: what makes its results and calls it
+_declared: dict[str, Signature] = {}
+_waiting: dict[str, list[Callable[[], None]]] = {}  # by kernel: what to do once it is loaded
+_lock = threading.RLock()
 
 
 def __getattr__(name: str) -> Any:
@@ -56,12 +57,47 @@ def __getattr__(name: str) -> Any:
     op = name.removeprefix("new_")
     overload = getattr(torch.ops.opsmith, op).default
     with _lock:
-        at = boxed(op)
-        made = None if at is None else _made(at, overload, op != name)
-        globals()[name] = found = made or (overload._op if op == name else _not_ours)
-        if at is None:
-            early.add(name)
+        declared = _declared.get(op) if op != name else None
+        made = _declared_kernel(declared, None, 0) if declared else _made(op, overload, op != name)
+        globals()[name] = found = made or (overload._op if op == name else not_loaded)
+        if boxed(op) is None:
+            when_loaded(op, lambda: globals().pop(name, None))
     return found
+
+
+def declare(signature: Signature) -> None:
+    """Have results of a kernel made as its signature says."""
+    _declared[signature.name] = signature
+
+
+class Ready:
+    """A kernel that makes its results, as `call`, once it is loaded; until then what stands in for it."""
+
+    def __init__(
+        self, signature: Signature, otherwise: Callable[..., Any] | None = None, most_rows: int = 0
+    ) -> None:
+        """Of a kernel.
+
+        Args:
+            signature: of the kernel.
+            otherwise: is given every call that is not for it, or that the kernel refuses, with the same arguments.
+            most_rows: of x that it takes; 0 for any.
+        """
+        self.call: Callable[..., Any] = otherwise or not_loaded
+
+        def loaded() -> None:
+            self.call = _declared_kernel(signature, otherwise, most_rows) or self.call
+
+        when_loaded(signature.name, loaded)
+
+
+def when_loaded(kernel: str, do: Callable[[], Any]) -> None:
+    """Do something once a kernel is loaded, which may be now."""
+    with _lock:
+        if boxed(kernel) is None:
+            _waiting.setdefault(kernel, []).append(do)
+            return
+    do()
 
 
 def boxed(kernel: str) -> int | None:
@@ -75,7 +111,7 @@ def small_linear(x: Any, weight: Any, bias: Any, most: int, learns: int) -> torc
     Where gradients are wanted, for any rows of which at most `learns` products are summed.
     """
     caller = library()
-    found = _not_ours if caller is None else caller.opsmith_direct_small_linear()
+    found = not_loaded if caller is None else caller.opsmith_direct_small_linear()
     globals()["small_linear"] = found
     return found(x, weight, bias, most, learns)
 
@@ -117,9 +153,9 @@ def begin(path: Path) -> None:
     kernels.opsmith_kernel.restype = ctypes.c_void_p
     with _lock:
         loaded.append(kernels)
-        for name in [n for n in early if kernels.opsmith_kernel(n.removeprefix("new_").encode())]:
-            early.remove(name)
-            globals().pop(name, None)
+        for name in [n for n in _waiting if kernels.opsmith_kernel(n.encode())]:
+            for do in _waiting.pop(name):
+                do()
     globals()["sizes"] = caller.opsmith_direct_sizes()
 
 
@@ -141,7 +177,7 @@ def made_for_this_python(name: str, *sources: Path) -> build.Library | None:
         *(f'-DOPSMITH_TORCH="{torch.__version__}"', f'-DOPSMITH_PYTHON="{sys.version}"'),
     )
     links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
-    folders = [sources[0].parent, sources[0].parent / "cpu"]
+    folders = [sources[0].parent, *libraries.HEADERS]
     return build.Library(name, sources, folders, flags=flags, links=links, tier="portable")
 
 
@@ -167,6 +203,8 @@ def library() -> ctypes.PyDLL | None:
         *(ctypes.c_void_p, ctypes.c_char_p),
         *([ctypes.py_object] * 4),
         ctypes.c_int,
+        *([ctypes.py_object] * 2),
+        ctypes.c_int64,
     )
     py_object = ctypes.py_object
     found.opsmith_direct_begin.argtypes = (py_object, py_object, ctypes.c_void_p, py_object)
@@ -187,17 +225,52 @@ def types_of(overload: Any) -> str | None:
     return types
 
 
-def _made(at: int, overload: Any, makes: bool) -> Callable[..., Any] | None:
-    """A kernel that is called directly; None where it takes what we do not pass on."""
-    caller, types = library(), types_of(overload)
-    if caller is None or types is None or overload._schema.returns:
+def letter(p: Parameter) -> str:
+    """The type of a parameter, as direct.h has it."""
+    if p.type is torch.Tensor:
+        return ("p" if p.optional else "y") if p.written else ("o" if p.optional else "T")
+    return "g" if p.optional else {int: "i", float: "f", bool: "b"}[p.type]
+
+
+def _made(op: str, overload: Any, makes: bool) -> Any:
+    """A kernel that is called directly; None where it is not loaded, or takes what we do not pass on."""
+    types = types_of(overload)
+    if types is None or overload._schema.returns:
         return None
     arguments = overload._schema.arguments
     names = tuple(sys.intern(a.name) for a in arguments)
     defaults = tuple(a.default_value if a.has_default_value() else ... for a in arguments)
-    return caller.opsmith_direct(  # type: ignore[no-any-return]
-        at, types.encode(), overload._op, str(overload), names, defaults, makes
-    )
+    return _kernel(op, types, overload._op, names, defaults, makes)
+
+
+def _declared_kernel(signature: Signature, otherwise: Callable[..., Any] | None, most_rows: int) -> Any:
+    """One that makes the results that its signature declares; None where it is not loaded."""
+    types = "".join(map(letter, signature.forward))
+    names = tuple(sys.intern(p.name) for p in signature.forward)
+    defaults = tuple(None if p.written and p.optional else ... for p in signature.forward)
+    results = tuple(signature.described(one) for one in signature.results if not one.optional)
+    return _kernel(signature.name, types, None, names, defaults, True, results, otherwise, most_rows)
+
+
+def _kernel(
+    op: str,
+    types: str,
+    pytorchs: Any,
+    names: tuple[str, ...],
+    defaults: tuple[Any, ...],
+    makes: bool,
+    results: tuple[Any, ...] | None = None,
+    otherwise: Callable[..., Any] | None = None,
+    most_rows: int = 0,
+) -> Any:
+    at, caller = boxed(op), library()
+    if at is None or caller is None:
+        return None
+    how = (types.encode(), pytorchs, f"opsmith.{op}.default", names, defaults, makes)
+    found = caller.opsmith_direct(at, *how, results, otherwise, most_rows)
+    if makes:
+        making.setdefault(op, []).append(found)
+    return found
 
 
 def _pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
@@ -209,5 +282,8 @@ def _same(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def _not_ours(*args: Any, **kwargs: Any) -> None:
-    """What makes results, where nothing of ours can."""
+def not_loaded(*args: Any, **kwargs: Any) -> None:
+    """What stands in for a kernel that makes results, where there is none or not yet."""
+
+
+libraries.follow(begin, lambda gradients: not_built_yet())

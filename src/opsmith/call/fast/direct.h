@@ -58,12 +58,33 @@ struct Recorder {
   virtual std::string run(const Kernel& kernel, Value* values, const Made& made) const = 0;
 };
 
+// Sizes of a result: those of a tensor from its first dimension to the one before `at`, or its dimension `at`, both counted from the last; of
+// no tensor the number itself.
+struct Piece {
+  int of;
+  int leading;
+  int64_t at;
+};
+
+// A result as the signature declares it: made where the argument `when` is there; lying as the tensor `like`, or of these sizes and the dtype
+// of a tensor, or of one that is fixed. -1 stands for none.
+struct Result {
+  int place, when, like, dtype_of, halved_without;
+  at::ScalarType dtype;
+  std::vector<Piece> pieces;
+};
+
 struct Kernel {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   Direct direct;
   const Recorder* recorder;  // nullptr where calls that record gradients are not for us
   PyObject* op;  // what PyTorch registered
+  PyObject*
+      otherwise;  // what takes a call that is not for us, or that the kernel refuses; nullptr where the caller is told
+  std::vector<Result>* results;  // as they are declared; nullptr where the caller describes them
+  int64_t most_rows;  // of x; 0 for any
+  int inputs;  // arguments before the outputs
   PyObject* name;
   PyObject* names;  // of the arguments
   PyObject* defaults;  // of the arguments, Ellipsis where there is none

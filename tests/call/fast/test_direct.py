@@ -12,7 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith.ops
 from opsmith.call import common
-from opsmith.kernels import build, calls, libraries
+from opsmith.call.fast import direct
+from opsmith.kernels import build, libraries
+from opsmith.ops.gelu import SIGNATURE as GELU
+from opsmith.ops.linear import FEW_ROWS
 
 EPS = 1e-6
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -20,7 +23,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.fixture(autouse=True)
 def _direct():
-    if not common.native_library() or not common._ready or calls.library() is None:
+    if not common.native_library() or not common._ready or direct.library() is None:
         pytest.skip("kernels are not called directly here")
 
 
@@ -32,59 +35,59 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
     "name", ["rms_norm", "layer_norm", "softmax", "gelu", "packed_linear", "mla_preprocess"]
 )
 def test_kernels_are_called_directly(name):
-    assert type(getattr(calls, name)).__name__ == "Kernel"
-    assert name in repr(getattr(calls, f"new_{name}"))
-    assert calls.of(getattr(torch.ops.opsmith, name).default) is getattr(calls, name)
+    assert type(getattr(direct, name)).__name__ == "Kernel"
+    assert name in repr(getattr(direct, f"new_{name}"))
+    assert direct.of(getattr(torch.ops.opsmith, name).default) is getattr(direct, name)
 
 
 def test_other_operators_stay_pytorchs():
-    assert calls.of(torch.ops.aten.view.default) is torch.ops.aten.view.default._op
+    assert direct.of(torch.ops.aten.view.default) is torch.ops.aten.view.default._op
     with pytest.raises(AttributeError):
-        calls.no_such_kernel  # noqa: B018
+        direct.no_such_kernel  # noqa: B018
 
 
 def test_writes_what_the_operator_writes():
     x, weight = torch.randn(3, 40), torch.randn(40)
     y, expected, s, sum_expected = (torch.empty_like(x) for _ in range(4))
     torch.ops.opsmith.rms_norm(x, x, weight, EPS, 0.0, False, y=expected, summed=sum_expected)
-    assert calls.rms_norm(x, x, weight, EPS, 0.0, False, summed=s, y=y) is None
+    assert direct.rms_norm(x, x, weight, EPS, 0.0, False, summed=s, y=y) is None
     assert torch.equal(y, expected)
     assert torch.equal(s, sum_expected)
 
 
 def test_makes_results_as_they_are_described():
     x = torch.randn(2, 3, 40)
-    torch.testing.assert_close(calls.new_rms_norm(x, None, None, EPS, 0.0, False), _norm(x))
-    y, s = calls.new_rms_norm(x, x, None, EPS, 0.0, False, summed=True)
+    torch.testing.assert_close(direct.new_rms_norm(x, None, None, EPS, 0.0, False), _norm(x))
+    y, s = direct.new_rms_norm(x, x, None, EPS, 0.0, False)
     assert torch.equal(s, 2 * x)
-    q, scales = calls.new_rms_norm_quant(x, None, None, EPS, None, None, q=torch.int8, s=(torch.float32,))
+    q, scales = direct.new_rms_norm_quant(x, None, None, EPS, None, None, q=torch.int8, s=(torch.float32,))
     assert (q.dtype, q.shape, scales.dtype, scales.shape) == (
         torch.int8,
         x.shape,
         torch.float32,
         x.shape[:-1],
     )
-    assert calls.new_rms_norm_quant(x.long(), None, None, EPS, None, None, q=torch.int8, s=None) is None
+    assert direct.new_rms_norm_quant(x.long(), None, None, EPS, None, None, q=torch.int8, s=None) is None
     torch.testing.assert_close(y, _norm(2 * x))
     given = torch.empty_like(x)
-    made = calls.new_rms_norm(x, x, None, EPS, 0.0, False, y=given, summed=[x])
+    made = direct.new_rms_norm(x, x, None, EPS, 0.0, False, y=given)
     assert torch.equal(made, s)
     assert torch.equal(given, y)
-    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False, y=given) is True
+    assert direct.new_rms_norm(x, None, None, EPS, 0.0, False, y=given) is True
     gate = torch.randn(2, 3, 40)
     half = torch.nn.functional.silu(gate[..., :20]) * gate[..., 20:]
-    for described in (20, (20,)):
-        torch.testing.assert_close(calls.new_gated(gate, None, 0, y=described), half)
+    torch.testing.assert_close(direct.new_gated(gate, None, 0), half)
 
 
 @pytest.mark.parametrize("described", [-1, (20, -1), [], "20", 1 << 70, (1 << 40, 1 << 40), 1 << 40, (2.0,)])
 def test_a_result_that_cannot_be_made_is_left_to_pytorch(described):
-    assert calls.new_gated(torch.randn(2, 40), None, 0, y=described) is None
+    x = torch.randn(2, 40)
+    assert direct.new_rms_norm_quant(x, None, None, EPS, None, None, q=described, s=None) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64])
 def test_what_kernels_do_not_take_is_not_made(dtype):
-    assert calls.new_gelu(torch.ones(2, 8, dtype=dtype), None, False) is None
+    assert direct.new_gelu(torch.ones(2, 8, dtype=dtype), None, False) is None
 
 
 @pytest.mark.skipif(
@@ -97,18 +100,18 @@ def test_large_results_lie_on_huge_pages():
 
     x = torch.ones(32, 1 << 20)  # a result of 128 MB comes from the system at every call
     before = huge()
-    y = calls.new_gelu(x, None, False)
+    y = direct.new_gelu(x, None, False)
     assert huge() - before >= y.nbytes / 2
     before = huge()
-    z = calls.in_huge_pages(torch.empty_like(x))
+    z = direct.in_huge_pages(torch.empty_like(x))
     assert huge() - before >= z.nbytes / 2
-    assert calls.in_huge_pages(z) is z  # and again, as nothing is to be done
+    assert direct.in_huge_pages(z) is z  # and again, as nothing is to be done
 
 
 def test_strides_other_than_a_rows_are_not_for_us():
     x = torch.randn(8, 4).t()
-    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False) is None
-    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False, y=torch.empty(4, 8)) is None
+    assert direct.new_rms_norm(x, None, None, EPS, 0.0, False) is None
+    assert direct.new_rms_norm(x, None, None, EPS, 0.0, False, y=torch.empty(4, 8)) is None
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 1, 8), (2, 3, 5, 1)])
@@ -116,7 +119,7 @@ def test_results_lie_as_what_they_are_like(shape):
     order = (0, 2, 1, 3)
     packed = torch.randn(*(shape[i] for i in order), 3).permute(4, *order).contiguous()
     for t in (torch.randn(shape), torch.randn(*(shape[i] for i in order)).permute(order), packed[0]):
-        y = calls.new_attention(t, t, t, None, 1.0, False, 0, 0.0, y=[t])
+        y = direct.new_attention(t, t, t, None, 1.0, False, 0, 0.0)
         assert y.stride() == torch.empty_like(t).stride()
         expected = torch.nn.functional.scaled_dot_product_attention(t, t, t, scale=1.0)
         torch.testing.assert_close(y, expected)
@@ -129,18 +132,18 @@ def test_gradients_are_not_lost():
         (x, None, None),
         (x.detach(), None, weight),
     ):  # recorded by a node (test_nodes.py), or not taken
-        y = calls.new_rms_norm(*args, EPS, 0.0, False)
+        y = direct.new_rms_norm(*args, EPS, 0.0, False)
         assert y is None or y.requires_grad
-    assert calls.new_rms_norm(x, None, None, EPS, 0.0, False, y=torch.empty_like(x)) is None
+    assert direct.new_rms_norm(x, None, None, EPS, 0.0, False, y=torch.empty_like(x)) is None
     with torch.no_grad():
-        y = calls.new_rms_norm(x, None, None, EPS, 0.0, False)
+        y = direct.new_rms_norm(x, None, None, EPS, 0.0, False)
     assert not y.requires_grad
-    assert calls.new_rms_norm_quant(x, None, None, EPS, None, None, q=torch.int8, s=(torch.float32,)) is None
+    assert direct.new_rms_norm_quant(x, None, None, EPS, None, None, q=torch.int8, s=(torch.float32,)) is None
 
 
 def test_inference_mode_makes_inference_tensors():
     with torch.inference_mode():
-        y = calls.new_rms_norm(torch.randn(2, 8), None, None, EPS, 0.0, False)
+        y = direct.new_rms_norm(torch.randn(2, 8), None, None, EPS, 0.0, False)
     assert y.is_inference()
 
 
@@ -158,8 +161,8 @@ def test_a_mode_sees_the_operator():
     x = torch.randn(2, 8)
     y = torch.empty_like(x)
     with _Seen() as seen:
-        calls.rms_norm(x, None, None, EPS, 0.0, False, y=y)
-        assert calls.new_rms_norm(x, None, None, EPS, 0.0, False) is None
+        direct.rms_norm(x, None, None, EPS, 0.0, False, y=y)
+        assert direct.new_rms_norm(x, None, None, EPS, 0.0, False) is None
     assert seen.names == ["opsmith.rms_norm.default"]
     torch.testing.assert_close(y, _norm(x))
 
@@ -171,14 +174,14 @@ def test_a_function_mode_sees_public_calls_alone():
 
     x = torch.randn(2, 8)
     with Nothing():
-        assert calls.new_rms_norm(x, None, None, EPS, 0.0, False) is None
+        assert direct.new_rms_norm(x, None, None, EPS, 0.0, False) is None
         torch.testing.assert_close(opsmith.ops.rms_norm(x, eps=EPS), _norm(x))
 
 
 def test_a_profiler_sees_the_operator():
     x = torch.randn(2, 8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        calls.rms_norm(x, None, None, EPS, 0.0, False, y=torch.empty_like(x))
+        direct.rms_norm(x, None, None, EPS, 0.0, False, y=torch.empty_like(x))
     assert "opsmith::rms_norm" in {event.key for event in profile.key_averages()}
 
 
@@ -188,33 +191,33 @@ def test_tensors_that_are_not_plain_go_to_pytorch():
     class Sub(torch.Tensor):
         pass
 
-    assert calls.new_rms_norm(x.as_subclass(Sub), None, None, EPS, 0.0, False) is None
-    assert calls.new_rms_norm(x.to("meta"), None, None, EPS, 0.0, False) is None
+    assert direct.new_rms_norm(x.as_subclass(Sub), None, None, EPS, 0.0, False) is None
+    assert direct.new_rms_norm(x.to("meta"), None, None, EPS, 0.0, False) is None
     with FakeTensorMode() as mode:
         fake, y = mode.from_tensor(x), mode.from_tensor(x)
-        assert calls.new_rms_norm(fake, None, None, EPS, 0.0, False) is None
-        calls.rms_norm(fake, None, None, EPS, 0.0, False, y=y)
+        assert direct.new_rms_norm(fake, None, None, EPS, 0.0, False) is None
+        direct.rms_norm(fake, None, None, EPS, 0.0, False, y=y)
     conjugate = torch.randn(2, 8, dtype=torch.complex64).conj()
-    assert calls.new_rms_norm(conjugate, None, None, EPS, 0.0, False) is None
+    assert direct.new_rms_norm(conjugate, None, None, EPS, 0.0, False) is None
 
 
 def test_functorch_is_not_passed_by():
     x = torch.randn(3, 2, 8)
     seen = []
-    torch.vmap(lambda row: seen.append(calls.new_rms_norm(row, None, None, EPS, 0.0, False)) or row)(x)
+    torch.vmap(lambda row: seen.append(direct.new_rms_norm(row, None, None, EPS, 0.0, False)) or row)(x)
     assert seen == [None]
 
 
 def test_pieces_are_a_tensors_memory():
     t = torch.arange(10.0)
-    pieces = calls.pieces(t, (1, 2, 3), (3,), ())
+    pieces = direct.pieces(t, (1, 2, 3), (3,), ())
     assert [p.tolist() for p in pieces] == [[[[0, 1, 2], [3, 4, 5]]], [6, 7, 8], 9]
     assert all(p.is_contiguous() and p.untyped_storage().data_ptr() == t.data_ptr() for p in pieces)
-    assert [p.tolist() for p in calls._pieces(t, (1, 2, 3), (3,), ())] == [p.tolist() for p in pieces]
+    assert [p.tolist() for p in direct._pieces(t, (1, 2, 3), (3,), ())] == [p.tolist() for p in pieces]
     pieces[1].zero_()
     assert t.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 9]
     with torch.inference_mode():
-        assert all(p.is_inference() for p in calls.pieces(torch.ones(2), (1,), (1,)))
+        assert all(p.is_inference() for p in direct.pieces(torch.ones(2), (1,), (1,)))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_pieces_are_a_tensors_memory():
 )
 def test_what_is_not_in_pieces_is_refused(args):
     with pytest.raises(ValueError, match="pieces"):
-        calls.pieces(*args)
+        direct.pieces(*args)
 
 
 @pytest.mark.parametrize("which", ["x", "weight"])
@@ -243,11 +246,11 @@ def test_tangents_are_not_lost(which):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(given[which], tangent)
         args = [dual if name == which else t for name, t in given.items()]
-        assert calls.new_rms_norm(args[0], None, args[1], EPS, 0.0, False) is None
+        assert direct.new_rms_norm(args[0], None, args[1], EPS, 0.0, False) is None
         with pytest.raises(NotImplementedError, match=r"opsmith.rms_norm.*forward-mode"):
-            calls.rms_norm(args[0], None, args[1], EPS, 0.0, False, y=torch.empty(3, 40))
+            direct.rms_norm(args[0], None, args[1], EPS, 0.0, False, y=torch.empty(3, 40))
     x, weight = given.values()
-    torch.testing.assert_close(calls.new_rms_norm(x, None, weight, EPS, 0.0, False), _norm(x))
+    torch.testing.assert_close(direct.new_rms_norm(x, None, weight, EPS, 0.0, False), _norm(x))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +268,7 @@ def test_errors_are_the_operators(args, kwargs):
     y = torch.empty(2, 8)
     op = torch.ops.opsmith.rms_norm.default._op
     errors = []
-    for call in (op, calls.rms_norm):
+    for call in (op, direct.rms_norm):
         with pytest.raises((RuntimeError, TypeError)) as caught:
             call(*args, **{"y": y, **kwargs})
         errors.append((caught.type, str(caught.value).splitlines()[0]))
@@ -274,7 +277,7 @@ def test_errors_are_the_operators(args, kwargs):
 
 def test_numbers_are_converted_as_pytorch_does():
     x, y = torch.randn(2, 8), torch.empty(2, 8)
-    calls.rms_norm(x, None, None, 0, 0, False, y=y)  # whole numbers for floats: PyTorch's parser takes them
+    direct.rms_norm(x, None, None, 0, 0, False, y=y)  # whole numbers for floats: PyTorch's parser takes them
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), eps=0.0))
 
 
@@ -282,18 +285,18 @@ def test_nothing_is_kept_of_what_was_given():
     x, w = torch.randn(2, 8), torch.ones(3)
     before = (x._use_count(), w._use_count(), sys.getrefcount(x), sys.getrefcount(w))
     for _ in range(20):
-        y = calls.new_rms_norm(x, None, None, EPS, 0.0, False)
+        y = direct.new_rms_norm(x, None, None, EPS, 0.0, False)
         with pytest.raises(RuntimeError):  # a weight of another size
-            calls.new_rms_norm(x, x, w, EPS, 0.0, False, summed=True)
-        calls.rms_norm(x, x, None, EPS, 0.0, False, y=y, summed=torch.empty_like(x))
+            direct.new_rms_norm(x, x, w, EPS, 0.0, False)
+        direct.rms_norm(x, x, None, EPS, 0.0, False, y=y, summed=torch.empty_like(x))
     assert y._use_count() == 1
     assert before == (x._use_count(), w._use_count(), sys.getrefcount(x), sys.getrefcount(w))
 
 
 def test_threads_call_at_once():
     x = torch.randn(64, 512)
-    expected = calls.new_rms_norm(x, None, None, EPS, 0.0, False)
-    at_once(lambda: torch.equal(calls.new_rms_norm(x, None, None, EPS, 0.0, False), expected))
+    expected = direct.new_rms_norm(x, None, None, EPS, 0.0, False)
+    at_once(lambda: torch.equal(direct.new_rms_norm(x, None, None, EPS, 0.0, False), expected))
 
 
 @pytest.mark.parametrize("error", [build.BuildError("no headers"), OSError("not for this process")])
@@ -301,43 +304,43 @@ def test_without_the_library_all_calls_are_pytorchs(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
-    assert type(calls.gelu) is type(calls.new_gelu)  # both are there, to be put back
+    assert type(direct.gelu) is type(direct.new_gelu)  # both are there, to be put back
     for name in ("gelu", "new_gelu"):
-        monkeypatch.delitem(vars(calls), name)
-    monkeypatch.setattr(calls, "loaded", [])
-    monkeypatch.setattr(calls, "early", set())
-    monkeypatch.setattr(calls.build, "build_libraries", fail)
-    assert calls.library.__wrapped__() is None
-    assert calls.gelu is torch.ops.opsmith.gelu.default._op
-    assert calls.new_gelu(torch.randn(8), None, False) is None
+        monkeypatch.delitem(vars(direct), name)
+    monkeypatch.setattr(direct, "loaded", [])
+    monkeypatch.setattr(direct, "_waiting", {})
+    monkeypatch.setattr(direct.build, "build_libraries", fail)
+    assert direct.library.__wrapped__() is None
+    assert direct.gelu is torch.ops.opsmith.gelu.default._op
+    assert direct.new_gelu(torch.randn(8), None, False) is None
     x = torch.randn(2, 8)
     torch.testing.assert_close(opsmith.ops.gelu(x), torch.nn.functional.gelu(x))
 
 
 def test_what_was_asked_for_too_early_is_asked_for_again(monkeypatch):
-    assert type(calls.gelu).__name__ == "Kernel"  # is put back afterwards
-    monkeypatch.setattr(calls, "loaded", [])
-    monkeypatch.setattr(calls, "early", set())
-    monkeypatch.delitem(vars(calls), "gelu")
-    assert calls.gelu is torch.ops.opsmith.gelu.default._op
-    assert vars(calls)["gelu"] is calls.gelu  # not looked up at every call
-    calls.begin(libraries.status().libraries["gelu"])
-    assert type(calls.gelu).__name__ == "Kernel"
+    assert type(direct.gelu).__name__ == "Kernel"  # is put back afterwards
+    monkeypatch.setattr(direct, "loaded", [])
+    monkeypatch.setattr(direct, "_waiting", {})
+    monkeypatch.delitem(vars(direct), "gelu")
+    assert direct.gelu is torch.ops.opsmith.gelu.default._op
+    assert vars(direct)["gelu"] is direct.gelu  # not looked up at every call
+    direct.begin(libraries.status().libraries["gelu"])
+    assert type(direct.gelu).__name__ == "Kernel"
 
 
 def test_one_row_times_a_matrix_is_pytorchs_product():
     x, weight, bias = torch.randn(1, 1, 8), torch.randn(3, 8), torch.randn(3)
     assert torch.equal(
-        calls.small_linear(x, weight, bias, 8, -1), torch.nn.functional.linear(x, weight, bias)
+        direct.small_linear(x, weight, bias, 8, -1), torch.nn.functional.linear(x, weight, bias)
     )
-    assert torch.equal(calls.small_linear(x, weight, None, 8, -1), torch.nn.functional.linear(x, weight))
+    assert torch.equal(direct.small_linear(x, weight, None, 8, -1), torch.nn.functional.linear(x, weight))
     learnt = torch.nn.Parameter(weight)
-    calls.small_linear(x, learnt, bias, 8, -1).sum().backward()
+    direct.small_linear(x, learnt, bias, 8, -1).sum().backward()
     assert torch.equal(learnt.grad, x.view(1, 8).expand(3, 8))
     rows = torch.randn(2, 8)
-    assert calls.small_linear(rows, weight, bias, 8, 48) is None  # no gradient is wanted
+    assert direct.small_linear(rows, weight, bias, 8, 48) is None  # no gradient is wanted
     assert torch.equal(
-        calls.small_linear(rows, learnt, bias, 8, 48), torch.nn.functional.linear(rows, weight, bias)
+        direct.small_linear(rows, learnt, bias, 8, 48), torch.nn.functional.linear(rows, weight, bias)
     )
 
 
@@ -360,58 +363,74 @@ def test_one_row_times_a_matrix_is_pytorchs_product():
     ],
 )
 def test_any_other_product_is_not_for_us(args):
-    assert calls.small_linear(*args) is None
+    assert direct.small_linear(*args) is None
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,)], ids=str)
 def test_a_result_is_the_rows_that_ids_pick(shape):
     table = torch.randn(7, 5)
     ids = torch.randint(0, 7, shape)
-    assert torch.equal(calls.new_embedding(ids, table, y=[table, ...]), table[ids])
-    assert calls.new_embedding(ids, table, y=[table.to("meta"), ...]) is None
-    assert calls.new_embedding(ids, table, y=[torch.tensor(1.0), ...]) is None
+    assert torch.equal(direct.new_embedding(ids, table), table[ids])
 
 
 @pytest.mark.parametrize("dtype", common.NATIVE_DTYPES, ids=str)
 def test_picked_rows_may_have_a_dtype_of_their_own(dtype):
     table, scale = torch.randint(-127, 128, (7, 5), dtype=torch.int8), torch.rand(7)
     ids = torch.tensor([[3, 0], [6, 3]])
-    y = calls.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=[table, dtype])
+    y = direct.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=dtype)
     assert torch.equal(y, (table[ids] * scale[ids][..., None]).to(dtype))
 
 
-@pytest.mark.parametrize("how", [torch.int8, torch.float64, None, ..., "float32"], ids=str)
+@pytest.mark.parametrize("how", [torch.int8, torch.float64, "float32"], ids=str)
 def test_picked_rows_of_other_dtypes_are_refused(how):
     table, scale = torch.zeros(7, 5, dtype=torch.int8), torch.rand(7)
     ids = torch.tensor([3])
-    if how is None or how == "float32":
-        assert calls.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=[table, how]) is None
+    if how == "float32":
+        assert direct.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=how) is None
         return
     with pytest.raises(RuntimeError, match="float32, bfloat16"):
-        calls.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=[table, how])
+        direct.new_quantized_embedding(ids, table, scale, 0, None, None, None, y=how)
 
 
 def test_a_result_is_the_product_of_so_many_rows():
     weight = torch.randn(5, 8)
+    few = direct.Ready(FEW_ROWS, most_rows=8).call
     for shape in ((8,), (1, 8), (2, 4, 8), (0, 8)):
         x = torch.randn(shape)
-        y = calls.new_linear_rows(x, weight, None, None, 0, y=[weight, 8])
-        torch.testing.assert_close(y, x @ weight.T)
-    x = torch.randn(3, 3, 8)
-    for by, rows in ((weight, 8), (weight, -1), (weight, 1 << 70), (torch.randn(8, 5).T, 9), (weight[0], 9)):
-        assert calls.new_linear_rows(x, by, None, None, 0, y=[by, rows]) is None
-    whole = torch.ones(1, 8, dtype=torch.long), torch.ones(5, 8, dtype=torch.long)
-    assert calls.new_linear_rows(*whole, None, None, 0, y=[whole[1], 8]) is None
+        torch.testing.assert_close(few(x, weight, None, None, 0), x @ weight.T)
+    assert few(torch.randn(3, 3, 8), weight, None, None, 0) is None
+    assert few(torch.randn(2, 8), weight[0], None, None, 0) is None
+    with pytest.raises(RuntimeError, match="linear"):
+        few(torch.randn(2, 8), torch.randn(5, 9), None, None, 0)
+    assert few(torch.ones(1, 8, dtype=torch.long), weight.long(), None, None, 0) is None
+
+
+def test_what_is_not_for_a_kernel_is_handed_on():
+    seen = []
+    gelu = direct.Ready(GELU, lambda *given: seen.append(given) or "otherwise").call
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(gelu(x, None, False, None), torch.nn.functional.gelu(x))
+    assert not seen
+    for given in (
+        (x.t(), None, False, None),
+        (x, None, False, x),
+        (x, x, False, None),
+        (x.long(), None, False, None),
+    ):
+        assert gelu(*given) == "otherwise"
+        assert seen.pop() is not None
+    leaf = torch.randn(2, 8, requires_grad=True)
+    assert isinstance(gelu(leaf, None, False, None), str) or gelu(leaf, None, False, None).requires_grad
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 5), (2, 1 << 40)], ids=str)
 def test_sizes_are_a_tensors_shape(shape):
     x = torch.empty(shape) if 0 in shape else torch.tensor(0.0).expand(shape)
-    assert calls.sizes(x) == x.shape
-    assert calls.sizes(torch.nn.Parameter(x)) == x.shape
-    assert calls.sizes(x.to("meta")) == x.shape
+    assert direct.sizes(x) == x.shape
+    assert direct.sizes(torch.nn.Parameter(x)) == x.shape
+    assert direct.sizes(x.to("meta")) == x.shape
     with pytest.raises(AttributeError):
-        calls.sizes(list(shape))
+        direct.sizes(list(shape))
 
 
 def test_a_number_that_is_left_out_is_not_zero():
@@ -420,7 +439,7 @@ def test_a_number_that_is_left_out_is_not_zero():
     tables = torch.zeros(1, 1, dtype=torch.int32)
 
     def attend(scale):
-        return calls.new_paged_attention(q, k, v, tables, lengths, None, None, scale, 0, 0.0)
+        return direct.new_paged_attention(q, k, v, tables, lengths, None, None, scale, 0, 0.0)
 
     assert torch.equal(attend(None), attend(0.25))
     torch.testing.assert_close(attend(0.0), v.mean(1))

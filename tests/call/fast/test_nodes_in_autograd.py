@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.call.fast.recorded import CALLS, Onlooker, leaf, tensors
 from tests.kernels.conftest import at_once
-from tests.kernels.recorded import CALLS, Onlooker, leaf, tensors
 from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad

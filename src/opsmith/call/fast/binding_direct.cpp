@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <memory>
 
 TORCH_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);  // without its header, as in direct.h
 
@@ -106,35 +107,8 @@ bool add_size(PyObject* given, Sizes& sizes) {
   return sizes.back() >= 0 && overflow == 0;
 }
 
-bool is_list(PyObject* given, Py_ssize_t size) {
-  return PyList_CheckExact(given) && PyList_GET_SIZE(given) == size;
-}
-
-// The result of a call of two tensors: rows of a table that x picks, in the table's dtype or one that is given; or the product of x, of at most
-// so many rows, with a contiguous weight.
-bool described_by_two(const c10::TensorImpl* x, const c10::TensorImpl* by, PyObject* how, at::TensorBase& y) {
-  if (!by || by->dim() == 0) return false;
-  at::ScalarType dtype = c10::typeMetaToScalarType(by->dtype());
-  Sizes sizes(x->sizes().begin(), x->sizes().end());
-  if (PyLong_CheckExact(how)) {
-    int overflow;
-    const int64_t rows = PyLong_AsLongLongAndOverflow(how, &overflow);  // -1 for what is too large
-    if (by->dim() != 2 || !by->is_contiguous() || !is_floating(x) || sizes.empty()) return false;
-    if (x->numel() > rows * sizes.back()) return false;
-    sizes.back() = by->size(0);
-    return fresh(sizes, dtype, y);
-  }
-  if (THPDtype_Check(how)) {
-    dtype = reinterpret_cast<THPDtype*>(how)->scalar_type;
-  } else if (how != Py_Ellipsis) {
-    return false;
-  }
-  sizes.append(by->sizes().begin() + 1, by->sizes().end());
-  return fresh(sizes, dtype, y);
-}
-
-// A result as the call describes it: in a list the tensor that it is like, and lies as; in a list of two what stands above; the sizes
-// instead of x's last one, a dtype before them where it is not x's; or like x, in another dtype where one is given.
+// A result as the call describes it, where no signature does: the sizes instead of x's last one, a dtype before them where it is not x's; or
+// like x, in another dtype where one is given.
 bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
   if (THPDtype_Check(given))
     return is_floating(x) && fresh(x->sizes(), reinterpret_cast<THPDtype*>(given)->scalar_type, y);
@@ -152,27 +126,70 @@ bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
     }
     return fresh(sizes, dtype, y);
   }
-  if (is_list(given, 2))
-    return described_by_two(x, plain(PyList_GET_ITEM(given, 0)), PyList_GET_ITEM(given, 1), y);
-  if (is_list(given, 1)) {
-    const c10::TensorImpl* const like = plain(PyList_GET_ITEM(given, 0));
-    return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y, layout_of(like));
-  }
   const bool like_x = given == Py_Ellipsis || given == Py_True;
   return like_x && is_floating(x) && fresh(x->sizes(), c10::typeMetaToScalarType(x->dtype()), y);
 }
 
-// The results that a call asks for: those that have no default, and others that it describes. A tensor is one to write into. Only a
-// kernel whose results lie as a tensor does takes an x that is not contiguous.
+c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
+
+// A result as the signature declares it; the call may name another dtype.
+bool declared(const Result& result, const Value* values, PyObject* given, at::TensorBase& y) {
+  if (result.like >= 0) {
+    const c10::TensorImpl* const like = impl_of(values[result.like]);
+    return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y, layout_of(like));
+  }
+  at::ScalarType dtype = result.dtype;
+  if (THPDtype_Check(given)) {
+    dtype = reinterpret_cast<THPDtype*>(given)->scalar_type;
+  } else if (given != Py_None && given != Py_Ellipsis) {
+    return false;
+  } else if (result.dtype_of >= 0) {
+    const c10::TensorImpl* const by = impl_of(values[result.dtype_of]);
+    if (!by || !is_floating(by)) return false;
+    dtype = c10::typeMetaToScalarType(by->dtype());
+  }
+  Sizes sizes;
+  for (const Piece& piece : result.pieces) {
+    if (piece.of < 0) {
+      sizes.push_back(piece.at);
+      continue;
+    }
+    const c10::TensorImpl* const t = impl_of(values[piece.of]);
+    if (!t) return false;
+    if (t->dim() == 0) continue;  // a number, which is a row
+    if (t->dim() < piece.at) return false;
+    if (piece.leading) {
+      sizes.append(t->sizes().begin(), t->sizes().end() - piece.at);
+    } else {
+      sizes.push_back(t->size(t->dim() - piece.at));
+    }
+  }
+  if (result.halved_without >= 0 && values[result.halved_without] == 0 && !sizes.empty()) sizes.back() /= 2;
+  return fresh(sizes, dtype, y);
+}
+
+// The results that a call asks for: those that the signature declares, or that have no default, or that the call describes. A tensor is one
+// to write into. Only a kernel whose results lie as a tensor does takes an x that is not contiguous.
 bool make(const Kernel* self, PyObject** placed, Value* values, Made& made) {
   const c10::TensorImpl* const x = plain(placed[0]);
   if (!x) return false;
+  if (self->most_rows && (x->dim() == 0 || x->numel() > self->most_rows * x->size(x->dim() - 1)))
+    return false;
   const bool contiguous = x->is_contiguous();
   for (int i = 0; i < self->count; ++i) {
     if (!is_output(self->types[i])) continue;
-    if (!contiguous && placed[i] != Py_None && !is_list(placed[i], 1)) return false;
-    if (convert(self->types[i], placed[i], values[i])) continue;
-    if (made.count == kMostMade || !described(placed[i], x, made.tensors[made.count])) return false;
+    const Result* result = nullptr;
+    if (self->results) {
+      for (const Result& one : *self->results) {
+        if (one.place == i && (one.when < 0 || values[one.when] != 0)) result = &one;
+      }
+    }
+    if (!contiguous && (result ? result->like < 0 : placed[i] != Py_None)) return false;
+    if (!(result && placed[i] == Py_None) && convert(self->types[i], placed[i], values[i])) continue;
+    if (made.count == kMostMade) return false;
+    at::TensorBase& y = made.tensors[made.count];
+    if (!(result ? declared(*result, values, placed[i], y) : !self->results && described(placed[i], x, y)))
+      return false;
     made.places[made.count] = i;
     values[i] = reinterpret_cast<Value>(made.tensors[made.count++].unsafeGetTensorImpl());
   }
@@ -214,7 +231,11 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   PyObject* placed[kMost];
   Value values[kMost];
   Made made;
-  bool ours = place(self, args, PyVectorcall_NARGS(flags), names, placed) && undisturbed() && !may_be_dual();
+  Py_ssize_t positional = PyVectorcall_NARGS(flags);
+  // Behind its arguments a public function hands on `out`, which is for us where it is none.
+  if (self->otherwise && positional == self->inputs + 1 && args[self->inputs] == Py_None) --positional;
+  bool ours = !(self->otherwise && positional > self->inputs) &&
+              place(self, args, positional, names, placed) && undisturbed() && !may_be_dual();
   for (int i = 0; ours && i < self->count; ++i) {
     const char type = self->types[i];
     if (self->makes && is_output(type)) {
@@ -230,6 +251,7 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   if (ours && grad && made.count < outputs(self, values))
     ours = !records && !wants_gradient(self, values);  // into what is given
   if (!ours) {
+    if (self->otherwise) return PyObject_Vectorcall(self->otherwise, args, flags, names);
     if (self->makes) Py_RETURN_NONE;
     const Py_ssize_t given = PyVectorcall_NARGS(flags) + (names ? PyTuple_GET_SIZE(names) : 0);
     const auto loses_tangent = [](PyObject* one) { return is_tensor_object(one) && is_dual(tensor_of(one)); };
@@ -245,8 +267,10 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
     if (made.count == 0) Py_RETURN_TRUE;
     return results(made);
   }
-  if (!PyErr_Occurred())
-    PyErr_SetString(PyExc_RuntimeError, wrong.c_str());  // else a hook's for saved tensors
+  if (PyErr_Occurred()) return nullptr;  // of a hook for saved tensors
+  if (self->otherwise)
+    return PyObject_Vectorcall(self->otherwise, args, flags, names);  // it says what is wrong
+  PyErr_SetString(PyExc_RuntimeError, wrong.c_str());
   return nullptr;
 }
 
@@ -358,6 +382,8 @@ PyObject* text(PyObject* me) {
 void drop(PyObject* me) {
   auto* const self = reinterpret_cast<Kernel*>(me);
   Py_XDECREF(self->op);
+  Py_XDECREF(self->otherwise);
+  delete self->results;
   Py_XDECREF(self->name);
   Py_XDECREF(self->names);
   Py_XDECREF(self->defaults);
@@ -399,12 +425,38 @@ EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, 
 EXPORT PyObject* opsmith_direct_pieces() { return PyCFunction_New(&pieces_method, nullptr); }
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
 
-// A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception.
+// The results of a signature, each a tuple: place, when, like, dtype_of, dtype, halved_without, pieces. nullptr and an exception for others.
+static std::vector<Result>* results_of(PyObject* all) {
+  auto found = std::make_unique<std::vector<Result>>();
+  for (Py_ssize_t r = 0; r < PyTuple_GET_SIZE(all); ++r) {
+    Result result{};
+    PyObject *dtype, *pieces;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(all, r), "iiiiOiO!", &result.place, &result.when, &result.like,
+                          &result.dtype_of, &dtype, &result.halved_without, &PyTuple_Type, &pieces))
+      return nullptr;
+    if (THPDtype_Check(dtype)) result.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+    for (Py_ssize_t p = 0; p < PyTuple_GET_SIZE(pieces); ++p) {
+      Piece piece;
+      long long at;
+      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, p), "ipL", &piece.of, &piece.leading, &at))
+        return nullptr;
+      piece.at = at;
+      result.pieces.push_back(piece);
+    }
+    found->push_back(std::move(result));
+  }
+  return found.release();
+}
+
+// A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception. `results` and `otherwise` may be None.
 EXPORT PyObject* opsmith_direct(void* direct, const char* types, PyObject* op, PyObject* name,
-                                PyObject* names, PyObject* defaults, int makes) {
+                                PyObject* names, PyObject* defaults, int makes, PyObject* results,
+                                PyObject* otherwise, int64_t most_rows) {
   const size_t count = std::strlen(types);
   if (count > kMost)
     return PyErr_Format(PyExc_ValueError, "opsmith: a kernel of %zu arguments, at most %d", count, kMost);
+  std::vector<Result>* const declared = results == Py_None ? nullptr : results_of(results);
+  if (PyErr_Occurred()) return nullptr;
   auto* const self = PyObject_New(Kernel, &type);
   if (!self) return nullptr;
   self->vectorcall = call;
@@ -415,6 +467,10 @@ EXPORT PyObject* opsmith_direct(void* direct, const char* types, PyObject* op, P
   self->names = Py_NewRef(names);
   self->defaults = Py_NewRef(defaults);
   self->count = int(count);
+  self->otherwise = otherwise == Py_None ? nullptr : Py_NewRef(otherwise);
+  self->results = declared;
+  self->most_rows = most_rows;
+  self->inputs = int(std::count_if(types, types + count, [](char type) { return !is_output(type); }));
   self->makes = makes != 0;
   std::memcpy(self->types, types, count);
   return reinterpret_cast<PyObject*>(self);

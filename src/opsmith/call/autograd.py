@@ -1,0 +1,108 @@
+"""The gradients of a kernel with a signature: one Function in Python for all, where no node in C++ records the call.
+
+Its backward calls the kernel of the gradients with what the signature says of each argument. What that kernel does not
+compute comes from autograd of the operator's definition in plain PyTorch, which is computed once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opsmith.call.signature import Constant, Made, Slope
+
+if TYPE_CHECKING:
+    from opsmith.call.run import Call
+
+__all__ = ["differentiated"]
+
+
+def differentiated(call: Call) -> type[torch.autograd.Function]:
+    """Forward and backward of an operator."""
+    tensors = [one.name for one in call.signature.tensors]
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, backend: str, *values: Any) -> Any:
+            results, known = call.run(backend, values, None, keep=True)
+            there = (known.get(name, known.get(other or name)) for name, other in call.saved.items())
+            ctx.save_for_backward(*there)
+            ctx.backend = backend
+            ctx.numbers = [known[one.name] for one in call.signature.numbers]
+            return results[0] if len(results) == 1 else tuple(results)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            known: dict[str, Any] = {}
+            for (name, other), t in zip(call.saved.items(), ctx.saved_tensors, strict=True):
+                known[name] = t
+                if other is not None:
+                    known[other] = t
+            known |= {one.name: v for one, v in zip(call.signature.numbers, ctx.numbers, strict=True)}
+            wanted = {
+                one.name
+                for one, needed in zip(call.signature.arguments, ctx.needs_input_grad[1:], strict=True)
+                if needed
+            }
+            grads = gradients(call, ctx.backend, known, slopes, wanted)
+            rest = [name for name in tensors if name in wanted and name not in grads]
+            if rest:
+                grads |= _through_definition(call, known, slopes, rest)
+            return (
+                None,
+                *(grads.get(one.name) if one.name in wanted else None for one in call.signature.arguments),
+            )
+
+    Function.__name__ = f"_{call.op}"
+    return Function
+
+
+def gradients(
+    call: Call, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
+) -> dict[str, torch.Tensor]:
+    """What the kernel of the gradients writes, by input."""
+    arriving = {one.name: slope for one, slope in zip(call.signature.results, slopes, strict=False)}
+    given: list[Any] = []
+    written: dict[str, torch.Tensor | None] = {}
+    found: dict[str, torch.Tensor] = {}
+    for p in call.signature.backward:
+        source = p.source
+        if isinstance(source, Constant):
+            given.append(source.value)
+        elif isinstance(source, Slope):
+            given.append(call.taken(p.of, arriving.get(source.of)))
+        elif isinstance(source, Made):
+            like = known[source.of]
+            ours = wanted.intersection((source.of, *source.shared))
+            if like is not None and (ours or source.always or not source.optional):
+                made = call.fresh(like)
+                written[p.name] = call.taken_result(p.of, made)
+                found |= dict.fromkeys((source.of, *source.shared), made)
+        elif source is not None:
+            value = known[source.of]
+            given.append(call.taken(p.of, value) if isinstance(value, torch.Tensor) else value)
+    if wanted & found.keys():
+        call.kernel_of_gradients(backend)(*given, **written)
+    return found
+
+
+def _through_definition(
+    call: Call, known: dict[str, Any], slopes: Sequence[Any], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Gradients by autograd of the definition in plain PyTorch."""
+    with torch.enable_grad():
+        values = [known[one.name] for one in call.signature.arguments]
+        leaves = {
+            one.name: t.detach().requires_grad_(one.name in names)
+            for one, t in zip(call.signature.arguments, values, strict=True)
+            if isinstance(t, torch.Tensor)
+        }
+        results = call.definition(
+            *(leaves.get(one.name, v) for one, v in zip(call.signature.arguments, values, strict=True))
+        )
+        results = results if isinstance(results, tuple) else (results,)
+        found = torch.autograd.grad(results, [leaves[n] for n in names], slopes, allow_unused=True)
+    return {name: g for name, g in zip(names, found, strict=True) if g is not None}

@@ -1,0 +1,121 @@
+"""What is wrong with a call, read from its signature: the messages of every operator, in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from opsmith.call.common import alike, check_float, check_like, check_number, check_out, one_of, short
+from opsmith.call.signature import Dtype, Input, Signature, Sizes
+
+__all__ = ["check_arguments", "check_outputs", "sizes_of"]
+
+
+def check_arguments(op: str, signature: Signature, values: Sequence[Any], needed: Sequence[str] = ()) -> None:
+    """Refuse what is no tensor, has another shape or dtype than the first one asks for, or is no number.
+
+    Args:
+        op: the operator, as messages call it.
+        signature: of its kernel.
+        values: of the kernel's arguments, in their order.
+        needed: optional ones that this operator needs all the same.
+    """
+    first = signature.tensors[0]
+    x = values[0]
+    scalar = first.scalar and not needed
+    check_float(op, x, first.name, least_dim=0 if scalar else 1)
+    for one, value in zip(signature.arguments[1:], values[1:], strict=True):
+        if not isinstance(one, Input):
+            if value is not None or not one.optional:
+                check_number(op, one.name, value, whole=one.type is int)
+        elif value is not None or not one.optional or one.name in needed:
+            shape = x.shape if one.sizes == first.sizes else x.shape[-1:]
+            if not alike(value, x, shape):
+                _refuse(op, one, value, first, x, shape)
+
+
+def _refuse(op: str, one: Input, t: Any, first: Input, x: torch.Tensor, shape: torch.Size) -> None:
+    what = (
+        f"the shape of {first.name}"
+        if one.sizes == first.sizes
+        else f"the size of {first.name}'s last dimension"
+    )
+    check_like(op, t, x, one.name, shape, what, first.name)
+    got = short(t.dtype)
+    if one.dtype is Dtype.FIRST and t.dtype != x.dtype:
+        raise TypeError(
+            f"{op}: {one.name} must be {short(x.dtype)} like {first.name}, got {got}; cast it first"
+        )
+    if t.dtype not in (x.dtype, torch.float32):
+        raise TypeError(
+            f"{op}: {one.name} must be {one_of(x.dtype, torch.float32)}, got {got}; cast it first"
+        )
+
+
+def check_outputs(
+    op: str,
+    out: Any,
+    results: Sequence[tuple[Sequence[int], torch.dtype]],
+    x: torch.Tensor,
+    onto: Sequence[str],
+    read: Mapping[str, Any],
+    what: str = "",
+) -> None:
+    """Refuse an `out` of another type, shape, dtype or device, or one that shares memory with what is read.
+
+    Args:
+        op: the operator.
+        out: what the caller wants written: a tensor, or as many as there are results.
+        results: their shapes and dtypes.
+        x: on whose device they are.
+        onto: inputs that a result may be.
+        read: what is read, by name.
+        what: an `out` has to be, where not that many tensors.
+    """
+    given = out if isinstance(out, tuple) else (out,)
+    if len(given) != len(results) or not all(isinstance(t, torch.Tensor) for t in given):
+        what = what or ("a tensor" if len(results) == 1 else f"a tuple of {len(results)} tensors")
+        got = f"{len(given)} tensors" if len(given) != len(results) else type(given[0]).__name__
+        raise (ValueError if len(given) != len(results) else TypeError)(
+            f"{op}: out must be {what}, got {got}"
+        )
+    for i, (t, (shape, dtype)) in enumerate(zip(given, results, strict=True)):
+        before = {f"out[{j}]": other for j, other in enumerate(given[:i])}
+        check_out(op, t, x, torch.Size(shape), dtype, onto=onto, **read, **before)
+
+
+def sizes_of(
+    op: str, signature: Signature, tensors: Sequence[torch.Tensor], even: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What each symbol of the inputs' sizes stands for.
+
+    Raises:
+        ValueError: a shape that does not fit.
+    """
+    found: dict[str, Any] = {}
+    for one, t in zip(signature.tensors, tensors, strict=True):
+        sizes, shape = one.sizes, t.shape
+        if sizes and sizes[0] == "...":
+            lead = len(shape) - len(sizes) + 1
+            if lead < 0 or found.setdefault("...", shape[:lead]) != shape[:lead]:
+                _misfit(op, one.name, one.sizes, t.shape, found)
+            sizes, shape = sizes[1:], shape[lead:]
+        if len(sizes) != len(shape):
+            _misfit(op, one.name, one.sizes, t.shape, found)
+        for symbol, size in zip(sizes, shape, strict=True):
+            if (found.setdefault(symbol, size) if isinstance(symbol, str) else symbol) != size:
+                _misfit(op, one.name, one.sizes, t.shape, found)
+    for symbol in even:
+        if found[symbol] % 2:
+            raise ValueError(f"{op}: {symbol} must be even, as its elements are pairs; got {found[symbol]}")
+    return found
+
+
+def _misfit(op: str, name: str, sizes: Sizes, shape: Sequence[int], found: Mapping[str, Any]) -> None:
+    known = ", ".join(f"{k} = {tuple(v) if k == '...' else v}" for k, v in found.items() if k in sizes)
+    raise ValueError(
+        f"{op}: {name} must have shape [{', '.join(map(str, sizes))}]"
+        f"{f' with {known}' if known else ''}, got {tuple(shape)}"
+    )

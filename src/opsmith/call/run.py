@@ -1,0 +1,245 @@
+"""How a call of a public function becomes a call of its kernel: the one path of all operators with a signature.
+
+    _CALL = Call(SIGNATURE, definition)
+
+    def layer_norm(x, weight=None, bias=None, eps=1e-5, *, residual=None, out=None):
+        return (_CALL.traced if compiling() else _CALL.fast.call)(x, residual, weight, bias, eps, out)
+
+`fast.call` is one call into C++ (fast/direct.py): it makes the results, calls the kernel and has autograd's node record
+it. What it does not take as it is, and what the kernel's binding refuses, it hands to `traced`, the general way in
+Python: the checks and their messages, `out=`, views and copies, other devices, gradients of a Function (autograd.py),
+and the definition in plain PyTorch where no kernel can run. torch.compile traces that way alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from opsmith.call import binding, common
+from opsmith.call.autograd import differentiated
+from opsmith.call.checks import check_arguments, check_outputs
+from opsmith.call.fast import direct, nodes
+from opsmith.call.signature import Input, Output, Saved, Signature
+from opsmith.kernels import libraries
+
+__all__ = ["Call", "declare"]
+
+Results = list[torch.Tensor]
+
+
+def declare(
+    signature: Signature, library: str = "", backward: str = "", *, bound: bool = False
+) -> tuple[str, ...]:
+    """Say which libraries have the kernels, by default one of the kernel's name; the schemas, for the card.
+
+    Args:
+        signature: of the kernels.
+        library: that of the forward.
+        backward: that of the backward, by default the same.
+        bound: whether the signature is all that their memory safety needs, so that their C++ bindings are generated.
+    """
+    library = library or signature.name
+    kernels = {signature.name: library}
+    if signature.gradient is not None:
+        kernels.setdefault(signature.gradient.kernel, backward or library)
+    for kernel, its in kernels.items():
+        libraries.offer(its, kernel, binding=binding.rows(signature, kernel) if bound else "")
+    direct.declare(signature)
+    if signature.gradient is not None:
+        nodes.declare(signature)
+    return signature.schemas()
+
+
+class Call:
+    """One operator: how a call becomes a call of a kernel."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        definition: Callable[..., Any],
+        *,
+        op: str = "",
+        needed: Sequence[str] = (),
+        pytorchs: Callable[..., bool] | None = None,
+    ) -> None:
+        """Of an operator of the library.
+
+        Args:
+            signature: of its kernel.
+            definition: what it computes, in plain PyTorch, of the kernel's arguments in their order.
+            op: its name, by default the kernel's.
+            needed: optional inputs of the kernel that this operator needs.
+            pytorchs: whether PyTorch is left a call whose gradients a Function would record; is given the arguments.
+        """
+        self.signature, self.definition, self.op = signature, definition, op or signature.name
+        self.needed, self.pytorchs = tuple(needed), pytorchs
+        self.saved = self._saved()
+        self.function = differentiated(self)
+        if not signature.columns:
+            self.fast = direct.Ready(signature, self.traced)
+
+    def _saved(self) -> dict[str, str | None]:
+        """The tensors that a backward needs, and what stands for each that is not there."""
+        signature = self.signature
+        tensors = [one.name for one in signature.tensors]
+        if signature.gradient is None or (set(tensors) - set(signature.gradients) and signature.columns):
+            return dict.fromkeys(tensors)  # autograd of the definition reads them all
+        found = {
+            one.of: one.instead
+            for one in signature.gradient.given
+            if isinstance(one, Saved) and one.of not in {number.name for number in signature.numbers}
+        }
+        likes = [one.of for one in signature.gradient.made]
+        return found | {name: None for name in likes if name not in {*found, *found.values()}}
+
+    def traced(self, *given: Any) -> Any:
+        """The general way: of the kernel's arguments in their order, and `out`."""
+        values, out = given[:-1], given[-1]
+        self.check(values)
+        if out is not None:
+            self.check_out(values, out)
+        tensors = [t for t in values if isinstance(t, torch.Tensor)]
+        training = common.needs_grad(*tensors)
+        backend = self.backend(values, training)
+        if backend is None or (training and self.pytorchs is not None and self.pytorchs(*values)):
+            return self.store(self.definition(*values), out)
+        if training:
+            return self.store(common.recorded(self.function, backend, *values), out)
+        return self.native(backend, values, out)
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Refuse wrong arguments."""
+        check_arguments(self.op, self.signature, values, self.needed)
+
+    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
+        """The kernel alone, without autograd."""
+        results, _ = self.run(backend, values, out)
+        result = results[0] if len(results) == 1 else tuple(results)
+        return self.store(result, out)
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        """Whose kernels take these tensors; None where the definition has to."""
+        gradient = self.signature.gradient
+        more = (gradient.kernel,) if training and gradient else ()
+        return "opsmith" if common.native(values[0], self.signature.name, *more) is True else None
+
+    def kernel(self, backend: str) -> Callable[..., Any]:
+        """The kernel, as it is called soonest."""
+        return common.soonest(getattr(torch.ops.opsmith, self.signature.name).default)
+
+    def kernel_of_gradients(self, backend: str) -> Callable[..., Any]:
+        """The same of the backward."""
+        assert self.signature.gradient is not None
+        return common.soonest(getattr(torch.ops.opsmith, self.signature.gradient.kernel).default)
+
+    def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
+        """The results of a call: their declaration, shape and dtype."""
+        by_name = {one.name: v for one, v in zip(self.signature.arguments, values, strict=True)}
+        found = []
+        for one, dtype in zip(self.signature.results, self.result_dtypes(values), strict=True):
+            if one.optional or (one.when and by_name[one.when] is None):
+                continue
+            shape: list[int] = []
+            for of, leading, at in self.signature.pieces(one):
+                if of < 0:
+                    shape.append(at)
+                    continue
+                whole = values[of].shape
+                if not whole:  # a number, which is a row
+                    continue
+                shape += whole[: len(whole) - at] if leading else [whole[len(whole) - at]]
+            if one.halved_without and by_name[one.halved_without] is None:
+                shape[-1] //= 2
+            found.append((one, shape, dtype))
+        return found
+
+    def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
+        """The dtype of each result that the signature has."""
+        return [
+            one.dtype if isinstance(one.dtype, torch.dtype) else values[0].dtype
+            for one in self.signature.results
+        ]
+
+    def run(
+        self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
+    ) -> tuple[Results, dict[str, Any]]:
+        """Call the kernel: into `out` where it can write there, else into new memory.
+
+        Returns:
+            The results; and by name, with what was kept for the backward where that is wanted, all that there is.
+        """
+        x = values[0]
+        made = self.made(values)
+        outs = out if isinstance(out, tuple) else () if out is None else (out,)
+        if not all(self.writable(t) for t in outs):
+            outs = ()
+        known: dict[str, Any] = {one.name: v for one, v in zip(self.signature.arguments, values, strict=True)}
+        written, results = {}, []
+        for i, (one, shape, dtype) in enumerate(made):
+            y = outs[i] if outs else self.fresh(x, shape, dtype)
+            results.append(y)
+            known[one.name] = y
+            written[one.name] = self.taken_result(one, y)
+        if keep:
+            rows = x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else x.shape[:-1].numel()
+            for kept in self.signature.kept:
+                known[kept.name] = torch.empty(rows, dtype=torch.float32, device=x.device)
+                written[kept.name] = known[kept.name]
+        given = [
+            self.taken(one, v) if isinstance(v, torch.Tensor) else v
+            for one, v in zip(self.signature.arguments, values, strict=True)
+        ]
+        self.kernel(backend)(*given, **written)
+        return results, known
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        """A tensor as the kernel reads it."""
+        if t is None:
+            return None
+        if self.signature.contiguous:
+            return t if t.is_contiguous() else t.contiguous()
+        if isinstance(of, Input | Output) and of.sizes[0] == "...":
+            return common.as_rows(t) if t.dim() else t
+        return common.dense(t)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        """A result as the kernel writes it."""
+        if self.signature.contiguous or not t.dim() or of.sizes[0] != "...":
+            return t
+        return common.out_rows(t)
+
+    def writable(self, t: torch.Tensor) -> bool:
+        """Whether the kernel can write into this tensor."""
+        return t.is_contiguous() if self.signature.contiguous else common.writable(t)
+
+    def fresh(
+        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """New contiguous memory, of another shape and dtype where they are given."""
+        same = shape is None or list(like.shape) == list(shape)
+        if (dtype is None or dtype is like.dtype) and same:
+            return common.fresh(like)
+        y = torch.empty(like.shape if shape is None else shape, dtype=dtype or like.dtype, device=like.device)
+        return y if common.compiling() else common.in_huge_pages(y)
+
+    def check_out(self, values: Sequence[Any], out: Any) -> None:
+        """Refuse an `out` that is not like the results, or that shares memory with what is read."""
+        read = {one.name: v for one, v in zip(self.signature.arguments, values, strict=True)}
+        results = [(shape, dtype) for _, shape, dtype in self.made(values)]
+        when = next((one.when for one in self.signature.results if one.when), None)
+        names = ", ".join(one.called or one.name for one in self.signature.results)
+        what = f"one tensor, or a pair ({names}) when {when} is given" if when else ""
+        check_outputs(self.op, out, results, values[0], self.signature.onto, read, what)
+
+    def store(self, result: Any, out: Any) -> Any:
+        """The result, in `out` where one was given."""
+        if out is None:
+            return result
+        mine, theirs = (r if isinstance(r, tuple) else (r,) for r in (result, out))
+        for a, b in zip(mine, theirs, strict=True):
+            if a is not b:
+                b.copy_(a)
+        return out

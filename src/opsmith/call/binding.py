@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from opsmith.call.signature import IN_KERNELS, Dtype, Input, Kept, Made, Output, Parameter, Signature
+from opsmith.call.signature import IN_KERNELS, Dtype, Input, Kept, Made, Output, Parameter, Signature, Slope
 
 __all__ = ["declarations", "project", "rows"]
 
@@ -98,7 +98,7 @@ def rows(signature: Signature, kernel: str) -> str:
 def _checked_as_rows(signature: Signature, kernel: str, parameters: Sequence[Parameter]) -> Iterator[str]:
     yield f'const char* const op = "{signature.name}";'
     tensors = [p for p in parameters if p.type is torch.Tensor]
-    first = next(p for p in tensors if _is_rows(p) and not p.optional)
+    first = next(p for p in tensors if _is_rows(p) and not p.optional and not isinstance(p.source, Slope))
     least = 0 if signature.tensors[0].scalar else 1
     yield f'const Rows first(op, "{first.name}", {first.name});'
     yield f'STD_TORCH_CHECK({first.name}.dim() >= {least}, op, ": {first.name} must have a dimension");'

@@ -382,7 +382,7 @@ CARD = register(
         ),
         entries=dict.fromkeys(("attention", "attention_backward"), entry_costs.attention),
         gradient=GradientCost(flops=2.5, bytes=2.0),  # the scores once more
-        schemas=declare(SIGNATURE),
+        schemas=declare(SIGNATURE, "attention", "attention_backward"),
         source="Vaswani et al., 2017; Dao et al., 2022",
     )
 )

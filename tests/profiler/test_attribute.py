@@ -11,7 +11,7 @@ from opsmith.profiler.attribute import Guide, attribute
 from opsmith.profiler.collect import Op, Watched
 from opsmith.profiler.composites import CallSequence, Found, of_sites
 from opsmith.profiler.costs import dense
-from opsmith.profiler.data import MATMUL
+from opsmith.profiler.data import MATMUL, Row
 from tests.compiler.models import Encoder, ids, optimized, seeded
 
 
@@ -22,7 +22,8 @@ def ran(*names: str) -> Watched:
 
 def test_part_of_an_operator_is_not_that_operator() -> None:
     """Where the product runs as a kernel and the curve behind it by itself, the curve is no linear layer."""
-    found = Found("linear", MATMUL, "x 4×8", "float32", None, True, ["aten::linear", "aten::gelu"], "")
+    pieces = ["aten::linear", "aten::gelu"]
+    found = Found(Row(MATMUL, "linear", "x 4×8", dtype="float32", composite=True, pieces=pieces, known=False))
     calls = CallSequence(["aten::linear", "aten::gelu"], [0, 0], [found])
     whole = attribute(ran("aten::linear", "aten::gelu"), [Guide(calls)])
     assert [(u.row.operator, u.row.composite) for u in whole.units] == [("linear", True)]
@@ -44,7 +45,7 @@ def test_an_operator_left_to_pytorch_has_the_sizes_of_the_run() -> None:
             for place, shapes in enumerate(one.shapes)
         ]
         wrong = (0, [dense([9] * len(shape), torch.float32) for shape in one.shapes[0]])  # taken for another
-        shapes = " ".join(f.shape for f in one.at([*runs, wrong]))
+        shapes = " ".join(f.row.shape for f in one.at([*runs, wrong]))
         assert any(f"{size}×" in shapes for size in sizes.values())
         assert one.at([]) is one.found
     finally:

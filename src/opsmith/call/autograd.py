@@ -6,17 +6,29 @@ compute comes from autograd of the operator's definition in plain PyTorch, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from opsmith.call.signature import Constant, Made, Slope
-
-if TYPE_CHECKING:
-    from opsmith.call.run import Call
+from opsmith.call.signature import Constant, Made, Signature, Slope
 
 __all__ = ["differentiated"]
+
+
+class Call(Protocol):
+    """What this file asks of an operator's call (run.py)."""
+
+    signature: Signature
+    definition: Callable[..., Any]
+    op: str
+    saved: dict[str, str | None]
+
+    def run(self, backend: str, values: Sequence[Any], out: Any, keep: bool = False) -> Any: ...
+    def taken(self, one: Any, t: Any) -> Any: ...
+    def taken_result(self, one: Any, t: torch.Tensor) -> torch.Tensor: ...
+    def fresh(self, like: torch.Tensor) -> torch.Tensor: ...
+    def kernel_of_gradients(self, backend: str) -> Callable[..., Any]: ...
 
 
 def differentiated(call: Call) -> type[torch.autograd.Function]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opsmith.operator import Cost, GradientCost
 from opsmith.profiler import costs, entries
 from opsmith.profiler.align import align
 from opsmith.profiler.collect import Op, Watched
-from opsmith.profiler.composites import CallSequence, Found, shapes
+from opsmith.profiler.composites import CallSequence, Found
 from opsmith.profiler.data import FRAMEWORK, MATMUL, OTHER, Event, Row
-from opsmith.profiler.kinds import OF_KIND, card_of, kind_of, moves_nothing, transparent
+from opsmith.profiler.kinds import card_of, kind_of, moves_nothing, transparent
 from opsmith.profiler.marks import Mark
 
 GAP = "between operators"
@@ -62,28 +62,10 @@ class Attribution:
             key = (row.kind, row.operator, row.shape, row.layer, row.implementation, row.composite, row.known)
             into = merged.get(key)
             if into is None:
-                into = merged[key] = Row(
-                    row.kind,
-                    row.operator,
-                    row.shape,
-                    row.layer,
-                    row.implementation,
-                    row.composite,
-                    row.pieces,
-                    row.dtype,
-                    known=row.known,
-                    classified=row.classified,
-                    refused=row.refused,
-                    reason=row.reason,
-                    source=row.source,
-                    fault=row.fault,
-                    replay=row.replay,
-                )
+                into = merged[key] = replace(row, flops=0.0, int8_ops=0.0, bytes=0.0)
             into.seconds += sum(times) / len(times)
             into.calls += 1
-            into.flops += row.flops
-            into.int8_ops += row.int8_ops
-            into.bytes += row.bytes
+            into.charge(Cost(row.flops, row.bytes, row.int8_ops))
         gaps = [max(run.seconds - c, 0.0) for run, c in zip(runs, covered, strict=True)]
         for k, gap in enumerate(gaps):
             series[k][FRAMEWORK] = series[k].get(FRAMEWORK, 0.0) + gap
@@ -98,26 +80,10 @@ class Attribution:
             row, n = unit.row, max(len(unit.places), 1)
             for place in unit.places:
                 op = flat[place]
-                found.append(
-                    Event(
-                        row.operator,
-                        row.kind,
-                        (op.began - run.start) * 1e-9,
-                        op.nanoseconds * 1e-9,
-                        row.layer,
-                        row.shape,
-                        row.flops / n,
-                        row.bytes / n,
-                    )
-                )
+                began, seconds = (op.began - run.start) * 1e-9, op.nanoseconds * 1e-9
+                each = (row.flops / n, row.bytes / n)
+                found.append(Event(row.operator, row.kind, began, seconds, row.layer, row.shape, *each))
         return sorted(found, key=lambda e: e.start)
-
-
-def _price(row: Row, cost: Cost) -> None:
-    """Charge a row for one more part of it."""
-    row.flops += cost.flops
-    row.int8_ops += cost.int8_ops
-    row.bytes += cost.min_bytes
 
 
 def preorder(ops: Iterable[Op]) -> Iterator[Op]:
@@ -188,9 +154,6 @@ class _Reader:
         broken = {owners[p] for p in missing if not moves_nothing(guide.calls.names[p])}
         return {id(op): o for op, p in matched if (o := owners[p]) is not None and o not in broken}
 
-    def _layer(self, op: Op) -> str:
-        return layer_of(op.module)
-
     def _top(self, op: Op) -> None:
         site = self.owner.get(id(op))
         if op.mark is not None:
@@ -222,21 +185,7 @@ class _Reader:
         unit = self.sites.get(site)
         if unit is None:
             found = self.found[site[0]][site[1]]
-            row = Row(
-                found.kind,
-                found.operator,
-                found.shape,
-                self._layer(op),
-                composite=found.composite,
-                pieces=found.pieces,
-                dtype=found.dtype,
-                known=found.cost is not None,
-                source=found.source,
-                fault=found.fault,
-                replay=found.replay,
-            )
-            if found.cost is not None:
-                _price(row, found.cost)
+            row = replace(found.row, layer=layer_of(op.module))
             unit = self.sites[site] = self._new(Unit(row, gradient=found.gradient))
         self._add(op, unit)
 
@@ -244,24 +193,15 @@ class _Reader:
         origin, step = mark.origin, mark.origin.step if mark.origin is not None else None
         if origin is not None and origin.part and self.units and self.units[-1].row.source == origin.site:
             return self.units[-1]
-        estimate, fault = entries.cost(mark.card, mark.call)
-        row = Row(
-            OF_KIND[mark.card.kind],
-            mark.card.name,
-            shapes(mark.call),
-            layer_of(origin.module) if origin is not None and origin.module else self._layer(op),
-            mark.implementation,
+        row = replace(
+            entries.described(mark.card, mark.call),
+            layer=layer_of(origin.module if origin is not None and origin.module else op.module),
+            implementation=mark.implementation,
             pieces=[inner.name for inner in op.children] or [op.name],
-            dtype=_dtype_of(mark.call),
-            known=estimate is not None,
             reason=step.reason if step is not None else "",
             refused=dict(step.refused) if step is not None else {},
             source=origin.site if origin is not None else "",
-            fault=fault,
-            replay=entries.replay(mark.card, mark.call),
         )
-        if estimate is not None:
-            _price(row, estimate)
         return self._new(Unit(row, gradient=mark.card.gradient))
 
     def _leaf(self, op: Op, layer: str | None = None) -> None:
@@ -270,7 +210,7 @@ class _Reader:
             for child in op.children:
                 self._leaf(child, layer)
             return
-        self._add(op, self._new(Unit(self._row(op, kind, self._layer(op) if layer is None else layer))))
+        self._add(op, self._new(Unit(self._row(op, kind, layer_of(op.module) if layer is None else layer))))
 
     def _row(self, op: Op, kind: str | None, layer: str) -> Row:
         if moves_nothing(op.name) or kind == FRAMEWORK or (transparent(op.name) and not op.children):
@@ -286,12 +226,10 @@ class _Reader:
             "native" if ours else "eager",
             pieces=[op.name],
             dtype=next((str(p.dtype).removeprefix("torch.") for p in parts if p.dtype.is_floating_point), ""),
-            known=estimate is not None,
             classified=kind is not None,
             fault=fault,
         )
-        if estimate is not None:
-            _price(row, estimate)
+        row.charge(estimate)
         return row
 
     def _gradient(self, op: Op) -> None:
@@ -303,34 +241,18 @@ class _Reader:
         back = self.backs.get(id(forward))
         if back is None:
             row = forward.row
-            back = self.backs[id(forward)] = self._new(
-                Unit(
-                    Row(
-                        row.kind,
-                        f"{row.operator} backward",
-                        row.shape,
-                        row.layer,
-                        row.implementation,
-                        row.composite,
-                        dtype=row.dtype,
-                        classified=row.classified,
-                        source=row.source,
-                        replay=row.replay,
-                    )
-                )
-            )
-            if forward.gradient is not None and row.kind != MATMUL:
-                back.row.flops = forward.gradient.flops * row.flops
-                back.row.bytes = forward.gradient.bytes * row.bytes
-                back.row.known = row.known
-                back.gradient = forward.gradient
+            name = f"{row.operator} backward"
+            alone = replace(row, operator=name, pieces=[], known=True, refused={}, reason="", fault="")
+            alone.flops = alone.int8_ops = alone.bytes = 0.0
+            gradient = forward.gradient if row.kind != MATMUL else None
+            if gradient is not None:
+                alone.flops, alone.bytes = gradient.flops * row.flops, gradient.bytes * row.bytes
+                alone.known = row.known
+            back = self.backs[id(forward)] = self._new(Unit(alone, gradient=gradient))
         self._add(op, back)
         if back.gradient is None:
             for estimate in self._leaf_costs(op.children):
-                if estimate is None:
-                    back.row.known = False
-                else:
-                    _price(back.row, estimate)
+                back.row.charge(estimate)
 
     def _inner(self, op: Op, layer: str) -> None:
         """Inside a gradient of nobody known: the node's own event is a wrapper."""
@@ -362,14 +284,6 @@ def _unwrapped(ops: Iterable[Op]) -> Iterator[Op]:
 def _wrapper(op: Op) -> bool:
     """True for what only encloses operators: annotations, autograd functions, compiled regions."""
     return "::" not in op.name or op.name.startswith(("torch::", "autograd::"))
-
-
-def _dtype_of(call: dict[str, object]) -> str:
-    for value in call.values():
-        dtype = getattr(value, "dtype", None)
-        if dtype is not None and dtype.is_floating_point:
-            return str(dtype).removeprefix("torch.")
-    return ""
 
 
 def _cost_of(op: Op) -> entries.Estimate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from opsmith.profiler.composites import CallSequence
-from opsmith.profiler.data import ACTIVATION, NORM, OTHER, ROPE, SOFTMAX, Chain, Row
+from opsmith.profiler.data import ACTIVATION, NORM, OTHER, ROPE, SOFTMAX, Chain, Row, sums
 from opsmith.profiler.kinds import bare, kind_of, moves_nothing
 
 Group = tuple[str, int]  # a site of the sequence, or a call that belongs to none
@@ -15,9 +15,7 @@ _LEAST_BYTES = 1 << 12  # of what is handed on: less than that is a statistic, n
 
 def chains(rows: Sequence[Row], sequences: Sequence[CallSequence]) -> list[Chain]:
     """The chains of all sequences, equal ones together; what one gains is less than its operators took."""
-    spent: dict[str, float] = {}
-    for row in rows:
-        spent[row.operator] = spent.get(row.operator, 0.0) + row.seconds
+    spent = sums(rows, lambda row: row.operator)
     merged: dict[tuple[str, ...], Chain] = {}
     for sequence in sequences:
         for names, saved, ours in _of(sequence):
@@ -80,14 +78,14 @@ def _of(sequence: CallSequence) -> list[tuple[tuple[str, ...], float, str]]:
 def _fusible(sequence: CallSequence, group: Group) -> bool:
     what, index = group
     if what == "site":
-        return sequence.found[index].kind in _FUSIBLE
+        return sequence.found[index].row.kind in _FUSIBLE
     kind = kind_of(sequence.names[index])
     return kind is not None and kind in _FUSIBLE and not moves_nothing(sequence.names[index])
 
 
 def _name(sequence: CallSequence, group: Group) -> str:
     what, index = group
-    return sequence.found[index].operator if what == "site" else bare(sequence.names[index])
+    return sequence.found[index].row.operator if what == "site" else bare(sequence.names[index])
 
 
 def _ours(sequence: CallSequence, line: list[Group], group: dict[int, Group]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,28 +23,19 @@ from opsmith.compiler.algebra.terms import Shape
 from opsmith.compiler.capture.trace import note_constants, tidy
 from opsmith.compiler.find.recognize import recognize
 from opsmith.compiler.find.site import Site, hint, where
-from opsmith.operator import Cost, GradientCost, registry
+from opsmith.operator import GradientCost, registry
 from opsmith.profiler import entries
 from opsmith.profiler.costs import Spec
-from opsmith.profiler.kinds import OF_KIND, moves_nothing
+from opsmith.profiler.data import Row
+from opsmith.profiler.kinds import moves_nothing
 
 
 @dataclass
 class Found:
-    """One operator of the sequence."""
+    """One operator of the sequence: its row without layer and time, and what its card says of its gradient."""
 
-    operator: str
-    kind: str
-    shape: str
-    dtype: str
-    cost: Cost | None
-    composite: bool
-    pieces: list[str]
-    source: str
+    row: Row
     gradient: GradientCost = field(default_factory=GradientCost)
-    call: dict[str, Any] = field(default_factory=dict)
-    fault: str = ""  # what is wrong with the formula of its cost
-    replay: str = ""
 
 
 @dataclass
@@ -78,7 +69,7 @@ class CallSequence:
         known = {d: sizes.most_common(1)[0][0] for d, sizes in seen.items()}
         if not known:
             return self.found
-        return [describe(s, f.pieces, known) for s, f in zip(self.sites, self.found, strict=True)]
+        return [describe(s, f.row.pieces, known) for s, f in zip(self.sites, self.found, strict=True)]
 
 
 def trace(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSequence:
@@ -174,40 +165,10 @@ def _is_tensor(value: Any) -> bool:
 def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = None) -> Found:
     """A site as the bill names it, at sizes that are known where they are symbols."""
     call = {name: hint(value, known) for name, value in site.arguments.items()}
-    estimate, fault = entries.cost(site.card, call)
     written = [p for p in pieces if not moves_nothing(p)]
-    return Found(
-        operator=site.card.name,
-        kind=OF_KIND[site.card.kind],
-        shape=shapes(call),
-        dtype=_dtype(call),
-        cost=estimate,
-        fault=fault,
-        replay=entries.replay(site.card, call),
-        composite=len(written) > 1,
-        pieces=written,
-        source=where(site.root).strip("()"),
-        gradient=site.card.gradient,
-        call=call,
-    )
-
-
-def shapes(call: dict[str, Any]) -> str:
-    """The tensors and numbers of a call, as a person reads them."""
-    parts = [
-        f"{name} {'×'.join(map(str, value.shape)) or 'scalar'}"
-        for name, value in call.items()
-        if isinstance(value, torch.Tensor)
-    ]
-    parts += [f"{n}={v}" for n, v in call.items() if isinstance(v, bool | str) and v]
-    return ", ".join(parts)
-
-
-def _dtype(call: dict[str, Any]) -> str:
-    for value in call.values():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return str(value.dtype).removeprefix("torch.")
-    return ""
+    row = entries.described(site.card, call)
+    source = where(site.root).strip("()")
+    return Found(replace(row, composite=len(written) > 1, pieces=written, source=source), site.card.gradient)
 
 
 def _bytes(value: Any) -> int:

@@ -7,6 +7,7 @@ products, and keys that several query heads share are read once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,24 +87,14 @@ def tensors(inputs: Inputs) -> list[Spec]:
     return found
 
 
-def broadcast(*specs: Spec) -> tuple[int, ...]:
-    """The shape that these broadcast to."""
-    return tuple(torch.broadcast_shapes(*(s.shape for s in specs)))
-
-
-def pairs(queries: int, keys: int, causal: bool, *, at_end: bool = False) -> int:
-    """How many (query, key) pairs attention computes; causal aligned to the beginning, as PyTorch does, or the end.
+def pairs(queries: int, keys: int, causal: bool) -> int:
+    """How many (query, key) pairs attention computes; causal aligned to the beginning, as PyTorch does.
 
     >>> pairs(4, 4, True)
     10
     """
-    if not causal:
-        return queries * keys
-    offset = keys - queries if at_end else 0
-    first, last = 1 + offset, queries + offset  # keys that the first and the last query see, before clipping
-    low, high = max(first, 1), min(last, keys)
-    inner = (low + high) * (high - low + 1) // 2 if high >= low else 0
-    return inner + keys * max(min(last - keys, queries), 0)
+    growing = min(queries, keys) if causal else 0  # queries, each of which sees one key more than the last
+    return growing * (growing + 1) // 2 + keys * (queries - growing)
 
 
 def attention(q: Spec, k: Spec, v: Spec, mask: Spec | None, causal: bool) -> Cost:
@@ -145,14 +136,10 @@ def _linear(i: Inputs) -> Cost:
     return Cost(2.0 * rows * n * k, float(moved))
 
 
-def _sdpa(i: Inputs) -> Cost:
-    mask = i[3] if len(i) > 3 and isinstance(i[3], Spec) else None
-    return attention(i[0], i[1], i[2], mask, bool(i[5]) if len(i) > 5 else False)
-
-
-def _flash_cpu(i: Inputs) -> Cost:
-    mask = i[5] if len(i) > 5 and isinstance(i[5], Spec) else None
-    return attention(i[0], i[1], i[2], mask, bool(i[4]) if len(i) > 4 else False)
+def _sdpa(i: Inputs, mask: int, causal: int) -> Cost:
+    """With the places of the mask and of the causal rule among the arguments."""
+    given = i[mask] if len(i) > mask and isinstance(i[mask], Spec) else None
+    return attention(i[0], i[1], i[2], given, bool(i[causal]) if len(i) > causal else False)
 
 
 def _flash_cpu_backward(i: Inputs) -> Cost:
@@ -160,6 +147,15 @@ def _flash_cpu_backward(i: Inputs) -> Cost:
     q, k, v = i[1], i[2], i[3]
     forward = attention(q, k, v, None, bool(i[7]) if len(i) > 7 else False)
     return Cost(2.5 * forward.flops, float(2 * (q.nbytes + k.nbytes + v.nbytes) + 2 * i[0].nbytes))
+
+
+def _broadcast(specs: Sequence[Spec]) -> int:
+    """The elements of what these broadcast to."""
+    return math.prod(torch.broadcast_shapes(*(s.shape for s in specs)))
+
+
+def _read(*specs: Spec) -> float:
+    return float(sum(s.nbytes for s in specs))
 
 
 def _embedding(i: Inputs) -> Cost:
@@ -170,12 +166,8 @@ def _embedding(i: Inputs) -> Cost:
 
 def _embedding_backward(i: Inputs) -> Cost:
     grad, ids = i[0], i[1]
-    rows = (
-        i[2] if isinstance(i[2], int) else ids.numel
-    )  # events do not always tell how many rows the table has
-    return Cost(
-        float(grad.numel), float(grad.nbytes + ids.nbytes + rows * grad.shape[-1] * grad.dtype.itemsize)
-    )
+    rows = i[2] if isinstance(i[2], int) else ids.numel  # events do not always tell how many the table has
+    return Cost(float(grad.numel), _read(grad, ids) + rows * grad.shape[-1] * grad.dtype.itemsize)
 
 
 def _elementwise(i: Inputs) -> Cost:
@@ -183,29 +175,20 @@ def _elementwise(i: Inputs) -> Cost:
     parts = tensors(i)
     if not parts:
         return Cost(0.0, 0.0)
-    shape = broadcast(*parts)
-    dtype = _promoted(parts)
-    out = math.prod(shape)
-    return Cost(float(out), float(sum(p.nbytes for p in parts) + out * dtype.itemsize))
+    out = _broadcast(parts)
+    return Cost(float(out), _read(*parts) + out * _promoted(parts).itemsize)
 
 
 def _comparison(i: Inputs) -> Cost:
     parts = tensors(i)
-    out = math.prod(broadcast(*parts))
-    return Cost(float(out), float(sum(p.nbytes for p in parts) + out))
+    out = _broadcast(parts)
+    return Cost(float(out), _read(*parts) + out)
 
 
 def _promoted(parts: Sequence[Spec]) -> torch.dtype:
     """The dtype of a result: what has dimensions decides before scalars do."""
     wide = [p.dtype for p in parts if p.shape] or [p.dtype for p in parts]
-    dtype = wide[0]
-    for other in wide[1:]:
-        dtype = torch.promote_types(dtype, other)
-    return dtype
-
-
-def _reduction(i: Inputs) -> Cost:
-    return Cost(float(i[0].numel), float(i[0].nbytes))
+    return functools.reduce(torch.promote_types, wide)
 
 
 def _twice(i: Inputs) -> Cost:
@@ -231,18 +214,6 @@ def _to_copy(i: Inputs) -> Cost:
     return Cost(0.0, float(source.nbytes + source.numel * size))
 
 
-def _copy(i: Inputs) -> Cost:
-    return Cost(0.0, float(i[0].nbytes + i[1].nbytes))
-
-
-def _fill(i: Inputs) -> Cost:
-    return Cost(0.0, float(i[0].nbytes))
-
-
-def _cat(i: Inputs) -> Cost:
-    return Cost(0.0, 2.0 * sum(s.numel * s.dtype.itemsize for s in tensors(i[:1])))
-
-
 def _put(i: Inputs) -> Cost:
     """The values read and written at their places; the places read."""
     target, *rest = tensors(i)
@@ -257,7 +228,7 @@ def _gathered(i: Inputs) -> Cost:
         raise ValueError("no index")
     if index[0].dtype == torch.bool:
         raise ValueError("how many are kept is not in the shapes")
-    picked = math.prod(broadcast(*index)) * math.prod(source.shape[len(index) :])
+    picked = _broadcast(index) * math.prod(source.shape[len(index) :])
     return Cost(0.0, float(2 * picked * source.dtype.itemsize + sum(n.nbytes for n in index)))
 
 
@@ -266,125 +237,65 @@ def _gather(i: Inputs) -> Cost:
     return Cost(0.0, float(2 * index.numel * i[0].dtype.itemsize + index.nbytes))
 
 
-def _nll(i: Inputs) -> Cost:
-    return Cost(float(i[0].numel), float(i[0].nbytes + i[1].nbytes))
-
-
 def _foreach(i: Inputs) -> Cost:
     """Lists of tensors, elementwise: everything read, the first list written."""
-    parts = tensors(i)
     first = [s for s in i[0] if isinstance(s, Spec)]
-    return Cost(
-        float(sum(s.numel for s in first)), float(sum(p.nbytes for p in parts) + sum(s.nbytes for s in first))
-    )
+    return Cost(float(sum(s.numel for s in first)), _read(*tensors(i), *first))
 
 
-_SIZES = {  # ScalarType's numbers, as events record them
-    0: 1,
-    1: 1,
-    2: 2,
-    3: 4,
-    4: 8,
-    5: 2,
-    6: 4,
-    7: 8,
-    9: 8,
-    10: 16,
-    11: 1,
-    15: 2,
-}
+# The bytes of ScalarType's numbers, as events record them.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 9: 8, 10: 16, 11: 1, 15: 2}
 
-
-def _each(names: str, formula: Formula) -> dict[str, Formula]:
-    return dict.fromkeys(names.split(), formula)
-
-
-_FORMULAS: dict[str, Formula] = {
-    "linear": _linear,
-    "_linear_pointwise": _linear,
-    "mkldnn_linear": _linear,
-    "mm": lambda i: _product(i[0], i[1]),
-    "bmm": lambda i: _product(i[0], i[1]),
-    "matmul": lambda i: _product(i[0], i[1]),
-    "mv": lambda i: _product(i[0], i[1]),
+_OF_NAMES: dict[str, Formula] = {
+    "linear _linear_pointwise mkldnn_linear": _linear,
+    "mm bmm matmul mv": lambda i: _product(i[0], i[1]),
+    "addmm baddbmm addmv _addmm_activation": lambda i: _product(i[1], i[2], i[0]),
     "dot": lambda i: Cost(2.0 * i[0].numel, float(i[0].nbytes + i[1].nbytes)),
     "_int_mm": _integers,
-    "addmm": lambda i: _product(i[1], i[2], i[0]),
-    "baddbmm": lambda i: _product(i[1], i[2], i[0]),
-    "addmv": lambda i: _product(i[1], i[2], i[0]),
-    "_addmm_activation": lambda i: _product(i[1], i[2], i[0]),
     "_grouped_mm": lambda i: Cost(
         2.0 * i[0].numel * i[1].shape[-1],
         float(i[0].nbytes + i[1].nbytes + i[0].shape[0] * i[1].shape[-1] * i[0].dtype.itemsize),
     ),
-    "scaled_dot_product_attention": _sdpa,
-    "_scaled_dot_product_attention_math": _sdpa,
-    "_scaled_dot_product_flash_attention_for_cpu": _flash_cpu,
+    "scaled_dot_product_attention _scaled_dot_product_attention_math": lambda i: _sdpa(i, 3, 5),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda i: _sdpa(i, 5, 4),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_cpu_backward,
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
-    "layer_norm": _rows(8.0, 2.0),
-    "native_layer_norm": _rows(8.0, 2.0),
+    "layer_norm native_layer_norm": _rows(8.0, 2.0),
     "native_layer_norm_backward": _rows(16.0, 3.0),
-    "rms_norm": _rows(4.0, 2.0),
-    "_fused_rms_norm": _rows(4.0, 2.0),
+    "rms_norm _fused_rms_norm": _rows(4.0, 2.0),
     "_fused_rms_norm_backward": _rows(8.0, 3.0),
-    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"), _rows(5.0, 2.0)),
-    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _rows(4.0, 3.0)),
-    "cross_entropy_loss": _nll,
-    "nll_loss": _nll,
-    "nll_loss_nd": _nll,
+    "softmax _softmax _safe_softmax log_softmax _log_softmax": _rows(5.0, 2.0),
+    "_softmax_backward_data _log_softmax_backward_data": _rows(4.0, 3.0),
+    "cross_entropy_loss nll_loss nll_loss_nd": lambda i: Cost(float(i[0].numel), _read(i[0], i[1])),
     "nll_loss_forward": lambda i: Cost(
         float(i[1].numel), float(i[1].numel * (i[0].dtype.itemsize + i[1].dtype.itemsize))
     ),
-    "nll_loss_backward": lambda i: Cost(0.0, float(i[1].nbytes)),
-    "clone": _twice,
-    "contiguous": _twice,
-    "copy": _copy,
+    "nll_loss_backward": lambda i: Cost(0.0, _read(i[1])),
+    "clone contiguous tril triu roll flip constant_pad_nd": _twice,
+    "copy": lambda i: Cost(0.0, _read(i[0], i[1])),
     "_to_copy": _to_copy,
-    "fill": _fill,
-    "zero": _fill,
-    "tril": _twice,
-    "triu": _twice,
-    "roll": _twice,
-    "flip": _twice,
-    "constant_pad_nd": _twice,
-    "cat": _cat,
-    "stack": _cat,
-    "index_put": _put,
-    "_index_put_impl": _put,
-    "index_copy": _put,
-    "index_add": _put,
-    "scatter": _put,
-    "scatter_add": _put,
-    "slice_scatter": _put,
+    "fill zero": lambda i: Cost(0.0, _read(i[0])),
+    "cat stack": lambda i: Cost(0.0, 2.0 * sum(s.numel * s.dtype.itemsize for s in tensors(i[:1]))),
+    "index_put _index_put_impl index_copy index_add scatter scatter_add slice_scatter": _put,
     "gather": _gather,
     "index_select": lambda i: Cost(0.0, float(2 * i[0].nbytes * i[2].numel // max(i[0].shape[i[1]], 1))),
     "index": _gathered,
-    **_each(
-        "sum mean prod max min amax amin any all argmax argmin var std var_mean std_mean norm cumsum logsumexp "
-        "linalg_vector_norm histc bincount diff topk sort argsort nonzero count_nonzero isin equal multinomial",
-        _reduction,
+    "sum mean prod max min amax amin any all argmax argmin var std var_mean std_mean norm cumsum logsumexp "
+    "linalg_vector_norm histc bincount diff topk sort argsort nonzero count_nonzero isin equal multinomial": (
+        lambda i: Cost(float(i[0].numel), _read(i[0]))
     ),
-    **_each("eq ne lt le gt ge logical_and logical_or logical_not isnan isinf isfinite", _comparison),
-    **_each(
-        "add sub rsub mul div pow rsqrt sqrt square abs neg exp exp2 expm1 log log2 log1p sin cos erf where "
-        "masked_fill bitwise_and bitwise_or bitwise_not bitwise_xor clamp clamp_min clamp_max native_dropout "
-        "reciprocal sign floor ceil round trunc remainder floor_divide maximum minimum addcmul addcdiv lerp gelu "
-        "silu relu sigmoid tanh elu leaky_relu hardtanh hardswish mish softplus gelu_backward silu_backward "
-        "threshold_backward tanh_backward sigmoid_backward native_dropout_backward fill_diagonal complex polar "
-        "mse_loss l1_loss uniform normal exponential bernoulli random",
-        _elementwise,
-    ),
-    **_each(
-        "_foreach_add _foreach_mul _foreach_sqrt _foreach_div _foreach_addcdiv _foreach_addcmul _foreach_lerp "
-        "_foreach_sub _foreach_neg _foreach_zero _foreach_norm _foreach_pow _foreach_copy",
-        _foreach,
-    ),
-}
-# What has no tensor to look at costs what it makes, which the event does not tell: next to nothing, in practice.
-_FORMULAS |= _each(
+    "eq ne lt le gt ge logical_and logical_or logical_not isnan isinf isfinite": _comparison,
+    "add sub rsub mul div pow rsqrt sqrt square abs neg exp exp2 expm1 log log2 log1p sin cos erf where "
+    "masked_fill bitwise_and bitwise_or bitwise_not bitwise_xor clamp clamp_min clamp_max native_dropout "
+    "reciprocal sign floor ceil round trunc remainder floor_divide maximum minimum addcmul addcdiv lerp gelu "
+    "silu relu sigmoid tanh elu leaky_relu hardtanh hardswish mish softplus gelu_backward silu_backward "
+    "threshold_backward tanh_backward sigmoid_backward native_dropout_backward fill_diagonal complex polar "
+    "mse_loss l1_loss uniform normal exponential bernoulli random": _elementwise,
+    "_foreach_add _foreach_mul _foreach_sqrt _foreach_div _foreach_addcdiv _foreach_addcmul _foreach_lerp "
+    "_foreach_sub _foreach_neg _foreach_zero _foreach_norm _foreach_pow _foreach_copy": _foreach,
+    # What has no tensor to look at costs what it makes, which the event does not tell: next to nothing, in practice.
     "zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor "
-    "lift_fresh_copy linspace",
-    lambda i: Cost(0.0, float(i[0].nbytes) if i and isinstance(i[0], Spec) else 0.0),
-)
+    "lift_fresh_copy linspace": lambda i: Cost(0.0, _read(i[0]) if i and isinstance(i[0], Spec) else 0.0),
+}
+_FORMULAS = {name: formula for names, formula in _OF_NAMES.items() for name in names.split()}

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from opsmith.operator import Cost
+
 SCHEMA = 1
 
 # The classes of the bill, in the order in which they are listed where no time orders them.
@@ -14,9 +16,7 @@ MATMUL, ATTENTION, NORM, ROPE = "MatMul", "Attention", "Norm", "RoPE"
 EMBEDDING, SOFTMAX, ACTIVATION = "Embedding", "Softmax", "Activation"
 COPIES, LOSS, OTHER, FRAMEWORK = "Cache and copies", "Loss and sampling", "Other", "Framework"
 CLASSES = (MATMUL, ATTENTION, NORM, ROPE, EMBEDDING, SOFTMAX, ACTIVATION, COPIES, LOSS, OTHER, FRAMEWORK)
-OVER_ROOF = (
-    1.05  # a row that did more than this part of what the roofs allow has a wrong formula or a wrong clock
-)
+OVER_ROOF = 1.05  # a row that did more than this part of what the roofs allow has a wrong formula or clock
 
 
 @dataclass
@@ -61,6 +61,15 @@ class Row:
     source: str = ""
     fault: str = ""
     replay: str = ""
+
+    def charge(self, cost: Cost | None) -> None:
+        """Add the cost of one more part; one of which nothing is known leaves the whole unknown."""
+        if cost is None:
+            self.known = False
+            return
+        self.flops += cost.flops
+        self.int8_ops += cost.int8_ops
+        self.bytes += cost.min_bytes
 
     @property
     def lost(self) -> float:
@@ -176,6 +185,14 @@ class Phase:
         return part / whole if whole else 1.0
 
 
+def sums(rows: Iterable[Row], key: Callable[[Row], str], of: str = "seconds") -> dict[str, float]:
+    """What rows have of something, by a key, the most first."""
+    found: dict[str, float] = {}
+    for row in rows:
+        found[key(row)] = found.get(key(row), 0.0) + getattr(row, of)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
 @dataclass
 class Bill:
     """Rows added up under one name."""
@@ -196,10 +213,7 @@ class Bill:
     @property
     def bound(self) -> str:
         """What bounds most of the time."""
-        times: dict[str, float] = {}
-        for row in self.rows:
-            times[row.bound] = times.get(row.bound, 0.0) + row.seconds
-        return max(times, key=times.__getitem__) if times else ""
+        return next(iter(sums(self.rows, lambda row: row.bound)), "")
 
     @property
     def of_roof(self) -> float | None:
@@ -211,10 +225,7 @@ class Bill:
     @property
     def implementation(self) -> str:
         """What computed it, the most used first."""
-        times: dict[str, float] = {}
-        for row in self.rows:
-            times[row.implementation] = times.get(row.implementation, 0.0) + row.seconds
-        return ", ".join(sorted((n for n in times if n), key=lambda n: -times[n]))
+        return ", ".join(name for name in sums(self.rows, lambda row: row.implementation) if name)
 
     @property
     def fused(self) -> str:
@@ -229,6 +240,13 @@ def bill(rows: Iterable[Row], key: Callable[[Row], str]) -> list[Bill]:
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return sorted((Bill(name, group) for name, group in groups.items()), key=lambda b: -b.lost)
+
+
+def by_shape(phase: Phase) -> list[tuple[Bill, list[str]]]:
+    """The operators of a phase by shape, what lost most first, each with operator, shape, dtype and implementation."""
+    rows = [row for row in phase.rows if row.kind != FRAMEWORK]
+    groups = bill(rows, lambda r: "\0".join((r.operator, r.shape, r.dtype, r.implementation)))
+    return [(group, group.name.split("\0")) for group in groups]
 
 
 @dataclass
@@ -258,34 +276,3 @@ class Findings:
     def advice(self) -> list[Advice]:
         """All advice, what gains most of its phase first."""
         return sorted((a for p in self.phases for a in p.advice), key=lambda a: -a.speedup)
-
-
-@dataclass
-class Change:
-    """One class (or the whole) of one phase, before and after; `clear` where the change is above the noise."""
-
-    phase: str
-    kind: str
-    before: float
-    after: float
-    band: float
-    clear: bool
-
-
-@dataclass
-class Diff:
-    """The changes between two profiles, phase by phase, the whole first."""
-
-    changes: list[Change]
-    notes: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"{'phase':<10} {'class':<18} {'before ms':>10} {'after ms':>10} {'change':>8}  verdict"]
-        for c in self.changes:
-            ratio = f"{c.after / c.before - 1:+.0%}" if c.before else "new"
-            verdict = ("less" if c.after < c.before else "more") if c.clear else "within the noise"
-            lines.append(
-                f"{c.phase:<10} {c.kind:<18} {c.before * 1e3:>10.3f} {c.after * 1e3:>10.3f} {ratio:>8}  "
-                f"{verdict} (±{c.band * 1e3:.3f} ms)"
-            )
-        return "\n".join([*lines, *self.notes])

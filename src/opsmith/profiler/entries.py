@@ -19,7 +19,7 @@ import torch
 from opsmith.operator import Cost, Operator
 from opsmith.profiler import costs
 from opsmith.profiler.costs import Inputs, Spec
-from opsmith.profiler.data import ATTENTION, MATMUL
+from opsmith.profiler.data import ATTENTION, MATMUL, Row
 from opsmith.profiler.kinds import OF_KIND, card_of
 from opsmith.proof.replay import spell
 
@@ -29,6 +29,18 @@ Estimate = tuple[Cost | None, str]  # a cost where one is known, and what went w
 def cost(card: Operator, call: dict[str, Any]) -> Estimate:
     """What the card says of a call; nothing where the call is not known in full."""
     return _estimate(card, card.cost, call)
+
+
+def described(card: Operator, call: dict[str, Any]) -> Row:
+    """A call as the bill names it: what it is, what it costs, and how to time it by itself."""
+    estimate, fault = cost(card, call)
+    parts = [f"{n} {'×'.join(map(str, v.shape)) or 'scalar'}" for n, v in call.items() if torch.is_tensor(v)]
+    parts += [f"{n}={v}" for n, v in call.items() if isinstance(v, bool | str) and v]
+    wide = [v.dtype for v in call.values() if torch.is_tensor(v) and v.is_floating_point()]
+    row = Row(OF_KIND[card.kind], card.name, ", ".join(parts), fault=fault, replay=replay(card, call))
+    row.dtype = str(wide[0]).removeprefix("torch.") if wide else ""
+    row.charge(estimate)
+    return row
 
 
 def replay(card: Operator, call: dict[str, Any]) -> str:

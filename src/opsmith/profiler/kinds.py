@@ -53,9 +53,9 @@ _NAMES = {
     ACTIVATION: "gelu silu relu sigmoid tanh elu leaky_relu hardtanh hardswish mish softplus glu relu6 celu "
     "selu threshold logit log_sigmoid prelu",
     COPIES: "copy clone _to_copy cat stack index_put _index_put_impl index_copy scatter scatter_add index_add "
-    "slice_scatter select_scatter slice repeat repeat_interleave constant_pad_nd gather index index_select "
+    "slice_scatter select_scatter repeat repeat_interleave constant_pad_nd gather index index_select "
     "masked_select nonzero roll flip tril triu fill zero zeros ones full arange zeros_like ones_like "
-    "full_like select pad lift_fresh_copy new_zeros new_ones new_full expand_copy concat "
+    "full_like pad lift_fresh_copy new_zeros new_ones new_full expand_copy concat "
     "concatenate pixel_shuffle linspace scalar_tensor _pad_circular",
     LOSS: "cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss2d_forward mse_loss l1_loss "
     "binary_cross_entropy binary_cross_entropy_with_logits kl_div multinomial argmax argmin topk sort argsort "
@@ -74,7 +74,7 @@ _NAMES = {
 }
 # Views and questions: they move no data, and what they take is the framework's own.
 _VIEWS = _words(
-    "view transpose t permute expand unsqueeze squeeze narrow chunk split split_with_sizes unbind "
+    "view slice select transpose t permute expand unsqueeze squeeze narrow chunk split split_with_sizes unbind "
     "as_strided alias detach lift_fresh lift _unsafe_view _reshape_alias unflatten movedim moveaxis swapaxes empty "
     "empty_like empty_strided new_empty resize set item _local_scalar_dense is_nonzero result_type "
     "resolve_conj resolve_neg view_as expand_as mT T numpy_T diagonal real view_as_real is_same_size "
@@ -88,10 +88,8 @@ _TRANSPARENT = _words(
     "to contiguous reshape flatten type_as einsum dropout float half bfloat16 double long int "
     "Tensor_split unsafe_split pad meshgrid concat concatenate outer matrix_H bool tensordot inner chain_matmul"
 )
-_KIND_OF = {name: kind for kind, names in _NAMES.items() for name in names.split()} | dict.fromkeys(
-    _VIEWS, FRAMEWORK
-)
-_KIND_OF["slice"] = _KIND_OF["select"] = FRAMEWORK
+_KIND_OF = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_KIND_OF |= dict.fromkeys(_VIEWS, FRAMEWORK)
 
 
 def bare(name: str) -> str:
@@ -117,7 +115,7 @@ def transparent(name: str) -> bool:
 
 def moves_nothing(name: str) -> bool:
     """True for views and questions about tensors."""
-    return bare(name) in _VIEWS or bare(name) in ("slice", "select")
+    return bare(name) in _VIEWS
 
 
 def card_of(name: str) -> Operator | None:

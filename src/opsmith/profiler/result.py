@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from opsmith.profiler.data import SCHEMA, Diff, Findings
-from opsmith.profiler.report.diff import compare
+from opsmith.profiler.data import SCHEMA, Findings
+from opsmith.profiler.report.diff import Diff, compare
 from opsmith.profiler.report.html import page
 from opsmith.profiler.report.text import text
 from opsmith.profiler.report.trace import chrome

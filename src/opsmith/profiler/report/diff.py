@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from opsmith import measure
-from opsmith.profiler.data import CLASSES, Change, Diff, Findings, Phase
+from opsmith.profiler.data import CLASSES, Findings
 
 LEAST_BAND = 0.02  # of a class's time: two runs of one program differ by as much on a quiet machine
+
+
+@dataclass
+class Change:
+    """One class (or the whole) of one phase, before and after; `clear` where the change is above the noise."""
+
+    phase: str
+    kind: str
+    before: float
+    after: float
+    band: float
+    clear: bool
+
+
+@dataclass
+class Diff:
+    """The changes between two profiles, phase by phase, the whole first."""
+
+    changes: list[Change]
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{'phase':<10} {'class':<18} {'before ms':>10} {'after ms':>10} {'change':>8}  verdict"]
+        for c in self.changes:
+            ratio = f"{c.after / c.before - 1:+.0%}" if c.before else "new"
+            verdict = ("less" if c.after < c.before else "more") if c.clear else "within the noise"
+            lines.append(
+                f"{c.phase:<10} {c.kind:<18} {c.before * 1e3:>10.3f} {c.after * 1e3:>10.3f} {ratio:>8}  "
+                f"{verdict} (±{c.band * 1e3:.3f} ms)"
+            )
+        return "\n".join([*lines, *self.notes])
 
 
 def compare(before: Findings, after: Findings) -> Diff:
@@ -24,25 +56,20 @@ def compare(before: Findings, after: Findings) -> Diff:
         earlier = old.pop(phase.name)
         changes.append(_change(phase.name, "all", earlier.wall, phase.wall, earlier.samples, phase.samples))
         for kind in CLASSES:
-            a, b = _mean(earlier, kind), _mean(phase, kind)
-            if a or b:
-                changes.append(
-                    _change(
-                        phase.name, kind, a, b, earlier.by_kind.get(kind, []), phase.by_kind.get(kind, [])
-                    )
-                )
+            then, now = earlier.by_kind.get(kind, []), phase.by_kind.get(kind, [])
+            if any(then) or any(now):
+                changes.append(_change(phase.name, kind, _mean(then), _mean(now), then, now))
     notes += [f"{name} is in the earlier profile only" for name in old]
     return Diff(changes, notes)
 
 
-def _mean(phase: Phase, kind: str) -> float:
-    times = phase.by_kind.get(kind, [])
+def _mean(times: list[float]) -> float:
     return math.fsum(times) / len(times) if times else 0.0
 
 
 def _change(phase: str, kind: str, a: float, b: float, before: list[float], after: list[float]) -> Change:
     """The band is what both spread by: half the interquartile range of each, in quadrature."""
     noise = math.hypot(
-        max(measure.spread(before) / 2, LEAST_BAND) * a, max(measure.spread(after) / 2, LEAST_BAND) * b
+        *(max(measure.spread(times) / 2, LEAST_BAND) * t for times, t in ((before, a), (after, b)))
     )
     return Change(phase, kind, a, b, noise, abs(b - a) > noise)

@@ -13,8 +13,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-from opsmith.profiler.data import CLASSES, FRAMEWORK, Bill, Findings, Phase, bill
-from opsmith.profiler.report.text import cells, layer_times, per_token, trust
+from opsmith.profiler.data import CLASSES, Bill, Findings, Phase, bill, by_shape
+from opsmith.profiler.report.text import cells, layer_times, per_token, short_cells, trust
 
 # Colors that stay apart for most color-blind readers, one for each class (after Okabe and Ito).
 _PALETTE = """#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #b3a000 #8c564b #7b4173 #888888 #bbbbbb"""
@@ -56,9 +56,8 @@ class _Line:
 
 
 def _view(profile: Findings, phase: Phase, number: int) -> dict[str, Any]:
-    rows = [r for r in phase.rows if r.kind != FRAMEWORK]
-    shapes = bill(rows, lambda r: f"{r.operator}\0{r.shape}\0{r.dtype}\0{r.implementation}")
-    anchors = {b.name: f"shape-{number}-{i}" for i, b in enumerate(shapes[:_SHAPES])}
+    shapes = by_shape(phase)
+    shown = [(b, names, f"shape-{number}-{i}") for i, (b, names) in enumerate(shapes[:_SHAPES])]
     lines: list[_Line] = []
     for group in bill(phase.rows, lambda r: r.kind):
         lines.append(_Line(group.name, group.name, cells(group, phase), anchor="class"))
@@ -74,19 +73,19 @@ def _view(profile: Findings, phase: Phase, number: int) -> dict[str, Any]:
         "number": number,
         "per_token": per_token(profile, phase) if phase.tokens else "",
         "bill": lines,
-        "shapes": [_shape(b, anchors[b.name]) for b in shapes[:_SHAPES]],
+        "shapes": [_shape(*one) for one in shown],
         "hidden": max(len(shapes) - _SHAPES, 0),
         "kinds": kinds,
         "layers": [
             (name or "(no layer)", [(times.get(k, 0.0), times.get(k, 0.0) / hottest) for k in kinds])
             for name, times in list(layers.items())[:_LAYERS]
         ],
-        "roofline": _roofline(profile, shapes, anchors),
+        "roofline": _roofline(profile, shown),
     }
 
 
-def _shape(b: Bill, anchor: str) -> _Line:
-    operator, shape, dtype, implementation = b.name.split("\0")
+def _shape(b: Bill, names: list[str], anchor: str) -> _Line:
+    operator, shape, dtype, implementation = names
     row = b.rows[0]
     why = [f"runs on {implementation}{': ' + row.reason if row.reason else ''}"]
     why += [f"not {name}: {reason}" for name, reason in row.refused.items()]
@@ -94,14 +93,8 @@ def _shape(b: Bill, anchor: str) -> _Line:
         why.append("made of " + ", ".join(row.pieces))
     if row.source:
         why.append(f"from {row.source}")
-    cells = [
-        dtype,
-        f"{b.calls:.0f}",
-        f"{b.seconds * 1e3:.3f}",
-        f"{b.of_roof:.0%}" if b.of_roof is not None else "",
-        f"{b.lost * 1e3:.3f}",
-    ]
-    return _Line(row.kind, f"{operator} {shape}".strip(), cells, anchor, "; ".join(why), row.replay)
+    name = f"{operator} {shape}".strip()
+    return _Line(row.kind, name, short_cells(b, dtype), anchor, "; ".join(why), row.replay)
 
 
 def _timeline(phase: Phase) -> dict[str, Any]:
@@ -117,14 +110,14 @@ def _timeline(phase: Phase) -> dict[str, Any]:
     }
 
 
-def _roofline(profile: Findings, shapes: list[Bill], anchors: dict[str, str]) -> dict[str, Any] | None:
+def _roofline(profile: Findings, shown: list[tuple[Bill, list[str], str]]) -> dict[str, Any] | None:
     """Dots at (operations per byte, operations per second), and the roofs over them, on logarithmic axes."""
-    dots = [b for b in shapes if b.flops > 0 and b.bytes > 0 and b.seconds > 0 and b.name in anchors]
+    dots = [one for one in shown if one[0].flops > 0 and one[0].bytes > 0 and one[0].seconds > 0]
     band = profile.roofs.get("memory")
     if not dots or not band:
         return None
     rates = {n: r for n, r in profile.roofs.items() if n.startswith("matmul")}
-    xs, ys = [b.flops / b.bytes for b in dots], [b.flops / b.seconds for b in dots]
+    xs, ys = [b.flops / b.bytes for b, *_ in dots], [b.flops / b.seconds for b, *_ in dots]
     x0, x1 = math.floor(math.log10(min(xs))), math.ceil(math.log10(max([*xs, 100.0])))
     top = max([*ys, *rates.values()])
     y0, y1 = math.floor(math.log10(min(ys))), math.ceil(math.log10(top))
@@ -135,7 +128,7 @@ def _roofline(profile: Findings, shapes: list[Bill], anchors: dict[str, str]) ->
     def at_y(value: float) -> float:
         return _HEIGHT - _BOTTOM - (math.log10(value) - y0) / max(y1 - y0, 1) * (_HEIGHT - _BOTTOM - 10)
 
-    whole = sum(b.seconds for b in dots)
+    whole = sum(b.seconds for b, *_ in dots)
     roofs = []
     for name, rate in rates.items():
         ridge = min(max(rate / band, 10.0**x0), 10.0**x1)
@@ -163,11 +156,11 @@ def _roofline(profile: Findings, shapes: list[Bill], anchors: dict[str, str]) ->
                 "y": at_y(y),
                 "r": 3 + 22 * math.sqrt(b.seconds / whole),
                 "color": COLORS[b.rows[0].kind],
-                "anchor": anchors[b.name],
+                "anchor": anchor,
                 "kind": b.rows[0].kind,
-                "title": f"{b.name.split(chr(0))[0]} {b.name.split(chr(0))[1]}: {b.seconds * 1e3:.3f} ms, "
+                "title": f"{names[0]} {names[1]}: {b.seconds * 1e3:.3f} ms, "
                 f"{y / 1e9:.3g} GFLOP/s at {x:.3g} FLOP/B",
             }
-            for b, x, y in zip(dots, xs, ys, strict=True)
+            for (b, names, anchor), x, y in zip(dots, xs, ys, strict=True)
         ],
     }

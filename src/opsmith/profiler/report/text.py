@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, Bill, Findings, Phase, bill
+from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, Bill, Findings, Phase, bill, by_shape, sums
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -126,10 +126,7 @@ def per_token(profile: Findings, phase: Phase) -> str:
 
 def utilization(profile: Findings, phase: Phase) -> tuple[float | None, float | None]:
     """The matmul roof of the dtype that most operations run in, and the bandwidth of memory."""
-    flops: dict[str, float] = {}
-    for row in phase.rows:
-        flops[row.dtype] = flops.get(row.dtype, 0.0) + row.flops
-    dtype = max(flops, key=flops.__getitem__) if flops else ""
+    dtype = next(iter(sums(phase.rows, lambda row: row.dtype, "flops")), "")
     return profile.roofs.get(f"matmul {dtype}"), profile.roofs.get("memory")
 
 
@@ -137,15 +134,17 @@ def _part(rate: float, roof: float | None) -> str:
     return f"{rate / roof:.1%}" if roof else "unknown"
 
 
+def _table(title: str, left: Iterable[str], numbers: Iterable[str], last: Iterable[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heads, justify in ((left, "left"), (numbers, "right"), (last, "left")):
+        for head in heads:
+            table.add_column(head, justify=justify)  # type: ignore[arg-type]
+    return table
+
+
 def _bill_table(phase: Phase) -> Table:
-    table = Table(
-        title=f"{phase.name}: the bill, what lost most first", title_justify="left", box=None, pad_edge=False
-    )
-    table.add_column("class / operator")
-    for head in _HEADS:
-        table.add_column(head, justify="right")
-    table.add_column("implementation")
-    table.add_column("written")
+    title = f"{phase.name}: the bill, what lost most first"
+    table = _table(title, ["class / operator"], _HEADS, ["implementation", "written"])
     for group in bill(phase.rows, lambda row: row.kind):
         table.add_row(escape(group.name), *cells(group, phase), style="bold")
         inner = bill(group.rows, lambda row: row.operator)
@@ -153,10 +152,8 @@ def _bill_table(phase: Phase) -> Table:
             for one in inner[:6]:
                 table.add_row(escape("  " + one.name), *cells(one, phase))
             if len(inner) > 6:
-                table.add_row(
-                    f"  and {len(inner) - 6} more", f"{sum(b.seconds for b in inner[6:]) * 1e3:.3f}"
-                )
-    table.add_row("sum", f"{phase.total * 1e3:.3f}", f"{phase.total / (phase.wall or 1):.1%}", style="bold")
+                table.add_row(f"  and {len(inner) - 6} more", _ms(sum(b.seconds for b in inner[6:])))
+    table.add_row("sum", _ms(phase.total), f"{phase.total / (phase.wall or 1):.1%}", style="bold")
     return table
 
 
@@ -165,7 +162,7 @@ def cells(b: Bill, phase: Phase) -> list[str]:
     work = b.rows[0].kind != FRAMEWORK
     seconds = b.seconds or 1e-12
     return [
-        f"{b.seconds * 1e3:.3f}",
+        _ms(b.seconds),
         f"{b.seconds / (phase.wall or 1):.1%}",
         f"{b.calls:.0f}",
         f"{b.flops / 1e9:.3g}" if work else "",
@@ -174,33 +171,23 @@ def cells(b: Bill, phase: Phase) -> list[str]:
         f"{b.flops / seconds / 1e9:.3g}" if work else "",
         f"{b.bytes / seconds / 1e9:.3g}" if work else "",
         b.bound,
-        f"{b.of_roof:.0%}" if b.of_roof is not None else "",
-        f"{b.lost * 1e3:.3f}",
+        _percent(b.of_roof),
+        _ms(b.lost),
         b.implementation,
         b.fused,
     ]
 
 
 def _shapes_table(phase: Phase) -> Table:
-    table = Table(title="shapes", title_justify="left", box=None, pad_edge=False)
-    for head in ("operator", "shape", "dtype"):
-        table.add_column(head)
-    for head in ("calls", "ms", "of roof", "lost ms"):
-        table.add_column(head, justify="right")
-    table.add_column("runs on, and why")
-    rows = [r for r in phase.rows if r.kind != FRAMEWORK]
-    groups = bill(rows, lambda row: f"{row.operator}\0{row.shape}\0{row.dtype}\0{row.implementation}")
-    for one in groups[:_SHAPES]:
-        operator, shape, dtype, implementation = one.name.split("\0")
+    numbers = ("calls", "ms", "of roof", "lost ms")
+    table = _table("shapes", ["operator", "shape", "dtype"], numbers, ["runs on, and why"])
+    groups = by_shape(phase)
+    for one, (operator, shape, dtype, implementation) in groups[:_SHAPES]:
         why = one.rows[0].reason + "".join(f"; not {n}: {w}" for n, w in one.rows[0].refused.items())
         table.add_row(
             escape(operator),
             escape(shape),
-            dtype,
-            f"{one.calls:.0f}",
-            f"{one.seconds * 1e3:.3f}",
-            f"{one.of_roof:.0%}" if one.of_roof is not None else "",
-            f"{one.lost * 1e3:.3f}",
+            *short_cells(one, dtype),
             escape(f"{implementation}{': ' + why if why else ''}"),
         )
         if one.rows[0].replay:
@@ -210,17 +197,25 @@ def _shapes_table(phase: Phase) -> Table:
     return table
 
 
+def short_cells(b: Bill, dtype: str) -> list[str]:
+    """A row of the shapes behind its name."""
+    return [dtype, f"{b.calls:.0f}", _ms(b.seconds), _percent(b.of_roof), _ms(b.lost)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def _percent(part: float | None) -> str:
+    return "" if part is None else f"{part:.0%}"
+
+
 def _layers_table(phase: Phase) -> Table:
     """Milliseconds by layer and class."""
     layers, kinds = layer_times(phase)
-    table = Table(title="layer × class, ms", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layer")
-    for kind in kinds:
-        table.add_column(kind, justify="right")
+    table = _table("layer × class, ms", ["layer"], kinds)
     for layer, times in list(layers.items())[:_LAYERS]:
-        table.add_row(
-            escape(layer or "(no layer)"), *(f"{times[k] * 1e3:.3f}" if k in times else "" for k in kinds)
-        )
+        table.add_row(escape(layer or "(no layer)"), *(_ms(times[k]) if k in times else "" for k in kinds))
     return table
 
 
@@ -228,26 +223,16 @@ def layer_times(phase: Phase) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Seconds by layer and class, layers in the order of the timeline; and the classes, most time first."""
     order = list(dict.fromkeys(e.layer for e in phase.events)) or [""]
     layers: dict[str, dict[str, float]] = {name: {} for name in order}
-    total: dict[str, float] = {}
     for row in phase.rows:
         times = layers.setdefault(row.layer, {})
         times[row.kind] = times.get(row.kind, 0.0) + row.seconds
-        total[row.kind] = total.get(row.kind, 0.0) + row.seconds
-    return layers, sorted(total, key=lambda k: -total[k])
+    return layers, list(sums(phase.rows, lambda row: row.kind))
 
 
 def _chains_table(phase: Phase) -> Table:
-    table = Table(title="fusion opportunities", title_justify="left", box=None, pad_edge=False)
-    table.add_column("chain")
-    for head in ("times", "MB saved", "gain ms"):
-        table.add_column(head, justify="right")
-    table.add_column("implementation here")
+    numbers = ("times", "MB saved", "gain ms")
+    table = _table("fusion opportunities", ["chain"], numbers, ["implementation here"])
     for chain in phase.chains[:_CHAINS]:
-        table.add_row(
-            escape(" → ".join(chain.operators)),
-            f"{chain.count:.0f}",
-            f"{chain.bytes_saved / 1e6:.3g}",
-            f"{chain.gain * 1e3:.3f}",
-            chain.implementation or "none",
-        )
+        cells = (f"{chain.count:.0f}", f"{chain.bytes_saved / 1e6:.3g}", _ms(chain.gain))
+        table.add_row(escape(" → ".join(chain.operators)), *cells, chain.implementation or "none")
     return table

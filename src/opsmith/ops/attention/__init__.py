@@ -25,7 +25,7 @@ from opsmith.call.fast import direct
 from opsmith.call.run import declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, Operator, Pattern, Recognition, register
-from opsmith.ops import entry_costs
+from opsmith.ops.attention import entries
 from opsmith.ops.attention.check import check
 from opsmith.ops.attention.eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention.samples import cost, promised, samples, workloads
@@ -380,7 +380,7 @@ CARD = register(
             _written("soft cap, additive mask", _capped),
             _written("soft cap, boolean mask", _capped),
         ),
-        entries=dict.fromkeys(("attention", "attention_backward"), entry_costs.attention),
+        entries=dict.fromkeys(("attention", "attention_backward"), entries.attention_entry),
         gradient=GradientCost(flops=2.5, bytes=2.0),  # the scores once more
         schemas=declare(SIGNATURE, "attention", "attention_backward"),
         source="Vaswani et al., 2017; Dao et al., 2022",

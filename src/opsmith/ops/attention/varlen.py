@@ -26,8 +26,7 @@ from opsmith.call.fast import direct
 from opsmith.call.run import declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import Cost, GradientCost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import entry_costs
-from opsmith.ops.attention import is_last_dense, last_dense, settings
+from opsmith.ops.attention import entries, is_last_dense, last_dense, settings
 from opsmith.ops.attention.check import check_alike, check_options
 from opsmith.ops.attention.eager import eager as eager_attention
 from opsmith.ops.attention.eager import reference as attention_reference
@@ -396,9 +395,7 @@ CARD = register(
             *kernels(_native, lambda q, *a, **k: native(q, "attention_varlen")),
             Implementation("eager", _eager),
         ],
-        entries=dict.fromkeys(
-            ("attention_varlen", "attention_varlen_backward"), entry_costs.attention_varlen
-        ),
+        entries=dict.fromkeys(("attention_varlen", "attention_varlen_backward"), entries.varlen_entry),
         gradient=GradientCost(flops=2.5, bytes=2.0),
         schemas=declare(SIGNATURE, "attention", "attention_backward"),
         source="Dao et al., 2022",

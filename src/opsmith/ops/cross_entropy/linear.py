@@ -26,7 +26,6 @@ from opsmith.call.common import (
 )
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, MergedChain, Operator, Sample, register
-from opsmith.ops import entry_costs
 from opsmith.ops.cross_entropy import (
     REDUCTIONS,
     Options,
@@ -36,6 +35,7 @@ from opsmith.ops.cross_entropy import (
     check_targets,
     counted_rows,
     cross_entropy,
+    entries,
 )
 from opsmith.ops.cross_entropy import reference as loss_of
 from opsmith.ops.linear import linear
@@ -367,8 +367,8 @@ CARD = register(
         implementations=[*kernels(_native, _supports, takes_out=False), Implementation("eager", reference)],
         merges=MergedChain("linear", "cross_entropy", through="logits", over="x", rows="hidden"),
         entries={
-            "linear_cross_entropy_and_gradients": entry_costs.linear_cross_entropy_and_gradients,
-            "linear_cross_entropy_backward": entry_costs.linear_cross_entropy_backward,
+            "linear_cross_entropy_and_gradients": entries.linear_cross_entropy_and_gradients,
+            "linear_cross_entropy_backward": entries.linear_cross_entropy_backward,
         },
         schemas=(
             "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "

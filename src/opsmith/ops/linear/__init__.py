@@ -30,7 +30,7 @@ from opsmith.call.run import declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
-from opsmith.ops import entry_costs
+from opsmith.ops.linear import entries
 from opsmith.ops.linear.onednn import onednn, prepack, supports_onednn
 from opsmith.ops.linear.training import ROWS, with_gradients
 
@@ -397,11 +397,11 @@ CARD = register(
             ),
         ),
         entries={
-            "linear_pack": entry_costs.linear_pack,
-            **dict.fromkeys(("linear_packed", "linear_rows", "linear_unpacked"), entry_costs.product),
-            "linear_gradient": entry_costs.linear_gradient,
-            "linear_rows_backward": entry_costs.linear_rows_backward,
-            "nonzero_rows": entry_costs.nonzero_rows,
+            "linear_pack": entries.linear_pack,
+            **dict.fromkeys(("linear_packed", "linear_rows", "linear_unpacked"), entries.product),
+            "linear_gradient": entries.linear_gradient,
+            "linear_rows_backward": entries.linear_rows_backward,
+            "nonzero_rows": entries.nonzero_rows,
         },
         schemas=(
             "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",

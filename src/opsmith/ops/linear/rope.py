@@ -27,8 +27,7 @@ from opsmith.call.common import (
 from opsmith.call.fast import direct
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Implementation, Kind, Operator, register
-from opsmith.ops import entry_costs
-from opsmith.ops.linear import FEW_ROWS, linear, pack_weight
+from opsmith.ops.linear import FEW_ROWS, entries, linear, pack_weight
 from opsmith.ops.linear.rope_samples import cost, samples, workloads
 from opsmith.ops.rope import dense_rows, reference_qk
 from opsmith.ops.rope import native_qk as rotate
@@ -391,7 +390,7 @@ CARD = register(
             Implementation("apart", _apart, "any", lambda x, *a, **k: native(x, "rope_qk"), takes_out=True),
             Implementation("eager", reference),
         ],
-        entries={"linear_rope": entry_costs.linear_rope},
+        entries={"linear_rope": entries.rope_entry},
         schemas=(
             "linear_rope(Tensor x, Tensor packed, Tensor? bias, Tensor cos, Tensor sin, Tensor? positions, "
             "int dims, bool interleaved, *, Tensor(a!) q, Tensor(b!) k, Tensor(c!) v) -> ()",

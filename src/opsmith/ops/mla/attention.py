@@ -14,9 +14,9 @@ from opsmith.call.common import check_float, check_number, kernels, native, nbyt
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.entry_costs import rows_of_tables
 from opsmith.ops.mla.cache import MLACache, check_cache_type, has_values, shapes
 from opsmith.ops.mla.call import Maybe, check_inference, in_float32, rows_of
+from opsmith.ops.paged_attention.entries import rows_of_tables
 from opsmith.ops.rms_norm.quant import wide
 
 

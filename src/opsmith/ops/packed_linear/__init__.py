@@ -29,8 +29,7 @@ from opsmith.call.fast import direct
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import entry_costs
-from opsmith.ops.linear import pack_weight
+from opsmith.ops.linear import entries, pack_weight
 from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, packed_shape, quantize
 
 _OP = "packed_linear"
@@ -372,7 +371,7 @@ CARD = register(
         implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
         # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
         patterns=(),
-        entries={"packed_linear": entry_costs.product},
+        entries={"packed_linear": entries.product},
         schemas=declare(SIGNATURE),
         differentiable=False,
         source="Jacob et al., 2018; Frantar et al., 2023",

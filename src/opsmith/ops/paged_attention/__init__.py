@@ -13,9 +13,9 @@ from opsmith.call.fast import direct
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Implementation, Kind, Operator, register
-from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
 from opsmith.ops.attention.eager import default_scale
+from opsmith.ops.paged_attention import entries
 from opsmith.ops.paged_attention.check import check, check_blocks
 from opsmith.ops.paged_attention.samples import cost, promised, samples, workloads
 
@@ -259,7 +259,7 @@ CARD = register(
         implementations=[*kernels(_native, _supports), Implementation("eager", eager)],
         # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
         patterns=(),
-        entries={"paged_attention": entry_costs.paged_attention},
+        entries={"paged_attention": entries.paged_entry},
         schemas=declare(SIGNATURE),
         differentiable=False,
         source="Kwon et al., 2023; Dao et al., 2023",

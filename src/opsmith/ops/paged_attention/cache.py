@@ -12,9 +12,9 @@ from opsmith.call.common import compiling, kernels, native, short
 from opsmith.call.fast import direct
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops import entry_costs
 from opsmith.ops.attention import last_dense
 from opsmith.ops.mla.cache import has_values
+from opsmith.ops.paged_attention import entries
 from opsmith.ops.paged_attention.check import check_caches, check_integers
 
 _OP = "reshape_and_cache"
@@ -275,7 +275,7 @@ CARD = register(
             Implementation("eager", partial(cache_form, by=_reference)),
         ],
         patterns=(),
-        entries={"reshape_and_cache": entry_costs.reshape_and_cache},
+        entries={"reshape_and_cache": entries.cache_entry},
         schemas=(
             "reshape_and_cache(Tensor k, Tensor v, Tensor slot_mapping, *, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",

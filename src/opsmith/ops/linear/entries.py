@@ -1,0 +1,68 @@
+"""What an entry of the dispatcher costs when it is called by itself, where the card's own cost does not say.
+
+The profiler sees such a call as shapes without values, under the names of the entry's schema; a card's `entries` names
+the formula. Tensors are on the meta device, and None where a call left them out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opsmith.call.common import nbytes
+from opsmith.operator import Cost
+
+Maybe = torch.Tensor | None
+
+
+def linear_pack(weight: torch.Tensor, packed: torch.Tensor) -> Cost:
+    """A weight in another layout: nothing is computed."""
+    return Cost(0.0, nbytes(weight, packed))
+
+
+def linear_gradient(
+    dy: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, dbias: Maybe = None, **rest: Any
+) -> Cost:
+    """A product that sums over the rows, and the sum of the rows."""
+    rows, n = dy.shape
+    return Cost(
+        2.0 * rows * dweight.numel() + (0 if dbias is None else rows * n), nbytes(dy, x, dweight, dbias)
+    )
+
+
+def linear_rows_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dx: Maybe = None,
+    dweight: Maybe = None,
+    dbias: Maybe = None,
+) -> Cost:
+    """A product for each of the two matrices, of which it reads the other, and the sum of the rows."""
+    products = [other for to, other in ((dx, weight), (dweight, x)) if to is not None]
+    flops = 2.0 * len(products) * dy.numel() * x.shape[-1] + (0 if dbias is None else dy.numel())
+    return Cost(flops, nbytes(dy, *products, dx, dweight, dbias))
+
+
+def nonzero_rows(x: torch.Tensor, found: torch.Tensor) -> Cost:
+    """At least the first cache line of each row."""
+    line = min(64, x.shape[1] * x.element_size())
+    return Cost(0.0, x.shape[0] * line + nbytes(found))
+
+
+def product(x: torch.Tensor, y: torch.Tensor, **rest: Any) -> Cost:
+    """Rows times a weight, which may be packed: what the entry takes and writes, once."""
+    tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
+    return Cost(2.0 * y.numel() * x.shape[-1], nbytes(x, y, *tensors))
+
+
+def rope_entry(
+    x: torch.Tensor, packed: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
+) -> Cost:
+    """The projection, and a rotation of q and k; of the tables what the tokens of one sequence need."""
+    results, turned = q.numel() + k.numel() + v.numel(), q.numel() + k.numel()
+    length, cos = q.shape[-2], rest["cos"]
+    table = 2 * min(length, cos.shape[-2]) * cos.shape[-1] * cos.element_size()
+    moved = nbytes(x, packed, rest["bias"], rest["positions"], q, k, v) + table
+    return Cost(2.0 * results * x.shape[-1] + 3.0 * turned, moved)

@@ -17,7 +17,7 @@ import opsmith
 from opsmith.compiler.choose.select import signature
 from opsmith.operator import registry
 from opsmith.profiler import Profile
-from opsmith.profiler.align import align
+from opsmith.profiler.collect import align
 from opsmith.profiler.data import ATTENTION, MATMUL, NORM, bill
 from opsmith.profiler.marks import called
 from opsmith.proof.replay import sample_of

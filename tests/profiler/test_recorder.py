@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from opsmith.profiler import collect, recorder
-from opsmith.profiler.attribute import names_of
-from opsmith.profiler.collect import Watched, light, repetition, session, watched
+from opsmith.profiler.collect import Watched, light, names_of, repetition, session, watched
 from opsmith.profiler.recorder import recording
 
 MODEL = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))

@@ -20,6 +20,7 @@ from opsmith.cli.common import (
     device_of,
     dtypes_of,
     is_folder,
+    speedup,
 )
 
 if TYPE_CHECKING:
@@ -255,13 +256,8 @@ def _table(title: str, *heads: str) -> Table:
 
 
 def _speedup(result: Benchmark, column: str, name: str, base: str) -> str:
-    """How many times faster than the baseline, paired by round, with its interval."""
     ratio = result.ratio(column, name, base)
-    return (
-        ""
-        if ratio is None
-        else f"{ratio.speedup:.2f} [{1 / ratio.hi:.2f}, {1 / ratio.lo:.2f}] {ratio.verdict}"
-    )
+    return "" if ratio is None else speedup(ratio)
 
 
 def _time(seconds: float) -> str:

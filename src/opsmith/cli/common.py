@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from opsmith.measure import Ratio
     from opsmith.operator import Operator
 
 Json = Annotated[
@@ -87,6 +88,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def speedup(ratio: Ratio) -> str:
+    """How many times faster, paired by round, with its interval."""
+    return f"{ratio.speedup:.2f} [{1 / ratio.hi:.2f}, {1 / ratio.lo:.2f}] {ratio.verdict}"
 
 
 def choose(names: list[str] | None, everything: bool) -> list[Operator]:

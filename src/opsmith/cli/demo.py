@@ -147,9 +147,7 @@ class Demo:
         models.print_times(self.console, f"{name}, batch × tokens", times)
         bases = [other for other in next(iter(times.values())).names if other != models.OPSMITH]
         data = {
-            "found": {f.operator: {"sites": f.count, "with": f.fused} for f in models.found(session)},
-            "chosen": [asdict(row) for row in models.chosen(session.plan)],
-            "report": session.report.to_dict(),
+            **models.summary(session),
             "errors": {who: asdict(error) for who, error in errors.items()},
             "search": same,
             "times": {shape: result.to_json() for shape, result in times.items()},
@@ -158,7 +156,6 @@ class Demo:
                 for shape, result in times.items()
             },
             "geometric_means": {base: models.mean_speedup(times.values(), base) for base in bases},
-            "plan": asdict(session.plan),
         }
         return data, session.plan
 

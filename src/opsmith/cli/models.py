@@ -8,13 +8,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opsmith import measure
+from opsmith.cli.common import speedup
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -239,7 +240,7 @@ def print_times(console: Console, title: str, results: Mapping[str, measure.Comp
     table = Table(*heads, box=None, pad_edge=False)
     for shape, result in results.items():
         times = [milliseconds(result.median(name)) for name in (*others, OPSMITH)]
-        table.add_row(shape, *times, *(_speedup(result, name) for name in others))
+        table.add_row(shape, *times, *(speedup(result.ratio(OPSMITH, name)) for name in others))
     if len(results) > 1:
         means = [f"{mean_speedup(results.values(), name):.2f}" for name in others]
         table.add_row("geometric mean", *([""] * (len(others) + 1)), *means)
@@ -254,14 +255,19 @@ def print_times(console: Console, title: str, results: Mapping[str, measure.Comp
         console.print(f"samples spread too far to conclude from: {', '.join(loud)}", style="yellow")
 
 
+def summary(session: Session) -> dict[str, Any]:
+    """What was found, chosen and planned, for machines."""
+    return {
+        "found": {f.operator: {"sites": f.count, "with": f.fused} for f in found(session)},
+        "chosen": [asdict(row) for row in chosen(session.plan)],
+        "report": session.report.to_dict(),
+        "plan": asdict(session.plan),
+    }
+
+
 def mean_speedup(results: Iterable[measure.Comparison], base: str) -> float:
     """How many times faster opsmith is than `base`, as the geometric mean over shapes."""
     return geometric_mean(result.ratio(OPSMITH, base).speedup for result in results)
-
-
-def _speedup(result: measure.Comparison, base: str) -> str:
-    ratio = result.ratio(OPSMITH, base)
-    return f"{ratio.speedup:.2f} [{1 / ratio.hi:.2f}, {1 / ratio.lo:.2f}] {ratio.verdict}"
 
 
 def milliseconds(seconds: float) -> str:

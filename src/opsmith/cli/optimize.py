@@ -107,16 +107,13 @@ def run(
         {
             "model": type(model).__name__,
             "parameters": parameters,
-            "found": {f.operator: {"sites": f.count, "with": f.fused} for f in models.found(session)},
-            "chosen": [asdict(row) for row in models.chosen(session.plan)],
-            "report": session.report.to_dict(),
+            **models.summary(session),
             "quantize": format,
             "errors": {name: asdict(error) for name, error in errors.items()},
             "times": {shape: result.to_json()},
             "ratios": {shape: {models.EAGER: result.ratio(models.OPSMITH, models.EAGER).to_json()}},
             "seconds": seconds,
             "machine": measure.describe().to_json(),
-            "plan": asdict(session.plan),
         }
     )
 

@@ -78,31 +78,20 @@ def run(
 
 
 def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> Iterator[list[Finding]]:
-    """What is found of a project's kernels that this machine cannot run itself."""
-    for look in (_interpreted, _emulated):
-        yield look(console, folder, dtype, quick)
+    """What is found of a project's kernels that this machine cannot run itself.
 
-
-def _interpreted(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[Finding]:
-    """What Triton's interpreter says of a project's Triton kernels, where no GPU can."""
+    Without a GPU, Triton's interpreter runs its Triton kernels; those for devices that are not here run emulated, where their back end can.
+    """
     from opsmith.authoring.project import cards_of, load
-    from opsmith.authoring.project.checks import interpreted, needs_interpreter
-
-    if not needs_interpreter(Path(folder)):
-        return []
-    chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
-    with console.status("Triton's interpreter"):
-        return interpreted(Path(folder), chosen, quick=quick)
-
-
-def _emulated(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[Finding]:
-    """What emulations say of a project's kernels for devices that are not here."""
-    from opsmith.authoring.project import cards_of, load
-    from opsmith.authoring.project.checks import emulated
+    from opsmith.authoring.project.checks import emulated, interpreted, needs_interpreter
 
     chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
+    if needs_interpreter(Path(folder)):
+        with console.status("Triton's interpreter"):
+            yield interpreted(Path(folder), chosen, quick=quick)
     with console.status("emulated"):
-        return list(emulated(Path(folder), chosen, quick=quick))
+        found = list(emulated(Path(folder), chosen, quick=quick))
+    yield found
 
 
 def _print(console: Console, findings: list[Finding]) -> None:

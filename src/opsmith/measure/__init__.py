@@ -9,7 +9,7 @@ from .memory import can_reuse_memory, peak_bytes, reused_memory
 from .pool import CacheFlush, Pool, cold_bytes
 from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs, roof_fraction
 from .stats import CONCLUDES_NOTHING, Ratio, paired_ratio, spread
-from .timing import columns, compare, measure_roofs, quick
+from .timing import columns, compare, measure_roofs, no_collection, quick
 
 __all__ = [
     "CONCLUDES_NOTHING",
@@ -40,6 +40,7 @@ __all__ = [
     "compare_outputs",
     "describe",
     "measure_roofs",
+    "no_collection",
     "paired_ratio",
     "peak_bytes",
     "poison",

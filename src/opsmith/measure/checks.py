@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .pool import Inputs, tensors_of
+from .pool import Inputs, tensors_of, with_tensors
 
 __all__ = ["Checked", "Tolerance", "WrongResult", "check_call", "compare_outputs", "poison", "ulp"]
 
@@ -197,25 +197,17 @@ class _Copy:
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._memory: dict[int, torch.Tensor] = {}
-        self.inputs: Inputs = tuple(self._copy(value) for value in inputs)
+        self.inputs: Inputs = with_tensors(tuple(inputs), self._copy)
 
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            key = storage.data_ptr()
-            if key not in self._memory:
-                flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
-                self._memory[key] = flat.clone()
-            twin = torch.empty(0, dtype=value.dtype, device=value.device)
-            twin.set_(
-                self._memory[key].untyped_storage(), value.storage_offset(), value.shape, value.stride()
-            )
-            return twin.requires_grad_(value.requires_grad)
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._copy(part) for part in value)
-        if isinstance(value, dict):
-            return {key: self._copy(part) for key, part in value.items()}
-        return value
+    def _copy(self, t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        key = storage.data_ptr()
+        if key not in self._memory:
+            flat = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+            self._memory[key] = flat.clone()
+        twin = torch.empty(0, dtype=t.dtype, device=t.device)
+        twin.set_(self._memory[key].untyped_storage(), t.storage_offset(), t.shape, t.stride())
+        return twin.requires_grad_(t.requires_grad)
 
     def snapshot(self) -> list[torch.Tensor]:
         return [flat.clone() for flat in self._memory.values()]
@@ -252,17 +244,11 @@ def _are_offsets(flat: torch.Tensor) -> bool:
 
 
 def _exact(inputs: Inputs) -> Inputs:
-    def up(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            raised = value.detach().double() if value.dtype.is_floating_point else value.detach().clone()
-            return raised.requires_grad_(value.requires_grad)
-        if isinstance(value, (tuple, list)):
-            return type(value)(up(part) for part in value)
-        if isinstance(value, dict):
-            return {key: up(part) for key, part in value.items()}
-        return value
+    def up(t: torch.Tensor) -> torch.Tensor:
+        raised = t.detach().double() if t.dtype.is_floating_point else t.detach().clone()
+        return raised.requires_grad_(t.requires_grad)
 
-    return tuple(up(value) for value in inputs)
+    return with_tensors(inputs, up)  # type: ignore[no-any-return]
 
 
 def check_call(

@@ -10,7 +10,7 @@ import torch
 
 from .machine import describe
 
-__all__ = ["CacheFlush", "Pool", "cold_bytes", "tensors_of"]
+__all__ = ["CacheFlush", "Pool", "cold_bytes", "tensors_of", "with_tensors"]
 
 # Past this many times the last-level cache, what was touched one rotation ago has been evicted.
 _FACTOR = 5
@@ -30,6 +30,17 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for part in value.values():
             yield from tensors_of(part)
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nested tuples, lists and dictionaries with other tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(with_tensors(part, change) for part in value)
+    if isinstance(value, dict):
+        return {key: with_tensors(part, change) for key, part in value.items()}
+    return value
 
 
 def cold_bytes(device: str | torch.device = "cpu") -> int:

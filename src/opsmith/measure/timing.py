@@ -26,7 +26,7 @@ from .machine import describe
 from .pool import Inputs, Pool
 from .roofs import Probe, RoofProbes, Roofs
 
-__all__ = ["columns", "compare", "measure_roofs", "quick"]
+__all__ = ["columns", "compare", "measure_roofs", "no_collection", "quick"]
 
 # One sample is at least this long, so that neither the clock's grain nor its call shows.
 _MIN_TIME = 200e-6
@@ -159,7 +159,7 @@ def compare(
     samples: dict[str, list[float]] = {name: [] for name in runners}
     orders: list[list[str]] = []
     dropped: list[str] = []
-    with _no_collection():
+    with no_collection():
         for runner in runners.values():
             runner.warm_up(warmup)
         active = list(runners)
@@ -355,7 +355,7 @@ def _column(pool: Pool | None, warm: bool, flush: Callable[[], object] | None) -
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Python's garbage collector waits until the timing is over."""
     was = gc.isenabled()
     gc.disable()

@@ -20,14 +20,15 @@ FASTER = 1.3  # how many times faster bfloat16 must be here to be worth a change
 PADDED = 0.3
 SHORT = 64  # axes beyond this many are a vocabulary's or a feature's, not a group's
 
-Rule = Callable[[Profile, Phase, Roofs], Iterator[Advice]]
-RULES: list[Rule] = []
+# What a rule says: title, evidence, seconds to gain, what to do, how to see that it worked.
+Said = tuple[str, str, float, str, str]
+Rule = Callable[[Profile, Phase, Roofs], Iterator[Said]]
+RULES: dict[str, Rule] = {}
 
 
-def rule(fn: Rule) -> Rule:
-    """Enter a rule."""
-    RULES.append(fn)
-    return fn
+def rule(name: str) -> Callable[[Rule], Rule]:
+    """Enter a rule under the name that a report calls it by."""
+    return lambda fn: RULES.setdefault(name, fn)
 
 
 def advise(profile: Profile, phase: Phase, roofs: Roofs) -> list[Advice]:
@@ -35,26 +36,22 @@ def advise(profile: Profile, phase: Phase, roofs: Roofs) -> list[Advice]:
     if not phase.wall:
         return []
     least = phase.wall * max(LEAST_SHARE, phase.noise)
-    found = [a for each in RULES for a in each(profile, phase, roofs) if a.gain > least]
-    return sorted(found, key=lambda a: -a.gain)
+    found = []
+    for name, each in RULES.items():
+        for title, evidence, seconds, action, check in each(profile, phase, roofs):
+            gain = min(max(seconds, 0.0), 0.99 * phase.wall)
+            speedup = phase.wall / (phase.wall - gain)
+            found.append(Advice(name, phase.name, title, evidence, gain, speedup, action, check))
+    return sorted((a for a in found if a.gain > least), key=lambda a: -a.gain)
 
 
-def _advice(
-    phase: Phase, name: str, title: str, evidence: str, gain: float, action: str, check: str
-) -> Advice:
-    gain = min(max(gain, 0.0), 0.99 * phase.wall)
-    return Advice(name, phase.name, title, evidence, gain, phase.wall / (phase.wall - gain), action, check)
-
-
-@rule
-def unfused_norm(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+@rule("unfused norm")
+def unfused_norm(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """A norm that is written as several PyTorch calls goes through memory once for each of them."""
     rows = [r for r in phase.rows if r.kind == NORM and r.composite]
     if rows:
         first = max(rows, key=lambda r: r.seconds)
-        yield _advice(
-            phase,
-            "unfused norm",
+        yield (
             f"{_calls(rows):.0f} norms are written out as {len(first.pieces) or 'several'} PyTorch calls each",
             f"{_names(rows)}: {_ms(rows)}, where one pass over memory takes {_least(rows)}",
             _lost(rows),
@@ -63,15 +60,13 @@ def unfused_norm(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advic
         )
 
 
-@rule
-def materialized_scores(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+@rule("materialized attention scores")
+def materialized_scores(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """Attention as two products and a softmax writes and reads a matrix of queries times keys."""
     rows = [r for r in phase.rows if r.kind == ATTENTION and r.composite]
     if rows:
         first = max(rows, key=lambda r: r.seconds)
-        yield _advice(
-            phase,
-            "materialized attention scores",
+        yield (
             f"attention writes its scores to memory: {len(first.pieces) or 'several'} PyTorch calls for one operator",
             f"{_names(rows)}: {_ms(rows)}, where the roofs allow {_least(rows)}",
             _lost(rows),
@@ -81,8 +76,8 @@ def materialized_scores(profile: Profile, phase: Phase, roofs: Roofs) -> Iterato
         )
 
 
-@rule
-def float32(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+@rule("float32")
+def float32(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """Products in float32 on a machine whose bfloat16 is faster."""
     wide, narrow = roofs.compute("float32"), roofs.compute("bfloat16")
     rows = [r for r in phase.rows if r.kind in (MATMUL, ATTENTION) and r.dtype == "float32" and r.known]
@@ -95,9 +90,7 @@ def float32(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
     for row in rows:
         share = 1 - 1 / ratio if row.bound == "compute" else 0.5 if row.bound == "memory" else 0.0
         gain += min(row.seconds * share, row.seconds - row.flops / narrow)
-    yield _advice(
-        phase,
-        "float32",
+    yield (
         f"products run in float32, and bfloat16 is {ratio:.1f} times as fast here",
         f"{_names(rows)}: {_ms(rows)} in float32; measured {wide / 1e9:.0f} against {narrow / 1e9:.0f} GFLOP/s",
         gain,
@@ -106,15 +99,13 @@ def float32(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
     )
 
 
-@rule
-def copies_in_a_loop(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+@rule("copies in a loop")
+def copies_in_a_loop(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """The same copy, made again and again."""
     rows = [r for r in phase.rows if r.kind == COPIES and r.calls >= REPEATED and _copies(r)]
     if rows:
         first = max(rows, key=lambda r: r.seconds)
-        yield _advice(
-            phase,
-            "copies in a loop",
+        yield (
             f"a copy of {first.shape} is made {first.calls:.0f} times {_in(first)}",
             f"{_calls(rows):.0f} equal copies ({', '.join(first.pieces)}) take {_ms(rows)} and compute nothing",
             sum(r.seconds for r in rows),
@@ -123,8 +114,8 @@ def copies_in_a_loop(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[A
         )
 
 
-@rule
-def all_logits(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+@rule("logits for all positions")
+def all_logits(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """The vocabulary's logits for every position, where the next token needs those of the last."""
     sequences = phase.facts.get("sequences", 0.0)
     if phase.name != "prefill" or not sequences:
@@ -136,9 +127,7 @@ def all_logits(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]
         rows = math.prod(sizes[0][:-1])
         width, wide = sizes[0][-1], max(sizes[1])
         if rows > sequences and wide >= 4 * width and wide > 16 * SHORT and row.calls == 1:
-            yield _advice(
-                phase,
-                "logits for all positions",
+            yield (
                 f"logits are computed for {rows} positions, and {sequences:.0f} are needed",
                 f"{row.operator} {row.shape}: {_ms([row])}",
                 row.seconds * (1 - sequences / rows),
@@ -147,16 +136,14 @@ def all_logits(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]
             )
 
 
-@rule
-def one_thread(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+@rule("one thread")
+def one_thread(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """One thread, on a machine that has several cores."""
     cores = int(profile.machine.get("cores") or 1)
     if phase.facts.get("threads") != 1.0 or cores < 2:
         return
     rows = [r for r in phase.rows if r.bound in ("compute", "memory")]
-    yield _advice(
-        phase,
-        "one thread",
+    yield (
         f"one thread computes, and there are {cores} cores",
         f"operators that threads would share take {_ms(rows)}",
         sum(r.seconds for r in rows) * (1 - 1 / cores),
@@ -165,8 +152,8 @@ def one_thread(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]
     )
 
 
-@rule
-def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+@rule("loop over heads")
+def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """Attention head by head: many small operators where one takes them all."""
     rows = [
         r
@@ -180,9 +167,7 @@ def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Ad
     if rows:
         layer = max({r.layer for r in rows}, key=lambda name: sum(r.seconds for r in rows if r.layer == name))
         most = max((r for r in rows if r.layer == layer), key=lambda r: r.calls)
-        yield _advice(
-            phase,
-            "loop over heads",
+        yield (
             f"a Python loop calls {most.operator} {most.calls:.0f} times with one shape {_in(most)}",
             f"{_names(rows)}: {_calls(rows):.0f} calls, {_ms(rows)}; all heads at once are one call",
             _lost(rows),
@@ -191,15 +176,13 @@ def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Ad
         )
 
 
-@rule
-def padding(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Advice]:
+@rule("padding")
+def padding(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """Most of the batch is padding, which is computed like everything else."""
     part = phase.facts.get("padding", 0.0)
     if part >= PADDED:
         busy = sum(r.seconds for r in phase.rows if r.kind != FRAMEWORK and r.bound in ("compute", "memory"))
-        yield _advice(
-            phase,
-            "padding",
+        yield (
             f"{part:.0%} of the tokens are padding",
             f"attention_mask keeps {1 - part:.0%} of {phase.tokens} tokens; what scales with them takes "
             f"{busy * 1e3:.3g} ms",

@@ -17,8 +17,8 @@ import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
 from opsmith.compiler import Session
 from opsmith.profiler import advise, chains
-from opsmith.profiler.attribute import Guide, attribute, names_of
-from opsmith.profiler.collect import Watched, light, repetition, session, watched
+from opsmith.profiler.attribute import Guide, attribute
+from opsmith.profiler.collect import Watched, light, names_of, repetition, session, watched
 from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.data import Phase
 from opsmith.profiler.marks import Marks, Modules

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from opsmith.operator import Cost, GradientCost
 from opsmith.profiler import costs, entries
-from opsmith.profiler.align import align
-from opsmith.profiler.collect import Op, Watched
+from opsmith.profiler.collect import Op, Watched, align, names_of, preorder
 from opsmith.profiler.composites import CallSequence, Found
 from opsmith.profiler.data import FRAMEWORK, MATMUL, OTHER, Event, Row
 from opsmith.profiler.kinds import card_of, kind_of, moves_nothing, transparent
@@ -84,18 +83,6 @@ class Attribution:
                 each = (row.flops / n, row.bytes / n)
                 found.append(Event(row.operator, row.kind, began, seconds, row.layer, row.shape, *each))
         return sorted(found, key=lambda e: e.start)
-
-
-def preorder(ops: Iterable[Op]) -> Iterator[Op]:
-    """Every call, parents before their children."""
-    for op in ops:
-        yield op
-        yield from preorder(op.children)
-
-
-def names_of(run: Watched) -> tuple[str, ...]:
-    """All calls of a repetition by name, in order."""
-    return tuple(op.name for op in preorder(run.ops))
 
 
 def attribute(run: Watched, guides: Sequence[Guide]) -> Attribution:

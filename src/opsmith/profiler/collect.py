@@ -12,8 +12,9 @@ had nothing to do.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 
 from opsmith.operator import registry
-from opsmith.profiler.align import align
 from opsmith.profiler.costs import Inputs, Spec
 from opsmith.profiler.kinds import card_of
 from opsmith.profiler.marks import MODULE, RUN, SITE, Mark, Origin, called
@@ -49,9 +49,7 @@ class Op:
     module: str = ""
     run: int = -1  # which call of an outermost module it stands in
     mark: Mark | None = None
-    kernels: list[Kernel] | None = (
-        None  # launched by it and all that it called; None where no GPU was at work
-    )
+    kernels: list[Kernel] | None = None  # launched by it and all that it called, where a GPU was at work
 
     @property
     def nanoseconds(self) -> int:
@@ -73,9 +71,7 @@ class Watched:
     start: int
     end: int
     ops: list[Op]
-    before: list[Op] = field(
-        default_factory=list
-    )  # what ran ahead of the window: the forward pass of a backward
+    before: list[Op] = field(default_factory=list)  # ran ahead of it: the forward pass of a backward
 
     @property
     def seconds(self) -> float:
@@ -106,6 +102,18 @@ def session(shapes: bool) -> Iterator[Callable[[], list[Op]]]:
     finally:
         profiler.__exit__(None, None, None)
         stopped = True
+
+
+def preorder(ops: Iterable[Op]) -> Iterator[Op]:
+    """Every call, parents before their children."""
+    for op in ops:
+        yield op
+        yield from preorder(op.children)
+
+
+def names_of(run: Watched) -> tuple[str, ...]:
+    """All calls of a repetition by name, in order."""
+    return tuple(op.name for op in preorder(run.ops))
 
 
 def light() -> bool:
@@ -196,7 +204,7 @@ def _input(value: Any) -> Any:
 def watched(ops: list[Op], marks: list[Mark], origins: list[Origin] | None = None) -> list[Watched]:
     """The repetitions of a session, each with what ran ahead of it, and the calls of ours known by their marks."""
     noted = iter(marks)
-    for op in _all(ops):
+    for op in preorder(ops):
         if op.name.startswith(SITE):
             op.mark = next(noted, None)
             op.sequence = next((u.sequence for u in op.children if u.sequence >= 0), -1)
@@ -229,8 +237,33 @@ def _give(ours: list[Op], origins: list[Origin]) -> None:
     else:
         places = align([_operator(op) for op in ours], [o.step.operator if o.step else "" for o in origins])
     for op, place in zip(ours, places, strict=True):
-        if place is not None:
-            _place(op, origins[place])
+        step = origins[place].step if place is not None else None
+        card = registry().get(step.operator) if step is not None else None
+        if place is not None and step is not None and card is not None:
+            op.mark = Mark(card, step.implementation, called(step.signature), origins[place])
+
+
+def align(events: Sequence[str], calls: Sequence[str]) -> list[int | None]:
+    """For each event the place of its call in a sequence; None for one that the sequence does not have.
+
+    >>> align(["aten::mm", "aten::empty", "aten::add"], ["aten::mm", "aten::add"])
+    [0, None, 1]
+    """
+    found: list[int | None] = [None] * len(events)
+    head = 0
+    while head < min(len(events), len(calls)) and events[head] == calls[head]:
+        found[head] = head
+        head += 1
+    tail = 0
+    while tail < min(len(events), len(calls)) - head and events[-1 - tail] == calls[-1 - tail]:
+        found[len(events) - 1 - tail] = len(calls) - 1 - tail
+        tail += 1
+    middle = events[head : len(events) - tail], calls[head : len(calls) - tail]
+    if all(middle):
+        for block in difflib.SequenceMatcher(None, *middle, autojunk=False).get_matching_blocks():
+            for k in range(block.size):
+                found[head + block.a + k] = head + block.b + k
+    return found
 
 
 def _operator(op: Op) -> str:
@@ -238,17 +271,3 @@ def _operator(op: Op) -> str:
         return op.mark.card.name
     card = card_of(op.name)
     return card.name if card is not None else op.name
-
-
-def _place(op: Op, origin: Origin) -> None:
-    step = origin.step
-    card = registry().get(step.operator) if step is not None else None
-    if step is None or card is None:
-        return
-    op.mark = Mark(card, step.implementation, called(step.signature), origin)
-
-
-def _all(ops: list[Op]) -> Iterator[Op]:
-    for op in ops:
-        yield op
-        yield from _all(op.children)

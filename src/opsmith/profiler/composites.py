@@ -40,31 +40,33 @@ class Found:
 
 @dataclass
 class CallSequence:
-    """The calls of a model in order, and the operator that each belongs to."""
+    """The calls of a model in order, and the operator that each belongs to.
+
+    Attributes:
+        grown: operators of ours that take in several calls.
+        reads, outputs: for each call, the calls whose results it reads, and the bytes of its own.
+        shapes: of what each call takes, where sizes are symbols.
+        sites: as `found` has them.
+    """
 
     names: list[str]
     owners: list[int | None]
     found: list[Found]
-    grown: list[tuple[str, list[int]]] = field(
-        default_factory=list
-    )  # operators of ours that take in several calls
+    grown: list[tuple[str, list[int]]] = field(default_factory=list)
     misses: list[str] = field(default_factory=list)
-    reads: list[set[int]] = field(default_factory=list)  # for each call, the calls whose results it reads
-    outputs: list[int] = field(default_factory=list)  # for each call, the bytes of its result
-    shapes: list[list[Shape]] = field(
-        default_factory=list
-    )  # of what each call takes, where sizes are symbols
-    sites: list[Site] = field(default_factory=list)  # as `found` has them
+    reads: list[set[int]] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    shapes: list[list[Shape]] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
 
     def at(self, runs: Iterable[tuple[int, Sequence[Spec]]]) -> list[Found]:
         """The operators at the sizes of a run: its calls by their place in the sequence, and what each was given."""
         seen: dict[Any, Counter[int]] = {}
         for place, given in runs if self.shapes else ():
             for spec, shape in zip(given, self.shapes[place], strict=False):
-                if len(spec.shape) == len(shape):
-                    for n, d in zip(spec.shape, shape, strict=True):
-                        if _is_symbol(d):
-                            seen.setdefault(d, Counter())[n] += 1
+                for n, d in zip(spec.shape, shape, strict=True) if len(spec.shape) == len(shape) else ():
+                    if not isinstance(d, int) and d.is_Symbol:
+                        seen.setdefault(d, Counter())[n] += 1
         # A call that was taken for another has other sizes: most are what they are taken for.
         known = {d: sizes.most_common(1)[0][0] for d, sizes in seen.items()}
         if not known:
@@ -89,11 +91,9 @@ def trace(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         result = pytree.tree_leaves(call(*again, **named))
         return [leaf for leaf in result if isinstance(leaf, torch.Tensor)]
 
-    devices = range(torch.cuda.device_count())
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        traced = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(
-            *[leaves[i] for i in places]
-        )
+    tracer = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
+    with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        traced = tracer(*[leaves[i] for i in places])
     note_constants(traced)
     return read(traced.graph)
 
@@ -152,10 +152,6 @@ def _enter(sequence: CallSequence, site: Site, place: dict[fx.Node, int]) -> Non
     sequence.found.append(describe(site, [sequence.names[p] for p in places]))
     for p in places:
         sequence.owners[p] = index
-
-
-def _is_symbol(d: Any) -> bool:
-    return not isinstance(d, int) and bool(d.is_Symbol)
 
 
 def _is_tensor(value: Any) -> bool:

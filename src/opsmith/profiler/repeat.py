@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 
-from opsmith.profiler.attribute import names_of
-from opsmith.profiler.collect import Op, Watched, repetition, session, settle, watched
+from opsmith import measure
+from opsmith.profiler.collect import Watched, names_of, repetition, session, settle, watched
 from opsmith.profiler.composites import CallSequence, of_sites, trace
 from opsmith.profiler.data import Phase
 from opsmith.profiler.marks import Marks, Modules
@@ -73,16 +72,13 @@ def traced_call(
 
 def once(work: Work) -> float:
     work.before()
-    gc_was = gc.isenabled()
-    gc.disable()
     try:
-        start = time.perf_counter()
-        work.run()
-        settle()
-        return time.perf_counter() - start
+        with measure.no_collection():
+            start = time.perf_counter()
+            work.run()
+            settle()
+            return time.perf_counter() - start
     finally:
-        if gc_was:
-            gc.enable()
         work.after()
 
 
@@ -108,22 +104,13 @@ def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
 
 
 def block(work: Work, marks: Marks, count: int) -> list[Timed]:
-    gc_was = gc.isenabled()
-    gc.disable()
-    stack = ExitStack()
-    ops: Callable[[], list[Op]] = stack.enter_context(session(shapes=False))
-    stack.enter_context(marks.watched())
-    try:
+    with measure.no_collection(), session(shapes=False) as ops, marks.watched():
         for _ in range(count):
             work.before()
             with repetition():
                 work.run()
                 settle()
             work.after()
-    finally:
-        stack.close()
-        if gc_was:
-            gc.enable()
     runs = watched(ops(), [])
     marks.clear()
     return [Timed(run, names_of(run)) for run in runs]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opsmith import measure
-from opsmith.measure.pool import tensors_of
+from opsmith.measure.pool import tensors_of, with_tensors
 from opsmith.operator import Cost, Kind, Operator, Sample
 from opsmith.proof.verify import with_leaves
 
@@ -77,7 +77,7 @@ class Forward(_Pass):
     def inputs(self) -> tuple[Any, ...]:
         """A set of inputs of its own: the sample's values, and outputs to write into."""
         outs = self._outs if self._tuple else self._outs[0]
-        return _copy((self._sample.args, dict(self._sample.kwargs), outs))  # type: ignore[no-any-return]
+        return with_tensors((self._sample.args, dict(self._sample.kwargs), outs), _copy)  # type: ignore[no-any-return]
 
     def cost(self) -> Cost:
         """What the card says."""
@@ -125,7 +125,7 @@ class Backward(_Pass):
 
     def inputs(self) -> tuple[Any, ...]:
         """A set of inputs of its own: the sample's values, and the gradients of its outputs."""
-        return _copy((self._sample.args, dict(self._sample.kwargs), self._seeds))  # type: ignore[no-any-return]
+        return with_tensors((self._sample.args, dict(self._sample.kwargs), self._seeds), _copy)  # type: ignore[no-any-return]
 
     def cost(self) -> Cost:
         """What the card says of its gradient, of a loss beside the forward pass.
@@ -230,16 +230,10 @@ def _hold(
             raise measure.WrongResult(f"{card.name} {name}", where, verdict.why, verdict.error, verdict.bound)
 
 
-def _copy(value: Any) -> Any:
-    """Nested values with tensors of their own, in the same strides."""
-    if isinstance(value, torch.Tensor):
-        if 0 in value.stride():  # expanded: nothing but the few elements behind it takes memory
-            return value
-        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        with torch.no_grad():
-            return copy.copy_(value).requires_grad_(value.requires_grad)
-    if isinstance(value, tuple | list):
-        return type(value)(_copy(v) for v in value)
-    if isinstance(value, dict):
-        return {key: _copy(v) for key, v in value.items()}
-    return value
+def _copy(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own, in the same strides."""
+    if 0 in t.stride():  # expanded: nothing but the few elements behind it takes memory
+        return t
+    copy = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    with torch.no_grad():
+        return copy.copy_(t).requires_grad_(t.requires_grad)

@@ -80,7 +80,8 @@ def run(
 def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> Iterator[list[Finding]]:
     """What is found of a project's kernels that this machine cannot run itself.
 
-    Without a GPU, Triton's interpreter runs its Triton kernels; those for devices that are not here run emulated, where their back end can.
+    Without a GPU, Triton's interpreter runs its Triton kernels; those for devices that are not here run emulated, where
+    their back end can.
     """
     from opsmith.authoring.project import cards_of, load
     from opsmith.authoring.project.checks import emulated, interpreted, needs_interpreter

@@ -315,7 +315,7 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
     """Hidden 7168, 128 heads, ranks 1536 and 512, in bfloat16."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-    from opsmith.compiler.modules.latent import cache as latent_cache
+    from opsmith.compiler.modules.conventions import HUGGING_FACE, new_cache
     from opsmith.compiler.modules.latent import prove as latent_prove
     from opsmith.compiler.modules.latent.pages import Pages
     from opsmith.compiler.modules.latent.site import LatentSite, Switch
@@ -338,14 +338,15 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
     table = torch.cat((angle, angle), -1)[None]
     cos, sin = table.cos().to(torch.bfloat16), table.sin().to(torch.bfloat16)
     ((name, _, readings),) = candidates(module)
+    given = {"hidden_states": x, "position_embeddings": (cos, sin)}
     site = LatentSite(name, module, 0, Switch())
-    verdict = latent_prove.settle(site, readings, latent_prove.seen(x, (cos, sin)), latent_cache.new)
+    verdict = latent_prove.identify(site, readings, latent_prove.seen(HUGGING_FACE, given), new_cache)
     assert verdict.ok, verdict.why
     r = site.reading
     assert (r.heads, r.nope, r.rope, r.value, r.kv_lora) == (128, 128, 64, 128, 512)
     # The prompt, then token by token, the output projection included.
     mine = Pages([site.cache("split", 1, 8)], 1, 8, x.device)
-    theirs = latent_cache.new()
+    theirs = new_cache()
     with torch.no_grad():
         for some in (slice(0, 9), slice(9, 10), slice(10, 11), slice(11, 12)):
             n = some.stop - some.start
@@ -359,3 +360,126 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
             got = r.out(site.heads(x[:, some], cos[:, some], sin[:, some], mine.begin(n)))
             mine.commit(n)
             assert (got.float() - want.float()).norm() < 0.01 * want.float().norm()
+
+
+class _Attention(torch.nn.Module):
+    """Latent attention in words of its own: no Hugging Face, no cache but what it returns."""
+
+    def __init__(self, table: str, returned: str) -> None:
+        super().__init__()
+        self.heads, self.plain, self.turned, self.rank, self.own = 4, 8, 16, 32, 12
+        self.table, self.returned = table, returned
+        self.first = torch.nn.Linear(32, self.heads * (self.plain + self.turned), bias=False)
+        self.down = torch.nn.Linear(32, self.rank + self.turned, bias=False)
+        self.between = torch.nn.RMSNorm(self.rank, eps=1e-6)
+        self.up = torch.nn.Linear(self.rank, self.heads * (self.plain + self.own), bias=False)
+        self.last = torch.nn.Linear(self.heads * self.own, 32, bias=False)
+
+    def forward(
+        self, states: torch.Tensor, *, turns: Any = None, waves: Any = None, scale: float = 1.0
+    ) -> Any:
+        n = states.shape[1]
+        cos, sin = (turns, waves) if waves is not None else turns
+        q = self.first(states * scale).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        latent, k = self.down(states).split((self.rank, self.turned), -1)
+        kv = self.up(self.between(latent)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        def turn(t: torch.Tensor) -> torch.Tensor:
+            a, b = t.chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        k = turn(k.unsqueeze(1))
+        scores = q[..., : self.plain] @ kv[..., : self.plain].transpose(-1, -2)
+        scores = (scores + turn(q[..., self.plain :]) @ k.transpose(-1, -2)) * (
+            self.plain + self.turned
+        ) ** -0.5
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+        out = self.last((scores.softmax(-1) @ kv[..., self.plain :]).transpose(1, 2).flatten(2))
+        return (out, (latent, k)) if self.returned == "rows" else out
+
+
+class _Foreign(torch.nn.Module):
+    def __init__(self, table: str = "pair", returned: str = "rows") -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, 32)
+        self.blocks = torch.nn.ModuleList([_Attention(table, returned) for _ in range(2)])
+        self.table = table
+
+    def forward(self, sentence: torch.Tensor) -> torch.Tensor:
+        x = self.words(sentence)
+        angles = torch.arange(x.shape[1])[:, None] * 100.0 ** (-torch.arange(8) / 8)
+        table = {"turns": (angles.cos(), angles.sin())}
+        if self.table == "two":
+            table = {"turns": angles.cos(), "waves": angles.sin()}
+        for block in self.blocks:
+            y = block(x, **table)
+            x = x + (y[0] if isinstance(y, tuple) else y)
+        return x
+
+
+@pytest.mark.parametrize(("table", "returned"), [("pair", "rows"), ("two", "output")])
+def test_an_attention_with_other_names_is_found(table: str, returned: str) -> None:
+    model = seeded(lambda: _Foreign(table, returned))
+    tokens = prompts(2, 9)["input_ids"]
+    with torch.no_grad():
+        want = model(tokens)
+        rewritten(model)
+        torch.testing.assert_close(model(tokens), want)
+    report = model.opsmith.report
+    assert [layer.status for layer in report.latent] == ["kept", "kept"], report
+    assert [layer.values for layer in report.latent] == [48, 48]
+    assert report.fallbacks == {"the model's call takes no past_key_values": 1}
+
+
+def test_what_has_only_the_shapes_is_no_latent_attention() -> None:
+    model = seeded(_Foreign)
+    model.blocks[0].forward.__func__.__kwdefaults__["scale"] = 1.5
+    try:
+        with torch.no_grad():
+            rewritten(model)(prompts(2, 9)["input_ids"])
+    finally:
+        model.blocks[0].forward.__func__.__kwdefaults__["scale"] = 1.0
+    assert [layer.status for layer in model.opsmith.report.latent] == ["rolled back"] * 2
+
+
+class _Inside(torch.nn.Module):
+    """Hugging Face's call around an attention with other names."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(
+        self,
+        hidden_states: Any,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any,
+        **_: Any,
+    ) -> Any:
+        return self.inner(hidden_states, position_embeddings, attention_mask, past_key_values)
+
+
+@pytest.mark.parametrize("name", ["V2", "V3"])
+def test_an_attention_with_other_names_is_served_where_the_cache_is_known(name: str) -> None:
+    model, inputs = deepseek(name), prompts(3, 9)
+    original: Any = type(model.model.layers[0].self_attn)
+
+    class Renamed(original):  # type: ignore[misc]
+        def forward(self, states: Any, turns: Any, hidden: Any, kept: Any) -> Any:
+            return original.forward(
+                self,
+                hidden_states=states,
+                position_embeddings=turns,
+                attention_mask=hidden,
+                past_key_values=kept,
+            )
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Renamed
+        layer.self_attn = _Inside(layer.self_attn)
+    want = model.generate(**inputs, **GREEDY)
+    rewritten(model)
+    assert torch.equal(model.generate(**inputs, **GREEDY), want)
+    assert [layer.status for layer in model.opsmith.report.latent] == ["kept", "kept"]
+    assert model.opsmith.report.fallbacks == {}

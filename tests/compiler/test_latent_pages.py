@@ -107,11 +107,12 @@ def test_what_nobody_uses_is_given_back() -> None:
 
 def test_the_library_sees_its_own_layout_and_refuses_keys_of_heads() -> None:
     pytest.importorskip("transformers")
-    from opsmith.compiler.modules.latent.cache import LatentLayer, new, unfit
+    from opsmith.compiler.modules.conventions import new_cache
+    from opsmith.compiler.modules.latent.cache import LatentLayer, unfit
 
     order = torch.arange(ROPE).view(-1, 2).t().reshape(-1)
     p = pages(2)
-    cache = new()
+    cache = new_cache()
     cache.layers = [LatentLayer(p, i, KV, order) for i in range(2)]
     assert unfit(cache) is None
     keys, values = torch.randn(2, 1, 5, KV), torch.randn(2, 1, 5, ROPE)

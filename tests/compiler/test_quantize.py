@@ -148,7 +148,7 @@ def test_the_layers_of_gpt2_are_packed() -> None:
 def test_a_wrong_product_is_found_and_rolled_back() -> None:
     model, x = net(), torch.randn(3, 48)
     packing = Packing()
-    packing.put_in(model, "int8", 128, [])
+    packing.pack(model, "int8", 128, [])
     module, packed = packing._packed["up"]
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_a_wrong_product_is_found_and_rolled_back() -> None:
 
     packed.forward = wrong  # type: ignore[method-assign]
     module.forward = wrong  # type: ignore[method-assign]
-    packing.prove(lambda: model(x))
+    packing.check(lambda: model(x))
     status = {layer.name: layer.status for layer in packing.layers}
     assert status == {"up": "rolled back", "down": "packed", "head": "packed"}
     assert "above the bound" in packing.layers[0].why

@@ -91,11 +91,9 @@ def optimize(
         model.to(settings.device)
     if settings.torch_dtype is not None:
         session.before = _cast(model, settings.torch_dtype)
-    taken = session.latent.put_in(model)
+    taken = session.latent.find(model)
     if settings.quantize is not None:
-        session.packing.put_in(
-            model, settings.quantize, settings.quantize_group, settings.quantize_skip, taken
-        )
+        session.packing.pack(model, settings.quantize, settings.quantize_group, settings.quantize_skip, taken)
     model._compiled_call_impl = entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
     model.__dict__["__deepcopy__"] = Copier(model, _like)
@@ -105,7 +103,7 @@ def optimize(
     try:
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:
-                session.packing.prove(partial(model._call_impl, *args, **kwargs))
+                session.packing.check(partial(model._call_impl, *args, **kwargs))
             with torch.no_grad():
                 model(*args, **kwargs)
         if calls and not session.graphs and not session.unread:

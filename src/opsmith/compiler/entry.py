@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import itertools
@@ -19,6 +18,7 @@ from torch import fx, nn
 from opsmith.call.common import carries_tangents
 from opsmith.compiler.capture.trace import NotGeneral
 from opsmith.compiler.frozen import keep_input_guards
+from opsmith.compiler.modules.conventions import rehearse
 from opsmith.compiler.modules.quantize import needed
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         if carries_tangents():
             return model._call_impl(*args, **kwargs)
         if session.latent.waiting:
-            session.latent.prove(model, partial(_rehearse, model, args, kwargs))
+            session.latent.study(model, partial(rehearse, model, args, kwargs))
         if not session.latent.sites:
             return captured(*args, **kwargs)
         with session.latent.step(model, args, kwargs) as (args, kwargs, through):
@@ -167,23 +167,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def _rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The model on a call's inputs, as it is, and on a copy of the call's cache, which is to change once.
-
-    A mask speaks of the cache's columns too, so the call would not be the same without one.
-    """
-    names = list(inspect.signature(model.forward).parameters)
-    cache = (dict(zip(names, args, strict=False)) | kwargs).get("past_key_values")
-    other: dict[str, Any] = {}
-    if cache is not None:
-        # What autograd recorded in it cannot be copied, and is not needed.
-        held = [t for layer in getattr(cache, "layers", ()) for t in vars(layer).values()]
-        detached = {id(t): t.detach().clone() for t in held if isinstance(t, torch.Tensor)}
-        other["past_key_values"] = copy.deepcopy(cache, detached)
-    elif "use_cache" in names:
-        other["use_cache"] = False
-    # Arguments stay where they are: a model that takes *args has no names for them.
-    first = [other.pop(name, value) for name, value in zip(names, args, strict=False)]
-    model._call_impl(*first, *args[len(first) :], **kwargs | other)

@@ -86,7 +86,7 @@ class Packing:
         self._packed: dict[str, tuple[Any, Standing]] = {}
         self._of: dict[int, Standing] = {}  # by a packed weight
 
-    def put_in(
+    def pack(
         self, model: nn.Module, format: str, group_size: int, skip: Sequence[str], taken: Collection[str] = ()
     ) -> None:
         """Pack every linear layer whose name matches none of the patterns; those taken are another rewrite's."""
@@ -134,7 +134,7 @@ class Packing:
                 record.joined = group
         return before <= {(), group} and len(before) == 1
 
-    def prove(self, run: Callable[[], object]) -> None:
+    def check(self, run: Callable[[], object]) -> None:
         """Hold each layer to the tolerance of its operator on the inputs that it gets while `run` runs the model.
 
         What it is held to is the float64 product with the weight as it was rounded: the rounding itself is the

@@ -6,7 +6,6 @@ runs the original attention, and the report says why.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from opsmith.compiler.config import Config
+from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.latent import prove as latent_prove
 from opsmith.compiler.modules.latent.find import Reading, candidates
 from opsmith.compiler.modules.latent.pages import Pages
@@ -65,10 +65,9 @@ class Latent:
         self.fallbacks: Counter[str] = Counter()
         self._readings: dict[str, list[Reading]] = {}
         self._lock = threading.RLock()
-        self._names: list[str] = []
         self._whole = False
 
-    def put_in(self, model: nn.Module) -> set[str]:
+    def find(self, model: nn.Module) -> set[str]:
         """Find the modules; the names of layers whose weights they take over."""
         if self.config.mla_cache == "off":
             return set()
@@ -81,7 +80,6 @@ class Latent:
             self._readings[name] = readings
             self.reports.append(LatentReport(name))
             taken |= {names[m] for r in readings for m in r.absorbed}
-        self._names = list(inspect.signature(model.forward).parameters)
         return taken
 
     def _check_mode(self, readings: list[Reading]) -> None:
@@ -107,20 +105,22 @@ class Latent:
         """Whether there is something to prove, which takes a first call."""
         return bool(self._readings)
 
-    def prove(self, model: nn.Module, run: Call) -> None:
+    def study(self, model: nn.Module, run: Call) -> None:
         """Run the model once as it is, then settle and prove each layer on what it was given."""
         found: dict[str, latent_prove.Seen] = {}
 
         def keep(site: LatentSite) -> Call:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
                 given = dict(zip(site.names, args, strict=False)) | kwargs
-                x, table = given.get("hidden_states"), given.get("position_embeddings")
-                if site.name not in found and isinstance(x, torch.Tensor) and x.dim() == 3 and x.numel():
-                    found[site.name] = latent_prove.seen(x, table)
+                known = self._readings[site.name]
+                roles = conventions.roles(given, result, known[0].kv_a.in_features, {r.rope for r in known})
+                if site.name not in found and roles is not None and given[roles.hidden].numel():
+                    site.roles = roles
+                    found[site.name] = latent_prove.seen(roles, given)
 
             return hook
 
-        hooks = [s.module.register_forward_pre_hook(keep(s), with_kwargs=True) for s in self.sites]
+        hooks = [s.module.register_forward_hook(keep(s), with_kwargs=True) for s in self.sites]
         try:
             with torch.no_grad():
                 run()
@@ -131,18 +131,15 @@ class Latent:
         for site, report in zip(self.sites, self.reports, strict=True):
             if site.name not in found:
                 report.status, report.why = "rolled back", "the example did not reach it"
-            elif self._settle(site, report, found[site.name]):
+            elif self._prove(site, report, found[site.name]):
                 site.index = len(kept)
                 kept.append(site)
                 site.module.forward = site.forward
         self.sites, self._readings = kept, {}
-        config: Any = getattr(model, "config", None)
-        self._whole = bool(kept) and len(kept) == getattr(config, "num_hidden_layers", -1)
+        self._whole = bool(kept) and len(kept) == conventions.layers(model)
 
-    def _settle(self, site: LatentSite, report: LatentReport, found: latent_prove.Seen) -> bool:
-        from opsmith.compiler.modules.latent import cache as latent_cache
-
-        verdict = latent_prove.settle(site, self._readings[site.name], found, latent_cache.new)
+    def _prove(self, site: LatentSite, report: LatentReport, found: latent_prove.Seen) -> bool:
+        verdict = latent_prove.identify(site, self._readings[site.name], found, conventions.new_cache)
         report.error, report.bound, report.why = verdict.error, verdict.bound, verdict.why
         if not verdict.ok:
             report.status = "rolled back"
@@ -184,106 +181,78 @@ class Latent:
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], bool]]:
         """Prepare a call: what to call with, and whether through the captured graph."""
         with self._lock:
-            given = dict(zip(self._names, args, strict=False)) | kwargs
-            why = self._refusal(model, given)
+            call = conventions.ModelCall(model, args, kwargs)
+            why = self._refusal(model, call)
             pages = None
             if why is None:
-                pages, why = self._pages(model, given)
+                pages, why = self._pages(call)
             if why is not None:
                 self.fallbacks[why] += 1
             if pages is None:
                 # A cache that writes in place, pages too, changes at every run of a graph, and studying takes several.
-                cache = given.get("past_key_values")
-                yield args, kwargs, cache is None or _grows(cache)
+                yield args, kwargs, call.cache is None or _grows(call.cache)
                 return
-            tokens = _input(given).shape[1]
-            if given.get("position_ids") is None and "position_ids" in self._names:
-                start = pages.columns
-                given["position_ids"] = torch.arange(start, start + tokens, device=pages.device).unsqueeze(0)
+            tokens = call.tokens.shape[1]
+            call.say_positions(pages.columns)
             if self._whole:
-                # Nobody reads the mask any more, and the library takes one of four dimensions as it is: a graph
-                # without the growing one stays the same at every length.
-                given["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=pages.device)
+                call.drop_mask()
             self.switch.on, self.switch.step = True, pages.begin(tokens)
             try:
-                yield (), given, True
+                yield (), call.given, True
                 pages.commit(tokens)
             finally:
                 self.switch.on, self.switch.step = False, None
 
-    def _refusal(self, model: nn.Module, given: dict[str, Any]) -> str | None:
-        if "past_key_values" not in self._names:
-            return "the model's call takes no past_key_values"
+    def _refusal(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
+        why = call.refusal()
         if model.training:
             return "the model is in training mode"
         if torch.is_grad_enabled() and any(
             p.requires_grad for s in self.sites for p in s.module.parameters()
         ):
             return "gradients are recorded"
-        config: Any = getattr(model, "config", None)
-        if given.get("output_attentions") or getattr(config, "output_attentions", False):
-            return "attention weights are asked for"
-        x = _input(given)
-        if not isinstance(x, torch.Tensor) or not x.numel():
-            return "there is no input of tokens"
-        if torch.is_autocast_enabled(x.device.type):
+        if why is None and torch.is_autocast_enabled(call.tokens.device.type):
             return "autocast is on"
-        if given.get("past_key_values") is None:
-            use = given.get("use_cache")
-            if not (getattr(config, "use_cache", False) if use is None else use):
-                return "no cache is asked for"
-        return None
+        if why is None and not all(
+            s.roles.known and conventions.place(s.module) is not None for s in self.sites
+        ):
+            return "its layers keep something else than a cache of Hugging Face's"
+        return why
 
-    def _pages(self, model: nn.Module, given: dict[str, Any]) -> tuple[Pages | None, str | None]:
+    def _pages(self, call: conventions.ModelCall) -> tuple[Pages | None, str | None]:
         """The pages of the call's cache, which is taken over where it is the library's own; or why not."""
         from opsmith.compiler.modules.latent import cache as latent_cache
 
-        cache = given.get("past_key_values")
-        why = None if cache is None else latent_cache.unfit(cache)
+        why = None if call.cache is None else latent_cache.unfit(call.cache)
         if why is not None:
             return None, why
-        x = _input(given)
-        past = 0 if cache is None else cache.get_seq_length()
-        starts = _padding(given.get("attention_mask"), x.shape[0], past + x.shape[1])
+        batch, tokens = call.tokens.shape[:2]
+        past = 0 if call.cache is None else call.cache.get_seq_length()
+        starts = call.padding(past + tokens)
         if isinstance(starts, str):
             return None, starts
-        if cache is None:
-            cache = given["past_key_values"] = latent_cache.new()
-        pages = _pages_of(cache)
+        if call.cache is None:
+            call.cache = conventions.new_cache()
+        pages = _pages_of(call.cache)
         if pages is None:
             if past and not all(site.portable for site in self.sites):
                 return None, "the cache has keys of heads in it"
-            pages = self._adopt(cache, x.shape[0], x.device, starts)
-        if pages.batch != x.shape[0]:
+            size = self.config.mla_block
+            pools = [s.cache(self.config.mla_cache, batch, size) for s in self.sites]
+            pages = Pages(pools, batch, size, call.tokens.device)
+            _start(pages, starts)
+            at = {s: conventions.place(s.module) or 0 for s in self.sites}
+            places = [(at[s], s.reading.kv_lora, s.order) for s in self.sites]
+            latent_cache.adopt(call.cache, pages, places)
+        if pages.batch != batch:
             raise ValueError(
-                f"opsmith: the cache is for a batch of {pages.batch}, the input has {x.shape[0]} sequences"
+                f"opsmith: the cache is for a batch of {pages.batch}, the input has {batch} sequences"
             )
         if not past:
             _start(pages, starts)
         elif starts is not None and not torch.equal(starts, pages.starts):
             return None, "the mask hides other columns than those of the padding at the left"
         return pages, None
-
-    def _adopt(self, cache: Any, batch: int, device: torch.device, starts: torch.Tensor | None) -> Pages:
-        """Latent layers in the place of the library's; rows that these have move into pages."""
-        from transformers.cache_utils import DynamicLayer
-
-        from opsmith.compiler.modules.latent.cache import LatentLayer
-
-        size = self.config.mla_block
-        pools = [s.cache(self.config.mla_cache, batch, size) for s in self.sites]
-        pages = Pages(pools, batch, size, device)
-        _start(pages, starts)
-        before = list(cache.layers)
-        depth = 1 + max(int(s.module.layer_idx) for s in self.sites)  # type: ignore[arg-type]
-        while len(cache.layers) < depth:
-            cache.layers.append(DynamicLayer())
-        for site in self.sites:
-            at = int(site.module.layer_idx)  # type: ignore[arg-type]
-            cache.layers[at] = LatentLayer(pages, site.index, site.reading.kv_lora, site.order)
-            if at < len(before) and before[at].get_seq_length():
-                cache.layers[at].update(before[at].keys, before[at].values)
-        return pages
 
     def lines(self) -> list[str]:
         """For the plan: what is cached, and when which form runs."""
@@ -325,27 +294,6 @@ def _alike(
             key = (report.values, report.plain_values, report.token_bytes)
             groups.setdefault(key, (report, []))[1].append(by_name[report.name])
     return list(groups.values())
-
-
-def _input(given: dict[str, Any]) -> Any:
-    ids = given.get("input_ids")
-    return given.get("inputs_embeds") if ids is None else ids
-
-
-def _padding(mask: Any, batch: int, columns: int) -> torch.Tensor | str | None:
-    """[batch]: how many columns at the left are padding; None without a mask; a text where it is another mask."""
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return "the mask is not one of padding"
-    if tuple(mask.shape) != (batch, columns):
-        return "the mask has another length than the cache and the input"
-    kept = mask.to(torch.bool)
-    starts = columns - kept.sum(1)
-    at = torch.arange(columns, device=mask.device)
-    if not torch.equal(kept, at >= starts[:, None]):
-        return "the mask hides other columns than those of the padding at the left"
-    return starts
 
 
 def _start(pages: Pages, starts: torch.Tensor | None) -> None:

@@ -7,6 +7,7 @@ goes on with the same cache. All layers of one cache share their pages; the firs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,6 +120,16 @@ def unfit(cache: Any) -> str | None:
     return None if odd is None else f"the cache has a {type(odd).__name__}"
 
 
-def new() -> Any:
-    """An empty cache of the library's."""
-    return DynamicCache()
+def adopt(cache: Cache, pages: Pages, layers: Sequence[tuple[int, int, torch.Tensor | None]]) -> None:
+    """Put latent layers in the place of the library's; rows that these have move into the pages.
+
+    Args:
+        layers: of each that the pages are for its place in the cache, the width of a row, and the order in it.
+    """
+    before = list(cache.layers)
+    while len(cache.layers) <= max(at for at, _, _ in layers):
+        cache.layers.append(DynamicLayer())
+    for index, (at, kv_lora, order) in enumerate(layers):
+        cache.layers[at] = LatentLayer(pages, index, kv_lora, order)
+        if at < len(before) and before[at].get_seq_length():
+            cache.layers[at].update(before[at].keys, before[at].values)

@@ -7,7 +7,6 @@ may be equal), and how a head's rows are ordered, the proof decides: only one re
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
@@ -63,10 +62,9 @@ class Reading:
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Reading]]]:
     """Modules that may be latent attention, with the readings that their shapes allow."""
     for name, module in model.named_modules():
-        if "forward" not in vars(module) and _takes_a_cache(module):
-            found = readings(module)
-            if found:
-                yield name, module, found
+        found = readings(module) if "forward" not in vars(module) else []
+        if found:
+            yield name, module, found
 
 
 def readings(module: nn.Module) -> list[Reading]:
@@ -131,11 +129,3 @@ def _eps(norm: nn.Module) -> float | None:
     """The one small number that a norm keeps, whatever it is called."""
     small = [v for v in vars(norm).values() if isinstance(v, float) and 0.0 < v < 1e-2]
     return small[0] if len(small) == 1 else None
-
-
-def _takes_a_cache(module: nn.Module) -> bool:
-    """Hugging Face's convention: a call is given the cache and the table of its positions, and knows its layer."""
-    if not isinstance(getattr(module, "layer_idx", None), int):
-        return False
-    names = inspect.signature(module.forward).parameters
-    return {"past_key_values", "position_embeddings"} <= set(names)

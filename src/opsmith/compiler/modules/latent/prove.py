@@ -7,20 +7,23 @@ no other computes the same, and that both forms of the rewritten one, through a 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from opsmith.compiler.modules.conventions import Roles, alone, masked, place
 from opsmith.compiler.modules.latent.find import Reading
 from opsmith.compiler.modules.latent.pages import Pages
 from opsmith.compiler.modules.latent.site import LatentSite
 from opsmith.compiler.prove.site import widened
+from opsmith.compiler.reasons import raised
 from opsmith.operator import Tolerance, Verdict
 from opsmith.ops.mla.call import Rotation
 from opsmith.ops.mla.reference import define
@@ -38,23 +41,29 @@ class Seen:
     """What one attention module was called with."""
 
     x: torch.Tensor  # [1, n, D]
-    table: Any  # cosines and sines, or complex numbers, of these tokens
+    table: tuple[torch.Tensor, ...]  # [1, n, ...]: cosines and sines, or complex numbers, of these tokens
+    rest: dict[str, Any] = field(default_factory=dict)
 
 
-def seen(x: torch.Tensor, table: Any) -> Seen:
-    """The first sequence's last tokens."""
+def seen(roles: Roles, given: Mapping[str, Any]) -> Seen:
+    """The first sequence's last tokens in a call."""
     some = slice(-_TOKENS, None)
-    parts = table if isinstance(table, tuple) else (table,)
-    kept = tuple(t[:1, some].clone() for t in parts)
-    return Seen(x[:1, some].detach().clone(), kept if isinstance(table, tuple) else kept[0])
+    table = tuple((t if t.dim() > 2 else t[None])[:1, some].clone() for t in roles.parts(given))
+    return Seen(given[roles.hidden][:1, some].detach().clone(), table, alone(roles, given, some))
 
 
-def settle(site: LatentSite, readings: list[Reading], found: Seen, make_cache: Callable[[], Any]) -> Verdict:
+def identify(
+    site: LatentSite, readings: list[Reading], found: Seen, make_cache: Callable[[], Any]
+) -> Verdict:
     """Give the site the reading that computes what its module does, or say why none does."""
     best = Verdict(False, math.inf, 0.0, "no reading of its layers computes what it does")
     for out in {r.out for r in readings}:
-        exact, rows = _own(site, out, found, True, make_cache)
-        eager, _ = _own(site, out, found, False, None)
+        try:
+            exact, rows = _own(site, out, found, True, make_cache)
+            eager, _ = _own(site, out, found, False, None)
+        except Exception as error:  # a call that is not what it was taken for
+            best = Verdict(False, math.inf, 0.0, f"called alone it {raised(error)}")
+            continue
         for reading in [r for r in readings if r.out is out]:
             for interleaved in (True, False):
                 site.reading, site.interleaved = reading, interleaved
@@ -111,10 +120,13 @@ def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Te
         for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
             n = some.stop - some.start
             if n:
-                first, *second = found.table if isinstance(found.table, tuple) else (found.table,)
-                cos, sin = first[:, some], second[0][:, some] if second else None
+                cos, *sin = (t[:, some] for t in found.table)
                 step = pages.begin(n)
-                results.append(site.compute(found.x[:, some], cos, sin, step, form if n > 1 else "absorbed"))
+                results.append(
+                    site.compute(
+                        found.x[:, some], cos, sin[0] if sin else None, step, form if n > 1 else "absorbed"
+                    )
+                )
                 pages.commit(n)
         rows = pages.read(0, site.reading.kv_lora, pages.slots_of(pages.tables, tokens))[1]
     finally:
@@ -133,29 +145,22 @@ def _own(
         name: nn.Identity() if child is out else _copied(child, exact)
         for name, child in site.module._modules.items()
     }
-    x, table = (found.x.double(), _doubled(found.table)) if exact else (found.x, found.table)
-    tokens = x.shape[1]
-    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
-    mask = torch.zeros(1, 1, tokens, tokens, dtype=x.dtype, device=x.device).masked_fill(
-        hidden, torch.finfo(x.dtype).min
-    )
-    cache = None if make_cache is None else make_cache()
-    call: dict[str, Any] = {
-        "hidden_states": x,
-        "position_embeddings": table,
-        "attention_mask": mask,
-        "past_key_values": cache,
-    }
-    with torch.no_grad():
-        if exact:
-            with _Exact():
-                result = type(module).forward(module, **call)
-        else:
-            result = type(module).forward(module, **call)
+    roles = site.roles
+    x, table = (found.x.double(), tuple(map(_doubled, found.table))) if exact else (found.x, found.table)
+    several = len(table) > 1 and len(roles.table) == 1
+    given = dict(zip(roles.table, (table,) if several else table, strict=True))
+    call: dict[str, Any] = {**found.rest, **given, roles.hidden: x}
+    if roles.mask is not None:
+        call[roles.mask] = masked(found.rest.get(roles.mask), x)
+    cache = make_cache() if make_cache is not None and roles.cache is not None else None
+    if roles.cache is not None:
+        call[roles.cache] = cache
+    with torch.no_grad(), _Exact() if exact else contextlib.nullcontext():
+        result = type(module).forward(module, **call)
     layers = [] if cache is None else cache.layers
-    at = site.module.layer_idx
-    rows = layers[at].values if isinstance(at, int) and at < len(layers) else None
-    return result[0], rows
+    at = place(site.module)
+    rows = layers[at].values if at is not None and at < len(layers) else None
+    return result[0] if isinstance(result, tuple) else result, rows
 
 
 def _copied(child: nn.Module | None, exact: bool) -> nn.Module | None:
@@ -183,15 +188,16 @@ class _Exact(TorchFunctionMode):
         return func(*widened(args), **widened(kwargs or {}))
 
 
-def _doubled(table: Any) -> Any:
-    if isinstance(table, tuple):
-        return tuple(t.double() for t in table)
+def _doubled(table: torch.Tensor) -> torch.Tensor:
     return table.to(torch.complex128) if table.is_complex() else table.double()
 
 
 def _flat(found: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    parts = found.table if isinstance(found.table, tuple) else (found.table.real, found.table.imag)
-    cos, sin = (t.reshape(-1, t.shape[-1]) for t in parts)
+    first = found.table[0]
+    cos, sin = (
+        t.reshape(-1, t.shape[-1])
+        for t in (found.table if not first.is_complex() else (first.real, first.imag))
+    )
     return found.x[0], cos, sin
 
 

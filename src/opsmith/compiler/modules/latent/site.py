@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opsmith.compiler.modules.conventions import HUGGING_FACE
 from opsmith.compiler.modules.latent.find import Reading
 from opsmith.compiler.modules.latent.pages import Step
 from opsmith.ops import (
@@ -65,6 +66,7 @@ class LatentSite:
         self.original = module.forward
         self.names = list(inspect.signature(self.original).parameters)
         self.key = f"{name}#{next(_NUMBERS)}"
+        self.roles = HUGGING_FACE
         self.reading: Reading
         self.interleaved = True
         self.order: torch.Tensor | None = None  # from the library's order of rope dimensions to ours
@@ -82,10 +84,10 @@ class LatentSite:
         if not self.switch.on:
             return self.original(*args, **kwargs)
         kwargs.update(zip(self.names, args, strict=False))
-        table = kwargs["position_embeddings"]
-        cos, sin = (table, None) if isinstance(table, torch.Tensor) else table
-        heads = torch.ops.opsmith.mla_layer.default(kwargs["hidden_states"], cos, sin, self.key)
-        return self.reading.out(heads), None
+        cos, *sin = self.roles.parts(kwargs)
+        x = kwargs[self.roles.hidden]
+        heads = torch.ops.opsmith.mla_layer.default(x, cos, sin[0] if sin else None, self.key)
+        return self.roles.result(self.reading.out(heads), kwargs)
 
     def __reduce__(self) -> Any:
         raise TypeError(

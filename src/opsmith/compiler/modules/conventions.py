@@ -1,0 +1,234 @@
+"""How models and their attention are called: Hugging Face's names, masks, positions and caches, known nowhere else.
+
+An attention module of somebody else has other names. What its arguments are, their shapes say.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_CACHE = "past_key_values"
+_MASK = "attention_mask"
+_POSITIONS = "position_ids"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which arguments of an attention module's call are what, and what it returns beside its output."""
+
+    hidden: str
+    table: tuple[str, ...]  # cosines and sines: one argument each, or one for both
+    mask: str | None = None
+    cache: str | None = None  # a cache of Hugging Face's
+    beside: tuple[str | None, ...] | None = None  # "cache" or None each; None where the output is all
+    known: bool = True  # whether that is all that it returns
+
+    def parts(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines of a call, or complex numbers."""
+        values = [given[name] for name in self.table]
+        return tuple(values[0]) if isinstance(values[0], tuple | list) else tuple(values)
+
+    def result(self, out: torch.Tensor, given: Mapping[str, Any]) -> Any:
+        """What the module returns with this output."""
+        if self.beside is None:
+            return out
+        return out, *(given.get(self.cache) if what and self.cache else None for what in self.beside)
+
+
+HUGGING_FACE = Roles("hidden_states", ("position_embeddings",), _MASK, _CACHE, (None,))
+
+
+def roles(given: Mapping[str, Any], result: Any, width: int, ropes: Collection[int]) -> Roles | None:
+    """The roles in a call of an attention module: by Hugging Face's names, else by the shapes of the arguments.
+
+    Args:
+        given: the arguments by name.
+        result: what the module returned.
+        width: of the hidden states.
+        ropes: how many rotated features a head may have.
+    """
+    if {HUGGING_FACE.hidden, *HUGGING_FACE.table} <= set(given):
+        return HUGGING_FACE
+    hidden = [k for k, v in given.items() if _floating(v) and v.dim() == 3 and v.shape[-1] == width]
+    if len(hidden) != 1:
+        return None
+    tokens = given[hidden[0]].shape[1]
+    rest = {k: v for k, v in given.items() if k != hidden[0]}
+    pairs = [k for k, v in rest.items() if _is_table(v, tokens, ropes)]
+    single = [k for k, v in rest.items() if isinstance(v, torch.Tensor) and _is_half(v, tokens, ropes)]
+    table = tuple(pairs or single)
+    if len(table) != (1 if pairs else 2):
+        return None
+    mask = [k for k, v in rest.items() if k not in table and _is_mask(v, tokens)]
+    cache = next((k for k, v in rest.items() if _is_cache(v)), None)
+    several = isinstance(result, tuple)
+    beside = tuple("cache" if _is_cache(r) else None for r in result[1:]) if several else None
+    known = not several or all(r is None or (_is_cache(r) and cache) for r in result[1:])
+    return Roles(hidden[0], table, mask[0] if mask else None, cache, beside, known)
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _is_half(value: torch.Tensor, tokens: int, ropes: Collection[int]) -> bool:
+    fits = value.dim() in (2, 3) and value.shape[-2] == tokens
+    return fits and any(value.shape[-1] in (rope, rope // 2) for rope in ropes)
+
+
+def _is_table(value: Any, tokens: int, ropes: Collection[int]) -> bool:
+    """True for cosines and sines in one argument: a pair, or complex numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.is_complex() and _is_half(value, tokens, ropes)
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    return pair and all(_floating(v) and _is_half(v, tokens, ropes) for v in value)
+
+
+def _is_mask(value: Any, tokens: int) -> bool:
+    square = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-2] == tokens
+    return square and value.shape[-1] >= tokens
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "layers") and hasattr(value, "get_seq_length")
+
+
+def alone(roles: Roles, given: Mapping[str, Any], tokens: slice) -> dict[str, Any]:
+    """The other arguments of an attention module's call, for some tokens of its first sequence without a cache."""
+    if roles == HUGGING_FACE:
+        return {}
+    rest: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None or isinstance(value, bool | int | float | str):
+            rest[name] = value
+        elif name == roles.mask:
+            rest[name] = value[:1, ..., tokens, tokens] if value.dim() > 2 else value[tokens, tokens]
+        elif isinstance(value, torch.Tensor) and name != roles.hidden and name not in roles.table:
+            rest[name] = value[:1, tokens] if value.dim() == 2 else value
+        elif name != roles.hidden and name not in roles.table:
+            rest[name] = None
+    return rest
+
+
+def masked(like: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """A causal mask for these hidden states [1, n, D]: of numbers to add, or of the kind of another one."""
+    tokens = x.shape[1]
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+    if like is not None and like.dtype == torch.bool:  # a token sees itself, whatever says so
+        return (hidden ^ like.flatten()[-1]).view(1, 1, tokens, tokens)[(0,) * (4 - like.dim())]
+    added = torch.zeros(1, 1, tokens, tokens, dtype=x.dtype, device=x.device)
+    added = added.masked_fill(hidden, torch.finfo(x.dtype).min)
+    return added if like is None else added[(0,) * (4 - like.dim())]
+
+
+def place(module: nn.Module) -> int | None:
+    """Which layer of a cache is an attention module's."""
+    at = getattr(module, "layer_idx", None)
+    return at if isinstance(at, int) else None
+
+
+def layers(model: nn.Module) -> int | None:
+    """How many layers a model says it has."""
+    return getattr(getattr(model, "config", None), "num_hidden_layers", None)
+
+
+def new_cache() -> Any:
+    """An empty cache of the library's, where there is the library."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers.cache_utils import DynamicCache
+
+    return DynamicCache()
+
+
+class ModelCall:
+    """A call of a whole model, by what its arguments mean."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.model = model
+        self.names = list(inspect.signature(model.forward).parameters)
+        self.given = dict(zip(self.names, args, strict=False)) | dict(kwargs)
+
+    @property
+    def cache(self) -> Any:
+        """What the call brings along."""
+        return self.given.get(_CACHE)
+
+    @cache.setter
+    def cache(self, cache: Any) -> None:
+        self.given[_CACHE] = cache
+
+    @property
+    def tokens(self) -> Any:
+        """The input: class numbers, or embeddings of them."""
+        ids = self.given.get("input_ids")
+        return self.given.get("inputs_embeds") if ids is None else ids
+
+    def refusal(self) -> str | None:
+        """Why no latent cache serves the call, as far as its arguments say."""
+        config = getattr(self.model, "config", None)
+        if _CACHE not in self.names:
+            return f"the model's call takes no {_CACHE}"
+        if self.given.get("output_attentions") or getattr(config, "output_attentions", False):
+            return "attention weights are asked for"
+        if not isinstance(self.tokens, torch.Tensor) or not self.tokens.numel():
+            return "there is no input of tokens"
+        if self.cache is None:
+            use = self.given.get("use_cache")
+            if not (getattr(config, "use_cache", False) if use is None else use):
+                return "no cache is asked for"
+        return None
+
+    def padding(self, columns: int) -> torch.Tensor | str | None:
+        """[batch]: how many columns at the left are padding; None without a mask; a text where it is another mask."""
+        mask = self.given.get(_MASK)
+        if mask is None:
+            return None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return "the mask is not one of padding"
+        if tuple(mask.shape) != (self.tokens.shape[0], columns):
+            return "the mask has another length than the cache and the input"
+        kept = mask.to(torch.bool)
+        starts = columns - kept.sum(1)
+        if not torch.equal(kept, torch.arange(columns, device=mask.device) >= starts[:, None]):
+            return "the mask hides other columns than those of the padding at the left"
+        return starts
+
+    def say_positions(self, start: int) -> None:
+        """Count the positions of the tokens from here, where the caller did not."""
+        if self.given.get(_POSITIONS) is None and _POSITIONS in self.names:
+            stop, device = start + self.tokens.shape[1], self.tokens.device
+            self.given[_POSITIONS] = torch.arange(start, stop, device=device).unsqueeze(0)
+
+    def drop_mask(self) -> None:
+        """Replace the mask, which nobody reads any more: the library takes one of four dimensions as it is, and a
+        graph without the growing one stays the same at every length.
+        """
+        self.given[_MASK] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.tokens.device)
+
+
+def rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The model on a call's inputs, as it is, and on a copy of the call's cache, which is to change once.
+
+    A mask speaks of the cache's columns too, so the call would not be the same without one.
+    """
+    call = ModelCall(model, args, kwargs)
+    other: dict[str, Any] = {}
+    if call.cache is not None:
+        # What autograd recorded in it cannot be copied, and is not needed.
+        held = [t for layer in getattr(call.cache, "layers", ()) for t in vars(layer).values()]
+        detached = {id(t): t.detach().clone() for t in held if isinstance(t, torch.Tensor)}
+        other[_CACHE] = copy.deepcopy(call.cache, detached)
+    elif "use_cache" in call.names:
+        other["use_cache"] = False
+    # Arguments stay where they are: a model that takes *args has no names for them.
+    first = [other.pop(name, value) for name, value in zip(call.names, args, strict=False)]
+    model._call_impl(*first, *args[len(first) :], **kwargs | other)

@@ -11,7 +11,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler import session
-from opsmith.compiler.program import graph
+from opsmith.compiler.program import graph, sites
 from tests.compiler.models import UNTIMED, Feed, Truth, ids, numbers, padding, seeded
 
 SIZES = {
@@ -86,7 +86,7 @@ def _fails(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "what"),
-    [(session, "capture"), (graph, "recognize"), (graph, "rewrite")],
+    [(session, "capture"), (sites, "recognize"), (graph, "rewrite")],
     ids=["capture", "recognize", "rewrite"],
 )
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

@@ -312,3 +312,27 @@ def test_a_model_that_nobody_holds_takes_all_of_it_along(quantize: str | None) -
         found = live()
         gc.collect()
         assert [type(one) for ref in found if (one := ref()) is not None] == []
+
+
+@torch.no_grad()
+def test_a_compiled_model_that_nobody_holds_takes_its_weights_along(x: torch.Tensor) -> None:
+    """Here no session of the model's holds the graph: Dynamo does, for as long as it likes."""
+
+    def held() -> list[torch.Tensor]:
+        gc.collect()
+        return [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
+
+    counts = []
+    for _ in range(3):
+        before = {id(t) for t in held()}
+        model = seeded(Feed)
+        fast = torch.compile(model, backend="opsmith", options={"tune": False, "inductor": False})
+        fast(x)
+        fast(numbers(4, 7, WIDTH))
+        made = [weakref.ref(t) for t in held() if id(t) not in before]
+        assert len(made) > len(list(model.parameters()))
+        del model, fast
+        gc.collect()
+        assert [tuple(t.shape) for ref in made if (t := ref()) is not None] == []
+        counts.append(len(held()))
+    assert counts[1] == counts[2]

@@ -15,8 +15,9 @@ import opsmith
 from opsmith import measure
 from opsmith.compiler import Config
 from opsmith.compiler.choose import inductor
-from opsmith.compiler.choose.select import Packer, Selector, contest
-from opsmith.compiler.choose.tuning import TuningCache
+from opsmith.compiler.choose.select import Selector, contest
+from opsmith.compiler.choose.weights import Weights
+from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.steps.bind import Form
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, registry
@@ -41,7 +42,7 @@ class _Measured:
 
 
 def _choose(selector: Selector, call: dict[str, Any], may_measure: bool = True) -> Any:
-    return selector.choose(registry()["layer_norm"], "layer_norm_0", call, Packer(), may_measure=may_measure)
+    return selector.choose(registry()["layer_norm"], "layer_norm_0", call, Weights(), may_measure=may_measure)
 
 
 def test_the_fastest_wins_and_the_reason_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +391,7 @@ def test_a_measurement_speaks_for_calls_of_its_form_only(monkeypatch: pytest.Mon
     selector, card = Selector(Config()), registry()["layer_norm"]
 
     def choose(form: Form, may_measure: bool = True) -> Any:
-        return selector.choose(card, "layer_norm_0", _call(), Packer(), may_measure=may_measure, form=form)
+        return selector.choose(card, "layer_norm_0", _call(), Weights(), may_measure=may_measure, form=form)
 
     assert choose(Form.STILL).implementation == "native"
     counter.times = {"native": 2.0, "eager": 1.0}

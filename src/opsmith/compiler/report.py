@@ -8,7 +8,7 @@ from typing import Any
 
 from opsmith.compiler.modules.latent import LatentReport
 from opsmith.compiler.modules.quantize import QuantizedLayer
-from opsmith.compiler.program.outcome import GraphReport, SiteReport
+from opsmith.compiler.program.sites import GraphReport, SiteReport
 from opsmith.ops import mla_attention, mla_preprocess
 
 _LATENT = (mla_preprocess.__name__, mla_attention.__name__)  # what a layer that keeps latent rows is made of

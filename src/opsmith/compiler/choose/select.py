@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from opsmith import measure
 from opsmith.compiler.choose import inductor
-from opsmith.compiler.choose.tuning import TuningCache
+from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.config import Config
+from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.bind import Form
@@ -70,7 +70,7 @@ class Selector:
         card: Operator,
         site: str,
         call: dict[str, Any],
-        packed: Packer,
+        weights: Weights,
         *,
         may_measure: bool,
         unfit: Mapping[str, str] = MappingProxyType({}),
@@ -116,7 +116,7 @@ class Selector:
         if len(accepted) > 1 and (times is None or not set(names) <= set(times)):
             if not may_measure:
                 return self._nearest(card, call, form, accepted, refused)
-            times, steady = self._measure(call, accepted, refused, packed, form)
+            times, steady = self._measure(call, accepted, refused, weights, form)
             times = self._measured[key] = self.cache.settled(key, times, steady)
             self.guessed |= self.cache.get(key) is None
         if len(accepted) == 1 or times is None:
@@ -129,7 +129,7 @@ class Selector:
         call: dict[str, Any],
         accepted: list[Implementation],
         refused: dict[str, str],
-        packed: Packer,
+        weights: Weights,
         form: Form,
     ) -> tuple[dict[str, float], bool]:
         """Seconds by implementation, as a program calls them, and whether the machine was quiet enough to keep them.
@@ -139,7 +139,7 @@ class Selector:
         contestants = {}
         for candidate in list(accepted):
             try:
-                contestants[candidate.name] = alone(candidate, packed(candidate, call), form)
+                contestants[candidate.name] = alone(candidate, weights.swapped(candidate, call), form)
                 contestants[candidate.name]()
             except Exception as error:  # whatever it raises is its reason for not taking part
                 contestants.pop(candidate.name, None)
@@ -182,58 +182,10 @@ class Selector:
         if self.config.inductor and self.config.tune and not self.fixed and not self.cache.items():
             inductor.get_ready()
 
-    def save(self) -> None:
-        """Keep for the next process what was measured."""
-        self.cache.save()
-
     def implementation(self, card: Operator, name: str) -> Implementation:
         """An implementation by name, Inductor's included."""
         compiled = self.inductor.compiled(card) if name == "inductor" else None
         return compiled or card.implementation(name)
-
-
-class Packer:
-    """Swaps a constant weight for its packed form, once for each weight and implementation."""
-
-    def __init__(self) -> None:
-        self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._cast: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.constants: dict[
-            int, torch.Tensor
-        ] = {}  # by address: the weights a plan may pack, views of them too
-
-    def __call__(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
-        """The call as this implementation wants it."""
-        weight = call.get("weight")
-        if implementation.prepack is None or not isinstance(weight, torch.Tensor):
-            return call
-        if weight.data_ptr() not in self.constants:
-            return call
-        key = (weight.data_ptr(), weight.shape, weight.stride(), implementation.name)
-        if key not in self._packed:
-            x = call["x"]
-            rows = x.numel() // max(x.shape[-1], 1)
-            self._packed[key] = implementation.prepack(weight.detach(), rows)
-        return {**call, "weight": self._packed[key]}
-
-    def cast(self, node: Node, args: Sequence[Any]) -> torch.Tensor | None:
-        """A weight in the dtype that this call of a graph casts it to, itself a weight then; None for other calls."""
-        if node.target is not torch.ops.aten.to.dtype or node.kwargs or len(args) != 2:
-            return None
-        value, dtype = args
-        weight = self.constants.get(value.data_ptr())
-        if weight is None or weight is not value:
-            return None
-        key = (weight.data_ptr(), dtype)
-        if key not in self._cast:
-            self._cast[key] = weight.detach().to(dtype)
-            self.constants[self._cast[key].data_ptr()] = self._cast[key]
-        return self._cast[key]
-
-    def forget(self) -> None:
-        """Drop everything packed or cast: a weight has changed."""
-        self._packed.clear()
-        self._cast.clear()
 
 
 def _check_names(config: Config) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from opsmith import measure
-from opsmith.compiler.choose.tuning import TuningCache
+from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.plan import Plan, PlanStep
 
 

@@ -11,38 +11,26 @@ import torch
 from torch import fx
 
 from opsmith.call.common import native
-from opsmith.compiler.capture.mutation import Effects, Rehearsal, effects
+from opsmith.compiler.capture.mutation import Rehearsal
 from opsmith.compiler.choose.select import Choice, Selector, signature
+from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.choose.worth import Worth, worth
-from opsmith.compiler.find.recognize import recognize
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
-from opsmith.compiler.program.outcome import GraphReport, warn_left
 from opsmith.compiler.program.program import Program, record
 from opsmith.compiler.program.programs import UNSEEN, Programs
 from opsmith.compiler.program.rewrite import rewrite
-from opsmith.compiler.program.sites import Progress, Sites
+from opsmith.compiler.program.sites import GraphReport, More, Sites, warn_left
 from opsmith.compiler.program.studies import Studies
-from opsmith.compiler.program.study import attribute
-from opsmith.compiler.program.weights import Weights
-from opsmith.compiler.prove.proofs import Proofs
+from opsmith.compiler.program.study import Progress
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.sizes import Key
 from opsmith.kernels import libraries
-from opsmith.operator import Implementation, Operator, registry
-
-
-def _uncounted() -> AbstractContextManager[None]:
-    """Whoever counts what is saved for the gradients (a checkpointed layer) does not count a study's."""
-    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
-
-
-def _itself(saved: torch.Tensor) -> torch.Tensor:
-    return saved
+from opsmith.operator import Implementation, Operator
 
 
 class CompiledGraph:
-    """The callable that Dynamo runs in place of a captured graph."""
+    """The callable that runs in place of a captured graph."""
 
     def __init__(
         self,
@@ -50,22 +38,20 @@ class CompiledGraph:
         captured: Callable[..., Any],
         examples: Sequence[Any],
         selector: Selector,
-        proofs: Proofs,
+        studies: Studies,
         progress: Progress | None = None,
-        more: Callable[[fx.GraphModule, Effects], Sequence[Site]] = lambda gm, effects: (),
+        more: More = lambda gm, effects: (),
     ):
         self.original = gm
+        self._weights = Weights(examples, self.close)
+        self._found = Sites(gm, selector, self._weights, more)
+        self.programs = Programs([n for n in gm.graph.nodes if n.op == "placeholder"])
+        self.rewritten: fx.GraphModule | None = None
         self._plain: Callable[..., Any] = gm  # what runs where no program does
         self._captured = captured
-        self.selector = selector
-        found, changes = recognize(gm.graph, registry().values()), effects(gm.graph)
-        self._found = Sites(gm, changes, found, more(gm, changes), selector, progress)
-        self._studies = Studies(proofs)
-        self.programs = Programs([n for n in gm.graph.nodes if n.op == "placeholder"])
-        self._weights = Weights(examples)
-        self.rewritten: fx.GraphModule | None = None
+        self._selector, self._studies, self._progress = selector, studies, progress
+        self._changed = self._found.effects.inputs(gm.graph)
         self._lock = threading.RLock()
-        self._changed = changes.inputs(gm.graph)
 
     @property
     def sites(self) -> Mapping[str, Site]:
@@ -73,14 +59,14 @@ class CompiledGraph:
         return self._found.named
 
     @property
-    def report(self) -> GraphReport:
-        """What was found, and what was proved of it."""
-        return self._found.report
-
-    @property
     def plans(self) -> Mapping[Key, ShapePlan]:
         """The plan of each set of sizes."""
         return self.programs.plans
+
+    @property
+    def report(self) -> GraphReport:
+        """What was found in it, and what was proven of that."""
+        return self._found.report
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
@@ -94,7 +80,7 @@ class CompiledGraph:
     def _first(self, key: Key, args: Sequence[Any]) -> Any:
         with self._lock, torch.no_grad():
             if self._weights.changed(args):
-                self._repack(args)
+                self._take(args)
             rehearsal = Rehearsal(args, self._changed)
             if not self._changed and not self._found.effects.random:
                 return self._prepare(key, rehearsal)
@@ -105,10 +91,10 @@ class CompiledGraph:
             return self._plain(*args) if program is None else program(args)
 
     def _prepare(self, key: Key, rehearsal: Rehearsal) -> Any:
-        tuning = self.rewritten is None or self.selector.learning
+        tuning = self.rewritten is None or self._selector.learning
         if tuning and not self.report.left:
             try:
-                self.study(rehearsal.again())
+                self._study(rehearsal.again())
             except Exception as error:
                 self._captured(*rehearsal.again())  # the model's own error is the one to see
                 self._leave(error)
@@ -124,7 +110,7 @@ class CompiledGraph:
 
     def _eagerly(self, key: Key, rehearsal: Rehearsal, why: str) -> Any:
         result = self._plain(*rehearsal.again())
-        self.programs.keep(key, None, ShapePlan(self.programs.describe(key), [], 0, False, why))
+        self.programs.keep(key, None, ShapePlan(self.programs.named(key), [], 0, False, why))
         return result
 
     def _leave(self, error: Exception) -> None:
@@ -133,50 +119,35 @@ class CompiledGraph:
         self._found.leave(raised(error))
         warn_left(self.report)
 
-    def _repack(self, args: Sequence[Any]) -> None:
-        self._found.packer.forget()
-        self._found.packer.constants = self._weights.hold(args)
-        self.programs.forget()
+    def _take(self, args: Sequence[Any]) -> None:
+        self._weights.take(args)
+        self.programs.clear()
 
     def close(self) -> None:
-        """Let go of the weights, and begin anew when called again."""
+        """Let go of the weights, whose model may be gone; called again, the graph begins anew."""
         with self._lock:
-            self._found.packer.forget()
-            self._found.packer.constants = {}
-            self._weights.release()
-            self.programs.forget()
+            self._weights.clear()
+            self.programs.clear()
 
-    def study(self, args: Sequence[Any], training: bool = False) -> None:
+    def _study(self, args: Sequence[Any], training: bool = False) -> None:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
-        if self._weights.unknown():
-            self._repack(args)
-        self._load_kernels(args, training)
+        if self._weights.changed(args):
+            self._take(args)
+        _load_kernels(self._found, args, training)
         before = len(self.report.kept)
-        kept = self._studies.run(self._found, args, training)
+        kept = self._studies.run(self._found, args, training, self._progress)
         if len(self.report.kept) < before:
-            self.programs.forget()  # those of examples seen earlier still have the site
+            self.programs.clear()  # those of examples seen earlier still have the site
         self.rewritten, self._found.studied = rewrite(self.original, kept), True
 
     def _save(self) -> None:
         """Keep for the next process what was found out."""
-        self.selector.save()
+        self._selector.cache.save()
         self._studies.save()
-
-    def _load_kernels(self, args: Sequence[Any], training: bool) -> None:
-        """Build the native kernels of what was found in one run, where they are not there: not one after the other."""
-        names = {
-            schema.partition("(")[0]
-            for site in self.sites.values()
-            # The first one is the forward.
-            for schema in (site.card.schemas if training else site.card.schemas[:1])
-        }
-        first = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
-        if first is not None and (known := sorted(names & libraries.kernels().keys())):
-            native(first, *known)
 
     def _record(self, key: Key, rehearsal: Rehearsal, tuning: bool) -> Any:
         assert self.rewritten is not None
-        sizes, free = self.programs.span(key, self.selector.learning)
+        sizes, free = self.programs.span(key, self._selector.learning)
         steps: list[PlanStep] = []
 
         def choose(name: str, call: dict[str, Any]) -> tuple[Operator, Choice, Implementation]:
@@ -193,39 +164,31 @@ class CompiledGraph:
                     dict(choice.refused),
                 )
             )
-            return card, choice, self.selector.implementation(card, choice.implementation)
+            return card, choice, self._selector.implementation(card, choice.implementation)
 
-        program, result = record(
-            self.rewritten.graph,
-            lambda name: attribute(self.rewritten, name),
-            rehearsal.again(),
-            choose,
-            self._found.packer,
-            free,
-        )
+        program, result = record(self.rewritten, rehearsal.again(), choose, self._weights, free)
         slots = {s.site: s.slot for s in program.steps if s.site is not None}
         for step in steps:
             step.slot = slots.get(step.site)
         if tuning:
             self.programs.worths[key] = self._worth(program, rehearsal, steps)
-        whole = self.programs.worth(key, bool(self.sites))
-        shapes = self.programs.describe(sizes)
-        plan = ShapePlan(shapes, steps, sum(program.slots), whole.used, whole.note, program.source)
-        fresh = (program.fresh if whole.used else 0) if free else None
-        self.programs.keep(sizes, program if whole.used else None, plan, fresh)
+        whole = self.programs.worth(key) or Worth(bool(self.sites), "not timed as a whole")
+        name = self.programs.named(sizes)
+        plan = ShapePlan(name, steps, sum(program.slots), whole.used, whole.note, program.source)
+        self.programs.keep(sizes, program if whole.used else None, plan)
         return result
 
     def _worth(self, program: Program, rehearsal: Rehearsal, steps: Sequence[PlanStep]) -> Worth:
         """Whether the program as a whole runs."""
         if not self.sites:
             return Worth(False, "no operator of ours in this graph")
-        if not self.selector.config.tune:
+        if not self._selector.config.tune:
             return Worth(True, "not timed as a whole")
         return worth(
             self.original.code,
             steps,
-            self.selector.saved,
-            self.selector.cache,
+            self._selector.saved,
+            self._selector.cache,
             lambda: program(rehearsal.again(numbers=False)),
             lambda: self.original(*rehearsal.again(numbers=False)),
         )
@@ -235,11 +198,33 @@ class CompiledGraph:
         with self._lock:
             if self.rewritten is None and not self.report.left:
                 try:
-                    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _uncounted():
-                        self.study(Rehearsal(args, self._changed).again(), training=True)
+                    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _unwatched():
+                        self._study(Rehearsal(args, self._changed).again(), training=True)
                     self._save()
                 except Exception as error:
                     result = self._captured(*args)
                     self._leave(error)
                     return result
         return self._plain(*args) if self.rewritten is None else self.rewritten(*args)
+
+
+def _unwatched() -> AbstractContextManager[None]:
+    """Whoever counts what is saved for the gradients (a checkpointed layer) does not count a study's."""
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+def _load_kernels(sites: Sites, args: Sequence[Any], training: bool) -> None:
+    """Build the native kernels of what was found in one run, where they are not there: not one after the other."""
+    names = {
+        schema.partition("(")[0]
+        for site in sites.named.values()
+        # The first one is the forward.
+        for schema in (site.card.schemas if training else site.card.schemas[:1])
+    }
+    first = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
+    if first is not None and (known := sorted(names & libraries.kernels().keys())):
+        native(first, *known)

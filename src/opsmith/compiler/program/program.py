@@ -23,7 +23,8 @@ from torch.fx.node import map_arg
 
 from opsmith.call.fast import direct
 from opsmith.compiler.capture.filled import filled
-from opsmith.compiler.choose.select import Choice, Packer
+from opsmith.compiler.choose.select import Choice
+from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
 from opsmith.compiler.steps.bind import kernel_calls
 from opsmith.compiler.steps.sizes import varying
@@ -106,42 +107,36 @@ class Open:
 
 
 def record(
-    graph: fx.Graph,
-    attributes: Callable[[str], Any],
-    args: Sequence[Any],
-    choose: Chooser,
-    packer: Packer,
-    free: Collection[Any] = (),
+    gm: fx.GraphModule, args: Sequence[Any], choose: Chooser, weights: Weights, free: Collection[Any] = ()
 ) -> tuple[Program, Any]:
     """Run the graph once; the program for these sizes, whichever the symbols in `free` are, and the run's result."""
-    return _Recorder(graph, attributes, args, choose, packer, free).run()
+    return _Recorder(gm, args, choose, weights, free).run()
 
 
 class _Recorder:
     def __init__(
         self,
-        graph: fx.Graph,
-        attributes: Callable[[str], Any],
+        gm: fx.GraphModule,
         args: Sequence[Any],
         choose: Chooser,
-        packer: Packer,
+        weights: Weights,
         free: Collection[Any],
     ):
-        self.nodes = list(graph.nodes)
+        self.gm = gm
+        self.nodes = list(gm.graph.nodes)
         self.varies = varying(self.nodes, free) if free else set()
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.attributes = attributes
         self.called: list[str] = []
         self.args = args
         self.choose = choose
-        self.packer = packer
+        self.weights = weights
         self.env: dict[Node, Any] = {}
         self.steps: dict[Node, Step] = {}
         self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
         self.open: dict[Node, Open] = {}
         self.candidates: dict[Node, tuple[torch.Tensor, ...]] = {}
         self.constant: dict[Node, Any] = {}
-        self.weights = {memory(w) for w in packer.constants.values()}
+        self.still = weights.places
         self.slots = Slots()
 
     def run(self) -> tuple[Program, Any]:
@@ -173,7 +168,7 @@ class _Recorder:
             if node.op == "placeholder":
                 self.env[node] = next(inputs)
             elif node.op == "get_attr":
-                self.env[node] = self.attributes(str(node.target))
+                self.env[node] = operator.attrgetter(str(node.target))(self.gm)
             elif node.op == "call_function":
                 self.env[node] = self._call(node)
             elif node.op == "output":
@@ -187,25 +182,25 @@ class _Recorder:
         if site is None:
             if node.target is not operator.getitem:
                 self.steps[node] = Step(node.name, target_name(node.target))
-            weight = self.packer.cast(node, args)
+            weight = self.weights.cast(node, args)
             if weight is not None:
-                self.weights.add(memory(weight))
+                self.still.add(memory(weight))
                 self.constant[node] = weight
                 return weight
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             if node.target is joined and all(n.op == "placeholder" for n in node.all_input_nodes):
-                self.weights.add(memory(result))
+                self.still.add(memory(result))
                 self.constant[node] = result
             if node.target is filled and node not in self.varies:
                 self.candidates[node] = (result,)
             return result
         card, choice, implementation = self.choose(site, kwargs)
-        packed = self.packer(implementation, kwargs)
+        packed = self.weights.swapped(implementation, kwargs)
         swapped = {k: v for k, v in packed.items() if v is not kwargs[k] or node.kwargs[k] in self.constant}
         self.calls[node] = (implementation, swapped)
         if node in self.varies or any(n in self.varies for n in node.all_input_nodes):
             self.open[node] = Open(card, implementation, swapped)
-        self.weights |= {memory(w) for w in swapped.values()} - {-1}  # no memory that can be seen
+        self.still |= {memory(w) for w in swapped.values()} - {-1}  # no memory that can be seen
         self.steps[node] = Step(node.name, target_name(node.target), site, choice)
         result = implementation.fn(**packed)
         if implementation.takes_out and node not in self.varies:
@@ -238,7 +233,7 @@ class _Recorder:
 
     def _stays(self, t: torch.Tensor) -> bool:
         """True for memory that is the same at every call: a slot, or a weight as long as it does not change."""
-        return t in self.slots or memory(t) in self.weights
+        return t in self.slots or memory(t) in self.still
 
     def _stands(self, value: Any) -> str | None:
         """Where a value is found in the program: a buffer, or a name of its own."""

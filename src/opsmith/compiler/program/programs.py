@@ -1,4 +1,4 @@
-"""Which program serves which sizes of a graph, and the plan of each."""
+"""Which program serves which sizes: one for the sizes of an example, and one for many where they vary all the time."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from opsmith.compiler.steps.sizes import Key, differing, named, span, within
 
 MAX_PROGRAMS = 64
 MAX_STRAYS = 8
-UNSEEN: Any = object()  # in the place of a program: these sizes were not met before
+UNSEEN: Any = object()
 
 
 class Programs:
-    """The programs of a graph by the sizes that it was called with; None in a program's place where eager runs."""
+    """The programs of one graph by the numbers that it is given, and what they are worth; None where eager runs."""
 
-    def __init__(self, placeholders: Sequence[Node]):
+    def __init__(self, placeholders: Sequence[Node]) -> None:
+        self._at = [i for i, n in enumerate(placeholders) if not isinstance(n.meta.get("val"), torch.Tensor)]
+        self._numbers = [placeholders[i] for i in self._at]
         self.plans: dict[Key, ShapePlan] = {}
+        self.worths: dict[Key, Worth] = {}  # of those that were measured
         self.by_key: dict[Key, Program | None] = {}
-        self.worths: dict[Key, Worth] = {}
-        self._placeholders = [n for n in placeholders if not isinstance(n.meta.get("val"), torch.Tensor)]
-        self._symbols = [placeholders.index(n) for n in self._placeholders]
         self._spans: dict[Key, int] = {}  # programs that serve many sizes: how many results they allocate
         self._seen: set[Key] = set()  # sizes that such a program has served
         self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
         self._strays = 0
 
     def key(self, args: Sequence[Any]) -> Key:
-        """The sizes of a call."""
-        return tuple(args[i] for i in self._symbols)
+        """The numbers among a call's arguments."""
+        return tuple([args[i] for i in self._at])
 
     def find(self, key: Key) -> Any:
-        """The program for these sizes, None for eager, or UNSEEN."""
+        """The program for these sizes, or `UNSEEN`."""
         program = self.by_key.get(key, UNSEEN)
         return self._spanning(key) if program is UNSEEN and self._spans else program
 
@@ -53,37 +53,37 @@ class Programs:
                 return self.by_key.get(sizes, UNSEEN)
         return UNSEEN
 
-    def span(self, key: Key, learning: bool) -> tuple[Key, frozenset[Any]]:
+    def span(self, key: Key, example: bool) -> tuple[Key, frozenset[Any]]:
         """The sizes to record a program for: those of an example alone, else with all that has been seen to vary."""
-        if learning or key in self._seen or not self.by_key:
+        if example or key in self._seen or not self.by_key:
             return key, frozenset()
         new = differing(key, next(reversed(self.by_key))) - self._varies
         self._strays += bool(new)
         # What changes now and then (the size of a batch) has programs of its own, what does so all the time has not.
         if not self._varies or self._strays > MAX_STRAYS:
             self._varies, self._strays = self._varies | new, 0
-        return span(key, self._varies, self._placeholders)
+        return span(key, self._varies, self._numbers)
 
-    def keep(self, sizes: Key, program: Program | None, plan: ShapePlan, fresh: int | None = None) -> None:
-        """Run this program at these sizes from now on; `fresh` is given for one that serves many."""
+    def keep(self, sizes: Key, program: Program | None, plan: ShapePlan) -> None:
+        """Enter what runs at these sizes; the oldest gives way."""
         if len(self.by_key) >= MAX_PROGRAMS:
             oldest = next(iter(self.by_key))
             del self.by_key[oldest], self.plans[oldest]
             self._spans.pop(oldest, None)
-        if fresh is not None:
-            self._spans[sizes] = fresh
         self.by_key[sizes], self.plans[sizes] = program, plan
+        if any(type(size) is range for size in sizes):
+            self._spans[sizes] = 0 if program is None else program.fresh
 
-    def forget(self) -> None:
-        """Let go of all programs; what was found out about whole programs stays."""
+    def clear(self) -> None:
+        """Forget all programs; the plans stay."""
         self.by_key.clear()
         self._spans.clear()
 
-    def describe(self, key: Key) -> str:
-        """The sizes with the names that the graph has for them."""
-        return named([str(n.meta.get("val")) for n in self._placeholders], key)
+    def named(self, sizes: Key) -> str:
+        """Sizes as people read them."""
+        return named([str(n.meta.get("val")) for n in self._numbers], sizes)
 
-    def worth(self, key: Key, sites: bool) -> Worth:
+    def worth(self, key: Key) -> Worth | None:
         """What was found at the nearest sizes measured: only an example is worth the time of measuring."""
 
         def distance(other: Key) -> float:
@@ -91,6 +91,6 @@ class Programs:
 
         nearest = min(self.worths, key=distance, default=None)
         if nearest is None:
-            return Worth(sites, "not timed as a whole")
+            return None
         found = self.worths[nearest]
-        return found if nearest == key else Worth(found.used, f"as at {self.describe(nearest)}")
+        return found if nearest == key else Worth(found.used, f"as at {self.named(nearest)}")

@@ -1,25 +1,56 @@
-"""The sites of one graph: what was found, what runs each of them, and what is known not to."""
+"""The sites of one graph: what was found, what was chosen for each, and what failed its proof."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 from torch.fx import Node
 
-from opsmith.compiler.capture.mutation import Effects
-from opsmith.compiler.choose.select import Choice, Packer, Selector, signature
+from opsmith.compiler.capture.mutation import Effects, effects
+from opsmith.compiler.choose.select import Choice, Selector, signature
 from opsmith.compiler.choose.settle import call_of, settle
-from opsmith.compiler.find.recognize import Recognized
+from opsmith.compiler.choose.weights import Weights
+from opsmith.compiler.find.recognize import Miss, recognize
 from opsmith.compiler.find.site import Site, where
-from opsmith.compiler.program.outcome import GraphReport, SiteReport
 from opsmith.compiler.steps.bind import Form
-from opsmith.operator import Verdict
+from opsmith.operator import Verdict, registry
 
-Progress = Callable[[str, int, int], None]
+More = Callable[[fx.GraphModule, Effects], Sequence[Site]]
+
+
+@dataclass
+class SiteReport:
+    """What became of one site."""
+
+    name: str
+    operator: str
+    pattern: str
+    where: str
+    composite: bool
+    status: str = "kept"  # or "rolled back"
+    error: float = 0.0
+    bound: float = 0.0
+    why: str = ""
+
+
+@dataclass
+class GraphReport:
+    """What was found in one graph, and what was proven of it."""
+
+    sites: list[SiteReport] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    nodes: int = 0
+    left: str = ""  # why the graph runs as it was captured, where it could not be studied
+
+    @property
+    def kept(self) -> list[SiteReport]:
+        """The sites that no proof has rolled back."""
+        return [s for s in self.sites if s.status == "kept"]
 
 
 @dataclass(frozen=True)
@@ -34,100 +65,109 @@ class Settled:
     why: str
 
 
-class Sites:
-    """The sites of a captured graph by name, with the choices for them."""
+@dataclass
+class Known:
+    """What is known of one site."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        effects: Effects,
-        found: Recognized,
-        more: Sequence[Site],
-        selector: Selector,
-        progress: Progress | None = None,
-    ):
-        self.original, self.effects, self.selector, self.progress = gm, effects, selector, progress
-        self.packer = Packer()
-        self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
-        self.named: dict[str, Site] = {}
+    site: Site
+    report: SiteReport
+    form: Form = Form.NEW  # how its program will call it, as far as a study can tell
+    unfit: dict[str, str] = field(default_factory=dict)  # implementations that failed its proof, and why
+    choices: dict[str, Choice] = field(default_factory=dict)  # by the signature of a call
+
+
+class Sites:
+    """The sites of a captured graph by name, each with its choices."""
+
+    def __init__(self, gm: fx.GraphModule, selector: Selector, weights: Weights, more: More) -> None:
+        self.gm, self.selector, self.weights = gm, selector, weights
+        self.effects = effects(gm.graph)
         self.studied = False  # whether an example was seen before
+        found = recognize(gm.graph, registry().values())
+        self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
         self._counts: Counter[str] = Counter()
-        self._choices: dict[tuple[str, str], Choice] = {}
-        self._forms: dict[str, Form] = {}  # by site: how its program will call it, as far as a study can tell
-        self._unfit: dict[str, dict[str, str]] = {}  # by site: implementations that failed its proof, and why
-        for site in (*found.sites, *more):
+        self._known: dict[str, Known] = {}
+        for site in (*found.sites, *more(gm, self.effects)):
             self._add(site)
+
+    def __getitem__(self, name: str) -> Known:
+        return self._known[name]
+
+    @property
+    def named(self) -> dict[str, Site]:
+        """The sites by name."""
+        return {name: known.site for name, known in self._known.items()}
 
     def _add(self, site: Site) -> str:
         """Enter a site under a name of its own."""
         operator = site.card.name
         name = f"{operator}_{self._counts[operator]}"
         self._counts[operator] += 1
-        self.named[name] = site
-        self.report.sites.append(SiteReport(name, operator, site.pattern, where(site.root), site.composite))
+        report = SiteReport(name, operator, site.pattern, where(site.root), site.composite)
+        self._known[name] = Known(site, report)
+        self.report.sites.append(report)
         return name
 
     def divided(
         self, name: str, value: Callable[[Node], Any], form: Callable[[Site], Form], learn: Collection[Node]
     ) -> list[str]:
         """The names under which a site runs: its own, or, where they are faster together, those of its parts."""
-        site = self.named[name]
+        known = self[name]
+        site = known.site
         if not site.parts or self.studied:
             return [name]
 
         def choose(part: Site, call: dict[str, Any]) -> Choice:
+            card = part.card
             return self.selector.choose(
-                part.card, part.card.name, call, self.packer, may_measure=True, form=form(part)
+                card, card.name, call, self.weights, may_measure=True, form=form(part)
             )
 
         call = call_of(site, value)
         choice = self.choice(name, call, may_measure=True, form=form(site))
-        apart, self._choices[name, signature(site.card, call)] = settle(site, choice, choose, value, learn)
+        apart, known.choices[signature(site.card, call)] = settle(site, choice, choose, value, learn)
         return self.divide(name) if apart else [name]
 
     def divide(self, name: str) -> list[str]:
         """Put the parts of a site in its place."""
-        site = self.named.pop(name)
-        self.report.sites = [r for r in self.report.sites if r.name != name]
-        return [self._add(part) for part in site.parts]
+        known = self._known.pop(name)
+        self.report.sites.remove(known.report)
+        return [self._add(part) for part in known.site.parts]
 
     def choice(
         self, name: str, call: dict[str, Any], *, may_measure: bool, form: Form | None = None
     ) -> Choice:
         """The choice for a site and a call; equal calls of one operator choose alike, where they have one form."""
-        site = self.named[name]
-        form = self._forms[name] = form or self._forms.get(name, Form.NEW)
-        key = (name, signature(site.card, call))
-        if key not in self._choices:
-            self._choices[key] = self.selector.choose(
-                site.card,
-                name,
-                call,
-                self.packer,
-                may_measure=may_measure,
-                unfit=self._unfit.get(name, {}),
-                form=form,
+        known, card = self[name], self[name].site.card
+        known.form = form or known.form
+        key = signature(card, call)
+        if key not in known.choices:
+            known.choices[key] = self.selector.choose(
+                card, name, call, self.weights, may_measure=may_measure, unfit=known.unfit, form=known.form
             )
-        return self._choices[key]
+        return known.choices[key]
 
     def reject(self, name: str, implementation: str, why: str) -> None:
         """Never again choose this implementation for this site, at whatever sizes."""
-        self._unfit.setdefault(name, {})[implementation] = why
-        self._choices = {key: choice for key, choice in self._choices.items() if key[0] != name}
-
-    def settled(self, report: SiteReport, call: str, choice: Choice, proof: str) -> Settled:
-        """What a study found out about a site."""
-        unfit = dict(self._unfit.get(report.name, {}))
-        return Settled(call, self._forms[report.name], choice, proof, unfit, report.why)
+        self[name].unfit[implementation] = why
+        self[name].choices.clear()
 
     def recall(self, name: str, found: Settled, verdict: Verdict) -> None:
         """Take over what the same study found out about a site before."""
-        report = next(r for r in self.report.sites if r.name == name)
-        report.error, report.bound, report.why = verdict.error, verdict.bound, found.why
-        self._forms[name], self._unfit[name] = found.form, found.unfit
-        self._choices[name, found.signature] = found.choice
+        known = self[name]
+        known.report.error, known.report.bound, known.report.why = verdict.error, verdict.bound, found.why
+        known.form, known.unfit = found.form, dict(found.unfit)
+        known.choices[found.signature] = found.choice
 
     def leave(self, why: str) -> None:
-        """Have no sites: the graph runs as it was captured."""
+        """Forget them: the graph could not be studied."""
         self.report = GraphReport(nodes=self.report.nodes, left=why)
-        self.named = {}
+        self._known.clear()
+
+
+def warn_left(report: GraphReport) -> None:
+    """Say that a graph is not optimized: a fault of ours, and not of the model's."""
+    warnings.warn(
+        f"opsmith: a graph of {report.nodes} operations runs as it was, since it could not be studied: {report.left}",
+        stacklevel=2,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from opsmith.compiler.choose.settle import call_of, learning
 from opsmith.compiler.find.joined import joined
 from opsmith.compiler.find.operands import Made, evaluate, nodes_in
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.program.outcome import SiteReport
-from opsmith.compiler.program.sites import Settled, Sites
+from opsmith.compiler.program.sites import Known, Settled, Sites
 from opsmith.compiler.prove import proofs
 from opsmith.compiler.prove.site import prove, run_wide
 from opsmith.compiler.reasons import raised
@@ -25,6 +25,7 @@ from opsmith.compiler.steps.bind import Form
 from opsmith.compiler.steps.slots import memory
 from opsmith.operator import Verdict
 
+Progress = Callable[[str, int, int], None]
 # A model that computes something under no_grad turns recording on again behind it: not while its values are studied.
 _SET_GRAD = torch._C._set_grad_enabled
 
@@ -32,10 +33,16 @@ _SET_GRAD = torch._C._set_grad_enabled
 class Study:
     """One run of the captured graph that stops at every site."""
 
-    def __init__(self, sites: Sites, args: Sequence[Any], training: bool, proved: proofs.Proved | None):
-        self.sites = sites
-        self.args = args
-        self.nodes = list(sites.original.graph.nodes)
+    def __init__(
+        self,
+        sites: Sites,
+        args: Sequence[Any],
+        training: bool,
+        proved: proofs.Proved | None,
+        progress: Progress | None = None,
+    ):
+        self.sites, self.args, self.progress = sites, args, progress
+        self.nodes = list(sites.gm.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.training = training
         self.proved = proved
@@ -46,7 +53,7 @@ class Study:
         self.learn = learning(self.nodes, args) if training else set()
         self.env: dict[Node, Any] = {}
         self.at: dict[Node, list[str]] = {}
-        self.weights = {memory(w) for w in sites.packer.constants.values()}
+        self.still = sites.weights.places
         self.shared = sites.effects.memory
         self.buffers: set[int] = set()  # the memory, as `shared` numbers it, for which a program has a buffer
         results = [n for o in self.nodes if o.op == "output" for n in o.all_input_nodes]
@@ -65,16 +72,15 @@ class Study:
 
     def run(self) -> list[tuple[str, Site]]:
         """Choose and prove; the sites that are kept."""
-        sites = self.sites
         kept: list[tuple[str, Site]] = []
         names = (n for ending in self._walk() for m in ending for n in self._divided(m))
         for done, name in enumerate(names, 1):
-            if sites.progress is not None:
-                sites.progress(name, done, len(sites.named))
+            if self.progress is not None:
+                self.progress(name, done, len(self.sites.report.sites))
+            known = self.sites[name]
             # What failed at other sizes stays out: one rewritten graph serves all.
-            report = next(r for r in sites.report.sites if r.name == name)
-            if report.status == "kept" and self._site(name, report):
-                kept.append((name, sites.named[name]))
+            if known.report.status == "kept" and self._site(name, known):
+                kept.append((name, known.site))
         return kept
 
     def foresee(self, while_: Callable[[], bool]) -> None:
@@ -86,7 +92,7 @@ class Study:
         for name in (n for ending in self._walk() for n in ending):
             if not while_():
                 return
-            site = self.sites.named[name]
+            site = self.sites[name].site
             call = call_of(site, self.value)
             self._prove(site, site.card.candidates(**call)[0][0].name, call)
 
@@ -100,7 +106,7 @@ class Study:
             if node.op == "placeholder":
                 self.env[node] = next(inputs)
             elif node.op == "get_attr":
-                self.env[node] = attribute(self.sites.original, str(node.target))
+                self.env[node] = attrgetter(str(node.target))(self.sites.gm)
             elif node.op == "call_function" and node.target is not _SET_GRAD:
                 self._call(node)
             yield self.at.get(node, [])
@@ -109,12 +115,11 @@ class Study:
                 self.env.pop(finished, None)
 
     def _call(self, node: Node) -> None:
-        packer = self.sites.packer
         args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
-        cast = None if self.training else packer.cast(node, args)
+        cast = None if self.training else self.sites.weights.cast(node, args)
         self.env[node] = node.target(*args, **kwargs) if cast is None else cast  # type: ignore[operator]
         if cast is not None:
-            self.weights.add(memory(cast))
+            self.still.add(memory(cast))
         if node.target is filled:
             self._in_buffers([node])
 
@@ -137,7 +142,7 @@ class Study:
         if isinstance(operand, Made) and operand.target is joined:
             return True
         value = evaluate(operand, self.value)
-        if not isinstance(value, torch.Tensor) or memory(value) in self.weights:
+        if not isinstance(value, torch.Tensor) or memory(value) in self.still:
             return True
         return any(
             self.shared.get(n) in self.buffers and memory(value) == memory(self.env[n])
@@ -147,47 +152,45 @@ class Study:
     def _in_buffers(self, outputs: Sequence[Node]) -> None:
         self.buffers |= {self.shared[n] for n in outputs if n in self.shared} - self.given
 
-    def _site(self, name: str, report: SiteReport) -> bool:
+    def _site(self, name: str, known: Known) -> bool:
         """Choose and prove one site: what is not accurate enough gives way to the next fastest that is.
 
         False rolls the site back to the model's own nodes.
         """
-        sites = self.sites
-        site = sites.named[name]
+        site, selector = known.site, self.sites.selector
         call = call_of(site, self.value)
-        choice = sites.choice(name, call, may_measure=True, form=self._form(site))
-        kept, choice = self._proved(name, report, call, choice)
-        if not kept:
-            return False
-        implementation = sites.selector.implementation(site.card, choice.implementation)
+        choice = self.sites.choice(name, call, may_measure=True, form=self._form(site))
+        if selector.config.verify:
+            kept = self._proved(name, known, call, choice)
+            if kept is None:
+                return False
+            choice = kept
+        implementation = selector.implementation(site.card, choice.implementation)
         if implementation.takes_out:
             self._in_buffers(site.outputs)
         proof = proofs.name(site, implementation)
-        self.settled[name] = sites.settled(report, signature(site.card, call), choice, proof)
+        self.settled[name] = Settled(
+            signature(site.card, call), known.form, choice, proof, dict(known.unfit), known.report.why
+        )
         return True
 
-    def _proved(
-        self, name: str, report: SiteReport, call: dict[str, Any], choice: Choice
-    ) -> tuple[bool, Choice]:
-        sites = self.sites
-        site = sites.named[name]
-        if not sites.selector.config.verify:
-            return True, choice
+    def _proved(self, name: str, known: Known, call: dict[str, Any], choice: Choice) -> Choice | None:
+        report = known.report
         failures = [report.why] if report.why else []  # of examples before this one
         while True:
-            verdict = self._prove(site, choice.implementation, call)
+            verdict = self._prove(known.site, choice.implementation, call)
             report.error, report.bound = verdict.error, verdict.bound
             if not verdict.ok:
                 failures.append(f"{choice.implementation}: {verdict.why}")
             report.why = "; ".join(failures)
             if verdict.ok:
-                return True, choice
+                return choice
             if choice.implementation == "eager":
                 report.status = "rolled back"
                 self.repeatable = False
-                return False, choice
-            sites.reject(name, choice.implementation, verdict.why)
-            choice = sites.choice(name, call, may_measure=True)
+                return None
+            self.sites.reject(name, choice.implementation, verdict.why)
+            choice = self.sites.choice(name, call, may_measure=True)
 
     def _exactly(self, site: Site, value: Callable[[Node], Any]) -> Mapping[Node, torch.Tensor]:
         """The site in float64, for all implementations that are tried on it."""
@@ -196,13 +199,12 @@ class Study:
         return self._wide[id(site)]
 
     def _prove(self, site: Site, candidate: str, call: dict[str, Any]) -> Verdict:
-        sites = self.sites
-        implementation = sites.selector.implementation(site.card, candidate)
+        implementation = self.sites.selector.implementation(site.card, candidate)
         known = None if self.proved is None else self.proved.get(proofs.name(site, implementation))
         if known is not None:
             return known
         try:
-            result = implementation.fn(**sites.packer(implementation, call))
+            result = implementation.fn(**self.sites.weights.swapped(implementation, call))
         except Exception as error:  # the model itself has run: an implementation that can't is refused
             self.repeatable = False
             return Verdict(False, math.inf, 0.0, raised(error))
@@ -210,10 +212,3 @@ class Study:
         if self.proved is not None and not self.proved.put(site, implementation, verdict):
             self.repeatable = False
         return verdict
-
-
-def attribute(gm: Any, name: str) -> Any:
-    """The attribute of a dotted name."""
-    for part in name.split("."):
-        gm = getattr(gm, part)
-    return gm

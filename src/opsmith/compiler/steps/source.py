@@ -35,7 +35,9 @@ class Writer:
             name = "".join(c if c.isalnum() else "_" for c in hint)
             while name in self.names or name in self._taken:
                 name += "_"
-            self._bound[id(value)], self.names[name] = name, value
+            # A program holds the memory of a weight, and not the parameter: that one goes with its model.
+            held = value.detach() if isinstance(value, torch.nn.Parameter) else value
+            self._bound[id(value)], self.names[name] = name, held
         return self._bound[id(value)]
 
     def text(self, value: Any) -> str:

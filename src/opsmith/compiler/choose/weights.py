@@ -1,0 +1,95 @@
+"""A graph's weights: whether they are what they were, and the forms of them that programs read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from opsmith.compiler.steps.slots import memory
+from opsmith.operator import Implementation
+
+# Asked of every weight at every call.
+_version = torch._C.TensorBase.__dict__["_version"].__get__
+_address = torch.Tensor.data_ptr
+
+
+class Weights:
+    """The weights among a graph's inputs, and what was packed or cast of them, once for each use.
+
+    Copies are right for as long as no weight changes; with `take` all of it begins anew. They hold the memory of the
+    weights and not the parameters: once one of these is gone, so is the model, and `gone` is called.
+    """
+
+    def __init__(self, examples: Sequence[Any] = (), gone: Callable[[], None] = lambda: None) -> None:
+        self._gone = gone
+        self._at = [
+            i for i, e in enumerate(examples) if isinstance(e, torch.nn.Parameter) and not e.is_inference()
+        ]
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of all weights."""
+        self._parameters: list[weakref.ref[Any]] = []
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and casts of them
+        self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._cast: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def changed(self, args: Sequence[Any]) -> bool:
+        """True when a weight is not the one that was taken: loaded anew, trained, replaced or moved."""
+        weights = [args[i] for i in self._at]
+        return (
+            list(map(_version, weights)) != self._versions or list(map(_address, weights)) != self._addresses
+        )
+
+    def take(self, args: Sequence[Any]) -> None:
+        """The weights as they are in this call."""
+        self.clear()
+        weights = [args[i] for i in self._at]
+        self._parameters = [weakref.ref(w, lambda _: self._gone()) for w in weights]
+        self._versions, self._addresses = list(map(_version, weights)), list(map(_address, weights))
+        # While their memory is held, no other weight can come to stand at the same address.
+        self._known = {w.data_ptr(): w.detach() for w in weights}
+
+    @property
+    def places(self) -> set[int]:
+        """The memory of all of them."""
+        return {memory(w) for w in self._known.values()}
+
+    def swapped(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
+        """The call as this implementation wants it: with a weight of ours in its packed form."""
+        weight = call.get("weight")
+        if implementation.prepack is None or not isinstance(weight, torch.Tensor):
+            return call
+        if weight.data_ptr() not in self._known:
+            return call
+        key = (weight.data_ptr(), weight.shape, weight.stride(), implementation.name)
+        if key not in self._packed:
+            x = call["x"]
+            rows = x.numel() // max(x.shape[-1], 1)
+            self._packed[key] = implementation.prepack(weight.detach(), rows)
+        return {**call, "weight": self._packed[key]}
+
+    def cast(self, node: Node, args: Sequence[Any]) -> torch.Tensor | None:
+        """A weight in the dtype that this call of a graph casts it to, itself a weight then; None for other calls."""
+        if node.target is not torch.ops.aten.to.dtype or node.kwargs or len(args) != 2:
+            return None
+        value, dtype = args
+        weight = self._known.get(value.data_ptr())
+        if weight is None or not _same(weight, value):
+            return None
+        key = (weight.data_ptr(), dtype)
+        if key not in self._cast:
+            self._cast[key] = weight.to(dtype)
+            self._known[self._cast[key].data_ptr()] = self._cast[key]
+        return self._cast[key]
+
+
+def _same(weight: torch.Tensor, value: torch.Tensor) -> bool:
+    """True for what stands at one address and is no other view of it."""
+    return (weight.dtype, weight.shape, weight.stride()) == (value.dtype, value.shape, value.stride())

@@ -35,7 +35,7 @@ CPP = git ls-files '*.cpp' '*.h' '*.cu' | xargs $(BIN)/clang-format
 .PHONY: lint
 lint: $(VENV)/.installed  ## Style, format, types and import order
 	$(call timed,{ $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(CPP) --dry-run -Werror && $(BIN)/mypy \
-	  && $(BIN)/python -m pytest --noconftest -n 0 -q tests/test_layers.py; })
+	  && $(BIN)/python -m pytest --noconftest -n 0 -q tests/test_layers.py tests/test_house.py; })
 
 # The portable kernels are looked at too, as their masked loads and stores are plain ones that a sanitizer understands.
 # What the undefined-behavior sanitizer says goes to standard error, which pytest must not swallow with a dying process.

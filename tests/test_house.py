@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "opsmith"
 
 MOST_SOURCES = 25  # in one folder: what a person takes in at a look
+# Lines of Python and C++ of the core, and of everything: these numbers only go down.
+CORE, WHOLE = 60_000, 67_300
 NO_KERNEL = {"rope_table"}  # a table, made once by PyTorch's own arithmetic
 
 
@@ -108,6 +110,26 @@ def lacking(root: Path) -> list[str]:
         wanted["test"] = any(list((root / "tests/ops").rglob(f"test_{stem}.py")) for stem in stems)
         found += [f"{name}: no {what}" for what, there in wanted.items() if not there]
     return found
+
+
+def lines(*folders: Path) -> int:
+    files = (
+        f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".cpp", ".h", ".cu", ".cuh")
+    )
+    return sum(len(f.read_text().splitlines()) for f in files)
+
+
+def test_the_house_does_not_grow() -> None:
+    assert lines(PACKAGE) <= CORE
+    assert lines(PACKAGE, *ROOT.glob("packages/*/src")) <= WHOLE
+
+
+def test_lines_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room/a.py").write_text("x = 1\n\ny = 2\n")
+    (tmp_path / "room/b.h").write_text("int b();\n")
+    (tmp_path / "notes.md").write_text("not counted\n")
+    assert lines(tmp_path) == 4
 
 
 def test_no_files_import_each_other() -> None:

@@ -16,8 +16,7 @@ import opsmith
 from opsmith import measure
 from opsmith.compiler import Config
 from opsmith.compiler.choose import inductor, worth
-from opsmith.compiler.choose.select import Selector
-from opsmith.compiler.kept import Kept
+from opsmith.compiler.kept import Kept, TuningCache
 from opsmith.compiler.program import study
 from opsmith.compiler.prove import proofs
 from opsmith.operator import Implementation, registry
@@ -229,8 +228,8 @@ def test_the_oldest_entries_go(tmp_path: Path) -> None:
 
 
 def test_an_example_is_one_file_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    saves: list[Selector] = []
-    monkeypatch.setattr(Selector, "save", lambda selector: saves.append(selector))
+    saves: list[TuningCache] = []
+    monkeypatch.setattr(TuningCache, "save", lambda cache: saves.append(cache))
     model, x = seeded(Feed), numbers(3, 4, WIDTH)
     _optimize(model, x, x[:2])
     assert len(saves) == 2

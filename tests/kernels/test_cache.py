@@ -222,6 +222,7 @@ def test_a_built_library_needs_no_compiler(project: Project, monkeypatch: pytest
 def test_no_compiler_in_a_process_of_its_own(project: Project) -> None:
     code = """
         import torch
+        import opsmith.ops
         from opsmith.kernels import libraries
         print(libraries.load(), libraries.load("gelu"), libraries.status().compiler)
         print(torch.nn.functional.layer_norm(torch.ones(2, 8), (8,)).sum().item())

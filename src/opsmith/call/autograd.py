@@ -36,6 +36,7 @@ class Call(Protocol):
 def differentiated(call: Call) -> type[torch.autograd.Function]:
     """Forward and backward of an operator."""
     tensors = [one.name for one in call.signature.tensors]
+    numbers = [one.name for one in call.signature.numbers]
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -44,7 +45,7 @@ def differentiated(call: Call) -> type[torch.autograd.Function]:
             there = (known.get(name, known.get(other or name)) for name, other in call.saved.items())
             ctx.save_for_backward(*there)
             ctx.backend = backend
-            ctx.numbers = [known[one.name] for one in call.signature.numbers]
+            ctx.numbers = [known[name] for name in numbers]
             return results[0] if len(results) == 1 else tuple(results)
 
         @staticmethod
@@ -55,7 +56,7 @@ def differentiated(call: Call) -> type[torch.autograd.Function]:
                 known[name] = t
                 if other is not None:
                     known[other] = t
-            known |= {one.name: v for one, v in zip(call.signature.numbers, ctx.numbers, strict=True)}
+            known |= dict(zip(numbers, ctx.numbers, strict=True))
             wanted = {
                 one.name
                 for one, needed in zip(call.signature.arguments, ctx.needs_input_grad[1:], strict=True)

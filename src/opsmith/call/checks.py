@@ -74,6 +74,9 @@ def check_outputs(
         read: what is read, by name.
         what: an `out` has to be, where not that many tensors.
     """
+    if not isinstance(out, tuple | torch.Tensor):
+        many = "a tensor" if len(results) == 1 else f"a tuple of {len(results)} tensors"
+        raise TypeError(f"{op}: out must be {many}, got {type(out).__name__}")
     given = out if isinstance(out, tuple) else (out,)
     if len(given) != len(results) or not all(isinstance(t, torch.Tensor) for t in given):
         what = what or ("a tensor" if len(results) == 1 else f"a tuple of {len(results)} tensors")

@@ -244,7 +244,11 @@ def out_rows(out: torch.Tensor) -> torch.Tensor:
     if out.dim() == 2 and out.stride()[1] == 1:
         return out
     try:
-        rows = out.view(-1, out.shape[-1]) if out.numel() else out.reshape(-1, max(out.shape[-1], 1))
+        rows = (
+            out.view(-1, out.shape[-1])
+            if out.numel()
+            else out.reshape((-1, out.shape[-1]) if out.shape[-1] else (0, 0))
+        )
     except RuntimeError:
         raise ValueError(
             f"out= must be viewable as rows, got strides {out.stride()}; pass a contiguous tensor"

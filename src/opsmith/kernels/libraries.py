@@ -126,7 +126,8 @@ def load(*names: str) -> bool:
         False, after one warning in a process, where one of them cannot be had.
 
     Raises:
-        ValueError: ``OPSMITH_ISA`` names a tier that does not exist or that this CPU cannot run.
+        ValueError: no library offers such a kernel; or ``OPSMITH_ISA`` names a tier that does not exist or that this
+            CPU cannot run.
         BuildError: ``OPSMITH_NATIVE=1`` and a library cannot be built.
     """
     for name in names:
@@ -139,6 +140,10 @@ def load(*names: str) -> bool:
         if names:
             return True
     with _lock:
+        if unknown := [name for name in names if name not in _offered]:
+            raise ValueError(
+                f"opsmith: no library offers {unknown[0]!r}; import opsmith.ops, which declares them"
+            )
         wanted = {_offered[name] for name in names} if names else _names()
         gradients = not names or any(name.endswith("_backward") for name in names)
         _load(sorted(wanted - _loaded.keys() - _refused.keys()), gradients)

@@ -499,4 +499,4 @@ CARD_INT8 = register(
     )
 )
 
-libraries.offer("mla", "mla_preprocess")
+libraries.offer("mla", "mla_preprocess", "mla_trace")

@@ -7,7 +7,7 @@
 
 namespace AscendC::emulation {
 
-// A tensor of the launch, as the harness passes it: see kernels/ascend/harness.py.
+// A tensor of the launch, as the harness passes it: see harness.py.
 struct Argument {
   const char* name;
   void* data;       // null for an optional tensor that is not given

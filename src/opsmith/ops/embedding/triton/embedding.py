@@ -124,7 +124,7 @@ def forward(ids: torch.Tensor, table: torch.Tensor, *, y: torch.Tensor) -> None:
 
 
 def backward(
-    dy: torch.Tensor, ids: torch.Tensor, padding_idx: int, zeroed: bool, *, dtable: torch.Tensor
+    dy: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, zeroed: bool = False, *, dtable: torch.Tensor
 ) -> None:
     rows, n = dtable.shape
     if not zeroed:

@@ -133,6 +133,7 @@ def fresh(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     monkeypatch.setattr(libraries, "_tier", None)
     monkeypatch.setattr(libraries, "SOURCES", project.home)  # whose one family is src
     monkeypatch.setattr(libraries, "_offered", {})
+    monkeypatch.setattr(libraries, "_bindings", {})
     monkeypatch.setattr(libraries, "_followers", [])  # it offers nothing
     monkeypatch.setattr(libraries, "_wanted_beside", [])
     for name in ("OPSMITH_ISA", "OPSMITH_NATIVE"):

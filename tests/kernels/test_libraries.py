@@ -202,6 +202,21 @@ def test_a_kernel_without_its_library_says_so() -> None:
     assert torch.ops.opsmith.gelu.default(x, None, False, y=x) is None  # which needs none
 
 
+@native
+def test_a_kernel_that_its_library_does_not_have_is_named() -> None:
+    code = """
+    import torch, opsmith.ops
+    from opsmith.kernels import libraries
+    libraries._offered["gelu"] = "softmax"
+    x = torch.randn(4, 8)
+    try:
+        torch.ops.opsmith.gelu.default(x, None, False, y=x)
+    except NotImplementedError as error:
+        print(error)
+    """
+    assert "opsmith::gelu is not in the library softmax, which was to have it; bind it in" in run(code)
+
+
 # Several at once
 
 
@@ -227,6 +242,16 @@ def test_a_kernel_waits_for_its_library(several: Project) -> None:
     assert several.compiled() == ["binding_two.cpp", "common.cpp", "link"]
     assert libraries.load("one_kernel", "two_kernel")
     assert several.compiled() == ["binding_one.cpp", "link"]  # what they share is compiled once
+
+
+def test_two_kernels_of_one_library_have_their_bindings_written(several: Project) -> None:
+    for kernel in ("two_forward", "two_backward"):
+        libraries.offer("two", kernel, binding=f"{EXPORT}int {kernel}() {{ return 1; }}\n")
+    assert libraries.load("two_forward", "two_backward")
+    written = ["binding_two_backward.cpp", "binding_two_forward.cpp"]
+    assert several.compiled() == sorted(["binding_two.cpp", *written, "common.cpp", "link"])
+    opened = ctypes.CDLL(str(libraries.status().libraries["two"]))
+    assert opened.two_forward() == opened.two_backward() == 1
 
 
 def test_what_is_wanted_at_once_is_built_in_one_run(

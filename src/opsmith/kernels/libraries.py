@@ -57,7 +57,7 @@ _answers: dict[str, bool] = {}  # of load(), by kernel
 _loaded: dict[str, Path] = {}  # by library
 _refused: dict[str, str] = {}  # by library: why it is not loaded
 _offered: dict[str, str] = {}  # the library of each kernel
-_bindings: dict[str, str] = {}  # C++ that binds a library's kernels and is in no file
+_bindings: dict[str, dict[str, str]] = {}  # by library and kernel: C++ that binds it and is in no file
 _followers: list[Callable[[Path], None]] = []  # are told of every library that is loaded
 _wanted_beside: list[
     Callable[[bool], list[Library]]
@@ -98,7 +98,7 @@ def offer(library: str, *kernels: str, binding: str = "") -> None:
     if binding:
         if library in _loaded:
             raise RuntimeError(f"opsmith: the {library} library was loaded before its kernels were declared")
-        _bindings[library] = binding
+        _bindings.setdefault(library, {})["_".join(kernels)] = binding
 
 
 def follow(
@@ -288,15 +288,14 @@ def _folders(sources: Path) -> dict[str, Path]:
 def _library(name: str, tier: str | None) -> Library:
     folders = [*HEADERS, SOURCES]
     own = sorted(_folders(SOURCES)[name].glob("*.cpp"))
-    if name in _bindings:
-        own.append(_written(name, _bindings[name]))
+    own += (_written(kernel, binding) for kernel, binding in _bindings.get(name, {}).items())
     return Library(name, _sources(own, folders), include_dirs=folders, tier=tier)
 
 
 @functools.cache
-def _written(library: str, binding: str) -> Path:
+def _written(kernel: str, binding: str) -> Path:
     """A file with C++ that was generated, for as long as the process."""
-    path = Path(_workshop().name, f"binding_{library}.cpp")
+    path = Path(_workshop().name, f"binding_{kernel}.cpp")
     path.write_text(binding)
     return path
 
@@ -320,13 +319,23 @@ _LIBRARY = torch.library.Library("opsmith", "IMPL")
 
 def _load_when_called(kernel: str) -> None:
     """Until its library is loaded, let a kernel of ours load it and call again."""
+    calling = threading.local()
 
     def first(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(t, torch.Tensor) and not t.is_cpu for t in (*args, *kwargs.values())):
             raise NotImplementedError(f"opsmith::{kernel} has no kernel for the device of these tensors")
         if not load(kernel):
             raise NotImplementedError(f"opsmith::{kernel} has no kernel here (see `opsmith doctor`)")
-        return getattr(torch.ops.opsmith, kernel).default(*args, **kwargs)
+        if getattr(calling, "again", False):
+            raise NotImplementedError(
+                f"opsmith::{kernel} is not in the library {_offered[kernel]}, which was to have it; bind it in "
+                f"{_folders(SOURCES)[_offered[kernel]]} with opsmith::offer, or declare(..., bound=True)"
+            )
+        calling.again = True
+        try:
+            return getattr(torch.ops.opsmith, kernel).default(*args, **kwargs)
+        finally:
+            calling.again = False
 
     # Of all kernels that a device may have, this one is taken where it has no other.
     _LIBRARY.impl(kernel, first, "CompositeExplicitAutograd")

@@ -13,7 +13,7 @@ binding refuses itself, and the checks run after that, to say what to do. Those 
             pass
     _check(x, ...)                                  # views, copies, other devices, float64
 
-Where PyTorch's builtin is done before a call of ours begins, it is called first (`embedding`, `linear` of one row), and
+Where PyTorch's builtin is done before a call of ours begins, it is called first (`embedding`), and
 what it would take in silence and the function does not (broadcasting, promotion, another device) is tested on the way.
 Which of the two an operator takes is measured: `benchmarks/overhead.py`, docs/guide/small-calls.md.
 """

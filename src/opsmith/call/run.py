@@ -64,6 +64,7 @@ class Call:
         op: str = "",
         needed: Sequence[str] = (),
         pytorchs: Callable[..., bool] | None = None,
+        most_rows: int = 0,
     ) -> None:
         """Of an operator of the library.
 
@@ -73,13 +74,14 @@ class Call:
             op: its name, by default the kernel's.
             needed: optional inputs of the kernel that this operator needs.
             pytorchs: whether PyTorch is left a call whose gradients a Function would record; is given the arguments.
+            most_rows: that `fast` takes; 0 for any.
         """
         self.signature, self.definition, self.op = signature, definition, op or signature.name
         self.needed, self.pytorchs = tuple(needed), pytorchs
         self.saved = self._saved()
         self.function = differentiated(self)
         if not signature.columns:
-            self.fast = direct.Ready(signature, self.traced)
+            self.fast = direct.Ready(signature, self.traced, most_rows)
 
     def _saved(self) -> dict[str, str | None]:
         """The tensors that a backward needs, and what stands for each that is not there."""
@@ -107,12 +109,16 @@ class Call:
         if backend is None or (training and self.pytorchs is not None and self.pytorchs(*values)):
             return self.store(self.definition(*values), out)
         if training:
-            return self.store(common.recorded(self.function, backend, *values), out)
+            return self.store(self.recorded(backend, values), out)
         return self.native(backend, values, out)
 
     def check(self, values: Sequence[Any]) -> None:
         """Refuse wrong arguments."""
         check_arguments(self.op, self.signature, values, self.needed)
+
+    def recorded(self, backend: str, values: Sequence[Any]) -> Any:
+        """A call whose gradients are wanted."""
+        return common.recorded(self.function, backend, *values)
 
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
         """The kernel alone, without autograd."""
@@ -201,7 +207,7 @@ class Call:
             return None
         if self.signature.contiguous:
             return t if t.is_contiguous() else t.contiguous()
-        if isinstance(of, Input | Output) and of.sizes[0] == "...":
+        if isinstance(of, Input | Output) and (of.sizes[0] == "..." or len(of.sizes) == 2):
             return common.as_rows(t) if t.dim() else t
         return common.dense(t)
 

@@ -328,44 +328,6 @@ def test_what_was_asked_for_too_early_is_asked_for_again(monkeypatch):
     assert type(direct.gelu).__name__ == "Kernel"
 
 
-def test_one_row_times_a_matrix_is_pytorchs_product():
-    x, weight, bias = torch.randn(1, 1, 8), torch.randn(3, 8), torch.randn(3)
-    assert torch.equal(
-        direct.small_linear(x, weight, bias, 8, -1), torch.nn.functional.linear(x, weight, bias)
-    )
-    assert torch.equal(direct.small_linear(x, weight, None, 8, -1), torch.nn.functional.linear(x, weight))
-    learnt = torch.nn.Parameter(weight)
-    direct.small_linear(x, learnt, bias, 8, -1).sum().backward()
-    assert torch.equal(learnt.grad, x.view(1, 8).expand(3, 8))
-    rows = torch.randn(2, 8)
-    assert direct.small_linear(rows, weight, bias, 8, 48) is None  # no gradient is wanted
-    assert torch.equal(
-        direct.small_linear(rows, learnt, bias, 8, 48), torch.nn.functional.linear(rows, weight, bias)
-    )
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        (torch.randn(2, 8), torch.randn(3, 8), None, 99, 99),  # two rows
-        (torch.randn(1, 8), torch.randn(3, 8), None, 7, 99),  # too long
-        (torch.randn(8), torch.randn(8), None, 99, 99),  # a vector as weight
-        (torch.randn(2, 8, requires_grad=True), torch.randn(3, 8), None, 99, 47),  # more products
-        (torch.randn(2, 4), torch.randn(3, 8), None, 99, 99),
-        (torch.randn(1, 8), torch.randn(3, 8), torch.randn(1), 99, 99),  # a bias that would be broadcast
-        (torch.randn(1, 8), torch.randn(3, 8), torch.randn(3).half(), 99, 99),
-        (torch.randn(1, 8), torch.randn(3, 8).half(), None, 99, 99),
-        (torch.randn(1, 8).double(), torch.randn(3, 8).double(), None, 99, 99),
-        (torch.randn(1, 8), torch.randn(3, 8, device="meta"), None, 99, 99),
-        (torch.randn(1, 8), None, None, 99, 99),
-        (torch.randn(1, 8), torch.randn(3, 8), None, 1 << 70, 99),
-        (torch.randn(1, 8), torch.randn(3, 8), None, 99),
-    ],
-)
-def test_any_other_product_is_not_for_us(args):
-    assert direct.small_linear(*args) is None
-
-
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,)], ids=str)
 def test_a_result_is_the_rows_that_ids_pick(shape):
     table = torch.randn(7, 5)

@@ -4,7 +4,6 @@
 // What has no place in PyTorch's stable ABI is needed here, so a library serves the one version it was built with.
 #include "direct.h"
 
-#include <ATen/ops/linear_ops.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/Dtype.h>
 
@@ -274,44 +273,6 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   return nullptr;
 }
 
-// PyTorch's linear(x, weight, bias) for one row of at most `most` numbers, which it computes sooner than Python can ask whether it is
-// one, or where gradients are wanted for any rows of at most `learns` products; None for any other call. It is PyTorch that computes.
-PyObject* small_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 5 || !PyLong_CheckExact(args[3]) || !PyLong_CheckExact(args[4]) || !undisturbed())
-    Py_RETURN_NONE;
-  const c10::TensorImpl *const x = plain(args[0]), *const weight = plain(args[1]);
-  const bool biased = args[2] != Py_None;
-  const c10::TensorImpl* const bias = biased ? plain(args[2]) : nullptr;
-  if (!x || !weight || (biased && !bias) || !is_floating(x) || x->dim() == 0 || weight->dim() != 2)
-    Py_RETURN_NONE;
-  const int64_t n = weight->size(0), k = weight->size(1);
-  const bool grad = c10::GradMode::is_enabled() &&
-                    (x->requires_grad() || weight->requires_grad() || (bias && bias->requires_grad()));
-  const int64_t most = PyLong_AsLongLong(args[3]),
-                learns = PyLong_AsLongLong(args[4]);  // -1 and an error for what is too large
-  const bool few = (x->numel() == k && k <= most) || (grad && x->numel() * n <= learns);
-  if (!few || PyErr_Occurred() || x->size(x->dim() - 1) != k || weight->dtype() != x->dtype() ||
-      (biased && (bias->dim() != 1 || bias->size(0) != n || bias->dtype() != x->dtype()))) {
-    PyErr_Clear();
-    Py_RETURN_NONE;
-  }
-  at::Tensor y;
-  PyThreadState* const state = PyEval_SaveThread();
-  try {
-    y = at::_ops::linear::call(tensor_of(args[0]), tensor_of(args[1]),
-                               biased ? std::optional<at::Tensor>(tensor_of(args[2])) : std::nullopt);
-  } catch (...) {  // asked again from Python, it says what is wrong
-  }
-  PyEval_RestoreThread(state);
-  if (PyErr_Occurred())
-    return nullptr;  // of a hook for saved tensors, which a checkpoint ends its second run with
-  return THPVariable_Wrap(y);  // None for none
-}
-
-PyMethodDef small_linear_method = {"small_linear",
-                                   reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(small_linear)),
-                                   METH_FASTCALL, nullptr};
-
 // A tensor's shape. PyTorch's own answers read their arguments against a signature, and wait for that code when it is in no cache.
 PyObject* sizes(PyObject*, PyObject* given) {
   const c10::TensorImpl* const t = plain(given);
@@ -420,7 +381,6 @@ EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* imp
   return PyType_Ready(&type) == 0;
 }
 
-EXPORT PyObject* opsmith_direct_small_linear() { return PyCFunction_New(&small_linear_method, nullptr); }
 EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, nullptr); }
 EXPORT PyObject* opsmith_direct_pieces() { return PyCFunction_New(&pieces_method, nullptr); }
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }

@@ -105,17 +105,6 @@ def boxed(kernel: str) -> int | None:
     return next((at for kernels in loaded if (at := kernels.opsmith_kernel(kernel.encode()))), None)
 
 
-def small_linear(x: Any, weight: Any, bias: Any, most: int, learns: int) -> torch.Tensor | None:
-    """PyTorch's `linear(x, weight, bias)` for one row of at most `most` numbers; None for other calls.
-
-    Where gradients are wanted, for any rows of which at most `learns` products are summed.
-    """
-    caller = library()
-    found = not_loaded if caller is None else caller.opsmith_direct_small_linear()
-    globals()["small_linear"] = found
-    return found(x, weight, bias, most, learns)
-
-
 def sizes(t: Any) -> tuple[int, ...]:
     """A tensor's shape, sooner than PyTorch says it."""
     return t.shape  # type: ignore[no-any-return]
@@ -193,7 +182,6 @@ def library() -> ctypes.PyDLL | None:
         return None
     for function in (
         found.opsmith_direct,
-        found.opsmith_direct_small_linear,
         found.opsmith_direct_sizes,
         found.opsmith_direct_pieces,
         found.opsmith_direct_in_huge_pages,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,19 +14,15 @@ from opsmith.call.common import (
     as_rows,
     check_float,
     check_like,
-    check_out,
     compiling,
-    dense,
     in_huge_pages,
     native,
     nbytes,
     needs_grad,
-    out_rows,
-    recording,
     short,
 )
 from opsmith.call.fast import direct, nodes
-from opsmith.call.run import declare
+from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
@@ -40,12 +36,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
+_NAMES = (None, *ACTIVATIONS)
+_CODES = {name: code for code, name in enumerate(_NAMES)}  # what the kernels call them
+_GELUS = {"gelu": False, "gelu_tanh": True}
 # Where autograd records more than a few rows, our kernels for these are the fastest up to 2^this times as many products
 # as a small call has numbers. PyTorch takes tens of times as long in float16.
 _LEARNING = {torch.float32: 10, torch.bfloat16: 10, torch.float16: 20}
 # The same, up to which PyTorch is faster than what comes then: with twice as many, which are those of
 # examples/train_proof.py, its steps took longer.
 _LEARNT = 13
+_MANY, _MUCH = 64, 13  # rows of x, and 2^25 products: from there on our kernel makes good for packing
 
 _BESIDE = (
     Input("bias", "N", optional=True),
@@ -65,8 +65,8 @@ FEW_ROWS = Signature(
         (Made("x"), Made("weight"), Made("bias")),
         only={"activation": 0},
     ),
+    onto=("x", "residual"),
 )
-_AT_ONCE = direct.Ready(FEW_ROWS, most_rows=ROWS)
 
 
 def linear(
@@ -98,57 +98,9 @@ def linear(
 
     Source: Intel oneDNN's matmul with post-operations, through PyTorch.
     """
-    if residual is None and out is None and not compiling():
-        try:  # a few rows times a matrix are bound by memory, and one that is small by what stands before the product
-            if recording() and needs_grad(x, weight, bias):
-                y = _recorded(x, weight, bias) if activation is None else None
-            else:
-                y = _AT_ONCE.call(x, weight, bias, None, _CODES[activation])
-                if y is None:
-                    y = _small(x, weight, bias, activation)
-            if y is not None:
-                return y
-        except (RuntimeError, TypeError, AttributeError, IndexError, KeyError):  # the checks say why
-            pass
-    _check(x, weight, bias, activation, residual, out)
-    fn = reference
-    if compiling():  # Inductor takes oneDNN's operator with constant weights only, and fuses epilogues itself
-        pass
-    elif not needs_grad(x, weight, bias, residual):
-        if supports_rows(x, weight) is True:
-            fn = _rows
-        elif x.dtype != torch.float32 and supports_onednn(x, weight) is True:  # float32's sums err too far
-            fn = onednn
-        elif x.dtype == torch.float32 and _repays_packing(x, weight) and native(x, "linear_packed") is True:
-            fn = _native
-        elif activation in _GELUS and native(x, "gelu") is True:
-            return _split(x, weight, bias, activation=activation, residual=residual, out=out)
-    elif _learns(x, weight, activation):
-        fn = _training
-    y = fn(x, weight, bias, activation=activation, residual=residual)
-    return y if out is None else out.copy_(y)
-
-
-def _recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A product that a node in C++ records, ours or PyTorch's; None where there are too many."""
-    rows = max(ROWS, (common.limit << _LEARNING[x.dtype]) // max(1, weight.numel()))
-    if x.numel() <= rows * x.shape[-1]:
-        y: torch.Tensor | None = direct.new_linear_rows(x, weight, bias, None, 0)
-        if y is not None:
-            return y
-        if native(x, "linear_rows") is True:
-            nodes.begin()  # for the calls to come
-    return direct.small_linear(x, weight, bias, -1, common.limit << _LEARNT)
-
-
-def _small(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor | None:
-    """PyTorch's product of one row, where ours cannot be had yet; None for others."""
-    if direct.new_linear_rows is direct.not_loaded:
-        native(x, "linear_rows")  # which loads the library, for the calls to come
-    y = direct.small_linear(x, weight, bias, common.limit, -1)
-    return y if y is None or activation is None else ACTIVATIONS[activation](y)
+    code = _CODES[activation] if activation in _CODES else repr(activation)
+    call = _CALL.traced if compiling() else _CALL.fast.call
+    return call(x, weight, bias, residual, code, out)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -166,64 +118,102 @@ def reference(
     return y if residual is None else y + residual
 
 
-def _check(x: Any, weight: Any, bias: Any, activation: Any, residual: Any, out: Any) -> None:
-    check_float("linear", x)
-    check_float("linear", weight, "weight")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"linear: weight must have shape [N, {x.shape[-1]}] for x {tuple(x.shape)}, "
-            f"got {tuple(weight.shape)}"
-        )
-    if weight.device != x.device:
-        raise ValueError(f"linear: weight is on {weight.device}, x on {x.device}; move one of them")
-    shape = (*x.shape[:-1], weight.shape[0])
-    if bias is not None:
-        check_like("linear", bias, x, "bias", weight.shape[:1], "the number of weight's rows")
-    if residual is not None:
-        check_like("linear", residual, x, "residual", shape, "the shape of the result")
-    for name, t in (("weight", weight), ("bias", bias), ("residual", residual)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(
-                f"linear: {name} must be {short(x.dtype)} like x, got {short(t.dtype)}; cast it first"
-            )
-    if activation is not None and activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"linear: activation must be None or one of {known}, got {activation!r}")
-    if out is not None:
-        memory = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        check_out("linear", out, x, shape, onto=("x", "residual"), **memory)
-
-
-def _learns(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> bool:
-    """Whether to multiply by ourselves where gradients are wanted: float32, which PyTorch leaves to MKL."""
-    return (
-        x.dtype == torch.float32
-        and x.numel() > max(x.shape[-1], common.limit)
-        and (activation is not None or x.numel() * weight.shape[0] > common.limit << _LEARNT)
-        and not torch.is_autocast_enabled("cpu")
-        and supports_onednn(x, weight) is True
-        and native(x, "linear_gradient", *(["gelu_backward"] if activation in _GELUS else [])) is True
-    )
-
-
-def _training(
+def _definition(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: int,
 ) -> torch.Tensor:
-    if activation is None:
-        return with_gradients(x, weight, bias, residual)
-    if activation in _GELUS:
-        y = with_gradients(x, weight, bias, None, tanh=_GELUS[activation])
-    else:
-        y = ACTIVATIONS[activation](with_gradients(x, weight, bias, None))
-    return y if residual is None else y + residual
+    return reference(x, weight, bias, activation=_NAMES[activation], residual=residual)
 
 
-_CODES = {name: code for code, name in enumerate((None, *ACTIVATIONS))}
+class _Linear(Call):
+    """Which kernel multiplies depends on the rows, the dtype, the activation, and whether gradients are wanted."""
+
+    def __init__(self) -> None:
+        super().__init__(FEW_ROWS, _definition, op="linear", most_rows=ROWS)
+        self.node = direct.Ready(FEW_ROWS, super().traced)
+
+    def traced(self, *given: Any) -> Any:
+        """Where gradients are wanted, the node in C++ is quick for more rows than `fast` takes."""
+        x, weight, bias = given[:3]
+        tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 2
+        tensors = tensors and (bias is None or isinstance(bias, torch.Tensor))
+        if not compiling() and tensors and needs_grad(x, weight, bias):
+            most = max(ROWS * weight.numel(), common.limit << _LEARNING.get(x.dtype, 0))
+            if x.numel() * weight.shape[0] <= most:
+                nodes.begin()
+                return self.node.call(*given)
+        return super().traced(*given)
+
+    def check(self, values: Sequence[Any]) -> None:
+        x, weight, bias, residual, activation = values
+        check_float("linear", x)
+        check_float("linear", weight, "weight")
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"linear: weight must have shape [N, {x.shape[-1]}] for x {tuple(x.shape)}, "
+                f"got {tuple(weight.shape)}"
+            )
+        if weight.device != x.device:
+            raise ValueError(f"linear: weight is on {weight.device}, x on {x.device}; move one of them")
+        if bias is not None:
+            check_like("linear", bias, x, "bias", weight.shape[:1], "the number of weight's rows")
+        if residual is not None:
+            shape = (*x.shape[:-1], weight.shape[0])
+            check_like("linear", residual, x, "residual", shape, "the shape of the result")
+        for name, t in (("weight", weight), ("bias", bias), ("residual", residual)):
+            if t is not None and t.dtype != x.dtype:
+                raise TypeError(
+                    f"linear: {name} must be {short(x.dtype)} like x, got {short(t.dtype)}; cast it first"
+                )
+        if isinstance(activation, str):
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"linear: activation must be None or one of {known}, got {activation}")
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        x, weight, *_, code = values
+        # Inductor takes oneDNN's operator with constant weights only, and fuses epilogues itself.
+        if compiling():
+            return None
+        products, exact = x.numel() * weight.shape[0], x.dtype == torch.float32
+        if training:
+            native(x, "linear_rows")  # whose node is for calls to come
+            much = x.numel() > max(x.shape[-1], common.limit) and (code or products > common.limit << _LEARNT)
+            if not (exact and much) or torch.is_autocast_enabled("cpu"):
+                return None
+            more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
+            ours = supports_onednn(x, weight) is True and native(x, "linear_gradient", *more) is True
+            return "training" if ours else None
+        if supports_rows(x, weight) is True:
+            return "rows"
+        if not exact and supports_onednn(x, weight) is True:  # float32's sums err too far
+            return "onednn"
+        repaid = x.numel() >= _MANY * x.shape[-1] and products > common.limit << _MUCH
+        if exact and repaid and native(x, "linear_packed") is True:
+            return "native"
+        return "split" if _NAMES[code] in _GELUS and native(x, "gelu") is True else None
+
+    def recorded(self, backend: str, values: Sequence[Any]) -> torch.Tensor:
+        x, weight, bias, residual, code = values
+        name = _NAMES[code]
+        if name is None:
+            return with_gradients(x, weight, bias, residual)
+        if name in _GELUS:
+            y = with_gradients(x, weight, bias, None, tanh=_GELUS[name])
+        else:
+            y = ACTIVATIONS[name](with_gradients(x, weight, bias, None))
+        return y if residual is None else y + residual
+
+    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> torch.Tensor:
+        x, weight, bias, residual, code = values
+        y = _KERNELS[backend](x, weight, bias, activation=_NAMES[code], residual=residual)
+        return self.store(y, out)  # type: ignore[no-any-return]
+
+
+_CALL = _Linear()
+_ROWS, _PACKED = Call(FEW_ROWS, _definition), Call(PACKED, _definition)
 
 
 def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
@@ -235,55 +225,28 @@ def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
     return packed
 
 
-_MANY, _MUCH = 64, 13  # rows of x, and 2^25 products: from there on our kernel makes good for packing
-
-
-def _repays_packing(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return x.numel() >= _MANY * x.shape[-1] and x.numel() * weight.shape[0] > common.limit << _MUCH
+def _values(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[Any, ...]:
+    return x, weight, bias, residual, _CODES[activation]
 
 
 def _native(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, *more: Any, out: torch.Tensor | None = None, **options: Any
+) -> Any:
     """Our kernel, which sums K in blocks and so is more accurate than the libraries; the weight plain or packed."""
     packed = weight if weight.dim() == 3 else pack_weight(weight)
-    return _through(torch.ops.opsmith.linear_packed.default, x, packed, bias, activation, residual, out)
+    return _PACKED.native("opsmith", _values(x, packed, *more, **options), out)
 
 
-def _through(
-    kernel: Callable[..., object],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """A kernel of ours on rows; the weight is [N, K], or packed [1, N, K]."""
-    y = x.new_empty((*x.shape[:-1], weight.shape[-2])) if out is None else out
-    rows, added = as_rows(x), None if residual is None else as_rows(residual)
-    target = out_rows(y) if y.dim() > 1 else y.unsqueeze(0)
-    kernel(rows, weight, dense(bias), added, _CODES[activation], y=target)
-    return y
-
-
-def _rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _rows(*args: Any, out: torch.Tensor | None = None, **options: Any) -> Any:
     """Our kernel for a few rows, which reads the weight once, as it is, at the rate of memory."""
-    return _through(torch.ops.opsmith.linear_rows.default, x, weight, bias, activation, residual, out)
+    return _ROWS.native("opsmith", _values(*args, **options), out)
 
 
 def supports_rows(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
@@ -299,9 +262,6 @@ def _supports_native(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
     return native(x, "linear_packed")
 
 
-_GELUS = {"gelu": False, "gelu_tanh": True}
-
-
 def _supports_split(x: torch.Tensor, *args: Any, activation: str | None = None, **options: Any) -> bool | str:
     if activation not in _GELUS:
         return f"no kernel of ours follows the matmul for activation={activation!r}"
@@ -315,19 +275,20 @@ def _split(
     *,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """PyTorch's matmul, then the GELU kernel in place: for dtypes that oneDNN does not multiply here."""
-    direct = out is not None and out.is_contiguous() and x.dim() > 1
-    if out is not None and direct:  # the product must not be written over what is still to be read
-        memory = out.untyped_storage().data_ptr()
-        direct = all(t is None or t.untyped_storage().data_ptr() != memory for t in (x, residual))
-    y = torch.ops.aten.linear.out(x, weight, bias, out=out) if direct else F.linear(x, weight, bias)
+    y = F.linear(x, weight, bias)
     rows = as_rows(y)
     torch.ops.opsmith.gelu.default(rows, None, _GELUS[activation or ""], y=rows)
-    if residual is not None:
-        y.add_(residual)
-    return y if out is None or direct else out.copy_(y)
+    return y if residual is None else y.add_(residual)
+
+
+_KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "rows": _rows,
+    "onednn": onednn,
+    "native": _native,
+    "split": _split,
+}
 
 
 def _cost(
@@ -381,7 +342,7 @@ CARD = register(
             Implementation("onednn", onednn, "cpu", supports_onednn, prepack=prepack),
             Implementation("native", _native, "cpu", _supports_native, takes_out=True, prepack=pack_weight),
             Implementation("rows", _rows, "cpu", supports_rows, takes_out=True),
-            Implementation("split", _split, "cpu", _supports_split, takes_out=True),
+            Implementation("split", _split, "cpu", _supports_split),
             Implementation("eager", reference),
         ],
         patterns=(

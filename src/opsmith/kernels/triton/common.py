@@ -92,6 +92,17 @@ def warps_of(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+def in_registers(n: int, largest: int = 16384) -> dict[str, int]:
+    """How a program takes a row of n: `BLOCK` elements at a time, and by how many warps."""
+    block = block_of(n, largest)
+    return {"BLOCK": block, "num_warps": warps_of(block)}
+
+
+def steps(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """How far the rows of each are apart; 0 where there is none."""
+    return tuple(0 if t is None else t.stride(0) for t in tensors)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run a kernel on the device of its first tensor; an empty grid is no launch."""
     if 0 in grid:

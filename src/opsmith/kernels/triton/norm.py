@@ -1,4 +1,4 @@
-"""What the two norms share: how a row is read, and how the sums over columns are split."""
+"""What the two norms share: how a row is read, and the backward pass, of which RMSNorm's is the one without means."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import processors
+from opsmith.kernels.triton.common import in_registers, launch, processors, steps
 
-COLUMN_TILE = (16, 64)  # rows, columns
+_ROWS, _COLUMNS = 16, 64  # of a tile of column sums
 
 
 @triton.jit
@@ -21,8 +21,131 @@ def sum_at(x, residual, xrow, rrow, at, mask, RESIDUAL: tl.constexpr):
     return v
 
 
-def column_grid(s: torch.Tensor) -> tuple[int, int]:
-    """Blocks of columns, and stripes of rows to be added up afterwards, that keep all of the device busy."""
+@triton.jit
+def _gradient(dy, weight, offset, at, mask, WEIGHT: tl.constexpr):
+    g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    if WEIGHT:
+        g *= tl.load(weight + at, mask=mask, other=0.0).to(tl.float32) + offset
+    return g
+
+
+@triton.jit
+def _rows(
+    dy,
+    dsummed,
+    s,
+    means,
+    rstds,
+    weight,
+    dx,
+    n,
+    offset,
+    gs,
+    ds,
+    ss,
+    xs,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dy += row * gs
+    s += row * ss
+    mean = 0.0
+    if means is not None:
+        mean = tl.load(means + row)
+    rstd = tl.load(rstds + row)
+    lanes = tl.arange(0, BLOCK)
+    g = _gradient(dy, weight, offset, lanes, lanes < n, weight is not None)
+    hat = (tl.load(s + lanes, mask=lanes < n, other=0.0).to(tl.float32) - mean) * rstd
+    total = tl.zeros((BLOCK,), tl.float32)
+    along = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + lanes
+        if not ONE:
+            g = _gradient(dy, weight, offset, at, at < n, weight is not None)
+            hat = (tl.load(s + at, mask=at < n, other=0.0).to(tl.float32) - mean) * rstd
+        along += g * hat
+        if means is not None:
+            total += g
+    mean_g = tl.sum(total, 0) / n
+    share = tl.sum(along, 0) / n
+    for start in range(0, n, BLOCK):
+        at = start + lanes
+        if not ONE:
+            g = _gradient(dy, weight, offset, at, at < n, weight is not None)
+            hat = (tl.load(s + at, mask=at < n, other=0.0).to(tl.float32) - mean) * rstd
+        v = (g - mean_g - hat * share) * rstd
+        if dsummed is not None:
+            v += tl.load(dsummed + row * ds + at, mask=at < n, other=0.0).to(tl.float32)
+        tl.store(dx + row * xs + at, v.to(dx.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _columns(dy, s, means, rstds, dweight, dbias, rows, n, gs, ss, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums over a stripe of rows, into row program_id(1) of two [stripes, n] float32 matrices."""
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    stripe = tl.program_id(1).to(tl.int64)
+    stripes = tl.num_programs(1)
+    w = tl.zeros((COLUMNS,), tl.float32)
+    b = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(stripe * ROWS, rows, stripes * ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        mask = (row < rows)[:, None] & (at < n)[None, :]
+        g = tl.load(dy + row[:, None] * gs + at[None, :], mask=mask, other=0.0).to(tl.float32)
+        if dweight is not None:
+            v = tl.load(s + row[:, None] * ss + at[None, :], mask=mask, other=0.0).to(tl.float32)
+            if means is not None:
+                v -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
+            v *= tl.load(rstds + row, mask=row < rows, other=0.0)[:, None]
+            w += tl.sum(g * v, 0)
+        if dbias is not None:
+            b += tl.sum(g, 0)
+    if dweight is not None:
+        tl.store(dweight + stripe * n + at, w, mask=at < n)
+    if dbias is not None:
+        tl.store(dbias + stripe * n + at, b, mask=at < n)
+
+
+def backward(
+    dy: torch.Tensor,
+    dsummed: torch.Tensor | None,
+    s: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    offset: float,
+    dx: torch.Tensor | None,
+    dweight: torch.Tensor | None,
+    dbias: torch.Tensor | None,
+) -> None:
+    """Gradients of `(s - mean) * rstd * (weight + offset) + bias`, those that there is memory for."""
     rows, n = s.shape
-    blocks = triton.cdiv(n, COLUMN_TILE[1])
-    return blocks, max(1, min(triton.cdiv(rows, COLUMN_TILE[0]), 4 * processors(s) // max(blocks, 1)))
+    if dx is not None:
+        how = in_registers(n, 8192)
+        launch(
+            _rows,
+            (rows if n else 0,),
+            *(dy, dsummed, s, mean, rstd, weight, dx, n, offset),
+            *steps(dy, dsummed, s, dx),
+            ONE=n <= how["BLOCK"],
+            **how,
+        )
+    if dweight is None and dbias is None:
+        return
+    # Blocks of columns, and stripes of rows to be added up afterwards, that keep all of the device busy.
+    blocks = triton.cdiv(n, _COLUMNS)
+    stripes = max(1, min(triton.cdiv(rows, _ROWS), 4 * processors(s) // max(blocks, 1)))
+    partial = [
+        None if t is None else torch.zeros((stripes, n), dtype=torch.float32, device=s.device)
+        for t in (dweight, dbias)
+    ]
+    launch(
+        _columns,
+        (blocks, stripes if rows else 0),
+        *(dy, s, mean, rstd, *partial, rows, n, *steps(dy, s)),
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+    )
+    for total, part in zip((dweight, dbias), partial, strict=True):
+        if total is not None and part is not None:
+            total.copy_(part.sum(0))

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import block_of, launch, warps_of
+from opsmith.kernels.triton.common import block_of, in_registers, launch, steps, warps_of
 
 _MEAN = 2
 
@@ -56,7 +56,6 @@ def _forward(
     z_loss,
     BLOCK: tl.constexpr,
     SMOOTHED: tl.constexpr,
-    SAVE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(target + row * target_stride).to(tl.int64)
@@ -73,7 +72,7 @@ def _forward(
         z = tl.load(x + t, mask=(t >= 0) & (t < n), other=float("nan")).to(tl.float32)
         loss = _loss(top, log_total, z, shift, values, n, smoothing, z_loss, SMOOTHED)
     tl.store(losses + row, loss)
-    if SAVE:
+    if pivots is not None:
         tl.store(pivots + row, top)
         tl.store(log_totals + row, log_total.to(tl.float32))
 
@@ -141,7 +140,6 @@ def _finish(
     z_loss,
     BLOCK: tl.constexpr,
     SMOOTHED: tl.constexpr,
-    SAVE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
@@ -157,7 +155,7 @@ def _finish(
     log_total = tl.log(total)
     loss = _loss(top, log_total, z, shift, values, classes, smoothing, z_loss, SMOOTHED)
     tl.store(losses + row, tl.where(valid, loss, 0.0), mask=mask)
-    if SAVE:
+    if pivots is not None:
         tl.store(pivots + row, top, mask=mask)
         tl.store(log_totals + row, log_total.to(tl.float32), mask=mask)
 
@@ -222,27 +220,19 @@ def cross_entropy(
     rows, n = logits.shape
     _refuse_bad(target, n, ignore_index)
     losses = torch.empty(rows, dtype=torch.float64, device=logits.device)
-    block = block_of(n, 8192)
     launch(
         _forward,
         (rows,),
-        logits,
-        target,
-        losses,
-        None if stats is None else stats[0],
-        None if stats is None else stats[1],
-        n,
-        logits.stride(0),
-        target.stride(0),
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        BLOCK=block,
+        *(logits, target, losses, *_kept(stats)),
+        *(n, *steps(logits, target), ignore_index, label_smoothing, z_loss),
         SMOOTHED=label_smoothing != 0,
-        SAVE=stats is not None,
-        num_warps=warps_of(block),
+        **in_registers(n, 8192),
     )
     _reduce(losses, target, ignore_index, reduction, loss)
+
+
+def _kept(stats: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return (None, None) if stats is None else (stats[0], stats[1])
 
 
 def _reduce(
@@ -268,23 +258,13 @@ def cross_entropy_part(
     rows, n = logits.shape
     if first == 0:
         _refuse_bad(target, classes, ignore_index)
-    block = block_of(n, 8192)
     launch(
         _part,
         (rows,),
-        logits,
-        target,
-        state,
-        n,
-        first,
-        logits.stride(0),
-        target.stride(0),
-        state.stride(0),
-        ignore_index,
-        BLOCK=block,
+        *(logits, target, state, n, first, *steps(logits, target, state), ignore_index),
         SMOOTHED=label_smoothing != 0,
         BEGIN=first == 0,
-        num_warps=warps_of(block),
+        **in_registers(n, 8192),
     )
 
 
@@ -305,21 +285,10 @@ def cross_entropy_finish(
     launch(
         _finish,
         (triton.cdiv(rows, block),),
-        state,
-        target,
-        losses,
-        None if stats is None else stats[0],
-        None if stats is None else stats[1],
-        rows,
-        classes,
-        target.stride(0),
-        state.stride(0),
-        ignore_index,
-        label_smoothing,
-        z_loss,
+        *(state, target, losses, *_kept(stats), rows, classes),
+        *(*steps(target, state), ignore_index, label_smoothing, z_loss),
         BLOCK=block,
         SMOOTHED=label_smoothing != 0,
-        SAVE=stats is not None,
     )
     _reduce(losses, target, ignore_index, reduction, loss)
 
@@ -345,22 +314,9 @@ def cross_entropy_backward(
     launch(
         _backward,
         (rows, triton.cdiv(n, block)),
-        upstream,
-        logits,
-        target,
-        stats[0],
-        stats[1],
-        dlogits,
-        n,
-        first,
-        classes,
-        logits.stride(0),
-        target.stride(0),
-        dlogits.stride(0),
-        0 if reduction else upstream.stride(0),
-        ignore_index,
-        label_smoothing,
-        z_loss,
+        *(upstream, logits, target, *_kept(stats), dlogits, n, first, classes),
+        *steps(logits, target, dlogits, None if reduction else upstream),
+        *(ignore_index, label_smoothing, z_loss),
         BLOCK=block,
         num_warps=warps_of(block),
     )

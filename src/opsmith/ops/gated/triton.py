@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import as_rows, launch
+from opsmith.kernels.triton.common import as_rows, launch, steps
 from opsmith.ops.gelu.triton import BLOCK, curve, curve_and_slope, place, programs, spread_out
 
 
@@ -39,19 +39,8 @@ def _pair(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, to
 
 def gated(gate: torch.Tensor, up: torch.Tensor | None, activation: int, *, y: torch.Tensor) -> None:
     g, u, out = spread_out(*_pair(gate, up), y)
-    launch(
-        _forward,
-        programs(out),
-        g,
-        u,
-        out,
-        out.shape[1],
-        g.stride(0),
-        u.stride(0),
-        out.stride(0),
-        CURVE=activation,
-        BLOCK=BLOCK,
-    )
+    given = (g, u, out, out.shape[1], *steps(g, u, out))
+    launch(_forward, programs(out), *given, CURVE=activation, BLOCK=BLOCK)
 
 
 def gated_backward(
@@ -64,23 +53,8 @@ def gated_backward(
     dup: torch.Tensor | None = None,
 ) -> None:
     d, g, u, dg, du = spread_out(dy, *_pair(gate, up), *_pair(dgate, dup))
-    launch(
-        _backward,
-        programs(d),
-        d,
-        g,
-        u,
-        dg,
-        du,
-        d.shape[1],
-        d.stride(0),
-        g.stride(0),
-        u.stride(0),
-        dg.stride(0),
-        du.stride(0),
-        CURVE=activation,
-        BLOCK=BLOCK,
-    )
+    given = (d, g, u, dg, du, d.shape[1], *steps(d, g, u, dg, du))
+    launch(_backward, programs(d), *given, CURVE=activation, BLOCK=BLOCK)
 
 
 KERNELS = {"gated": gated, "gated_backward": gated_backward}

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import as_rows, launch
+from opsmith.kernels.triton.common import as_rows, launch, steps
 
 BLOCK = 1024
 
@@ -94,20 +94,20 @@ def programs(rows: torch.Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def _forward(x, bias, y, n, xs, ys, CURVE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(x, bias, y, n, xs, ys, CURVE: tl.constexpr, BLOCK: tl.constexpr):
     row, at, mask = place(n, BLOCK)
     v = tl.load(x + row * xs + at, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
+    if bias is not None:
         v += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + row * ys + at, curve(v, CURVE).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _backward(dy, x, bias, dx, n, gs, xs, os, CURVE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(dy, x, bias, dx, n, gs, xs, os, CURVE: tl.constexpr, BLOCK: tl.constexpr):
     row, at, mask = place(n, BLOCK)
     v = tl.load(x + row * xs + at, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(dy + row * gs + at, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
+    if bias is not None:
         v += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
     _, slope = curve_and_slope(v, CURVE)
     tl.store(dx + row * os + at, (g * slope).to(dx.dtype.element_ty), mask=mask)
@@ -115,19 +115,7 @@ def _backward(dy, x, bias, dx, n, gs, xs, os, CURVE: tl.constexpr, BIAS: tl.cons
 
 def gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, *, y: torch.Tensor) -> None:
     x, y = spread_out(x, y, may_ignore_rows=bias is None)
-    launch(
-        _forward,
-        programs(x),
-        x,
-        bias,
-        y,
-        x.shape[1],
-        x.stride(0),
-        y.stride(0),
-        CURVE=1 + tanh,
-        BIAS=bias is not None,
-        BLOCK=BLOCK,
-    )
+    launch(_forward, programs(x), x, bias, y, x.shape[1], *steps(x, y), CURVE=1 + tanh, BLOCK=BLOCK)
 
 
 def gelu_backward(
@@ -140,21 +128,8 @@ def gelu_backward(
     dbias: torch.Tensor | None = None,
 ) -> None:
     dy, x, dx = spread_out(dy, x, dx, may_ignore_rows=bias is None)
-    launch(
-        _backward,
-        programs(x),
-        dy,
-        x,
-        bias,
-        dx,
-        x.shape[1],
-        dy.stride(0),
-        x.stride(0),
-        dx.stride(0),
-        CURVE=1 + tanh,
-        BIAS=bias is not None,
-        BLOCK=BLOCK,
-    )
+    given = (dy, x, bias, dx, x.shape[1], *steps(dy, x, dx))
+    launch(_backward, programs(x), *given, CURVE=1 + tanh, BLOCK=BLOCK)
     if dbias is not None:
         torch.sum(dx.reshape(-1, dbias.shape[0]), 0, out=dbias)
 

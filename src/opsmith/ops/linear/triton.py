@@ -86,9 +86,7 @@ def _project(
     PAIRS: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr,
 ):
     # Programs in bands: the row tiles of a band one after another, for one group of heads after another.
     row_tiles = (count + BM - 1) // BM
@@ -136,14 +134,16 @@ def _project(
         a += BK
         w1 += BK
         w2 += BK
-    if BIAS:
+    if bias is not None:
         y1 += tl.load(bias + row1, mask=has_first, other=0.0).to(tl.float32)[None, :]
         y2 += tl.load(bias + row2, mask=has_other, other=0.0).to(tl.float32)[None, :]
 
     batch = token // tokens
     token = token % tokens
     if of_v == 0:
-        row, inside = table_rows(positions, bad, batch, token, tokens, rows, here, pb, pl, POSITIONS)
+        row, inside = table_rows(
+            positions, bad, batch, token, tokens, rows, here, pb, pl, positions is not None
+        )
         cos1, sin1, cos2, sin2 = entries(
             cos, sin, batch * cb + row * cl, batch * sb + row * sl, inside, pair, dims // 2, second
         )
@@ -208,32 +208,12 @@ def linear_rope(
     launch(
         _project,
         (triton.cdiv(count, blocks["BM"]) * groups,),
-        x,
-        packed,
-        bias,
-        q,
-        k,
-        v,
-        *table.tensors,
-        count,
-        tokens,
-        depth,
-        heads,
-        kv_heads,
-        size,
-        dims,
-        table.rows,
-        table.second,
-        *table.steps,
-        x.stride(0),
-        packed.stride(1),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
+        *(x, packed, bias, q, k, v, *table.tensors),
+        *(count, tokens, depth, heads, kv_heads, size, dims, table.rows, table.second),
+        *(*table.steps, x.stride(0), packed.stride(1)),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         EVEN=depth % blocks["BK"] == 0,
-        BIAS=bias is not None,
         INTERLEAVED=interleaved,
-        POSITIONS=positions is not None,
         **blocks,
     )
     table.check("linear_rope")

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton import INTERPRETED
-from opsmith.kernels.triton.common import as_rows, dot, inner, launch, rounded, warps_of
+from opsmith.kernels.triton.common import as_rows, dot, in_registers, inner, launch, rounded, steps
 
 _WIDEN = tl.constexpr(INTERPRETED)
 _LEAST = tl.constexpr(1e-30)  # a row below this is rounded to zeros
@@ -73,9 +73,6 @@ def _multiply(
     zero_pitch,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    BIAS: tl.constexpr,
-    DYNAMIC: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -83,9 +80,9 @@ def _multiply(
     rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     columns = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     there, wanted = rows < M, columns < N
-    sums = tl.zeros((BM, BN), tl.int32 if DYNAMIC else tl.float32)
+    sums = tl.zeros((BM, BN), tl.float32 if most is None else tl.int32)
     inverse = tl.zeros((BM,), tl.float32)
-    if DYNAMIC:
+    if most is not None:
         largest = tl.load(most + rows, mask=there, other=0.0)
         inverse = tl.where(largest > _LEAST, 127.0 / tl.maximum(largest, _LEAST), 0.0)
     for start in range(0, K, BK):
@@ -101,12 +98,12 @@ def _multiply(
         if BITS == 4:
             numbers = (numbers >> tl.where(depth % 8 < 4, 0, 4)[:, None]) & 15
             middle = 8
-        if ZERO:
+        if zero is not None:
             middle = tl.load(zero + start // GROUP * zero_pitch + columns, mask=wanted, other=0).to(tl.int32)[
                 None, :
             ]
         numbers = tl.where(inside[:, None], numbers - middle, 0)
-        if DYNAMIC:
+        if most is not None:
             bytes_ = ((some.to(tl.float32) * inverse[:, None] + _HALF_EVEN) - _HALF_EVEN).to(tl.int8)
             sums = product(bytes_, numbers, sums, True)
         elif GROUP > 0:
@@ -116,11 +113,11 @@ def _multiply(
         else:
             sums = product(some, numbers, sums, False)
     total = sums.to(tl.float32)
-    if DYNAMIC:
+    if most is not None:
         total = total * (tl.load(most + rows, mask=there, other=0.0) / 127.0)[:, None]
     if GROUP == 0:
         total = total * tl.load(scale + columns, mask=wanted, other=0.0)[None, :]
-    if BIAS:
+    if bias is not None:
         total += tl.load(bias + columns, mask=wanted, other=0.0).to(tl.float32)[None, :]
     tl.store(
         y + rows[:, None] * y_pitch + columns[None, :],
@@ -148,34 +145,17 @@ def packed_linear(
     most = None
     if dynamic:
         most = torch.empty(m, dtype=torch.float32, device=x.device)
-        block = min(int(triton.next_power_of_2(max(k, 16))), 4096)
-        launch(_largest, (m,), x, most, k, x.stride(0), BLOCK=block, num_warps=warps_of(block))
+        launch(_largest, (m,), x, most, k, x.stride(0), **in_registers(k, 4096))
     few = m <= 16
     bm, bn = (16, 32) if few else (64, 64)
     launch(
         _multiply,
         (triton.cdiv(n, bn), triton.cdiv(m, bm)),
-        x,
-        weight,
-        scale,
-        zero,
-        bias,
-        most,
-        y,
-        m,
-        n,
-        k,
-        weight.shape[0] // 32 * 32,
-        weight.shape[1],
-        x.stride(0),
-        y.stride(0),
-        scale.stride(0) if group else 0,
-        0 if zero is None else zero.stride(0),
+        *(x, weight, scale, zero, bias, most, y),
+        *(m, n, k, weight.shape[0] // 32 * 32, weight.shape[1]),
+        *steps(x, y, scale if group else None, zero),
         BITS=bits,
         GROUP=group,
-        ZERO=zero is not None,
-        BIAS=bias is not None,
-        DYNAMIC=dynamic,
         BM=bm,
         BN=bn,
         BK=group or 64,  # whatever M: a row's result does not depend on the others

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import block_of, inner, launch, rounded, warps_of
+from opsmith.kernels.triton.common import in_registers, inner, launch, rounded, steps
 
 _HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
 
@@ -101,28 +101,16 @@ def norm_row(
 
 
 @triton.jit
-def norm_kernel(
-    x,
-    gamma,
-    beta,
-    y,
-    s,
-    scale,
-    offset,
-    n,
-    eps,
-    xs,
-    ys,
-    BLOCK: tl.constexpr,
-    GAMMA: tl.constexpr,
-    BETA: tl.constexpr,
-    FORM: tl.constexpr,
-):
+def norm_kernel(x, gamma, beta, y, s, scale, offset, n, eps, xs, ys, BLOCK: tl.constexpr, FORM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     s_row = s
     if FORM == 2:
         s_row = s + row
-    norm_row(x + row * xs, gamma, beta, n, eps, y + row * ys, s_row, scale, offset, BLOCK, GAMMA, BETA, FORM)
+    x += row * xs
+    y += row * ys
+    has_gamma: tl.constexpr = gamma is not None
+    has_beta: tl.constexpr = beta is not None
+    norm_row(x, gamma, beta, n, eps, y, s_row, scale, offset, BLOCK, has_gamma, has_beta, FORM)
 
 
 def normalize(
@@ -137,17 +125,13 @@ def normalize(
     form: int,
 ) -> None:
     n = x.shape[1]
-    block = block_of(n, 8192)
     launch(
         norm_kernel,
         (x.shape[0],),
         *(x, gamma, beta, y, s, scale, offset),
-        *(n, eps, x.stride(0), y.stride(0)),
-        BLOCK=block,
-        GAMMA=gamma is not None,
-        BETA=beta is not None,
+        *(n, eps, *steps(x, y)),
         FORM=form,
-        num_warps=warps_of(block),
+        **in_registers(n, 8192),
     )
 
 

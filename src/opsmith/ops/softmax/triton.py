@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import as_rows, block_of, launch, rounded, warps_of
+from opsmith.kernels.triton.common import as_rows, in_registers, launch, rounded
 
 
 @triton.jit
@@ -133,27 +133,17 @@ def softmax(
     outer, rows, n = x.shape
     steps = (0, 0, 0) if mask is None else mask.stride()
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
-    block = block_of(n)
+    how = in_registers(n)
     launch(
         _forward,
         (outer * rows,),
-        x,
-        mask,
-        y,
-        rows,
-        n,
-        scale,
-        x.stride(0),
-        x.stride(1),
-        *steps,
-        y.stride(0),
-        y.stride(1),
-        BLOCK=block,
-        ONE=n <= block,
+        *(x, mask, y, rows, n, scale),
+        *(*x.stride()[:2], *steps, *y.stride()[:2]),
+        ONE=n <= how["BLOCK"],
         MASK=kind,
         CAUSAL=causal,
         WIDE=_wide(y),
-        num_warps=warps_of(block),
+        **how,
     )
 
 
@@ -162,22 +152,13 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, *, dx: tor
         return
     dy, y, dx = _three(dy), _three(y), _three(dx)
     outer, rows, n = y.shape
-    block = block_of(n, 4096)
     launch(
         _backward,
         (outer * rows,),
-        dy,
-        y,
-        dx,
-        rows,
-        n,
-        scale,
-        *dy.stride()[:2],
-        *y.stride()[:2],
-        *dx.stride()[:2],
-        BLOCK=block,
+        *(dy, y, dx, rows, n, scale),
+        *(*dy.stride()[:2], *y.stride()[:2], *dx.stride()[:2]),
         WIDE=_wide(y),
-        num_warps=warps_of(block),
+        **in_registers(n, 4096),
     )
 
 

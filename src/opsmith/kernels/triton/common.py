@@ -35,6 +35,22 @@ def dot(a, b, acc=None):
 
 
 @inner
+def integer_dot(a, b, acc):
+    """a @ b + acc of bytes, in int32. The interpreter multiplies in float32, exact for a block of K."""
+    if _WIDEN:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.int32)
+    return tl.dot(a, b, acc, out_dtype=tl.int32)
+
+
+@inner
+def integers_like(whole, x):
+    """Integers in x's dtype, which holds them; in float32 where `dot` would widen them again."""
+    if _WIDEN:
+        return whole.to(tl.float32)
+    return whole.to(x.dtype)
+
+
+@inner
 def narrow(a, like):
     """A float32 matrix in the dtype of the one that it will multiply; as it is, where `dot` would widen it again."""
     if _WIDEN:

@@ -11,10 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton import INTERPRETED
-from opsmith.kernels.triton.common import as_rows, dot, in_registers, inner, launch, rounded, steps
+from opsmith.kernels.triton.common import (
+    as_rows,
+    dot,
+    in_registers,
+    inner,
+    integer_dot,
+    integers_like,
+    launch,
+    rounded,
+    steps,
+)
 
-_WIDEN = tl.constexpr(INTERPRETED)
 _LEAST = tl.constexpr(1e-30)  # a row below this is rounded to zeros
 _HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
 
@@ -25,18 +33,6 @@ def place(column, row, whole, width):
     panel = tl.where(row < whole, 32, 16)
     first = tl.where(row < whole, row // 32 * 32, whole)
     return first * width + (column // 4) * (panel * 4) + (row - first) * 4 + column % 4
-
-
-@inner
-def product(a, b, acc, WHOLE: tl.constexpr):
-    """a @ b + acc: of bytes in int32, which the interpreter multiplies in float32, exact for a block of K."""
-    if WHOLE:
-        if _WIDEN:
-            return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.int32)
-        else:
-            return tl.dot(a, b.to(tl.int8), acc, out_dtype=tl.int32)
-    else:
-        return dot(a, b.to(tl.float32) if _WIDEN else b.to(a.dtype), acc)
 
 
 @triton.jit
@@ -105,13 +101,13 @@ def _multiply(
         numbers = tl.where(inside[:, None], numbers - middle, 0)
         if most is not None:
             bytes_ = ((some.to(tl.float32) * inverse[:, None] + _HALF_EVEN) - _HALF_EVEN).to(tl.int8)
-            sums = product(bytes_, numbers, sums, True)
+            sums = integer_dot(bytes_, numbers.to(tl.int8), sums)
         elif GROUP > 0:
             step = tl.load(scale + start // GROUP * scale_pitch + columns, mask=wanted, other=0.0)
-            part = product(some, numbers, tl.zeros((BM, BN), tl.float32), False)
+            part = dot(some, integers_like(numbers, some))
             sums += part * step.to(tl.float32)[None, :]
         else:
-            sums = product(some, numbers, sums, False)
+            sums = dot(some, integers_like(numbers, some), sums)
     total = sums.to(tl.float32)
     if most is not None:
         total = total * (tl.load(most + rows, mask=there, other=0.0) / 127.0)[:, None]

@@ -69,7 +69,6 @@ def _pieces(
     BDV: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    INT8: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
@@ -102,11 +101,11 @@ def _pieces(
         rows_v = v + block * v_b + slot * v_s + h * v_h
         keys = tl.load(rows_k[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0)
         values = tl.load(rows_v[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0)
-        if INT8:
+        if k_scale is not None:
             keys = _in_dtype_of(keys, x)
             values = _in_dtype_of(values, x)
         s = against(x, keys) * scale
-        if INT8:
+        if k_scale is not None:
             s *= tl.load(k_scale + block * ks_b + slot * ks_s + h * ks_h, mask=there, other=0.0)[None, :]
         if SOFTCAP:
             s = softcap * saturate(s / softcap)
@@ -119,7 +118,7 @@ def _pieces(
         shrink = tl.exp2((largest - base) * LOG2E)
         p = tl.exp2((s - base[:, None]) * LOG2E)
         total = total * shrink + tl.sum(p, 1)
-        if INT8:
+        if k_scale is not None:
             p *= tl.load(v_scale + block * vs_b + slot * vs_s + h * vs_h, mask=there, other=0.0)[None, :]
         acc = acc * shrink[:, None] + dot(narrow(p, x), values)
         largest = grown
@@ -180,53 +179,24 @@ def paged_attention(
     launch(
         _pieces,
         (batch, kv_heads, pieces),
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        k_scale,
-        v_scale,
-        parts,
-        kept,
-        blocks,
-        max(size, 1),
-        most,
-        queries,
-        rows,
-        pieces,
-        *q.stride()[:3],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *block_tables.stride(),
-        seq_lens.stride(0),
-        *steps,
-        dim,
-        value_dim,
-        max(dim, 1) ** -0.5 if scale is None else scale,
-        window,
-        softcap,
+        *(q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, parts, kept),
+        *(blocks, max(size, 1), most, queries, rows, pieces),
+        *(*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3]),
+        *(*block_tables.stride(), seq_lens.stride(0), *steps),
+        *(dim, value_dim, max(dim, 1) ** -0.5 if scale is None else scale, window, softcap),
         BM=max(triton.next_power_of_2(rows), 16),
         BN=keys,
         BD=wide,
         BDV=wide_values,
         WINDOW=window > 0,
         SOFTCAP=softcap > 0,
-        INT8=k_scale is not None,
         num_warps=4,
         num_stages=2,
     )
     launch(
         _merge,
         (batch, kv_heads, rows),
-        parts,
-        kept,
-        y,
-        queries,
-        rows,
-        pieces,
-        *y.stride()[:3],
-        value_dim,
+        *(parts, kept, y, queries, rows, pieces, *y.stride()[:3], value_dim),
         PIECES=max(triton.next_power_of_2(pieces), 2),
         BDV=wide_values,
         num_warps=4,
@@ -261,7 +231,6 @@ def _write(
     s_h,
     D,
     BLOCK: tl.constexpr,
-    INT8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
@@ -271,7 +240,7 @@ def _write(
     d = tl.arange(0, BLOCK)
     value = tl.load(x + token * x_t + h * x_h + d, mask=d < D, other=0.0)
     to = cache + block * c_b + place * c_s + h * c_h + d
-    if INT8:
+    if scale is not None:
         value = value.to(tl.float32)
         most = tl.max(sizes(value, d < D), 0)
         inverse = tl.where(most > _LEAST, tl.div_rn(tl.full((), 127.0, tl.float32), most), 0.0)
@@ -294,35 +263,16 @@ def reshape_and_cache(
     tokens, heads = k.shape[:2]
     blocks, size = k_cache.shape[:2]
     bad, step = flag(slot_mapping), slot_mapping.stride(0)
-    launch(
-        _look,
-        (triton.cdiv(tokens, 256),),
-        slot_mapping,
-        bad,
-        tokens,
-        blocks * size,
-        step,
-        BLOCK=256,
-        num_warps=4,
-    )
+    given = (slot_mapping, bad, tokens, blocks * size, step)
+    launch(_look, (triton.cdiv(tokens, 256),), *given, BLOCK=256, num_warps=4)
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         launch(
             _write,
             (tokens, heads),
-            x,
-            slot_mapping,
-            bad,
-            cache,
-            scale,
-            tokens,
-            max(size, 1),
-            step,
-            *x.stride()[:2],
-            *cache.stride()[:3],
-            *((0, 0, 0) if scale is None else scale.stride()),
-            x.shape[2],
+            *(x, slot_mapping, bad, cache, scale, tokens, max(size, 1), step),
+            *(*x.stride()[:2], *cache.stride()[:3]),
+            *(*((0, 0, 0) if scale is None else scale.stride()), x.shape[2]),
             BLOCK=max(triton.next_power_of_2(x.shape[2]), 16),
-            INT8=scale is not None,
             num_warps=1,
         )
     check(bad, "reshape_and_cache", slot_mapping, blocks * size, "slot_mapping")

@@ -38,13 +38,7 @@ def _run(
     launch(
         deltas,
         (triton.cdiv(queries, rows), batch * heads),
-        dout,
-        out,
-        delta,
-        queries,
-        heads,
-        *strides(dout, out),
-        value_dim,
+        *(dout, out, delta, queries, heads, *strides(dout, out), value_dim),
         BM=rows,
         BDV=special["BDV"],
     )
@@ -59,7 +53,7 @@ def _run(
     shape = (*(starts or (None, None)), sequences, queries, keys, heads)
     steps = (*strides(dout, q, k, v), *mask_strides, *strides(sums))
     numbers = (dim, value_dim, scale, window, softcap)
-    special |= {"GROUP": heads // kv_heads, "VARLEN": starts is not None, **sizes}
+    special |= {"GROUP": heads // kv_heads, **sizes}
     launch(
         of_keys,
         grid(keys, sizes["BN"], batch * kv_heads),
@@ -112,20 +106,9 @@ def attention_varlen_backward(
     dv: torch.Tensor,
 ) -> None:
     starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    _run(
-        packed(dout),
-        packed(q),
-        packed(k),
-        packed(v),
-        packed(out),
-        packed(row_sums),
-        None,
-        starts,
-        (scale, causal, window, softcap),
-        packed(dq),
-        packed(dk),
-        packed(dv),
-    )
+    settings = (scale, causal, window, softcap)
+    given = map(packed, (dout, q, k, v, out, row_sums))
+    _run(*given, None, starts, settings, packed(dq), packed(dk), packed(dv))
 
 
 KERNELS = {"attention_backward": attention_backward, "attention_varlen_backward": attention_varlen_backward}

@@ -139,14 +139,14 @@ def _forward(
     MASK: tl.constexpr,
     PLAIN: tl.constexpr,
     EVEN: tl.constexpr,
-    VARLEN: tl.constexpr,
-    SAVE: tl.constexpr,
 ):
     # The last tiles first: under the causal rule they are the longest.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
-    first, q0, n, k0, m = place(q_starts, k_starts, sequences, queries, keys, tile, BM, False, VARLEN)
+    first, q0, n, k0, m = place(
+        q_starts, k_starts, sequences, queries, keys, tile, BM, False, q_starts is not None
+    )
     if first >= n:
         return
     k += b * k_b + h // GROUP * k_h + k0 * k_l
@@ -188,7 +188,7 @@ def _forward(
     )  # fmt: skip
     acc = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
     store_rows(y + b * y_b + h * y_h + q0 * y_l, i, y_l, n, tl.arange(0, BDV), DV, acc)
-    if SAVE:
+    if sums is not None:
         kept = sums + b * s_b + h * s_h + (q0 + i) * s_l
         tl.store(kept, largest, mask=i < n)
         tl.store(kept + 1, total, mask=i < n)
@@ -215,28 +215,11 @@ def _run(
     launch(
         _forward,
         (tiles if queries else 0, batch * heads),
-        q,
-        k,
-        v,
-        memory,
-        y,
-        sums,
-        *(starts or (None, None)),
-        sequences,
-        queries,
-        k.shape[2],
-        heads,
-        *strides(q, k, v),
-        *mask_strides,
-        *strides(y, sums),
-        dim,
-        v.shape[3],
-        scale,
-        window,
-        softcap,
+        *(q, k, v, memory, y, sums, *(starts or (None, None))),
+        *(sequences, queries, k.shape[2], heads),
+        *(*strides(q, k, v), *mask_strides, *strides(y, sums)),
+        *(dim, v.shape[3], scale, window, softcap),
         GROUP=heads // max(k.shape[1], 1),
-        VARLEN=starts is not None,
-        SAVE=sums is not None,
         **options(q, v, mask, *settings),
         **sizes,
     )

@@ -148,13 +148,12 @@ def of_keys(
     MASK: tl.constexpr,
     PLAIN: tl.constexpr,
     EVEN: tl.constexpr,
-    VARLEN: tl.constexpr,
 ):
     heads = H // GROUP
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     first, q0, n, k0, m = place(
-        q_starts, k_starts, sequences, queries, keys, tl.program_id(0), BN, True, VARLEN
+        q_starts, k_starts, sequences, queries, keys, tl.program_id(0), BN, True, q_starts is not None
     )
     if first >= m:
         return
@@ -257,12 +256,13 @@ def of_queries(
     MASK: tl.constexpr,
     PLAIN: tl.constexpr,
     EVEN: tl.constexpr,
-    VARLEN: tl.constexpr,
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
-    first, q0, n, k0, m = place(q_starts, k_starts, sequences, queries, keys, tile, BM, False, VARLEN)
+    first, q0, n, k0, m = place(
+        q_starts, k_starts, sequences, queries, keys, tile, BM, False, q_starts is not None
+    )
     if first >= n:
         return
     lanes = tl.arange(0, BD)

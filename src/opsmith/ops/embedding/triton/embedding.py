@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import block_of, check, flag, launch, report, warps_of
+from opsmith.kernels.triton.common import check, flag, in_registers, launch, report, steps
 
 _CHUNK = 32  # sorted positions that one program adds up
 
@@ -102,23 +102,14 @@ def pitch(y: torch.Tensor, n: int) -> int:
 
 def forward(ids: torch.Tensor, table: torch.Tensor, *, y: torch.Tensor) -> None:
     rows, n = table.shape
-    block = block_of(n, 4096)
+    how = in_registers(n, 4096)
     bad = flag(ids)
     flat_ids, step = flat(ids)
     launch(
         _gather,
-        (ids.numel(), max(triton.cdiv(n, block), 1)),
-        flat_ids,
-        table,
-        y,
-        bad,
-        rows,
-        n,
-        step,
-        table.stride(0),
-        pitch(y, n),
-        BLOCK=block,
-        num_warps=warps_of(block),
+        (ids.numel(), max(triton.cdiv(n, how["BLOCK"]), 1)),
+        *(flat_ids, table, y, bad, rows, n, step, table.stride(0), pitch(y, n)),
+        **how,
     )
     check(bad, "embedding", ids, rows)
 
@@ -133,39 +124,19 @@ def backward(
         return
     ordered, order = torch.sort(ids.reshape(-1), stable=True)
     tokens = ordered.numel()
-    block = block_of(n, 1024)
-    grid = (triton.cdiv(tokens, _CHUNK), triton.cdiv(n, block))
+    how = in_registers(n, 1024)
+    grid = (triton.cdiv(tokens, _CHUNK), triton.cdiv(n, how["BLOCK"]))
     heads, tails = torch.empty((2, grid[0], n), dtype=torch.float32, device=dy.device).unbind()
     sizes = (tokens, rows, n, padding_idx)
     launch(
         _chunk_sums,
         grid,
-        dy,
-        ordered,
-        order,
-        dtable,
-        heads,
-        tails,
-        *sizes,
-        pitch(dy, n),
-        dtable.stride(0),
+        *(dy, ordered, order, dtable, heads, tails),
+        *(*sizes, pitch(dy, n), *steps(dtable)),
         CHUNK=_CHUNK,
-        BLOCK=block,
-        num_warps=warps_of(block),
+        **how,
     )
-    launch(
-        _long_runs,
-        grid,
-        ordered,
-        dtable,
-        heads,
-        tails,
-        *sizes,
-        dtable.stride(0),
-        CHUNK=_CHUNK,
-        BLOCK=block,
-        num_warps=warps_of(block),
-    )
+    launch(_long_runs, grid, ordered, dtable, heads, tails, *sizes, *steps(dtable), CHUNK=_CHUNK, **how)
 
 
 KERNELS = {"embedding": forward, "embedding_backward": backward}

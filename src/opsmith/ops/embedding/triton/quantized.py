@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import block_of, check, flag, launch, report, warps_of
+from opsmith.kernels.triton.common import check, flag, in_registers, launch, report, steps
 from opsmith.ops.embedding.triton.embedding import flat, pitch
 
 
@@ -30,8 +30,6 @@ def _gather(
     cs,
     ys,
     BLOCK: tl.constexpr,
-    CACHE: tl.constexpr,
-    COUNT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -41,10 +39,10 @@ def _gather(
     report(bad, token, inside)
     cached_at = row
     found = inside & False
-    if CACHE:
+    if slots is not None:
         cached_at = tl.load(slots + row, mask=inside, other=-1).to(tl.int64)
         found = (cached_at >= 0) & (cached_at < cached_rows)
-    if COUNT:  # noqa: SIM102  one is decided by the compiler, the other by each program
+    if counts is not None:  # noqa: SIM102  one is decided by the compiler, the other by each program
         if inside & (part == 0):
             tl.atomic_add(counts + row, 1)
             tl.atomic_add(stats, found.to(tl.int64))
@@ -53,7 +51,7 @@ def _gather(
     factor = tl.load(scale + row * ss, mask=inside, other=float("nan"))
     v = tl.load(table + row * ts + at, mask=at < tl.where(inside & (found == 0), n, 0), other=0)
     v = (v.to(tl.float32) * factor).to(y.dtype.element_ty)
-    if CACHE:
+    if slots is not None:
         kept = tl.load(cached + cached_at * cs + at, mask=at < tl.where(found, n, 0), other=0.0)
         v = tl.where(found, kept, v)
     tl.store(y + token * ys + at, v, mask=at < n)
@@ -80,33 +78,16 @@ def forward(
             raise RuntimeError(
                 f"quantized_embedding: next_ids must lie in [0, {total}), the rows of the table"
             )
-    block = block_of(n, 4096)
+    how = in_registers(n, 4096)
     bad = flag(ids)
     flat_ids, step = flat(ids)
     launch(
         _gather,
-        (ids.numel(), max(triton.cdiv(n, block), 1)),
-        flat_ids,
-        table,
-        scale,
-        slots,
-        rows,
-        counts,
-        stats,
-        y,
-        bad,
-        total,
-        0 if rows is None else rows.shape[0],
-        n,
-        step,
-        table.stride(0),
-        scale.stride(0),
-        0 if rows is None else rows.stride(0),
-        pitch(y, n),
-        BLOCK=block,
-        CACHE=slots is not None,
-        COUNT=counts is not None,
-        num_warps=warps_of(block),
+        (ids.numel(), max(triton.cdiv(n, how["BLOCK"]), 1)),
+        *(flat_ids, table, scale, slots, rows, counts, stats, y, bad),
+        *(total, 0 if rows is None else rows.shape[0], n),
+        *(step, *steps(table, scale, rows), pitch(y, n)),
+        **how,
     )
     check(bad, "quantized_embedding", ids, total)
 

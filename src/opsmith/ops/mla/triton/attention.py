@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import dot, launch, narrow, processors, rounded
-from opsmith.ops.mla.triton.rows import like, power
+from opsmith.kernels.triton.common import dot, integers_like, launch, narrow, processors, rounded
+from opsmith.ops.mla.triton.rows import power
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _KEYS = 32  # that a program holds at once
@@ -82,7 +82,7 @@ def _parts(
     )
     factor = tl.zeros((BM,), tl.float32) + 1.0
     if INT8:
-        a = like(a, b)
+        a = integers_like(a, b)
         factor = tl.load(ctkv) / tl.load(head_scale + head, mask=here, other=1.0)
     most = tl.zeros((BM,), tl.float32) - float("inf")
     total = tl.zeros((BM,), tl.float32)
@@ -108,7 +108,7 @@ def _parts(
             other=0.0,
         )
         if INT8:
-            k = like(k, r)
+            k = integers_like(k, r)
         scores = dot(a, tl.trans(k)) * factor[:, None] + dot(b, tl.trans(r))
         scores = tl.where(there[None, :], scores * (scale * _LOG2E), float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from opsmith.kernels.triton.common import block_of, launch
+from opsmith.kernels.triton.common import block_of, launch, steps
 from opsmith.ops.mla.triton.rows import layout, power, table_of
 from opsmith.ops.mla.triton.stages import absorb_kernel, middle_kernel, project_kernel
 from opsmith.ops.rms_norm.triton_quant import normalize
@@ -35,18 +35,15 @@ def project(
     if form == 4:
         assert descale is not None
         bk = 2 * weight.shape[1] // max(1, descale.shape[1])
-    strides = x.stride(0), weight.stride(0), 0 if descale is None else descale.stride(0), y.stride(0)
     launch(
         project_kernel,
         (triton.cdiv(tokens, bm) * triton.cdiv(n, bn),),
         *(x, weight, bias, descale, s, y),
-        *(tokens, n, k),
-        *strides,
+        *(tokens, n, k, *steps(x, weight, descale, y)),
         BM=bm,
         BN=bn,
         BK=bk,
         FORM=form,
-        BIAS=bias is not None,
         num_warps=4,
         num_stages=4,
     )
@@ -71,31 +68,23 @@ def kv_epilogue(
     """Keys into the cache; beside them latent queries, where given: gamma1, beta1, z, s, scale, offset, plain, form."""
     kv_lora = gamma2.shape[0]
     *others, form = queries or (*[None] * 7, 0)
-    _, beta1, z, *_, plain = others
+    z, plain = others[2], others[6]
     inner = 0 if z is None else z.shape[1]
     size = latent.shape[2 if tiled else 1]
     turn = latent[..., kv_lora:] if rope is None else rope  # within the latent's rows, where it has no tensor
     cos, sin, table, second = table_of(cos, sin, rope_size)
-    strides = a.stride(0), 0 if z is None else z.stride(0), 0 if plain is None else plain.stride(0)
     launch(
         middle_kernel,
         (a.shape[0], 1 if queries is None else 2),
         *(a, *others),
         *(gamma2, cos, sin, slots, latent, turn, ctkv_scale),
         *(inner, kv_lora, rope_size // 2, latent.shape[0] * size, size, eps),
-        *strides,
-        *(table, second),
-        *layout(latent, tiled),
-        *layout(turn, tiled),
+        *(*steps(a, z, plain), table, second),
+        *(*layout(latent, tiled), *layout(turn, tiled)),
         BLOCK=block_of(inner, 8192),
         KV=power(kv_lora),
         PAIRS=power(rope_size // 2),
-        QUERIES=queries is not None,
-        BETA=beta1 is not None,
         FORM=form,
-        PLAIN=plain is not None,
-        CTKV=ctkv_scale is not None,
-        TURN=cos is not None,
         INTERLEAVED=interleaved,
         num_warps=4,
     )
@@ -130,8 +119,6 @@ def q_epilogue(
         BN=bn,
         BK=min(power(nope), 64),
         PAIRS=power(rope // 2),
-        SCALE=q_nope_scale is not None,
-        TURN=cos is not None,
         INTERLEAVED=interleaved,
         num_warps=4,
     )

@@ -1,4 +1,4 @@
-"""What the Triton kernels of MLA share: products of integers, rotation, where a row lies in the cache."""
+"""What the Triton kernels of MLA share: rotation, where a row lies in the cache."""
 
 from __future__ import annotations
 
@@ -8,26 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import inner
-
-_WIDEN = tl.constexpr(INTERPRETED)
-
-
-@inner
-def like(whole, x):
-    """Integers in x's dtype, which holds them; in float32 where `dot` would widen them again."""
-    if _WIDEN:
-        return whole.to(tl.float32)
-    return whole.to(x.dtype)
-
-
-@inner
-def integer_dot(a, b, acc):
-    """a @ b + acc in int32. The interpreter multiplies in float32, exact for a block of K."""
-    if _WIDEN:
-        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.int32)
-    return tl.dot(a, b, acc, out_dtype=tl.int32)
 
 
 @inner

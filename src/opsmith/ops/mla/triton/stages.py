@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import dot, rounded
-from opsmith.ops.mla.triton.rows import integer_dot, like, turned
+from opsmith.kernels.triton.common import dot, integer_dot, integers_like, rounded
+from opsmith.ops.mla.triton.rows import turned
 from opsmith.ops.rms_norm.triton_quant import inverse_rms, norm_row, normalized, q8
 
 
@@ -29,7 +29,6 @@ def project_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     FORM: tl.constexpr,
-    BIAS: tl.constexpr,
 ):
     # Programs of one block of the weight's rows follow each other: it is read from memory once.
     blocks = (tokens + BM - 1) // BM
@@ -49,8 +48,8 @@ def project_kernel(
             a = tl.load(even, mask=here & (2 * half < K)[None, :], other=0.0)
             b = tl.load(even + 1, mask=here & (2 * half + 1 < K)[None, :], other=0.0)
             packed = tl.load(weight + row[:, None] * ws + half[None, :], mask=there, other=0).to(tl.int32)
-            low = like((packed & 15) - 8, a)
-            high = like(((packed >> 4) & 15) - 8, a)
+            low = integers_like((packed & 15) - 8, a)
+            high = integers_like(((packed >> 4) & 15) - 8, a)
             group = tl.load(descale + row * ds + begin // BK, mask=row < N, other=0.0)
             sums += dot(b, tl.trans(high), dot(a, tl.trans(low))) * group[None, :]
         else:
@@ -59,17 +58,18 @@ def project_kernel(
             if FORM == 1 or FORM == 2:
                 whole = integer_dot(a, tl.trans(w), whole)
             else:
-                sums = dot(a, tl.trans(like(w, a)), sums)
+                sums = dot(a, tl.trans(integers_like(w, a)), sums)
     if FORM == 1 or FORM == 2:
-        if BIAS:
+        if bias is not None:
             whole += tl.load(bias + row, mask=row < N, other=0)[None, :]
         sums = whole.to(tl.float32)
     if (FORM == 1 or FORM == 2) or FORM == 3:
         sums *= tl.load(descale + row, mask=row < N, other=0.0)[None, :]
     if FORM == 2:
         sums *= tl.load(s + token, mask=token < tokens, other=0.0)[:, None]
-    if BIAS and ((FORM == 0 or FORM == 3) or FORM == 4):
-        sums += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:  # noqa: SIM102  Triton 3.2 has no `and` of Python's own values
+        if (FORM == 0 or FORM == 3) or FORM == 4:
+            sums += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
     tl.store(y + token[:, None] * ys + row[None, :], rounded(sums, y), mask=here & (row < N)[None, :])
 
 
@@ -112,38 +112,21 @@ def middle_kernel(
     BLOCK: tl.constexpr,
     KV: tl.constexpr,
     PAIRS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BETA: tl.constexpr,
     FORM: tl.constexpr,
-    PLAIN: tl.constexpr,
-    CTKV: tl.constexpr,
-    TURN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    if QUERIES:  # noqa: SIM102  one is decided by the compiler, the other by each program
+    if z is not None:  # noqa: SIM102  one is decided by the compiler, the other by each program
         if tl.program_id(1) == 1:
             behind = a + token * as_ + kv_lora + 2 * half
             s_row = s
             if FORM == 2:
                 s_row = s + token
-            norm_row(
-                behind,
-                gamma1,
-                beta1,
-                inner,
-                eps,
-                z + token * zs,
-                s_row,
-                scale,
-                offset,
-                BLOCK,
-                True,
-                BETA,
-                FORM,
-            )
-            if PLAIN:
-                norm_row(behind, gamma1, beta1, inner, eps, plain + token * ps, s, s, s, BLOCK, True, BETA, 0)
+            beta: tl.constexpr = beta1 is not None
+            z += token * zs
+            norm_row(behind, gamma1, beta1, inner, eps, z, s_row, scale, offset, BLOCK, True, beta, FORM)
+            if plain is not None:
+                norm_row(behind, gamma1, beta1, inner, eps, plain + token * ps, s, s, s, BLOCK, True, beta, 0)
     if tl.program_id(1) == 0:
         slot = tl.load(slots + token).to(tl.int64)
         kept = tl.where((slot >= 0) & (slot < end), kv_lora, 0)  # of what a row has, if the token has a slot
@@ -155,13 +138,22 @@ def middle_kernel(
         rstd = inverse_rms(row, kv_lora, eps, KV)
         v = normalized(row, gamma2, gamma2, rstd, lane, lane < kv_lora, True, False)
         to = latent + block * l_block + at * l_token + lane // l_width * l_tile + lane % l_width
-        if CTKV:
+        if ctkv is not None:
             tl.store(to, q8(v / tl.load(ctkv)), mask=lane < kept)
         else:
             tl.store(to, rounded(v, latent), mask=lane < kept)
         pair = tl.arange(0, PAIRS)
         first, other, x1, x2 = turned(
-            row + kv_lora, cos, sin, token * table, pair, half, pair < half, second, INTERLEAVED, TURN
+            row + kv_lora,
+            cos,
+            sin,
+            token * table,
+            pair,
+            half,
+            pair < half,
+            second,
+            INTERLEAVED,
+            cos is not None,
         )
         to = rope + block * r_block + at * r_token
         mask = pair < paired
@@ -195,8 +187,6 @@ def absorb_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PAIRS: tl.constexpr,
-    SCALE: tl.constexpr,
-    TURN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
@@ -207,7 +197,16 @@ def absorb_kernel(
         pair = tl.arange(0, PAIRS)[None, :]
         mask = here & (pair < half)
         first, other, x1, x2 = turned(
-            row + nope, cos, sin, token[:, None] * table, pair, half, mask, second, INTERLEAVED, TURN
+            row + nope,
+            cos,
+            sin,
+            token[:, None] * table,
+            pair,
+            half,
+            mask,
+            second,
+            INTERLEAVED,
+            cos is not None,
         )
         beside = q_rope + token[:, None] * rt + head * rh
         tl.store(beside + first, rounded(x1, q_rope), mask=mask)
@@ -226,7 +225,7 @@ def absorb_kernel(
             )
             sums = dot(a, w, sums)
         to = q_out + token[:, None] * ot + head * oh + column[None, :]
-        if SCALE:
+        if head_scale is not None:
             sums = rounded(sums, q_rope).to(tl.float32) * tl.load(head_scale + head)
             tl.store(to, q8(sums), mask=here & there)
         else:

@@ -67,12 +67,11 @@ def _rotate(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    POSITIONS: tl.constexpr,
 ):
     batch = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
-    row, inside = table_rows(positions, bad, batch, token, tokens, rows, here, pb, pl, POSITIONS)
+    row, inside = table_rows(positions, bad, batch, token, tokens, rows, here, pb, pl, positions is not None)
     pair = tl.arange(0, HALF)
     cos1, sin1, cos2, sin2 = entries(
         cos, sin, batch * cb + row * cl, batch * sb + row * sl, inside, pair, half, second
@@ -140,28 +139,14 @@ def turn(
     launch(
         _rotate,
         (triton.cdiv(tokens, block_tokens), triton.cdiv(heads, _HEADS), batch),
-        x,
-        scale,
-        y,
-        y_scale,
-        *table.tensors,
-        heads,
-        tokens,
-        half,
-        rest,
-        table.rows,
-        table.second,
-        *table.steps,
-        *x.stride()[:3],
-        *scale.stride(),
-        *y.stride()[:3],
-        *y_scale.stride(),
+        *(x, scale, y, y_scale, *table.tensors),
+        *(heads, tokens, half, rest, table.rows, table.second, *table.steps),
+        *(*x.stride()[:3], *scale.stride(), *y.stride()[:3], *y_scale.stride()),
         HEADS=_HEADS,
         TOKENS=block_tokens,
         HALF=block,
         REST=block_rest,
         INTERLEAVED=interleaved,
-        POSITIONS=positions is not None,
         num_warps=4 if width * block_tokens >= 2048 else 1,
     )
     table.check("rope_int8")

@@ -77,12 +77,11 @@ def _rotate(
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
-    POSITIONS: tl.constexpr,
 ):
     batch = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
-    row, inside = table_rows(positions, bad, batch, token, tokens, rows, here, pb, pl, POSITIONS)
+    row, inside = table_rows(positions, bad, batch, token, tokens, rows, here, pb, pl, positions is not None)
     pair = tl.arange(0, HALF)
     cos1, sin1, cos2, sin2 = entries(
         cos, sin, batch * cb + row * cl, batch * sb + row * sl, inside, pair, half, second
@@ -168,25 +167,15 @@ def _turn(
     launch(
         _rotate,
         (triton.cdiv(tokens, block_tokens), triton.cdiv(heads, _HEADS), batch),
-        x,
-        y,
-        *table.tensors,
-        heads,
-        tokens,
-        half,
-        rest,
-        table.rows,
-        table.second,
-        *table.steps,
-        *x.stride()[:3],
-        *y.stride()[:3],
+        *(x, y, *table.tensors),
+        *(heads, tokens, half, rest, table.rows, table.second, *table.steps),
+        *(*x.stride()[:3], *y.stride()[:3]),
         HEADS=_HEADS,
         TOKENS=block_tokens,
         HALF=block,
         REST=0 if in_place or not rest else int(triton.next_power_of_2(rest)),
         INTERLEAVED=interleaved,
         INVERSE=inverse,
-        POSITIONS=table.tensors[2] is not None,
         num_warps=4 if block * block_tokens >= 1024 else 1,
     )
 

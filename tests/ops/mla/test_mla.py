@@ -12,7 +12,8 @@ from benchmarks.mla_rungs import RUNGS, thirteen_in_pytorch
 from tests.ops.mla.sizes import Sizes, norm, row_of, turn
 
 from opsmith.operator import Tolerance
-from opsmith.ops import MLAWeights, mla_kv_epilogue, mla_preprocess, mla_q_epilogue
+from opsmith.ops import MLAWeights, mla_attention, mla_kv_epilogue, mla_preprocess, mla_q_epilogue
+from opsmith.ops.mla.names import BESIDE
 
 MATRIX = [Sizes(tokens=t, hidden=40, heads=h) for t in (0, 1, 2, 5, 31, 33, 128) for h in (1, 16)]
 MATRIX += [Sizes(tokens=t, hidden=512, heads=h) for t in (1, 33) for h in (16, 77)]
@@ -167,3 +168,50 @@ def test_wrong_queries_are_named(change: dict[str, Any], message: str) -> None:
     call = {"q": torch.ones(3, 3, 24), "wuk": torch.ones(3, 8, 32), "cos": cos, "sin": sin}
     with pytest.raises((TypeError, ValueError), match=f"mla_q_epilogue: .*{message}"):
         mla_q_epilogue(**{**call, **change})
+
+
+def test_arguments_have_two_names() -> None:
+    sizes = Sizes()
+    w, (x, cos, sin) = sizes.weights(beta0=True, beta1=True, bias0=True, bias1=True), sizes.inputs()
+    named = {ours: getattr(w, cann) for ours, cann in BESIDE.items() if hasattr(w, cann)}
+    given = {ours: t for ours, t in named.items() if t is not None}
+    assert len(given) == 11
+    dims = {name: getattr(w, name) for name in ("heads", "nope", "rope", "kv_lora", "q_lora")}
+    same = MLAWeights(**given, **dims)
+    assert all(torch.equal(t, same.state_dict()[name]) for name, t in w.state_dict().items())
+    cache, other = sizes.cache(mode="int8_tiled"), sizes.cache(mode="int8_tiled")
+    slots, scales = sizes.slots(cache), (torch.tensor(0.03), torch.tensor([20.0, -31.0, 45.0]))
+    cann = dict(zip(("slot_mapping", "ctkv_scale", "q_nope_scale"), (slots, *scales), strict=True))
+    ours = dict(zip(("slots", "latent_scale", "query_scale"), (slots, *scales), strict=True))
+    right = mla_preprocess(x, w, cos, sin, cache=cache, **cann)
+    got = mla_preprocess(x, same, cos, sin, cache=other, **ours)
+    tables, lens = torch.arange(cache.blocks).view(1, -1), torch.tensor([5])
+    y = mla_attention(*right, cache, tables, lens, scale=0.1, wuv=w.wuv)
+    assert torch.equal(y, mla_attention(*got, other, tables, lens, scale=0.1, v_up=w.wuv))
+    assert all(map(torch.equal, (*got, other.latent), (*right, cache.latent)))
+
+
+def test_one_argument_under_both_names_is_refused() -> None:
+    w = Sizes().weights()
+    with pytest.raises(TypeError, match="k_up and wuk are one argument"):
+        mla_q_epilogue(torch.randn(2, 3, 24), wuk=w.wuk, k_up=w.wuk, cos=None, sin=None)
+
+
+def test_int8_checkpoints_have_two_names() -> None:
+    sizes = Sizes()
+    w = sizes.weights().quantize("per_token")
+    dims = {name: getattr(w, name) for name in ("heads", "nope", "rope", "kv_lora", "q_lora")}
+    made = MLAWeights.quantized(
+        down_int8=w.wdqkv,
+        up_int8=w.wuq,
+        k_up=w.wuk,
+        down_descale=w.descale0,
+        up_descale=w.descale1,
+        input_norm=w.gamma0,
+        q_norm=w.gamma1,
+        kv_norm=w.gamma2,
+        v_up=w.wuv,
+        **dims,
+    )
+    assert made.quant == "per_token"
+    assert all(torch.equal(t, made.state_dict()[name]) for name, t in w.state_dict().items())

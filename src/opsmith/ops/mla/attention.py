@@ -16,6 +16,7 @@ from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type, has_values, shapes
 from opsmith.ops.mla.call import Maybe, check_inference, in_float32, rows_of
+from opsmith.ops.mla.names import either_name
 from opsmith.ops.paged_attention.entries import rows_of_tables
 from opsmith.ops.rms_norm.quant import wide
 
@@ -35,6 +36,7 @@ class Call:
     query_scale: Maybe = None  # q_nope_scale
 
 
+@either_name
 def mla_attention(
     q_out: torch.Tensor,
     q_rope: torch.Tensor | None,

@@ -27,10 +27,12 @@ from opsmith.ops.mla.call import (
     new_queries,
     rows_of,
 )
+from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.reference import keys, queries
 from opsmith.ops.mla.samples import fresh_cache, fresh_rows, some_slots, table
 
 
+@either_name
 def mla_kv_epilogue(
     a: torch.Tensor,
     gamma2: torch.Tensor,
@@ -132,6 +134,7 @@ def _keys_at_once(
     return True
 
 
+@either_name
 def mla_q_epilogue(
     q: torch.Tensor,
     wuk: torch.Tensor,

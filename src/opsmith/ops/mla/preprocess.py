@@ -20,6 +20,7 @@ from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample,
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots
 from opsmith.ops.mla.call import Call, Maybe, Result, Rotation, in_float32, join, new_queries, rows_of
 from opsmith.ops.mla.eager import eager
+from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import Projection, quantize_weight
 from opsmith.ops.mla.reference import define
 from opsmith.ops.mla.samples import fresh_cache, fresh_rows, some_slots, table
@@ -32,6 +33,7 @@ _MOST_TOKENS = 64  # whose activations stay in cache beside a weight that is rea
 _OP, _OP_INT8 = "mla_preprocess", "mla_preprocess_int8"
 
 
+@either_name
 def mla_preprocess(
     x: torch.Tensor,
     w: MLAWeights,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from opsmith.call.common import check_number, dense, short
+from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import QUANTS, Projection, project, quantize_projection, static_scale
 from opsmith.ops.rms_norm.quant import normalize
 
@@ -220,6 +221,7 @@ class MLAWeights(nn.Module):
     Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", 2024.
     """
 
+    @either_name
     def __init__(
         self,
         wdqkv: torch.Tensor,
@@ -255,6 +257,7 @@ class MLAWeights(nn.Module):
         self._fill(parts, wuv)
 
     @classmethod
+    @either_name
     def quantized(
         cls,
         wdqkv_int8: torch.Tensor,

@@ -13,7 +13,7 @@ import torch
 
 from opsmith.ops import MLACache, MLAWeights, linear, mla_kv_epilogue, mla_preprocess, mla_q_epilogue
 from opsmith.ops import rope as rope_op
-from opsmith.ops.mla.call import Call, Result, join
+from opsmith.ops.mla.call import Call, Result
 from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.preprocess import call_of
 from opsmith.ops.mla.projection import norm, normalize_and_project
@@ -43,9 +43,7 @@ def thirteen_of_ours(*args: Any, **options: Any) -> Result:
     if cos is not None and sin is not None and w.rope:
         q_rope = rope_op(q_rope, cos, sin, interleaved=interleaved)
         k_rope = rope_op(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
-    c.cache.write(c.slots, k_nope, k_rope)
-    pair = join(q_out, q_rope, c.joint)
-    return (*pair, z) if c.return_latent_q else pair
+    return c.finish(q_out, q_rope, k_nope, k_rope, z)
 
 
 def two_chains(*args: Any, **options: Any) -> Result:

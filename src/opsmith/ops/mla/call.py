@@ -85,6 +85,20 @@ class Call:
         if self.latent_scale is not None:
             self.cache.ctkv_scale, self.cache.q_nope_scale = self.latent_scale, self.query_scale
 
+    def finish(
+        self,
+        q_out: torch.Tensor,
+        q_rope: torch.Tensor,
+        k_nope: torch.Tensor,
+        k_rope: torch.Tensor,
+        latent_q: Maybe,
+    ) -> Result:
+        """Write the keys into the cache; the queries as the call returns them."""
+        self.cache.write(self.slots, k_nope, k_rope)
+        self.remember_scales()
+        pair = join(q_out, q_rope, self.joint)
+        return (*pair, latent_q) if self.return_latent_q and latent_q is not None else pair
+
     def checked(self, op: str, *, values: bool = True) -> Call:
         """The same, its scales tensors; refused where an argument is wrong, before anything is written.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from opsmith.ops.mla.call import Call, Result, Rotation, join
+from opsmith.ops.mla.call import Call, Result, Rotation
 from opsmith.ops.mla.projection import eager_projection, eager_q8
 
 
@@ -24,10 +24,7 @@ def eager(c: Call) -> Result:
     if c.latent_scale is not None and c.query_scale is not None:
         k_nope = eager_q8(k_nope / c.latent_scale)
         q_out = eager_q8(q_out * c.query_scale.view(-1, 1))
-        c.remember_scales()
-    c.cache.write(c.slots, k_nope, k_rope)
-    pair = join(q_out, q_rope, c.joint)
-    return (*pair, z) if c.return_latent_q else pair
+    return c.finish(q_out, q_rope, k_nope, k_rope, z)
 
 
 def _norm(x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float) -> torch.Tensor:

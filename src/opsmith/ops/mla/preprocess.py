@@ -18,7 +18,7 @@ from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots
-from opsmith.ops.mla.call import Call, Maybe, Result, Rotation, in_float32, join, new_queries, rows_of
+from opsmith.ops.mla.call import Call, Maybe, Result, Rotation, in_float32, new_queries, rows_of
 from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import Projection, quantize_weight
@@ -196,11 +196,7 @@ def kernel(c: Call) -> Result:
 
 def run(c: Call) -> Result:
     """The definition, in plain PyTorch, and the write into the cache."""
-    d = define(c.x, c.w, c.rotation, c.eps, c.latent_scale, c.query_scale)
-    c.cache.write(c.slots, d.k_nope, d.k_rope)
-    c.remember_scales()
-    pair = join(d.q_out, d.q_rope, c.joint)
-    return (*pair, d.latent_q) if c.return_latent_q and d.latent_q is not None else pair
+    return c.finish(*define(c.x, c.w, c.rotation, c.eps, c.latent_scale, c.query_scale))
 
 
 def preprocess_form(
@@ -350,11 +346,18 @@ _SMALL = (8, 4, 20, 28)  # nope, rope, kv_lora, q_lora
 _V3 = (128, 64, 512, 1536)
 
 
-def _samples(make: Make) -> Iterator[Sample]:
-    def sample(name: str, *args: Any, more: dict[str, Any] | None = None, **options: Any) -> Sample:
-        positional, named = _arguments(make, *args, **options)
-        return Sample(name, positional, {**named, **(more or {})})
+def _sample(
+    make: Make, quant: str | None, name: str, *args: Any, more: dict[str, Any] | None = None, **options: Any
+) -> Sample:
+    positional, named = _arguments(make, *args, **options)
+    if quant is not None:
+        positional, found = _quantized(make, quant, positional)
+        named |= found
+    return Sample(name, positional, {**named, **(more or {})})
 
+
+def _samples(make: Make) -> Iterator[Sample]:
+    sample = partial(_sample, make, None)
     for tokens, size in ((2, 33), (5, 40), (33, 65)):
         yield sample(f"{tokens}x{size}", tokens, size, 3, _SMALL)
     yield sample("one token, joint", 1, 24, 2, _SMALL, layout=("joint", 2, 1))
@@ -371,10 +374,10 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield sample("empty", 0, 40, 3, _SMALL)
 
 
-def _workloads(make: Make) -> Iterator[Sample]:
+def _workloads(make: Make, quant: str | None = None, form: str = "") -> Iterator[Sample]:
     for tokens in (1, 4, 32):
-        args = _arguments(make, tokens, 7168, 128, _V3, layout=("split", 1, 32), skip=False)
-        yield Sample(f"V3, {tokens} token{'s' * (tokens > 1)}", *args)
+        name = f"V3, {tokens} token{'s' * (tokens > 1)}{form}"
+        yield _sample(make, quant, name, tokens, 7168, 128, _V3, layout=("split", 1, 32), skip=False)
 
 
 def _quantized(make: Make, quant: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -403,42 +406,30 @@ def _quantized(make: Make, quant: str, args: tuple[Any, ...]) -> tuple[tuple[Any
 
 
 def _samples_int8(make: Make) -> Iterator[Sample]:
-    def sample(
-        name: str, quant: str, *args: Any, more: dict[str, Any] | None = None, **options: Any
-    ) -> Sample:
-        positional, named = _arguments(make, *args, **options)
-        positional, found = _quantized(make, quant, positional)
-        return Sample(name, positional, {**named, **found, **(more or {})})
+    sample = partial(_sample, make)
 
     def integers(n: int) -> torch.Tensor:
         return make.ids(n, high=4000).sub_(2000).to(torch.int32)
 
     for tokens, size in ((2, 33), (5, 40), (33, 65)):
-        yield sample(f"per token, {tokens}x{size}", "per_token", tokens, size, 3, _SMALL)
-    yield sample("per tensor", "per_tensor", 5, 40, 3, _SMALL)
+        yield sample("per_token", f"per token, {tokens}x{size}", tokens, size, 3, _SMALL)
+    yield sample("per_tensor", "per tensor", 5, 40, 3, _SMALL)
     biases = {"bias0": integers(20 + 4 + 28), "bias1": integers(3 * 12)}
     betas = {"beta0": make(40), "beta1": make(28)}
-    yield sample("per tensor, betas and biases", "per_tensor", 5, 40, 3, _SMALL, more={**betas, **biases})
-    yield sample("per tensor, no q_lora", "per_tensor", 5, 40, 3, (8, 4, 20, None), layout=("joint", 2, 16))
-    yield sample("int8 weights", "weight_int8", 5, 40, 3, _SMALL)
-    yield sample("int4 weights", "weight_int4", 5, 64, 3, (8, 4, 20, 32))
+    yield sample("per_tensor", "per tensor, betas and biases", 5, 40, 3, _SMALL, more={**betas, **biases})
+    yield sample("per_tensor", "per tensor, no q_lora", 5, 40, 3, (8, 4, 20, None), layout=("joint", 2, 16))
+    yield sample("weight_int8", "int8 weights", 5, 40, 3, _SMALL)
+    yield sample("weight_int4", "int4 weights", 5, 64, 3, (8, 4, 20, 32))
     scales = {
         "ctkv_scale": torch.tensor(0.03, device=make.device),
         "q_nope_scale": torch.tensor([20.0, -31.0, 45.0], device=make.device),
     }
     for quant in ("per_token", "per_tensor"):
         name = f"{quant.replace('_', ' ')}, int8 cache"
-        yield sample(name, quant, 7, 40, 3, (8, 16, 32, 24), layout=("int8_tiled", 2, 7), more=scales)
-    yield sample("strided", "per_token", 5, 40, 3, _SMALL, x=make(40, 5).t())
-    yield sample("rows of zeros", "per_token", 3, 40, 3, _SMALL, x=make(3, 40, scale=0.0))
-    yield sample("empty", "per_token", 0, 40, 3, _SMALL)
-
-
-def _workloads_int8(make: Make) -> Iterator[Sample]:
-    for tokens in (1, 4, 32):
-        args, named = _arguments(make, tokens, 7168, 128, _V3, layout=("split", 1, 32), skip=False)
-        args, found = _quantized(make, "per_token", args)
-        yield Sample(f"V3, {tokens} token{'s' * (tokens > 1)}, per token", args, {**named, **found})
+        yield sample(quant, name, 7, 40, 3, (8, 16, 32, 24), layout=("int8_tiled", 2, 7), more=scales)
+    yield sample("per_token", "strided", 5, 40, 3, _SMALL, x=make(40, 5).t())
+    yield sample("per_token", "rows of zeros", 3, 40, 3, _SMALL, x=make(3, 40, scale=0.0))
+    yield sample("per_token", "empty", 0, 40, 3, _SMALL)
 
 
 def _supports(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
@@ -488,7 +479,7 @@ CARD_INT8 = register(
         reference=partial(preprocess_form, by=run),
         cost=_cost,
         samples=_samples_int8,
-        workloads=_workloads_int8,
+        workloads=partial(_workloads, quant="per_token", form=", per token"),
         tolerance=Steps(of_scale=1 / 64),
         domain=_promised,
         implementations=[

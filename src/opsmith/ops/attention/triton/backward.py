@@ -107,8 +107,8 @@ def attention_varlen_backward(
 ) -> None:
     starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     settings = (scale, causal, window, softcap)
-    given = map(packed, (dout, q, k, v, out, row_sums))
-    _run(*given, None, starts, settings, packed(dq), packed(dk), packed(dv))
+    dout, q, k, v, out, row_sums = map(packed, (dout, q, k, v, out, row_sums))
+    _run(dout, q, k, v, out, row_sums, None, starts, settings, packed(dq), packed(dk), packed(dv))
 
 
 KERNELS = {"attention_backward": attention_backward, "attention_varlen_backward": attention_varlen_backward}

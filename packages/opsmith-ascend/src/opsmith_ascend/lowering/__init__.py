@@ -83,7 +83,8 @@ def lower(folder: Path | None = None) -> list[Lowered]:
     answers = _answers(python, variants)
     found: dict[str, list[dict[str, Any]]] = {}
     for variant, answer in zip(variants, answers, strict=True):
-        where = variant["module"].removeprefix("opsmith.ops.").replace(".triton", "").split(".")
+        where = variant["module"].removeprefix("opsmith.").replace(".triton", "").split(".")
+        where = where[where[0] in ("ops", "kernels") :]
         found.setdefault(".".join([*dict.fromkeys(where), variant["kernel"]]), []).append(answer)
     return [_lowered(kernel, all_) for kernel, all_ in sorted(found.items())]
 

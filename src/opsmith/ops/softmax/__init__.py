@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from opsmith.call import common
 from opsmith.call.common import (
-    Tensor,
     check_float,
     check_mask,
     check_number,
-    check_out,
     compiling,
-    fresh,
     kernels,
     native,
     nbytes,
-    needs_grad,
-    recorded,
     small,
     small_node,
-    soonest,
     spread,
 )
-from opsmith.call.fast import direct
-from opsmith.call.run import declare
+from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
 
 # Where autograd records, PyTorch's softmax is faster up to 2^this as many elements: our nodes are Python.
 _NODES = 4
-_KERNELS = ("softmax", "softmax_backward")  # of one library
 METHODS = {"auto": 0, "stable": 1, "fast": 2}
-_softmax = torch._softmax  # what torch.softmax calls
 
 SIGNATURE = Signature(
     "softmax",
@@ -50,6 +40,7 @@ SIGNATURE = Signature(
     gradient=Gradient(
         "softmax_backward", (Slope("y"), Saved("y"), Saved("scale")), (Made("x", optional=False),)
     ),
+    onto=("x",),
 )
 
 
@@ -86,38 +77,11 @@ def softmax(
 
     Source: Bridle, 1990; Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    if mask is None and out is None and not causal and method in METHODS and not compiling():
-        try:
-            if dim == -1 or dim == x.dim() - 1:
-                y: torch.Tensor | None = direct.new_softmax(x, None, scale, False, METHODS[method])
-                if y is not None:
-                    return y
-            if (
-                scale == 1.0
-                and type(x) is Tensor
-                and x.dim()
-                and x.numel() <= common.limit
-                and not needs_grad(x)
-            ):
-                if direct.new_softmax is direct.not_loaded:
-                    native(x, "softmax")  # which loads the library, for the calls to come
-                return _softmax(x, dim, False)
-        except (RuntimeError, IndexError, AttributeError, TypeError):  # the checks say why
-            pass
-    _check(x, dim, scale, mask, causal, method, out)
-    wants_grad = needs_grad(x, mask)
-    plain = mask is None and not causal and scale == 1.0
-    if (
-        _supports(x, dim) is not True
-        or (wants_grad and mask is not None and mask.requires_grad)
-        or (small_node(x.numel() >> _NODES if plain else x.numel()) if wants_grad else small(x.numel()))
-    ):
-        y = reference(x, dim, scale=scale, mask=mask, causal=causal)
-    elif wants_grad:
-        y = recorded(_Softmax, x, scale, mask, causal, METHODS[method])
-    else:
-        return _forward(x, scale, mask, causal, METHODS[method], out)
-    return y if out is None else out.copy_(y)
+    code = METHODS[method] if method in METHODS else repr(method)
+    if dim != -1 and not (isinstance(x, torch.Tensor) and dim == x.dim() - 1):
+        return _along(x, dim, scale, mask, causal, code, out)
+    call = _CALL.traced if compiling() or mask is not None or causal else _CALL.fast.call
+    return call(x, mask, scale, causal, code, out)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -144,7 +108,31 @@ def reference(
     return torch.softmax(s.masked_fill(dead, 0.0), dim).masked_fill(dead, 0.0).to(x.dtype)
 
 
-def _check(x: Any, dim: int, scale: Any, mask: Any, causal: bool, method: str, out: Any) -> None:
+def _definition(
+    x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, method: int
+) -> torch.Tensor:
+    return reference(x, scale=scale, mask=mask, causal=causal)
+
+
+def _along(
+    x: Any, dim: int, scale: float, mask: torch.Tensor | None, causal: bool, code: int | str, out: Any
+) -> torch.Tensor:
+    """Along another dimension than the last, which is PyTorch's."""
+    if mask is None and out is None and scale == 1.0 and not causal and isinstance(code, int):
+        try:
+            if x.is_floating_point():
+                return torch.softmax(x, dim)
+        except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say why
+            pass
+    values = x, mask, scale, causal, code
+    _check(values, dim)
+    if out is not None:
+        _CALL.check_out(values, out)
+    return _CALL.store(reference(x, dim, scale=scale, mask=mask, causal=causal), out)  # type: ignore[no-any-return]
+
+
+def _check(values: Sequence[Any], dim: int = -1) -> None:
+    x, mask, scale, causal, code = values
     check_float("softmax", x)
     check_number("softmax", "dim", dim, whole=True)
     if not -x.dim() <= dim < x.dim():
@@ -152,86 +140,73 @@ def _check(x: Any, dim: int, scale: Any, mask: Any, causal: bool, method: str, o
             f"softmax: dim must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}, got {dim}"
         )
     check_number("softmax", "scale", scale)
-    if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"softmax: method must be one of {', '.join(METHODS)}, got {method!r}")
+    if isinstance(code, str):
+        raise ValueError(f"softmax: method must be one of {', '.join(METHODS)}, got {code}")
     if causal and (x.dim() < 2 or dim % x.dim() != x.dim() - 1):
         raise ValueError(
             f"softmax: causal needs x [..., L, S] and the last dimension, got {tuple(x.shape)}, dim {dim}"
         )
     if mask is not None:
         check_mask("softmax", mask, x, x.shape, "the shape of x")
-    if out is not None:
-        check_out("softmax", out, x, onto=("x",), x=x, mask=mask)
 
 
-def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
-    if dim not in (-1, x.dim() - 1):
-        return f"the kernel works on the last dimension, not on dim {dim}"
-    return native(x, *_KERNELS)
+class _Softmax(Call):
+    """Masks broadcast, and with one or with causality a row's place counts."""
 
+    def __init__(self) -> None:
+        super().__init__(SIGNATURE, _definition, pytorchs=_pytorchs)
+        self.saved = {"y": "x"}  # the result alone is kept, which lies as x would
 
-def _native(
-    x: torch.Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    method: str = "auto",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The CPU kernel, without autograd."""
-    return _forward(x, scale, mask, causal, METHODS[method], out)
+    def check(self, values: Sequence[Any]) -> None:
+        _check(values)
 
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        x, mask = values[:2]
+        learned = training and mask is not None and mask.requires_grad
+        if learned or (not training and small(x.numel())):
+            return None
+        return super().backend(values, training)
 
-def _forward(
-    x: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-    causal: bool,
-    method: int,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    if out is None and mask is None and not causal and not compiling():
-        made: torch.Tensor | None = direct.new_softmax(x, None, scale, False, method)
-        if made is not None:
-            return made
-    y = out if out is not None and out.is_contiguous() else fresh(x)
-    if mask is not None:
-        mask = spread(mask, x.shape)
-    if x.numel():
-        _over_rows(x, mask, y, scale, causal, method)
-    return y if out is None or out is y else out.copy_(y)
+    def run(
+        self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
+    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        x, mask, scale, causal, method = values
+        y = out if out is not None and out.is_contiguous() else self.fresh(x)
+        if x.numel():
+            self.over_rows(x, None if mask is None else spread(mask, x.shape), y, scale, causal, method)
+        return [y], {"y": y, "scale": scale, "causal": causal, "method": method}
 
-
-def _over_rows(
-    x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, scale: float, causal: bool, method: int
-) -> None:
-    """Call the kernel on [outer, L, S] views; where the mask's strides allow none, once per leading index."""
-    plain = mask is None and not causal and y.is_contiguous() and not compiling()
-    if plain and direct.new_softmax(x, None, scale, False, method, y=y):
-        return
-    if x.dim() < 3:
-        shape: tuple[int, ...] = (1, 1, *x.shape)[-3:]
-        views = [None if t is None else t.view(shape) for t in (x, mask, y)]
-    elif mask is None:
-        shape = (-1, *x.shape[-2:])
-        views = [x.reshape(shape), None, y.view(shape)]
-    else:
-        # The causal rule reads a row's place: only without it may leading dimensions be merged into rows.
-        last = x.dim() - 2
-        split = next((k for k in range(last, last - 1 if causal else 0, -1) if _mergeable(mask, k)), 0)
-        if not split:
-            for part in zip(x, mask, y, strict=True):
-                _over_rows(*part, scale, causal, method)
-            return
-        shape = (math.prod(x.shape[:split]), math.prod(x.shape[split:-1]), x.shape[-1])
-        views = [x.reshape(shape), mask.view(shape), y.view(shape)]
-    rows = [
-        None if t is None else t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-        for t in views[:2]
-    ]
-    soonest(SOFTMAX)(rows[0], rows[1], scale, causal, method, y=views[2])
+    def over_rows(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        y: torch.Tensor,
+        scale: float,
+        causal: bool,
+        method: int,
+    ) -> None:
+        """Call the kernel on [outer, L, S] views; where the mask's strides allow none, once per leading index."""
+        if x.dim() < 3:
+            shape: tuple[int, ...] = (1, 1, *x.shape)[-3:]
+            views = [None if t is None else t.view(shape) for t in (x, mask, y)]
+        elif mask is None:
+            shape = (-1, *x.shape[-2:])
+            views = [x.reshape(shape), None, y.view(shape)]
+        else:
+            # The causal rule reads a row's place: only without it may leading dimensions be merged into rows.
+            last = x.dim() - 2
+            split = next((k for k in range(last, last - 1 if causal else 0, -1) if _mergeable(mask, k)), 0)
+            if not split:
+                for part in zip(x, mask, y, strict=True):
+                    self.over_rows(*part, scale, causal, method)
+                return
+            shape = (math.prod(x.shape[:split]), math.prod(x.shape[split:-1]), x.shape[-1])
+            views = [x.reshape(shape), mask.view(shape), y.view(shape)]
+        rows = [
+            None if t is None else t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+            for t in views[:2]
+        ]
+        self.kernel("opsmith")(rows[0], rows[1], scale, causal, method, y=views[2])
 
 
 def _mergeable(t: torch.Tensor, split: int) -> bool:
@@ -244,28 +219,32 @@ def _mergeable(t: torch.Tensor, split: int) -> bool:
     return True
 
 
-class _Softmax(torch.autograd.Function):
-    """Backward needs the result alone."""
+def _pytorchs(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, method: int) -> bool:
+    plain = mask is None and not causal and scale == 1.0
+    return small_node(x.numel() >> _NODES if plain else x.numel())
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: bool, method: int
-    ) -> torch.Tensor:
-        y = _forward(x, scale, mask, causal, method, None)
-        ctx.save_for_backward(y)
-        ctx.scale = scale
-        return y
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (y,) = ctx.saved_tensors
-        dx = fresh(y)
-        shape = (1, -1, y.shape[-1]) if y.numel() else (1, 0, max(y.shape[-1], 1))
-        rows = dy.reshape(shape)
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        soonest(SOFTMAX_BACKWARD)(rows, y.view(shape), ctx.scale, dx=dx.view(shape))
-        return dx, None, None, None, None
+_CALL = _Softmax()
+
+
+def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
+    if dim not in (-1, x.dim() - 1):
+        return f"the kernel works on the last dimension, not on dim {dim}"
+    return native(x, "softmax", "softmax_backward")
+
+
+def _native(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    method: str = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernel, without autograd."""
+    return _CALL.native("opsmith", (x, mask, scale, causal, METHODS[method]), out)  # type: ignore[no-any-return]
 
 
 def _cost(x: torch.Tensor, dim: int = -1, *, mask: torch.Tensor | None = None, **options: Any) -> Cost:
@@ -337,6 +316,3 @@ CARD = register(
         source="Bridle, 1990; Milakov, Gimelshein, 2018",
     )
 )
-
-SOFTMAX = torch.ops.opsmith.softmax.default
-SOFTMAX_BACKWARD = torch.ops.opsmith.softmax_backward.default

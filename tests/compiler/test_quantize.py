@@ -285,4 +285,4 @@ def test_the_arithmetic_around_packed_layers_is_found() -> None:
     assert (
         text.count("opsmith_packed_linear_default(buffers[") == 2 * 4
     )  # with those of one input in one call
-    assert text.count("new_empty") == 1
+    assert text.count("aten_empty_memory_format") == 1

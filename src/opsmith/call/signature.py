@@ -209,6 +209,10 @@ class Signature:
     contiguous: bool = False  # tensors are taken so; else rows may lie apart
     kernel: str = ""  # what the dispatcher calls it, where not by its name
 
+    def __post_init__(self) -> None:
+        """Read all that is cached: Dynamo traces no lock, which cached properties take up to Python 3.11."""
+        _ = self.inputs, self.outputs, self.numbers, self.forward, self.backward
+
     @classmethod
     def of(
         cls,

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from opsmith.call.common import (
-    as_rows,
     check_float,
     check_like,
     check_out,
     compiling,
-    dense,
-    flat,
-    flat_out,
     kernels,
     native,
     nbytes,
     needs_grad,
-    out_rows,
     short,
-    writable,
 )
-from opsmith.call.fast import direct
-from opsmith.call.run import declare
+from opsmith.call.run import Call, declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.linear import entries, pack_weight
+from opsmith.ops.linear import PACKED, entries, pack_weight
 from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, packed_shape, quantize
 
 _OP = "packed_linear"
@@ -85,52 +78,16 @@ def packed_linear(
 
     Source: Jacob et al., "Quantization and Training of Neural Networks", 2018; Frantar et al., "GPTQ", 2023.
     """
-    if out is None and not compiling():
-        try:
-            n = direct.sizes(weight)[1] if scale is None else direct.sizes(scale)[-1]
-            y = at_once(x, weight, scale, zero, bias, format, group_size, n)
-            if y is not None:
-                return y
-        except (RuntimeError, AttributeError, IndexError, KeyError):  # the checks say why
-            pass
-    _check(x, weight, scale, zero, bias, format, group_size, out)
-    if needs_grad(x, bias) and format == "int8_dynamic":
-        raise ValueError(
-            f"{_OP}: rounding the activations has no gradient; run under torch.no_grad(), or use format='int8'"
-        )
-    options: dict[str, Any] = {"format": format, "group_size": group_size}
-    if needs_grad(x, bias) or _supports(x, weight, scale, zero, bias, **options) is not True:
-        y = reference(x, weight, scale, zero, bias, **options)
-        return y if out is None else out.copy_(y)
-    if out is None or writable(out):
-        return _native(x, weight, scale, zero, bias, **options, out=out)
-    return out.copy_(_native(x, weight, scale, zero, bias, **options))
+    if format == "bf16" and scale is None and zero is None and group_size == 0 and not compiling():
+        return _PAIRS.fast.call(x, weight, bias, None, 0, out)  # type: ignore[no-any-return]
+    bits, dynamic = _KINDS[format] if format in _KINDS else (repr(format), False)
+    call = _CALL.traced if compiling() else _CALL.fast.call
+    return call(x, weight, scale, zero, bias, bits, group_size, dynamic, out)  # type: ignore[no-any-return]
 
 
-_BITS = {"int8": 8, "int8_dynamic": 8, "int4": 4}
-
-
-def at_once(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    format: str,
-    group_size: int,
-    n: int,
-) -> torch.Tensor | None:
-    """The kernel for `n` columns, whose binding refuses what does not fit; None for a call in an unusual form.
-
-    While weights stream from memory nothing else stays in cache: each question to a tensor would wait for memory.
-    """
-    y: torch.Tensor | None = None
-    if scale is not None:
-        dynamic = format == "int8_dynamic"
-        y = direct.new_packed_linear(x, weight, scale, zero, bias, _BITS[format], group_size, dynamic)
-    elif format == "bf16" and zero is None and not group_size:
-        y = direct.new_linear_packed(x, weight, bias, None, 0)
-    return y
+# What the kernels call a format: the bits of a number, and whether activations are rounded too.
+_KINDS = {"bf16": (16, False), "int8": (8, False), "int8_dynamic": (8, True), "int4": (4, False)}
+_NAMES = {kind: format for format, kind in _KINDS.items()}
 
 
 def reference(
@@ -157,51 +114,113 @@ def reference(
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
-def _check(
-    x: Any, weight: Any, scale: Any, zero: Any, bias: Any, format: Any, group_size: Any, out: Any
-) -> None:
-    check_float(_OP, x)
-    if format not in FORMATS:
-        raise ValueError(f"{_OP}: format must be one of {', '.join(FORMATS)}, got {format!r}")
-    for name, t in (("weight", weight), ("scale", scale), ("zero", zero)):
-        if t is not None and not isinstance(t, torch.Tensor):
-            raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{_OP}: {name} is on {t.device}, x on {x.device}; move one of them")
-    if weight is None:
-        raise TypeError(f"{_OP}: weight must be a tensor, got None")
-    if group_size not in (GROUPS if format == "int4" else (0,)):
-        raise ValueError(
-            f"{_OP}: group_size must be one of {GROUPS} for int4 and 0 otherwise, got {group_size!r}"
-        )
-    k = x.shape[-1]
-    if format == "bf16":
-        n = weight.shape[1] if weight.dim() == 3 else 0
-        _expect("weight", weight, packed_shape(format, n, k), (torch.bfloat16, torch.float64), format)
-        if scale is not None or zero is not None:
-            raise ValueError(f"{_OP}: a bf16 weight has no scale and no zero; leave them out")
-    else:
-        if scale is None:
+def _definition(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    bits: int,
+    group: int,
+    dynamic: bool,
+) -> torch.Tensor:
+    return reference(x, weight, scale, zero, bias, format=_NAMES[bits, dynamic], group_size=group)
+
+
+class _Flat(Call):
+    """Rows of any dimensions are given as they are, so that a graph shows the result that a layer writes."""
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is not None and of.name == "x" and t.is_contiguous() else super().taken(of, t)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        return t if t.is_contiguous() else super().taken_result(of, t)
+
+
+class _Packed(_Flat):
+    """Weights of each format have shapes of their own; bfloat16's are for the kernel of `linear`."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        x, weight, scale, zero, bias, bits, group_size, dynamic = values
+        check_float(_OP, x)
+        if isinstance(bits, str):
+            raise ValueError(f"{_OP}: format must be one of {', '.join(FORMATS)}, got {bits}")
+        format = _NAMES[bits, dynamic]
+        for name, t in (("weight", weight), ("scale", scale), ("zero", zero)):
+            if t is not None and not isinstance(t, torch.Tensor):
+                raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
+            if t is not None and t.device != x.device:
+                raise ValueError(f"{_OP}: {name} is on {t.device}, x on {x.device}; move one of them")
+        if weight is None:
+            raise TypeError(f"{_OP}: weight must be a tensor, got None")
+        if group_size not in (GROUPS if format == "int4" else (0,)):
             raise ValueError(
-                f"{_OP}: an {format} weight needs its scale; PackedLinear.from_linear makes both"
+                f"{_OP}: group_size must be one of {GROUPS} for int4 and 0 otherwise, got {group_size!r}"
             )
-        groups = -(-k // group_size) if group_size else 0
-        n = scale.shape[-1] if scale.dim() else 0
-        wide = (torch.bfloat16 if group_size else torch.float32, torch.float64)
-        _expect("scale", scale, (groups, n) if group_size else (n,), wide, format)
-        _expect("weight", weight, packed_shape(format, n, k), (torch.uint8,), format)
-        if zero is not None:
-            if not group_size:
-                raise ValueError(f"{_OP}: an {format} weight has no zero; leave it out")
-            _expect("zero", zero, (groups, n), (torch.int8,), format)
-    if bias is not None:
-        check_like(_OP, bias, x, "bias", (n,), "the number of the weight's rows")
-        if bias.dtype != x.dtype:
-            raise TypeError(
-                f"{_OP}: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
+        k = x.shape[-1]
+        if format == "bf16":
+            n = weight.shape[1] if weight.dim() == 3 else 0
+            _expect("weight", weight, packed_shape(format, n, k), (torch.bfloat16, torch.float64), format)
+            if scale is not None or zero is not None:
+                raise ValueError(f"{_OP}: a bf16 weight has no scale and no zero; leave them out")
+        else:
+            if scale is None:
+                raise ValueError(
+                    f"{_OP}: an {format} weight needs its scale; PackedLinear.from_linear makes both"
+                )
+            groups = -(-k // group_size) if group_size else 0
+            n = scale.shape[-1] if scale.dim() else 0
+            wide = (torch.bfloat16 if group_size else torch.float32, torch.float64)
+            _expect("scale", scale, (groups, n) if group_size else (n,), wide, format)
+            _expect("weight", weight, packed_shape(format, n, k), (torch.uint8,), format)
+            if zero is not None:
+                if not group_size:
+                    raise ValueError(f"{_OP}: an {format} weight has no zero; leave it out")
+                _expect("zero", zero, (groups, n), (torch.int8,), format)
+        if bias is not None:
+            check_like(_OP, bias, x, "bias", (n,), "the number of the weight's rows")
+            if bias.dtype != x.dtype:
+                raise TypeError(
+                    f"{_OP}: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
+                )
+        if dynamic and needs_grad(x, bias):
+            raise ValueError(
+                f"{_OP}: rounding the activations has no gradient; run under torch.no_grad(), or use format='int8'"
             )
-    if out is not None:
+
+    def check_out(self, values: Sequence[Any], out: Any) -> None:
+        x, weight, scale, zero, bias = values[:5]
+        n = weight.shape[1] if scale is None else scale.shape[-1]
         check_out(_OP, out, x, (*x.shape[:-1], n), x=x, weight=weight, scale=scale, zero=zero, bias=bias)
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        x, weight, scale, *_, bits, _, _ = values
+        ours = not training and _supports(x, weight, scale, format="bf16" if bits == 16 else "") is True
+        return "opsmith" if ours else None
+
+    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
+        x, weight, _, _, bias, bits, *_ = values
+        if bits == 16:
+            return _PAIRS.native(backend, (x, weight, bias, None, 0), out)
+        return super().native(backend, values, out)
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None or of.name not in ("weight", "scale", "zero"):
+            return super().taken(of, t)
+        # Scales may be columns of a larger tensor.
+        rows = of.name != "weight" and t.stride()[-1] == 1 and (t.dim() == 1 or t.stride()[0] >= t.shape[1])
+        return t if rows else t.contiguous()
+
+
+class _Pairs(_Flat):
+    """A weight of bfloat16."""
+
+    def traced(self, *given: Any) -> Any:
+        x, weight, bias, _, _, out = given
+        return _CALL.traced(x, weight, None, None, bias, 16, 0, False, out)
+
+
+_CALL, _PAIRS = _Packed(SIGNATURE, _definition), _Pairs(PACKED, _definition)
 
 
 def _expect(
@@ -236,34 +255,10 @@ def _native(
     format: str,
     group_size: int = 0,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> Any:
     """The kernels: `linear`'s for bfloat16, and dot products of bytes for the others."""
-    if format == "bf16":
-        rows = as_rows(x)
-        y = rows.new_empty((rows.shape[0], weight.shape[1])) if out is None else out
-        target = out_rows(y) if y.dim() > 1 else y.unsqueeze(0)
-        torch.ops.opsmith.linear_packed.default(rows, weight.contiguous(), dense(bias), None, 0, y=target)
-        return y if out is not None or x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[1])
-    assert scale is not None
-    y = x.new_empty((*x.shape[:-1], scale.shape[-1])) if out is None else out
-    torch.ops.opsmith.packed_linear.default(
-        flat(x),
-        weight.contiguous(),
-        _in_rows(scale),
-        None if zero is None else _in_rows(zero),
-        dense(bias),
-        4 if format == "int4" else 8,
-        group_size,
-        format == "int8_dynamic",
-        y=flat_out(y),
-    )
-    return y
-
-
-def _in_rows(t: torch.Tensor) -> torch.Tensor:
-    """Scales as the kernel takes them: by groups, also columns of a larger tensor."""
-    rows = t.stride()[-1] == 1 and (t.dim() == 1 or t.stride()[0] >= t.shape[1])
-    return t if rows else t.contiguous()
+    bits, dynamic = _KINDS[format]
+    return _CALL.native("opsmith", (x, weight, scale, zero, bias, bits, group_size, dynamic), out)
 
 
 def _promised(x: torch.Tensor, *tensors: torch.Tensor | None, **options: Any) -> bool:

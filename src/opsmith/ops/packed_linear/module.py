@@ -10,7 +10,7 @@ from torch import nn
 
 from opsmith.call.common import compiling, in_huge_pages, short
 from opsmith.call.fast import direct
-from opsmith.ops.packed_linear import at_once, packed, packed_linear
+from opsmith.ops.packed_linear import packed, packed_linear
 from opsmith.ops.packed_linear.weight import (
     FORMATS,
     GROUPS,
@@ -177,23 +177,7 @@ class PackedLinear(nn.Module):
         weight, bias = held["weight"], held["bias"]
         assert weight is not None
         try:
-            if not compiling() and direct.sizes(input)[-1] == self.in_features:
-                y = at_once(
-                    input,
-                    weight,
-                    held["scale"],
-                    held["zero"],
-                    bias,
-                    self.format,
-                    self.group_size,
-                    self.out_features,
-                )
-                if y is not None:
-                    return y
-        except (RuntimeError, AttributeError, IndexError):  # a bias in another dtype, or what the checks name
-            pass
-        try:
-            fits = input.size(-1) == self.in_features
+            fits = (input.shape if compiling() else direct.sizes(input))[-1] == self.in_features
         except (AttributeError, IndexError, TypeError):  # no tensor, or a number
             fits = False
         if not fits:  # a packed weight may be padded: its shape alone does not say how many columns it has

@@ -80,6 +80,7 @@ def gradients(
 ) -> dict[str, torch.Tensor]:
     """What the kernel of the gradients writes, by input."""
     arriving = {one.name: slope for one, slope in zip(call.signature.results, slopes, strict=False)}
+    lying = {one.like: one.name for one in call.signature.results}  # what is not kept lies as its result does
     given: list[Any] = []
     written: dict[str, torch.Tensor | None] = {}
     found: dict[str, torch.Tensor] = {}
@@ -90,7 +91,7 @@ def gradients(
         elif isinstance(source, Slope):
             given.append(call.taken(p.of, arriving.get(source.of)))
         elif isinstance(source, Made):
-            like = known[source.of]
+            like = known[source.of] if source.of in known else arriving[lying[source.of]]
             ours = wanted.intersection((source.of, *source.shared))
             if like is not None and (ours or source.always or not source.optional):
                 made = call.fresh(like)

@@ -94,7 +94,8 @@ class Call:
             for one in signature.gradient.given
             if isinstance(one, Saved) and one.of not in {number.name for number in signature.numbers}
         }
-        likes = [one.of for one in signature.gradient.made]
+        lying = [one.like for one in signature.results]
+        likes = [one.of for one in signature.gradient.made if one.of not in lying]
         return found | {name: None for name in likes if name not in {*found, *found.values()}}
 
     def traced(self, *given: Any) -> Any:

@@ -29,7 +29,7 @@ from opsmith.kernels import libraries, triton
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops.linear import FEW_ROWS, entries, linear, pack_weight
 from opsmith.ops.linear.rope_samples import cost, samples, workloads
-from opsmith.ops.rope import dense_rows, reference_qk
+from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, dense_rows, reference_qk
 from opsmith.ops.rope import native_qk as rotate
 from opsmith.ops.rope.check import check_table, name_bad_position
 
@@ -240,6 +240,9 @@ def _copy(values: Triple, out: Triple) -> Triple:
     return out
 
 
+_ROTATION = Rotation(SIGNATURE_QK, definition_qk, op="linear_rope")
+
+
 def _apart(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -256,7 +259,7 @@ def _apart(
     """The fastest product for a weight as it is, then one pass that rotates and lays out."""
     q, k, v = _parts(linear(x, weight, bias), heads, kv_heads, head_dim)
     out = _fresh(x, heads, kv_heads, head_dim) if out is None else out
-    rotate(q, k, cos, sin, **options, out=out[:2], op="linear_rope")
+    rotate(q, k, cos, sin, **options, out=out[:2], call=_ROTATION)
     out[2].copy_(v)
     return out
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import (
-    check_out,
-    compiling,
-    earlier,
-    fresh_as,
-    kernels,
-    native,
-    needs_grad,
-    recorded,
-    soonest,
-)
+from opsmith.call.common import check_out, compiling, earlier, fresh_as, kernels, native, needs_grad
 from opsmith.call.fast import direct
-from opsmith.call.run import declare
+from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, MergedCalls, Operator, register
 from opsmith.ops.rope.check import Pair, bad_position, check, check_key, name_bad_position
@@ -91,25 +82,9 @@ def rope(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    if out is None and not compiling():
-        try:
-            dims = direct.sizes(x)[-1] if rotary_dim is None else rotary_dim
-            if dims and (positions is None or cos.dim() == 2):
-                y: torch.Tensor | None = direct.new_rope(x, cos, sin, positions, dims, interleaved, False)
-                if y is not None:
-                    return y
-        except (RuntimeError, IndexError, AttributeError):  # the checks say why
-            pass
-    dims = check("rope", x, cos, sin, positions, rotary_dim)
-    if out is not None:
-        check_out("rope", out, x, onto=("x",), x=x, cos=cos, sin=sin, positions=positions)
-    if native(x, "rope") is not True or needs_grad(cos, sin):
-        y = reference(x, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
-    elif needs_grad(x):
-        y = recorded(_Rope, x, cos, sin, interleaved, positions, dims)
-    else:
-        return _native(x, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims, out=out)
-    return y if out is None else out.copy_(y)
+    dims = _rotated(x, rotary_dim)
+    call = _ROPE.fast.call if _fits(dims, cos, positions) else _ROPE.traced
+    return call(x, cos, sin, positions, dims, interleaved, False, out)  # type: ignore[no-any-return]
 
 
 def rope_qk(
@@ -141,32 +116,24 @@ def rope_qk(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    if out is None and not compiling():
-        try:
-            dims = direct.sizes(q)[-1] if rotary_dim is None else rotary_dim
-            if dims and (positions is None or cos.dim() == 2):
-                made: Pair | None = direct.new_rope_qk(q, k, cos, sin, positions, dims, interleaved, False)
-                if made is not None:
-                    return made
-        except (RuntimeError, IndexError, AttributeError):  # the checks say why
-            pass
-    dims = check("rope_qk", q, cos, sin, positions, rotary_dim)
-    check_key(q, k)
-    if out is not None:
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"rope_qk: out must be a pair of tensors, got {type(out).__name__}")
-        memory: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
-        check_out("rope_qk", out[0], q, onto=("q",), **memory)
-        check_out("rope_qk", out[1], k, onto=("k",), **memory, **earlier(out, 1))
-    if native(q, "rope_qk") is not True or needs_grad(cos, sin):
-        y = reference_qk(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
-    elif needs_grad(q, k):
-        y = recorded(_RopeQK, q, k, cos, sin, interleaved, positions, dims)
-    else:
-        return native_qk(
-            q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims, out=out
-        )
-    return y if out is None else (out[0].copy_(y[0]), out[1].copy_(y[1]))
+    dims = _rotated(q, rotary_dim)
+    call = _ROPE_QK.fast.call if _fits(dims, cos, positions) else _ROPE_QK.traced
+    return call(q, k, cos, sin, positions, dims, interleaved, False, out)  # type: ignore[no-any-return]
+
+
+def _rotated(x: Any, rotary_dim: int | None) -> int:
+    """The number of rotated dimensions, or 0 for the checks to say why."""
+    if rotary_dim is not None:
+        return rotary_dim
+    try:
+        return int(x.shape[-1] if compiling() else direct.sizes(x)[-1])
+    except (AttributeError, IndexError):
+        return 0
+
+
+def _fits(dims: int, cos: Any, positions: Any) -> bool:
+    """Whether the kernel, which takes positions in one table alone, may be asked at once."""
+    return not compiling() and dims != 0 and (positions is None or getattr(cos, "ndim", 0) == 2)
 
 
 def reference(
@@ -227,6 +194,84 @@ def dense_rows(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride()[-1] == 1 or t.shape[-1] <= 1 else t.contiguous()
 
 
+class Rotation(Call):
+    """One tensor of heads, or two; a rotation is undone by the opposite one, so that neither is kept."""
+
+    def __init__(self, signature: Signature, definition: Callable[..., Any], op: str = "") -> None:
+        super().__init__(signature, definition, op=op)
+        self.heads = [one.like or "" for one in signature.results]  # the tensors that are rotated
+
+    def check(self, values: Sequence[Any]) -> None:
+        cos, sin, positions, dims = values[len(self.heads) :][:4]
+        check(self.op, values[0], cos, sin, positions, dims)
+        if len(self.heads) == 2:
+            check_key(*values[:2])
+
+    def check_out(self, values: Sequence[Any], out: Any) -> None:
+        if len(self.heads) == 2 and (not isinstance(out, tuple) or len(out) != 2):
+            raise TypeError(f"{self.op}: out must be a pair of tensors, got {type(out).__name__}")
+        outs = out if len(self.heads) == 2 else (out,)
+        read = {one.name: v for one, v in zip(self.signature.arguments, values, strict=True)}
+        memory = {one.name: read[one.name] for one in self.signature.tensors}
+        for i, (name, t) in enumerate(zip(self.heads, outs, strict=True)):
+            check_out(self.op, t, read[name], onto=(name,), **memory, **earlier(outs, i))
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        learned = training and needs_grad(*values[len(self.heads) :][:2])
+        return None if learned else super().backend(values, training)
+
+    def run(
+        self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
+    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        heads, (cos, sin, positions, *how) = values[: len(self.heads)], values[len(self.heads) :]
+        outs = out if isinstance(out, tuple) else (out,) * len(heads)
+        results = [fresh_as(x) if y is None else y for x, y in zip(heads, outs, strict=True)]
+        names = [one.name for one in self.signature.results]
+        targets = dict(zip(names, map(dense_rows, results), strict=True))
+        given = [dense_rows(t) for t in (*heads, cos, sin)]
+        try:
+            self.kernel(backend)(*given, positions, *how, **targets)
+        except RuntimeError:
+            name_bad_position(positions, cos, self.op)
+            raise
+        for y, target in zip(results, targets.values(), strict=True):
+            if target is not y:
+                y.copy_(target)
+        known = dict(zip([one.name for one in self.signature.arguments], values, strict=True))
+        return results, known
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is None else dense_rows(t)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def fresh(
+        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return fresh_as(like)
+
+
+def _definition(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: Any,
+    dims: int,
+    interleaved: bool,
+    *_: Any,
+) -> torch.Tensor:
+    return reference(x, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
+
+
+def definition_qk(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Pair:
+    return _definition(q, *rest), _definition(k, *rest)
+
+
+_ROPE = Rotation(SIGNATURE, _definition)
+_ROPE_QK = Rotation(SIGNATURE_QK, definition_qk)
+
+
 def _native(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -236,20 +281,10 @@ def _native(
     positions: torch.Tensor | None = None,
     rotary_dim: int | None = None,
     out: torch.Tensor | None = None,
-    inverse: bool = False,
-) -> torch.Tensor:
-    """The kernel, without autograd; `inverse` turns the other way, which is the gradient."""
-    y = fresh_as(x) if out is None else out
+) -> Any:
+    """The kernel, without autograd."""
     dims = x.shape[-1] if rotary_dim is None else rotary_dim
-    target = dense_rows(y)
-    try:
-        soonest(ROPE)(
-            dense_rows(x), dense_rows(cos), dense_rows(sin), positions, dims, interleaved, inverse, y=target
-        )
-    except RuntimeError:
-        name_bad_position(positions, cos)
-        raise
-    return y if target is y else y.copy_(target)
+    return _ROPE.native("opsmith", (x, cos, sin, positions, dims, interleaved, False), out)
 
 
 def native_qk(
@@ -262,88 +297,11 @@ def native_qk(
     positions: torch.Tensor | None = None,
     rotary_dim: int | None = None,
     out: Pair | None = None,
-    inverse: bool = False,
-    op: str = "rope_qk",
-) -> Pair:
-    """The kernel on both, without autograd; errors name the operator that was called."""
-    yq, yk = (fresh_as(q), fresh_as(k)) if out is None else out
+    call: Call = _ROPE_QK,
+) -> Any:
+    """The kernel on both, without autograd; errors name the operator of `call`."""
     dims = q.shape[-1] if rotary_dim is None else rotary_dim
-    tq, tk = dense_rows(yq), dense_rows(yk)
-    try:
-        soonest(ROPE_QK)(
-            dense_rows(q),
-            dense_rows(k),
-            dense_rows(cos),
-            dense_rows(sin),
-            positions,
-            dims,
-            interleaved,
-            inverse,
-            yq=tq,
-            yk=tk,
-        )
-    except RuntimeError:
-        name_bad_position(positions, cos, op)
-        raise
-    return yq if tq is yq else yq.copy_(tq), yk if tk is yk else yk.copy_(tk)
-
-
-class _Rope(torch.autograd.Function):
-    """A rotation is undone by the opposite one: backward is the same kernel, and x is not kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        interleaved: bool,
-        positions: torch.Tensor | None,
-        dims: int,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved, ctx.dims = interleaved, dims
-        return _native(x, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin, positions = ctx.saved_tensors
-        turn = {"interleaved": ctx.interleaved, "positions": positions, "rotary_dim": ctx.dims}
-        return _native(dy, cos, sin, **turn, inverse=True), None, None, None, None, None
-
-
-class _RopeQK(torch.autograd.Function):
-    """The same for queries and keys in one call each way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        interleaved: bool,
-        positions: torch.Tensor | None,
-        dims: int,
-    ) -> Pair:
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved, ctx.dims = interleaved, dims
-        return native_qk(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin, positions = ctx.saved_tensors
-        turn = {"interleaved": ctx.interleaved, "positions": positions, "rotary_dim": ctx.dims}
-        if ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
-            dq, dk = native_qk(dq, dk, cos, sin, **turn, inverse=True)
-            return dq, dk, None, None, None, None, None
-        alone = [
-            _native(d, cos, sin, **turn, inverse=True) if needed else None
-            for d, needed in zip((dq, dk), ctx.needs_input_grad[:2], strict=True)
-        ]
-        return (*alone, None, None, None, None, None)
+    return call.native("opsmith", (q, k, cos, sin, positions, dims, interleaved, False), out)
 
 
 CARD = register(
@@ -388,5 +346,3 @@ CARD_QK = register(
         source="Su et al., 2021",
     )
 )
-
-ROPE, ROPE_QK = torch.ops.opsmith.rope.default, torch.ops.opsmith.rope_qk.default

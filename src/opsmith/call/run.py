@@ -78,6 +78,7 @@ class Call:
         """
         self.signature, self.definition, self.op = signature, definition, op or signature.name
         self.needed, self.pytorchs = tuple(needed), pytorchs
+        self.learns = signature.gradient is not None or bool(signature.columns)  # those by the definition
         self.saved = self._saved()
         self.function = differentiated(self)
         if not signature.columns:
@@ -105,7 +106,7 @@ class Call:
         if out is not None:
             self.check_out(values, out)
         tensors = [t for t in values if isinstance(t, torch.Tensor)]
-        training = common.needs_grad(*tensors)
+        training = self.learns and common.needs_grad(*tensors)
         backend = self.backend(values, training)
         if backend is None or (training and self.pytorchs is not None and self.pytorchs(*values)):
             return self.store(self.definition(*values), out)

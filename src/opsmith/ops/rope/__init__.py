@@ -82,8 +82,8 @@ def rope(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    dims = _rotated(x, rotary_dim)
-    call = _ROPE.fast.call if _fits(dims, cos, positions) else _ROPE.traced
+    dims = rotated(x, rotary_dim)
+    call = _ROPE.fast.call if fits(dims, cos, positions) else _ROPE.traced
     return call(x, cos, sin, positions, dims, interleaved, False, out)  # type: ignore[no-any-return]
 
 
@@ -116,12 +116,12 @@ def rope_qk(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    dims = _rotated(q, rotary_dim)
-    call = _ROPE_QK.fast.call if _fits(dims, cos, positions) else _ROPE_QK.traced
+    dims = rotated(q, rotary_dim)
+    call = _ROPE_QK.fast.call if fits(dims, cos, positions) else _ROPE_QK.traced
     return call(q, k, cos, sin, positions, dims, interleaved, False, out)  # type: ignore[no-any-return]
 
 
-def _rotated(x: Any, rotary_dim: int | None) -> int:
+def rotated(x: Any, rotary_dim: int | None) -> int:
     """The number of rotated dimensions, or 0 for the checks to say why."""
     if rotary_dim is not None:
         return rotary_dim
@@ -131,7 +131,7 @@ def _rotated(x: Any, rotary_dim: int | None) -> int:
         return 0
 
 
-def _fits(dims: int, cos: Any, positions: Any) -> bool:
+def fits(dims: int, cos: Any, positions: Any) -> bool:
     """Whether the kernel, which takes positions in one table alone, may be asked at once."""
     return not compiling() and dims != 0 and (positions is None or getattr(cos, "ndim", 0) == 2)
 
@@ -225,12 +225,12 @@ class Rotation(Call):
     ) -> tuple[list[torch.Tensor], dict[str, Any]]:
         heads, (cos, sin, positions, *how) = values[: len(self.heads)], values[len(self.heads) :]
         outs = out if isinstance(out, tuple) else (out,) * len(heads)
-        results = [fresh_as(x) if y is None else y for x, y in zip(heads, outs, strict=True)]
+        results = [self.fresh(x) if y is None else y for x, y in zip(heads, outs, strict=True)]
         names = [one.name for one in self.signature.results]
-        targets = dict(zip(names, map(dense_rows, results), strict=True))
-        given = [dense_rows(t) for t in (*heads, cos, sin)]
+        targets = dict(zip(names, map(self.rows, results), strict=True))
+        tables = dense_rows(cos), dense_rows(sin)
         try:
-            self.kernel(backend)(*given, positions, *how, **targets)
+            self.kernel(backend)(*map(self.rows, heads), *tables, positions, *how, **targets)
         except RuntimeError:
             name_bad_position(positions, cos, self.op)
             raise
@@ -239,6 +239,10 @@ class Rotation(Call):
                 y.copy_(target)
         known = dict(zip([one.name for one in self.signature.arguments], values, strict=True))
         return results, known
+
+    def rows(self, t: torch.Tensor) -> torch.Tensor:
+        """What is rotated, or written, as the kernel takes it."""
+        return dense_rows(t)
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
         return t if t is None else dense_rows(t)

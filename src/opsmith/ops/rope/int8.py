@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from opsmith.call.common import check_out, compiling, earlier, fresh_as, kernels, native, nbytes, short
-from opsmith.call.fast import direct
+from opsmith.call.common import kernels, native, nbytes, short
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
 from opsmith.ops.rope import CARD as FLOATING
-from opsmith.ops.rope import dense_rows
-from opsmith.ops.rope.check import Pair, check_heads, check_table, name_bad_position
+from opsmith.ops.rope import Rotation, fits, rotated
+from opsmith.ops.rope.check import Pair, check_heads, check_table
 from opsmith.ops.rope.table import rope_table
 
 SIGNATURE = Signature(
     "rope_int8",
     (
-        *(Input("x", "... D", torch.int8), Input("scale", "...", torch.float32)),
+        *(Input("x_q", "... D", torch.int8), Input("x_scale", "...", torch.float32)),
         *(Input("cos", "... C"), Input("sin", "... C"), Input("positions", "... L", optional=True)),
         *(Number("dims", int), Number("interleaved", bool)),
     ),
-    (Output("y", "... D", torch.int8, like="x"), Output("y_scale", "...", torch.float32, like="scale")),
+    (Output("y", "... D", torch.int8, like="x_q"), Output("y_scale", "...", torch.float32, like="x_scale")),
 )
 
 
@@ -68,21 +67,9 @@ def rope_int8(
 
     Source: Su et al., 2021; Jacob et al., "Quantization and Training of Neural Networks", 2018.
     """
-    if out is None and not compiling():
-        try:
-            dims = direct.sizes(x_q)[-1] if rotary_dim is None else rotary_dim
-            if dims and (positions is None or cos.dim() == 2):
-                made: Pair | None = direct.new_rope_int8(x_q, x_scale, cos, sin, positions, dims, interleaved)
-                if made is not None:
-                    return made
-        except (RuntimeError, IndexError, AttributeError):  # the checks say why
-            pass
-    dims = _check(x_q, x_scale, cos, sin, positions, rotary_dim, out)
-    options: dict[str, Any] = {"interleaved": interleaved, "positions": positions, "rotary_dim": dims}
-    if _supports(x_q, x_scale, cos, sin) is not True:
-        y = reference(x_q, x_scale, cos, sin, **options)
-        return y if out is None else (out[0].copy_(y[0]), out[1].copy_(y[1]))
-    return _native(x_q, x_scale, cos, sin, **options, out=out)
+    dims = rotated(x_q, rotary_dim)
+    call = _CALL.fast.call if fits(dims, cos, positions) else _CALL.traced
+    return call(x_q, x_scale, cos, sin, positions, dims, interleaved, out)  # type: ignore[no-any-return]
 
 
 def reference(x_q: torch.Tensor, x_scale: torch.Tensor, *args: Any, **options: Any) -> Pair:
@@ -93,36 +80,46 @@ def reference(x_q: torch.Tensor, x_scale: torch.Tensor, *args: Any, **options: A
     return (y * inverse.unsqueeze(-1)).round().to(torch.int8), y_scale
 
 
-def _check(
-    x_q: Any, x_scale: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int | None, out: Any
-) -> int:
-    """Refuse wrong arguments; the number of rotated dimensions."""
-    if not isinstance(x_q, torch.Tensor) or not isinstance(x_scale, torch.Tensor):
-        given = ", ".join(type(t).__name__ for t in (x_q, x_scale))
-        raise TypeError(f"rope_int8: x_q and x_scale must be tensors, got {given}")
-    if x_q.dtype != torch.int8:
-        raise TypeError(
-            f"rope_int8: x_q must be int8, got {short(x_q.dtype)}; quantize it first, or call rope"
-        )
-    if x_scale.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"rope_int8: x_scale must be float32, got {short(x_scale.dtype)}; cast it first")
-    batch, tokens = check_heads("rope_int8", x_q)
-    if x_scale.shape != x_q.shape[:-1] or x_scale.device != x_q.device:
-        raise ValueError(
-            f"rope_int8: x_scale must have shape {tuple(x_q.shape[:-1])} on {x_q.device}, one for each row of "
-            f"x_q, got {tuple(x_scale.shape)} on {x_scale.device}"
-        )
-    dtypes = (x_scale.dtype, torch.float32, torch.bfloat16, torch.float16)
-    dims = check_table(
-        "rope_int8", x_q, cos, sin, positions, rotary_dim, x_q.shape[-1], batch, tokens, dtypes
-    )
-    if out is not None:
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"rope_int8: out must be a pair of tensors, got {type(out).__name__}")
-        memory = {"x_q": x_q, "x_scale": x_scale, "cos": cos, "sin": sin, "positions": positions}
-        check_out("rope_int8", out[0], x_q, onto=("x_q",), **memory)
-        check_out("rope_int8", out[1], x_scale, onto=("x_scale",), **memory, **earlier(out, 1))
-    return dims
+def _definition(
+    x_q: torch.Tensor, x_scale: torch.Tensor, cos: Any, sin: Any, positions: Any, dims: int, interleaved: bool
+) -> Pair:
+    return reference(x_q, x_scale, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
+
+
+class _Int8(Rotation):
+    def check(self, values: Sequence[Any]) -> None:
+        x_q, x_scale, cos, sin, positions, dims, _ = values
+        if not isinstance(x_q, torch.Tensor) or not isinstance(x_scale, torch.Tensor):
+            given = ", ".join(type(t).__name__ for t in (x_q, x_scale))
+            raise TypeError(f"rope_int8: x_q and x_scale must be tensors, got {given}")
+        if x_q.dtype != torch.int8:
+            raise TypeError(
+                f"rope_int8: x_q must be int8, got {short(x_q.dtype)}; quantize it first, or call rope"
+            )
+        if x_scale.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"rope_int8: x_scale must be float32, got {short(x_scale.dtype)}; cast it first")
+        batch, tokens = check_heads("rope_int8", x_q)
+        if x_scale.shape != x_q.shape[:-1] or x_scale.device != x_q.device:
+            raise ValueError(
+                f"rope_int8: x_scale must have shape {tuple(x_q.shape[:-1])} on {x_q.device}, one for each row of "
+                f"x_q, got {tuple(x_scale.shape)} on {x_scale.device}"
+            )
+        dtypes = (x_scale.dtype, torch.float32, torch.bfloat16, torch.float16)
+        check_table("rope_int8", x_q, cos, sin, positions, dims, x_q.shape[-1], batch, tokens, dtypes)
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        return "opsmith" if native(values[1], "rope_int8") is True else None
+
+    def rows(self, t: torch.Tensor) -> torch.Tensor:
+        return super().rows(t) if t.dtype == torch.int8 else t  # scales may lie as they like
+
+    def fresh(
+        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return super().fresh(like) if like.dtype == torch.int8 else torch.empty_like(like)
+
+
+_CALL = _Int8(SIGNATURE, _definition)
 
 
 def _supports(x_q: torch.Tensor, x_scale: torch.Tensor, *args: Any, **options: Any) -> bool | str:
@@ -139,18 +136,10 @@ def _native(
     positions: torch.Tensor | None = None,
     rotary_dim: int | None = None,
     out: Pair | None = None,
-) -> Pair:
+) -> Any:
     """The kernel."""
-    y_q, y_scale = (fresh_as(x_q), torch.empty_like(x_scale)) if out is None else out
     dims = x_q.shape[-1] if rotary_dim is None else rotary_dim
-    target = dense_rows(y_q)
-    table = dense_rows(cos), dense_rows(sin)
-    try:
-        ROPE_INT8(dense_rows(x_q), x_scale, *table, positions, dims, interleaved, y=target, y_scale=y_scale)
-    except RuntimeError:
-        name_bad_position(positions, cos, "rope_int8")
-        raise
-    return y_q if target is y_q else y_q.copy_(target), y_scale
+    return _CALL.native("opsmith", (x_q, x_scale, cos, sin, positions, dims, interleaved), out)
 
 
 _LEAST_SCALE = 1e-30
@@ -237,5 +226,3 @@ CARD = register(
         source="Su et al., 2021",
     )
 )
-
-ROPE_INT8 = torch.ops.opsmith.rope_int8.default

@@ -295,7 +295,11 @@ class Signature:
             if isinstance(source, Constant):
                 found.append(Parameter(source.name, source, source=source))
                 continue
-            of = known[source.of]
+            if (of := known.get(source.of)) is None:
+                raise ValueError(
+                    f"{self.name}: the gradient's kernel takes {source.of!r}, which is no argument and no "
+                    f"result; there are {', '.join(known)}"
+                )
             if isinstance(source, Made):
                 found.append(Parameter(source.name or f"d{of.name}", of.of, True, source.optional, source))
             elif isinstance(source, Slope):

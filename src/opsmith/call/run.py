@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from opsmith.call import binding, common
-from opsmith.call.autograd import differentiated
+from opsmith.call.autograd import differentiated, gradients
 from opsmith.call.checks import check_arguments, check_outputs
 from opsmith.call.fast import direct, nodes
 from opsmith.call.signature import Input, Output, Saved, Signature
@@ -79,17 +79,18 @@ class Call:
         self.signature, self.definition, self.op = signature, definition, op or signature.name
         self.needed, self.pytorchs = tuple(needed), pytorchs
         self.learns = signature.gradient is not None or bool(signature.columns)  # those by the definition
-        self.saved = self._saved()
+        self.given = (*(one.name for one in signature.arguments), *signature.beside)
+        self.saved, self.likes = self._saved()
         self.function = differentiated(self)
         if not signature.columns:
             self.fast = direct.Ready(signature, self.traced, most_rows)
 
-    def _saved(self) -> dict[str, str | None]:
-        """The tensors that a backward needs, and what stands for each that is not there."""
+    def _saved(self) -> tuple[dict[str, str | None], list[str]]:
+        """The tensors that a backward needs, what stands for each that is not there; those whose shape does."""
         signature = self.signature
         tensors = [one.name for one in signature.tensors]
         if signature.gradient is None or (set(tensors) - set(signature.gradients) and signature.columns):
-            return dict.fromkeys(tensors)  # autograd of the definition reads them all
+            return dict.fromkeys(tensors), []  # autograd of the definition reads them all
         found = {
             one.of: one.instead
             for one in signature.gradient.given
@@ -97,10 +98,10 @@ class Call:
         }
         lying = [one.like for one in signature.results]
         likes = [one.of for one in signature.gradient.made if one.of not in lying]
-        return found | {name: None for name in likes if name not in {*found, *found.values()}}
+        return found, [name for name in likes if name not in {*found, *found.values()}]
 
     def traced(self, *given: Any) -> Any:
-        """The general way: of the kernel's arguments in their order, and `out`."""
+        """The general way: of the kernel's arguments in their order, those beside, and `out`."""
         values, out = given[:-1], given[-1]
         self.check(values)
         if out is not None:
@@ -116,7 +117,10 @@ class Call:
 
     def check(self, values: Sequence[Any]) -> None:
         """Refuse wrong arguments."""
-        check_arguments(self.op, self.signature, values, self.needed)
+        check_arguments(self.op, self.signature, values[: len(self.signature.arguments)], self.needed)
+
+    def explain(self, values: Sequence[Any]) -> None:
+        """Raise what says more of a call that the kernel refused, if there is something."""
 
     def recorded(self, backend: str, values: Sequence[Any]) -> Any:
         """A call whose gradients are wanted."""
@@ -143,9 +147,19 @@ class Call:
         assert self.signature.gradient is not None
         return common.soonest(getattr(torch.ops.opsmith, self.signature.gradient.kernel).default)
 
+    def gradients(
+        self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
+    ) -> dict[str, torch.Tensor]:
+        """The gradients that the kernel writes, by input; `known` are its arguments and what was kept."""
+        return gradients(self, backend, known, slopes, wanted)
+
+    def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+        """Memory for the gradient of an input."""
+        return self.fresh(like)
+
     def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
         """The results of a call: their declaration, shape and dtype."""
-        by_name = {one.name: v for one, v in zip(self.signature.arguments, values, strict=True)}
+        by_name = self.named(values)
         found = []
         for one, dtype in zip(self.signature.results, self.result_dtypes(values), strict=True):
             if one.optional or (one.when and by_name[one.when] is None):
@@ -166,10 +180,17 @@ class Call:
 
     def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
         """The dtype of each result that the signature has."""
+        known = self.named(values)
         return [
-            one.dtype if isinstance(one.dtype, torch.dtype) else values[0].dtype
+            one.dtype
+            if isinstance(one.dtype, torch.dtype)
+            else (known[one.dtype] if isinstance(one.dtype, str) else values[0]).dtype
             for one in self.signature.results
         ]
+
+    def named(self, values: Sequence[Any]) -> dict[str, Any]:
+        """What a call was given, by name."""
+        return dict(zip(self.given, values, strict=True))
 
     def run(
         self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
@@ -184,13 +205,16 @@ class Call:
         outs = out if isinstance(out, tuple) else () if out is None else (out,)
         if not all(self.writable(t) for t in outs):
             outs = ()
-        known: dict[str, Any] = {one.name: v for one, v in zip(self.signature.arguments, values, strict=True)}
+        known = self.named(values)
         written, results = {}, []
         for i, (one, shape, dtype) in enumerate(made):
             y = outs[i] if outs else self.fresh(x, shape, dtype)
             results.append(y)
             known[one.name] = y
             written[one.name] = self.taken_result(one, y)
+        for one in self.signature.results:  # what nobody needs, where the call gives memory for it
+            if one.optional and known.get(one.name) is not None:
+                written[one.name] = known[one.name]
         if keep:
             rows = x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else x.shape[:-1].numel()
             for kept in self.signature.kept:
@@ -198,9 +222,14 @@ class Call:
                 written[kept.name] = known[kept.name]
         given = [
             self.taken(one, v) if isinstance(v, torch.Tensor) else v
-            for one, v in zip(self.signature.arguments, values, strict=True)
+            for one, v in zip(self.signature.arguments, values, strict=False)
         ]
-        self.kernel(backend)(*given, **written)
+        try:
+            self.kernel(backend)(*given, **written)
+        except RuntimeError:
+            if not common.compiling():
+                self.explain(values)
+            raise
         return results, known
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
@@ -235,7 +264,7 @@ class Call:
 
     def check_out(self, values: Sequence[Any], out: Any) -> None:
         """Refuse an `out` that is not like the results, or that shares memory with what is read."""
-        read = {one.name: v for one, v in zip(self.signature.arguments, values, strict=True)}
+        read = {name: v for name, v in self.named(values).items() if isinstance(v, torch.Tensor)}
         results = [(shape, dtype) for _, shape, dtype in self.made(values)]
         when = next((one.when for one in self.signature.results if one.when), None)
         names = ", ".join(one.called or one.name for one in self.signature.results)

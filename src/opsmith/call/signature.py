@@ -208,6 +208,7 @@ class Signature:
     attributes: Mapping[str, Scalar] = field(default_factory=dict)  # a project's numbers and their defaults
     contiguous: bool = False  # tensors are taken so; else rows may lie apart
     kernel: str = ""  # what the dispatcher calls it, where not by its name
+    beside: tuple[str, ...] = ()  # what a call gives that the kernel does not take, such as a result's dtype
 
     def __post_init__(self) -> None:
         """Read all that is cached: Dynamo traces no lock, which cached properties take up to Python 3.11."""

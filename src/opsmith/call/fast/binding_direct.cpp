@@ -93,6 +93,19 @@ bool place(const Kernel* self, PyObject* const* args, Py_ssize_t given, PyObject
   return true;
 }
 
+// Whether what a public function hands on behind a kernel's arguments, at last `out`, asks for nothing that is not done here: it is not given,
+// or the dtype of the first result.
+bool only_hands_on(PyObject* const* given, int count, PyObject*& dtype) {
+  for (int i = 0; i < count; ++i) {
+    if (i + 1 < count && THPDtype_Check(given[i])) {
+      dtype = given[i];
+    } else if (given[i] != Py_None && given[i] != Py_False) {
+      return false;
+    }
+  }
+  return true;
+}
+
 bool is_floating(const c10::TensorImpl* t) {
   const at::ScalarType dtype = c10::typeMetaToScalarType(t->dtype());
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
@@ -231,10 +244,13 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   Value values[kMost];
   Made made;
   Py_ssize_t positional = PyVectorcall_NARGS(flags);
-  // Behind its arguments a public function hands on `out`, which is for us where it is none.
-  if (self->otherwise && positional == self->inputs + 1 && args[self->inputs] == Py_None) --positional;
+  PyObject* dtype = nullptr;
+  if (self->otherwise && positional == self->inputs + self->beside + 1 &&
+      only_hands_on(args + self->inputs, self->beside + 1, dtype))
+    positional = self->inputs;
   bool ours = !(self->otherwise && positional > self->inputs) &&
               place(self, args, positional, names, placed) && undisturbed() && !may_be_dual();
+  if (ours && dtype) placed[self->results->front().place] = dtype;
   for (int i = 0; ours && i < self->count; ++i) {
     const char type = self->types[i];
     if (self->makes && is_output(type)) {
@@ -411,7 +427,7 @@ static std::vector<Result>* results_of(PyObject* all) {
 // A kernel that Python can call, as `types` says of its arguments; or nullptr and an exception. `results` and `otherwise` may be None.
 EXPORT PyObject* opsmith_direct(void* direct, const char* types, PyObject* op, PyObject* name,
                                 PyObject* names, PyObject* defaults, int makes, PyObject* results,
-                                PyObject* otherwise, int64_t most_rows) {
+                                PyObject* otherwise, int64_t most_rows, int beside) {
   const size_t count = std::strlen(types);
   if (count > kMost)
     return PyErr_Format(PyExc_ValueError, "opsmith: a kernel of %zu arguments, at most %d", count, kMost);
@@ -430,6 +446,7 @@ EXPORT PyObject* opsmith_direct(void* direct, const char* types, PyObject* op, P
   self->otherwise = otherwise == Py_None ? nullptr : Py_NewRef(otherwise);
   self->results = declared;
   self->most_rows = most_rows;
+  self->beside = beside;
   self->inputs = int(std::count_if(types, types + count, [](char type) { return !is_output(type); }));
   self->makes = makes != 0;
   std::memcpy(self->types, types, count);

@@ -85,6 +85,7 @@ struct Kernel {
   std::vector<Result>* results;  // as they are declared; nullptr where the caller describes them
   int64_t most_rows;  // of x; 0 for any
   int inputs;  // arguments before the outputs
+  int beside;  // what a public function hands on after these for `otherwise` alone
   PyObject* name;
   PyObject* names;  // of the arguments
   PyObject* defaults;  // of the arguments, Ellipsis where there is none

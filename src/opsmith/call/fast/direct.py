@@ -192,7 +192,7 @@ def library() -> ctypes.PyDLL | None:
         *([ctypes.py_object] * 4),
         ctypes.c_int,
         *([ctypes.py_object] * 2),
-        ctypes.c_int64,
+        *(ctypes.c_int64, ctypes.c_int),
     )
     py_object = ctypes.py_object
     found.opsmith_direct_begin.argtypes = (py_object, py_object, ctypes.c_void_p, py_object)
@@ -237,7 +237,8 @@ def _declared_kernel(signature: Signature, otherwise: Callable[..., Any] | None,
     names = tuple(sys.intern(p.name) for p in signature.forward)
     defaults = tuple(None if p.written and p.optional else ... for p in signature.forward)
     results = tuple(signature.described(one) for one in signature.results if not one.optional)
-    return _kernel(signature.name, types, None, names, defaults, True, results, otherwise, most_rows)
+    how = results, otherwise, most_rows, len(signature.beside)
+    return _kernel(signature.name, types, None, names, defaults, True, *how)
 
 
 def _kernel(
@@ -250,12 +251,13 @@ def _kernel(
     results: tuple[Any, ...] | None = None,
     otherwise: Callable[..., Any] | None = None,
     most_rows: int = 0,
+    beside: int = 0,
 ) -> Any:
     at, caller = boxed(op), library()
     if at is None or caller is None:
         return None
     how = (types.encode(), pytorchs, f"opsmith.{op}.default", names, defaults, makes)
-    found = caller.opsmith_direct(at, *how, results, otherwise, most_rows)
+    found = caller.opsmith_direct(at, *how, results, otherwise, most_rows, beside)
     if makes:
         making.setdefault(op, []).append(found)
     return found

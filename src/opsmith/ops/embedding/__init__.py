@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,18 @@ from opsmith.call import common
 from opsmith.call.common import (
     NATIVE_DTYPES,
     SMALL,
-    as_rows,
     check_float,
-    check_out,
     compiling,
+    flat,
+    flat_out,
     kernels,
     native,
-    needs_grad,
-    out_rows,
-    recorded,
     recording,
     short,
     small,
     small_node,
-    writable,
 )
-from opsmith.call.fast import direct
-from opsmith.call.run import declare
+from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Output, Saved, Signature, Slope
 from opsmith.operator import (
     Cost,
@@ -62,6 +57,7 @@ SIGNATURE = Signature(
         (Slope("y"), Saved("ids"), Constant("padding_idx", -1), Constant("zeroed", False)),
         (Made("table", optional=False),),
     ),
+    beside=("padding_idx", "sparse_grad"),
 )
 
 
@@ -99,19 +95,16 @@ def embedding(
         # Looking at each argument would take as long as a short gather, so the kernel or PyTorch does it on its way.
         try:
             n = ids.numel()
+            learns = recording() and table.requires_grad
             if (
                 padding_idx is None
                 and n <= _AT_ONCE
                 and table.is_contiguous()
-                and not (recording() and table.requires_grad and (sparse_grad or not _adds_rows(table)))
+                and not (learns and (sparse_grad or not _adds_rows(table)))
             ):
-                y: torch.Tensor | None = direct.new_embedding(ids, table)
-                if y is not None:
-                    return y
-                if direct.new_embedding is direct.not_loaded:
-                    native(table, "embedding")  # which loads the library, for the calls to come
+                return _CALL.fast.call(ids, table, None, False, None)  # type: ignore[no-any-return]
             if (
-                not (recording() and table.requires_grad)
+                not learns
                 and (padding_idx is None or -(rows := table.shape[0]) <= padding_idx < rows)
                 and table.dtype in _DTYPES
                 and ids.is_cpu
@@ -122,25 +115,9 @@ def embedding(
                 )
             ):
                 return _gather(table, ids)
-        except (AttributeError, IndexError, RuntimeError, TypeError):
-            _check(ids, table, padding_idx, None)
-            raise_bad_id("embedding", ids, table.shape[0])
-            raise
-    padding = _check(ids, table, padding_idx, out)
-    training = needs_grad(table)
-    elements = ids.numel() * table.shape[1]
-    if not training and out is None:
-        elements = elements * table.element_size() // _IN_CACHE
-    pytorchs = small_node if training else small
-    if _supports(ids, table) is not True or pytorchs(elements):
-        y = reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
-    elif training:
-        y = recorded(_Embedding, ids, table, padding, sparse_grad)
-    elif out is None or writable(out):
-        return _native(ids, table, out=out)
-    else:
-        y = _native(ids, table)
-    return y if out is None else out.copy_(y)
+        except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say why
+            pass
+    return _CALL.traced(ids, table, padding_idx, sparse_grad, out)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -159,20 +136,6 @@ def reference(
 def _adds_rows(table: torch.Tensor) -> bool:
     """Whether a node calls the kernel of the gradient for this table, in memory that need not come from the system."""
     return table.dtype in NATIVE_DTYPES and table.nbytes < _FROM_SYSTEM
-
-
-def _check(ids: Any, table: Any, padding_idx: int | None, out: Any) -> int:
-    """Refuse wrong arguments; the padding row, -1 for none."""
-    check_ids("embedding", ids, table)
-    check_float("embedding", table, "table")
-    if out is not None:
-        check_out("embedding", out, table, (*ids.shape, table.shape[1]), ids=ids, table=table)
-    if padding_idx is None:
-        return -1
-    rows = int(table.shape[0])
-    if not -rows <= padding_idx < rows:
-        raise ValueError(f"embedding: padding_idx must be in [{-rows}, {rows}), got {padding_idx}")
-    return int(padding_idx % rows)
 
 
 def check_ids(op: str, ids: Any, table: Any, name: str = "ids") -> None:
@@ -209,15 +172,69 @@ def flat_ids(ids: torch.Tensor) -> torch.Tensor:
     return ids if ids.is_contiguous() else ids.reshape(-1)
 
 
-def rows_out(y: torch.Tensor) -> torch.Tensor:
-    """An output as the kernels take it: contiguous, or rows with a pitch."""
-    return y if y.is_contiguous() else out_rows(y)
-
-
 def _supports(ids: torch.Tensor, table: torch.Tensor, **options: Any) -> bool | str:
     if table.shape[1] > 1 and table.stride(1) != 1:
         return "the kernel gathers rows that are contiguous, this table is transposed"
     return native(table, "embedding")
+
+
+class Gather(Call):
+    """Rows of a table by id; the ids are as they lie, and of the rows only each has to be contiguous."""
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None or of.name in ("table", "scale"):
+            return t
+        return flat_ids(t) if of.name in ("ids", "next_ids") else flat(t)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        return flat_out(t)
+
+    def explain(self, values: Sequence[Any]) -> None:
+        named = self.named(values)
+        for name in ("ids", "next_ids"):
+            if named.get(name) is not None:
+                raise_bad_id(self.op, named[name], named["table"].shape[0], name)
+
+
+class _Embedding(Gather):
+    """Backward adds the rows of the output's gradient into the table's, each row rounded once."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        ids, table, padding_idx, _ = values
+        check_ids(self.op, ids, table)
+        check_float(self.op, table, "table")
+        rows = int(table.shape[0])
+        if padding_idx is not None and not -rows <= padding_idx < rows:
+            raise ValueError(f"embedding: padding_idx must be in [{-rows}, {rows}), got {padding_idx}")
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        ids, table = values[:2]
+        if _supports(ids, table) is not True:
+            return None
+        return None if (small_node if training else small)(ids.numel() * table.shape[1]) else "opsmith"
+
+    def gradients(
+        self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
+    ) -> dict[str, torch.Tensor]:
+        rows, padding = known["table"].shape[0], known["padding_idx"]
+        known["padding_idx"] = padding = -1 if padding is None else padding % rows
+        if known["sparse_grad"]:
+            sparse = torch.ops.aten.embedding_sparse_backward(slopes[0], known["ids"], rows, padding, False)
+            return {"table": sparse}
+        return super().gradients(backend, known, slopes, wanted)
+
+    def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+        dtable, known["zeroed"] = _for_gradient(like.shape, like.dtype, like.device)
+        return dtable
+
+
+def _definition(
+    ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None, sparse_grad: bool
+) -> torch.Tensor:
+    return reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
+
+
+_CALL = _Embedding(SIGNATURE, _definition)
 
 
 def _native(
@@ -229,39 +246,7 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel, without autograd."""
-    y = table.new_empty((*ids.shape, table.shape[1])) if out is None else out
-    if torch.compiler.is_compiling():
-        torch.ops.opsmith.embedding.default(flat_ids(ids), table, y=rows_out(y))
-        return y
-    try:
-        torch.ops.opsmith.embedding.default(flat_ids(ids), table, y=rows_out(y))
-    except RuntimeError:
-        raise_bad_id("embedding", ids, table.shape[0])
-        raise
-    return y
-
-
-class _Embedding(torch.autograd.Function):
-    """Backward adds the rows of the output gradient into the table's, each row rounded once."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, table: torch.Tensor, padding: int, sparse: bool) -> torch.Tensor:
-        ctx.save_for_backward(ids)
-        ctx.table, ctx.padding, ctx.sparse = (table.shape, table.dtype), padding, sparse
-        return _native(ids, table)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        shape, dtype = ctx.table
-        if ctx.sparse:
-            dtable = torch.ops.aten.embedding_sparse_backward(dy, ids, shape[0], ctx.padding, False)
-            return None, dtable, None, None
-        dtable, zeroed = _for_gradient(shape, dtype, dy.device)
-        dy = dy if dy.is_contiguous() else as_rows(dy)
-        torch.ops.opsmith.embedding_backward.default(dy, flat_ids(ids), ctx.padding, zeroed, dtable=dtable)
-        return None, dtable, None, None
+    return _CALL.native("opsmith", (ids, table, padding_idx, sparse_grad), out)  # type: ignore[no-any-return]
 
 
 def _for_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, bool]:

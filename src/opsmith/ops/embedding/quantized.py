@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from opsmith.call.common import check_out, compiling, kernels, native, short, writable
-from opsmith.call.fast import direct
+from opsmith.call.common import compiling, kernels, native, short
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.embedding import check_ids, flat_ids, raise_bad_id, rows_out
+from opsmith.ops.embedding import Gather, check_ids, raise_bad_id
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OP = "quantized_embedding"
@@ -35,6 +34,7 @@ SIGNATURE = Signature(
         ),
         Output("y", "... N", torch.float32),  # in the dtype that the call asks for
     ),
+    beside=("dtype", "counts", "stats"),
 )
 
 
@@ -73,27 +73,10 @@ def quantized_embedding(
 
     Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019.
     """
-    if out is None and not compiling():
-        try:
-            if prefetch >= 0:
-                y: torch.Tensor | None = direct.new_quantized_embedding(
-                    ids, table, scale, prefetch, next_ids, None, None, y=dtype
-                )
-                if y is not None:
-                    return y
-        except (
-            RuntimeError,
-            IndexError,
-            TypeError,
-        ):  # the checks say why, or bring them into the kernel's form
-            pass
-    _check(ids, table, scale, dtype, prefetch, next_ids, out)
-    if _supports(ids, table, scale, dtype=dtype) is not True:
-        y = reference(ids, table, scale, dtype=dtype)
-        return y if out is None else out.copy_(y)
-    if out is None or writable(out):
-        return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids, out=out)
-    return out.copy_(_native(ids, table, scale, dtype=dtype, prefetch=prefetch, next_ids=next_ids))
+    soon = not compiling() and isinstance(prefetch, int) and prefetch >= 0
+    return (_CALL.fast.call if soon else _CALL.traced)(  # type: ignore[no-any-return]
+        ids, table, scale, prefetch, next_ids, None, None, dtype, None, None, out
+    )
 
 
 def reference(
@@ -121,39 +104,63 @@ def _gather(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> torc
     return torch.embedding(table, ids).to(scale.dtype) * torch.embedding(scale.unsqueeze(-1), ids)
 
 
-def _check(
-    ids: Any, table: Any, scale: Any, dtype: Any, prefetch: Any, next_ids: Any, out: torch.Tensor | None
-) -> None:
-    check_ids(_OP, ids, table)
-    if table.dtype != torch.int8:
-        raise TypeError(
-            f"{_OP}: table must be int8, got {short(table.dtype)}; QuantizedEmbedding.from_float quantizes it"
-        )
-    if not isinstance(scale, torch.Tensor):
-        raise TypeError(f"{_OP}: scale must be a tensor, got {type(scale).__name__}")
-    if scale.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"{_OP}: scale must be float32, got {short(scale.dtype)}; a rounded scale shifts rows"
-        )
-    if scale.shape != table.shape[:1]:
-        raise ValueError(
-            f"{_OP}: scale must have shape ({table.shape[0]},), one for each row of table, "
-            f"got {tuple(scale.shape)}"
-        )
-    if scale.device != table.device:
-        raise ValueError(f"{_OP}: scale is on {scale.device}, table on {table.device}; move one of them")
-    if dtype not in (*DTYPES, torch.float64):
-        raise TypeError(f"{_OP}: dtype must be float32, bfloat16 or float16, got {dtype}")
-    if not isinstance(prefetch, int) or prefetch < 0:
-        raise ValueError(f"{_OP}: prefetch must be a number of tokens, 0 for none, got {prefetch!r}")
-    if next_ids is not None:
-        check_ids(_OP, next_ids, table, "next_ids")
-    if out is not None:
-        like = torch.empty(
-            0, dtype=dtype if scale.dtype == torch.float32 else scale.dtype, device=table.device
-        )
-        memory = {"ids": ids, "table": table, "scale": scale, "next_ids": next_ids}
-        check_out(_OP, out, like, (*ids.shape, table.shape[1]), **memory)
+class _Quantized(Gather):
+    """The rows of a cache that is given are taken from there, and counted."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        ids, table, scale, prefetch, next_ids, *_, dtype, _, _ = values
+        check_ids(_OP, ids, table)
+        if table.dtype != torch.int8:
+            raise TypeError(
+                f"{_OP}: table must be int8, got {short(table.dtype)}; QuantizedEmbedding.from_float quantizes it"
+            )
+        if not isinstance(scale, torch.Tensor):
+            raise TypeError(f"{_OP}: scale must be a tensor, got {type(scale).__name__}")
+        if scale.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"{_OP}: scale must be float32, got {short(scale.dtype)}; a rounded scale shifts rows"
+            )
+        if scale.shape != table.shape[:1]:
+            raise ValueError(
+                f"{_OP}: scale must have shape ({table.shape[0]},), one for each row of table, "
+                f"got {tuple(scale.shape)}"
+            )
+        if scale.device != table.device:
+            raise ValueError(f"{_OP}: scale is on {scale.device}, table on {table.device}; move one of them")
+        if dtype not in (*DTYPES, torch.float64):
+            raise TypeError(f"{_OP}: dtype must be float32, bfloat16 or float16, got {dtype}")
+        if not isinstance(prefetch, int) or prefetch < 0:
+            raise ValueError(f"{_OP}: prefetch must be a number of tokens, 0 for none, got {prefetch!r}")
+        if next_ids is not None:
+            check_ids(_OP, next_ids, table, "next_ids")
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        known = self.named(values)
+        ours = _supports(known["ids"], known["table"], known["scale"], dtype=known["dtype"])
+        return "opsmith" if ours is True else None
+
+    def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
+        known = self.named(values)
+        wide = known["scale"].dtype
+        return torch.int32, torch.int64, known["dtype"] if wide == torch.float32 else wide
+
+
+def _definition(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: torch.Tensor,
+    prefetch: int,
+    next_ids: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    dtype: torch.dtype,
+    counts: torch.Tensor | None,
+    stats: torch.Tensor | None,
+) -> torch.Tensor:
+    return reference(ids, table, scale, dtype=dtype)
+
+
+_CALL = _Quantized(SIGNATURE, _definition)
 
 
 def _supports(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> bool | str:
@@ -174,24 +181,10 @@ def _native(
     prefetch: int = 0,
     next_ids: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    cache: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> torch.Tensor:
-    """The kernel; `cache` is (slots, rows, counts, stats), see `RowCache`."""
-    y = torch.empty((*ids.shape, table.shape[1]), dtype=dtype, device=table.device) if out is None else out
-    slots, rows, counts, stats = cache
-    likely = None if next_ids is None else flat_ids(next_ids)
-    args = (flat_ids(ids), table, scale, prefetch, likely, slots, rows)
-    if torch.compiler.is_compiling():
-        torch.ops.opsmith.quantized_embedding.default(*args, counts=counts, stats=stats, y=rows_out(y))
-        return y
-    try:
-        torch.ops.opsmith.quantized_embedding.default(*args, counts=counts, stats=stats, y=rows_out(y))
-    except RuntimeError:
-        raise_bad_id(_OP, ids, table.shape[0])
-        if next_ids is not None:
-            raise_bad_id(_OP, next_ids, table.shape[0], "next_ids")
-        raise
-    return y
+    """The kernel."""
+    values = ids, table, scale, prefetch, next_ids, None, None, dtype, None, None
+    return _CALL.native("opsmith", values, out)  # type: ignore[no-any-return]
 
 
 def gather_cached(
@@ -203,11 +196,10 @@ def gather_cached(
     prefetch: int,
     cache: tuple[torch.Tensor | None, ...],
 ) -> torch.Tensor:
-    """`quantized_embedding` with a `RowCache`, which is left alone where no kernel can use it."""
-    _check(ids, table, scale, dtype, prefetch, None, None)
-    if _supports(ids, table, scale, dtype=dtype) is not True:
-        return reference(ids, table, scale, dtype=dtype)
-    return _native(ids, table, scale, dtype=dtype, prefetch=prefetch, cache=cache)
+    """`quantized_embedding` with a `RowCache`, (slots, rows, counts, stats), for the kernels that can use it."""
+    slots, rows, *counted = cache
+    values = ids, table, scale, prefetch, None, slots, rows, dtype, *counted, None
+    return _CALL.traced(*values)  # type: ignore[no-any-return]
 
 
 def prefetch_rows(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> None:

@@ -155,7 +155,7 @@ class _Softmax(Call):
 
     def __init__(self) -> None:
         super().__init__(SIGNATURE, _definition, pytorchs=_pytorchs)
-        self.saved = {"y": "x"}  # the result alone is kept, which lies as x would
+        self.saved, self.likes = {"y": "x"}, []  # the result alone is kept, which lies as x would
 
     def check(self, values: Sequence[Any]) -> None:
         _check(values)

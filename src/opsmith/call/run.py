@@ -22,7 +22,7 @@ from opsmith.call import binding, common
 from opsmith.call.autograd import differentiated, gradients
 from opsmith.call.checks import check_arguments, check_outputs
 from opsmith.call.fast import direct, nodes
-from opsmith.call.signature import Input, Output, Saved, Signature
+from opsmith.call.signature import Input, Output, Rows, Saved, Signature
 from opsmith.kernels import libraries
 
 __all__ = ["Call", "declare"]
@@ -217,8 +217,9 @@ class Call:
                 written[one.name] = known[one.name]
         if keep:
             rows = x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else x.shape[:-1].numel()
+            shapes = {Rows.EACH: (rows,), Rows.PAIR: (2, rows), Rows.TWO_EACH: (*x.shape[:-1], 2)}
             for kept in self.signature.kept:
-                known[kept.name] = torch.empty(rows, dtype=torch.float32, device=x.device)
+                known[kept.name] = torch.empty(shapes[kept.rows], dtype=torch.float32, device=x.device)
                 written[kept.name] = known[kept.name]
         given = [
             self.taken(one, v) if isinstance(v, torch.Tensor) else v

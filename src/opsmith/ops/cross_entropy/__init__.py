@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,19 +15,15 @@ from opsmith.call.common import (
     check_float,
     check_number,
     compiling,
-    fresh,
     kernels,
     native,
-    needs_grad,
     one_of,
-    recorded,
+    out_rows,
     short,
     small,
     small_node,
-    soonest,
 )
-from opsmith.call.fast import direct
-from opsmith.call.run import declare
+from opsmith.call.run import Call, declare
 from opsmith.call.signature import (
     Constant,
     Gradient,
@@ -44,7 +41,6 @@ from opsmith.operator import Implementation, Kind, Operator, Pattern, register
 from opsmith.ops.cross_entropy.samples import cost, samples, workloads
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
-_REDUCED = {"sum": 1, "mean": 2}
 _OF_PYTORCH = {"none": 0, "mean": 1, "sum": 2}
 _FEW = 1024  # logits that PyTorch's two kernels have done with before one of ours has
 _loss = torch._C._nn.cross_entropy_loss  # what F.cross_entropy calls
@@ -65,6 +61,7 @@ SIGNATURE = Signature(
         ),
         (Made("logits", optional=False),),
     ),
+    beside=("dtype", "overwrite"),
 )
 
 
@@ -129,43 +126,14 @@ def cross_entropy(
                 and not overwrite
                 and 0.0 <= label_smoothing <= 1.0
             ):
-                code: Any = _OF_PYTORCH[reduction]
-                return _loss(logits, target, None, code, ignore_index, label_smoothing)
+                ways: Any = _OF_PYTORCH[reduction]
+                return _loss(logits, target, None, ways, ignore_index, label_smoothing)
         except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):  # the checks say why
-            _check(logits, target, dtype, ignore_index, label_smoothing, z_loss, reduction)
-            check_targets(target, logits.shape[-1], ignore_index)
-            raise
-    if reduction in _REDUCED and not overwrite and not compiling():
-        try:
-            if 0.0 <= label_smoothing <= 1.0 and dtype in (None, torch.float32, logits.dtype):
-                rows, flat = logits, target
-                if logits.dim() != 2 and logits.shape[:-1] == target.shape:
-                    rows, flat = logits.view(-1, logits.shape[-1]), target.reshape(-1)
-                options = (ignore_index, label_smoothing, z_loss, _REDUCED[reduction])
-                loss: torch.Tensor | None = direct.new_cross_entropy(rows, flat, *options, loss=dtype)
-                if loss is not None:
-                    return loss
-        except (RuntimeError, TypeError, AttributeError, KeyError):  # the checks say why
             pass
-    _check(logits, target, dtype, ignore_index, label_smoothing, z_loss, reduction)
-    options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
-    training = needs_grad(logits)
-    if native(logits, *_KERNELS[: 1 + training]) is not True or (
-        (small_node if training else small)(logits.numel()) and not overwrite
-    ):
-        return reference(
-            logits,
-            target,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            reduction=reduction,
-            dtype=dtype,
-        )
-    if training:
-        loss = recorded(_CrossEntropy, logits, target, options, dtype or logits.dtype, overwrite)
-        return loss
-    return _forward(logits, target, options, dtype or logits.dtype, None)
+    code = code_of(reduction)
+    call = _CALL.fast.call if code in (1, 2) and not compiling() else _CALL.traced
+    options = (ignore_index, label_smoothing, z_loss, code)
+    return call(logits, target, *options, dtype, overwrite, None)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -207,24 +175,6 @@ def reference(
     return loss.sum() if reduction == "sum" else loss.view(target.shape)
 
 
-def _check(logits: Any, target: Any, dtype: Any, *options: Any) -> None:
-    check_float("cross_entropy", logits, "logits")
-    check_target("cross_entropy", target, logits)
-    if target.shape != logits.shape[:-1]:
-        advice = f"expected {tuple(logits.shape[:-1])}"
-        if logits.dim() > 2 and target.shape == (logits.shape[0], *logits.shape[2:]):
-            advice = "classes are the last dimension here, not the second: pass logits.movedim(1, -1)"
-        raise ValueError(
-            f"cross_entropy: target must have the shape of logits {tuple(logits.shape)} without the last "
-            f"dimension, got {tuple(target.shape)}; {advice}"
-        )
-    check_options("cross_entropy", *options)
-    if logits.shape[-1] == 0 and target.numel():
-        raise ValueError(f"cross_entropy: logits must have at least one class, got {tuple(logits.shape)}")
-    if dtype is not None and dtype not in (logits.dtype, torch.float32):
-        raise TypeError(f"cross_entropy: dtype must be {one_of(logits.dtype, torch.float32)}, got {dtype}")
-
-
 def check_target(op: str, target: Any, logits: torch.Tensor, name: str = "logits") -> None:
     """Refuse targets that are no class numbers, or live elsewhere."""
     if not isinstance(target, torch.Tensor):
@@ -236,13 +186,20 @@ def check_target(op: str, target: Any, logits: torch.Tensor, name: str = "logits
         raise ValueError(f"{op}: target is on {target.device}, {name} on {logits.device}; move one of them")
 
 
-def check_options(op: str, ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: str) -> None:
+def code_of(reduction: Any) -> int | str:
+    """What the kernels call a reduction; of what is none, the words that a message says it with."""
+    return REDUCTIONS.get(reduction, repr(reduction)) if isinstance(reduction, str) else repr(reduction)
+
+
+def check_options(
+    op: str, ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: int | str
+) -> None:
     """Refuse a reduction that does not exist, a label smoothing that is no share, and what is no number."""
     check_number(op, "ignore_index", ignore_index, whole=True)
     check_number(op, "label_smoothing", label_smoothing)
     check_number(op, "z_loss", z_loss)
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise ValueError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if isinstance(reduction, str):
+        raise ValueError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
 
@@ -264,25 +221,76 @@ def check_targets(target: torch.Tensor, classes: int, ignore_index: int, op: str
 Options = tuple[int, float, float, int]
 
 
-def _forward(
+class _CrossEntropy(Call):
+    """Rows of logits with a target each; forward keeps the pivot of a row and the logarithm of the sum above it."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        logits, target, *options, dtype, _ = values
+        check_float(self.op, logits, "logits")
+        check_target(self.op, target, logits)
+        if target.shape != logits.shape[:-1]:
+            advice = f"expected {tuple(logits.shape[:-1])}"
+            if logits.dim() > 2 and target.shape == (logits.shape[0], *logits.shape[2:]):
+                advice = "classes are the last dimension here, not the second: pass logits.movedim(1, -1)"
+            raise ValueError(
+                f"cross_entropy: target must have the shape of logits {tuple(logits.shape)} without the last "
+                f"dimension, got {tuple(target.shape)}; {advice}"
+            )
+        check_options(self.op, *options)
+        if logits.shape[-1] == 0 and target.numel():
+            raise ValueError(f"cross_entropy: logits must have at least one class, got {tuple(logits.shape)}")
+        if dtype is not None and dtype not in (logits.dtype, torch.float32):
+            raise TypeError(
+                f"cross_entropy: dtype must be {one_of(logits.dtype, torch.float32)}, got {dtype}"
+            )
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        ours = super().backend(values, training)
+        pytorchs = (small_node if training else small)(values[0].numel()) and not values[-1]
+        return None if pytorchs else ours
+
+    def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
+        logits, target, _, _, _, reduction, dtype, _ = values
+        return [(SIGNATURE.results[0], [] if reduction else [*target.shape], dtype or logits.dtype)]
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is None or of.name == "stats" else as_rows(t) if of.name == "logits" else t.reshape(-1)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        return out_rows(t) if of.name == "logits" else t.view(-1)
+
+    def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+        if not (known["overwrite"] and like.is_contiguous()):
+            return super().made_gradient(name, like, known)
+        torch.autograd.graph.increment_version(like)
+        return like.detach()
+
+    def explain(self, values: Sequence[Any]) -> None:
+        check_targets(values[1], values[0].shape[-1], values[2])
+
+
+def _definition(
     logits: torch.Tensor,
     target: torch.Tensor,
-    options: Options,
-    dtype: torch.dtype,
-    stats: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
+    dtype: torch.dtype | None,
+    overwrite: bool,
 ) -> torch.Tensor:
-    shape = () if options[3] else target.shape
-    loss = torch.empty(shape, dtype=dtype, device=logits.device)
-    rows, flat = as_rows(logits), target.reshape(-1)
-    try:
-        soonest(torch.ops.opsmith.cross_entropy.default)(
-            rows, flat, *options, loss=loss.view(-1), stats=stats
-        )
-    except RuntimeError:
-        if not torch.compiler.is_compiling():
-            check_targets(target, logits.shape[-1], options[0])
-        raise
-    return loss
+    return reference(
+        logits,
+        target,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=[*REDUCTIONS][reduction],
+        dtype=dtype,
+    )
+
+
+_CALL = _CrossEntropy(SIGNATURE, _definition)
 
 
 def _native(
@@ -298,44 +306,7 @@ def _native(
 ) -> torch.Tensor:
     """The kernel, without autograd."""
     options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
-    return _forward(logits, target, options, dtype or logits.dtype, None)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Forward keeps two numbers a row, the pivot and the logarithm of the sum above it; backward is one kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        options: Options,
-        dtype: torch.dtype,
-        overwrite: bool,
-    ) -> torch.Tensor:
-        stats = torch.empty(2, target.numel(), dtype=torch.float32, device=logits.device)
-        loss = _forward(logits, target, options, dtype, stats)
-        ctx.save_for_backward(logits, target, stats)
-        ctx.options, ctx.overwrite = options, overwrite
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, target, stats = ctx.saved_tensors
-        over = ctx.overwrite and logits.is_contiguous()
-        dlogits = logits.detach() if over else fresh(logits)
-        soonest(torch.ops.opsmith.cross_entropy_backward.default)(
-            dloss.reshape(-1),
-            as_rows(logits),
-            target.reshape(-1),
-            stats,
-            *ctx.options,
-            dlogits=dlogits.view(target.numel(), logits.shape[-1]),
-        )
-        if over:
-            torch.autograd.graph.increment_version(logits)
-        return dlogits, None, None, None, None
+    return _CALL.native("opsmith", (logits, target, *options, dtype, False))  # type: ignore[no-any-return]
 
 
 def _pattern(reduction: str) -> Pattern:
@@ -378,5 +349,3 @@ CARD = register(
         source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
     )
 )
-
-_KERNELS = ("cross_entropy", "cross_entropy_backward")  # the second one for gradients

@@ -28,17 +28,19 @@ from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, MergedChain, Operator, Sample, register
 from opsmith.ops.cross_entropy import (
     REDUCTIONS,
-    Options,
     TargetError,
     check_options,
     check_target,
     check_targets,
+    code_of,
     counted_rows,
     cross_entropy,
     entries,
 )
 from opsmith.ops.cross_entropy import reference as loss_of
 from opsmith.ops.linear import linear
+
+Options = tuple[int, float, float, int]
 
 # With gradients two operators are faster, and their memory is none to speak of, up to 2^this times as many logits.
 _LEARNING = 8
@@ -100,7 +102,7 @@ def linear_cross_entropy(
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the checks say why
             pass
     _check(hidden, weight, target, bias, dtype)
-    check_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
+    check_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, code_of(reduction))
     if _supports(hidden, weight, target) is not True or small(target.numel() * weight.shape[0]):
         try:
             return reference(hidden, weight, target, bias=bias, **how)

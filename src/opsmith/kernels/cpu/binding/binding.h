@@ -185,4 +185,22 @@ class Rows {
   int64_t sizes_[2] = {1, 1}, strides_[2] = {1, 1};
 };
 
+// A tensor of any dimensions as a vector: it must be contiguous, or have one dimension.
+class Line {
+ public:
+  Line(const char* op, const char* name, const Tensor& t)
+      : data_(t.data_ptr()), dtype_(dtype_of(t)), size_(t.numel()), stride_(t.dim() == 1 ? t.stride(0) : 1) {
+    STD_TORCH_CHECK(t.dim() == 1 || t.is_contiguous(), op, ": ", name, " must be contiguous, or a vector");
+  }
+
+  int64_t size() const { return size_; }
+  DType dtype() const { return dtype_; }
+  View view() const { return View{data_, dtype_, 1, &size_, &stride_}; }
+
+ private:
+  void* data_;
+  DType dtype_;
+  int64_t size_, stride_;
+};
+
 }  // namespace opsmith

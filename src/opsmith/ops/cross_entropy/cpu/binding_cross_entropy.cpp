@@ -7,6 +7,8 @@ namespace {
 
 LossOptions options_of(int64_t ignore_index, double label_smoothing, double z_loss, int64_t reduction) {
   STD_TORCH_CHECK(0 <= reduction && reduction <= 2, "cross_entropy: no reduction ", reduction);
+  STD_TORCH_CHECK(0 <= label_smoothing && label_smoothing <= 1, "cross_entropy: no label smoothing of ",
+                  label_smoothing);
   return {ignore_index, label_smoothing, z_loss, Reduction(reduction)};
 }
 
@@ -21,34 +23,36 @@ void check_floats(const char* name, const Tensor& t, int64_t rows, int64_t colum
   STD_TORCH_CHECK(dtype_of(t) == DType::f32, "cross_entropy: ", name, " must be float32");
 }
 
-void check_targets(const Tensor& target, int64_t rows, int64_t classes, int64_t ignore_index) {
-  STD_TORCH_CHECK(target.dim() == 1 && target.size(0) == rows, "cross_entropy: target must be [", rows, "]");
-  const View v = view_of(target);
-  STD_TORCH_CHECK(v.dtype == DType::i32 || v.dtype == DType::i64,
+// Targets of any dimensions, one for each row.
+Line targets_of(const Tensor& target, int64_t rows, int64_t classes, int64_t ignore_index) {
+  const Line all("cross_entropy", "target", target);
+  STD_TORCH_CHECK(all.size() == rows, "cross_entropy: target must have ", rows, " classes");
+  STD_TORCH_CHECK(all.dtype() == DType::i32 || all.dtype() == DType::i64,
                   "cross_entropy: target must be int32 or int64");
-  const int64_t at = first_bad_target(v, classes, ignore_index);
+  const int64_t at = first_bad_target(all.view(), classes, ignore_index);
   STD_TORCH_CHECK(at < 0, "cross_entropy: targets must lie in [0, ", classes,
                   ") or be ignored; see position ", at);
+  return all;
 }
 
-void check_loss(const char* name, const Tensor& loss, int64_t rows, Reduction reduction) {
-  const bool fits = reduction == Reduction::none ? loss.dim() == 1 && loss.size(0) == rows
-                                                 : loss.numel() == 1;
-  STD_TORCH_CHECK(fits, "cross_entropy: ", name, " must have one number",
-                  reduction == Reduction::none ? " for each row" : "");
+Line losses_of(const char* name, const Tensor& loss, int64_t rows, Reduction reduction) {
+  const Line all("cross_entropy", name, loss);
+  STD_TORCH_CHECK(all.size() == (reduction == Reduction::none ? rows : 1), "cross_entropy: ", name,
+                  " must have one number", reduction == Reduction::none ? " for each row" : "");
+  return all;
 }
 
 void cross_entropy_op(const Tensor& logits, const Tensor& target, int64_t ignore_index,
                       double label_smoothing, double z_loss, int64_t reduction, const Tensor& loss,
                       const std::optional<Tensor>& stats) {
   const LossOptions options = options_of(ignore_index, label_smoothing, z_loss, reduction);
-  STD_TORCH_CHECK(logits.dim() == 2, "cross_entropy: logits must be [N, V]");
-  const int64_t rows = logits.size(0), classes = logits.size(1);
-  check_rows("logits", logits, rows, classes);
-  check_targets(target, rows, classes, ignore_index);
-  check_loss("loss", loss, rows, options.reduction);
-  if (stats) check_floats("stats", *stats, 2, rows);
-  cross_entropy(view_of(logits), view_of(target), options, view_of(loss), view_of(stats));
+  const Rows all("cross_entropy", "logits", logits);
+  const Line targets = targets_of(target, all.rows(), all.n(), ignore_index);
+  const Line losses = losses_of("loss", loss, all.rows(), options.reduction);
+  STD_TORCH_CHECK(losses.dtype() == all.dtype() || losses.dtype() == DType::f32,
+                  "cross_entropy: loss must be float32 or in the logits' dtype");
+  if (stats) check_floats("stats", *stats, 2, all.rows());
+  cross_entropy(all.view(), targets.view(), options, losses.view(), view_of(stats));
 }
 
 void cross_entropy_backward_op(const Tensor& dloss, const Tensor& logits, const Tensor& target,
@@ -56,18 +60,15 @@ void cross_entropy_backward_op(const Tensor& dloss, const Tensor& logits, const 
                                double z_loss, int64_t reduction, int64_t first, int64_t classes,
                                const Tensor& dlogits) {
   const LossOptions options = options_of(ignore_index, label_smoothing, z_loss, reduction);
-  STD_TORCH_CHECK(logits.dim() == 2, "cross_entropy: logits must be [N, V]");
-  const int64_t rows = logits.size(0), some = logits.size(1);
-  if (classes < 0) classes = some;  // all of them
-  check_rows("logits", logits, rows, some);
-  check_rows("dlogits", dlogits, rows, some);
+  const Rows all("cross_entropy", "logits", logits), written("cross_entropy", "dlogits", dlogits);
+  const int64_t rows = all.rows();
+  if (classes < 0) classes = all.n();  // all of them
+  STD_TORCH_CHECK(written.like(all), "cross_entropy: dlogits must be like logits");
   check_floats("stats", stats, 2, rows);
-  check_targets(target, rows, classes, ignore_index);
-  check_loss("dloss", dloss, rows, options.reduction);
-  STD_TORCH_CHECK(logits.scalar_type() == dlogits.scalar_type(),
-                  "cross_entropy: logits and dlogits differ in dtype");
-  cross_entropy_backward(view_of(dloss), view_of(logits), view_of(target), view_of(stats), options, first,
-                         classes, view_of(dlogits));
+  const Line targets = targets_of(target, rows, classes, ignore_index);
+  const Line dlosses = losses_of("dloss", dloss, rows, options.reduction);
+  cross_entropy_backward(dlosses.view(), all.view(), targets.view(), view_of(stats), options, first, classes,
+                         written.view());
 }
 
 void cross_entropy_part_op(const Tensor& logits, const Tensor& target, int64_t ignore_index,
@@ -76,8 +77,8 @@ void cross_entropy_part_op(const Tensor& logits, const Tensor& target, int64_t i
   const int64_t rows = logits.size(0);
   check_rows("logits", logits, rows, logits.size(1));
   check_floats("state", state, kLossState, rows);
-  check_targets(target, rows, classes, ignore_index);
-  cross_entropy_part(view_of(logits), view_of(target), options_of(ignore_index, label_smoothing, 0, 0), first,
+  const Line targets = targets_of(target, rows, classes, ignore_index);
+  cross_entropy_part(view_of(logits), targets.view(), options_of(ignore_index, label_smoothing, 0, 0), first,
                      view_of(state));
 }
 
@@ -88,10 +89,10 @@ void cross_entropy_finish_op(const Tensor& state, const Tensor& target, int64_t 
   STD_TORCH_CHECK(target.dim() == 1, "cross_entropy: target must be [N]");
   const int64_t rows = target.size(0);
   check_floats("state", state, kLossState, rows);
-  check_targets(target, rows, classes, ignore_index);
-  check_loss("loss", loss, rows, options.reduction);
+  const Line targets = targets_of(target, rows, classes, ignore_index);
+  const Line losses = losses_of("loss", loss, rows, options.reduction);
   if (stats) check_floats("stats", *stats, 2, rows);
-  cross_entropy_finish(view_of(state), view_of(target), options, classes, view_of(loss), view_of(stats));
+  cross_entropy_finish(view_of(state), targets.view(), options, classes, losses.view(), view_of(stats));
 }
 
 void add_to_total_op(const Tensor& part, const Tensor& total) {

@@ -43,41 +43,38 @@ def differentiated(call: Call) -> type[torch.autograd.Function]:
     tensors = [one.name for one in call.signature.tensors]
     numbers = [one.name for one in call.signature.numbers] + [*call.signature.beside]
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, backend: str, *values: Any) -> Any:
-            results, known = call.run(backend, values, None, keep=True)
-            there = (known.get(name, known.get(other or name)) for name, other in call.saved.items())
-            # Of what only says how large a gradient is, a number in its shape is kept.
-            likes = (
-                None if (t := known[name]) is None else t.new_empty(()).expand(t.shape) for name in call.likes
-            )
-            ctx.save_for_backward(*there, *likes)
-            ctx.backend = backend
-            ctx.numbers = [known[name] for name in numbers]
-            return results[0] if len(results) == 1 else tuple(results)
+    def forward(ctx: Any, backend: str, *values: Any) -> Any:
+        results, known = call.run(backend, values, None, keep=True)
+        there = (known.get(name, known.get(other or name)) for name, other in call.saved.items())
+        # Of what only says how large a gradient is, a number in its shape is kept.
+        likes = (
+            None if (t := known[name]) is None else t.new_empty(()).expand(t.shape) for name in call.likes
+        )
+        ctx.save_for_backward(*there, *likes)
+        ctx.backend = backend
+        ctx.numbers = [known[name] for name in numbers]
+        return results[0] if len(results) == 1 else tuple(results)
 
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            known: dict[str, Any] = {}
-            there = [*call.saved.items(), *((name, None) for name in call.likes)]
-            for (name, other), t in zip(there, ctx.saved_tensors, strict=True):
-                known[name] = t
-                if other is not None:
-                    known[other] = t
-            known |= dict(zip(numbers, ctx.numbers, strict=True))
-            wanted = {
-                name for name, needed in zip(call.given, ctx.needs_input_grad[1:], strict=True) if needed
-            }
-            grads = call.gradients(ctx.backend, known, slopes, wanted)
-            rest = [name for name in tensors if name in wanted and name not in grads]
-            if rest:
-                grads |= _through_definition(call, known, slopes, rest)
-            return None, *(grads.get(name) if name in wanted else None for name in call.given)
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        known: dict[str, Any] = {}
+        there = [*call.saved.items(), *((name, None) for name in call.likes)]
+        for (name, other), t in zip(there, ctx.saved_tensors, strict=True):
+            known[name] = t
+            if other is not None:
+                known[other] = t
+        known |= dict(zip(numbers, ctx.numbers, strict=True))
+        wanted = {name for name, needed in zip(call.given, ctx.needs_input_grad[1:], strict=True) if needed}
+        grads = call.gradients(ctx.backend, known, slopes, wanted)
+        rest = [name for name in tensors if name in wanted and name not in grads]
+        if rest:
+            grads |= _through_definition(call, known, slopes, rest)
+        return None, *(grads.get(name) if name in wanted else None for name in call.given)
 
-    Function.__name__ = f"_{call.op}"
-    return Function
+    # Named after the operator before it is a class: its node, which users see in graphs, is named then.
+    name = "_" + call.op.title().replace("_", "")
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 def gradients(

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import (
-    compiling,
-    kernels,
-    native,
-    needs_grad,
-    recorded,
-    recording,
-    small_node,
-    soonest,
-    spread,
-)
+from opsmith.call.common import compiling, kernels, native, recording, small_node, spread
 from opsmith.call.fast import direct
-from opsmith.call.run import declare
+from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, Operator, Pattern, Recognition, register
 from opsmith.ops.attention import entries
-from opsmith.ops.attention.check import check
+from opsmith.ops.attention.check import check, check_limits
 from opsmith.ops.attention.eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention.samples import cost, promised, samples, workloads
 from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
@@ -97,48 +87,28 @@ def attention(
     Source: Vaswani et al., 2017; Dao et al., "FlashAttention", 2022; Beltagy et al., 2020 (window);
     Gemma 2, 2024 (softcap).
     """
-    if out is None and not compiling():
-        try:
-            if (window is None or window > 0) and (softcap is None or softcap > 0):
-                at = 1.0 / math.sqrt(direct.sizes(q)[-1] or 1) if scale is None else scale
-                cap = 0.0 if softcap is None else softcap
-                if causal or not recording() or not _searched(q, mask, window):
-                    y: torch.Tensor | None = direct.new_attention(q, k, v, mask, at, causal, window or 0, cap)
-                    if y is not None:
-                        return y
-        except (RuntimeError, IndexError, AttributeError, TypeError):
-            pass  # the checks say why, or values are wider
-    check(q, k, v, mask, scale, window, softcap, out)
-    wants_grad = needs_grad(q, k, v, mask)
-    if (
-        native(q, *_KERNELS[: 1 + wants_grad]) is not True
-        or (wants_grad and mask is not None and mask.requires_grad)
-        or (wants_grad and small_node(q.numel() + k.numel()))
-    ):
-        y = eager(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
-    elif (
-        q.is_cuda and sdpa_supports(q, k, v, mask=mask, causal=causal, window=window, softcap=softcap) is True
-    ):
-        y = sdpa(q, k, v, causal=causal, scale=scale)
-    elif wants_grad:
-        y = recorded(_Attention, q, k, v, mask, *settings(q, causal, scale, window, softcap))
-    else:
-        return _native(
-            q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap, out=out
-        )
-    return y if out is None else out.copy_(y)
+    how = numbers("attention", q, causal, scale, window, softcap)
+    soon = not compiling() and (causal or not recording() or not _searched(q, mask, window))
+    return (_CALL.fast.call if soon else _CALL.traced)(q, k, v, mask, *how, out)  # type: ignore[no-any-return]
 
 
-def _searched(q: torch.Tensor, mask: torch.Tensor | None, window: int | None) -> bool:
+def _searched(q: Any, mask: torch.Tensor | None, window: int | None) -> bool:
     """Whether the gradients of this call without causal rule are those that `_of_some_queries` may make."""
-    return q.numel() > _SEARCHED and mask is None and window is None
+    return mask is None and window is None and isinstance(q, torch.Tensor) and q.numel() > _SEARCHED
 
 
-def settings(
-    q: torch.Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None
+def numbers(
+    op: str, q: Any, causal: bool, scale: float | None, window: int | None, softcap: float | None
 ) -> tuple[float, bool, int, float]:
-    """scale, causal, window and softcap as the kernels take them, with 0 for none."""
-    return default_scale(q) if scale is None else scale, causal, window or 0, softcap or 0.0
+    """scale, causal, window and softcap as the kernels take them, with 0 for no window and no cap."""
+    if not (window is None and softcap is None):
+        check_limits(op, window, softcap)
+    if scale is None:
+        try:
+            scale = default_scale(q) if compiling() else 1.0 / math.sqrt(direct.sizes(q)[-1] or 1)
+        except (AttributeError, IndexError):  # the checks say why
+            scale = 1.0
+    return scale, causal, window or 0, softcap or 0.0
 
 
 def _native(
@@ -154,16 +124,8 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel, without autograd."""
-    y = out if out is not None and is_last_dense(out) else _like_q(q, v)
-    ATTENTION(
-        last_dense(q),
-        last_dense(k),
-        last_dense(v),
-        _full(mask, q, k),
-        *settings(q, causal, scale, window, softcap),
-        y=y,
-    )
-    return y if out is None or out is y else out.copy_(y)
+    how = numbers("attention", q, causal, scale, window, softcap)
+    return _CALL.native("opsmith", (q, k, v, mask, *how), out)  # type: ignore[no-any-return]
 
 
 def is_last_dense(t: torch.Tensor) -> bool:
@@ -175,79 +137,120 @@ def last_dense(t: torch.Tensor) -> torch.Tensor:
     return t if is_last_dense(t) else t.contiguous()
 
 
-def _full(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    return None if mask is None else spread(mask, (*q.shape[:3], k.shape[2]))
+class Attend(Call):
+    """Queries, keys and values of which only the rows are contiguous; gradients lie as they do.
+
+    The forward keeps each softmax's maximum and sum, from which the backward makes the weights again. Not the logarithm
+    of the sum: added to a mask of -3e38 it would vanish, and every weight feels its rounding.
+    """
+
+    def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
+        q, v = values[0], values[2]
+        return [(self.signature.results[0], [*q.shape[:-1], v.shape[-1]], q.dtype)]
+
+    def writable(self, t: torch.Tensor) -> bool:
+        return is_last_dense(t)
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is None or t.dim() < 3 else last_dense(t)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+        return torch.empty_like(last_dense(like))
 
 
-def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """An output laid out as q is: heads inside, if q has them there, so that joining the heads is a view."""
-    if q.is_contiguous() and v.shape[3] == q.shape[3]:
-        return torch.empty_like(q)
-    batch, heads, rows, dim = q.shape
-    if v.shape[3] == dim:
-        y = torch.empty_like(q)  # keeps the order of the dimensions, and takes a third of the time of empty
-        if is_last_dense(y):
-            return y
-    if q.stride(1) < q.stride(2):
-        return torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
-    return torch.empty((batch, heads, rows, v.shape[3]), dtype=q.dtype, device=q.device)
+class _Attention(Attend):
+    """With a mask that broadcasts, on the whole of it."""
 
+    def check(self, values: Sequence[Any]) -> None:
+        check(*values[:5])
 
-class _Attention(torch.autograd.Function):
-    """Forward keeps each softmax's maximum and sum; backward makes the weights again from them."""
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        q, k, _, mask, *_ = values
+        by_mask = training and mask is not None and mask.requires_grad
+        if super().backend(values, training) is None or by_mask:
+            return None
+        if training and small_node(q.numel() + k.numel()):
+            return None
+        return None if q.is_cuda and _is_sdpas(*values) else "opsmith"
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float,
-        causal: bool,
-        window: int,
-        softcap: float,
+    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
+        return super().native(backend, _whole(values), out)
+
+    def recorded(self, backend: str, values: Sequence[Any]) -> Any:
+        return super().recorded(backend, _whole(values))
+
+    def gradients(
+        self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
+    ) -> dict[str, torch.Tensor]:
+        how = known["scale"], known["causal"], known["window"], known["softcap"]
+        q, k, v, y, row_sums = (known[name] for name in ("q", "k", "v", "y", "row_sums"))
+        if known["mask"] is None and (some := _of_some_queries(slopes[0], q, k, v, y, row_sums, how)):
+            return dict(zip("qkv", some, strict=True))
+        return super().gradients(backend, known, slopes, wanted)
+
+    def fresh(
+        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        y = _like_q(q, v)
-        # Not the logarithm of the sum: added to a mask of -3e38 it would vanish, and every weight feels its rounding.
-        row_sums = torch.empty((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
-        ctx.settings = (scale, causal, window, softcap)
-        soonest(ATTENTION)(
-            last_dense(q),
-            last_dense(k),
-            last_dense(v),
-            _full(mask, q, k),
-            *ctx.settings,
-            y=y,
-            row_sums=row_sums,
-        )
-        ctx.save_for_backward(q, k, v, mask, y, row_sums)
-        return y
+        """Laid out as q is: heads inside, if q has them there, so that joining the heads is a view."""
+        batch, heads, rows, dim = shape or like.shape
+        if dim == like.shape[3]:
+            y = torch.empty_like(
+                like
+            )  # keeps the order of the dimensions, and takes a third of the time of empty
+            if is_last_dense(y):
+                return y
+        if like.stride(1) < like.stride(2):
+            return torch.empty((batch, rows, heads, dim), dtype=like.dtype, device=like.device).transpose(
+                1, 2
+            )
+        return torch.empty((batch, heads, rows, dim), dtype=like.dtype, device=like.device)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, mask, y, row_sums = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        if mask is None and (some := _of_some_queries(dy, q, k, v, y, row_sums, ctx.settings)):
-            grads = (g if want else None for g, want in zip(some, wanted, strict=False))
-            return (*grads, None, None, None, None, None)
-        dq, dk, dv = (torch.empty_like(last_dense(t)) for t in (q, k, v))
-        soonest(ATTENTION_BACKWARD)(
-            last_dense(dy),
-            last_dense(q),
-            last_dense(k),
-            last_dense(v),
-            y,
-            row_sums,
-            _full(mask, q, k),
-            *ctx.settings,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-        )
-        grads = (g if want else None for g, want in zip((dq, dk, dv), wanted, strict=False))
-        return (*grads, None, None, None, None, None)
+
+def _whole(values: Sequence[Any]) -> Sequence[Any]:
+    """The mask in the shape of the scores."""
+    q, k, v, mask, *how = values
+    return q, k, v, None if mask is None else spread(mask, (*q.shape[:3], k.shape[2])), *how
+
+
+def _is_sdpas(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> bool:
+    """Whether PyTorch's own kernels do this."""
+    options: dict[str, Any] = {"causal": causal, "window": window or None, "softcap": softcap or None}
+    return sdpa_supports(q, k, v, mask=mask, **options) is True
+
+
+def _definition(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    if (
+        q.is_cuda
+        and native(q, "attention") is True
+        and _is_sdpas(q, k, v, mask, scale, causal, window, softcap)
+    ):
+        return sdpa(q, k, v, causal=causal, scale=scale)
+    options: dict[str, Any] = {"window": window or None, "softcap": softcap or None}
+    return eager(q, k, v, mask=mask, causal=causal, scale=scale, **options)
+
+
+_CALL = _Attention(SIGNATURE, _definition)
 
 
 def _of_some_queries(
@@ -386,7 +389,3 @@ CARD = register(
         source="Vaswani et al., 2017; Dao et al., 2022",
     )
 )
-
-_KERNELS = ("attention", "attention_backward")  # the second one for gradients
-ATTENTION = torch.ops.opsmith.attention.default
-ATTENTION_BACKWARD = torch.ops.opsmith.attention_backward.default

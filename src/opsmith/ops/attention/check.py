@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import alike, check_float, check_mask, check_number, check_out, short
+from opsmith.call.common import alike, check_float, check_mask, check_number, short
 
 
-def check(q: Any, k: Any, v: Any, mask: Any, scale: Any, window: Any, softcap: Any, out: Any) -> None:
-    if scale is not None:
-        check_number("attention", "scale", scale)
-    if mask is None and window is None and softcap is None and out is None and _fits(q, k, v):
+def check(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> None:
+    check_number("attention", "scale", scale)
+    if mask is None and _fits(q, k, v):
         return  # the usual call, found out in a third of the time
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_float("attention", t, name, least_dim=4)
@@ -31,11 +30,9 @@ def check(q: Any, k: Any, v: Any, mask: Any, scale: Any, window: Any, softcap: A
         raise ValueError(
             f"attention: v must have shape [{batch}, {kv_heads}, {columns}, Dv] like k, got {tuple(v.shape)}"
         )
-    check_options("attention", heads, kv_heads, window, softcap)
+    check_heads("attention", heads, kv_heads)
     if mask is not None:
         check_mask("attention", mask, q, (batch, heads, rows, columns), "[B, H, L, S]")
-    if out is not None:
-        check_out("attention", out, q, (batch, heads, rows, v.shape[3]), q=q, k=k, v=v, mask=mask)
 
 
 def _fits(q: Any, k: Any, v: Any) -> bool:
@@ -68,9 +65,13 @@ def check_alike(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
             raise ValueError(f"{op}: {name} is on {t.device}, q on {q.device}; move one of them")
 
 
-def check_options(op: str, heads: int, kv_heads: int, window: Any, softcap: Any) -> None:
+def check_heads(op: str, heads: int, kv_heads: int, of: str = "k and v") -> None:
     if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"{op}: q's {heads} heads must be a multiple of the {kv_heads} heads of k and v")
+        raise ValueError(f"{op}: q's {heads} heads must be a multiple of the {kv_heads} heads of {of}")
+
+
+def check_limits(op: str, window: Any, softcap: Any) -> None:
+    """Refuse a window or a cap of scores that is none."""
     if window is not None:
         check_number(op, "window", window, whole=True)
     if softcap is not None:

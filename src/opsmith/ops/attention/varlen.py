@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opsmith.call.common import (
-    check_float,
-    check_number,
-    check_out,
-    compiling,
-    kernels,
-    native,
-    nbytes,
-    needs_grad,
-    recorded,
-    short,
-)
-from opsmith.call.fast import direct
+from opsmith.call.common import check_float, check_number, compiling, kernels, native, nbytes, short
 from opsmith.call.run import declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import Cost, GradientCost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.attention import entries, is_last_dense, last_dense, settings
-from opsmith.ops.attention.check import check_alike, check_options
+from opsmith.ops.attention import Attend, entries, numbers
+from opsmith.ops.attention.check import check_alike, check_heads
 from opsmith.ops.attention.eager import eager as eager_attention
 from opsmith.ops.attention.eager import reference as attention_reference
 from opsmith.ops.attention.samples import promised, visible_pairs
+
+_OP = "attention_varlen"
 
 SIGNATURE = Signature(
     "attention_varlen",
@@ -102,50 +91,9 @@ def attention_varlen(
 
     Source: Dao et al., "FlashAttention", 2022 (the packed layout is that of its varlen interface).
     """
-    if window is None and softcap is None and out is None and not compiling():
-        try:
-            at = 1.0 / math.sqrt(direct.sizes(q)[-1] or 1) if scale is None else scale
-            y: torch.Tensor | None = direct.new_attention_varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, at, causal, 0, 0.0
-            )
-            if y is not None:
-                return y
-        except (RuntimeError, AttributeError, IndexError):  # the checks say why
-            pass
-    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap, out)
-    if scale is not None:
-        check_number("attention_varlen", "scale", scale)
-    wants_grad = needs_grad(q, k, v)
-    if native(q, *_KERNELS[: 1 + wants_grad]) is not True:
-        if q.is_meta:
-            return _like_q(q, v) if out is None else out
-        y = _eager(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale, window=window, softcap=softcap
-        )
-    elif wants_grad:
-        y = recorded(
-            _AttentionVarlen,
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *settings(q, causal, scale, window, softcap),
-        )
-    else:
-        return _native(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            out=out,
-        )
-    return y if out is None else out.copy_(y)
+    how = numbers(_OP, q, causal, scale, window, softcap)
+    call = _CALL.traced if compiling() else _CALL.fast.call
+    return call(q, k, v, cu_seqlens_q, cu_seqlens_k, *how, out)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -183,68 +131,85 @@ def _each(
     return torch.cat(parts, 2)[0].transpose(0, 1)
 
 
-def _check(q: Any, k: Any, v: Any, at: Any, keys_at: Any, window: Any, softcap: Any, out: Any) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        check_float("attention_varlen", t, name, least_dim=3)
-        if t.dim() != 3:
+class _Varlen(Attend):
+    """Of sequences that lie packed one after the other."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        q, k, v, at, keys_at, scale, *_ = values
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            check_float(_OP, t, name, least_dim=3)
+            if t.dim() != 3:
+                raise ValueError(
+                    f"{_OP}: {name} must have 3 dimensions [tokens, heads, D], got {tuple(t.shape)}"
+                )
+        check_alike(_OP, q, k, v)
+        tokens, heads, dim = q.shape
+        keys, kv_heads = k.shape[:2]
+        if k.shape[2] != dim:
+            raise ValueError(f"{_OP}: k must have shape [S, Hkv, {dim}] to fit q, got {tuple(k.shape)}")
+        if v.shape[:2] != k.shape[:2]:
             raise ValueError(
-                f"attention_varlen: {name} must have 3 dimensions [tokens, heads, D], got {tuple(t.shape)}"
+                f"{_OP}: v must have shape [{keys}, {kv_heads}, Dv] like k, got {tuple(v.shape)}"
             )
-    check_alike("attention_varlen", q, k, v)
-    tokens, heads, dim = q.shape
-    keys, kv_heads = k.shape[:2]
-    if k.shape[2] != dim:
-        raise ValueError(
-            f"attention_varlen: k must have shape [S, Hkv, {dim}] to fit q, got {tuple(k.shape)}"
-        )
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(
-            f"attention_varlen: v must have shape [{keys}, {kv_heads}, Dv] like k, got {tuple(v.shape)}"
-        )
-    check_options("attention_varlen", heads, kv_heads, window, softcap)
-    for name, starts, length in (("cu_seqlens_q", at, tokens), ("cu_seqlens_k", keys_at, keys)):
-        _check_starts(name, starts, length, q.device)
-    if at.shape != keys_at.shape:
-        raise ValueError(
-            f"attention_varlen: cu_seqlens_q and cu_seqlens_k must name as many sequences, "
-            f"got {at.shape[0] - 1} and {keys_at.shape[0] - 1}"
-        )
-    if out is not None:
-        memory = {"q": q, "k": k, "v": v, "cu_seqlens_q": at, "cu_seqlens_k": keys_at}
-        check_out("attention_varlen", out, q, (tokens, heads, v.shape[2]), **memory)
+        check_heads(_OP, heads, kv_heads)
+        for name, starts, length in (("cu_seqlens_q", at, tokens), ("cu_seqlens_k", keys_at, keys)):
+            _check_starts(name, starts, length, q.device)
+        if at.shape != keys_at.shape:
+            raise ValueError(
+                f"{_OP}: cu_seqlens_q and cu_seqlens_k must name as many sequences, "
+                f"got {at.shape[0] - 1} and {keys_at.shape[0] - 1}"
+            )
+        check_number(_OP, "scale", scale)
+
+    def fresh(
+        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return torch.empty(shape or like.shape, dtype=like.dtype, device=like.device)
+
+
+def _definition(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    if q.is_meta:
+        return q.new_empty((*q.shape[:2], v.shape[2]))
+    options = {"causal": causal, "scale": scale, "window": window or None, "softcap": softcap or None}
+    return _eager(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+
+
+_CALL = _Varlen(SIGNATURE, _definition)
 
 
 def _check_starts(name: str, starts: Any, length: int, device: torch.device) -> None:
     if not isinstance(starts, torch.Tensor):
-        raise TypeError(f"attention_varlen: {name} must be a tensor, got {type(starts).__name__}")
+        raise TypeError(f"{_OP}: {name} must be a tensor, got {type(starts).__name__}")
     if starts.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"attention_varlen: {name} must be int32 or int64, got {short(starts.dtype)}")
+        raise TypeError(f"{_OP}: {name} must be int32 or int64, got {short(starts.dtype)}")
     if starts.dim() != 1 or starts.shape[0] == 0:
-        raise ValueError(
-            f"attention_varlen: {name} must have shape [sequences + 1], got {tuple(starts.shape)}"
-        )
+        raise ValueError(f"{_OP}: {name} must have shape [sequences + 1], got {tuple(starts.shape)}")
     if starts.device != device:
-        raise ValueError(f"attention_varlen: {name} is on {starts.device}, q on {device}; move one of them")
+        raise ValueError(f"{_OP}: {name} is on {starts.device}, q on {device}; move one of them")
     # In a compiled graph there are no values yet: the kernel looks at them.
     if torch.compiler.is_compiling() or not starts.is_cpu or type(starts) is not torch.Tensor:
         return
     values = starts.tolist()
     if values[0] != 0:
-        raise ValueError(f"attention_varlen: {name} must start at 0, got {values[0]}")
+        raise ValueError(f"{_OP}: {name} must start at 0, got {values[0]}")
     if values[-1] != length:
-        raise ValueError(
-            f"attention_varlen: {name} must end at {length}, the tokens there are, got {values[-1]}"
-        )
+        raise ValueError(f"{_OP}: {name} must end at {length}, the tokens there are, got {values[-1]}")
     if sorted(values) != values:
         first = next(i for i, (a, b) in enumerate(pairwise(values)) if a > b)
         raise ValueError(
-            f"attention_varlen: {name} must not decrease, got {values[first]} before {values[first + 1]} "
+            f"{_OP}: {name} must not decrease, got {values[first]} before {values[first + 1]} "
             f"at position {first}"
         )
-
-
-def _like_q(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
 
 
 def _native(
@@ -261,53 +226,8 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel, without autograd."""
-    y = out if out is not None and is_last_dense(out) else _like_q(q, v)
-    q, k, v = last_dense(q), last_dense(k), last_dense(v)
-    ATTENTION_VARLEN(q, k, v, cu_seqlens_q, cu_seqlens_k, *settings(q, causal, scale, window, softcap), y=y)
-    return y if out is None or out is y else out.copy_(y)
-
-
-class _AttentionVarlen(torch.autograd.Function):
-    """As for `attention`: backward makes the weights again from each softmax's maximum and sum."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        *options: Any,
-    ) -> torch.Tensor:
-        y = _like_q(q, v)
-        row_sums = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
-        ctx.settings = options
-        ATTENTION_VARLEN(
-            last_dense(q),
-            last_dense(k),
-            last_dense(v),
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *options,
-            y=y,
-            row_sums=row_sums,
-        )
-        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, y, row_sums)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, at, keys_at, y, row_sums = ctx.saved_tensors
-        q, k, v, dy = (last_dense(t) for t in (q, k, v, dy))
-        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
-        torch.ops.opsmith.attention_varlen_backward.default(
-            dy, q, k, v, y, row_sums, at, keys_at, *ctx.settings, dq=dq, dk=dk, dv=dv
-        )
-        wanted = ctx.needs_input_grad
-        grads = (g if want else None for g, want in zip((dq, dk, dv), wanted, strict=False))
-        return (*grads, *(None,) * (len(wanted) - 3))
+    how = numbers(_OP, q, causal, scale, window, softcap)
+    return _CALL.native("opsmith", (q, k, v, cu_seqlens_q, cu_seqlens_k, *how), out)  # type: ignore[no-any-return]
 
 
 def _cost(
@@ -383,7 +303,7 @@ def _workloads(make: Make) -> Iterator[Sample]:
 
 CARD = register(
     Operator(
-        name="attention_varlen",
+        name=_OP,
         kind=Kind.ATTENTION,
         function=attention_varlen,
         reference=reference,
@@ -392,7 +312,7 @@ CARD = register(
         workloads=_workloads,
         domain=promised,
         implementations=[
-            *kernels(_native, lambda q, *a, **k: native(q, "attention_varlen")),
+            *kernels(_native, lambda q, *a, **k: native(q, _OP)),
             Implementation("eager", _eager),
         ],
         entries=dict.fromkeys(("attention_varlen", "attention_varlen_backward"), entries.varlen_entry),
@@ -401,6 +321,3 @@ CARD = register(
         source="Dao et al., 2022",
     )
 )
-
-_KERNELS = ("attention_varlen", "attention_varlen_backward")  # the second one for gradients
-ATTENTION_VARLEN = torch.ops.opsmith.attention_varlen.default

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import check_number, compiling, kernels, native, needs_grad, soonest
-from opsmith.call.fast import direct
+from opsmith.call.common import check_number, compiling, kernels, native, needs_grad
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Implementation, Kind, Operator, register
-from opsmith.ops.attention import last_dense
+from opsmith.ops.attention import Attend, last_dense
+from opsmith.ops.attention.check import check_limits
 from opsmith.ops.attention.eager import default_scale
 from opsmith.ops.paged_attention import entries
 from opsmith.ops.paged_attention.check import check, check_blocks
@@ -79,26 +80,11 @@ def paged_attention(
     Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023; Dao et al.,
     "Flash-Decoding", 2023.
     """
-    if window is None and softcap is None and out is None and not compiling():
-        try:
-            y: torch.Tensor | None = direct.new_paged_attention(
-                q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, scale, 0, 0.0
-            )
-            if y is not None:
-                return y
-        except (RuntimeError, AttributeError, IndexError):  # the checks say why, or values are wider
-            pass
-    check(q, k_cache, v_cache, block_tables, seq_lens, window, softcap, k_scale, v_scale, out)
-    if scale is not None:
-        check_number("paged_attention", "scale", scale)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    options |= {"k_scale": k_scale, "v_scale": v_scale}
-    if not (q.is_cuda or compiling()):
-        check_blocks(q, k_cache, block_tables, seq_lens, window)
-    if needs_grad(q, k_cache, v_cache, k_scale, v_scale) or _supports(q, k_cache) is not True:
-        y = reference(q, k_cache, v_cache, block_tables, seq_lens, **options)
-        return y if out is None else out.copy_(y)
-    return _native(q, k_cache, v_cache, block_tables, seq_lens, **options, out=out)
+    if not (window is None and softcap is None):
+        check_limits(_OP, window, softcap)
+    how = k_scale, v_scale, scale, window or 0, softcap or 0.0
+    call = _CALL.traced if compiling() else _CALL.fast.call
+    return call(q, k_cache, v_cache, block_tables, seq_lens, *how, out)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -196,6 +182,51 @@ def _gathered(
     return found[0], found[1]
 
 
+class _Paged(Attend):
+    """On caches; a gradient passes through none."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        q, k_cache, _, block_tables, seq_lens, _, _, scale, window, _ = values
+        check(*values[:7])
+        if scale is not None:
+            check_number(_OP, "scale", scale)
+        if not (q.is_cuda or compiling()):
+            check_blocks(q, k_cache, block_tables, seq_lens, window)
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        q, k_cache, v_cache, _, _, k_scale, v_scale, *_ = values
+        learns = needs_grad(q, k_cache, v_cache, k_scale, v_scale)
+        return None if learns or _supports(q, k_cache, k_scale=k_scale) is not True else "opsmith"
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return last_dense(t) if t is not None and of.name in ("q", "k_cache", "v_cache") else t
+
+    def fresh(
+        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return torch.empty(shape or like.shape, dtype=like.dtype, device=like.device)
+
+
+def _definition(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: Maybe,
+    v_scale: Maybe,
+    scale: float | None,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale}
+    options |= {"window": window or None, "softcap": softcap or None}
+    return reference(q, k_cache, v_cache, block_tables, seq_lens, **options)
+
+
+_CALL = _Paged(SIGNATURE, _definition)
+
+
 def _supports(q: torch.Tensor, k_cache: torch.Tensor, *args: Any, **options: Any) -> bool | str:
     scale = options.get("k_scale")
     if scale is not None and scale.dtype == torch.float64:
@@ -218,32 +249,8 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel."""
-    if out is None and not compiling():
-        try:
-            made: torch.Tensor | None = direct.new_paged_attention(
-                *(q, k_cache, v_cache, block_tables, seq_lens),
-                *(k_scale, v_scale, scale, window or 0, softcap or 0.0),
-            )
-            if made is not None:
-                return made
-        except RuntimeError:  # a last dimension that is not dense
-            pass
-    shape = (*q.shape[:-1], v_cache.shape[3])
-    y = torch.empty(shape, dtype=q.dtype, device=q.device) if out is None or out.stride(-1) != 1 else out
-    soonest(torch.ops.opsmith.paged_attention.default)(
-        last_dense(q),
-        last_dense(k_cache),
-        last_dense(v_cache),
-        block_tables,
-        seq_lens,
-        k_scale,
-        v_scale,
-        scale,
-        window or 0,
-        softcap or 0.0,
-        y=y,
-    )
-    return y if out is None or out is y else out.copy_(y)
+    values = q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, scale, window or 0, softcap or 0.0
+    return _CALL.native("opsmith", values, out)  # type: ignore[no-any-return]
 
 
 CARD = register(

@@ -6,24 +6,15 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import check_float, check_out, short
-from opsmith.ops.attention.check import check_options
+from opsmith.call.common import check_float, short
+from opsmith.ops.attention.check import check_heads
 from opsmith.ops.mla.cache import has_values
 
 _INTEGERS = (torch.int32, torch.int64)
 
 
 def check(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    window: Any,
-    softcap: Any,
-    k_scale: Any,
-    v_scale: Any,
-    out: Any,
+    q: Any, k_cache: Any, v_cache: Any, block_tables: Any, seq_lens: Any, k_scale: Any, v_scale: Any
 ) -> None:
     """Refuse arguments of paged_attention that do not fit each other, whatever the values of tables and lengths."""
     op = "paged_attention"
@@ -36,10 +27,7 @@ def check(
             f"{op}: k_cache must have shape [blocks, block_size, Hkv, {q.shape[-1]}] to fit q, got "
             f"{tuple(k_cache.shape)}"
         )
-    heads, kv_heads = q.shape[-2], k_cache.shape[2]
-    if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"{op}: q's {heads} heads must be a multiple of the {kv_heads} heads of the caches")
-    check_options(op, heads, kv_heads, window, softcap)
+    check_heads(op, q.shape[-2], k_cache.shape[2], "the caches")
     check_integers(op, "block_tables", block_tables, q, "[B, blocks]")
     check_integers(op, "seq_lens", seq_lens, q, "[B]")
     if block_tables.dim() != 2 or block_tables.shape[0] != q.shape[0]:
@@ -52,10 +40,6 @@ def check(
             f"{op}: seq_lens must have shape ({q.shape[0]},), a length for each sequence of q, got "
             f"{tuple(seq_lens.shape)}"
         )
-    if out is not None:
-        memory = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
-        memory |= {"block_tables": block_tables, "seq_lens": seq_lens}
-        check_out(op, out, q, (*q.shape[:-1], v_cache.shape[3]), **memory)
 
 
 def check_caches(op: str, k: Any, v: Any, k_scale: Any, v_scale: Any, like: torch.Tensor, name: str) -> None:
@@ -112,7 +96,7 @@ def check_integers(op: str, name: str, t: Any, like: torch.Tensor, shape: str) -
 
 
 def check_blocks(
-    q: torch.Tensor, k_cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, window: int | None
+    q: torch.Tensor, k_cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, window: int
 ) -> None:
     """Refuse lengths that the tables cannot hold, and blocks that are not there among those that a query sees."""
     if not has_values(lengths) or not has_values(tables):
@@ -128,7 +112,7 @@ def check_blocks(
             )
         if not length:
             continue
-        first = 0 if window is None else max(0, length - queries - window + 1)
+        first = max(0, length - queries - window + 1) if window else 0
         used = tables[b, first // size : -(-length // size)]
         bad = ((used < 0) | (used >= blocks)).nonzero()
         if len(bad):

@@ -162,7 +162,8 @@ class Call:
         by_name = self.named(values)
         found = []
         for one, dtype in zip(self.signature.results, self.result_dtypes(values), strict=True):
-            if one.optional or (one.when and by_name[one.when] is None):
+            replaced = one.unless and by_name[one.unless] is not None
+            if one.optional or replaced or (one.when and by_name[one.when] is None):
                 continue
             shape: list[int] = []
             for of, leading, at in self.signature.pieces(one):
@@ -239,13 +240,13 @@ class Call:
             return None
         if self.signature.contiguous:
             return t if t.is_contiguous() else t.contiguous()
-        if isinstance(of, Input | Output) and (of.sizes[0] == "..." or len(of.sizes) == 2):
+        if isinstance(of, Input | Output) and (of.sizes[:1] == ("...",) or len(of.sizes) == 2):
             return common.as_rows(t) if t.dim() else t
         return common.dense(t)
 
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
         """A result as the kernel writes it."""
-        if self.signature.contiguous or not t.dim() or of.sizes[0] != "...":
+        if self.signature.contiguous or not t.dim() or of.sizes[:1] != ("...",):
             return t
         return common.out_rows(t)
 

@@ -107,6 +107,7 @@ class Output:
     words: str
     dtype: Dtype | torch.dtype | str = Dtype.FIRST  # a str: that of the input of this name
     when: str | None = None  # the input that has to be there for it
+    unless: str | None = None  # the input that takes its place
     like: str | None = None  # the input that it lies in memory as
     optional: bool = False  # nobody needs it: it is written where it is asked for
     called: str = ""  # by messages, where not by its name
@@ -282,7 +283,10 @@ class Signature:
     def forward(self) -> tuple[Parameter, ...]:
         """The parameters of the kernel."""
         given = [Parameter(one.name, one, optional=one.optional) for one in self.arguments]
-        made = [Parameter(one.name, one, True, bool(one.when) or one.optional) for one in self.results]
+        made = [
+            Parameter(one.name, one, True, bool(one.when or one.unless) or one.optional)
+            for one in self.results
+        ]
         return (*given, *made, *(Parameter(one.name, one, True, True) for one in self.kept))
 
     @functools.cached_property
@@ -344,12 +348,12 @@ class Signature:
         dtype, of = output.dtype, -1
         if not isinstance(dtype, torch.dtype):
             of = 0 if isinstance(dtype, Dtype) else self.place(dtype)
-        when, like, halved = (
+        when, unless, like, halved = (
             -1 if name is None else self.place(name)
-            for name in (output.when, output.like, output.halved_without)
+            for name in (output.when, output.unless, output.like, output.halved_without)
         )
         pieces = () if output.like else self.pieces(output)
-        return self.place(output.name), when, like, of, dtype, halved, pieces
+        return self.place(output.name), when, unless, like, of, dtype, halved, pieces
 
 
 def _schema(kernel: str, parameters: Sequence[Parameter]) -> str:

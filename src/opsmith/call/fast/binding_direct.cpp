@@ -119,29 +119,6 @@ bool add_size(PyObject* given, Sizes& sizes) {
   return sizes.back() >= 0 && overflow == 0;
 }
 
-// A result as the call describes it, where no signature does: the sizes instead of x's last one, a dtype before them where it is not x's; or
-// like x, in another dtype where one is given.
-bool described(PyObject* given, const c10::TensorImpl* x, at::TensorBase& y) {
-  if (THPDtype_Check(given))
-    return is_floating(x) && fresh(x->sizes(), reinterpret_cast<THPDtype*>(given)->scalar_type, y);
-  if (PyLong_CheckExact(given) || PyTuple_CheckExact(given)) {
-    if (x->dim() == 0 || !is_floating(x)) return false;
-    Sizes sizes(x->sizes().begin(), x->sizes().end() - 1);
-    at::ScalarType dtype = c10::typeMetaToScalarType(x->dtype());
-    const bool several = PyTuple_CheckExact(given);
-    Py_ssize_t i = 0;
-    if (several && PyTuple_GET_SIZE(given) > 0 && THPDtype_Check(PyTuple_GET_ITEM(given, 0))) {
-      dtype = reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(given, i++))->scalar_type;
-    }
-    for (; i < (several ? PyTuple_GET_SIZE(given) : 1); ++i) {
-      if (!add_size(several ? PyTuple_GET_ITEM(given, i) : given, sizes)) return false;
-    }
-    return fresh(sizes, dtype, y);
-  }
-  const bool like_x = given == Py_Ellipsis || given == Py_True;
-  return like_x && is_floating(x) && fresh(x->sizes(), c10::typeMetaToScalarType(x->dtype()), y);
-}
-
 c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
 
 // A result as the signature declares it; the call may name another dtype.
@@ -180,8 +157,7 @@ bool declared(const Result& result, const Value* values, PyObject* given, at::Te
   return fresh(sizes, dtype, y);
 }
 
-// The results that a call asks for: those that the signature declares, or that have no default, or that the call describes. A tensor is one
-// to write into. Only a kernel whose results lie as a tensor does takes an x that is not contiguous.
+// The results that a call asks for: those that the signature declares. A tensor is one to write into. Only a kernel whose results lie as a tensor does takes an x that is not contiguous.
 bool make(const Kernel* self, PyObject** placed, Value* values, Made& made) {
   const c10::TensorImpl* const x = plain(placed[0]);
   if (!x) return false;
@@ -193,15 +169,16 @@ bool make(const Kernel* self, PyObject** placed, Value* values, Made& made) {
     const Result* result = nullptr;
     if (self->results) {
       for (const Result& one : *self->results) {
-        if (one.place == i && (one.when < 0 || values[one.when] != 0)) result = &one;
+        const bool wanted = (one.when < 0 || values[one.when] != 0) &&
+                            (one.unless < 0 || values[one.unless] == 0);
+        if (one.place == i && wanted) result = &one;
       }
     }
     if (!contiguous && (result ? result->like < 0 : placed[i] != Py_None)) return false;
     if (!(result && placed[i] == Py_None) && convert(self->types[i], placed[i], values[i])) continue;
     if (made.count == kMostMade) return false;
     at::TensorBase& y = made.tensors[made.count];
-    if (!(result ? declared(*result, values, placed[i], y) : !self->results && described(placed[i], x, y)))
-      return false;
+    if (!result || !declared(*result, values, placed[i], y)) return false;
     made.places[made.count] = i;
     values[i] = reinterpret_cast<Value>(made.tensors[made.count++].unsafeGetTensorImpl());
   }
@@ -401,14 +378,15 @@ EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, 
 EXPORT PyObject* opsmith_direct_pieces() { return PyCFunction_New(&pieces_method, nullptr); }
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
 
-// The results of a signature, each a tuple: place, when, like, dtype_of, dtype, halved_without, pieces. nullptr and an exception for others.
+// The results of a signature, each a tuple: place, when, unless, like, dtype_of, dtype, halved_without, pieces. nullptr and an exception for others.
 static std::vector<Result>* results_of(PyObject* all) {
   auto found = std::make_unique<std::vector<Result>>();
   for (Py_ssize_t r = 0; r < PyTuple_GET_SIZE(all); ++r) {
     Result result{};
     PyObject *dtype, *pieces;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(all, r), "iiiiOiO!", &result.place, &result.when, &result.like,
-                          &result.dtype_of, &dtype, &result.halved_without, &PyTuple_Type, &pieces))
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(all, r), "iiiiiOiO!", &result.place, &result.when, &result.unless,
+                          &result.like, &result.dtype_of, &dtype, &result.halved_without, &PyTuple_Type,
+                          &pieces))
       return nullptr;
     if (THPDtype_Check(dtype)) result.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
     for (Py_ssize_t p = 0; p < PyTuple_GET_SIZE(pieces); ++p) {

@@ -66,10 +66,10 @@ struct Piece {
   int64_t at;
 };
 
-// A result as the signature declares it: made where the argument `when` is there; lying as the tensor `like`, or of these sizes and the dtype
+// A result as the signature declares it: made where the argument `when` is there and `unless` is not; lying as the tensor `like`, or of these sizes and the dtype
 // of a tensor, or of one that is fixed. -1 stands for none.
 struct Result {
-  int place, when, like, dtype_of, halved_without;
+  int place, when, unless, like, dtype_of, halved_without;
   at::ScalarType dtype;
   std::vector<Piece> pieces;
 };

@@ -8,9 +8,8 @@ are PyTorch's.
 
 `direct.new_gelu(x, None, False)` makes its results too, as the kernel's signature declares them, and returns them;
 where the call is not for it, it does nothing and returns None. A result may be given a dtype (`loss=torch.float32`); a
-tensor is written into, and where there is none to make, True is returned. x is contiguous, unless the results lie as a
-tensor. Results of a kernel that has no signature are described by the call: the sizes in place of x's last one (`y=64`,
-`y=(8, 64)`), a dtype (`q=torch.int8`, `s=(torch.float32,)`), or like x.
+tensor is written into, and where there is none to make, as always where a kernel has no signature, True is returned.
+x is contiguous, unless the results lie as a tensor.
 """
 
 from __future__ import annotations

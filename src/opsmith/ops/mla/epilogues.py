@@ -218,12 +218,14 @@ def _queries_at_once(q: Any, wuk: Any, cos: Any, sin: Any, interleaved: bool, jo
         return None
     try:
         _, nope, kv_lora = direct.sizes(wuk)
-        rope = direct.sizes(q)[2] - nope
-        widths = (kv_lora + rope, None) if joint else (kv_lora, rope)
-        made: Any = direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, *widths)
+        tokens, heads, last = direct.sizes(q)
+        rope = last - nope
+        q_out = q.new_empty((tokens, heads, kv_lora + rope if joint else kv_lora))
+        q_rope = None if joint else q.new_empty((tokens, heads, rope))
+        done = direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, q_out, q_rope)
     except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):  # the checks say why
         return None
-    return made if made is None or not joint else (made, None)
+    return (q_out, q_rope) if done else None
 
 
 def kv_form(

@@ -127,15 +127,17 @@ def _at_once(
             return None
         joint = mode == "joint"
         widths = ((q_out[0], q_out[1] + q_rope[1]), None) if joint else (q_out, q_rope)
+        queries = [None if width is None else x.new_empty((sizes[0], *width)) for width in widths]
+        low = x.new_empty((sizes[0], q_lora)) if latent else None
         options = _FORMS[quant], interleaved, mode == "tiled", eps, None, None
-        written = cache.latent, cache.rope, q_lora if latent else None
-        made: Any = direct.new_mla_preprocess(x, *rows, cos, sin, slot_mapping, *options, *widths, *written)
+        written = *queries, cache.latent, cache.rope, low
+        if not direct.new_mla_preprocess(x, *rows, cos, sin, slot_mapping, *options, *written):
+            return None
     except (RuntimeError, TypeError, AttributeError):
         return None
-    if made is None or not joint:
-        return made  # type: ignore[no-any-return]
-    cache.kv_lora = q_out[1]
-    return (made[0], None, made[1]) if latent else (made, None)
+    if joint:
+        cache.kv_lora = q_out[1]
+    return (*queries, low) if latent else tuple(queries)  # type: ignore[return-value]
 
 
 def compute(c: Call) -> Result:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from opsmith.call.common import (
-    as_rows,
     check_float,
     check_like,
     check_number,
     compiling,
-    dense,
     kernels,
     native,
     nbytes,
+    one_of,
     short,
 )
-from opsmith.call.fast import direct
-from opsmith.kernels import libraries
+from opsmith.call.run import Call, declare
+from opsmith.call.signature import Dtype, Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
 
+SIGNATURE = Signature(
+    "rms_norm_quant",
+    (
+        Input("x", "... N"),
+        *(Input(name, "N", Dtype.FIRST_OR_FLOAT32, optional=True) for name in ("weight", "bias")),
+        Number("eps", float),
+        *(Input(name, "", torch.float32, optional=True) for name in ("scale", "offset")),
+    ),
+    (Output("q", "... N", torch.int8), Output("s", "...", torch.float32, unless="scale")),
+)
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -65,44 +74,44 @@ def rms_norm_quant(
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and the NPU operator RmsNormQuant.
     """
-    if not compiling():
-        try:
-            own = (torch.float32,) if scale is None else None
-            made = direct.new_rms_norm_quant(x, weight, bias, eps, scale, offset, q=torch.int8, s=own)
-            if made is not None:
-                return made  # type: ignore[no-any-return]
-        except RuntimeError:  # the checks say why
-            pass
-    _check(x, weight, bias, scale, offset)
-    check_number("rms_norm_quant", "eps", eps)
-    with torch.no_grad():
-        if native(x, "rms_norm_quant") is True:
-            return _kernel(x, weight, bias, eps, scale, offset)
-        return reference(x, weight, bias, eps, scale=scale, offset=offset)
+    call = _CALL.traced if compiling() else _CALL.fast.call
+    return call(x, weight, bias, eps, scale, offset, None)  # type: ignore[no-any-return]
 
 
-def _kernel(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    scale: torch.Tensor | float | None,
-    offset: torch.Tensor | float | None,
-) -> Result:
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    s = None if scale is not None else torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    step, shift = (_scalar(v, x) for v in (scale, offset))
-    torch.ops.opsmith.rms_norm_quant.default(
-        as_rows(x),
-        dense(weight),
-        dense(bias),
-        eps,
-        step,
-        shift,
-        q=as_rows(q),
-        s=None if s is None else s.view(-1),
-    )
-    return q if s is None else (q, s)
+class _Quantized(Call):
+    """Scale and offset are one number each, which a call may give as a number too; nothing has a gradient."""
+
+    def traced(self, *given: Any) -> Any:
+        with torch.no_grad():
+            return super().traced(*given)
+
+    def check(self, values: Sequence[Any]) -> None:
+        x, weight, bias, eps, scale, offset = values
+        check_float(self.op, x)
+        for name, t in (("weight", weight), ("bias", bias)):
+            if t is None:
+                continue
+            check_like(self.op, t, x, name, x.shape[-1:], "the size of x's last dimension")
+            if t.dtype not in (x.dtype, torch.float32):
+                expected = one_of(x.dtype, torch.float32)
+                raise TypeError(f"{self.op}: {name} must be {expected}, got {short(t.dtype)}; cast it first")
+        if bias is not None and weight is None:
+            raise ValueError(f"{self.op}: a bias belongs to the norm, and weight is None: x comes normalized")
+        if scale is None and offset is not None:
+            raise ValueError(f"{self.op}: an offset needs a scale; without one each row's own is symmetric")
+        check_number(self.op, "eps", eps)
+        for name, value in (("scale", scale), ("offset", offset)):
+            if value is not None:
+                check_number(self.op, name, value)
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ValueError(f"{self.op}: {name} must be one number, got shape {tuple(value.shape)}")
+
+    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
+        x, *more, scale, offset = values
+        return super().native(backend, (x, *more, _scalar(scale, x), _scalar(offset, x)), out)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        return t.view(-1) if of.name == "s" else super().taken_result(of, t)
 
 
 def _scalar(value: torch.Tensor | float | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -158,24 +167,11 @@ def reference(
     return q8(y / step.reshape(()) + shift.reshape(())).to(torch.int8)
 
 
-def _check(x: Any, weight: Any, bias: Any, scale: Any, offset: Any) -> None:
-    check_float("rms_norm_quant", x)
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is None:
-            continue
-        check_like("rms_norm_quant", t, x, name, x.shape[-1:], "the size of x's last dimension")
-        if t.dtype not in (x.dtype, torch.float32):
-            either = " or ".join(dict.fromkeys((short(x.dtype), "float32")))
-            raise TypeError(f"rms_norm_quant: {name} must be {either}, got {short(t.dtype)}; cast it")
-    if bias is not None and weight is None:
-        raise ValueError("rms_norm_quant: a bias belongs to the norm, and weight is None: x comes normalized")
-    if scale is None and offset is not None:
-        raise ValueError("rms_norm_quant: an offset needs a scale; without one each row's own is symmetric")
-    for name, value in (("scale", scale), ("offset", offset)):
-        if value is not None:
-            check_number("rms_norm_quant", name, value)
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise ValueError(f"rms_norm_quant: {name} must be one number, got shape {tuple(value.shape)}")
+def _definition(x: torch.Tensor, weight: Any, bias: Any, eps: float, scale: Any, offset: Any) -> Result:
+    return reference(x, weight, bias, eps, scale=scale, offset=offset)
+
+
+_CALL = _Quantized(SIGNATURE, _definition)
 
 
 def _cost(
@@ -266,14 +262,9 @@ CARD = register(
             ),
             Implementation("eager", reference),
         ],
-        schemas=(
-            "rms_norm_quant(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? scale, Tensor? offset, *, "
-            "Tensor(a!) q, Tensor(b!)? s=None) -> ()",
-        ),
+        schemas=declare(SIGNATURE),
         differentiable=False,
         outputs=2,
         source="DeepSeek-AI, 2024",
     )
 )
-
-libraries.offer("rms_norm_quant", "rms_norm_quant")

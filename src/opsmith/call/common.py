@@ -113,27 +113,6 @@ def small(elements: int) -> bool:
     return not compiling() and elements <= limit
 
 
-def taken_directly(x: Any, weight: Any = None, other: Any = None) -> bool:
-    """True where a C++ kernel takes a small x as it is, with no view, copy, gradient or further check.
-
-    Of the others, which may be None, this says only that they are tensors on the CPU and want no gradient; their
-    shapes and dtypes are for the operator's binding to refuse.
-    """
-    return (
-        not compiling()
-        and _ready
-        and not carries_tangents()
-        and type(x) is Tensor
-        and x.is_contiguous()
-        and x.dtype in NATIVE_DTYPES
-        and x.is_cpu
-        and x.numel() <= _QUICK  # a result of more is worth asking for huge pages
-        and (weight is None or (type(weight) in PLAIN and weight.is_cpu))
-        and (other is None or (type(other) in PLAIN and other.is_cpu))
-        and not (recording() and needs_grad(x, weight, other))
-    )
-
-
 def small_node(elements: int) -> bool:
     """True for a small call that records gradients, where ours would be a Function in Python: PyTorch's node is faster.
 

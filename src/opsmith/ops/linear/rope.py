@@ -22,7 +22,6 @@ from opsmith.call.common import (
     needs_grad,
     recorded,
     short,
-    taken_directly,
 )
 from opsmith.call.fast import direct
 from opsmith.kernels import libraries, triton
@@ -90,12 +89,11 @@ def linear_rope(
         sizes = heads, kv_heads, head_dim
         try:
             usual = dims and heads > 0 < kv_heads and (positions is None or cos.dim() == 2)
-            if usual and weight.dim() == 3 and taken_directly(x, weight, bias) and taken_directly(cos, sin):
-                return _packed(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
             if usual and not needs_grad(x, weight, bias, cos, sin):
-                token = _token(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
-                if token is not None:
-                    return token
+                soon = _packed if weight.dim() == 3 else _token
+                made = soon(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
+                if made is not None:
+                    return made
         except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):  # the checks say why
             pass
     dims = _check(x, weight, bias, cos, sin, heads, kv_heads, head_dim, positions, rotary_dim, out)
@@ -317,11 +315,12 @@ def _packed(
     positions: torch.Tensor | None,
     dims: int,
     interleaved: bool,
-) -> Triple:
-    """The kernel at once, for what it takes as it is; it refuses what does not fit."""
-    q, k, v = _fresh(x, *sizes)
-    direct.linear_rope(as_rows(x), packed, bias, cos, sin, positions, dims, interleaved, q=q, k=k, v=v)
-    return q, k, v
+) -> Triple | None:
+    """The kernel at once, for what it takes as it is; it refuses what does not fit. None for other calls."""
+    made = _fresh(x, *sizes)
+    rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    done = direct.new_linear_rope(rows, packed, bias, cos, sin, positions, dims, interleaved, *made)
+    return made if done else None
 
 
 def _supports_native(

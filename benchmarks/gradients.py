@@ -15,7 +15,7 @@ import torch
 
 import opsmith.ops  # noqa: F401  registers the cards
 from opsmith import measure
-from opsmith.call.common import short
+from opsmith.call.arguments import short
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Sample, registry
 from opsmith.ops.rope.table import rope_table

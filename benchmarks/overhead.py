@@ -19,7 +19,7 @@ from mla_rungs import thirteen_in_pytorch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opsmith import measure
-from opsmith.call.common import short
+from opsmith.call.arguments import short
 from opsmith.call.fast import direct
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample, registry

@@ -16,7 +16,7 @@ import torch
 import typer
 
 from opsmith import measure
-from opsmith.call.common import native_library
+from opsmith.call.dispatch import native_library
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -13,7 +13,7 @@ import torch
 from opsmith.authoring import project
 from opsmith.authoring.project import function
 from opsmith.authoring.project.function import rotate_interleaved
-from opsmith.call.common import nbytes
+from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, Make, Pattern, Sample
 
 KERNELS = project.kernels(

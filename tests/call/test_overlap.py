@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from opsmith import ops
-from opsmith.call.common import short
+from opsmith.call.arguments import short
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, registry
 

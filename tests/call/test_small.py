@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith
-from opsmith.call.common import SMALL, native_library, small_up_to
+from opsmith.call.dispatch import SMALL, native_library, small_up_to
 from opsmith.call.fast import direct
 from opsmith.call.run import Call
 from opsmith.kernels import triton

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import opsmith
-from opsmith.call.common import native_library
+from opsmith.call.dispatch import native_library
 from tests.compiler.models import (
     UNTIMED,
     VOCABULARY,

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from opsmith.call.common import native_library
+from opsmith.call.dispatch import native_library
 
 FILE = Path(__file__).parents[2] / "examples" / "mla_preprocess.py"
 

@@ -36,7 +36,7 @@ def test_right_in_every_dtype_at_every_length_and_in_decoding() -> None:
     script = f"""
 import torch
 from opsmith.authoring import load
-from opsmith.call.common import always_native
+from opsmith.call.dispatch import always_native
 from opsmith.proof.verify import verify
 card = load({str(EXAMPLES / "rope_custom")!r}).CARD
 red = [str(f) for dtype in card.dtypes for f in verify(card, [dtype]) if not f.ok]

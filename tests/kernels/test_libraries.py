@@ -97,7 +97,7 @@ def test_each_operator_may_be_the_first_that_is_called() -> None:
     import os, sys, traceback, torch
     from opsmith import operator, ops
     from opsmith.kernels import libraries
-    from opsmith.call.common import always_native
+    from opsmith.call.dispatch import always_native
     from opsmith.proof.passes import tensors_of
 
     def first(card):

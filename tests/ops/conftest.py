@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from opsmith.call.common import always_native
+from opsmith.call.dispatch import always_native
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 import opsmith.ops  # noqa: F401  registers the cards
-from opsmith.call.common import always_native, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import always_native
 from opsmith.kernels import libraries, triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample, registry

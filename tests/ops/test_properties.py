@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 import opsmith.ops  # noqa: F401  registers the cards
-from opsmith.call.common import always_native, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import always_native
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample, registry
 from opsmith.proof.verify import with_leaves

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import alike, check_float, check_like, check_number, check_out, one_of, short
+from opsmith.call.arguments import alike, check_float, check_like, check_number, check_out, one_of, short
 from opsmith.call.signature import Dtype, Input, Signature, Sizes
 
 __all__ = ["check_arguments", "check_outputs", "sizes_of"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call import binding, common
+from opsmith.call import binding, dispatch, layouts
 from opsmith.call.autograd import differentiated, gradients
 from opsmith.call.checks import check_arguments, check_outputs
 from opsmith.call.fast import direct, nodes
@@ -56,6 +56,8 @@ def declare(
 class Call:
     """One operator: how a call becomes a call of a kernel."""
 
+    learns = True  # whether anything has a gradient, by a kernel or by the definition
+
     def __init__(
         self,
         signature: Signature,
@@ -78,7 +80,6 @@ class Call:
         """
         self.signature, self.definition, self.op = signature, definition, op or signature.name
         self.needed, self.pytorchs = tuple(needed), pytorchs
-        self.learns = signature.gradient is not None or bool(signature.columns)  # those by the definition
         self.given = (*(one.name for one in signature.arguments), *signature.beside)
         self.saved, self.likes = self._saved()
         self.function = differentiated(self)
@@ -107,7 +108,7 @@ class Call:
         if out is not None:
             self.check_out(values, out)
         tensors = [t for t in values if isinstance(t, torch.Tensor)]
-        training = self.learns and common.needs_grad(*tensors)
+        training = self.learns and dispatch.needs_grad(*tensors)
         backend = self.backend(values, training)
         if backend is None or (training and self.pytorchs is not None and self.pytorchs(*values)):
             return self.store(self.definition(*values), out)
@@ -124,7 +125,7 @@ class Call:
 
     def recorded(self, backend: str, values: Sequence[Any]) -> Any:
         """A call whose gradients are wanted."""
-        return common.recorded(self.function, backend, *values)
+        return dispatch.recorded(self.function, backend, *values)
 
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
         """The kernel alone, without autograd."""
@@ -135,17 +136,19 @@ class Call:
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         """Whose kernels take these tensors; None where the definition has to."""
         gradient = self.signature.gradient
+        if training and gradient is None and not self.signature.columns:
+            return None
         more = (gradient.kernel,) if training and gradient else ()
-        return "opsmith" if common.native(values[0], self.signature.name, *more) is True else None
+        return "opsmith" if dispatch.native(values[0], self.signature.name, *more) is True else None
 
     def kernel(self, backend: str) -> Callable[..., Any]:
         """The kernel, as it is called soonest."""
-        return common.soonest(getattr(torch.ops.opsmith, self.signature.name).default)
+        return dispatch.soonest(getattr(torch.ops.opsmith, self.signature.name).default)
 
     def kernel_of_gradients(self, backend: str) -> Callable[..., Any]:
         """The same of the backward."""
         assert self.signature.gradient is not None
-        return common.soonest(getattr(torch.ops.opsmith, self.signature.gradient.kernel).default)
+        return dispatch.soonest(getattr(torch.ops.opsmith, self.signature.gradient.kernel).default)
 
     def gradients(
         self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
@@ -229,7 +232,7 @@ class Call:
         try:
             self.kernel(backend)(*given, **written)
         except RuntimeError:
-            if not common.compiling():
+            if not dispatch.compiling():
                 self.explain(values)
             raise
         return results, known
@@ -241,18 +244,18 @@ class Call:
         if self.signature.contiguous:
             return t if t.is_contiguous() else t.contiguous()
         if isinstance(of, Input | Output) and (of.sizes[:1] == ("...",) or len(of.sizes) == 2):
-            return common.as_rows(t) if t.dim() else t
-        return common.dense(t)
+            return layouts.as_rows(t) if t.dim() else t
+        return layouts.dense(t)
 
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
         """A result as the kernel writes it."""
         if self.signature.contiguous or not t.dim() or of.sizes[:1] != ("...",):
             return t
-        return common.out_rows(t)
+        return layouts.out_rows(t)
 
     def writable(self, t: torch.Tensor) -> bool:
         """Whether the kernel can write into this tensor."""
-        return t.is_contiguous() if self.signature.contiguous else common.writable(t)
+        return t.is_contiguous() if self.signature.contiguous else layouts.writable(t)
 
     def fresh(
         self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -260,9 +263,9 @@ class Call:
         """New contiguous memory, of another shape and dtype where they are given."""
         same = shape is None or list(like.shape) == list(shape)
         if (dtype is None or dtype is like.dtype) and same:
-            return common.fresh(like)
+            return layouts.fresh(like)
         y = torch.empty(like.shape if shape is None else shape, dtype=dtype or like.dtype, device=like.device)
-        return y if common.compiling() else common.in_huge_pages(y)
+        return y if dispatch.compiling() else layouts.in_huge_pages(y)
 
     def check_out(self, values: Sequence[Any], out: Any) -> None:
         """Refuse an `out` that is not like the results, or that shares memory with what is read."""

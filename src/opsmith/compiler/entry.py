@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from opsmith.call.common import carries_tangents
+from opsmith.call.dispatch import carries_tangents
 from opsmith.compiler.capture.trace import NotGeneral
 from opsmith.compiler.frozen import keep_input_guards
 from opsmith.compiler.modules.conventions import rehearse

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from opsmith import measure
-from opsmith.call.common import short
+from opsmith.call.arguments import short
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Cost, Implementation, Make, Operator, Sample
 from opsmith.proof.baselines import Baseline, choose

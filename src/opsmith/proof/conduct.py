@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from opsmith.call.common import always_native, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import always_native
 from opsmith.kernels import triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample

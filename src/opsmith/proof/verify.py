@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import always_native, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import always_native
 from opsmith.measure.checks import WrongResult, check_call
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith.ops
-from opsmith.call import common
+from opsmith.call import dispatch
 from opsmith.call.fast import direct
 from opsmith.kernels import build, libraries
 from opsmith.ops.gelu import SIGNATURE as GELU
@@ -23,7 +23,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.fixture(autouse=True)
 def _direct():
-    if not common.native_library() or not common._ready or direct.library() is None:
+    if not dispatch.native_library() or direct.library() is None:
         pytest.skip("kernels are not called directly here")
 
 
@@ -333,7 +333,7 @@ def test_a_result_is_the_rows_that_ids_pick(shape):
     assert torch.equal(direct.new_embedding(ids, table), table[ids])
 
 
-@pytest.mark.parametrize("dtype", common.NATIVE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", dispatch.NATIVE_DTYPES, ids=str)
 def test_picked_rows_may_have_a_dtype_of_their_own(dtype):
     table, scale = torch.randint(-127, 128, (7, 5), dtype=torch.int8), torch.rand(7)
     ids = torch.tensor([[3, 0], [6, 3]])

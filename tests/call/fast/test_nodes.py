@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.call.fast.recorded import CALLS, SAME_KERNELS, Onlooker, leaf, tensors
 
 import opsmith.ops as ops
-from opsmith.call import common
+from opsmith.call import dispatch
 from opsmith.call.fast import direct, nodes
 from opsmith.call.signature import Gradient, Saved
 from opsmith.kernels import build
@@ -25,7 +25,7 @@ def test_gradients_are_those_of_the_function_in_python(name, dtype):
     node, call, shapes = CALLS[name]
     leaves = [leaf(*shape, dtype=dtype) for shape in shapes]
     ours = tensors(call(*leaves))
-    with Onlooker(), common.always_native():
+    with Onlooker(), dispatch.always_native():
         others = tensors(call(*leaves))
     assert {y.grad_fn.name() for y in ours} == {f"opsmith::{node}"}
     assert not any(y.grad_fn.name().startswith("opsmith") for y in others)
@@ -66,7 +66,7 @@ def test_only_what_is_wanted_is_computed(name):
         torch.testing.assert_close(got, expected[i])
 
 
-@pytest.mark.parametrize("dtype", common.NATIVE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", dispatch.NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "n"),
     # One row; rows for all steps of a sum; many; a row wider than a panel; more factors than are taken at once.

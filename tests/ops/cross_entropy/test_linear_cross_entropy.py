@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsmith.call.common import always_native
+from opsmith.call.dispatch import always_native
 from opsmith.ops import linear_cross_entropy
 from opsmith.ops.cross_entropy import TargetError
 from opsmith.ops.cross_entropy import chunks as logit_chunks

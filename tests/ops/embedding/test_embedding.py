@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsmith.call.common import SMALL, small_up_to
+from opsmith.call.dispatch import SMALL, small_up_to
 from opsmith.ops import embedding
 from opsmith.ops.embedding import IdError
 

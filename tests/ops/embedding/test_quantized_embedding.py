@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from opsmith.call.common import SMALL, native, small_up_to
+from opsmith.call.dispatch import SMALL, native, small_up_to
 from opsmith.ops import QuantizedEmbedding, quantized_embedding
 from opsmith.ops.embedding import IdError
 from opsmith.ops.embedding.quantized import reference

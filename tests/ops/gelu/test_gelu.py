@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from opsmith.call import common
+from opsmith.call import dispatch
 from opsmith.kernels import isa, triton
 from opsmith.ops import bias_gelu, gelu
 from opsmith.ops.gelu import reference
@@ -106,7 +106,7 @@ def test_every_bfloat16_has_its_value_and_its_slope(tanh: bool) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     # Above, float64's own x^3 overflows in the slope of tanh's form.
     x = every[every.isfinite() & (every.abs() < 1e9)].requires_grad_()
-    with common.always_native():
+    with dispatch.always_native():
         y = gelu(x, tanh=tanh)
         (slope,) = torch.autograd.grad(y, x, torch.ones_like(y))
     wide = x.detach().double().requires_grad_()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import always_native, native_library
+from opsmith.call.dispatch import always_native, native_library
 from opsmith.kernels import libraries, triton
 from opsmith.measure import ulp
 from opsmith.ops import linear

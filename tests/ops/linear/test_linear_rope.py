@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opsmith.call.common import always_native
+from opsmith.call.dispatch import always_native
 from opsmith.kernels import libraries
 from opsmith.ops import linear_rope, rope_table
 from opsmith.ops.linear import pack_weight

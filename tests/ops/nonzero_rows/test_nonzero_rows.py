@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import native
+from opsmith.call.dispatch import native
 from opsmith.measure import ulp
 from opsmith.ops import attention, linear
 from opsmith.ops.linear import ACTIVATIONS

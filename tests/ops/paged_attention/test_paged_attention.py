@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsmith.call.common import always_native
+from opsmith.call.dispatch import always_native
 from opsmith.kernels import triton
 from opsmith.operator import Tolerance
 from opsmith.ops import attention, paged_attention, reshape_and_cache

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from opsmith.call.common import always_native
+from opsmith.call.dispatch import always_native
 from opsmith.kernels import triton
 from opsmith.ops import rope, rope_qk, rope_table
 from opsmith.ops.rope import CARD, CARD_QK, reference

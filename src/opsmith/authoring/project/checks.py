@@ -16,7 +16,7 @@ import torch
 from opsmith.authoring.project import Kernels, cards_of, load
 from opsmith.authoring.project.emulated import findings
 from opsmith.backends import installed
-from opsmith.call.common import short
+from opsmith.call.arguments import short
 from opsmith.kernels import triton
 from opsmith.proof.conduct import conduct
 from opsmith.proof.verify import Finding, verify

@@ -12,7 +12,7 @@ import torch
 
 from opsmith.authoring.project import Kernels
 from opsmith.backends import Backend
-from opsmith.call.common import short
+from opsmith.call.arguments import short
 from opsmith.kernels.compiler import BuildError
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample

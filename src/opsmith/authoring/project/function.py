@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from opsmith import backends
+from opsmith.call.arguments import short
 from opsmith.call.checks import check_outputs, sizes_of
-from opsmith.call.common import compiling, needs_grad, recorded, short, small
+from opsmith.call.dispatch import compiling, needs_grad, recorded, small
 from opsmith.call.run import Call
 from opsmith.call.signature import Signature
 from opsmith.kernels import triton

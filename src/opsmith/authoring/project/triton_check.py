@@ -26,7 +26,7 @@ FEW = 3  # variants of a kernel for a GPU
 def run(card: Operator, sample: Sample) -> str | None:
     """A call, forward and backward, and why it stopped. Nothing is computed, so what a kernel says of its inputs is no
     news."""
-    from opsmith.call.common import always_native
+    from opsmith.call.dispatch import always_native
     from opsmith.proof.verify import with_leaves
 
     call = (sample.args, dict(sample.kwargs))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from opsmith.call.common import in_huge_pages
+from opsmith.call.layouts import in_huge_pages
 from opsmith.compiler.algebra.canon import op_name, shape_of
 from opsmith.compiler.capture.filled import filled
 from opsmith.compiler.capture.mutation import Effects

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.types import GuardFilterEntry
 
-from opsmith.call.common import always_native
+from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from opsmith.call.common import native
+from opsmith.call.dispatch import native
 from opsmith.compiler.capture.mutation import Rehearsal
 from opsmith.compiler.choose.select import Choice, Selector, signature
 from opsmith.compiler.choose.weights import Weights

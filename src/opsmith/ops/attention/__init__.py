@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import compiling, kernels, native, recording, small_node, spread
+from opsmith.call.dispatch import compiling, kernels, native, recording, small_node
 from opsmith.call.fast import direct
+from opsmith.call.layouts import spread
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, Operator, Pattern, Recognition, register

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import alike, check_float, check_mask, check_number, short
+from opsmith.call.arguments import alike, check_float, check_mask, check_number, short
 
 
 def check(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> None:

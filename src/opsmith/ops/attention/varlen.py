@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opsmith.call.common import check_float, check_number, compiling, kernels, native, nbytes, short
+from opsmith.call.arguments import check_float, check_number, short
+from opsmith.call.dispatch import compiling, kernels, native
+from opsmith.call.layouts import nbytes
 from opsmith.call.run import declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import Cost, GradientCost, Implementation, Kind, Make, Operator, Sample, register

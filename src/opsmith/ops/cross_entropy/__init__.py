@@ -8,21 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call import common
-from opsmith.call.common import (
-    Tensor,
-    as_rows,
-    check_float,
-    check_number,
-    compiling,
-    kernels,
-    native,
-    one_of,
-    out_rows,
-    short,
-    small,
-    small_node,
-)
+from opsmith.call import dispatch
+from opsmith.call.arguments import check_float, check_number, one_of, short
+from opsmith.call.dispatch import Tensor, compiling, kernels, native, small, small_node
+from opsmith.call.layouts import as_rows, out_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import (
     Constant,
@@ -118,7 +107,7 @@ def cross_entropy(
     ):
         try:
             if (
-                logits.numel() <= _FEW <= common.limit
+                logits.numel() <= _FEW <= dispatch.limit
                 and logits.dim() < 3  # of more dimensions the second holds PyTorch's classes
                 and target.dtype is torch.int64
                 and logits.is_cpu

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from opsmith.call.common import dense, native
+from opsmith.call.dispatch import native
+from opsmith.call.layouts import dense
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.ops.cross_entropy import REDUCTIONS
 from opsmith.ops.linear import supports_rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import nbytes
+from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost
 
 

@@ -8,22 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call import common
-from opsmith.call.common import (
-    as_rows,
-    check_float,
-    check_like,
-    compiling,
-    fresh,
-    kernels,
-    native,
-    nbytes,
-    needs_grad,
-    one_of,
-    recorded,
-    short,
-    small,
-)
+from opsmith.call import dispatch
+from opsmith.call.arguments import check_float, check_like, one_of, short
+from opsmith.call.dispatch import compiling, kernels, native, needs_grad, recorded, small
+from opsmith.call.layouts import as_rows, fresh, nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, MergedChain, Operator, Sample, register
 from opsmith.ops.cross_entropy import (
@@ -96,7 +84,7 @@ def linear_cross_entropy(
     if not compiling():
         try:
             rows, learns = target.numel(), needs_grad(hidden, weight, bias)
-            most = common.limit << _LEARNING if learns else common.limit
+            most = dispatch.limit << _LEARNING if learns else dispatch.limit
             if (rows == 1 or learns) and rows * weight.size(0) <= most:  # nothing to save: as two operators
                 return cross_entropy(linear(hidden, weight, bias), target, **how)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the checks say why

@@ -9,21 +9,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from opsmith.call import common
-from opsmith.call.common import (
+from opsmith.call import dispatch
+from opsmith.call.arguments import check_float, short
+from opsmith.call.dispatch import (
     NATIVE_DTYPES,
     SMALL,
-    check_float,
     compiling,
-    flat,
-    flat_out,
     kernels,
     native,
     recording,
-    short,
     small,
     small_node,
 )
+from opsmith.call.layouts import flat, flat_out
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Output, Saved, Signature, Slope
 from opsmith.operator import (
@@ -110,8 +108,8 @@ def embedding(
                 and ids.is_cpu
                 and table.is_cpu
                 and (
-                    n <= _FEW <= common.limit
-                    or n * table.shape[1] * table.element_size() // _IN_CACHE <= common.limit
+                    n <= _FEW <= dispatch.limit
+                    or n * table.shape[1] * table.element_size() // _IN_CACHE <= dispatch.limit
                 )
             ):
                 return _gather(table, ids)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opsmith import measure
-from opsmith.call.common import short
+from opsmith.call.arguments import short
 from opsmith.ops.embedding import check_ids
 from opsmith.ops.embedding.quantized import DTYPES, prefetch_rows, quantized_embedding
 from opsmith.ops.embedding.row_cache import CacheInfo, RowCache

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import compiling, kernels, native, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
@@ -106,6 +107,8 @@ def _gather(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> torc
 
 class _Quantized(Gather):
     """The rows of a cache that is given are taken from there, and counted."""
+
+    learns = False
 
     def check(self, values: Sequence[Any]) -> None:
         ids, table, scale, prefetch, next_ids, *_, dtype, _, _ = values

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import compiling, kernels, native, nbytes, small_node
+from opsmith.call.dispatch import compiling, kernels, native, small_node
+from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register

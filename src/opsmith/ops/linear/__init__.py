@@ -9,19 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call import common
-from opsmith.call.common import (
-    as_rows,
-    check_float,
-    check_like,
-    compiling,
-    in_huge_pages,
-    native,
-    nbytes,
-    needs_grad,
-    short,
-)
+from opsmith.call import dispatch
+from opsmith.call.arguments import check_float, check_like, short
+from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct, nodes
+from opsmith.call.layouts import as_rows, in_huge_pages, nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.kernels import libraries
@@ -141,7 +133,7 @@ class _Linear(Call):
         tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 2
         tensors = tensors and (bias is None or isinstance(bias, torch.Tensor))
         if not compiling() and tensors and needs_grad(x, weight, bias):
-            most = max(ROWS * weight.numel(), common.limit << _LEARNING.get(x.dtype, 0))
+            most = max(ROWS * weight.numel(), dispatch.limit << _LEARNING.get(x.dtype, 0))
             if x.numel() * weight.shape[0] <= most:
                 nodes.begin()
                 return self.node.call(*given)
@@ -180,7 +172,9 @@ class _Linear(Call):
         products, exact = x.numel() * weight.shape[0], x.dtype == torch.float32
         if training:
             native(x, "linear_rows")  # whose node is for calls to come
-            much = x.numel() > max(x.shape[-1], common.limit) and (code or products > common.limit << _LEARNT)
+            much = x.numel() > max(x.shape[-1], dispatch.limit) and (
+                code or products > dispatch.limit << _LEARNT
+            )
             if not (exact and much) or torch.is_autocast_enabled("cpu"):
                 return None
             more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
@@ -190,7 +184,7 @@ class _Linear(Call):
             return "rows"
         if not exact and supports_onednn(x, weight) is True:  # float32's sums err too far
             return "onednn"
-        repaid = x.numel() >= _MANY * x.shape[-1] and products > common.limit << _MUCH
+        repaid = x.numel() >= _MANY * x.shape[-1] and products > dispatch.limit << _MUCH
         if exact and repaid and native(x, "linear_packed") is True:
             return "native"
         return "split" if _NAMES[code] in _GELUS and native(x, "gelu") is True else None

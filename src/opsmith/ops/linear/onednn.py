@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import carries_tangents, compiling, dense, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import carries_tangents, compiling
+from opsmith.call.layouts import dense
 
 # Activations in oneDNN's words: attribute and algorithm.
 _POST_OPERATIONS = {

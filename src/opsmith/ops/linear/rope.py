@@ -8,22 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import (
-    as_rows,
-    check_float,
-    check_like,
-    check_number,
-    check_out,
-    compiling,
-    dense,
-    earlier,
-    kernels,
-    native,
-    needs_grad,
-    recorded,
-    short,
-)
+from opsmith.call.arguments import check_float, check_like, check_number, check_out, earlier, short
+from opsmith.call.dispatch import compiling, kernels, native, needs_grad, recorded
 from opsmith.call.fast import direct
+from opsmith.call.layouts import as_rows, dense
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Implementation, Kind, Operator, register
 from opsmith.ops.linear import FEW_ROWS, entries, linear, pack_weight

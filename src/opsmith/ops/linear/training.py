@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import as_rows, dense, fresh, recorded, soonest
+from opsmith.call.dispatch import recorded, soonest
+from opsmith.call.layouts import as_rows, dense, fresh
 from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
 ROWS = 8  # of x, at most, for which there are kernels that take a weight as it is

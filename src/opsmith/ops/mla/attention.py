@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import check_float, check_number, kernels, native, nbytes, needs_grad, short
+from opsmith.call.arguments import check_float, check_number, short
+from opsmith.call.dispatch import kernels, native, needs_grad
+from opsmith.call.layouts import nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register

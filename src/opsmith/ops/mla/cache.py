@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from opsmith.call.common import check_number, short
+from opsmith.call.arguments import check_number, short
 
 Mode = Literal["joint", "split", "int8_tiled", "tiled"]
 MODES: tuple[str, ...] = get_args(Mode)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opsmith.call.common import check_float, check_number, needs_grad, short
+from opsmith.call.arguments import check_float, check_number, short
+from opsmith.call.dispatch import needs_grad
 from opsmith.ops.mla.cache import MLACache, check_slots
 from opsmith.ops.mla.weights import Parts
 

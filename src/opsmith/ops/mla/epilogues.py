@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import check_float, check_like, compiling, kernels, native, nbytes, needs_grad, short
+from opsmith.call.arguments import check_float, check_like, short
+from opsmith.call.dispatch import compiling, kernels, native, needs_grad
 from opsmith.call.fast import direct
+from opsmith.call.layouts import nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import compiling, kernels, native, nbytes, needs_grad
+from opsmith.call.dispatch import compiling, kernels, native, needs_grad
 from opsmith.call.fast import direct
+from opsmith.call.layouts import nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opsmith.call.common import check_number, dense, short
+from opsmith.call.arguments import check_number, short
+from opsmith.call.layouts import dense
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import QUANTS, Projection, project, quantize_projection, static_scale
 from opsmith.ops.rms_norm.quant import normalize

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from opsmith.call.common import native
+from opsmith.call.dispatch import native
 from opsmith.call.fast import direct
 from opsmith.kernels import libraries
 

@@ -8,17 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import (
-    check_float,
-    check_like,
-    check_out,
-    compiling,
-    kernels,
-    native,
-    nbytes,
-    needs_grad,
-    short,
-)
+from opsmith.call.arguments import check_float, check_like, check_out, short
+from opsmith.call.dispatch import compiling, kernels, native, needs_grad
+from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.call.common import compiling, in_huge_pages, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import compiling
 from opsmith.call.fast import direct
+from opsmith.call.layouts import in_huge_pages
 from opsmith.ops.packed_linear import packed, packed_linear
 from opsmith.ops.packed_linear.weight import (
     FORMATS,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import check_number, compiling, kernels, native, needs_grad
+from opsmith.call.arguments import check_number
+from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Implementation, Kind, Operator, register
@@ -194,9 +195,8 @@ class _Paged(Attend):
             check_blocks(q, k_cache, block_tables, seq_lens, window)
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        q, k_cache, v_cache, _, _, k_scale, v_scale, *_ = values
-        learns = needs_grad(q, k_cache, v_cache, k_scale, v_scale)
-        return None if learns or _supports(q, k_cache, k_scale=k_scale) is not True else "opsmith"
+        q, k_cache, _, _, _, k_scale, *_ = values
+        return None if training or _supports(q, k_cache, k_scale=k_scale) is not True else "opsmith"
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
         return last_dense(t) if t is not None and of.name in ("q", "k_cache", "v_cache") else t

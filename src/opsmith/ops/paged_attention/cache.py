@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import compiling, kernels, native, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.fast import direct
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import check_float, short
+from opsmith.call.arguments import check_float, short
 from opsmith.ops.attention.check import check_heads
 from opsmith.ops.mla.cache import has_values
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import compiling, kernels, native
+from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register

@@ -9,17 +9,9 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import (
-    check_float,
-    check_like,
-    check_number,
-    compiling,
-    kernels,
-    native,
-    nbytes,
-    one_of,
-    short,
-)
+from opsmith.call.arguments import check_float, check_like, check_number, one_of, short
+from opsmith.call.dispatch import compiling, kernels, native
+from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register

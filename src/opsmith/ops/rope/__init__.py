@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.common import check_out, compiling, earlier, fresh_as, kernels, native, needs_grad
+from opsmith.call.arguments import check_out, earlier
+from opsmith.call.dispatch import compiling, kernels, native, needs_grad
 from opsmith.call.fast import direct
+from opsmith.call.layouts import fresh_as
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, MergedCalls, Operator, register
@@ -218,7 +220,8 @@ class Rotation(Call):
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         learned = training and needs_grad(*values[len(self.heads) :][:2])
-        return None if learned else super().backend(values, training)
+        ours = super().backend(values, training)
+        return None if learned else ours
 
     def run(
         self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False

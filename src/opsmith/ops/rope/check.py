@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import check_float, check_number, one_of, short
+from opsmith.call.arguments import check_float, check_number, one_of, short
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import kernels, native, nbytes, short
+from opsmith.call.arguments import short
+from opsmith.call.dispatch import kernels, native
+from opsmith.call.layouts import nbytes
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
@@ -87,6 +89,8 @@ def _definition(
 
 
 class _Int8(Rotation):
+    learns = False
+
     def check(self, values: Sequence[Any]) -> None:
         x_q, x_scale, cos, sin, positions, dims, _ = values
         if not isinstance(x_q, torch.Tensor) or not isinstance(x_scale, torch.Tensor):

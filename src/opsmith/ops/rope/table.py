@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import check_number, short
+from opsmith.call.arguments import check_number, short
 
 Scaling = Mapping[str, Any]
 

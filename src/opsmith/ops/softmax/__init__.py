@@ -9,18 +9,9 @@ from typing import Any
 
 import torch
 
-from opsmith.call.common import (
-    check_float,
-    check_mask,
-    check_number,
-    compiling,
-    kernels,
-    native,
-    nbytes,
-    small,
-    small_node,
-    spread,
-)
+from opsmith.call.arguments import check_float, check_mask, check_number
+from opsmith.call.dispatch import compiling, kernels, native, small, small_node
+from opsmith.call.layouts import nbytes, spread
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register

@@ -1,0 +1,112 @@
+"""What is wrong with one argument: the checks that operators share, and how their messages say it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from opsmith.call.overlap import refuse_overlap
+
+
+def check_number(op: str, name: str, value: Any, *, whole: bool = False) -> None:
+    """Refuse an option that is no number."""
+    if isinstance(value, int if whole else (int, float)) or torch.compiler.is_dynamo_compiling():
+        return
+    if not hasattr(value, "__index__" if whole else "__float__"):  # tensors and NumPy's numbers have it
+        kind = "a whole number" if whole else "a number"
+        raise TypeError(f"{op}: {name} must be {kind}, got {value!r} ({type(value).__name__})")
+
+
+def alike(t: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
+    """True for a tensor of this shape, in x's dtype and on its device: the usual case, found out quickly."""
+    return isinstance(t, torch.Tensor) and t.shape == shape and t.dtype is x.dtype and t.device == x.device
+
+
+def check_float(op: str, x: Any, name: str = "x", *, least_dim: int = 1) -> None:
+    """Refuse what is no floating-point tensor of at least `least_dim` dimensions."""
+    if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= least_dim:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{op}: {name} must be a floating-point tensor, got {short(x.dtype)}; cast it first")
+    if x.dim() < least_dim:
+        raise ValueError(
+            f"{op}: {name} must have at least {least_dim} dimension(s), got shape {tuple(x.shape)}"
+        )
+
+
+def check_like(
+    op: str, t: Any, x: torch.Tensor, name: str, shape: Sequence[int], what: str, like: str = "x"
+) -> None:
+    """Refuse an argument that is not a floating-point tensor of this shape on x's device."""
+    check_float(op, t, name, least_dim=0)
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)} ({what}), got {tuple(t.shape)}")
+    if t.device != x.device:
+        raise ValueError(f"{op}: {name} is on {t.device}, {like} on {x.device}; move one of them")
+
+
+def one_of(*dtypes: torch.dtype) -> str:
+    """Their names, each once, as a message says them."""
+    return " or ".join(dict.fromkeys(short(dtype) for dtype in dtypes))
+
+
+def check_mask(op: str, mask: Any, x: torch.Tensor, shape: Sequence[int], what: str) -> None:
+    """Refuse a mask that is neither boolean nor additive, or does not broadcast to this shape."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
+    if mask.dtype not in (torch.bool, torch.float32, x.dtype):
+        raise TypeError(
+            f"{op}: mask must be bool (True = keep), or additive in {one_of(x.dtype, torch.float32)}, "
+            f"got {short(mask.dtype)}"
+        )
+    if mask.device != x.device:
+        raise ValueError(f"{op}: mask is on {mask.device}, the input on {x.device}; move one of them")
+    fits = mask.shape == shape
+    if not fits and mask.dim() <= len(shape):
+        sizes = zip(mask.shape, shape[len(shape) - mask.dim() :], strict=True)
+        fits = all(m in (1, n) for m, n in sizes)
+    if not fits:
+        raise ValueError(f"{op}: mask must broadcast to {tuple(shape)} ({what}), got {tuple(mask.shape)}")
+
+
+def check_out(
+    op: str,
+    out: Any,
+    like: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    onto: Collection[str] = (),
+    **read: Any,
+) -> None:
+    """Refuse an output that is not on like's device, and of this shape and dtype (like's, by default).
+
+    Nor may it share memory with what is read, except that it may be one of the inputs named in `onto` (overlap.py).
+    """
+    shape = like.shape if shape is None else shape
+    dtype = like.dtype if dtype is None else dtype
+    if dtype != like.dtype or not alike(out, like, shape):
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"{op}: out must be a tensor, got {type(out).__name__}")
+        if out.shape != shape or out.dtype != dtype or out.device != like.device:
+            raise ValueError(
+                f"{op}: out must be {short(dtype)} {tuple(shape)} on {like.device}, "
+                f"got {short(out.dtype)} {tuple(out.shape)} on {out.device}"
+            )
+    # While a graph is captured, and inside torch.func's transforms, memory has no address.
+    if not (torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()):
+        refuse_overlap(op, out, onto, read)
+
+
+def earlier(out: Sequence[Any], i: int) -> dict[str, Any]:
+    """The outputs before one of several, by name: they may not share memory either."""
+    return {f"out[{j}]": t for j, t in enumerate(out[:i])}
+
+
+def short(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,108 @@
+"""Tensors as kernels take them: as rows, as vectors, and new memory for results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from opsmith.call.fast import direct
+
+
+def fresh(x: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+    """New contiguous memory for a result like x, or of another shape."""
+    # empty_like takes a third of the time of empty with a shape.
+    like = shape is None and x.is_contiguous()
+    y = torch.empty_like(x) if like else x.new_empty(x.shape if shape is None else shape)
+    return y if torch.compiler.is_dynamo_compiling() else in_huge_pages(y)
+
+
+def fresh_as(x: torch.Tensor) -> torch.Tensor:
+    """New memory for a result that lies as x does, heads inside, say; contiguous where x's rows are not."""
+    if x.is_contiguous():
+        return fresh(x)
+    y = torch.empty_like(x)
+    if y.stride()[-1] != 1:
+        return fresh(x)
+    return y if torch.compiler.is_dynamo_compiling() else in_huge_pages(y)
+
+
+def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
+    return direct.in_huge_pages(t)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` as [rows, n] with a contiguous last dimension; a view wherever the strides allow one."""
+    if x.dim() == 2 and x.stride()[1] == 1:
+        return x
+    n = x.shape[-1]
+    rows = x.reshape(-1, n) if n else x.reshape(x.numel(), 0)
+    return rows if n <= 1 or rows.stride()[1] == 1 else rows.contiguous()
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a kernel takes it whose binding reads a tensor of any dimensions as rows: itself, if contiguous."""
+    return x if x.is_contiguous() else as_rows(x)
+
+
+def flat_out(out: torch.Tensor) -> torch.Tensor:
+    """The same for an `out` to be written through; one that cannot be viewed as rows is refused."""
+    return out if out.is_contiguous() else out_rows(out)
+
+
+def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """A vector of weights as the kernels read it: its elements next to each other."""
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
+
+
+def out_rows(out: torch.Tensor) -> torch.Tensor:
+    """`out` as [rows, n] to be written through; an `out` that has no such view is refused."""
+    if out.dim() == 2 and out.stride()[1] == 1:
+        return out
+    try:
+        rows = (
+            out.view(-1, out.shape[-1])
+            if out.numel()
+            else out.reshape((-1, out.shape[-1]) if out.shape[-1] else (0, 0))
+        )
+    except RuntimeError:
+        raise ValueError(
+            f"out= must be viewable as rows, got strides {out.stride()}; pass a contiguous tensor"
+        ) from None
+    return rows
+
+
+def writable(out: torch.Tensor) -> bool:
+    """True where the kernels can write their rows into `out` itself, whose memory may have gaps between rows only."""
+    if out.is_contiguous():
+        return True
+    if out.dim() == 0 or out.stride()[-1] != 1:
+        return False
+    step = 0
+    for size, stride in zip(reversed(out.shape[:-1]), reversed(out.stride()[:-1]), strict=True):
+        if size != 1:
+            if stride == 0 or (step and stride != step):
+                return False
+            step = stride * size
+    return True
+
+
+def spread(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The mask in this shape, stride 0 where it is broadcast; only the last dimension becomes memory."""
+    if mask.dim() == 0 or mask.shape[-1] != shape[-1]:
+        mask = mask.expand(*mask.shape[:-1], shape[-1])
+    if mask.stride()[-1] != 1 and mask.shape[-1] > 1:
+        mask = mask.contiguous()
+    return mask if mask.shape == shape else mask.expand(shape)
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """The bytes of memory behind the tensors, what is broadcast with stride 0 counted once."""
+    total = 0
+    for t in tensors:
+        if t is not None:
+            spread = math.prod(size for size, step in zip(t.shape, t.stride(), strict=True) if step)
+            total += (spread if t.numel() else 0) * t.element_size()
+    return total

@@ -18,8 +18,7 @@ from torch.fx import Node
 from opsmith.compiler.algebra.terms import Poly, Shape, Space, TooLarge
 
 Rule = Callable[..., Poly]
-RULES: dict[str, Rule] = {}
-PARTS: dict[str, Rule] = {}  # by operator: what one of its several results is
+RULES: dict[str, Rule] = {}  # by operator; `aten::split[]` is what one of the several results of a split is
 
 MAX_DEPTH = 28
 # An operator that feeds another is a boundary; softmax and matmul are not, for they are parts of attention.
@@ -144,29 +143,21 @@ class Canon:
         if node.op != "call_function" or (node in self.opaque and node is not self.root):
             return self.leaf(node)
         if node.target is operator.getitem:
-            return self._getitem(node)
+            source: Any = node.args[0]
+            return self._apply(f"{op_name(source)}[]", node, source, source, node.args[1])
         name = op_name(node)
-        rule = RULES.get(name)
-        if rule is None or self._depth > MAX_DEPTH or (name in BOUNDARIES and node is not self.root):
+        if self._depth > MAX_DEPTH or (name in BOUNDARIES and node is not self.root):
             return self.leaf(node)
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not value.is_floating_point():
             known = _COMPLEX if value.is_complex() else _BOOLEAN
             if name not in known:
                 return self.leaf(node)
-        try:
-            return rule(self, node, **arguments(node))
-        except Unreadable:
-            return self.leaf(node)
+        return self._apply(name, node, node)
 
-    def _getitem(self, node: Node) -> Poly:
-        source, index = node.args[0], node.args[1]
-        assert isinstance(source, Node)
-        part = PARTS.get(op_name(source))
-        if part is None:
-            return self.leaf(node)
+    def _apply(self, name: str, node: Node, call: Node, *which: Any) -> Poly:
         try:
-            return part(self, node, source, index, **arguments(source))
+            return RULES[name](self, node, *which, **arguments(call)) if name in RULES else self.leaf(node)
         except Unreadable:
             return self.leaf(node)
 
@@ -219,7 +210,7 @@ def last_axis(node: Node, dim: Any) -> bool:
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register what an ATen operator means."""
+    """Register what an ATen operator means; of one with several results, as `split[]`, what each does by its index."""
 
     def decorate(fn: Rule) -> Rule:
         for name in names:
@@ -227,30 +218,3 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return fn
 
     return decorate
-
-
-def part(*names: str) -> Callable[[Rule], Rule]:
-    """Register what the results of an ATen operator with several of them mean, each by its index."""
-
-    def decorate(fn: Rule) -> Rule:
-        for name in names:
-            PARTS[f"aten::{name}"] = fn
-        return fn
-
-    return decorate
-
-
-__all__ = [
-    "PARTS",
-    "RULES",
-    "Canon",
-    "Unreadable",
-    "arguments",
-    "dim_of",
-    "last_axis",
-    "op_name",
-    "part",
-    "rule",
-    "shape_of",
-    "shape_of_value",
-]

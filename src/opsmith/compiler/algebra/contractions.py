@@ -147,29 +147,18 @@ def _sdpa(
     return s.matmul(softmax(s, scores, k[-2]), c(value), (*q[:-1], v[-1]))
 
 
-@rule("tril")
-def _tril(c: Canon, node: Node, self: Any, diagonal: int = 0) -> Poly:
-    shape = shape_of(node)
-    ones = isinstance(self, Node) and op_name(self) in ("aten::ones", "aten::ones_like", "aten::new_ones")
-    full = isinstance(self, Node) and op_name(self) == "aten::full" and self.args[1] in (1, True)
-    if diagonal != 0 or len(shape) < 2 or shape[-1] != shape[-2] or not (ones or full):
+@rule("tril", "triu")
+def _triangle(c: Canon, node: Node, self: Any, diagonal: int = 0) -> Poly:
+    """A square of ones, or above the diagonal of minus infinity, as what a causal mask keeps or hides."""
+    upper, square = op_name(node) == "aten::triu", shape_of(node)[-2:]
+    if diagonal != upper or len(square) < 2 or square[0] != square[1] or not isinstance(self, Node):
         raise Unreadable
-    return c.space.fn("causal", (), shape[-2:])
-
-
-@rule("triu")
-def _triu(c: Canon, node: Node, self: Any, diagonal: int = 0) -> Poly:
-    shape = shape_of(node)
-    name = op_name(self) if isinstance(self, Node) else ""
-    if diagonal != 1 or len(shape) < 2 or shape[-1] != shape[-2] or not isinstance(self, Node):
-        raise Unreadable
-    s = c.space
-    if name in ("aten::ones", "aten::ones_like", "aten::new_ones") or (
-        name == "aten::full" and self.args[1] in (1, True)
-    ):
-        return s.fn("not", (s.fn("causal", (), shape[-2:]),), shape[-2:])
-    if name == "aten::full" and self.args[1] == -math.inf:
-        return s.fn("keep", (s.fn("causal", (), shape[-2:]),), shape[-2:])
+    fill = self.args[1] if op_name(self) == "aten::full" else None
+    causal = c.space.fn("causal", (), square)
+    if fill == 1 or op_name(self) in ("aten::ones", "aten::ones_like", "aten::new_ones"):
+        return c.space.fn("not", (causal,), square) if upper else causal
+    if upper and fill == -math.inf:
+        return c.space.fn("keep", (causal,), square)
     raise Unreadable
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from opsmith.compiler.algebra import pieces, views
-from opsmith.compiler.algebra.canon import Canon, Unreadable, op_name, part, rule, shape_of, shape_of_value
+from opsmith.compiler.algebra.canon import Canon, Unreadable, op_name, rule, shape_of, shape_of_value
 from opsmith.compiler.algebra.terms import Poly
 
 
@@ -55,10 +55,6 @@ def _along_last(x: Any, dim: Any) -> int:
     return shape[-1]
 
 
-def _block(c: Canon, x: Any, start: int, length: int, size: int) -> Poly:
-    return pieces.take(c.space, c(x), ("block", start, length), size)
-
-
 @rule("slice")
 def _slice(
     c: Canon, node: Node, self: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
@@ -68,7 +64,7 @@ def _slice(
         raise Unreadable
     first, stop, step = slice(start, end, step).indices(size)
     if step == 1:
-        return _block(c, self, first, max(stop - first, 0), size)
+        return pieces.take(c.space, c(self), ("block", first, max(stop - first, 0)), size)
     if stop < size or first >= step:
         raise Unreadable
     return pieces.take(c.space, c(self), ("turn", first, step), size)
@@ -79,16 +75,16 @@ def _narrow(c: Canon, node: Node, self: Any, dim: int, start: Any, length: Any) 
     size = _along_last(self, dim)
     if not isinstance(start, int) or not isinstance(length, int):
         raise Unreadable
-    return _block(c, self, start % size if size else 0, length, size)
+    return pieces.take(c.space, c(self), ("block", start % size if size else 0, length), size)
 
 
-@part("split", "split_with_sizes", "chunk")
+@rule("split[]", "split_with_sizes[]", "chunk[]")
 def _split(c: Canon, node: Node, source: Node, index: int, self: Any, dim: int = 0, **_: Any) -> Poly:
     size = _along_last(self, dim)
     lengths = [shape_of_value(v)[-1] for v in source.meta["val"]]
     if not all(isinstance(n, int) for n in lengths):
         raise Unreadable
-    return _block(c, self, sum(lengths[:index]), lengths[index], size)
+    return pieces.take(c.space, c(self), ("block", sum(lengths[:index]), lengths[index]), size)
 
 
 @rule("cat", "concat", "concatenate")
@@ -126,27 +122,23 @@ def _repeat(c: Canon, node: Node, self: Any, repeats: Any = None, dims: Any = No
     return pieces.join(c.space, "cat", [c(self)] * times[-1], (size,) * times[-1], shape_of(node))
 
 
-def _component(c: Canon, x: Any, dim: int, index: int) -> Poly:
-    _along_last(x, dim)
-    found = pieces.components(c.space, c(x), shape_of(x))
+@rule("select")
+def _component(c: Canon, node: Node, self: Any, dim: int, index: int) -> Poly:
+    _along_last(self, dim)
+    found = pieces.components(c.space, c(self), shape_of(self))
     if found is None:
         raise Unreadable
     return found[index]
 
 
-@rule("select")
-def _select(c: Canon, node: Node, self: Any, dim: int, index: int) -> Poly:
-    return _component(c, self, dim, index)
-
-
-@part("unbind")
+@rule("unbind[]")
 def _unbind(c: Canon, node: Node, source: Node, index: int, self: Any, dim: int = 0) -> Poly:
-    return _component(c, self, dim, index)
+    return _component(c, node, self, dim, index)
 
 
 @rule("view_as_complex")
 def _view_as_complex(c: Canon, node: Node, self: Any) -> Poly:
-    return pieces.from_parts(c.space, _component(c, self, -1, 0), _component(c, self, -1, 1))
+    return pieces.from_parts(c.space, *(_component(c, node, self, -1, i) for i in (0, 1)))
 
 
 @rule("complex")
@@ -166,11 +158,6 @@ def _view_as_real(c: Canon, node: Node, self: Any) -> Poly:
     return c.space.fn("stack", pieces.parts(c.space, c(self)), shape_of(node), (-1,))
 
 
-@rule("real")
-def _real(c: Canon, node: Node, self: Any) -> Poly:
-    return pieces.parts(c.space, c(self))[0]
-
-
-@rule("imag")
-def _imag(c: Canon, node: Node, self: Any) -> Poly:
-    return pieces.parts(c.space, c(self))[1]
+@rule("real", "imag")
+def _part(c: Canon, node: Node, self: Any) -> Poly:
+    return pieces.parts(c.space, c(self))[op_name(node) == "aten::imag"]

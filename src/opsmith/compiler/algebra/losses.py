@@ -16,8 +16,8 @@ _NONE_IGNORED = -(2**63)
 _MORE_AXES = ("aten::unsqueeze", "aten::view", "aten::reshape")
 
 
-@rule("cross_entropy_loss")
-def _cross_entropy(
+@rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+def _loss(
     c: Canon,
     node: Node,
     self: Any,
@@ -27,46 +27,16 @@ def _cross_entropy(
     ignore_index: Any = -100,
     label_smoothing: float = 0.0,
 ) -> Poly:
-    scores = log_softmax(c.space, c(self), shape_of(self)[-1])
-    return _nll(c, node, scores, self, target, weight, reduction, ignore_index, label_smoothing)
-
-
-@rule("nll_loss", "nll_loss_nd")
-def _nll_loss(
-    c: Canon,
-    node: Node,
-    self: Any,
-    target: Any,
-    weight: Any = None,
-    reduction: int = 1,
-    ignore_index: Any = -100,
-) -> Poly:
-    return _nll(c, node, c(self), self, target, weight, reduction, ignore_index, 0.0)
-
-
-def _nll(
-    c: Canon,
-    node: Node,
-    scores: Poly,
-    x: Any,
-    target: Any,
-    weight: Any,
-    reduction: int,
-    ignore_index: Any,
-    label_smoothing: float,
-) -> Poly:
-    """The loss of class numbers under logarithms of probabilities, with its settings."""
-    ids = target.meta["val"]
-    settings = (ignore_index, label_smoothing)
-    if (
-        weight is not None
-        or len(shape_of(x)) > 2
-        or ids.is_floating_point()
-        or ids.dim() != len(shape_of(x)) - 1
-    ):
+    """The loss of class numbers under scores, or under logarithms of probabilities, with its settings."""
+    ids, shape = target.meta["val"], shape_of(self)
+    if weight is not None or len(shape) > 2 or ids.is_floating_point() or ids.dim() != len(shape) - 1:
         raise Unreadable
+    settings = (ignore_index, label_smoothing)
     if not all(isinstance(v, int | float) for v in settings):
         raise Unreadable
+    scores = c(self)
+    if op_name(node) == "aten::cross_entropy_loss":
+        scores = log_softmax(c.space, scores, shape[-1])
     return c.space.fn("nll", (scores, c(target)), shape_of(node), (reduction, *settings))
 
 

@@ -9,26 +9,34 @@ import torch
 from torch.fx import Node
 
 from opsmith.compiler.algebra import views
-from opsmith.compiler.algebra.canon import RULES, Canon, Unreadable, last_axis, op_name, part, rule, shape_of
+from opsmith.compiler.algebra.canon import Canon, Unreadable, last_axis, op_name, rule, shape_of
 from opsmith.compiler.algebra.terms import Poly, Space
 
 
-def amax(c: Canon, node: Node, x: Node, dim: Any, keepdim: bool) -> Poly:
-    """The maximum along the last axis: an atom that a softmax cancels."""
-    return _extreme(c, node, c(x), x, dim, keepdim)
+def _kept(c: Canon, result: Poly, x: Any, keepdim: bool) -> Poly:
+    """What was reduced along the last axis of x, with that axis or without."""
+    shape = shape_of(x)[:-1]
+    return result if keepdim else views.reshape(c.space, result, (*shape, 1), shape)
 
 
-def amin(c: Canon, node: Node, x: Node, dim: Any, keepdim: bool) -> Poly:
-    """The minimum along the last axis: minus the maximum of the negative."""
-    return c.space.scale(_extreme(c, node, c.space.scale(c(x), -1), x, dim, keepdim), -1)
-
-
-def _extreme(c: Canon, node: Node, value: Poly, x: Node, dim: Any, keepdim: bool) -> Poly:
+@rule("amax", "amin")
+def _extreme(c: Canon, node: Node, self: Any, dim: Any = (), keepdim: bool = False) -> Poly:
+    """The maximum along the last axis is an atom that a softmax cancels; the minimum is minus that of the negative."""
+    sign = -1 if op_name(node) in ("aten::amin", "aten::min") else 1
+    value = c.space.scale(c(self), sign)
     if not last_axis(node, dim):
-        return c.space.fn("max", (value,), shape_of(node), ("dim", str(dim)))
-    shape = (*shape_of(x)[:-1], 1)
-    result = c.space.fn("max", (value,), shape)
-    return result if keepdim else views.reshape(c.space, result, shape, shape[:-1])
+        return c.space.scale(c.space.fn("max", (value,), shape_of(node), ("dim", str(dim))), sign)
+    result = c.space.fn("max", (value,), (*shape_of(self)[:-1], 1))
+    return c.space.scale(_kept(c, result, self, keepdim), sign)
+
+
+@rule("max[]", "min[]")
+def _extreme_values(
+    c: Canon, node: Node, source: Node, index: int, self: Any, dim: Any = None, keepdim: bool = False
+) -> Poly:
+    if index != 0 or dim is None:
+        raise Unreadable
+    return _extreme(c, source, self, dim, keepdim)
 
 
 def _reduce(c: Canon, node: Node, name: str, x: Any, dim: Any, keepdim: bool) -> Poly:
@@ -42,24 +50,12 @@ def _reduce(c: Canon, node: Node, name: str, x: Any, dim: Any, keepdim: bool) ->
             1.0 if kept == name or not isinstance(dim, int) or not isinstance(shape[dim], int) else shape[dim]
         )
         return c.space.scale(c.space.fn(kept, (c(x),), shape_of(node), ("dim", str(dim))), float(size))
-    result = c.space.reduce(name, c(x), shape[-1], as_written="sum" in c.keeps)
-    return result if keepdim else views.reshape(c.space, result, (*shape[:-1], 1), shape[:-1])
+    return _kept(c, c.space.reduce(name, c(x), shape[-1], as_written="sum" in c.keeps), x, keepdim)
 
 
 @rule("mean", "sum")
 def _mean(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Poly:
-    name = "sum" if op_name(node) == "aten::sum" else "mean"
-    return _reduce(c, node, name, self, dim, keepdim)
-
-
-@rule("amax")
-def _amax(c: Canon, node: Node, self: Any, dim: Any = (), keepdim: bool = False) -> Poly:
-    return amax(c, node, self, dim, keepdim)
-
-
-@rule("amin")
-def _amin(c: Canon, node: Node, self: Any, dim: Any = (), keepdim: bool = False) -> Poly:
-    return amin(c, node, self, dim, keepdim)
+    return _reduce(c, node, op_name(node).removeprefix("aten::"), self, dim, keepdim)
 
 
 @rule("linalg_vector_norm")
@@ -68,10 +64,9 @@ def _length(
 ) -> Poly:
     if ord != 2 or dim is None or not last_axis(node, dim):
         raise Unreadable
-    shape, s = shape_of(self), c.space
-    squares = s.reduce("sum", s.mul(c(self), c(self)), shape[-1], as_written="sum" in c.keeps)
-    result = s.power(squares, 0.5)
-    return result if keepdim else views.reshape(s, result, (*shape[:-1], 1), shape[:-1])
+    s, size = c.space, shape_of(self)[-1]
+    squares = s.reduce("sum", s.mul(c(self), c(self)), size, as_written="sum" in c.keeps)
+    return _kept(c, s.power(squares, 0.5), self, keepdim)
 
 
 @rule("var", "std")
@@ -84,29 +79,26 @@ def _var(
     correction: Any = None,
     keepdim: bool = False,
 ) -> Poly:
-    shape, s = shape_of(self), c.space
+    s, size = c.space, shape_of(self)[-1]
     if correction is None:
         correction = 1 if unbiased in (None, True) else 0
-    size = shape[-1]
     mean = _reduce(c, node, "mean", self, dim, True)
-    squares = s.reduce("mean", s.mul(c(self), c(self)), size)
-    result = s.add(squares, s.mul(mean, mean), -1)
+    result = s.add(s.reduce("mean", s.mul(c(self), c(self)), size), s.mul(mean, mean), -1)
     if correction:
         if not isinstance(size, int) or size <= correction:
             raise Unreadable
         result = s.scale(result, size / (size - correction))
     if op_name(node) == "aten::std":
         result = s.power(result, 0.5)
-    return result if keepdim else views.reshape(s, result, (*shape[:-1], 1), shape[:-1])
+    return _kept(c, result, self, keepdim)
 
 
 @rule("logsumexp")
 def _logsumexp(c: Canon, node: Node, self: Any, dim: Any, keepdim: bool = False) -> Poly:
     if not last_axis(node, dim):
         raise Unreadable
-    shape = shape_of(self)
-    result = c.space.log(c.space.reduce("sum", c.space.exp(c(self)), shape[-1]))
-    return result if keepdim else views.reshape(c.space, result, (*shape[:-1], 1), shape[:-1])
+    total = c.space.reduce("sum", c.space.exp(c(self)), shape_of(self)[-1])
+    return _kept(c, c.space.log(total), self, keepdim)
 
 
 def softmax(s: Space, x: Poly, size: Any) -> Poly:
@@ -136,7 +128,7 @@ def log_softmax(s: Space, x: Poly, size: Any) -> Poly:
     return s.add(x, s.log(s.reduce("sum", s.exp(x), size)), -1)
 
 
-@rule("layer_norm", "native_layer_norm")
+@rule("layer_norm")
 def _layer_norm(
     c: Canon,
     node: Node,
@@ -171,16 +163,7 @@ def _rms_norm(
     return y if weight is None else s.mul(y, c(weight))
 
 
-@part("max", "min")
-def _extreme_values(
-    c: Canon, node: Node, source: Node, index: int, self: Any, dim: Any = None, keepdim: bool = False
-) -> Poly:
-    if index != 0 or dim is None:
-        raise Unreadable
-    return (amax if op_name(source) == "aten::max" else amin)(c, source, self, dim, keepdim)
-
-
-@part("var_mean")
+@rule("var_mean[]")
 def _var_mean(
     c: Canon,
     node: Node,
@@ -199,8 +182,8 @@ def _var_mean(
     return _var(c, node, self, dim, correction=correction, keepdim=keepdim)
 
 
-@part("native_layer_norm")
+@rule("native_layer_norm[]")
 def _normalized(c: Canon, node: Node, source: Node, index: int, **arguments: Any) -> Poly:
     if index != 0:
         raise Unreadable
-    return RULES["aten::layer_norm"](c, source, **arguments)
+    return _layer_norm(c, source, **arguments)

@@ -29,7 +29,7 @@ class TooLarge(Exception):
     """The normal form of a value has more monomials than an operator could have."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Atom:
     """A leaf (`leaf` is set) or a function of polynomials."""
 
@@ -40,14 +40,8 @@ class Atom:
     shape: Shape
     leaf: Any = None
 
-    def __hash__(self) -> int:
-        return self.uid
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mono:
     """A product of atoms to powers, times `exp(expo)`."""
 
@@ -55,26 +49,20 @@ class Mono:
     factors: tuple[tuple[Atom, float], ...]
     expo: Poly | None
 
-    def __hash__(self) -> int:
-        return self.uid
+    @property
+    def atom(self) -> Atom | None:
+        """The atom, when the product is one atom to the first power."""
+        single = self.expo is None and len(self.factors) == 1 and self.factors[0][1] == 1
+        return self.factors[0][0] if single else None
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Poly:
     """A sum of monomials with coefficients, in a fixed order."""
 
     uid: int
     terms: tuple[tuple[Mono, float], ...]
     shape: Shape
-
-    def __hash__(self) -> int:
-        return self.uid
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     @property
     def constant(self) -> float | None:
@@ -87,12 +75,8 @@ class Poly:
     @property
     def atom(self) -> Atom | None:
         """The atom, when the polynomial is one atom to the first power with coefficient one."""
-        if len(self.terms) != 1:
-            return None
-        mono, coef = self.terms[0]
-        if coef != 1.0 or mono.expo is not None or len(mono.factors) != 1 or mono.factors[0][1] != 1:
-            return None
-        return mono.factors[0][0]
+        single = len(self.terms) == 1 and self.terms[0][1] == 1.0
+        return self.terms[0][0].atom if single else None
 
 
 def is_row_constant(shape: Shape) -> bool:

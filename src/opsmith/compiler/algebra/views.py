@@ -8,7 +8,7 @@ the same normal form.
 from __future__ import annotations
 
 from opsmith.compiler.algebra.pieces import join, unstacked
-from opsmith.compiler.algebra.terms import Atom, Mono, Poly, Shape, Space
+from opsmith.compiler.algebra.terms import Atom, Poly, Shape, Space
 
 
 def reshape(s: Space, p: Poly, old: Shape, new: Shape) -> Poly:
@@ -91,32 +91,16 @@ def permute(s: Space, p: Poly, perm: tuple[int, ...]) -> Poly:
     """`p` with its axes in another order."""
     if perm == tuple(range(len(perm))) or p.constant is not None:
         return p
-    if len(p.terms) == 1:
-        mono, coef = p.terms[0]
-        if mono.expo is None and len(mono.factors) == 1 and mono.factors[0][1] == 1:
-            atom = mono.factors[0][0]
-            return s.scale(_permute_atom(s, atom, perm), coef)
-    return s.fn(
-        "permute", (p,), tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape, perm
-    )
-
-
-def _permute_atom(s: Space, atom: Atom, perm: tuple[int, ...]) -> Poly:
-    if atom.name == "permute":
-        perm = tuple(int(atom.attrs[i]) for i in perm)
-        inner = atom.args[0]
-        if perm == tuple(range(len(perm))):
-            return inner
-        return s.fn("permute", (inner,), tuple(inner.shape[i] for i in perm), perm)
-    return s.fn("permute", (s.from_atom(atom),), tuple(atom.shape[i] for i in perm), perm)
+    mono, coef = p.terms[0]
+    atom = mono.atom if len(p.terms) == 1 else None
+    if atom is not None and atom.name == "permute":
+        return s.scale(permute(s, atom.args[0], tuple(int(atom.attrs[i]) for i in perm)), coef)
+    if atom is not None and coef != 1:
+        return s.scale(permute(s, s.from_atom(atom), perm), coef)
+    shape = tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape
+    return s.fn("permute", (p,), shape, perm)
 
 
 def inverse(perm: tuple[int, ...]) -> tuple[int, ...]:
     """The permutation that undoes `perm`."""
     return tuple(perm.index(i) for i in range(len(perm)))
-
-
-def single(mono: Mono) -> Atom | None:
-    """The atom of a monomial that is one atom to the first power."""
-    ok = mono.expo is None and len(mono.factors) == 1 and mono.factors[0][1] == 1
-    return mono.factors[0][0] if ok else None

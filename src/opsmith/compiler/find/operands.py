@@ -88,9 +88,7 @@ def _sum(poly: Poly, canon: Canon, root: Node) -> Operand | None:
     """Several additive masks as their sum."""
     total: Operand | None = None
     for mono, coef in poly.terms:
-        if coef != 1.0 or mono.expo is not None or len(mono.factors) != 1 or mono.factors[0][1] != 1:
-            return None
-        part = materialize(canon.space.from_atom(mono.factors[0][0]), canon, root)
+        part = materialize(canon.space.from_atom(mono.atom), canon, root) if mono.atom and coef == 1 else None
         if part is None:
             return None
         total = part if total is None else Made(torch.ops.aten.add.Tensor, (total, part), poly.shape)

@@ -47,15 +47,7 @@ def take(s: Space, p: Poly, piece: Piece, size: int) -> Poly:
     kind, first, second = piece
     if kind == "block" and (first, second) == (0, size):
         return p
-    result = s.zero
-    for mono, coef in p.terms:
-        term = s.const(coef)
-        for atom, power in mono.factors:
-            term = s.mul(term, s.power(_take_atom(s, atom, piece, size), power))
-        if mono.expo is not None:
-            term = s.mul(term, s.exp(take(s, mono.expo, piece, size)))
-        result = s.add(result, term)
-    return result
+    return s.rebuilt(p, lambda a: _take_atom(s, a, piece, size), lambda e: take(s, e, piece, size))
 
 
 def _take_atom(s: Space, atom: Atom, piece: Piece, size: int) -> Poly:

@@ -285,6 +285,18 @@ class Space:
         whole = self._poly({self._mono((), self._poly(rest)): coef})
         return whole if result is None else self.mul(whole, result)
 
+    def rebuilt(self, a: Poly, of: Callable[[Atom], Poly], of_exponent: Callable[[Poly], Poly]) -> Poly:
+        """a with each of its atoms, and each exponent, as what becomes of it."""
+        result = self.zero
+        for mono, coef in a.terms:
+            term = self.const(coef)
+            for atom, power in mono.factors:
+                term = self.mul(term, self.power(of(atom), power))
+            if mono.expo is not None:
+                term = self.mul(term, self.exp(of_exponent(mono.expo)))
+            result = self.add(result, term)
+        return result
+
     def log(self, a: Poly) -> Poly:
         """log a; a product becomes a sum."""
         if len(a.terms) != 1 or a.terms[0][1] <= 0 or not self._separable(a.terms[0][0]):

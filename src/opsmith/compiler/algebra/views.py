@@ -11,43 +11,36 @@ from opsmith.compiler.algebra.pieces import join, unstacked
 from opsmith.compiler.algebra.terms import Atom, Poly, Shape, Space
 
 
+class _Outside(Exception):
+    """What a view cannot move into."""
+
+
 def reshape(s: Space, p: Poly, old: Shape, new: Shape) -> Poly:
     """`p`, whose value has shape `old`, viewed with shape `new`."""
     if old == new or p.constant is not None:
         return p
-    if not p.terms:
-        return p
-    moved = _through(s, p, old, new)
-    return moved if moved is not None else s.fn("reshape", (p,), new, (new,))
+    try:
+        return _through(s, p, old, new)
+    except _Outside:
+        return s.fn("reshape", (p,), new, (new,))
 
 
-def _through(s: Space, p: Poly, old: Shape, new: Shape) -> Poly | None:
-    """Reshape of every atom, when each spans the leading dimensions wholly; else None."""
-    result = s.zero
-    single = len(p.terms) == 1
-    for mono, coef in p.terms:
-        term = s.const(coef)
-        for atom, power in mono.factors:
-            factor = _atom(s, atom, old, new, alone=single and len(mono.factors) == 1 and mono.expo is None)
-            if factor is None:
-                return None
-            term = s.mul(term, s.power(factor, power))
-        if mono.expo is not None:
-            exponent = _through(s, mono.expo, old, new)
-            if exponent is None:
-                return None
-            term = s.mul(term, s.exp(exponent))
-        result = s.add(result, term)
-    return result
+def _through(s: Space, p: Poly, old: Shape, new: Shape) -> Poly:
+    """Reshape of every atom, where each spans the leading dimensions wholly."""
+    mono = p.terms[0][0] if len(p.terms) == 1 else None
+    alone = mono is not None and len(mono.factors) == 1 and mono.expo is None
+    return s.rebuilt(p, lambda a: _atom(s, a, old, new, alone=alone), lambda e: _through(s, e, old, new))
 
 
-def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly | None:
+def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
     if not atom.shape:
         return s.from_atom(atom)
     same_last = bool(old) and bool(new) and old[-1] == new[-1]
     if atom.name == "reshape" and atom.shape == old:
         inner = atom.args[0]
-        return inner if inner.shape == new else reshape(s, inner, inner.shape, new) if inner.shape else None
+        if not inner.shape and new:
+            raise _Outside
+        return reshape(s, inner, inner.shape, new)
     if atom.name == "matmul" and atom.shape == old and same_last:
         a, b = atom.args
         if len(b.shape) == 2 and len(a.shape) == len(old):
@@ -66,12 +59,14 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly 
         return s.fn("gather", (table, reshape(s, ids, ids.shape, new[:-1])), new)
     if atom.name in ("sum", "mean", "max") and same_last and atom.shape == (*old[:-1], 1):
         wide = atom.args[0].shape
-        body = _through(s, atom.args[0], wide, (*new[:-1], wide[-1])) if len(wide) == len(old) else None
-        return None if body is None else s.fn(atom.name, (body,), (*new[:-1], 1))
+        if len(wide) != len(old):
+            raise _Outside
+        return s.fn(atom.name, (_through(s, atom.args[0], wide, (*new[:-1], wide[-1])),), (*new[:-1], 1))
     if atom.name == "base" and atom.shape in (old, (*old[:-1], 1)):
         target = new if atom.shape == old else (*new[:-1], 1)
-        body = _through(s, atom.args[0], atom.shape, target) if same_last or atom.shape == old else None
-        return None if body is None else s.fn("base", (body,), target)
+        if not same_last and atom.shape != old:
+            raise _Outside
+        return s.fn("base", (_through(s, atom.args[0], atom.shape, target),), target)
     if atom.name == "join" and atom.shape == old and same_last:
         kind, sizes = atom.attrs
         parts = [
@@ -84,7 +79,7 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly 
         return together
     if atom.shape == old and (alone or same_last):
         return s.fn("reshape", (s.from_atom(atom),), new, (new,))
-    return None
+    raise _Outside
 
 
 def permute(s: Space, p: Poly, perm: tuple[int, ...]) -> Poly:

@@ -7,7 +7,8 @@ view) is a fact that recognition, the study and the timing of a graph have to re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import Node
+from torch.fx.node import map_arg
+
+from opsmith.compiler.algebra.canon import arguments
 
 
 @dataclass
@@ -32,7 +36,7 @@ class Effects:
 
     def inputs(self, graph: fx.Graph) -> list[int]:
         """The positions of the inputs that a run changes."""
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        placeholders = graph.find_nodes(op="placeholder")
         return [i for i, n in enumerate(placeholders) if self.memory.get(n) in self.changed]
 
     def opaque(self) -> frozenset[Node]:
@@ -40,15 +44,15 @@ class Effects:
         changed = self.changed
         return frozenset(n for n, m in self.memory.items() if m in changed)
 
-    def disturbed(self, region: Iterable[Node], inputs: Iterable[Node], order: Mapping[Node, int]) -> bool:
+    def disturbed(self, region: Iterable[Node], inputs: Iterable[Node]) -> bool:
         """True when one call at the end of the region could see other values than the region's nodes did."""
         if not self.writes:
             return False
         region = set(region)
         memory = {self.memory.get(n) for n in (*region, *inputs)}
-        first, last = min(order[n] for n in region), max(order[n] for n in region)
+        first, last = min(region), max(region)
         return any(
-            node in region or (bool(written & memory) and first < order[node] < last)
+            node in region or (bool(written & memory) and first < node < last)
             for node, written in self.writes.items()
         )
 
@@ -89,39 +93,29 @@ def _draws(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    names = [a.name for a in target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
-
-
-def _comes_after(order: Mapping[Node, int], position: int, user: Node) -> bool:
-    return order[user] > position
+    return bool(arguments(node).get("dropout_p", 1.0) != 0.0)
 
 
 def localize(graph: fx.Graph) -> None:
     """Write every in-place operator on memory that has one name only as the operator that returns a new value."""
-    nodes = list(graph.nodes)
-    order = {n: i for i, n in enumerate(nodes)}
-    memory = {n: _memory(n) for n in nodes}
-    for node in nodes:
+    memory = {n: _memory(n) for n in graph.nodes}
+    for number, node in enumerate(list(memory)):
         pure, target = _functional(node), node.args[0] if node.args else None
         if pure is None or not isinstance(target, Node) or target.op != "call_function":
             continue
         shared = [n for n, m in memory.items() if m is not None and m == memory[target]]
-        if any(order[n] < order[node] and n is not target for n in shared):
+        if any(n < node and n is not target for n in shared):
             continue
         with graph.inserting_before(node):
             value = graph.call_function(pure, node.args, node.kwargs)
         value.meta = dict(node.meta)
-        order[value] = order[node]
         # From here on the old name stands for the new value.
-        later = partial(_comes_after, order, order[node])
-        target.replace_all_uses_with(value, later)
+        target.replace_all_uses_with(value, partial(operator.lt, node))
         node.replace_all_uses_with(value)
         graph.erase_node(node)
         del memory[node]
-        for n in (value, *(n for n in shared if n in memory and order[n] > order[value])):
-            memory[n] = n.meta["memory"] = -1 - order[value]
+        for n in (value, *(n for n in shared if n in memory and n > value)):
+            memory[n] = n.meta["memory"] = -1 - number
 
 
 def _memory(node: Node) -> int | None:
@@ -148,17 +142,15 @@ def _written(node: Node) -> list[Node]:
         return []
     schema = node.target._schema
     if schema.name in _STATISTICS:
-        given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+        given = arguments(node)
         running = (given.get("running_mean"), given.get("running_var"))
         return [n for n in running if isinstance(n, Node) and given.get(_STATISTICS[schema.name])]
     if not schema.is_mutable:
         return []
     written: list[Node] = []
-    for i, argument in enumerate(schema.arguments):
+    for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            several = value if isinstance(value, list | tuple) else (value,)
-            written += [v for v in several if isinstance(v, Node)]
+            map_arg(arguments(node).get(argument.name), written.append)
     return written
 
 

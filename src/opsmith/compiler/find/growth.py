@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 
 from torch.fx import Node
 
 from opsmith.compiler.algebra.canon import arguments, op_name, shape_of
-from opsmith.compiler.find.merge import merge
+from opsmith.compiler.find.merge import Cards, Disturbed, merge
 from opsmith.compiler.find.operands import nodes_in
 from opsmith.compiler.find.site import Site, check
-from opsmith.operator import Kind, Operator
-
-Cards = Mapping[str, Operator]
-Disturbed = Callable[[Site], bool]
+from opsmith.operator import Kind
 
 
 def grow(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
@@ -33,7 +29,7 @@ def grow(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]:
     return merge(sites, cards, disturbed)
 
 
-def _absorb_residual(site: Site, computed: set[Node], disturbed: Callable[[Site], bool]) -> None:
+def _absorb_residual(site: Site, computed: set[Node], disturbed: Disturbed) -> None:
     x = site.arguments.get("x")
     if not isinstance(x, Node) or op_name(x) != "aten::add" or "residual" in site.arguments or x in computed:
         return
@@ -53,9 +49,7 @@ def _absorb_residual(site: Site, computed: set[Node], disturbed: Callable[[Site]
         site.arguments, site.outputs, site.region = grown.arguments, grown.outputs, grown.region
 
 
-def _absorb_activation(
-    site: Site, by_root: dict[Node, Site], gone: set[int], disturbed: Callable[[Site], bool]
-) -> None:
+def _absorb_activation(site: Site, by_root: dict[Node, Site], gone: set[int], disturbed: Disturbed) -> None:
     assert site.card.epilogue is not None
     source = by_root.get(site.arguments.get("x"))  # type: ignore[arg-type]
     if source is None or "activation" not in inspect.signature(source.card.function).parameters:

@@ -8,7 +8,7 @@ and each can still be called by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,15 +40,13 @@ class Part:
     node: Node
     x: Node
     tensors: dict[str, Node | None]  # weight, scale, zero and bias
-    format: str
-    group_size: int
     layer: Any
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What is the same for parts of one call."""
-        shape = shape_of(self.x)
-        return (_source(self.x), shape, self.format, self.group_size, self.tensors["zero"] is None)
+        layer, without_zero = self.layer, self.tensors["zero"] is None
+        return (_source(self.x), shape_of(self.x), layer.format, layer.group_size, without_zero)
 
     @property
     def columns(self) -> int:
@@ -94,37 +92,30 @@ def side_by_side(layers: Sequence[Any]) -> None:
 
 def join(gm: fx.GraphModule, inputs: Sequence[Any], owner: Owner, lay: Lay, effects: Effects) -> list[Site]:
     """The groups of packed layers in a graph that one call can stand for."""
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    values = dict(zip(placeholders, inputs, strict=True))
+    values = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     sites: list[Site] = []
     for group in _groups(gm.graph, lambda n: owner(values.get(n))):
         # A layer's columns end where the next one's panel starts.
-        panel = _PANEL[group[0].format]
+        panel = _PANEL[group[0].layer.format]
         group = sorted(group, key=lambda p: p.columns % panel != 0)
         if any(p.columns % panel for p in group[:-1]) or not _private(group, gm.graph, effects):
             continue
         site = _site(group)
-        order = {n: i for i, n in enumerate(gm.graph.nodes)}
-        if not effects.disturbed(site.region, site.inputs, order) and lay([p.layer for p in group]):
+        if not effects.disturbed(site.region, site.inputs) and lay([p.layer for p in group]):
             sites.append(site)
     return sites
 
 
-def _groups(graph: fx.Graph, owner: Callable[[Node | None], Any]) -> Iterator[list[Part]]:
+def _groups(graph: fx.Graph, owner: Callable[[Node | None], Any]) -> list[list[Part]]:
     """Calls of packed layers with one input, between which stands no other layer."""
-    group: list[Part] = []
+    groups: list[list[Part]] = [[]]
     for node in graph.nodes:
-        part = _part(node, owner)
-        if part is None and op_name(node) not in LEFT_OPERAND and node.target is not filled:
-            continue
+        part, group = _part(node, owner), groups[-1]
         if part is not None and group and part.kind == group[0].kind and _fits(part, group):
             group.append(part)
-            continue
-        if len(group) > 1:
-            yield group
-        group = [] if part is None else [part]
-    if len(group) > 1:
-        yield group
+        elif part is not None or op_name(node) in LEFT_OPERAND or node.target is filled:
+            groups.append([] if part is None else [part])
+    return [group for group in groups if len(group) > 1]
 
 
 def _fits(part: Part, group: list[Part]) -> bool:
@@ -148,7 +139,7 @@ def _part(node: Node, owner: Callable[[Node | None], Any]) -> Part | None:
     else:
         return None
     tensors: Any = {"weight": weight, "scale": scale, "zero": zero, "bias": bias}
-    return Part(node, x, tensors, layer.format, layer.group_size, layer)
+    return Part(node, x, tensors, layer)
 
 
 def _source(x: Node) -> Node:
@@ -181,8 +172,8 @@ def _site(group: list[Part]) -> Site:
         first = next(t for t in parts if t is not None)
         axis = len(shape_of(first)) - 2 if name == "weight" else axis
         call[name] = Made(joined, (axis, *own), ())
-    columns = tuple(p.columns for p in group)
-    call |= {"format": group[0].format, "group_size": group[0].group_size, "columns": columns}
+    layer, columns = group[0].layer, tuple(p.columns for p in group)
+    call |= {"format": layer.format, "group_size": layer.group_size, "columns": columns}
     nodes = tuple(p.node for p in group)
     pattern = f"{len(group)} layers of one input"
     return Site(_CARD, pattern, call, nodes, set(nodes), columns=columns)

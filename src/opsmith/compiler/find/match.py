@@ -7,9 +7,11 @@ backtracking), functions by name. The mismatch that came closest is kept, for th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 from torch.fx import Node
 
@@ -55,14 +57,20 @@ class Matcher:
         """The bindings under which the template equals `term`, or None (then `mismatch` says where they part)."""
         return self._poly(self.template.term, term, dict(known or {}))
 
-    def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom) -> None:
+    def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom) -> Binding | None:
+        """No binding; the mismatch is kept where it came closest."""
         score = 4 * len(env) + self.level
         if score > self.mismatch.score:
             self.mismatch = Mismatch(score, expected, got, got)
+        return None
 
-    def _variable(self, poly: Poly) -> str | None:
-        atom = poly.atom
-        return atom.leaf.name if atom is not None and isinstance(atom.leaf, Var) else None
+    @contextmanager
+    def _deeper(self) -> Iterator[None]:
+        self.level += 1
+        try:
+            yield
+        finally:
+            self.level -= 1
 
     def _bind(self, env: Binding, name: str, value: Poly | float, at: Poly | Atom) -> Binding | None:
         bound = env.get(name)
@@ -73,31 +81,25 @@ class Matcher:
         )
         if not same:
             text = show(bound) if isinstance(bound, Poly) else f"{bound:g}"
-            self._fail(env, f"{name} = {text} again", at)
-            return None
+            return self._fail(env, f"{name} = {text} again", at)
         return env
 
     def _poly(self, p: Poly, t: Poly, env: Binding) -> Binding | None:
-        name = self._variable(p)
+        name = _variable(p.atom)
         if name is not None:
             return self._bind(env, name, t, t)
-        negative = self._variable_mono(p.terms[0][0]) if len(p.terms) == 1 and p.terms[0][1] == -1 else None
+        negative = _variable(p.terms[0][0].atom) if len(p.terms) == 1 and p.terms[0][1] == -1 else None
         if negative is not None and len(t.terms) > 1:
             return self._bind(env, negative, self.space.scale(t, -1), t)
         # The most particular monomials first; a bare variable may take all that the others leave.
-        order = sorted(p.terms, key=lambda m: (self._variable_mono(m[0]) is not None, -len(m[0].factors)))
-        last = self._variable_mono(order[-1][0]) if order else None
+        order = sorted(p.terms, key=lambda m: (_variable(m[0].atom) is not None, -len(m[0].factors)))
+        last = _variable(order[-1][0].atom) if order else None
         absorbs = last is not None and order[-1][1] == 1.0
         if len(t.terms) < len(p.terms) or (len(t.terms) > len(p.terms) and not absorbs):
             if p is not self.template.term:  # another number of terms altogether is not a near miss
                 self._fail(env, p, t)
             return None
         return self._monos(order, list(t.terms), env, absorbs, t)
-
-    def _variable_mono(self, mono: Mono) -> str | None:
-        ok = mono.expo is None and len(mono.factors) == 1 and mono.factors[0][1] == 1
-        leaf = mono.factors[0][0].leaf if ok else None
-        return leaf.name if isinstance(leaf, Var) else None
 
     def _monos(
         self,
@@ -111,7 +113,7 @@ class Matcher:
             return env if not left else None
         (pm, pc), *rest = todo
         if not rest and absorbs:
-            name = self._variable_mono(pm)
+            name = _variable(pm.atom)
             assert name is not None
             return self._bind(env, name, self.space._poly(dict(left)), whole)
         for i, (tm, tc) in enumerate(left):
@@ -137,17 +139,13 @@ class Matcher:
                 self._fail(env, f"the coefficient {pc:.6g} of {show(self.space._poly({pm: pc}))}", term)
             return None
         if (pm.expo is None) != (tm.expo is None) or len(pm.factors) != len(tm.factors):
-            self._fail(env, self.space._poly({pm: pc}), term)
-            return None
+            return self._fail(env, self.space._poly({pm: pc}), term)
         todo = sorted(pm.factors, key=lambda f: isinstance(f[0].leaf, Var))
         found = self._factors(todo, list(tm.factors), env)
         if found is None or pm.expo is None or tm.expo is None:
             return found
-        self.level += 1
-        try:
+        with self._deeper():
             return self._poly(pm.expo, tm.expo, found)
-        finally:
-            self.level -= 1
 
     def _factors(
         self, todo: list[tuple[Atom, float]], left: list[tuple[Atom, float]], env: Binding
@@ -176,61 +174,42 @@ class Matcher:
             # The model keeps the matrix the other way round (a Conv1D): the variable is its transpose.
             return self._poly(p.args[0], permute(self.space, self.space.from_atom(t), inverse(p.attrs)), env)
         if p.name != t.name or len(p.args) != len(t.args) or p.leaf is not None:
-            self._fail(env, p, t)
-            return None
+            return self._fail(env, p, t)
         if p.name == "permute":
             return self._permuted(p, t, env)
         if p.name == "join":
             return self._joined(p, t, env)
         agreed = self._attrs(p, t, env)
         if agreed is None:
-            self._fail(env, p, t)
-            return None
-        env = agreed
-        self.level += 1
-        try:
-            found = self._arguments(p, t.args, env)
+            return self._fail(env, p, t)
+        with self._deeper():
+            found = _each(self._poly, p.args, t.args, agreed)
             if found is None and p.name == "larger":  # whichever of the two is named first
-                return self._arguments(p, t.args[::-1], env)
-            if found is None and p.name == "where" and self._variable(p.args[0]) is not None:
+                return _each(self._poly, p.args, t.args[::-1], agreed)
+            if found is None and p.name == "where" and _variable(p.args[0].atom) is not None:
                 condition, first, second = t.args
                 opposite = self.space.fn("not", (condition,), condition.shape)
-                return self._arguments(p, (opposite, second, first), env)
+                return _each(self._poly, p.args, (opposite, second, first), agreed)
             return found
-        finally:
-            self.level -= 1
-
-    def _arguments(self, p: Atom, arguments: Sequence[Poly], env: Binding) -> Binding | None:
-        for pa, ta in zip(p.args, arguments, strict=True):
-            found = self._poly(pa, ta, env)
-            if found is None:
-                return None
-            env = found
-        return env
 
     def _attrs(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
         """Settings agree, or stand where the pattern has a marked constant."""
-        if p.name == "reshape":
-            return env
-        if len(p.attrs) != len(t.attrs):
-            return None
-        for wanted, got in zip(p.attrs, t.attrs, strict=True):
+
+        def agree(wanted: Any, got: Any, env: Binding) -> Binding | None:
             hole = next((n for n, v in self.template.holes.items() if v == wanted), None)
             if hole is not None and isinstance(got, int | float):
-                bound = self._bind(env, hole, got, t)
-                if bound is None:
-                    return None
-                env = bound
-            elif (self.blocks.get(wanted, wanted) if p.name == "take" else wanted) != got:
-                return None
-        return env
+                return self._bind(env, hole, got, t)
+            return env if (self.blocks.get(wanted, wanted) if p.name == "take" else wanted) == got else None
+
+        if p.name == "reshape":
+            return env
+        return _each(agree, p.attrs, t.attrs, env) if len(p.attrs) == len(t.attrs) else None
 
     def _joined(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
         """Two joins of as many pieces, piece by piece."""
         (kind, sizes), (other, lengths) = p.attrs, t.attrs
         if kind != other:
-            self._fail(env, p, t)
-            return None
+            return self._fail(env, p, t)
         before = self.blocks
         if kind == "cat":
             starts, begins = (list(accumulate(n, initial=0)) for n in (sizes, lengths))
@@ -238,12 +217,7 @@ class Matcher:
                 ("block", starts[i], sizes[i]): ("block", begins[i], lengths[i]) for i in range(len(sizes))
             }
         try:
-            for wanted, got in zip(p.args, t.args, strict=True):
-                found = self._piece(wanted, got, env)
-                if found is None:
-                    return None
-                env = found
-            return env
+            return _each(self._piece, p.args, t.args, env)
         finally:
             self.blocks = before
 
@@ -262,15 +236,13 @@ class Matcher:
                     rest[self.space.monomial(others, mono.expo).terms[0][0]] = sign * coef
                     del left[mono]
             if not rest:
-                self._fail(env, self.space.from_atom(wanted), t)
-                return None
+                return self._fail(env, self.space.from_atom(wanted), t)
             found = self._poly(self.space.from_atom(variable), self.space._poly(rest), env)
             if found is None:
                 return None
             env = found
         if left:
-            self._fail(env, p, t)
-            return None
+            return self._fail(env, p, t)
         return env
 
     def _coefficient(self, mono: Mono, coef: float) -> tuple[Atom, float, Atom] | None:
@@ -294,7 +266,7 @@ class Matcher:
 
     def _may_transpose(self, p: Atom, t: Atom) -> bool:
         """True for a matrix that need not reach the operator in the layout of other inputs."""
-        name = self._variable(p.args[0])
+        name = _variable(p.args[0].atom)
         return (
             name is not None
             and name not in self.template.pattern.recognition.aligned
@@ -304,18 +276,36 @@ class Matcher:
     def _permuted(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
         """A pattern's transposed variable against any permutation: the variable takes the remaining permutation."""
         if len(p.attrs) != len(t.attrs):
-            self._fail(env, p, t)
-            return None
+            return self._fail(env, p, t)
         undo = inverse(p.attrs)
         rest = tuple(t.attrs[i] for i in undo)
         return self._poly(p.args[0], permute(self.space, t.args[0], rest), env)
+
+
+def _each(
+    match: Callable[[Any, Any, Binding], Binding | None],
+    wanted: Sequence[Any],
+    got: Sequence[Any],
+    env: Binding,
+) -> Binding | None:
+    """Several things matched in turn, each with what the ones before it have bound."""
+    for p, t in zip(wanted, got, strict=True):
+        found = match(p, t, env)
+        if found is None:
+            return None
+        env = found
+    return env
+
+
+def _variable(atom: Atom | None) -> str | None:
+    return atom.leaf.name if atom is not None and isinstance(atom.leaf, Var) else None
 
 
 def _whole(atom: Atom) -> str | None:
     """The variable that an atom is a piece of."""
     while atom.name == "take" and atom.args[0].atom is not None:
         atom = atom.args[0].atom
-    return atom.leaf.name if isinstance(atom.leaf, Var) else None
+    return _variable(atom)
 
 
 def show(term: Poly | Atom, depth: int = 0) -> str:

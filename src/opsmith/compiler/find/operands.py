@@ -37,9 +37,9 @@ def nodes_in(value: Any) -> Iterator[Node]:
             yield from nodes_in(arg)
 
 
-def shape_of_operand(value: Operand) -> Shape:
-    """The sizes of an operand."""
-    return shape_of(value) if isinstance(value, Node) else value.shape
+def shape_of_operand(value: Any) -> Shape:
+    """The sizes of an operand; none of anything else."""
+    return value.shape if isinstance(value, Made) else shape_of(value)
 
 
 def evaluate(value: Any, env: Callable[[Node], Any]) -> Any:

@@ -25,7 +25,14 @@ from opsmith.compiler.algebra.views import inverse
 from opsmith.compiler.capture.mutation import effects
 from opsmith.compiler.find.growth import grow
 from opsmith.compiler.find.match import Binding, Matcher, Mismatch
-from opsmith.compiler.find.operands import Made, Operand, materialize, nodes_in, of_wider, without_axis
+from opsmith.compiler.find.operands import (
+    Made,
+    materialize,
+    nodes_in,
+    of_wider,
+    shape_of_operand,
+    without_axis,
+)
 from opsmith.compiler.find.site import Site, ancestors, between, check, cuts, where
 from opsmith.compiler.find.template import Template, function_names
 from opsmith.operator import Operator
@@ -68,15 +75,13 @@ class Recognized:
 
 def recognize(graph: fx.Graph, cards: Iterable[Operator]) -> Recognized:
     """Find every site of the cards' operators in a traced and tidied graph."""
-    finder = _Finder(graph, list(cards))
-    return finder.run()
+    return _Finder(graph, list(cards)).run()
 
 
 class _Finder:
     def __init__(self, graph: fx.Graph, cards: list[Operator]):
         self.graph = graph
         self.space = Space()
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.cards = {card.name: card for card in cards}
         self.effects = effects(graph)
         self.opaque = self.effects.opaque()
@@ -163,17 +168,17 @@ class _Finder:
             problem = Mismatch(4 * len(binding) + 100, *outcome)
         if problem is not None and problem.score >= 0 and self._written_out(template, root, known):
             best = self.near.get(root)
-            rank = (
-                len(template.names),
-                problem.score,
-            )  # attention that failed says more than a matmul that did
+            # Attention that failed says more than a matmul that did.
+            rank = (len(template.names), problem.score)
             if best is None or rank > best[0]:
                 self.near[root] = (rank, template, problem, canon)
         return None
 
     def _written_out(self, template: Template, root: Node, known: Binding) -> bool:
         """True where enough calls stand between the input and the root to be an operator that came out otherwise."""
-        return template.cut is None or len(between(root, _cut_nodes(known), MIN_COMPOSITE)) >= MIN_COMPOSITE
+        atoms = [value.atom for value in known.values() if isinstance(value, Poly)]
+        cut = [a.leaf for a in atoms if a is not None and isinstance(a.leaf, Node)]
+        return template.cut is None or len(between(root, cut, MIN_COMPOSITE)) >= MIN_COMPOSITE
 
     def _bind(
         self, template: Template, canon: Canon, root: Node, binding: Binding
@@ -215,28 +220,30 @@ class _Finder:
         for name in how.repeats:
             call[name] = _unrepeated(call[name])
         ranks = {n: len(s) for n, s in template.pattern.inputs.items() if isinstance(s, tuple)}
-        after: tuple[Any, ...] = ()
+        squeezed: tuple[Any, ...] = ()
         main = template.variables[0]
-        if len(_shape(call[main])) == ranks[main] - 1 and how.aligned:
-            call = {n: _unsqueeze(v) if n in ranks else v for n, v in call.items()}
-            after = ((torch.ops.aten.squeeze.dim, (0,)),)
+        if len(shape_of_operand(call[main])) == ranks[main] - 1 and how.aligned:
+            unsqueeze = torch.ops.aten.unsqueeze.default
+            call = {
+                n: Made(unsqueeze, (v, 0), (1, *shape_of_operand(v))) if n in ranks else v
+                for n, v in call.items()
+            }
+            squeezed = ((torch.ops.aten.squeeze.dim, (0,)),)
         for name, convert in how.converted.items():
-            call[name] = Made(convert, (call[name],), _shape(call[name]))
+            call[name] = Made(convert, (call[name],), shape_of_operand(call[name]))
         for name, (source, times) in how.sizes.items():
-            call[name] = times * _shape(call[source])[-1]
-        rank = len(_shape(call[main]))
+            call[name] = times * shape_of_operand(call[source])[-1]
+        rank = len(shape_of_operand(call[main]))
         refusal = ("inputs that the operator can be called with", "other shapes")
         for layout in [p for p in how.layouts if len(p) == rank] or [tuple(range(rank))]:
             arranged = _arranged(call, main, layout, how.shared)
             if arranged is None:
                 continue
+            after = squeezed
             region = between(root, [n for v in arranged.values() for n in nodes_in(v)])
-            undo = (
-                ()
-                if layout == tuple(range(rank))
-                else ((torch.ops.aten.permute.default, (inverse(layout),)),)
-            )
-            site = Site(template.card, template.pattern.name, arranged, (root,), region, after + undo)
+            if layout != tuple(range(rank)):
+                after = (*squeezed, (torch.ops.aten.permute.default, (inverse(layout),)))
+            site = Site(template.card, template.pattern.name, arranged, (root,), region, after)
             if self._disturbed(site):
                 refusal = ("values that stay as they are", "one changed in place")
                 continue
@@ -248,7 +255,7 @@ class _Finder:
 
     def _disturbed(self, site: Site) -> bool:
         """True when a change in place stands between what the site reads and where its call would stand."""
-        return self.effects.disturbed({*site.region, *site.outputs}, site.inputs, self.order)
+        return self.effects.disturbed({*site.region, *site.outputs}, site.inputs)
 
     def _misses(self, sites: list[Site]) -> list[Miss]:
         """The near misses that stand outside every site, the closest for each root, inner ones dropped.
@@ -258,7 +265,7 @@ class _Finder:
         found = {site.root: site.card for site in sites}
         misses: list[Miss] = []
         covered: set[Node] = set(self.consumed)
-        for root in sorted(self.near, key=lambda n: -self.order[n]):
+        for root in sorted(self.near, reverse=True):
             _, template, problem, canon = self.near[root]
             if root in covered:
                 continue
@@ -275,11 +282,6 @@ class _Finder:
 
 def _is_ours(card: Operator) -> bool:
     return str(getattr(card.reference, "__module__", "")).startswith("opsmith.")
-
-
-def _cut_nodes(known: Binding) -> list[Node]:
-    atoms = [value.atom for value in known.values() if isinstance(value, Poly)]
-    return [a.leaf for a in atoms if a is not None and isinstance(a.leaf, Node)]
 
 
 def _size(term: Poly) -> int:
@@ -300,7 +302,7 @@ def _layout(value: Poly) -> tuple[int, ...] | None:
         return None
     if atom.name == "permute":
         return tuple(int(i) for i in atom.attrs)
-    known = atom.leaf is not None and isinstance(atom.leaf, Node) and atom.leaf.op == "placeholder"
+    known = isinstance(atom.leaf, Node) and atom.leaf.op == "placeholder"
     return tuple(range(len(atom.shape))) if known or atom.name == "reshape" else None
 
 
@@ -312,21 +314,9 @@ def _node_at(at: Any, canon: Canon) -> Node | None:
         return None
     if poly.atom is not None and isinstance(poly.atom.leaf, Node):
         return poly.atom.leaf
-    found = canon.node_of(poly)
-    if found is not None:
-        return found
-    for mono, _ in poly.terms:
-        for atom, _p in mono.factors:
-            inner = canon.node_of(canon.space.from_atom(atom)) or (
-                atom.leaf if isinstance(atom.leaf, Node) else None
-            )
-            if inner is not None:
-                return inner
-    return None
-
-
-def _shape(value: Any) -> tuple[Any, ...]:
-    return shape_of(value) if isinstance(value, Node) else value.shape if isinstance(value, Made) else ()
+    parts = [canon.space.from_atom(atom) for mono, _ in poly.terms for atom, _p in mono.factors]
+    found = (canon.node_of(p) or (p.atom and p.atom.leaf) for p in (poly, *parts))
+    return next((node for node in found if isinstance(node, Node)), None)
 
 
 def _arranged(
@@ -336,19 +326,15 @@ def _arranged(
     arranged = dict(call)
     rank = len(layout)
     for name, axis in shared.items():
-        value = without_axis(call[name], layout[axis] - rank + len(_shape(call[name])))
+        value = without_axis(call[name], layout[axis] - rank + len(shape_of_operand(call[name])))
         if value is None:
             return None
         arranged[name] = value
     if layout != tuple(range(rank)):
-        shape = _shape(call[main])
+        shape = shape_of_operand(call[main])
         permuted = tuple(shape[i] for i in layout)
         arranged[main] = Made(torch.ops.aten.permute.default, (call[main], list(layout)), permuted)
     return arranged
-
-
-def _unsqueeze(value: Operand) -> Operand:
-    return Made(torch.ops.aten.unsqueeze.default, (value, 0), (1, *_shape(value)))
 
 
 def _unrepeated(value: Any) -> Any:
@@ -358,7 +344,11 @@ def _unrepeated(value: Any) -> Any:
         return value
     if node.target is torch.ops.aten.to.dtype and len(node.args) == 2:  # of all copies, or of what is copied
         source = _unrepeated(node.args[0])
-        return value if source is node.args[0] else Made(node.target, (source, node.args[1]), _shape(source))
+        return (
+            value
+            if source is node.args[0]
+            else Made(node.target, (source, node.args[1]), shape_of_operand(source))
+        )
     if op_name(node) == "aten::repeat_interleave" and arguments(node).get("dim") in (1, -3):
         return node.args[0]
     if op_name(node) not in ("aten::reshape", "aten::view", "aten::_unsafe_view"):

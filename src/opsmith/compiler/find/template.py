@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,16 +45,15 @@ class Template:
         holes = {n: float(spec) for n, spec in pattern.inputs.items() if isinstance(spec, int | float)}
         shapes = tuple((n, spec) for n, spec in pattern.inputs.items() if not isinstance(spec, int | float))
         graph = _traced(pattern.fn, shapes, tuple(pattern.dtypes.items()), tuple(holes.items()))
-        output = next(n for n in graph.nodes if n.op == "output").args[0]
+        output = graph.find_nodes(op="output")[0].args[0]
         root = output[0] if isinstance(output, list | tuple) else output
         variables = tuple(name for name, _ in shapes)
         cut = {}
-        for node, name in zip((n for n in graph.nodes if n.op == "placeholder"), variables, strict=True):
+        for node, name in zip(graph.find_nodes(op="placeholder"), variables, strict=True):
             cut[node] = space.leaf(Var(name), shape_of(node))
         term = lower(space, Canon(space, cut, root, keeps=pattern.recognition.keeps)(root), shape_of(root))
         names = frozenset(function_names(term))
-        first = next(n for n in graph.nodes if n.op == "placeholder")
-        other = names & {"matmul", "gather", "nll"} or shape_of(first) != shape_of(root)
+        other = names & {"matmul", "gather", "nll"} or shape_of(next(iter(cut))) != shape_of(root)
         return cls(card, pattern, term, holes, names, variables, None if other else variables[0])
 
 
@@ -63,38 +63,25 @@ def _traced(
     shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
     dtypes: tuple[tuple[str, str], ...],
     holes: tuple[tuple[str, float], ...],
+    times: int = 1,
 ) -> fx.Graph:
     """A pattern's function as a graph; tracing takes longer than reading it, so once in a process."""
-    try:
-        return _traced_at(fn, shapes, dtypes, holes, 1)
-    except RuntimeError:  # what pairs up the elements of an axis takes no odd size
-        return _traced_at(fn, shapes, dtypes, holes, 2)
-
-
-def _traced_at(
-    fn: Callable[..., Any],
-    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
-    dtypes: tuple[tuple[str, str], ...],
-    holes: tuple[tuple[str, float], ...],
-    times: int,
-) -> fx.Graph:
-    sizes: dict[str, int] = {}
     primes = iter(times * prime for prime in (3, 5, 7, 11, 13, 17, 19, 23))
+    sizes: defaultdict[str, int] = defaultdict(lambda: next(primes))
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in shapes:
-        shape = [d if isinstance(d, int) else sizes.setdefault(d, 0) or _size(sizes, d, primes) for d in spec]
         dtype = {"ids": torch.int64, "bool": torch.bool}.get(dict(dtypes).get(name, ""), torch.float32)
-        tensors[name] = torch.zeros(shape, dtype=dtype)
+        tensors[name] = torch.zeros([d if isinstance(d, int) else sizes[d] for d in spec], dtype=dtype)
 
     def call(*values: torch.Tensor) -> Any:
         return fn(**dict(zip(tensors, values, strict=True)), **dict(holes))
 
-    return make_fx(call, pre_dispatch=True)(*tensors.values()).graph
-
-
-def _size(sizes: dict[str, int], symbol: str, primes: Any) -> int:
-    sizes[symbol] = next(primes)
-    return sizes[symbol]
+    try:
+        return make_fx(call, pre_dispatch=True)(*tensors.values()).graph
+    except RuntimeError:  # what pairs up the elements of an axis takes no odd size
+        if times == 2:
+            raise
+        return _traced(fn, shapes, dtypes, holes, 2)
 
 
 def function_names(poly: Poly, seen: set[int] | None = None) -> set[str]:

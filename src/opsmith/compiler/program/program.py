@@ -28,7 +28,7 @@ from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
 from opsmith.compiler.steps.bind import kernel_calls
 from opsmith.compiler.steps.sizes import varying
-from opsmith.compiler.steps.slots import Layout, Slots, is_pure, is_size, last_uses, memory
+from opsmith.compiler.steps.slots import Layout, Slots, entering, is_pure, is_size, last_uses, memory
 from opsmith.compiler.steps.source import Writer, target_name
 from opsmith.operator import Implementation, Operator
 
@@ -125,12 +125,10 @@ class _Recorder:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.varies = varying(self.nodes, free) if free else set()
-        self.order = {n: i for i, n in enumerate(self.nodes)}
         self.called: list[str] = []
-        self.args = args
         self.choose = choose
         self.weights = weights
-        self.env: dict[Node, Any] = {}
+        self.env = entering(gm, args)
         self.steps: dict[Node, Step] = {}
         self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
         self.open: dict[Node, Open] = {}
@@ -147,9 +145,7 @@ class _Recorder:
             self.steps[node].slot = slot
         needed = self._needed()
         source, run = self._source(needed)
-        steps = [
-            self.steps[n] for n in self.nodes if n in self.steps and n in needed and n not in self.constant
-        ]
+        steps = [step for n, step in self.steps.items() if n in needed and n not in self.constant]
         program = Program(
             steps,
             source,
@@ -163,17 +159,10 @@ class _Recorder:
         return program, result
 
     def _execute(self) -> Any:
-        inputs = iter(self.args)
         for node in self.nodes:
-            if node.op == "placeholder":
-                self.env[node] = next(inputs)
-            elif node.op == "get_attr":
-                self.env[node] = operator.attrgetter(str(node.target))(self.gm)
-            elif node.op == "call_function":
+            if node.op == "call_function":
                 self.env[node] = self._call(node)
-            elif node.op == "output":
-                return map_arg(node.args[0], self.env.__getitem__)
-        raise RuntimeError("a graph without an output")
+        return map_arg(self.gm.graph.find_nodes(op="output")[0].args[0], self.env.__getitem__)
 
     def _call(self, node: Node) -> Any:
         args = map_arg(node.args, self.env.__getitem__)
@@ -209,7 +198,7 @@ class _Recorder:
 
     def _fold(self) -> None:
         """What follows from fixed sizes alone (positions, causal masks) is computed once: it is in `env` already."""
-        escaping = {n for o in self.nodes if o.op == "output" for n in o.all_input_nodes}
+        escaping = set(self.gm.graph.find_nodes(op="output")[0].all_input_nodes)
         for node in self.nodes:
             if node.op != "call_function" or node in self.calls or node in escaping or not is_pure(node):
                 continue
@@ -249,9 +238,8 @@ class _Recorder:
         writer = Writer({n.name for n in self.nodes}, self._stands)
         dead = self._dead_after(needed)
         lines = []
-        placeholders = [n.name for n in self.nodes if n.op == "placeholder"]
-        if placeholders:
-            lines.append(f"    ({', '.join(placeholders)},) = args")
+        if placeholders := self.gm.graph.find_nodes(op="placeholder"):
+            lines.append(f"    ({', '.join(n.name for n in placeholders)},) = args")
         for node in self.nodes:
             if node not in needed:
                 continue
@@ -263,11 +251,9 @@ class _Recorder:
                 lines += site
             elif node.target is filled and self._in_slot(node):
                 lines.append(self._filled(node, writer))
-            elif self._in_slot(node):
-                pass
-            elif node.op == "call_function" and node.target is operator.getitem:
+            elif node.target is operator.getitem and not self._in_slot(node):
                 lines.append(f"    {node.name} = {writer.text(node.args[0])}[{writer.text(node.args[1])}]")
-            elif node.op == "call_function":
+            elif node.op == "call_function" and not self._in_slot(node):
                 call = writer.call(node.target, node.args, node.kwargs, target_name(node.target))
                 lines.append(f"    {node.name} = {call}")
             elif node.op == "output":
@@ -304,14 +290,13 @@ class _Recorder:
         """The nodes whose values the program reads, and those that do more than return one."""
         needed: set[Node] = set()
         for node in reversed(self.nodes):
-            effect = node.op in ("output", "placeholder") or (
-                node.op == "call_function" and not is_pure(node)
-            )
-            if node in self.calls:
-                effect = False
-            if not effect and not any(node in self._reads(u) for u in node.users if u in needed):
-                continue
-            needed.add(node)
+            acts = node.op == "call_function" and node not in self.calls and not is_pure(node)
+            if (
+                acts
+                or node.op in ("output", "placeholder")
+                or any(node in self._reads(u) for u in node.users if u in needed)
+            ):
+                needed.add(node)
         return needed
 
     def _reads(self, node: Node) -> set[Node]:
@@ -332,7 +317,7 @@ class _Recorder:
             if node.op != "call_function" or node not in needed:
                 continue
             users = [u for u in node.users if u in needed and node in self._reads(u)]
-            end = max(users, key=self.order.__getitem__) if users else node
+            end = max(users, default=node)
             if self._in_slot(node) or (node in self.steps and self.steps[node].slot is not None):
                 continue  # it has no name
             if end.op != "output":

@@ -26,11 +26,7 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
     graph = fx.Graph()
     new: dict[Node, Node] = {}
     output = graph.graph_copy(gm.graph, new)
-    old_output = next(n for n in gm.graph.nodes if n.op == "output")
-    graph.output(output)
-    for node in graph.nodes:
-        if node.op == "output":
-            node.meta = dict(old_output.meta)
+    graph.output(output).meta = dict(gm.graph.find_nodes(op="output")[0].meta)
     made: dict[str, Node] = {}
     for name, site in sites:
         targets = [new[n] for n in site.outputs]
@@ -43,16 +39,14 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
             node.meta["symbols"] = sizes
             if site.columns:
                 results = _columns(graph, node, site.columns)
-                for result in results:
-                    result.meta["symbols"] = sizes
             elif len(targets) == 1:
                 results = [node]
             else:
                 results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(targets))]
             for function, more in site.after:
                 results = [graph.call_function(function, (r, *more)) for r in results]
-                for result in results:
-                    result.meta["symbols"] = sizes
+            for result in results:
+                result.meta["symbols"] = sizes
         for old, target, result in zip(site.outputs, targets, results, strict=True):
             target.replace_all_uses_with(result)
             if site.columns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from opsmith.compiler.prove import proofs
 from opsmith.compiler.prove.site import prove, run_wide
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.bind import Form
-from opsmith.compiler.steps.slots import memory
+from opsmith.compiler.steps.slots import entering, memory
 from opsmith.operator import Verdict
 
 Progress = Callable[[str, int, int], None]
@@ -41,9 +40,8 @@ class Study:
         proved: proofs.Proved | None,
         progress: Progress | None = None,
     ):
-        self.sites, self.args, self.progress = sites, args, progress
+        self.sites, self.progress = sites, progress
         self.nodes = list(sites.gm.graph.nodes)
-        self.order = {n: i for i, n in enumerate(self.nodes)}
         self.training = training
         self.proved = proved
         self.repeatable = True  # whether the same study would find the same
@@ -51,24 +49,19 @@ class Study:
         self.settled: dict[str, Settled] = {}
         self._wide: dict[int, Mapping[Node, torch.Tensor]] = {}  # of the sites that end at one node
         self.learn = learning(self.nodes, args) if training else set()
-        self.env: dict[Node, Any] = {}
+        self.env = entering(sites.gm, args)
         self.at: dict[Node, list[str]] = {}
         self.still = sites.weights.places
         self.shared = sites.effects.memory
         self.buffers: set[int] = set()  # the memory, as `shared` numbers it, for which a program has a buffer
-        results = [n for o in self.nodes if o.op == "output" for n in o.all_input_nodes]
+        results = sites.gm.graph.find_nodes(op="output")[0].all_input_nodes
         self.given = {self.shared[n] for n in results if n in self.shared}  # the caller's
-        self.last: dict[Node, int] = {
-            n: max((self.order[u] for u in n.users), default=self.order[n]) for n in self.nodes
-        }
+        self.last: dict[Node, Node] = {n: max(n.users, default=n) for n in self.nodes}
         for name, site in sites.named.items():
-            end = max(site.outputs, key=self.order.__getitem__)
+            end = max(site.outputs)
             self.at.setdefault(end, []).append(name)
-            for node in (*site.region, *(n for r in site.region for n in r.all_input_nodes)):
-                self.last[node] = max(self.last[node], self.order[end])
-            for value in site.arguments.values():
-                for node in nodes_in(value):
-                    self.last[node] = max(self.last[node], self.order[end])
+            for node in (*site.region, *(n for r in site.region for n in r.all_input_nodes), *site.inputs):
+                self.last[node] = max(self.last[node], end)
 
     def run(self) -> list[tuple[str, Site]]:
         """Choose and prove; the sites that are kept."""
@@ -98,20 +91,15 @@ class Study:
 
     def _walk(self) -> Iterator[list[str]]:
         """Run the graph, node by node; at each one the sites that end there, whose values are all at hand."""
-        ending: dict[int, list[Node]] = {}
-        for node, index in self.last.items():
-            ending.setdefault(index, []).append(node)
-        inputs = iter(self.args)
-        for i, node in enumerate(self.nodes):
-            if node.op == "placeholder":
-                self.env[node] = next(inputs)
-            elif node.op == "get_attr":
-                self.env[node] = attrgetter(str(node.target))(self.sites.gm)
-            elif node.op == "call_function" and node.target is not _SET_GRAD:
+        ending: dict[Node, list[Node]] = {}
+        for node, end in self.last.items():
+            ending.setdefault(end, []).append(node)
+        for node in self.nodes:
+            if node.op == "call_function" and node.target is not _SET_GRAD:
                 self._call(node)
             yield self.at.get(node, [])
             self._wide.clear()
-            for finished in ending.get(i, ()):
+            for finished in ending.get(node, ()):
                 self.env.pop(finished, None)
 
     def _call(self, node: Node) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import Node
 
 from opsmith.compiler.capture.filled import filled
@@ -116,6 +117,12 @@ def may_be_view(node: Node) -> bool:
         return node.target is not filled
     composite = node.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return composite or any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def entering(gm: fx.GraphModule, args: Sequence[Any]) -> dict[Node, Any]:
+    """The values that a run of a graph starts from: its inputs, and what it holds itself."""
+    held = {n: operator.attrgetter(str(n.target))(gm) for n in gm.graph.find_nodes(op="get_attr")}
+    return dict(zip(gm.graph.find_nodes(op="placeholder"), args, strict=True)) | held
 
 
 def is_size(node: Node) -> bool:

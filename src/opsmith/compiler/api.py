@@ -15,6 +15,7 @@ import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.entry import entry, uncollected
+from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.session import Session
 from opsmith.ops.packed_linear.weight import FORMATS
@@ -148,9 +149,7 @@ def restore(model: nn.Module) -> nn.Module:
     session.packing.take_out()
     session.latent.take_out()
     if session.before is not None:
-        own = dict(model.named_parameters(remove_duplicate=False)) | dict(
-            model.named_buffers(remove_duplicate=False)
-        )
+        own = tensors(model)
         for name, tensor in session.before.items():
             own[name].data = tensor
     return model
@@ -215,10 +214,7 @@ def _elements(call: Call) -> int:
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Cast the floating-point parameters and buffers; what they were is kept for `restore`."""
     before: dict[str, torch.Tensor] = {}
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
-    for name, tensor in tensors.items():
+    for name, tensor in tensors(model).items():
         if tensor.is_floating_point() and tensor.dtype != dtype:
             before[name] = tensor.data
             tensor.data = tensor.data.to(dtype)

@@ -18,6 +18,12 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a model by name, those that several modules share once for each."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict(parameters) | dict(model.named_buffers(remove_duplicate=False))
+
+
 def as_linear(module: nn.Module) -> nn.Linear:
     """The layer as an `nn.Linear` on the same memory."""
     if isinstance(module, nn.Linear):

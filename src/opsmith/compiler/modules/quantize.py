@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +17,7 @@ from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.modules.linear_layers import as_linear, linear_layers
+from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, tensors
 from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
 from opsmith.ops.packed_linear.module import PackedLinear
 
@@ -169,7 +169,7 @@ class Packing:
 
         A weight whose memory somebody else in the model uses too, as an embedding may, stays.
         """
-        users = Counter(t.untyped_storage().data_ptr() for t in _tensors(model))
+        users = Counter(t.untyped_storage().data_ptr() for t in tensors(model).values() if not t.is_meta)
         for record in self.layers:
             if record.name not in self._packed:
                 continue
@@ -219,20 +219,8 @@ def _replaced(module: nn.Module) -> bool:
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All parameters and buffers of a model, those that several modules share once for each."""
-    for tensors in (
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    ):
-        for _, t in tensors:
-            if not t.is_meta:
-                yield t
-
-
 def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
     """Why a layer's result is not the product it should be, or nothing."""
-    card = PACKED_LINEAR
     bias = None if packed.bias is None else packed.bias.to(x.dtype)
     args = (packed.weight, packed.scale, packed.zero)
     options = {"format": packed.format, "group_size": packed.group_size}
@@ -240,8 +228,8 @@ def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
         if not bool(x.isfinite().all()):
             return ""  # its results are NaN by definition
         got = packed(x)
-        exact = card.reference(x.double(), *args, None if bias is None else bias.double(), **options)
-        return card.tolerance.check(got, card.eager(x, *args, bias, **options), exact).why
+        exact = PACKED_LINEAR.reference(x.double(), *args, None if bias is None else bias.double(), **options)
+        return PACKED_LINEAR.tolerance.check(got, PACKED_LINEAR.eager(x, *args, bias, **options), exact).why
 
 
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:

@@ -22,8 +22,7 @@ from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.latent import prove as latent_prove
 from opsmith.compiler.modules.latent.find import Reading, candidates
 from opsmith.compiler.modules.latent.pages import Pages
-from opsmith.compiler.modules.latent.site import FORMS, LatentSite, Switch, operations
-from opsmith.ops.mla.cache import MLACache
+from opsmith.compiler.modules.latent.site import FORMS, LatentSite, Switch, cheaper, operations
 
 Call = Callable[..., Any]
 
@@ -86,15 +85,7 @@ class Latent:
         """Refuse a cache that no reading's sizes fit before anything is changed."""
         for last, r in enumerate(readings, 1 - len(readings)):
             try:
-                MLACache.allocate(
-                    self.config.mla_cache,
-                    0,
-                    self.config.mla_block,
-                    kv_lora=r.kv_lora,
-                    rope=r.rope,
-                    dtype=r.kv_a.weight.dtype,
-                    device="meta",
-                )
+                r.cache(self.config.mla_cache, 0, self.config.mla_block, "meta")
                 return
             except ValueError:
                 if not last:
@@ -148,12 +139,8 @@ class Latent:
         report.heads, report.values = r.heads, r.kv_lora + r.rope
         report.plain_values = r.heads * (r.nope + r.rope + r.value)
         form = FORMS.get(self.config.quantize or "")
-        names = {m: n for n, m in site.module.named_modules(prefix=site.name)}
-        skipped = [
-            p
-            for p in self.config.quantize_skip
-            if any(fnmatchcase(names[m], p) for m in site.reading.absorbed)
-        ]
+        names = [n for n, m in site.module.named_modules(prefix=site.name) if m in r.absorbed]
+        skipped = any(fnmatchcase(n, p) for n in names for p in self.config.quantize_skip)
         if form is not None and not skipped:
             site.quantize = form
             try:
@@ -204,20 +191,19 @@ class Latent:
                 self.switch.on, self.switch.step = False, None
 
     def _refusal(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
-        why = call.refusal()
         if model.training:
             return "the model is in training mode"
         if torch.is_grad_enabled() and any(
             p.requires_grad for s in self.sites for p in s.module.parameters()
         ):
             return "gradients are recorded"
-        if why is None and torch.is_autocast_enabled(call.tokens.device.type):
+        if (why := call.refusal()) is not None:
+            return why
+        if torch.is_autocast_enabled(call.tokens.device.type):
             return "autocast is on"
-        if why is None and not all(
-            s.roles.known and conventions.place(s.module) is not None for s in self.sites
-        ):
+        if not all(s.roles.known and conventions.place(s.module) is not None for s in self.sites):
             return "its layers keep something else than a cache of Hugging Face's"
-        return why
+        return None
 
     def _pages(self, call: conventions.ModelCall) -> tuple[Pages | None, str | None]:
         """The pages of the call's cache, which is taken over where it is the library's own; or why not."""
@@ -257,43 +243,32 @@ class Latent:
     def lines(self) -> list[str]:
         """For the plan: what is cached, and when which form runs."""
         lines = []
-        for report, sites in _alike(self.reports, self.sites):
-            r = sites[0].reading
-            first = next((n for n in _LENGTHS if _cheaper(r, n, n) == "expanded"), None)
+        groups: dict[tuple[Any, ...], list[tuple[LatentReport, LatentSite]]] = {}
+        reports = {report.name: report for report in self.reports}
+        for site in self.sites:
+            report = reports[site.name]
+            key = (report.values, report.plain_values, report.token_bytes)
+            groups.setdefault(key, []).append((report, site))
+        for alike in groups.values():
+            report, r = alike[0][0], alike[0][1].reading
+            first = next((n for n in _LENGTHS if cheaper(r, 1, n, n) == "expanded"), None)
             switch = (
                 "absorbed at every length"
                 if first is None
                 else f"a prompt of {first} tokens or more expanded, decoding absorbed"
             )
-            at = 4096
-            decode = operations(r, 1, 1, at)
+            decode = operations(r, 1, 1, _ROWS)
             ratio = decode["expanded"] / decode["absorbed"]
             lines.append(
-                f"  {len(sites):3d} x mla          {report.mode:<8} {report.values} values "
+                f"  {len(alike):3d} x mla          {report.mode:<8} {report.values} values "
                 f"({report.token_bytes} bytes) a token and layer instead of {report.plain_values}; {switch} "
-                f"(by operations: one token at {at} rows {decode['absorbed'] / 1e6:.0f} M, expanded {ratio:.0f} x)"
+                f"(by operations: one token at {_ROWS} rows {decode['absorbed'] / 1e6:.0f} M, expanded {ratio:.0f} x)"
             )
         return lines
 
 
 _LENGTHS: Sequence[int] = [2**i for i in range(1, 15)]
-
-
-def _cheaper(r: Reading, tokens: int, columns: int) -> str:
-    counts = operations(r, 1, tokens, columns)
-    return min(counts, key=counts.__getitem__)
-
-
-def _alike(
-    reports: list[LatentReport], sites: list[LatentSite]
-) -> list[tuple[LatentReport, list[LatentSite]]]:
-    by_name = {s.name: s for s in sites}
-    groups: dict[tuple[Any, ...], tuple[LatentReport, list[LatentSite]]] = {}
-    for report in reports:
-        if report.name in by_name:
-            key = (report.values, report.plain_values, report.token_bytes)
-            groups.setdefault(key, (report, []))[1].append(by_name[report.name])
-    return list(groups.values())
+_ROWS = 4096  # that a token sees, for the plan's example
 
 
 def _start(pages: Pages, starts: torch.Tensor | None) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
-from opsmith.ops import MLAWeights
+from opsmith.ops import MLACache, MLAWeights
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Reading:
     def absorbed(self) -> tuple[nn.Module, ...]:
         """The children that the rewritten call no longer calls; the output projection stays."""
         return tuple(m for m in (self.kv_a, self.kv_norm, self.kv_b, self.q, self.q_a, self.q_norm) if m)
+
+    def cache(self, mode: str, blocks: int, block_size: int, device: torch.device | str) -> MLACache:
+        """An empty pool for rows of these sizes."""
+        make, dtype = partial(MLACache.allocate, kv_lora=self.kv_lora, rope=self.rope), self.kv_a.weight.dtype
+        return make(mode, blocks, block_size, dtype=dtype, device=device)
 
     def weights(self, interleaved: bool) -> MLAWeights:
         """The weights of `mla_preprocess`; `interleaved`: the rope rows are pairs of neighbors."""

@@ -8,12 +8,14 @@ blocks (beams do, after they were reordered); a shared block is copied before it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from opsmith.ops import MLACache
 
 Rows = tuple[torch.Tensor, torch.Tensor]
+Held = tuple[torch.Tensor, torch.Tensor]  # the slots of columns, and whether each has one
 
 
 @dataclass
@@ -28,15 +30,12 @@ class Step:
     lens: torch.Tensor  # [batch], the new tokens' rows included
     columns: int  # the same, padding included
     padded: bool
-    _held: tuple[torch.Tensor, torch.Tensor] | None = None
     table: tuple[torch.Tensor, Rows] | None = field(default=None, repr=False)  # the last one prepared
 
-    @property
-    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @cached_property
+    def held(self) -> Held:
         """[batch, columns]: each column's slot, and whether it has one."""
-        if self._held is None:
-            self._held = self.pages.slots_of(self.tables, self.columns)
-        return self._held
+        return self.pages.slots_of(self.tables, self.columns)
 
 
 class Pages:
@@ -59,12 +58,9 @@ class Pages:
         for s, start in enumerate(starts):
             self._reserve(s, max(0, self.columns - start), max(0, end - start))
         tables = self.tables
-        column = torch.arange(self.columns, end, device=self.device)
-        row = column - self.starts[:, None]
-        at = row.clamp(min=0)
-        slots = tables.gather(1, at // self.block_size) * self.block_size + at % self.block_size
+        slots, there = self.slots_of(tables, end, self.columns)
         if self.padded:
-            slots = slots.masked_fill(row < 0, -1)
+            slots = slots.masked_fill(~there, -1)
         lens = (end - self.starts).clamp(min=0)
         return Step(self, self.batch, tokens, slots.flatten(), tables, lens, end, self.padded)
 
@@ -81,13 +77,13 @@ class Pages:
             self._tables = torch.tensor(rows, dtype=torch.int64, device=self.device).view(self.batch, longest)
         return self._tables
 
-    def slots_of(self, tables: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[batch, columns]: the slot of each column, and whether it is one of the sequence's own."""
-        row = torch.arange(columns, device=self.device) - self.starts[:, None]
+    def slots_of(self, tables: torch.Tensor, columns: int, first: int = 0) -> Held:
+        """[batch, columns - first]: the slot of each column, and whether it is one of the sequence's own."""
+        row = torch.arange(first, columns, device=self.device) - self.starts[:, None]
         at = row.clamp(min=0)
         return tables.gather(1, at // self.block_size) * self.block_size + at % self.block_size, row >= 0
 
-    def read(self, layer: int, kv_lora: int, held: tuple[torch.Tensor, torch.Tensor]) -> Rows:
+    def read(self, layer: int, kv_lora: int, held: Held) -> Rows:
         """Rows [batch, columns, kv_lora] and [..., rope] as they were cached, zeros where there is padding."""
         slots, there = held
         cache = self.caches[layer]
@@ -161,8 +157,7 @@ class Pages:
         after = before + max(self.batch, before // 2)
         for cache in self.caches:
             cache.latent = _longer(cache.latent, after)
-            if cache.rope is not None:
-                cache.rope = _longer(cache.rope, after)
+            cache.rope = None if cache.rope is None else _longer(cache.rope, after)
         self.uses += [0] * (after - before)
         self.free += list(range(before, after))[::-1]
 

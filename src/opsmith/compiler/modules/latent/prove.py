@@ -79,10 +79,12 @@ def identify(
 
 def calibrate(site: LatentSite, found: Seen) -> None:
     """The scales of an int8 cache, from what the examples have and a quarter more."""
-    x, cos, sin = _flat(found)
+    first = found.table[0]
+    table = (first.real, first.imag) if first.is_complex() else found.table
+    cos, sin = (t.reshape(-1, t.shape[-1]) for t in table)
     with torch.no_grad():
         w = site.weights().parts()
-        d = define(x, w, Rotation(cos, sin, w.interleaved), site.reading.eps)
+        d = define(found.x[0], w, Rotation(cos, sin, w.interleaved), site.reading.eps)
         ctkv = (d.k_nope.float().abs().max() * _HEADROOM / 127).clamp(min=1e-12)
         heads = (d.q_out.float().abs().amax((0, 2)) * _HEADROOM).clamp(min=1e-12)
     site.scales = (ctkv, 127 / heads)
@@ -121,12 +123,8 @@ def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Te
             n = some.stop - some.start
             if n:
                 cos, *sin = (t[:, some] for t in found.table)
-                step = pages.begin(n)
-                results.append(
-                    site.compute(
-                        found.x[:, some], cos, sin[0] if sin else None, step, form if n > 1 else "absorbed"
-                    )
-                )
+                given = (found.x[:, some], cos, sin[0] if sin else None, pages.begin(n))
+                results.append(site.compute(*given, form if n > 1 else "absorbed"))
                 pages.commit(n)
         rows = pages.read(0, site.reading.kv_lora, pages.slots_of(pages.tables, tokens))[1]
     finally:
@@ -190,15 +188,6 @@ class _Exact(TorchFunctionMode):
 
 def _doubled(table: torch.Tensor) -> torch.Tensor:
     return table.to(torch.complex128) if table.is_complex() else table.double()
-
-
-def _flat(found: Seen) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    first = found.table[0]
-    cos, sin = (
-        t.reshape(-1, t.shape[-1])
-        for t in (found.table if not first.is_complex() else (first.real, first.imag))
-    )
-    return found.x[0], cos, sin
 
 
 def _order(site: LatentSite, mine: torch.Tensor, rows: torch.Tensor | None) -> None:

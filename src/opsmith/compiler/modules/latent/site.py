@@ -44,18 +44,23 @@ class Switch:
     step: Step | None = None
 
 
-def operations(sizes: Reading, batch: int, tokens: int, columns: int) -> dict[str, int]:
+def operations(r: Reading, batch: int, tokens: int, columns: int) -> dict[str, int]:
     """Multiplications and additions of both forms, for the last `tokens` of `columns` of each sequence.
 
     Absorbed, a token pays for the up-projections, and more for each row it sees; expanded, each row pays for them.
     """
-    r = sizes
     pairs = batch * (tokens * columns - tokens * (tokens - 1) // 2)
     up = r.heads * r.kv_lora * (r.nope + r.value)
     return {
         "absorbed": 2 * (batch * tokens * up + pairs * r.heads * (2 * r.kv_lora + r.rope)),
         "expanded": 2 * (batch * columns * up + pairs * r.heads * (r.nope + r.rope + r.value)),
     }
+
+
+def cheaper(r: Reading, batch: int, tokens: int, columns: int) -> str:
+    """The form with fewer operations."""
+    counts = operations(r, batch, tokens, columns)
+    return min(counts, key=counts.__getitem__)
 
 
 class LatentSite:
@@ -72,9 +77,8 @@ class LatentSite:
         self.order: torch.Tensor | None = None  # from the library's order of rope dimensions to ours
         self.portable = False  # whether rows may come from the library's own cache, and go back
         self.quantize: str | None = None
-        self.scales: tuple[torch.Tensor, torch.Tensor] | None = (
-            None  # ctkv_scale, q_nope_scale of an int8 cache
-        )
+        # ctkv_scale, q_nope_scale of an int8 cache
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
         self._weights: MLAWeights | None = None
         self._stamps: list[Any] = []
         _SITES[self.key] = self
@@ -110,11 +114,8 @@ class LatentSite:
 
     def cache(self, mode: str, blocks: int, block_size: int) -> MLACache:
         """An empty pool for this layer's rows."""
-        r, weight = self.reading, self.reading.kv_a.weight
-        made = MLACache.allocate(
-            mode, blocks, block_size, kv_lora=r.kv_lora, rope=r.rope, dtype=weight.dtype, device=weight.device
-        )
-        made.kv_lora = r.kv_lora
+        made = self.reading.cache(mode, blocks, block_size, self.reading.kv_a.weight.device)
+        made.kv_lora = self.reading.kv_lora
         if mode == "int8_tiled" and self.scales is not None:
             made.ctkv_scale, made.q_nope_scale = self.scales
         return made
@@ -139,8 +140,8 @@ class LatentSite:
 
     def heads(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, step: Step) -> torch.Tensor:
         """[batch, tokens, heads * value] of hidden states [batch, tokens, D]; their rows go into the cache."""
-        counts = operations(self.reading, step.batch, step.tokens, step.columns)
-        return self.compute(x, cos, sin, step, min(counts, key=counts.__getitem__))
+        form = cheaper(self.reading, step.batch, step.tokens, step.columns)
+        return self.compute(x, cos, sin, step, form)
 
     def compute(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, step: Step, form: str

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from opsmith.compiler.algebra.canon import op_name
+
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty"}
 
 
@@ -35,23 +37,23 @@ def join(graph: fx.Graph) -> None:
     A packed linear layer is such a call: an allocation and a kernel that writes to it. As changes in place they would
     hide the arithmetic behind them.
     """
-    order = {n: i for i, n in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         out = _out(node)
         new = node.kwargs.get(out) if out is not None else None
         if not isinstance(new, Node) or not isinstance(new.target, torch._ops.OpOverload):
             continue
-        if new.target._schema.name not in _EMPTY or any(order[u] < order[node] for u in new.users):
+        if new.target._schema.name not in _EMPTY or any(u < node for u in new.users):
             continue
         given = {k: v for k, v in node.kwargs.items() if k != out}
-        if new in _nodes((node.args, given)):
+        read: list[Node] = []
+        fx.map_arg((node.args, given), read.append)
+        if new in read:
             continue
         with graph.inserting_before(node):
             value = graph.call_function(
                 filled, (node.target, out, new.target, (new.args, new.kwargs), *node.args), given
             )
         value.meta = dict(new.meta)
-        order[value] = order[node]
         new.replace_all_uses_with(value, partial(operator.is_not, node))
         graph.erase_node(node)
         graph.erase_node(new)
@@ -59,18 +61,8 @@ def join(graph: fx.Graph) -> None:
 
 def _out(node: Node) -> str | None:
     """The one argument that a kernel of ours writes to."""
-    target = node.target
-    if (
-        not isinstance(target, torch._ops.OpOverload)
-        or target.namespace != "opsmith"
-        or target._schema.returns
-    ):
+    target: Any = node.target
+    if not op_name(node).startswith("opsmith::") or target._schema.returns:
         return None
     written = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return written[0].name if len(written) == 1 and written[0].kwarg_only else None
-
-
-def _nodes(value: Any) -> list[Node]:
-    found: list[Node] = []
-    fx.map_arg(value, found.append)
-    return found

@@ -83,16 +83,12 @@ class Selector:
         pinned = config.pin.get(site) or config.pin.get(card.name)
         known = self._measured.get(key) or self.cache.get(key) or {}
         forbidden = (*config.forbid.get(card.name, ()), *config.forbid.get(site, ()))
+        forced = "inductor" in (pinned, fixed)
         if (pinned or fixed) in {c.name for c in accepted}.difference(forbidden, unfit):
             refused["inductor"] = "not tried: the choice is made already"
-        elif (
-            "inductor" not in (pinned, fixed)
-            and "inductor" in known
-            and min(known, key=known.__getitem__) != "inductor"
-        ):
+        elif not forced and "inductor" in known and min(known, key=known.__getitem__) != "inductor":
             refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
-        elif config.inductor or "inductor" in (pinned, fixed):
-            forced = "inductor" in (pinned, fixed)
+        elif config.inductor or forced:
             entered = self.inductor.enter(card, call, key, may_measure, forced)
             if isinstance(entered, str):
                 refused["inductor"] = entered
@@ -115,7 +111,7 @@ class Selector:
         times: Mapping[str, float] | None = known or None
         if len(accepted) > 1 and (times is None or not set(names) <= set(times)):
             if not may_measure:
-                return self._nearest(card, call, form, accepted, refused)
+                return self._nearest(card, call, key, accepted, refused)
             times, steady = self._measure(call, accepted, refused, weights, form)
             times = self._measured[key] = self.cache.settled(key, times, steady)
             self.guessed |= self.cache.get(key) is None
@@ -156,26 +152,25 @@ class Selector:
         self,
         card: Operator,
         call: dict[str, Any],
-        form: Form,
+        contested: str,
         accepted: list[Implementation],
         refused: dict[str, str],
     ) -> Choice:
         """Of the calls measured before, the one closest in work and of the same kind decides."""
-        names = {c.name for c in accepted}
-        work, kind = _work(call), _kind(contest(card, call, form))
-        best: tuple[float, str] | None = None
+        names, kind = {c.name for c in accepted}, _kind(contested)
+        work = sum(v.numel() for v in call.values() if isinstance(v, torch.Tensor))
+        nearest: tuple[float, dict[str, float]] | None = None
         for key, times in {**dict(self.cache.items()), **self._measured}.items():
-            known = names & set(times)
-            if not key.startswith(card.name + " ") or not known or _kind(key) != kind:
+            if not key.startswith(card.name + " ") or not names & set(times) or _kind(key) != kind:
                 continue
             distance = abs(math.log(max(_numel(key), 1)) - math.log(max(work, 1)))
-            if best is None or distance < best[0]:
-                best = (distance, min(known, key=lambda n: times[n]))
-        if best is None:
-            return Choice(
-                accepted[0].name, "first able in the card's order (nothing measured yet)", {}, refused
-            )
-        return Choice(best[1], "fastest at the nearest shape measured", {}, refused)
+            if nearest is None or distance < nearest[0]:
+                nearest = (distance, {n: t for n, t in times.items() if n in names})
+        if nearest is None:
+            why = "first able in the card's order (nothing measured yet)"
+            return Choice(accepted[0].name, why, {}, refused)
+        best = min(nearest[1], key=nearest[1].__getitem__)
+        return Choice(best, "fastest at the nearest shape measured", {}, refused)
 
     def get_ready(self) -> None:
         """Let Inductor prepare itself in the background where it will compete and nothing was ever measured here."""
@@ -222,10 +217,6 @@ def _why(best: str, times: Mapping[str, float]) -> str:
         return "the only one measured"
     second = min(others, key=lambda n: others[n])
     return f"{others[second] / times[best]:.2f}x as fast as {second}"
-
-
-def _work(call: Mapping[str, Any]) -> int:
-    return sum(v.numel() for v in call.values() if isinstance(v, torch.Tensor))
 
 
 def _numel(key: str) -> int:

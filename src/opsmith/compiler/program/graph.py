@@ -12,7 +12,7 @@ from torch import fx
 
 from opsmith.call.dispatch import native
 from opsmith.compiler.capture.mutation import Rehearsal
-from opsmith.compiler.choose.select import Choice, Selector, signature
+from opsmith.compiler.choose.select import Selector, signature
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.choose.worth import Worth, worth
 from opsmith.compiler.find.site import Site
@@ -150,26 +150,16 @@ class CompiledGraph:
         sizes, free = self.programs.span(key, self._selector.learning)
         steps: list[PlanStep] = []
 
-        def choose(name: str, call: dict[str, Any]) -> tuple[Operator, Choice, Implementation]:
+        def choose(name: str, call: dict[str, Any]) -> tuple[Operator, Implementation]:
             card = self.sites[name].card
             choice = self._found.choice(name, call, may_measure=False)
-            steps.append(
-                PlanStep(
-                    name,
-                    card.name,
-                    signature(card, call),
-                    choice.implementation,
-                    choice.reason,
-                    microseconds(choice.times),
-                    dict(choice.refused),
-                )
-            )
-            return card, choice, self._selector.implementation(card, choice.implementation)
+            found = (choice.implementation, choice.reason, microseconds(choice.times), dict(choice.refused))
+            steps.append(PlanStep(name, card.name, signature(card, call), *found))
+            return card, self._selector.implementation(card, choice.implementation)
 
         program, result = record(self.rewritten, rehearsal.again(), choose, self._weights, free)
-        slots = {s.site: s.slot for s in program.steps if s.site is not None}
         for step in steps:
-            step.slot = slots.get(step.site)
+            step.slot = program.taken.get(step.site)
         if tuning:
             self.programs.worths[key] = self._worth(program, rehearsal, steps)
         whole = self.programs.worth(key) or Worth(bool(self.sites), "not timed as a whole")

@@ -23,7 +23,6 @@ from torch.fx.node import map_arg
 
 from opsmith.call.fast import direct
 from opsmith.compiler.capture.filled import filled
-from opsmith.compiler.choose.select import Choice
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
 from opsmith.compiler.steps.bind import kernel_calls
@@ -32,34 +31,22 @@ from opsmith.compiler.steps.slots import Layout, Slots, entering, is_pure, is_si
 from opsmith.compiler.steps.source import Writer, target_name
 from opsmith.operator import Implementation, Operator
 
-Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Choice, Implementation]]
-
-
-@dataclass
-class Step:
-    """One call of the program."""
-
-    name: str
-    target: str
-    site: str | None = None
-    choice: Choice | None = None
-    slot: int | None = None
+Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Implementation]]
 
 
 @dataclass
 class Program:
-    """A recorded program: its steps, its source, and the sets of buffers of the calls in flight."""
+    """A recorded program: its source, and the sets of buffers of the calls in flight."""
 
-    steps: list[Step]
+    taken: dict[str, int]  # by site: the (first) slot of its result
     source: str
     slots: list[int]  # bytes
     _devices: list[torch.device]  # of the slots
     _run: Callable[..., Any]
     _layouts: list[Layout]
     _free: list[list[Any]] = field(default_factory=list)
-    called: list[str] = field(
-        default_factory=list
-    )  # sites, in the order of the calls of operators and kernels
+    # Sites, in the order of the calls of operators and kernels.
+    called: list[str] = field(default_factory=list)
     fresh: int = 0  # results of sites that are allocated at every call, as their sizes vary
 
     def __call__(self, args: Sequence[Any]) -> Any:
@@ -129,7 +116,7 @@ class _Recorder:
         self.choose = choose
         self.weights = weights
         self.env = entering(gm, args)
-        self.steps: dict[Node, Step] = {}
+        self.placed: dict[Node, int] = {}  # by result: its (first) slot
         self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
         self.open: dict[Node, Open] = {}
         self.candidates: dict[Node, tuple[torch.Tensor, ...]] = {}
@@ -141,13 +128,12 @@ class _Recorder:
         result = self._execute()
         self._fold()
         last = last_uses(self.nodes, self.env, result, self.candidates, self.varies)
-        for node, slot in self.slots.place(self.nodes, self.candidates, last).items():
-            self.steps[node].slot = slot
+        self.placed = self.slots.place(self.nodes, self.candidates, last)
         needed = self._needed()
         source, run = self._source(needed)
-        steps = [step for n, step in self.steps.items() if n in needed and n not in self.constant]
+        seen = {n: slot for n, slot in self.placed.items() if n in needed and n not in self.constant}
         program = Program(
-            steps,
+            {n.meta["site"]: slot for n, slot in seen.items() if n in self.calls},
             source,
             self.slots.sizes,
             self.slots.devices,
@@ -169,8 +155,6 @@ class _Recorder:
         kwargs = map_arg(node.kwargs, self.env.__getitem__)
         site = node.meta.get("site")
         if site is None:
-            if node.target is not operator.getitem:
-                self.steps[node] = Step(node.name, target_name(node.target))
             weight = self.weights.cast(node, args)
             if weight is not None:
                 self.still.add(memory(weight))
@@ -183,14 +167,13 @@ class _Recorder:
             if node.target is filled and node not in self.varies:
                 self.candidates[node] = (result,)
             return result
-        card, choice, implementation = self.choose(site, kwargs)
+        card, implementation = self.choose(site, kwargs)
         packed = self.weights.swapped(implementation, kwargs)
         swapped = {k: v for k, v in packed.items() if v is not kwargs[k] or node.kwargs[k] in self.constant}
         self.calls[node] = (implementation, swapped)
         if node in self.varies or any(n in self.varies for n in node.all_input_nodes):
             self.open[node] = Open(card, implementation, swapped)
         self.still |= {memory(w) for w in swapped.values()} - {-1}  # no memory that can be seen
-        self.steps[node] = Step(node.name, target_name(node.target), site, choice)
         result = implementation.fn(**packed)
         if implementation.takes_out and node not in self.varies:
             self.candidates[node] = result if isinstance(result, tuple) else (result,)
@@ -247,7 +230,7 @@ class _Recorder:
                 lines.append(f"    {node.name} = {writer.bind(self.env[node], node.name + '_value')}")
             elif node in self.calls:
                 site = self._site(node, writer)
-                self.called += [self.steps[node].site or node.name] * len(site)
+                self.called += [node.meta["site"]] * len(site)
                 lines += site
             elif node.target is filled and self._in_slot(node):
                 lines.append(self._filled(node, writer))
@@ -267,7 +250,7 @@ class _Recorder:
         implementation, swapped = self.calls[node]
         opened = self.open.get(node)
         out = None
-        if self.steps[node].slot is not None:
+        if node in self.placed:
             results = self.candidates[node]
             out = results if isinstance(self.env[node], tuple) else results[0]
         if out is not None and opened is None:
@@ -318,7 +301,7 @@ class _Recorder:
                 continue
             users = [u for u in node.users if u in needed and node in self._reads(u)]
             end = max(users, default=node)
-            if self._in_slot(node) or (node in self.steps and self.steps[node].slot is not None):
+            if self._in_slot(node) or node in self.placed:
                 continue  # it has no name
             if end.op != "output":
                 dead.setdefault(end, []).append(node.name)

@@ -21,19 +21,15 @@ Rule = Callable[..., Poly]
 RULES: dict[str, Rule] = {}  # by operator; `aten::split[]` is what one of the several results of a split is
 
 MAX_DEPTH = 28
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
 # An operator that feeds another is a boundary; softmax and matmul are not, for they are parts of attention.
-BOUNDARIES = frozenset(
-    f"aten::{n}"
-    for n in (
-        "linear",
-        "layer_norm",
-        "native_layer_norm",
-        "rms_norm",
-        "scaled_dot_product_attention",
-        "embedding",
-        "addmm",
-        "cross_entropy_loss",
-    )
+BOUNDARIES = _aten(
+    "linear addmm layer_norm native_layer_norm rms_norm scaled_dot_product_attention embedding cross_entropy_loss"
 )
 
 
@@ -166,16 +162,11 @@ class Unreadable(Exception):
     """This call has no meaning in the algebra (another axis, a rounding division): its node is a leaf."""
 
 
-_BOOLEAN = frozenset(
-    {"aten::tril", "aten::triu", "aten::one_hot", "aten::logical_not", "aten::bitwise_not"}
-) | {f"aten::{n}" for n in ("gt", "lt", "ge", "le", "eq", "ne")}
+_BOOLEAN = _aten("tril triu one_hot logical_not bitwise_not gt lt ge le eq ne")
 # Whose rules hold for complex numbers too.
-_COMPLEX = frozenset(
-    f"aten::{n}"
-    for n in (
-        *("add", "sub", "mul", "neg", "polar", "complex", "view_as_complex", "to", "_to_copy", "contiguous"),
-        *("view", "reshape", "unsqueeze", "squeeze", "flatten", "slice", "clone"),
-    )
+_COMPLEX = _aten(
+    "add sub mul neg polar complex view_as_complex to _to_copy contiguous "
+    "view reshape unsqueeze squeeze flatten slice clone"
 )
 
 

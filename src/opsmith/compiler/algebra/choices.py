@@ -118,10 +118,8 @@ def _equal(c: Canon, node: Node, self: Any, other: Any) -> Poly:
 
 def _of_floats(*values: Any) -> None:
     """Integers are counted, not computed with: what compares them is a leaf."""
-    for value in values:
-        if isinstance(value, Node) and not (
-            isinstance(value.meta.get("val"), torch.Tensor) and value.meta["val"].is_floating_point()
-        ):
+    for given in (v.meta.get("val") for v in values if isinstance(v, Node)):
+        if not isinstance(given, torch.Tensor) or not given.is_floating_point():
             raise Unreadable
 
 
@@ -132,16 +130,8 @@ def _of_two(c: Canon, node: Node, self: Any, other: Any) -> Poly:
 
 
 @rule("clamp", "clamp_min", "clamp_max", "hardtanh")
-def _clamp(
-    c: Canon,
-    node: Node,
-    self: Any,
-    min: Any = None,
-    max: Any = None,
-    min_val: Any = None,
-    max_val: Any = None,
-) -> Poly:
-    low, high = (bound if bound is not None else other for bound, other in ((min, min_val), (max, max_val)))
+def _clamp(c: Canon, node: Node, self: Any, **bounds: Any) -> Poly:
+    low, high = (bounds.get(name, bounds.get(f"{name}_val")) for name in ("min", "max"))
     return clamp(c.space, c(self), None if low is None else c(low), None if high is None else c(high))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 from torch.fx import Node
 
@@ -35,18 +36,16 @@ def _absorb_residual(site: Site, computed: set[Node], disturbed: Disturbed) -> N
         return
     args = arguments(x)
     a, b = args["self"], args["other"]
-    nodes = isinstance(a, Node) and isinstance(b, Node) and args.get("alpha", 1) == 1
-    if not nodes or shape_of(a) != shape_of(x) or shape_of(b) != shape_of(x):
+    if not isinstance(a, Node) or not isinstance(b, Node) or args.get("alpha", 1) != 1:
         return
-    if a.meta["val"].dtype != x.meta["val"].dtype or b.meta["val"].dtype != x.meta["val"].dtype:
+    if any((shape_of(n), n.meta["val"].dtype) != (shape_of(x), x.meta["val"].dtype) for n in (a, b)):
         return
     if any(x < node for name, v in site.arguments.items() if name != "x" for node in nodes_in(v)):
         return  # a weight computed after the addition: the call could not stand where its results are needed
-    grown = Site(
-        site.card, site.pattern, {**site.arguments, "x": a, "residual": b}, (site.root, x), site.region | {x}
-    )
+    call = {**site.arguments, "x": a, "residual": b}
+    grown = replace(site, arguments=call, outputs=(site.root, x), region=site.region | {x})
     if check(grown) is None and not disturbed(grown):
-        site.arguments, site.outputs, site.region = grown.arguments, grown.outputs, grown.region
+        site.grow(grown)
 
 
 def _absorb_activation(site: Site, by_root: dict[Node, Site], gone: set[int], disturbed: Disturbed) -> None:
@@ -56,13 +55,11 @@ def _absorb_activation(site: Site, by_root: dict[Node, Site], gone: set[int], di
         return
     if "activation" in source.arguments or not set(source.root.users) <= site.region:
         return
-    extras = {n: v for n, v in site.arguments.items() if n != "x"}
-    activation = site.card.epilogue(**extras)
+    activation = site.card.epilogue(**{n: v for n, v in site.arguments.items() if n != "x"})
     if activation is None:
         return
-    call = {**source.arguments, "activation": activation}
-    grown = Site(source.card, source.pattern, call, site.outputs, source.region | site.region, source.after)
-    if disturbed(grown):
-        return
-    source.arguments, source.outputs, source.region = grown.arguments, grown.outputs, grown.region
-    gone.add(id(site))
+    call, region = {**source.arguments, "activation": activation}, source.region | site.region
+    grown = replace(source, arguments=call, outputs=site.outputs, region=region)
+    if not disturbed(grown):
+        source.grow(grown)
+        gone.add(id(site))

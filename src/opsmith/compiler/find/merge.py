@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,21 +63,19 @@ def _chains(sites: list[Site], cards: Cards, disturbed: Disturbed) -> list[Site]
     gone: list[Site] = []
     result: list[Site] = []
     for site in sites:
-        card, how = merging.get(site.card.name, (None, None))
-        through = how.through if how is not None else site.card.widens
-        merged = None
+        longer = merging.get(site.card.name)
+        through = longer[1].through if longer is not None else site.card.widens
         if through:
             read, chain, slices = _unwrapped(site.arguments[through])
             layer = by_root.get(read) if isinstance(read, Node) else None
-            if card is not None and how is not None and layer is not None and layer.card.name == how.first:
-                merged = _with_layer(card, how, site, layer, chain, slices)
-            if merged is not None and (check(merged) is not None or disturbed(merged)):
-                merged = None
-            if merged is not None and layer is not None:
-                gone.append(layer)
+            merged = _with_layer(*longer, site, layer, chain, slices) if longer and layer else None
+            fits = merged is not None and check(merged) is None and not disturbed(merged)
             if through == site.card.widens:
                 _spare_cast(site, read, slices)
-        result.append(site if merged is None else merged)
+            if merged is not None and fits:
+                gone.append(merged.parts[0])
+                site = merged
+        result.append(site)
     return [s for s in result if not any(s is g for g in gone)]
 
 
@@ -137,7 +136,7 @@ def _with_layer(
     slices: list[tuple[Any, ...]],
 ) -> Site | None:
     inner = {*chain, *site.region}
-    if any(not set(node.users) <= inner for node in (layer.root, *chain)):
+    if layer.card.name != how.first or any(not set(node.users) <= inner for node in (layer.root, *chain)):
         return None
     if layer.after or not set(layer.arguments) <= {how.over, *inspect.signature(card.function).parameters}:
         return None
@@ -155,12 +154,7 @@ def _spare_cast(site: Site, read: Any, slices: list[tuple[Any, ...]]) -> None:
     given = site.arguments[site.card.widens]
     if not isinstance(read, Node) or not isinstance(given, Node) or not _dtype_of(site, read):
         return
-    spared = Site(
-        site.card,
-        site.pattern,
-        {**site.arguments, site.card.widens: _rows(read, slices), **_dtype_of(site, read)},
-        site.outputs,
-        site.region | set(_unwrapped(given)[1]),
-    )
+    call = {**site.arguments, site.card.widens: _rows(read, slices), **_dtype_of(site, read)}
+    spared = replace(site, arguments=call, region=site.region | set(_unwrapped(given)[1]))
     if check(spared) is None:
-        site.arguments, site.region = spared.arguments, spared.region
+        site.grow(spared)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,8 @@ class Site:
     arguments: dict[str, Any]  # the call of the card's function; tensors are Operands
     outputs: tuple[Node, ...]  # the nodes that the call's results replace
     region: set[Node]
-    after: tuple[
-        tuple[Callable[..., Any], tuple[Any, ...]], ...
-    ] = ()  # what makes the model's layout of a result: calls on it, with further arguments
+    # What makes the model's layout of a result: calls on it, with further arguments.
+    after: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = ()
     parts: tuple[Site, ...] = ()  # the sites that this one is made of, which run where they are faster
     columns: tuple[int, ...] = ()  # how many columns of the one result each output is, where they are that
 
@@ -50,6 +50,10 @@ class Site:
             results = tuple(call(r, *more) for r in results)
         return results
 
+    def grow(self, grown: Site) -> None:
+        """Take over what a larger site of the same operator is called with, gives and replaces."""
+        self.arguments, self.outputs, self.region = grown.arguments, grown.outputs, grown.region
+
     @property
     def composite(self) -> bool:
         """True when the model wrote the operator as several calls."""
@@ -69,16 +73,7 @@ def where(node: Node) -> str:
 
 def ancestors(root: Node, stop: set[Node]) -> set[Node]:
     """The call_function nodes that feed the root, up to boundaries, other sites and a size no operator reaches."""
-    region, queue = {root}, [root]
-    while queue and len(region) < MAX_REGION:
-        node = queue.pop(0)
-        if node is not root and op_name(node) in BOUNDARIES:
-            continue
-        for source in node.all_input_nodes:
-            if source not in region and source not in stop and source.op == "call_function":
-                region.add(source)
-                queue.append(source)
-    return region
+    return between(root, stop, MAX_REGION, BOUNDARIES)
 
 
 def cuts(root: Node, region: set[Node]) -> list[Node]:
@@ -101,11 +96,17 @@ def cuts(root: Node, region: set[Node]) -> list[Node]:
     return list(near)
 
 
-def between(root: Node, inputs: Iterable[Node], enough: int | None = None) -> set[Node]:
-    """The nodes from the inputs (excluded) to the root (included); no more than `enough` of them are looked for."""
+def between(
+    root: Node, inputs: Iterable[Node], enough: float = math.inf, ends: Collection[str] = ()
+) -> set[Node]:
+    """The nodes from the inputs (excluded) to the root (included); no more than `enough` of them are looked for.
+
+    What feeds an operator that `ends` names is left out.
+    """
     stop, region, queue = set(inputs), {root}, [root]
-    while queue and (enough is None or len(region) < enough):
-        for source in queue.pop().all_input_nodes:
+    while queue and len(region) < enough:
+        node = queue.pop(0)
+        for source in node.all_input_nodes if node is root or op_name(node) not in ends else ():
             if source not in stop and source not in region and source.op == "call_function":
                 region.add(source)
                 queue.append(source)

@@ -8,7 +8,7 @@ tolerance policy decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,16 +36,18 @@ def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactl
     ):
         return Verdict(True, 0.0, 0.0)
     exact = exactly(site, value)
-    worst = Verdict(True, 0.0, 0.0)
-    for result, node in zip(got, site.outputs, strict=True):
-        if result is None:
-            continue
-        verdict = _check(site.card.tolerance, result, value(node), exact[node])
+    results = [(r, n) for r, n in zip(got, site.outputs, strict=True) if r is not None]
+    return worst(_check(site.card.tolerance, r, value(n), exact[n]) for r, n in results)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The first verdict that fails, else the last with the largest error."""
+    found = Verdict(True, 0.0, 0.0)
+    for verdict in verdicts:
         if not verdict.ok:
             return verdict
-        if verdict.error >= worst.error:
-            worst = verdict
-    return worst
+        found = verdict if verdict.error >= found.error else found
+    return found
 
 
 def _check(tolerance: Tolerance, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:

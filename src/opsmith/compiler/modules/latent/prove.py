@@ -11,7 +11,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from opsmith.compiler.modules.conventions import Roles, alone, masked, place
 from opsmith.compiler.modules.latent.find import Reading
 from opsmith.compiler.modules.latent.pages import Pages
 from opsmith.compiler.modules.latent.site import LatentSite
-from opsmith.compiler.prove.site import widened
+from opsmith.compiler.prove.site import widened, worst
 from opsmith.compiler.reasons import raised
 from opsmith.operator import Tolerance, Verdict
 from opsmith.ops.mla.call import Rotation
@@ -98,18 +98,15 @@ def lost(site: LatentSite, found: Seen, mode: str) -> float:
 
 
 def _judge(site: LatentSite, found: Seen, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
-    worst = Verdict(True, 0.0, 0.0)
-    for form in ("absorbed", "expanded"):
+    def judged(form: str) -> Verdict:
         try:
             got, _ = _ours(site, found, "split", form)
         except (TypeError, ValueError) as error:
             return Verdict(False, math.inf, 0.0, str(error))
         verdict = TOLERANCE.check(got, eager, exact)
-        if not verdict.ok:
-            return Verdict(False, verdict.error, verdict.bound, f"{form}: {verdict.why}")
-        if verdict.error >= worst.error:
-            worst = verdict
-    return worst
+        return verdict if verdict.ok else replace(verdict, why=f"{form}: {verdict.why}")
+
+    return worst(map(judged, ("absorbed", "expanded")))
 
 
 def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,8 +36,8 @@ def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactl
     ):
         return Verdict(True, 0.0, 0.0)
     exact = exactly(site, value)
-    results = [(r, n) for r, n in zip(got, site.outputs, strict=True) if r is not None]
-    return worst(_check(site.card.tolerance, r, value(n), exact[n]) for r, n in results)
+    results = zip(got, site.outputs, strict=True)
+    return worst(_check(site.card.tolerance, r, value(n), exact[n]) for r, n in results if r is not None)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

@@ -39,9 +39,9 @@ def run(
 ) -> None:
     """Run implementations on the samples of their card and hold them to a float64 reference.
 
-    Checked are values in memory full of NaN, out=, gradients, and that inputs stay unchanged; then two runs,
-    threads, the dispatcher's entries, torch.compile and gradients by differences. Of a project without a GPU,
-    the Triton kernels run in Triton's interpreter; those of further back ends run emulated.
+    Checked are values in memory full of NaN, out=, gradients, and that inputs stay unchanged; then which
+    out= is refused, two runs, threads, the dispatcher's entries, torch.compile and gradients by differences. Of a
+    project without a GPU, the Triton kernels run in Triton's interpreter; those of further back ends run emulated.
 
     Example: opsmith verify layer_norm --dtype bfloat16
     """

@@ -1,4 +1,5 @@
-"""How an operator behaves, its values aside: run twice, on one thread and on all, under autograd, dispatcher, compiler.
+"""How an operator behaves, its values aside: run twice, on one thread and on all, given an `out=`, under autograd,
+dispatcher and compiler.
 
 `opsmith.proof.verify` holds results to the definition. These checks are about what a kernel can do wrong although every
 single result of a small call is right, and about what PyTorch expects of anything that it dispatches to.
@@ -10,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -18,11 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from opsmith.call.arguments import short
-from opsmith.call.dispatch import always_native
 from opsmith.kernels import triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample
-from opsmith.proof.verify import FUNCTION, Finding, backward, examine, forward, with_leaves
+from opsmith.proof.outs import outs
+from opsmith.proof.verify import (
+    FUNCTION,
+    Finding,
+    backward,
+    elements_of,
+    examine,
+    finding_of,
+    forward,
+    with_leaves,
+)
 
 __all__ = ["Recorder", "conduct", "runs"]
 
@@ -39,9 +48,10 @@ def conduct(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator
     True
     """
     yield from runs(card, dtype, device)
+    yield from outs(card, dtype, device)
     check = partial(examine, card, short(dtype))
     samples = list(card.samples(Make(dtype, device)))
-    usual = next((s for s in samples if _elements(s)), samples[0])
+    usual = next((s for s in samples if elements_of(s)), samples[0])
     yield from _in_the_dispatcher(card, usual, dtype)
     torch.compiler.reset()
     compiled = torch.compile(card.function, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -67,33 +77,14 @@ def runs(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator[Fi
             yield examine(card, short(dtype), large, implementation.name, "threads", on_threads)
 
 
-def _elements(sample: Sample) -> int:
-    return sum(t.numel() for t in tensors_of((sample.args, dict(sample.kwargs))))
-
-
 def _largest(card: Operator, samples: list[Sample], dtype: torch.dtype, device: str) -> Sample:
     """The largest call that is quickly checked: only a large one is split over threads."""
     workloads: list[Sample] = []
     if card.workloads is not None and not triton.INTERPRETED:  # where a large call takes minutes
         workloads = list(card.workloads(Make(dtype, device)))
     return max(
-        (s for s in (*samples, *workloads) if _elements(s) <= _LARGE), key=_elements, default=samples[0]
+        (s for s in (*samples, *workloads) if elements_of(s) <= _LARGE), key=elements_of, default=samples[0]
     )
-
-
-def _finding(card: Operator, name: str, dtype: str, sample: Sample, check: str, why: str) -> Finding:
-    """Passed where there is nothing to say."""
-    error = math.inf if why else 0.0
-    return Finding(card.name, name, dtype, sample.name, _elements(sample), check, not why, error, 0.0, why)
-
-
-def _tried(fn: Callable[[], str]) -> str:
-    """What a check says, or what it raised."""
-    try:
-        with always_native():
-            return fn()
-    except Exception as raised:  # whatever it raises is what is wrong
-        return shorten(f"raised {type(raised).__name__}: {raised}", 300)
 
 
 def _twice(card: Operator, implementation: Implementation, sample: Sample, dtype: torch.dtype) -> Finding:
@@ -105,7 +96,7 @@ def _twice(card: Operator, implementation: Implementation, sample: Sample, dtype
             return ""
         return "two runs on the same inputs differ; where that is meant, say Implementation(..., repeatable=False)"
 
-    return _finding(card, implementation.name, short(dtype), sample, "two runs", _tried(differs))
+    return finding_of(card, implementation.name, short(dtype), sample, "two runs", differs)
 
 
 def _on_threads(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -147,7 +138,7 @@ def _races(
                 forward(implementation.fn, sample.args, sample.kwargs)
             return "; ".join(found[:2])
 
-        yield _finding(card, implementation.name, short(dtype), sample, "races", _tried(races))
+        yield finding_of(card, implementation.name, short(dtype), sample, "races", races)
 
 
 class Recorder(TorchDispatchMode):
@@ -176,9 +167,9 @@ class Recorder(TorchDispatchMode):
 def _in_the_dispatcher(card: Operator, sample: Sample, dtype: torch.dtype) -> Iterator[Finding]:
     """The dispatcher's entries that a call uses, as `torch.library.opcheck` sees them."""
     with Recorder("opsmith", card.name) as recorder:
-        failed = _tried(lambda: _both_ways(card, sample))
-    if failed:
-        yield _finding(card, FUNCTION, short(dtype), sample, "opcheck", failed)
+        calls = finding_of(card, FUNCTION, short(dtype), sample, "opcheck", lambda: _both_ways(card, sample))
+    if not calls.ok:
+        yield calls
         return
     for func, args, kwargs in recorder.calls.values():
 
@@ -187,7 +178,7 @@ def _in_the_dispatcher(card: Operator, sample: Sample, dtype: torch.dtype) -> It
             return ""
 
         name = func._schema.name.rpartition("::")[2]
-        yield _finding(card, name, short(dtype), sample, "opcheck", _tried(checked))
+        yield finding_of(card, name, short(dtype), sample, "opcheck", checked)
 
 
 def _both_ways(card: Operator, sample: Sample) -> str:
@@ -199,7 +190,7 @@ def _both_ways(card: Operator, sample: Sample) -> str:
 
 def _gradcheck(card: Operator, device: str) -> Iterator[Finding]:
     """Analytic against numerical gradients in float64, on the first samples that are small enough."""
-    fitting = [s for s in card.samples(Make(torch.float64, device)) if 0 < _elements(s) <= _SMALL]
+    fitting = [s for s in card.samples(Make(torch.float64, device)) if 0 < elements_of(s) <= _SMALL]
     for sample in fitting[:2]:
         args, kwargs, leaves = with_leaves(sample.args, dict(sample.kwargs))
         if not leaves:
@@ -215,4 +206,4 @@ def _gradcheck(card: Operator, device: str) -> Iterator[Finding]:
             torch.autograd.gradcheck(call, inputs, fast_mode=True)
             return ""
 
-        yield _finding(card, FUNCTION, "float64", sample, "gradcheck", _tried(checked))
+        yield finding_of(card, FUNCTION, "float64", sample, "gradcheck", checked)

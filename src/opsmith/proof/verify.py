@@ -21,7 +21,17 @@ from opsmith.measure.checks import WrongResult, check_call
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample
 
-__all__ = ["FUNCTION", "Finding", "backward", "examine", "forward", "verify", "with_leaves"]
+__all__ = [
+    "FUNCTION",
+    "Finding",
+    "backward",
+    "elements_of",
+    "examine",
+    "finding_of",
+    "forward",
+    "verify",
+    "with_leaves",
+]
 
 # Of one call: its tensors, what each eager spelling made of them, and what the reference did.
 Known = tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]], list[torch.Tensor]]
@@ -111,8 +121,7 @@ def examine(
         calls: of `fn`, as `check_call` makes them.
     """
     inputs = (sample.args, dict(sample.kwargs))
-    elements = sum(t.numel() for t in tensors_of(inputs))
-    report = partial(Finding, card.name, name, dtype, sample.name, elements, check)
+    report = partial(Finding, card.name, name, dtype, sample.name, elements_of(sample), check)
     truth = _Truth(card, inputs, backward if differentiated else forward, [] if known is None else known)
     try:
         outs = (
@@ -129,6 +138,24 @@ def examine(
     except Exception as raised:
         return report(False, math.inf, 0.0, shorten(f"raised {type(raised).__name__}: {raised}", 200))
     return report(True, seen.error, seen.allowed)
+
+
+def finding_of(
+    card: Operator, name: str, dtype: str, sample: Sample, check: str, wrong: Callable[[], str]
+) -> Finding:
+    """The finding of a check that says what is wrong, or nothing; what it raises is wrong too."""
+    try:
+        with always_native():
+            why = wrong()
+    except Exception as raised:
+        why = shorten(f"raised {type(raised).__name__}: {raised}", 300)
+    error = math.inf if why else 0.0
+    return Finding(card.name, name, dtype, sample.name, elements_of(sample), check, not why, error, 0.0, why)
+
+
+def elements_of(sample: Sample) -> int:
+    """The elements in the inputs of a call."""
+    return sum(t.numel() for t in tensors_of((sample.args, dict(sample.kwargs))))
 
 
 class _Truth:

@@ -206,6 +206,28 @@ def test_functorch_is_not_passed_by():
     assert seen == [None]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_empty_is_new_memory_like_a_tensors(dtype):
+    like = torch.ones(3, 2, dtype=dtype).t()
+    for shape in ((), (0, 4), (5,), (2, 3, 4, 5, 6, 7, 1)):
+        made = direct.empty(like, shape)
+        assert (made.shape, made.dtype, made.is_contiguous()) == (shape, dtype, True)
+        assert not made.numel() or made.data_ptr() != like.data_ptr()
+    with torch.inference_mode():
+        assert direct.empty(like, (2,)).is_inference()
+
+
+def test_empty_of_what_is_not_plain_is_pytorchs():
+    assert direct.empty(torch.ones(2, device="meta"), (3,)).is_meta
+    with FakeTensorMode() as mode:
+        assert type(direct.empty(mode.from_tensor(torch.ones(2)), (3,))).__name__ == "FakeTensor"
+    for wrong in (("2",), (-1,), (1 << 62, 4)):
+        with pytest.raises((RuntimeError, TypeError)):
+            direct.empty(torch.ones(2), wrong)
+    with pytest.raises(TypeError, match="a tensor and a shape, got 1 arguments"):
+        direct.empty(torch.ones(2))
+
+
 def test_pieces_are_a_tensors_memory():
     t = torch.arange(10.0)
     pieces = direct.pieces(t, (1, 2, 3), (3,), ())

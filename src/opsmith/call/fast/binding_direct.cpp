@@ -119,6 +119,13 @@ bool add_size(PyObject* given, Sizes& sizes) {
   return sizes.back() >= 0 && overflow == 0;
 }
 
+bool add_shape(PyObject* given, Sizes& sizes) {
+  bool fits = PyTuple_CheckExact(given);
+  for (Py_ssize_t d = 0; fits && d < PyTuple_GET_SIZE(given); ++d)
+    fits = add_size(PyTuple_GET_ITEM(given, d), sizes);
+  return fits;
+}
+
 c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
 
 // A result as the signature declares it; the call may name another dtype.
@@ -282,6 +289,20 @@ PyObject* sizes(PyObject*, PyObject* given) {
   return all;
 }
 
+// A new tensor in the dtype of the first argument and of the shape that is the second.
+PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const c10::TensorImpl* const like = count == 2 ? plain(args[0]) : nullptr;
+  Sizes sizes;
+  at::TensorBase y;
+  if (like && add_shape(args[1], sizes) && fresh(sizes, c10::typeMetaToScalarType(like->dtype()), y))
+    return THPVariable_Wrap(y);
+  if (count == 2) return PyObject_CallMethod(args[0], "new_empty", "(O)", args[1]);
+  return PyErr_Format(PyExc_TypeError, "empty takes a tensor and a shape, got %zd arguments", count);
+}
+
+PyMethodDef empty_method = {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty)),
+                            METH_FASTCALL, nullptr};
+
 PyMethodDef sizes_method = {"sizes", sizes, METH_O, nullptr};
 
 // What it is given, its memory on huge pages where that is worth something.
@@ -304,11 +325,8 @@ PyObject* pieces(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Made made;
   int64_t begin = 0;
   while (fits && made.count < count - 1) {
-    PyObject* const shape = args[1 + made.count];
     Sizes sizes;
-    fits = PyTuple_CheckExact(shape);
-    for (Py_ssize_t d = 0; fits && d < PyTuple_GET_SIZE(shape); ++d)
-      fits = add_size(PyTuple_GET_ITEM(shape, d), sizes);
+    fits = add_shape(args[1 + made.count], sizes);
     int64_t end = 1;
     for (const int64_t size : sizes) fits = fits && !__builtin_mul_overflow(end, size, &end);
     fits = fits && !__builtin_add_overflow(begin, end, &end) && end <= whole->numel();
@@ -375,6 +393,7 @@ EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* imp
 }
 
 EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, nullptr); }
+EXPORT PyObject* opsmith_direct_empty() { return PyCFunction_New(&empty_method, nullptr); }
 EXPORT PyObject* opsmith_direct_pieces() { return PyCFunction_New(&pieces_method, nullptr); }
 EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
 

@@ -109,6 +109,11 @@ def sizes(t: Any) -> tuple[int, ...]:
     return t.shape  # type: ignore[no-any-return]
 
 
+def empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory for a result, sooner than PyTorch gives it."""
+    return like.new_empty(shape)
+
+
 def pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
     """The memory of a new tensor, which nobody else has, as two to four contiguous tensors that follow each other."""
     caller = library()
@@ -144,7 +149,7 @@ def begin(path: Path) -> None:
         for name in [n for n in _waiting if kernels.opsmith_kernel(n.encode())]:
             for do in _waiting.pop(name):
                 do()
-    globals()["sizes"] = caller.opsmith_direct_sizes()
+    globals()["sizes"], globals()["empty"] = caller.opsmith_direct_sizes(), caller.opsmith_direct_empty()
 
 
 def not_built_yet() -> list[build.Library]:
@@ -182,6 +187,7 @@ def library() -> ctypes.PyDLL | None:
     for function in (
         found.opsmith_direct,
         found.opsmith_direct_sizes,
+        found.opsmith_direct_empty,
         found.opsmith_direct_pieces,
         found.opsmith_direct_in_huge_pages,
     ):

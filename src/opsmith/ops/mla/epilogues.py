@@ -222,8 +222,8 @@ def _queries_at_once(q: Any, wuk: Any, cos: Any, sin: Any, interleaved: bool, jo
         _, nope, kv_lora = direct.sizes(wuk)
         tokens, heads, last = direct.sizes(q)
         rope = last - nope
-        q_out = q.new_empty((tokens, heads, kv_lora + rope if joint else kv_lora))
-        q_rope = None if joint else q.new_empty((tokens, heads, rope))
+        q_out = direct.empty(q, (tokens, heads, kv_lora + rope if joint else kv_lora))
+        q_rope = None if joint else direct.empty(q, (tokens, heads, rope))
         done = direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, q_out, q_rope)
     except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):  # the checks say why
         return None

@@ -36,13 +36,17 @@ def either_name(function: Callable[P, R]) -> Callable[P, R]:
     """
     taken = inspect.signature(function).parameters
     beside = {ours: published for ours, published in BESIDE.items() if published in taken}
+    ours_alone = frozenset(beside)
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
-        for ours in [name for name in options if name in beside]:
-            if beside[ours] in options:
-                raise TypeError(f"{function.__name__}: {ours} and {beside[ours]} are one argument; give one")
-            options[beside[ours]] = options.pop(ours)
+        if not ours_alone.isdisjoint(options):  # one step where all names are the published ones
+            for ours in ours_alone.intersection(options):
+                if beside[ours] in options:
+                    raise TypeError(
+                        f"{function.__name__}: {ours} and {beside[ours]} are one argument; give one"
+                    )
+                options[beside[ours]] = options.pop(ours)
         return function(*args, **options)
 
     return call

@@ -128,8 +128,8 @@ def _at_once(
             return None
         joint = mode == "joint"
         widths = ((q_out[0], q_out[1] + q_rope[1]), None) if joint else (q_out, q_rope)
-        queries = [None if width is None else x.new_empty((sizes[0], *width)) for width in widths]
-        low = x.new_empty((sizes[0], q_lora)) if latent else None
+        queries = [None if width is None else direct.empty(x, (sizes[0], *width)) for width in widths]
+        low = direct.empty(x, (sizes[0], q_lora)) if latent and q_lora is not None else None
         options = _FORMS[quant], interleaved, mode == "tiled", eps, None, None
         written = *queries, cache.latent, cache.rope, low
         if not direct.new_mla_preprocess(x, *rows, cos, sin, slot_mapping, *options, *written):

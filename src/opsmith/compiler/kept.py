@@ -44,10 +44,8 @@ class Kept(Generic[T]):
             data = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        if not isinstance(data, dict) or (data.get("schema"), data.get("scope")) != (
-            self._schema,
-            self._scope,
-        ):
+        mine = {"schema": self._schema, "scope": self._scope}
+        if not isinstance(data, dict) or {key: data.get(key) for key in mine} != mine:
             return {}
         entries = data.get("entries")
         return {k: v for k, v in entries.items() if self._valid(v)} if isinstance(entries, dict) else {}
@@ -108,11 +106,8 @@ class TuningCache(Kept[dict[str, float]]):
 
 def _is_times(value: Any) -> bool:
     # Also refuses NaN, and True, which is an int.
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(v, float) and 0.0 < v < math.inf for v in value.values())
-    )
+    some = isinstance(value, dict) and bool(value)
+    return some and all(isinstance(v, float) and 0.0 < v < math.inf for v in value.values())
 
 
 def _named(scope: str) -> str:

@@ -104,20 +104,17 @@ class Plan:
         """The plan as text, equal steps together."""
         lines: list[str] = list(self.latent)
         for shape in self.shapes:
-            head = shape.sizes or "fixed sizes"
-            lines.append(f"{head}  ({shape.buffer_bytes / 1e6:.1f} MB of buffers; {shape.note})")
+            lines.append(
+                f"{shape.sizes or 'fixed sizes'}  ({shape.buffer_bytes / 1e6:.1f} MB of buffers; {shape.note})"
+            )
             groups: dict[tuple[str, str, str], list[PlanStep]] = {}
             for step in shape.steps:
                 groups.setdefault((step.operator, step.implementation, step.signature), []).append(step)
             for (operator, implementation, _), steps in groups.items():
-                first = steps[0]
-                times = ", ".join(
-                    f"{n} {t:.0f} us" for n, t in sorted(first.microseconds.items(), key=lambda i: i[1])
-                )
-                lines.append(
-                    f"  {len(steps):3d} x {operator:<12} {implementation:<8} {first.reason}"
-                    + (f"  [{times}]" if times else "")
-                )
+                measured = sorted(steps[0].microseconds.items(), key=lambda i: i[1])
+                times = "  [" + ", ".join(f"{n} {t:.0f} us" for n, t in measured) + "]" if measured else ""
+                head = f"{len(steps):3d} x {operator:<12} {implementation:<8}"
+                lines.append(f"  {head} {steps[0].reason}{times}")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -21,9 +21,8 @@ class Report:
     graphs: list[GraphReport]
     quantized: list[QuantizedLayer] = field(default_factory=list)
     latent: list[LatentReport] = field(default_factory=list)
-    fallbacks: dict[str, int] = field(
-        default_factory=dict
-    )  # calls that ran the original attention, by reason
+    # Calls that ran the original attention, by reason.
+    fallbacks: dict[str, int] = field(default_factory=dict)
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -35,9 +34,7 @@ class Report:
         """How many sites of each operator were kept; graphs of one model at other sizes count once."""
         most: Counter[str] = Counter()
         for graph in self.graphs:
-            counts = Counter(s.operator for s in graph.sites if s.status == "kept")
-            for name, n in counts.items():
-                most[name] = max(most[name], n)
+            most |= Counter(s.operator for s in graph.kept)  # of two counts the larger
         latent = sum(layer.status == "kept" for layer in self.latent)
         return dict(most) | dict.fromkeys(_LATENT if latent else (), latent)
 
@@ -74,10 +71,7 @@ class Report:
             "misses": self.misses,
             "rolled_back": self.rolled_back,
             "overruled": self.overruled,
-            "quantized": [asdict(layer) for layer in self.quantized],
-            "latent": [asdict(layer) for layer in self.latent],
-            "fallbacks": self.fallbacks,
-            "graphs": [asdict(g) for g in self.graphs],
+            **asdict(self),
         }
 
     def __str__(self) -> str:
@@ -86,17 +80,14 @@ class Report:
         packed = [layer for layer in self.quantized if layer.status == "packed"]
         if packed:
             worst = max(packed, key=lambda layer: layer.relative_error)
-            lines.append(
-                f"quantized: {len(packed)} linear layers to {worst.format}; the most was lost in {worst}"
-            )
+            count = f"{len(packed)} linear layers to {worst.format}"
+            lines.append(f"quantized: {count}; the most was lost in {worst}")
         if groups := {layer.joined: None for layer in packed if layer.joined}:
-            lines.append(
-                f"joined: {len(groups)} groups of layers of one input, as {', '.join(next(iter(groups)))}"
-            )
+            first = ", ".join(next(iter(groups)))
+            lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")
         if released := sum(layer.released for layer in self.quantized):
-            lines.append(
-                f"given back to the system: {released / 2**20:.1f} MiB of weights; restore is not possible"
-            )
+            weights = f"{released / 2**20:.1f} MiB of weights"
+            lines.append(f"given back to the system: {weights}; restore is not possible")
         lines += [f"not quantized: {layer}" for layer in self.quantized if layer.status != "packed"]
         lines += [f"rolled back: {line}" for line in self.rolled_back]
         lines += [f"not the fastest: {line}" for line in self.overruled]

@@ -78,35 +78,32 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any = None)
     inner = [i for i in left if i in right and i not in output]
     rows = [i for i in left if i not in right and i in output]
     cols = [i for i in right if i not in left and i in output]
+    order = batch + rows + cols
     if (
         len(inner) != 1
         or len(cols) != 1
         or not rows
         or (len(rows) > 1 and batch)
-        or len(output) != len(batch + rows + cols)
+        or len(output) != len(order)
     ):
         raise Unreadable
     s = c.space
     a = views.permute(s, c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
     b = views.permute(s, c(tensors[1]), tuple(right.index(i) for i in batch + inner + cols))
     sizes = dict(zip(output, shape_of(node), strict=True))
-    order = batch + rows + cols
     product_ = s.matmul(a, b, tuple(sizes[i] for i in order))
     return views.permute(s, product_, tuple(order.index(i) for i in output))
 
 
 def _name_ellipsis(left: str, right: str, output: str, ranks: list[int]) -> tuple[str, str, str]:
     """Each `...` spelled out with capital letters, aligned to the right as broadcasting does."""
-    extra = [
+    first, second = (
         rank - len(p.replace("...", "")) if "..." in p else 0
         for p, rank in zip((left, right), ranks, strict=True)
-    ]
-    names = "ABCDEFGH"
-    spelled = [
-        p.replace("...", names[8 - n :] if n else "") for p, n in zip((left, right), extra, strict=True)
-    ]
-    widest = max(extra)
-    return spelled[0], spelled[1], output.replace("...", names[8 - widest :] if widest else "")
+    )
+    parts = ((left, first), (right, second), (output, max(first, second)))
+    left, right, output = (p.replace("...", "ABCDEFGH"[8 - n :]) for p, n in parts)
+    return left, right, output
 
 
 @rule("scaled_dot_product_attention")

@@ -46,10 +46,9 @@ def _reduce(c: Canon, node: Node, name: str, x: Any, dim: Any, keepdim: bool) ->
     if not last_axis(node if node.target is not operator.getitem else node.args[0], dim):  # type: ignore[arg-type]
         # Another axis: an atom of its own, so that no law for the last axis applies and the report can name it.
         kept = "sum" if any(m.expo for m, _ in c(x).terms) else "mean"
-        size = (
-            1.0 if kept == name or not isinstance(dim, int) or not isinstance(shape[dim], int) else shape[dim]
-        )
-        return c.space.scale(c.space.fn(kept, (c(x),), shape_of(node), ("dim", str(dim))), float(size))
+        size = shape[dim] if kept != name and isinstance(dim, int) else 1
+        atom = c.space.fn(kept, (c(x),), shape_of(node), ("dim", str(dim)))
+        return c.space.scale(atom, float(size) if isinstance(size, int) else 1.0)
     return _kept(c, c.space.reduce(name, c(x), shape[-1], as_written="sum" in c.keeps), x, keepdim)
 
 

@@ -39,7 +39,10 @@ def worth(
     if not {"opsmith", "eager"} <= times.keys():
         times, steady = _measure(ours, eager)
         times = cache.settled(key, times, steady)
-    return _judge(times["opsmith"], times["eager"])
+    mine, theirs = times["opsmith"], times["eager"]
+    note = f"opsmith {mine * 1e3:.3f} ms, eager {theirs * 1e3:.3f} ms"
+    faster = mine <= theirs
+    return Worth(faster, f"{note}: {theirs / mine:.2f}x" if faster else f"{note}: eager is faster and runs")
 
 
 def _choices(steps: Sequence[PlanStep]) -> list[tuple[str, str, str]]:
@@ -55,9 +58,3 @@ def _measure(ours: Callable[[], object], eager: Callable[[], object]) -> tuple[d
         if best["opsmith"] <= best["eager"]:
             break  # a large model's prompt takes seconds: only one that seems to lose is timed again
     return best, all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in best)
-
-
-def _judge(ours: float, eager: float) -> Worth:
-    note = f"opsmith {ours * 1e3:.3f} ms, eager {eager * 1e3:.3f} ms"
-    faster = ours <= eager
-    return Worth(faster, f"{note}: {eager / ours:.2f}x" if faster else f"{note}: eager is faster and runs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,10 +65,8 @@ def insert(value: Any, graph: fx.Graph, env: Callable[[Node], Node], at: Node, m
 
 def materialize(poly: Poly, canon: Canon, root: Node) -> Operand | None:
     """The node that computes a term, or the call that would; None where that would take arithmetic."""
-    nodes = canon.nodes.get(poly)
-    if nodes:
-        dtype = root.meta["val"].dtype
-        same = [n for n in nodes if _dtype(n) == dtype]
+    if nodes := canon.nodes.get(poly):
+        same = [n for n in nodes if _dtype(n) == _dtype(root)]
         return min(same or nodes)
     atom = poly.atom
     if atom is None:
@@ -114,20 +111,12 @@ def of_wider(poly: Poly, canon: Canon, root: Node) -> Operand | None:
     if not poly.shape or not isinstance(poly.shape[-1], int):
         return None
     size = poly.shape[-1]
-    dtype = root.meta["val"].dtype
-    found: list[tuple[bool, Node, Callable[[Node], Operand]]] = []
-    for term, nodes in canon.nodes.items():
-        for node in nodes:
-            make = _part_of(poly, term, node, size, canon)
-            if make is not None:
-                found.append((_dtype(node) != dtype, node, make))
-    if not found:
-        return None
-    _, node, make = min(found, key=lambda f: f[:2])
-    return make(node)
+    made = [(n, _part_of(poly, term, n, size, canon)) for term, nodes in canon.nodes.items() for n in nodes]
+    found = [f for f in made if f[1] is not None]
+    return min(found, key=lambda f: (_dtype(f[0]) != _dtype(root), f[0]), default=(root, None))[1]
 
 
-def _part_of(poly: Poly, term: Poly, node: Node, size: int, canon: Canon) -> Callable[[Node], Operand] | None:
+def _part_of(poly: Poly, term: Poly, node: Node, size: int, canon: Canon) -> Operand | None:
     s, shape = canon.space, shape_of(node)
     if not shape or shape[-1] not in (size, 2 * size):
         return None
@@ -135,16 +124,16 @@ def _part_of(poly: Poly, term: Poly, node: Node, size: int, canon: Canon) -> Cal
     if node.meta["val"].is_complex():
         for i, part in enumerate(pieces.parts(s, term)):
             if part is poly:
-                pair = partial(Made, torch.ops.aten.view_as_real.default, shape=(*shape, 2))
-                return lambda n: _dense(Made(torch.ops.aten.select.int, (pair(args=(n,)), -1, i), shape))
+                pair = Made(torch.ops.aten.view_as_real.default, (node,), (*shape, 2))
+                return _dense(Made(torch.ops.aten.select.int, (pair, -1, i), shape))
         return None
     wide = 2 * size
     if shape[-1] != wide or not term.shape or term.shape[-1] != wide:
         return None
     if all(pieces.take(s, term, ("block", i * size, size), wide) is poly for i in range(2)):
-        return lambda n: Made(torch.ops.aten.slice.Tensor, (n, -1, 0, size), narrow)
+        return Made(torch.ops.aten.slice.Tensor, (node, -1, 0, size), narrow)
     if all(pieces.take(s, term, ("turn", i, 2), wide) is poly for i in range(2)):
-        return lambda n: _dense(Made(torch.ops.aten.slice.Tensor, (n, -1, 0, wide, 2), narrow))
+        return _dense(Made(torch.ops.aten.slice.Tensor, (node, -1, 0, wide, 2), narrow))
     return None
 
 

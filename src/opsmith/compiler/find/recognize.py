@@ -296,9 +296,8 @@ def _may_be_root(node: Node) -> bool:
 def _layout(value: Poly) -> tuple[int, ...] | None:
     """The permutation through which an input reaches the operator; None where it was computed on the way."""
     atom = value.atom
-    if (
-        atom is None or 1 in atom.shape[1:-1]
-    ):  # one head, or one token: both orders of the axes are the same memory
+    # One head, or one token: both orders of the axes are the same memory.
+    if atom is None or 1 in atom.shape[1:-1]:
         return None
     if atom.name == "permute":
         return tuple(int(i) for i in atom.attrs)
@@ -363,11 +362,7 @@ def _unrepeated(value: Any) -> Any:
     small, big = shape_of(narrow), shape_of(wide)
     if len(small) != 5 or small[2] != 1 or (*small[:2], *small[3:]) != (*big[:2], *big[3:]):
         return value
-    source = narrow.args[0]
-    if (
-        op_name(narrow) == "aten::unsqueeze"
-        and isinstance(source, Node)
-        and shape_of(source) == (*small[:2], *small[3:])
-    ):
+    source, shape = narrow.args[0], (*small[:2], *small[3:])
+    if op_name(narrow) == "aten::unsqueeze" and shape_of(source) == shape:
         return source
-    return Made(torch.ops.aten.squeeze.dim, (narrow, 2), (*small[:2], *small[3:]))
+    return Made(torch.ops.aten.squeeze.dim, (narrow, 2), shape)

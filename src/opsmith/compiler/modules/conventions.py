@@ -67,12 +67,12 @@ def roles(given: Mapping[str, Any], result: Any, width: int, ropes: Collection[i
     table = tuple(pairs or single)
     if len(table) != (1 if pairs else 2):
         return None
-    mask = [k for k, v in rest.items() if k not in table and _is_mask(v, tokens)]
+    mask = next((k for k, v in rest.items() if k not in table and _is_mask(v, tokens)), None)
     cache = next((k for k, v in rest.items() if _is_cache(v)), None)
     several = isinstance(result, tuple)
     beside = tuple("cache" if _is_cache(r) else None for r in result[1:]) if several else None
     known = not several or all(r is None or (_is_cache(r) and cache) for r in result[1:])
-    return Roles(hidden[0], table, mask[0] if mask else None, cache, beside, known)
+    return Roles(hidden[0], table, mask, cache, beside, known)
 
 
 def _floating(value: Any) -> bool:
@@ -121,12 +121,12 @@ def alone(roles: Roles, given: Mapping[str, Any], tokens: slice) -> dict[str, An
 def masked(like: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """A causal mask for these hidden states [1, n, D]: of numbers to add, or of the kind of another one."""
     tokens = x.shape[1]
-    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
     if like is not None and like.dtype == torch.bool:  # a token sees itself, whatever says so
-        return (hidden ^ like.flatten()[-1]).view(1, 1, tokens, tokens)[(0,) * (4 - like.dim())]
-    added = torch.zeros(1, 1, tokens, tokens, dtype=x.dtype, device=x.device)
-    added = added.masked_fill(hidden, torch.finfo(x.dtype).min)
-    return added if like is None else added[(0,) * (4 - like.dim())]
+        mask = mask ^ like.flatten()[-1]
+    else:
+        mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, torch.finfo(x.dtype).min)
+    return mask if like is None else mask[(0,) * (4 - like.dim())]
 
 
 def place(module: nn.Module) -> int | None:

@@ -22,9 +22,8 @@ class Slots:
     def __init__(self) -> None:
         self.sizes: list[int] = []  # bytes
         self.devices: list[torch.device] = []
-        self.layouts: dict[
-            Layout, int
-        ] = {}  # what is read and written in slots, and its index among the buffers
+        # What is read and written in slots, and its index among the buffers.
+        self.layouts: dict[Layout, int] = {}
         self._of: dict[int, int] = {}  # by the memory of a recorded result: the slot in its place
 
     def place(
@@ -42,11 +41,8 @@ class Slots:
             taken: list[int] = []
             for t in candidates[node]:
                 need = t.untyped_storage().nbytes()
-                free = [
-                    i
-                    for i, end in enumerate(until)
-                    if end < order and i not in taken and self.devices[i] == t.device
-                ]
+                ended = [i for i, end in enumerate(until) if end < order and i not in taken]
+                free = [i for i in ended if self.devices[i] == t.device]
                 slot = min(free, key=lambda i: (abs(self.sizes[i] - need), i), default=len(self.sizes))
                 if slot == len(self.sizes):
                     self.sizes.append(0)
@@ -65,13 +61,8 @@ class Slots:
 
     def buffer(self, t: torch.Tensor) -> int:
         """The index, among the buffers, of what this recorded tensor stands for."""
-        layout = (
-            self._of[memory(t)],
-            int(t.storage_offset()) * t.element_size(),
-            t.dtype,
-            tuple(t.shape),
-            t.stride(),
-        )
+        offset = int(t.storage_offset()) * t.element_size()
+        layout = (self._of[memory(t)], offset, t.dtype, tuple(t.shape), t.stride())
         return self.layouts.setdefault(layout, len(self.layouts))
 
 
@@ -133,9 +124,8 @@ def is_size(node: Node) -> bool:
 def is_pure(node: Node) -> bool:
     """True for an ATen call that neither writes to an input nor draws random numbers."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target in (operator.getitem, filled, joined) or getattr(
-            node.target, "__module__", ""
-        ) in ("_operator", "math")
+        of_numbers = getattr(node.target, "__module__", "") in ("_operator", "math")
+        return of_numbers or node.target in (filled, joined)
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 

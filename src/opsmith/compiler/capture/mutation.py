@@ -163,14 +163,11 @@ def _functional(node: Node) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or name.endswith("__") or _written(node) != [node.args[0]]:
         return None
     dtype = node.meta["val"].dtype
-    for value in (n.meta.get("val") for n in node.all_input_nodes):
-        # The operator in place keeps its dtype where the other one would promote.
-        if (
-            isinstance(value, torch.Tensor)
-            and value.dim()
-            and torch.promote_types(dtype, value.dtype) != dtype
-        ):
-            return None
+    given = [n.meta.get("val") for n in node.all_input_nodes]
+    wide = {v.dtype for v in given if isinstance(v, torch.Tensor) and v.dim()}
+    # The operator in place keeps its dtype where the other one would promote.
+    if any(torch.promote_types(dtype, other) != dtype for other in wide):
+        return None
     packet = getattr(torch.ops.aten, name[:-1], None)
     pure = getattr(packet, target._overloadname, None) if packet is not None else None
     if pure is None:

@@ -87,17 +87,12 @@ def check_general(graph: fx.Graph) -> None:
 
 def note_constants(gm: fx.GraphModule) -> None:
     """Give every one-element tensor constant its value, so that a formula can use it as a number."""
-    for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            value = getattr(gm, node.target, None)
-            if isinstance(value, torch.Tensor):
-                node.meta.setdefault("val", value)
-                if (
-                    value.numel() == 1
-                    and not value.requires_grad
-                    and not isinstance(value, torch.nn.Parameter)
-                ):
-                    node.meta["constant"] = float(value)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = getattr(gm, node.target, None)
+        if isinstance(value, torch.Tensor):
+            node.meta.setdefault("val", value)
+            if value.numel() == 1 and not value.requires_grad and not isinstance(value, torch.nn.Parameter):
+                node.meta["constant"] = float(value)
 
 
 def tidy(graph: fx.Graph) -> None:

@@ -21,9 +21,9 @@ from opsmith.compiler.algebra.views import inverse, permute
 from opsmith.compiler.find.template import Template, Var
 
 Binding = dict[str, "Poly | float"]
-RTOL = (
-    2e-5  # constants written with six digits are the same constant; an unbiased variance is not a biased one
-)
+Match = Callable[[Any, Any, Binding], "Binding | None"]
+# Constants written with six digits are the same constant; an unbiased variance is not a biased one.
+RTOL = 2e-5
 
 
 @dataclass
@@ -49,9 +49,8 @@ class Matcher:
     template: Template
     mismatch: Mismatch = field(default_factory=Mismatch)
     level: int = 0  # how deep in the pattern the matching stands: a failure further in came closer
-    blocks: dict[Piece, Piece] = field(
-        default_factory=dict
-    )  # the pattern's blocks of the last axis: the term's
+    # The pattern's blocks of the last axis: the term's.
+    blocks: dict[Piece, Piece] = field(default_factory=dict)
 
     def match(self, term: Poly, known: Binding | None = None) -> Binding | None:
         """The bindings under which the template equals `term`, or None (then `mismatch` says where they part)."""
@@ -99,32 +98,16 @@ class Matcher:
             if p is not self.template.term:  # another number of terms altogether is not a near miss
                 self._fail(env, p, t)
             return None
-        return self._monos(order, list(t.terms), env, absorbs, t)
 
-    def _monos(
-        self,
-        todo: list[tuple[Mono, float]],
-        left: list[tuple[Mono, float]],
-        env: Binding,
-        absorbs: bool,
-        whole: Poly,
-    ) -> Binding | None:
-        if not todo:
-            return env if not left else None
-        (pm, pc), *rest = todo
-        if not rest and absorbs:
-            name = _variable(pm.atom)
-            assert name is not None
-            return self._bind(env, name, self.space._poly(dict(left)), whole)
-        for i, (tm, tc) in enumerate(left):
-            found = self._mono(pm, pc, tm, tc, env)
-            if found is not None:
-                done = self._monos(rest, left[:i] + left[i + 1 :], found, absorbs, whole)
-                if done is not None:
-                    return done
-        return None
+        def absorb(left: Sequence[tuple[Mono, float]], env: Binding) -> Binding | None:
+            return self._bind(env, str(last), self.space._poly(dict(left)), t)
 
-    def _mono(self, pm: Mono, pc: float, tm: Mono, tc: float, env: Binding) -> Binding | None:
+        if absorbs:
+            return _paired(self._mono, order[:-1], t.terms, env, absorb)
+        return _paired(self._mono, order, t.terms, env)
+
+    def _mono(self, p: tuple[Mono, float], t: tuple[Mono, float], env: Binding) -> Binding | None:
+        (pm, pc), (tm, tc) = p, t
         term = self.space._poly({tm: tc})
         hole = next(
             (n for n, v in self.template.holes.items() if math.isclose(abs(pc), v, rel_tol=1e-9)), None
@@ -141,28 +124,18 @@ class Matcher:
         if (pm.expo is None) != (tm.expo is None) or len(pm.factors) != len(tm.factors):
             return self._fail(env, self.space._poly({pm: pc}), term)
         todo = sorted(pm.factors, key=lambda f: isinstance(f[0].leaf, Var))
-        found = self._factors(todo, list(tm.factors), env)
+        found = _paired(self._factor, todo, tm.factors, env)
         if found is None or pm.expo is None or tm.expo is None:
             return found
         with self._deeper():
             return self._poly(pm.expo, tm.expo, found)
 
-    def _factors(
-        self, todo: list[tuple[Atom, float]], left: list[tuple[Atom, float]], env: Binding
-    ) -> Binding | None:
-        if not todo:
-            return env
-        (pa, pp), *rest = todo
-        for i, (ta, tp) in enumerate(left):
-            if not math.isclose(pp, tp, rel_tol=RTOL):
-                if pa.name == ta.name and pa.leaf is None:
-                    self._fail(env, f"the power {pp:g} of {show(pa)}", ta)
-                continue
-            found = self._atom(pa, ta, env)
-            if found is not None:
-                done = self._factors(rest, left[:i] + left[i + 1 :], found)
-                if done is not None:
-                    return done
+    def _factor(self, p: tuple[Atom, float], t: tuple[Atom, float], env: Binding) -> Binding | None:
+        (pa, pp), (ta, tp) = p, t
+        if math.isclose(pp, tp, rel_tol=RTOL):
+            return self._atom(pa, ta, env)
+        if pa.name == ta.name and pa.leaf is None:
+            self._fail(env, f"the power {pp:g} of {show(pa)}", ta)
         return None
 
     def _atom(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
@@ -266,28 +239,36 @@ class Matcher:
 
     def _may_transpose(self, p: Atom, t: Atom) -> bool:
         """True for a matrix that need not reach the operator in the layout of other inputs."""
-        name = _variable(p.args[0].atom)
-        return (
-            name is not None
-            and name not in self.template.pattern.recognition.aligned
-            and len(t.shape) == len(p.attrs) == 2
-        )
+        name, aligned = _variable(p.args[0].atom), self.template.pattern.recognition.aligned
+        return name is not None and name not in aligned and len(t.shape) == len(p.attrs) == 2
 
     def _permuted(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
         """A pattern's transposed variable against any permutation: the variable takes the remaining permutation."""
         if len(p.attrs) != len(t.attrs):
             return self._fail(env, p, t)
-        undo = inverse(p.attrs)
-        rest = tuple(t.attrs[i] for i in undo)
+        rest = tuple(t.attrs[i] for i in inverse(p.attrs))
         return self._poly(p.args[0], permute(self.space, t.args[0], rest), env)
 
 
-def _each(
-    match: Callable[[Any, Any, Binding], Binding | None],
+def _paired(
+    match: Match,
     wanted: Sequence[Any],
     got: Sequence[Any],
     env: Binding,
+    rest: Callable[[Sequence[Any], Binding], Binding | None] = lambda left, env: env,
 ) -> Binding | None:
+    """Each thing wanted with another one of those there are, in whatever order; `rest` takes what is left over."""
+    if not wanted:
+        return rest(got, env)
+    for i, t in enumerate(got):
+        found = match(wanted[0], t, env)
+        done = None if found is None else _paired(match, wanted[1:], [*got[:i], *got[i + 1 :]], found, rest)
+        if done is not None:
+            return done
+    return None
+
+
+def _each(match: Match, wanted: Sequence[Any], got: Sequence[Any], env: Binding) -> Binding | None:
     """Several things matched in turn, each with what the ones before it have bound."""
     for p, t in zip(wanted, got, strict=True):
         found = match(p, t, env)

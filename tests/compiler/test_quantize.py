@@ -149,7 +149,8 @@ def test_a_wrong_product_is_found_and_rolled_back() -> None:
     model, x = net(), torch.randn(3, 48)
     packing = Packing()
     packing.pack(model, "int8", 128, [])
-    module, packed = packing._packed["up"]
+    packed = packing._packed["up"]
+    module = packed.owner
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
         return type(packed).forward(packed, x) * 1.01

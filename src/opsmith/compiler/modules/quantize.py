@@ -49,20 +49,24 @@ class Standing(PackedLinear):
 
     _owner: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
 
+    @property
+    def owner(self) -> Any:
+        """The layer whose calls it takes over."""
+        return self._owner[0]
+
     def stand_in(self, owner: nn.Module) -> None:
         """Take over the calls of a layer."""
         self._owner = (owner,)
         owner.forward = self.forward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        owner: Any = self._owner[0]
-        if owner.weight.is_meta:
+        if self.owner.weight.is_meta:
             raise ValueError(
                 "optimize: a layer whose weight was given back (quantize_release) has nothing left to be pickled; "
                 "optimize without quantize_release, or keep PackedLinear modules' state_dict"
             )
         # Unpickled, the layer's `forward` is what this gives as an attribute of it: its class's own.
-        return (_itself, (owner,))
+        return (_itself, (self.owner,))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -83,7 +87,7 @@ class Packing:
 
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
-        self._packed: dict[str, tuple[Any, Standing]] = {}
+        self._packed: dict[str, Standing] = {}
         self._of: dict[int, Standing] = {}  # by a packed weight
 
     def pack(
@@ -112,7 +116,7 @@ class Packing:
                 assert packed.error is not None
                 record.status, record.nbytes = "packed", packed.nbytes
                 record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
-                self._packed[name] = (module, packed)
+                self._packed[name] = packed
                 self._of[id(packed.weight)] = packed
                 packed.stand_in(module)
 
@@ -122,7 +126,7 @@ class Packing:
 
     def _lay(self, layers: Sequence[Standing]) -> bool:
         """Whether layers' packed weights lie side by side now: not where one of them does so with others."""
-        names = {id(packed): name for name, (_, packed) in self._packed.items()}
+        names = {id(packed): name for name, packed in self._packed.items()}
         if any(id(layer) not in names for layer in layers):
             return False  # rolled back
         group = tuple(names[id(layer)] for layer in layers)
@@ -149,7 +153,7 @@ class Packing:
 
             return hook
 
-        hooks = [module.register_forward_pre_hook(keep(name)) for name, (module, _) in self._packed.items()]
+        hooks = [p.owner.register_forward_pre_hook(keep(name)) for name, p in self._packed.items()]
         try:
             with torch.no_grad():
                 run()
@@ -158,11 +162,11 @@ class Packing:
                 hook.remove()
         for record in self.layers:
             if record.name in seen:
-                module, packed = self._packed[record.name]
+                packed = self._packed[record.name]
                 why = _wrong(packed, seen[record.name])
                 if why:
                     record.status, record.why = "rolled back", why
-                    del module.forward, self._packed[record.name], self._of[id(packed.weight)]
+                    del packed.owner.forward, self._packed[record.name], self._of[id(packed.weight)]
 
     def release(self, model: nn.Module) -> None:
         """Give the packed layers' own weights back to the system: what stands there has their shapes and no numbers.
@@ -173,7 +177,7 @@ class Packing:
         for record in self.layers:
             if record.name not in self._packed:
                 continue
-            module, _ = self._packed[record.name]
+            module = self._packed[record.name].owner
             weight = module.weight
             if users[weight.untyped_storage().data_ptr()] > 1:
                 record.why = "its weight is kept: others in the model use it"
@@ -202,13 +206,12 @@ class Packing:
     @property
     def modules(self) -> list[nn.Module]:
         """The layers that compute with a packed weight."""
-        return [module for module, _ in self._packed.values()]
+        return [packed.owner for packed in self._packed.values()]
 
     def take_out(self) -> None:
         """Give every layer its own call back."""
-        for module, _ in self._packed.values():
-            if "forward" in vars(module):
-                del module.forward
+        for module in self.modules:
+            vars(module).pop("forward", None)
         self._packed.clear()
         self._of.clear()
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,48 @@ from opsmith import measure
 from opsmith.authoring import project
 from opsmith.authoring.new import create
 from opsmith.kernels import libraries
+from opsmith.ops.softmax import METHODS
 
-CASES = {  # by operator: the formula, its inputs, and the kernels by hand
-    "silu_mul": ("silu(gate) * up", ("gate", "up"), "gated"),
-    "gelu_mul_tanh": ("gelu_tanh(gate) * up", ("gate", "up"), "gated"),
-    "gelu": ("gelu(x)", ("x",), "gelu"),
-    "gelu_tanh": ("gelu_tanh(x)", ("x",), "gelu"),
+
+@dataclass(frozen=True)
+class Case:
+    """An operator as a formula, and the kernel by hand: a word among its arguments is the tensor of that name."""
+
+    formula: str
+    inputs: tuple[str, ...]
+    kernel: str
+    forward: tuple[Any, ...]
+    backward: tuple[Any, ...]
+    kept: tuple[str, ...] = ()  # of each row, what the forward keeps for the backward
+
+
+GATED = ("gate", "up"), "gated"
+CASES = {
+    "silu_mul": Case("silu(gate) * up", *GATED, ("gate", "up", 0), ("dy", "gate", "up", 0)),
+    "gelu_mul_tanh": Case("gelu_tanh(gate) * up", *GATED, ("gate", "up", 2), ("dy", "gate", "up", 2)),
+    "gelu": Case("gelu(x)", ("x",), "gelu", ("x", None, False), ("dy", "x", None, False)),
+    "gelu_tanh": Case("gelu_tanh(x)", ("x",), "gelu", ("x", None, True), ("dy", "x", None, True)),
+    "rms_norm": Case(
+        "x * rsqrt(mean(x * x) + 1e-6) * weight",
+        ("x", "weight"),
+        "rms_norm",
+        ("x", None, "weight", 1e-6, 0.0, False),
+        ("dy", None, "x", "rstd", "weight", 0.0),
+        ("rstd",),
+    ),
+    "layer_norm": Case(
+        "(x - mean(x)) * rsqrt(var(x) + 1e-5) * weight + bias",
+        ("x", "weight", "bias"),
+        "layer_norm",
+        ("x", None, "weight", "bias", 1e-5),
+        ("dy", None, "x", "mean", "rstd", "weight"),
+        ("mean", "rstd"),
+    ),
+    "softmax": Case(
+        "softmax(x)", ("x",), "softmax", ("x", None, 1.0, False, METHODS["auto"]), ("dy", "y", 1.0)
+    ),
 }
-CURVES = {"silu_mul": 0, "gelu_mul_tanh": 2}
+OF_A_COLUMN = ("weight", "bias")
 SHAPES = {"in cache": (64, 768), "out of it": (4096, 8192)}
 
 Call = Callable[[], object]
@@ -37,19 +72,16 @@ Call = Callable[[], object]
 
 def generated(name: str, folder: Path) -> Any:
     """The kernels of a project that is made of a case's formula."""
-    formula, inputs, _ = CASES[name]
     every = {"param_type": "required", "format": ["ND"], "type": ["float", "bf16", "fp16"]}
+    shapes = {n: ["N"] if n in OF_A_COLUMN else ["...", "N"] for n in CASES[name].inputs}
+    prototype = {
+        "op": "".join(word.title() for word in (*name.split("_"), "generated")),
+        "input_desc": [{"name": n, "shape": shape, **every} for n, shape in shapes.items()],
+        "output_desc": [{"name": "y", **every}],
+        "formula": CASES[name].formula,
+    }
     file = folder / f"{name}.json"
-    file.write_text(
-        json.dumps(
-            {
-                "op": "".join(word.title() for word in (*name.split("_"), "generated")),
-                "input_desc": [{"name": n, "shape": ["...", "N"], **every} for n in inputs],
-                "output_desc": [{"name": "y", **every}],
-                "formula": formula,
-            }
-        )
-    )
+    file.write_text(json.dumps(prototype))
     kernels = project.load(create(file, folder / name, backends=("cpu",))[0]).KERNELS
     ready = kernels.ready(torch.device("cpu"))
     if ready is not True:
@@ -61,28 +93,35 @@ def contestants(
     name: str, made: Any, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Call, Call]]:
     """By pass: the kernel by hand and the generated one, each with results of its own."""
-    _, inputs, kernel = CASES[name]
-    dy, *given = (torch.randn(shape).to(dtype) for _ in range(1 + len(inputs)))
-    forward, backward = made.ops("cpu")
-    by_hand = getattr(torch.ops.opsmith, kernel)
-    by_hand_backward = getattr(torch.ops.opsmith, f"{kernel}_backward")
-    how: tuple[Any, ...] = (None, name.endswith("tanh")) if kernel == "gelu" else (CURVES[name],)
-    hand, own = ([torch.empty_like(dy) for _ in inputs] for _ in range(2))
+    case = CASES[name]
+    t = {n: torch.randn(shape[1:] if n in OF_A_COLUMN else shape).to(dtype) for n in ("dy", *case.inputs)}
+    t |= {n: torch.empty(shape[:1]) for n in case.kept}
+    given = [t[n] for n in case.inputs]
+    by_hand = getattr(torch.ops.opsmith, case.kernel), getattr(torch.ops.opsmith, f"{case.kernel}_backward")
 
-    def of(results: list[torch.Tensor], run: Callable[..., object], *args: Any, **outputs: Any) -> Call:
+    def run(kernel: Callable[..., object], args: Sequence[Any], results: Sequence[str], kept: Any) -> Call:
+        outputs = {n: torch.empty_like(t[n.removeprefix("d") if n != "y" else "dy"]) for n in results}
+        t.update(outputs if "y" in outputs else {})
+
         def call() -> object:
-            run(*args, **outputs)
-            return tuple(results)
+            kernel(*args, **outputs, **kept)
+            return tuple(outputs.values())
 
         return call
 
-    yield ("forward", of(hand[:1], by_hand, *given, *how, y=hand[0]), of(own[:1], forward, *given, y=own[0]))
-    gradients = ("dx",) if kernel == "gelu" else ("dgate", "dup")
-    outputs = dict(zip(gradients, hand, strict=True)), dict(zip(gradients, own, strict=True))
+    def named(args: Sequence[Any]) -> list[Any]:
+        return [t[a] if isinstance(a, str) else a for a in args]
+
+    forward, backward = made.ops("cpu")
+    own = run(forward, given, ["y"], {})
+    hand = run(by_hand[0], named(case.forward), ["y"], {n: t[n] for n in case.kept})
+    yield "forward", hand, own
+    hand()  # what the backward reads of it
+    gradients = [f"d{n}" for n in case.inputs]
     yield (
         "backward",
-        of(hand, by_hand_backward, dy, *given, *how, **outputs[0]),
-        of(own, backward, dy, *given, **outputs[1]),
+        run(by_hand[1], named(case.backward), gradients, {}),
+        run(backward, [t["dy"], *given], gradients, {}),
     )
 
 
@@ -97,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    libraries.load("gated", "gated_backward", "gelu", "gelu_backward")
+    libraries.load(*(n for case in CASES.values() for n in (case.kernel, f"{case.kernel}_backward")))
     print(
         f"{'operator':14} {'dtype':9} {'pass':9} {'where':10} {'by hand':>10} {'generated':>10} {'ratio':>7}"
     )

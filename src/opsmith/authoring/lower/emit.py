@@ -26,7 +26,7 @@ class Emitter:
     """Writes the nodes of one block of code, at one or two places of a row (an element and its twin).
 
     `leaf(node, place)` gives the text of what is no function of other nodes in this block; `call(name, texts)` a call;
-    `define(text)` adds a statement that names a value, and answers the name.
+    `define(text, node, place)` adds a statement that names a value, and answers the name.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Emitter:
         self._done: dict[tuple[int, int], Text] = {}
         self._uses: Counter[tuple[int, int]] = Counter()
 
-    def count(self, roots: Iterable[tuple[Node, int]]) -> None:
-        """Learn how often each node is used in the block, before its text is asked for."""
-        stack = list(roots)
+    def count(self, roots: Iterable[Node], places: Iterable[int] = (0,)) -> None:
+        """Learn how often each node is used in the block, before its text is asked for at these places."""
+        stack = [(root, place if root.shape is not None else 0) for root in roots for place in places]
         for key in stack:
             self._uses[id(key[0]), key[1]] += 1
         while stack:
@@ -75,9 +75,8 @@ class Emitter:
         key = (id(node), place)
         if key not in self._done:
             value = self._make(node, place)
-            if self._uses[key] > 1 and (
-                node.kind in ELEMENTWISE or node.kind.startswith("rotate") or "(" in value[0]
-            ):
+            named = node.kind in ELEMENTWISE or node.kind.startswith("rotate") or "(" in value[0]
+            if self._uses[key] > 1 and named and not value[0].isidentifier():
                 value = (self._define(value[0], node, place), _ATOM)
             self._done[key] = value
         return self._done[key]

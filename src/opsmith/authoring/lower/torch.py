@@ -35,7 +35,7 @@ def reference_lines(
     taken = {*formula.inputs, *formula.attributes}
     emitter = _emitter(formula.graph, lines, taken, after_matmul)
     roots = list(formula.outputs.values())
-    emitter.count([(r, 0) for r in roots])
+    emitter.count(roots)
     results = []
     for name, root in formula.outputs.items():
         text = emitter.text(root)

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from opsmith.authoring.formula.nodes import Node
-from opsmith.authoring.lower.emit import Emitter, float_text
-from opsmith.authoring.lower.plan import COLUMN, ROW, Output, Plan, Statistic
-from opsmith.authoring.lower.rows import Rows
+from opsmith.authoring.lower.emit import Text
+from opsmith.authoring.lower.kernel import Kernel
+from opsmith.authoring.lower.plan import COLUMN, ROW, Output, Statistic
 
-__all__ = ["function", "helpers"]
+__all__ = ["TritonKernel", "helpers"]
 
-_TL = {
-    "exp": "tl.exp",
-    "log": "tl.log",
-    "sqrt": "tl.sqrt",
-    "erf": "tl.erf",
-    "abs": "tl.abs",
-    "where": "tl.where",
-}
+_FUNCTIONS = {name: f"tl.{name}" for name in ("exp", "log", "sqrt", "erf", "abs", "where")}
+_FUNCTIONS |= {"max": "larger", "min": "smaller"}
 _HELPERS = [
     *("larger", "smaller", "rsqrt", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh"),
     *("silu_slope", "gelu_slope", "gelu_tanh_slope", "parts_of", "add_parts"),
@@ -31,31 +25,19 @@ def helpers(texts: Sequence[str]) -> list[str]:
     return sorted(h for h in _HELPERS if any(f"{h}(" in t.replace(f"_{h}(", "") for t in texts))
 
 
-def function(plan: Plan, name: str, comment: str) -> str:
-    """The kernel and the function that launches it."""
-    return _Function(plan, name, comment).text()
-
-
-class _Function:
-    def __init__(self, plan: Plan, name: str, comment: str) -> None:
-        self.plan, self.name, self.comment = plan, name, comment
-        self.rows = Rows(plan)
-        self.sums = [o for o in plan.outputs if o.extent == COLUMN]
-        self.known: dict[int, str] = {}
-        self.loaded: dict[tuple[str, int], str] = {}
-        self.named = 0
+class TritonKernel(Kernel):
+    """A tile's loads and statistics stay in registers from pass to pass."""
 
     def text(self) -> str:
         body = self._body()
         plan = self.plan
-        tensors = [*self.rows.read, *(o.name for o in plan.outputs)]
         numbers = [
             n
             for n in plan.attributes
             if any(n in line.replace("(", " ").replace(")", " ").split() for line in body)
         ]
-        flags = [o.name.upper() for o in plan.outputs if o.optional]
-        parameters = [*tensors, "rows", "size", *self.rows.counts, *numbers]
+        flags = [n.upper() for n in self.optional]
+        parameters = [*self.tensors, "rows", "size", *self.rows.counts, *numbers]
         constants = ["ROWS", "BLOCK", *flags]
         lines = ["@triton.jit", f"def _{self.name}("]
         lines += [f"    {p}," for p in parameters] + [f"    {c}: tl.constexpr," for c in constants]
@@ -66,7 +48,7 @@ class _Function:
             "",
             "",
         ]
-        return "\n".join([*lines, *self._launch(tensors, numbers, flags)])
+        return "\n".join([*lines, *self._launch(numbers, flags)])
 
     def _body(self) -> list[str]:
         rotation = {
@@ -100,8 +82,7 @@ class _Function:
         return lines
 
     def _gather(self, stage: Sequence[Statistic]) -> list[str]:
-        self.lines: list[str] = []
-        emitter = self._emitter([s.arg for s in stage])
+        emitter = self.begin([s.arg for s in stage])
         for s in stage:
             text = self._short(emitter.text(s.arg), 50)
             for answer in ("mean", "var", "max", "sum", "min"):
@@ -112,7 +93,7 @@ class _Function:
                 ):
                     continue
                 value = self._name(answer)
-                self.lines.append(f"{value} = {self._answer(s, answer, text)}")
+                self.body.append(f"{value} = {self._answer(s, answer, text)}")
                 if answer == "mean":
                     mean = value
                 if answer == "max":
@@ -120,10 +101,10 @@ class _Function:
                 if answer in s.answers:
                     self.known[id(s.answers[answer])] = value
                 if answer == "mean" and s.kind == "Moments" and "var" in s.answers:
-                    self.lines.append(f"off = tl.where(mask, {_bracketed(text)} - {mean}, 0.0)")
+                    self.body.append(f"off = tl.where(mask, {_bracketed(text)} - {mean}, 0.0)")
                 if answer == "max" and s.kind == "Online":
-                    self.lines.append(f"power = tl.where(mask, tl.exp({_bracketed(text)} - {top}), 0.0)")
-        return self.lines
+                    self.body.append(f"power = tl.where(mask, tl.exp({_bracketed(text)} - {top}), 0.0)")
+        return self.body
 
     def _name(self, answer: str) -> str:
         self.named += 1
@@ -142,21 +123,16 @@ class _Function:
 
     def _short(self, text: str, limit: int) -> str:
         """A long expression gets a name."""
-        if len(text) <= limit:
-            return text
-        self.named += 1
-        self.lines.append(f"v_{self.named} = {text}")
-        return f"v_{self.named}"
+        return text if len(text) <= limit else self._named(text)
 
     def _write(self) -> list[str]:
-        self.lines = []
-        emitter = self._emitter([o.node for o in self.plan.outputs])
+        emitter = self.begin([o.node for o in self.plan.outputs])
         stores: list[str] = []
         for o in self.plan.outputs:
             text = self._short(emitter.text(o.node), 38)
             store = self._store(o, text)
             stores += [f"if {o.name.upper()}:", f"    {store}"] if o.optional else [store]
-        return [*self.lines, *stores]
+        return [*self.body, *stores]
 
     def _store(self, o: Output, text: str) -> str:
         if o.extent == COLUMN:
@@ -167,33 +143,25 @@ class _Function:
             text = f"{_bracketed(text)} + tl.zeros((ROWS, BLOCK), tl.float32)"
         return f"tl.store({o.name} + row * size + at, rounded({text}, {o.name}), mask=mask)"
 
-    def _emitter(self, roots: Sequence[Node]) -> Emitter:
-        def leaf(node: Node, place: int) -> str | None:
-            if id(node) in self.known:
-                return self.known[id(node)]
-            if node.kind == "attribute":
-                return str(node.value)
-            if node.kind == "size":
-                return "size"
-            if node.kind == "input":
-                return self._load(str(node.value), place)
-            return None
+    def define(self, text: str, node: Node, place: int) -> str:
+        return self._named(text)
 
-        def define(text: str, node: Node, place: int) -> str:
-            if text.isidentifier():
-                return text
-            self.named += 1
-            self.lines.append(f"v_{self.named} = {text}")
-            return f"v_{self.named}"
+    def _named(self, text: str) -> str:
+        self.named += 1
+        self.body.append(f"v_{self.named} = {text}")
+        return f"v_{self.named}"
 
-        def rotate(kind: str, text: str, place: int) -> tuple[str, int]:
-            return f"{'-' if place else ''}sign * {text}", 5
+    def call(self, node: Node, texts: list[str]) -> str:
+        if node.kind == "cast":
+            return f"{_bracketed(texts[0])}.to({_TYPES[str(node.value)]}).to(tl.float32)"
+        if node.kind == "relu":
+            return f"larger({texts[0]}, 0.0)"
+        return f"{_FUNCTIONS.get(node.kind, node.kind)}({', '.join(texts)})"
 
-        emitter = Emitter(leaf, _call, define, _literal, rotate)
-        emitter.count([(r, 0) for r in roots])
-        return emitter
+    def rotate(self, kind: str, text: str, place: int) -> Text:
+        return f"{'-' if place else ''}sign * {text}", 5
 
-    def _load(self, name: str, place: int) -> str:
+    def load(self, name: str, place: int) -> str:
         if self.plan.extent(name) == ROW:
             place = 0
         if (name, place) not in self.loaded:
@@ -206,11 +174,11 @@ class _Function:
             value = f"tl.load({where}, mask={mask}, other=0.0)"
             value += " != 0" if name in self.plan.truths else ".to(tl.float32)"
             kept = f"r_{name}" if self.plan.extent(name) == ROW else f"v_{name}{'_twin' if place else ''}"
-            self.lines.append(f"{kept} = {value}")
+            self.body.append(f"{kept} = {value}")
             self.loaded[name, place] = kept
         return self.loaded[name, place]
 
-    def _launch(self, tensors: Sequence[str], numbers: Sequence[str], flags: Sequence[str]) -> list[str]:
+    def _launch(self, numbers: Sequence[str], flags: Sequence[str]) -> list[str]:
         plan, whole = self.plan, self.rows.whole
         inputs = [f"{n}: torch.Tensor" for n in plan.inputs]
         inputs += [f"{n}: {_python_type(v)}" for n, v in plan.attributes.items()]
@@ -239,7 +207,7 @@ class _Function:
             for o in self.sums:
                 body += [f"{o.name}_parts = parts_of({o.name}, programs)"]
         grid = f"({grid0}, {'1 if size else 0' if plan.stages else 'triton.cdiv(size, block)'})"
-        given = [f"{t}_parts" if any(o.name == t for o in self.sums) else t for t in tensors]
+        given = [f"{t}_parts" if any(o.name == t for o in self.sums) else t for t in self.tensors]
         counts = [f"max({self._count(key)}, 1)" for key in self.rows.keys]
         body += ["launch(", f"    _{self.name},", f"    {grid},"]
         body += [f"    {a}," for a in (*given, "rows", "size", *counts, *numbers)]
@@ -255,20 +223,6 @@ class _Function:
         if last == first:
             return f"{self.rows.whole}.shape[-{first}]"
         return f"math.prod({self.rows.whole}.shape[{begin}:-{first - 1}])"
-
-
-def _call(node: Node, texts: list[str]) -> str:
-    if node.kind == "cast":
-        return f"{_bracketed(texts[0])}.to({_TYPES[str(node.value)]}).to(tl.float32)"
-    if node.kind == "relu":
-        return f"larger({texts[0]}, 0.0)"
-    if node.kind in ("max", "min"):
-        return f"{'larger' if node.kind == 'max' else 'smaller'}({', '.join(texts)})"
-    return f"{_TL.get(node.kind, node.kind)}({', '.join(texts)})"
-
-
-def _literal(value: float) -> str:
-    return float_text(value)
 
 
 def _bracketed(text: str) -> str:

@@ -10,10 +10,10 @@ from opsmith.authoring import formula as language
 from opsmith.authoring.formula import gradient
 from opsmith.authoring.formula.nodes import Formula
 from opsmith.authoring.formula.shapes import ANY, Shape, strides_of
-from opsmith.authoring.lower import cpu as lower_cpu
-from opsmith.authoring.lower import cuda as lower_cuda
-from opsmith.authoring.lower import triton as lower_triton
+from opsmith.authoring.lower.cpu import CpuKernel
+from opsmith.authoring.lower.cuda import CudaKernel
 from opsmith.authoring.lower.plan import COLUMN, FULL, ROW, Output, Plan, plan
+from opsmith.authoring.lower.triton import TritonKernel
 from opsmith.authoring.prototype import Prototype, PrototypeError
 
 __all__ = ["Contents"]
@@ -229,43 +229,37 @@ class Contents:
             for c in self.kernel_columns
         ]
 
-    def cpu(self) -> str:
-        """kernels/cpu/NAME.cpp, below its includes."""
-        return "\n\n".join(lower_cpu.function(*kernel) for kernel in self._kernels())
-
-    def triton(self) -> str:
-        """kernels/triton/NAME.py, below its imports."""
-        parts = [lower_triton.function(kernel, name, text) for kernel, name, _, text in self._kernels()]
-        return "\n\n\n".join(parts)
-
-    def _kernels(self) -> list[tuple[Plan, str, list[dict[str, str]], str]]:
+    @cached_property
+    def kernels(self) -> list[tuple[Plan, str, list[dict[str, str]], str]]:
         """The kernels of the project: plan, name, dtypes, comment."""
         found = [(self.forward, "forward", self.kernel_columns, self.equation)]
         if not isinstance(self.backward, str):
-            text = f"The gradients of {', '.join(self.gradients)}, derived from the formula."
-            if "backward" in self.to_write:
-                text = f"The gradients of {', '.join(self.gradients)}."
+            derived = "" if "backward" in self.to_write else ", derived from the formula"
+            text = f"The gradients of {', '.join(self.gradients)}{derived}."
             found.append((self.backward, "backward", self.backward_columns, text))
         return found
 
+    def cpu(self) -> str:
+        """kernels/cpu/NAME.cpp, below its includes."""
+        return "\n\n".join(CpuKernel(*kernel).text() for kernel in self.kernels)
+
+    def triton(self) -> str:
+        """kernels/triton/NAME.py, below its imports."""
+        return "\n\n\n".join(TritonKernel(*kernel).text() for kernel in self.kernels)
+
     def cuda(self) -> str:
         """kernels/cuda/NAME.cu, below its includes."""
-        return "\n\n".join(lower_cuda.function(*kernel) for kernel in self._kernels())
+        return "\n\n".join(CudaKernel(*kernel).text() for kernel in self.kernels)
 
     def cuda_declarations(self) -> str:
         """What NAME.h declares."""
-        return "\n".join(lower_cuda.declaration(kernel, name) for kernel, name, _, _ in self._kernels())
+        return "\n".join(CudaKernel(*kernel).declaration() for kernel in self.kernels)
 
     def cuda_bindings(self) -> str:
         """The functions of NAME.cpp."""
-        outputs = self.formula.shapes
-        shapes = {**self.kernel_inputs, **outputs}
-        slopes = {f"d{n}": s for n, s in (*outputs.items(), *self.kernel_inputs.items())}
-        parts = []
-        for kernel, name, columns, _ in self._kernels():
-            known = shapes if name == "forward" else {**shapes, **slopes}
-            parts.append(lower_cuda.binding(kernel, name, columns, known))
-        return "\n\n".join(parts)
+        shapes = {**self.kernel_inputs, **self.formula.shapes}
+        shapes |= {f"d{n}": shape for n, shape in shapes.items()}
+        return "\n\n".join(CudaKernel(*kernel).binding(shapes) for kernel in self.kernels)
 
     @cached_property
     def equation(self) -> str:

@@ -44,6 +44,7 @@ struct Tile {
   }
 };
 
+__device__ inline float where(bool condition, float a, float b) { return condition ? a : b; }
 __device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 __device__ inline float smaller(float a, float b) { return a < b || a != a ? a : b; }
 __device__ inline float exp_of(float x) { return expf(x); }

@@ -15,7 +15,7 @@ import torch
 import opsmith
 from opsmith import measure
 from opsmith.compiler import Config
-from opsmith.compiler.choose import inductor, worth
+from opsmith.compiler.choose import worth
 from opsmith.compiler.kept import Kept, TuningCache
 from opsmith.compiler.program import study
 from opsmith.compiler.prove import proofs
@@ -67,17 +67,6 @@ def test_a_second_process_takes_the_verdicts_over(proved: list[str]) -> None:
         Truth(model).check(again(x), x)
 
 
-def test_what_is_proved_while_compilers_work_is_proved_once(
-    proved: list[str], exact: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = seeded(Feed), numbers(3, 4, WIDTH)
-    answers = iter([True, True, True, False, False])  # on entering, and before each of two sites
-    monkeypatch.setattr(inductor, "busy", lambda: next(answers))
-    report = _optimize(model, x).opsmith.report.graphs[0]
-    assert len(proved) == len(exact) == len(report.kept) > 2
-    assert next(answers, None) is False  # asked until it was over
-
-
 def test_a_site_is_computed_in_float64_once(
     proved: list[str], exact: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,14 +115,9 @@ def test_other_sizes_strides_and_dtypes_are_other_proofs() -> None:
     ],
     ids=["sparse", "conjugate", "negative", "opaque"],
 )
-def test_what_cannot_be_read_is_proved_each_time(given: torch.Tensor, tuning_cache: Path) -> None:
+def test_what_cannot_be_read_is_proved_each_time(given: torch.Tensor) -> None:
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
-    kept = proofs.Proofs()
-    proved = kept.of(gm, [given])
-    assert proved._known == {}
-    proved._put({"a site": [0.0, 0.0]})
-    kept.save()
-    assert kept.of(gm, [given])._known == {}
+    assert proofs.Proofs().of(gm, [given]) is None
 
 
 @pytest.mark.parametrize("attribute", ["_code", "_written"])
@@ -186,6 +170,26 @@ def test_a_failure_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         (line,) = _optimize(model, x).opsmith.report.rolled_back
         assert line.startswith("layer_norm_0")
+
+
+def test_what_inductor_compiles_is_not_ours() -> None:
+    reference = registry()["layer_norm"].reference
+    assert proofs._ours(reference)
+    assert not proofs._ours(torch.compile(reference, dynamic=True))
+
+
+def test_what_failed_its_proof_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = registry()["layer_norm"]
+    wrong = Implementation("wrong", lambda x, *_, **__: x * 1.5)
+    monkeypatch.setattr(card, "implementations", [wrong, *card.implementations])
+    model, x = seeded(Feed), numbers(3, 4, WIDTH)
+    for _ in range(2):
+        fast = _optimize(model, x)
+        (why,) = [s.why for s in fast.opsmith.report.graphs[0].kept if s.operator == "layer_norm"]
+        assert why.startswith("wrong: error ")
+        with torch.no_grad():
+            Truth(model).check(fast(x), x)
+            Truth(model).check(fast(x[:1]), x[:1])
 
 
 def test_nothing_is_kept_where_nothing_is_proved(tuning_cache: Path) -> None:

@@ -18,7 +18,6 @@ from opsmith.compiler.choose import inductor
 from opsmith.compiler.choose.select import Selector, contest
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.kept import TuningCache
-from opsmith.compiler.steps.bind import Form
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded
@@ -72,7 +71,7 @@ def test_what_was_measured_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch
     _choose(again, _call(rows=7))  # other sizes are another call
     assert counter.calls == 2
     (file,) = tuning_cache.glob("*.json")
-    assert contest(registry()["layer_norm"], _call(), Form.NEW) in json.loads(file.read_text())["entries"]
+    assert contest(registry()["layer_norm"], _call(), new=True) in json.loads(file.read_text())["entries"]
 
 
 def test_sizes_that_may_not_be_measured_use_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +97,7 @@ def test_a_disturbed_measurement_serves_this_run_only(monkeypatch: pytest.Monkey
     monkeypatch.setattr(measure, "CONCLUDES_NOTHING", -1.0)
     selector = Selector(Config())
     assert _choose(selector, _call()).times
-    assert selector.cache.get(contest(registry()["layer_norm"], _call(), Form.NEW)) is None
+    assert selector.cache.get(contest(registry()["layer_norm"], _call(), new=True)) is None
     monkeypatch.setattr(Selector, "_measure", None)  # measuring again would raise
     assert _choose(selector, _call()).times
     assert _choose(selector, _call(rows=9), may_measure=False).reason.startswith("fastest at the nearest")
@@ -136,20 +135,20 @@ def test_of_two_disturbed_measurements_the_best_stays(monkeypatch: pytest.Monkey
 def test_a_damaged_file_counts_as_empty(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     counter = _Measured(monkeypatch, {"eager": 0.5})
     path = tmp_path / "tuning.json"
-    key = json.dumps(contest(registry()["layer_norm"], _call(), Form.NEW))[1:-1]
+    key = json.dumps(contest(registry()["layer_norm"], _call(), new=True))[1:-1]
     path.write_text(text.replace("SCOPE", TuningCache(path)._scope).replace("KEY", key))
     selector = Selector(Config(), TuningCache(path))
     assert _choose(selector, _call()).implementation == "eager"
     assert counter.calls == 1
     selector.cache.save()
-    assert TuningCache(path).get(contest(registry()["layer_norm"], _call(), Form.NEW)) is not None
+    assert TuningCache(path).get(contest(registry()["layer_norm"], _call(), new=True)) is not None
 
 
 def test_a_file_that_says_otherwise_is_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The counterpart of the test above: the same file, undamaged."""
     counter = _Measured(monkeypatch, {})
     path = tmp_path / "tuning.json"
-    entries = {contest(registry()["layer_norm"], _call(), Form.NEW): {"native": 2.0, "eager": 1.0}}
+    entries = {contest(registry()["layer_norm"], _call(), new=True): {"native": 2.0, "eager": 1.0}}
     path.write_text(json.dumps({"schema": 2, "scope": TuningCache(path)._scope, "entries": entries}))
     assert _choose(Selector(Config(), TuningCache(path)), _call()).implementation == "eager"
     assert counter.calls == 0
@@ -299,37 +298,6 @@ def test_the_budget_is_looked_at_before_every_compilation(monkeypatch: pytest.Mo
     assert _choose(Selector(pinned), _call(), may_measure=False).implementation == "inductor"
 
 
-def test_headers_are_compiled_beside_the_capture_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where Inductor will compete and nothing is known of this machine; nothing is timed before it is done."""
-    log: list[str] = []
-
-    def compile_headers() -> None:
-        time.sleep(0.2)
-        log.append("compiled")
-        raise RuntimeError("no compiler")  # which is no reason to stop
-
-    def timed(*_: Any, **options: Any) -> Any:
-        log.append("timed")
-        return quick(*_, **options)
-
-    quick = measure.quick
-    monkeypatch.setattr(inductor, "_compile_headers", compile_headers)
-    monkeypatch.setattr(inductor, "_headers", None)
-    monkeypatch.setattr(measure, "quick", timed)
-    # Compiling nothing else: what takes part is not what is looked at here.
-    config = Config(inductor=True, inductor_seconds=0.0)
-    opsmith.optimize(seeded(Feed), numbers(3, 4, WIDTH), config=config)
-    assert log[0] == "compiled" != log[1]
-    log.clear()
-    monkeypatch.setattr(inductor, "_headers", None)
-    opsmith.optimize(seeded(Feed), numbers(3, 4, WIDTH), config=Config(inductor=False))
-    cache = TuningCache()
-    cache.put("a call", {"eager": 1.0})
-    cache.save()
-    opsmith.optimize(seeded(Feed), numbers(5, 4, WIDTH), config=config)
-    assert "compiled" not in log
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere Inductor asks the processor only")
 def test_our_compilations_pick_what_trials_would_and_leave_those_to_others(
     monkeypatch: pytest.MonkeyPatch,
@@ -386,16 +354,16 @@ def test_contestants_are_timed_as_a_program_calls_them(monkeypatch: pytest.Monke
     assert model.opsmith.plan.source.count("opsmith_layer_norm") == len(steps) - 1
 
 
-def test_a_measurement_speaks_for_calls_of_its_form_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_speaks_for_calls_of_its_kind_only(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = _Measured(monkeypatch, {"native": 1.0, "eager": 2.0})
     selector, card = Selector(Config()), registry()["layer_norm"]
 
-    def choose(form: Form, may_measure: bool = True) -> Any:
-        return selector.choose(card, "layer_norm_0", _call(), Weights(), may_measure=may_measure, form=form)
+    def choose(new: bool, may_measure: bool = True) -> Any:
+        return selector.choose(card, "layer_norm_0", _call(), Weights(), may_measure=may_measure, new=new)
 
-    assert choose(Form.STILL).implementation == "native"
+    assert choose(new=False).implementation == "native"
     counter.times = {"native": 2.0, "eager": 1.0}
-    assert "nothing measured yet" in choose(Form.NEW, may_measure=False).reason
-    assert choose(Form.NEW).implementation == "eager"
-    assert choose(Form.STILL).implementation == "native"
+    assert "nothing measured yet" in choose(new=True, may_measure=False).reason
+    assert choose(new=True).implementation == "eager"
+    assert choose(new=False).implementation == "native"
     assert counter.calls == 2

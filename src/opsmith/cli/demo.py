@@ -67,8 +67,7 @@ class Demo:
         import torch
 
         from opsmith import measure
-        from opsmith.compiler import Config, Plan
-        from opsmith.compiler.choose import inductor
+        from opsmith.compiler import Plan
         from opsmith.kernels import libraries
 
         started = time.perf_counter()
@@ -77,8 +76,6 @@ class Demo:
             with self._phase("load the model"):
                 from opsmith.cli import minilm
 
-                if Config().inductor:
-                    inductor.get_ready()  # its headers keep one core busy, loading the model the other
                 mini = minilm.load()
             with self._phase("build and load the kernels"):
                 native = kernels.result()

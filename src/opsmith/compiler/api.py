@@ -99,8 +99,6 @@ def optimize(
     model.opsmith = session  # type: ignore[assignment]
     model.__dict__["__deepcopy__"] = Copier(model, _like)
     session.selector.learning = True
-    if calls:
-        session.selector.get_ready()
     try:
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:
@@ -202,7 +200,7 @@ def _calls(example_inputs: Any) -> list[Call]:
                 "optimize: example_inputs must be a tensor, a tuple, a dictionary, or a list of these, "
                 f"got {type(one).__name__}"
             )
-    # The largest first: it has the longest proofs, and for these there is time while compilers get ready.
+    # The largest first: the graph that it is captured as serves a batch of one too, and not the other way round.
     return sorted(calls, key=_elements, reverse=True)
 
 

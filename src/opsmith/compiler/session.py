@@ -20,8 +20,8 @@ from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.program.graph import CompiledGraph
 from opsmith.compiler.program.sites import GraphReport, warn_left
-from opsmith.compiler.program.studies import Studies
 from opsmith.compiler.program.study import Progress
+from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.report import Report
 from opsmith.installed import load_installed
@@ -35,7 +35,7 @@ class Session:
         load_installed("operators")
         self.config = config
         self.selector = Selector(config, saved=plan)
-        self.studies = Studies()
+        self.proofs = Proofs()
         self.graphs: list[CompiledGraph] = []
         self.runs: list[Callable[..., Any]] = []  # what Dynamo calls of an optimized model
         self.unread: list[GraphReport] = []
@@ -59,7 +59,7 @@ class Session:
                 gm,
                 example_inputs,
                 self.selector,
-                self.studies,
+                self.proofs,
                 _progress(),
                 partial(self.packing.join, inputs=example_inputs),
             )

@@ -1,9 +1,7 @@
-"""PyTorch's Inductor as a contestant: for which operators, in what time, and what of it can be done beforehand."""
+"""PyTorch's Inductor as a contestant: for which operators, and in what time."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextvars
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,44 +57,6 @@ class Inductor:
     def compiled(self, card: Operator) -> Implementation | None:
         """What there is of this operator."""
         return self._compiled.get(card.name)
-
-
-def get_ready() -> None:
-    """Begin to compile the C++ headers that all of Inductor's code includes, in the background.
-
-    Where PyTorch never did so on this machine it takes the compiler seven seconds, in which this process would wait.
-    They pass while a model is captured, which keeps one core busy and times nothing.
-    """
-    global _headers
-    if _headers is None:
-        # Here and not in the thread: two threads that import PyTorch's modules may meet half of one.
-        from torch._inductor import compile_fx  # noqa: F401
-
-        pool = concurrent.futures.ThreadPoolExecutor(1, "opsmith-inductor")
-        _headers = pool.submit(contextvars.copy_context().run, _compile_headers)
-        pool.shutdown(wait=False)
-
-
-def busy() -> bool:
-    """True while something runs in the background."""
-    return _headers is not None and not _headers.done()
-
-
-def wait() -> None:
-    """Return once nothing runs in the background: before anything is timed."""
-    if _headers is not None:
-        concurrent.futures.wait([_headers])  # where it failed, so will the compilation, and say why
-
-
-_headers: concurrent.futures.Future[None] | None = None  # once for a process
-
-
-def _compile_headers() -> None:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    source = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel() {}'
-    with compiling(general=False):
-        CppPythonBindingsCodeCache.load_pybinding((), source)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from opsmith.compiler.config import Config
 from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.reasons import raised
-from opsmith.compiler.steps.bind import Form
 from opsmith.compiler.steps.source import alone
 from opsmith.operator import Implementation, Operator, registry
 
@@ -46,9 +45,9 @@ def signature(card: Operator, call: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
-def contest(card: Operator, call: Mapping[str, Any], form: Form) -> str:
-    """What a measurement is of: a call, made as a program makes it."""
-    return f"{signature(card, call)} as={form.value}"
+def contest(card: Operator, call: Mapping[str, Any], new: bool) -> str:
+    """What a measurement is of: a call, made as a program makes it, whose result is new or in a buffer."""
+    return f"{signature(card, call)} as={'new' if new else 'still'}"
 
 
 class Selector:
@@ -62,7 +61,6 @@ class Selector:
         self.fixed = saved.choices() if saved is not None else {}  # implementation by signature
         self.learning = False  # while `optimize` shows its examples: each one is studied
         self._measured: dict[str, dict[str, float]] = {}
-        self.guessed = False  # whether a choice would be tried again by the next process
         self.inductor = inductor.Inductor(config.inductor_seconds)
 
     def choose(
@@ -74,11 +72,14 @@ class Selector:
         *,
         may_measure: bool,
         unfit: Mapping[str, str] = MappingProxyType({}),
-        form: Form = Form.NEW,
+        new: bool = True,
     ) -> Choice:
-        """The implementation for this call of this site; `unfit` ones failed the site's proof, and why."""
+        """The implementation for this call of this site; `unfit` ones failed the site's proof, and why.
+
+        `new` is a result that the caller gets: it has no buffer.
+        """
         accepted, refused = card.candidates(**call)
-        key, config = contest(card, call, form), self.config
+        key, config = contest(card, call, new), self.config
         fixed = self.fixed.get(signature(card, call))
         pinned = config.pin.get(site) or config.pin.get(card.name)
         known = self._measured.get(key) or self.cache.get(key) or {}
@@ -92,7 +93,6 @@ class Selector:
             entered = self.inductor.enter(card, call, key, may_measure, forced)
             if isinstance(entered, str):
                 refused["inductor"] = entered
-                self.guessed |= may_measure and card.kind in inductor.KINDS
             else:
                 accepted.append(entered)
         for name in forbidden:
@@ -112,9 +112,8 @@ class Selector:
         if len(accepted) > 1 and (times is None or not set(names) <= set(times)):
             if not may_measure:
                 return self._nearest(card, call, key, accepted, refused)
-            times, steady = self._measure(call, accepted, refused, weights, form)
+            times, steady = self._measure(call, accepted, refused, weights, new)
             times = self._measured[key] = self.cache.settled(key, times, steady)
-            self.guessed |= self.cache.get(key) is None
         if len(accepted) == 1 or times is None:
             return Choice(accepted[0].name, "the only one able", {}, refused)
         best = min((c.name for c in accepted), key=lambda n: times[n])
@@ -126,7 +125,7 @@ class Selector:
         accepted: list[Implementation],
         refused: dict[str, str],
         weights: Weights,
-        form: Form,
+        new: bool,
     ) -> tuple[dict[str, float], bool]:
         """Seconds by implementation, as a program calls them, and whether the machine was quiet enough to keep them.
 
@@ -135,7 +134,7 @@ class Selector:
         contestants = {}
         for candidate in list(accepted):
             try:
-                contestants[candidate.name] = alone(candidate, weights.swapped(candidate, call), form)
+                contestants[candidate.name] = alone(candidate, weights.swapped(candidate, call), new)
                 contestants[candidate.name]()
             except Exception as error:  # whatever it raises is its reason for not taking part
                 contestants.pop(candidate.name, None)
@@ -171,11 +170,6 @@ class Selector:
             return Choice(accepted[0].name, why, {}, refused)
         best = min(nearest[1], key=nearest[1].__getitem__)
         return Choice(best, "fastest at the nearest shape measured", {}, refused)
-
-    def get_ready(self) -> None:
-        """Let Inductor prepare itself in the background where it will compete and nothing was ever measured here."""
-        if self.config.inductor and self.config.tune and not self.fixed and not self.cache.items():
-            inductor.get_ready()
 
     def implementation(self, card: Operator, name: str) -> Implementation:
         """An implementation by name, Inductor's included."""

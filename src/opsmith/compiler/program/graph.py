@@ -21,8 +21,8 @@ from opsmith.compiler.program.program import Program, record
 from opsmith.compiler.program.programs import UNSEEN, Programs
 from opsmith.compiler.program.rewrite import rewrite
 from opsmith.compiler.program.sites import GraphReport, More, Sites, warn_left
-from opsmith.compiler.program.studies import Studies
-from opsmith.compiler.program.study import Progress
+from opsmith.compiler.program.study import Progress, Study
+from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.sizes import Key
 from opsmith.kernels import libraries
@@ -38,7 +38,7 @@ class CompiledGraph:
         captured: Callable[..., Any],
         examples: Sequence[Any],
         selector: Selector,
-        studies: Studies,
+        proofs: Proofs,
         progress: Progress | None = None,
         more: More = lambda gm, effects: (),
     ):
@@ -49,7 +49,7 @@ class CompiledGraph:
         self.rewritten: fx.GraphModule | None = None
         self._plain: Callable[..., Any] = gm  # what runs where no program does
         self._captured = captured
-        self._selector, self._studies, self._progress = selector, studies, progress
+        self._selector, self._proofs, self._progress = selector, proofs, progress
         self._changed = self._found.effects.inputs(gm.graph)
         self._lock = threading.RLock()
 
@@ -135,7 +135,10 @@ class CompiledGraph:
             self._take(args)
         _load_kernels(self._found, args, training)
         before = len(self.report.kept)
-        kept = self._studies.run(self._found, args, training, self._progress)
+        provable = self._selector.config.verify and not training and not self._found.effects.random
+        proved = self._proofs.of(self.original, args) if provable else None
+        with torch.no_grad():
+            kept = Study(self._found, args, training, proved, self._progress).run()
         if len(self.report.kept) < before:
             self.programs.clear()  # those of examples seen earlier still have the site
         self.rewritten, self._found.studied = rewrite(self.original, kept), True
@@ -143,7 +146,7 @@ class CompiledGraph:
     def _save(self) -> None:
         """Keep for the next process what was found out."""
         self._selector.cache.save()
-        self._studies.save()
+        self._proofs.save()
 
     def _record(self, key: Key, rehearsal: Rehearsal, tuning: bool) -> Any:
         assert self.rewritten is not None

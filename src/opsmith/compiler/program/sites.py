@@ -17,8 +17,7 @@ from opsmith.compiler.choose.settle import call_of, settle
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.recognize import Miss, recognize
 from opsmith.compiler.find.site import Site, where
-from opsmith.compiler.steps.bind import Form
-from opsmith.operator import Verdict, registry
+from opsmith.operator import registry
 
 More = Callable[[fx.GraphModule, Effects], Sequence[Site]]
 
@@ -53,25 +52,13 @@ class GraphReport:
         return [s for s in self.sites if s.status == "kept"]
 
 
-@dataclass(frozen=True)
-class Settled:
-    """A site that was kept: its call, what runs it, and the name of the proof."""
-
-    signature: str
-    form: Form
-    choice: Choice
-    proof: str
-    unfit: dict[str, str]
-    why: str
-
-
 @dataclass
 class Known:
     """What is known of one site."""
 
     site: Site
     report: SiteReport
-    form: Form = Form.NEW  # how its program will call it, as far as a study can tell
+    new: bool  # whether its result is new at every call, as the caller gets it
     unfit: dict[str, str] = field(default_factory=dict)  # implementations that failed its proof, and why
     choices: dict[str, Choice] = field(default_factory=dict)  # by the signature of a call
 
@@ -85,6 +72,10 @@ class Sites:
         self.studied = False  # whether an example was seen before
         found = recognize(gm.graph, registry().values())
         self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
+        results = gm.graph.find_nodes(op="output")[0].all_input_nodes
+        self._given = {self.effects.memory.get(n) for n in results} - {
+            None
+        }  # the memory that the caller gets
         self._counts: Counter[str] = Counter()
         self._known: dict[str, Known] = {}
         for site in (*found.sites, *more(gm, self.effects)):
@@ -104,13 +95,15 @@ class Sites:
         name = f"{operator}_{self._counts[operator]}"
         self._counts[operator] += 1
         report = SiteReport(name, operator, site.pattern, where(site.root), site.composite)
-        self._known[name] = Known(site, report)
+        self._known[name] = Known(site, report, self._new(site))
         self.report.sites.append(report)
         return name
 
-    def divided(
-        self, name: str, value: Callable[[Node], Any], form: Callable[[Site], Form], learn: Collection[Node]
-    ) -> list[str]:
+    def _new(self, site: Site) -> bool:
+        """Whether a program has no buffer for the site's result, since the caller gets it."""
+        return any(self.effects.memory.get(n) in self._given for n in site.outputs)
+
+    def divided(self, name: str, value: Callable[[Node], Any], learn: Collection[Node]) -> list[str]:
         """The names under which a site runs: its own, or, where they are faster together, those of its parts."""
         known = self[name]
         site = known.site
@@ -120,30 +113,25 @@ class Sites:
         def choose(part: Site, call: dict[str, Any]) -> Choice:
             card = part.card
             return self.selector.choose(
-                card, card.name, call, self.weights, may_measure=True, form=form(part)
+                card, card.name, call, self.weights, may_measure=True, new=self._new(part)
             )
 
         call = call_of(site, value)
-        choice = self.choice(name, call, may_measure=True, form=form(site))
+        choice = self.choice(name, call, may_measure=True)
         apart, known.choices[signature(site.card, call)] = settle(site, choice, choose, value, learn)
-        return self.divide(name) if apart else [name]
-
-    def divide(self, name: str) -> list[str]:
-        """Put the parts of a site in its place."""
-        known = self._known.pop(name)
+        if not apart:
+            return [name]
+        del self._known[name]
         self.report.sites.remove(known.report)
-        return [self._add(part) for part in known.site.parts]
+        return [self._add(part) for part in site.parts]
 
-    def choice(
-        self, name: str, call: dict[str, Any], *, may_measure: bool, form: Form | None = None
-    ) -> Choice:
-        """The choice for a site and a call; equal calls of one operator choose alike, where they have one form."""
+    def choice(self, name: str, call: dict[str, Any], *, may_measure: bool) -> Choice:
+        """The choice for a site and a call; equal calls of one operator choose alike, where both or none is new."""
         known, card = self[name], self[name].site.card
-        known.form = form or known.form
         key = signature(card, call)
         if key not in known.choices:
             known.choices[key] = self.selector.choose(
-                card, name, call, self.weights, may_measure=may_measure, unfit=known.unfit, form=known.form
+                card, name, call, self.weights, may_measure=may_measure, unfit=known.unfit, new=known.new
             )
         return known.choices[key]
 
@@ -151,13 +139,6 @@ class Sites:
         """Never again choose this implementation for this site, at whatever sizes."""
         self[name].unfit[implementation] = why
         self[name].choices.clear()
-
-    def recall(self, name: str, found: Settled, verdict: Verdict) -> None:
-        """Take over what the same study found out about a site before."""
-        known = self[name]
-        known.report.error, known.report.bound, known.report.why = verdict.error, verdict.bound, found.why
-        known.form, known.unfit = found.form, dict(found.unfit)
-        known.choices[found.signature] = found.choice
 
     def leave(self, why: str) -> None:
         """Forget them: the graph could not be studied."""

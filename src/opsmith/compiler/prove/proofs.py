@@ -27,29 +27,22 @@ SCHEMA = 1
 STUDIES = 256  # what a file keeps: an example of a graph each
 
 
-def scope() -> tuple[str, str]:
-    """The machine, and all besides a graph and its inputs that a proof follows from; another one writes a file anew."""
-    machine = measure.describe().fingerprint()
-    settings = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
-    return machine, f"{machine}/{libraries.content()}/{_code()}/{settings}"
-
-
 class Proofs:
     """Verdicts of the sites that passed, by study: a graph on given inputs."""
 
     @cached_property
     def _file(self) -> Kept[dict[str, list[float]]]:
-        machine, here = scope()
-        return Kept(directory() / f"proofs-{machine}.json", SCHEMA, here, _is_verdicts, STUDIES)
+        machine = measure.describe().fingerprint()
+        settings = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
+        scope = f"{machine}/{libraries.content()}/{_code()}/{settings}"
+        return Kept(directory() / f"proofs-{machine}.json", SCHEMA, scope, _is_verdicts, STUDIES)
 
-    def of(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Proved:
-        """What was proved of this graph on these inputs."""
+    def of(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Proved | None:
+        """What was proved of this graph on these inputs; None where that cannot be kept."""
         try:
-            study = _digest([*_written(gm), *inputs])
-        except RuntimeError:
-            # A tensor that is no plain memory (a conjugate view, say): what is proved on it is not kept.
-            return Proved(None, {}, lambda verdicts: None)
-        return Proved(study, dict(self._file.get(study) or {}), functools.partial(self._file.put, study))
+            return Proved(self._file, _digest([*_written(gm), *inputs]))
+        except RuntimeError:  # a tensor that is no plain memory: a conjugate view, say
+            return None
 
     def save(self) -> None:
         """Keep what is new for the next process."""
@@ -59,30 +52,23 @@ class Proofs:
 class Proved:
     """The verdicts of one study."""
 
-    def __init__(self, study: str | None, known: dict[str, list[float]], put: Any):
-        self.study = study  # None where it has no name, as not all of its inputs can be read
-        self._known = known
-        self._put = put
+    def __init__(self, file: Kept[dict[str, list[float]]], study: str):
+        self._known = dict(file.get(study) or {})
+        self._save = functools.partial(file.put, study, self._known)
 
-    def get(self, proof: str) -> Verdict | None:
-        """The verdict of a proof by its name; None where it has to be made."""
-        known = self._known.get(proof)
+    def get(self, site: Site, implementation: Implementation) -> Verdict | None:
+        """The verdict of a proof; None where it has to be made."""
+        known = self._known.get(_name(site, implementation))
         return None if known is None else Verdict(True, known[0], known[1])
 
-    def put(self, site: Site, implementation: Implementation, verdict: Verdict) -> bool:
-        """Enter a proof; False for one of what is not ours or may come out otherwise next time.
-
-        Of a failure none is kept.
-        """
-        if not implementation.repeatable or not _ours(implementation.fn):
-            return False
-        if verdict.ok:
-            self._known[name(site, implementation)] = [float(verdict.error), float(verdict.bound)]
-            self._put(self._known)
-        return True
+    def put(self, site: Site, implementation: Implementation, verdict: Verdict) -> None:
+        """Enter a proof, but none that failed, is of what is not ours, or may come out otherwise next time."""
+        if verdict.ok and implementation.repeatable and _ours(implementation.fn):
+            self._known[_name(site, implementation)] = [float(verdict.error), float(verdict.bound)]
+            self._save()
 
 
-def name(site: Site, implementation: Implementation) -> str:
+def _name(site: Site, implementation: Implementation) -> str:
     """What a proof is called within its study."""
     outputs = ",".join(n.name for n in site.outputs)
     return f"{site.card.name} {site.pattern} {outputs} {implementation.name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
-
-
-class Form(enum.Enum):
-    """How a program calls the implementation of a site, which decides what the call takes beside its kernels."""
-
-    STILL = "still"  # all it works on stays in place, so that of its Python nothing remains but kernels
-    BUFFER = "buffer"  # its result is in a buffer, where it takes one, but its inputs are new at every call
-    NEW = "new"  # its result is new too: the caller gets it
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opsmith.call.fast import direct
-from opsmith.compiler.steps.bind import Form, Kernels, kernel_calls
+from opsmith.compiler.steps.bind import Kernels, kernel_calls
 from opsmith.compiler.steps.slots import memory
 from opsmith.operator import Implementation
 
@@ -116,15 +116,15 @@ def target_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def alone(implementation: Implementation, call: Mapping[str, Any], form: Form) -> Callable[[], Any]:
+def alone(implementation: Implementation, call: Mapping[str, Any], new: bool) -> Callable[[], Any]:
     """A site as a program of its own, which calls it as one that holds it among others does.
 
     Args:
         implementation: what is called.
         call: its arguments, the weights as it wants them.
-        form: what of them stays where it is; the result does where it may be written to.
+        new: whether the result is new at every call; where not, all stays in place, as far as that may be.
     """
-    out = implementation.fn(**call) if implementation.takes_out and form is not Form.NEW else None
+    out = implementation.fn(**call) if implementation.takes_out and not new else None
     buffers: list[torch.Tensor] = []  # all tensors that are named: they are held, so their ids stay their own
     index: dict[int, int] = {}
 
@@ -137,8 +137,7 @@ def alone(implementation: Implementation, call: Mapping[str, Any], form: Form) -
         return f"buffers[{index[id(value)]}]"
 
     writer = Writer({"y"}, stands)
-    places = {memory(value) for value in call.values()} if form is Form.STILL else set()
-    places |= {memory(value) for value in (out if isinstance(out, tuple) else (out,))}
+    places = {memory(value) for value in (*call.values(), *(out if isinstance(out, tuple) else (out,)))}
     found = None
     if out is not None:
         found = kernel_calls(implementation.fn, {**call, "out": out}, lambda t: memory(t) in places)

@@ -193,10 +193,13 @@ def large_result(table: torch.Tensor, seconds: float) -> dict[str, Any]:
         notes={"outputs": "fresh, unless the name says out=", "ids": f"16 x {tokens}, uniform"},
     )
     moved = registry()["embedding"].cost(calls[0], table).min_bytes
+    assert found.roofs is not None
     lines = {}
     for name in found.names:
         base = "PyTorch, out=" if "out=" in name else "PyTorch"
-        fraction = found.fraction(name, flops=0, bytes=moved, memory="copy")
+        fraction = found.roofs.fraction(
+            found.median(name), flops=0, bytes=moved, memory="copy", cold=found.cold
+        )
         ratio = None if name == base else found.ratio(name, base).to_json()
         lines[name] = {"seconds": found.median(name), "roof_fraction": fraction, "ratio_to_pytorch": ratio}
     return {**sizes(table, tokens, "a large result"), "contestants": lines, "comparison": found.to_json()}

@@ -138,17 +138,6 @@ def test_strided_shared_and_integer_inputs_are_copied_as_they_are() -> None:
     assert strides == [((24, 1), 32, (1, 0))] * 3
 
 
-def test_other_inputs_are_used_in_the_third_call() -> None:
-    shapes = []
-
-    def call(x: Tensor) -> Tensor:
-        shapes.append(tuple(x.shape))
-        return x.exp()
-
-    check_call(call, (torch.randn(4),), torch.exp, 1e-5, other_inputs=(torch.randn(7),))
-    assert shapes == [(4,), (4,), (7,)]
-
-
 def test_fewer_calls_are_the_first_ones() -> None:
     x = torch.randn(8)
     seen: list[torch.Tensor] = []

@@ -3,16 +3,7 @@
 import pytest
 import torch
 
-from opsmith.measure import (
-    KINDS,
-    ImpossibleTime,
-    Roof,
-    RoofProbes,
-    Roofs,
-    compare,
-    measure_roofs,
-    roof_fraction,
-)
+from opsmith.measure import KINDS, ImpossibleTime, Roof, RoofProbes, Roofs, compare, measure_roofs
 
 
 def roof(kind: str, rate: float, peak: float | None = None) -> Roof:
@@ -74,39 +65,39 @@ def test_all_libraries_are_tried_and_compute_the_same_product() -> None:
 def test_the_nearer_roof_judges(
     flops: float, size: float, dtype: torch.dtype | None, memory: str, fraction: float
 ) -> None:
-    found = roof_fraction(flops, size, 1.0, ROOFS, dtype=dtype, memory=memory)  # type: ignore[arg-type]
+    found = ROOFS.fraction(1.0, flops=flops, bytes=size, dtype=dtype, memory=memory)  # type: ignore[arg-type]
     assert found == pytest.approx(fraction)
 
 
 def test_products_of_integers_are_judged_by_their_own_rate() -> None:
     roofs = Roofs({**ROOFS.by_kind, "matmul int8": roof("matmul int8", 4000.0)})
     # 500 of 2000 a second, and 1000 of 4000.
-    assert roof_fraction(1500, 0, 1.0, roofs, dtype=torch.bfloat16, int8_ops=1000) == pytest.approx(0.5)
+    assert roofs.fraction(1.0, flops=1500, bytes=0, dtype=torch.bfloat16, int8_ops=1000) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="int8 was not measured"):
-        roof_fraction(1500, 0, 1.0, ROOFS, dtype=torch.bfloat16, int8_ops=1000)
+        ROOFS.fraction(1.0, flops=1500, bytes=0, dtype=torch.bfloat16, int8_ops=1000)
 
 
 def test_above_the_roof_is_an_error_when_cold_and_a_cache_when_warm() -> None:
     with pytest.raises(ImpossibleTime, match="cost formula"):
-        roof_fraction(0, 120, 1.0, ROOFS)
-    assert roof_fraction(0, 120, 1.0, ROOFS, cold=False) == pytest.approx(1.2)
+        ROOFS.fraction(1.0, flops=0, bytes=120)
+    assert ROOFS.fraction(1.0, flops=0, bytes=120, cold=False) == pytest.approx(1.2)
     # Between the median and the fastest sample lies the noise of the roof itself.
-    assert roof_fraction(0, 105, 1.0, ROOFS) == pytest.approx(1.05)
+    assert ROOFS.fraction(1.0, flops=0, bytes=105) == pytest.approx(1.05)
     with pytest.raises(ImpossibleTime):
-        roof_fraction(2400, 0, 1.0, ROOFS, dtype=torch.bfloat16)
+        ROOFS.fraction(1.0, flops=2400, bytes=0, dtype=torch.bfloat16)
     # The libraries' products are no ceiling: one may be a tenth faster.
-    assert roof_fraction(2200, 0, 1.0, ROOFS, dtype=torch.bfloat16) == pytest.approx(1.1)
+    assert ROOFS.fraction(1.0, flops=2200, bytes=0, dtype=torch.bfloat16) == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="seconds above zero"):
-        roof_fraction(1, 1, seconds, ROOFS)
+        ROOFS.fraction(seconds, flops=1, bytes=1)
 
 
 def test_a_roof_that_did_not_run_is_not_guessed() -> None:
     with pytest.raises(ValueError, match="int8 was not measured"):
-        roof_fraction(1, 0, 1.0, ROOFS, dtype=torch.int8)
+        ROOFS.fraction(1.0, flops=1, bytes=0, dtype=torch.int8)
     with pytest.raises(ValueError, match="'update' was not measured"):
         ROOFS.bandwidth("update")
     with pytest.raises(ValueError, match="expected kinds"):

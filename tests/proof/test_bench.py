@@ -221,7 +221,7 @@ def test_what_hardly_writes_is_judged_by_the_read_roof() -> None:
     (result,) = run(operator)
     cold, cost = result.columns["cold"], result.cost
     read, copy = (
-        cold.fraction("mine", flops=cost.flops, bytes=cost.min_bytes, memory=memory)
+        cold.roofs.fraction(cold.median("mine"), flops=cost.flops, bytes=cost.min_bytes, memory=memory)
         for memory in ("read", "copy")
     )
     assert result.roof["cold"]["mine"] == read != copy

@@ -1,15 +1,14 @@
 """The machine, its roofs, and the only timing code there is."""
 
 from .checks import Checked, WrongResult, check_call, compare_outputs, poison, ulp
-from .clock import CudaStopwatch, WallStopwatch
 from .comparison import Comparison
 from .contestants import Prepared, Repeated, captured
 from .machine import Cache, Machine, describe
 from .memory import can_reuse_memory, peak_bytes, reused_memory
 from .pool import CacheFlush, Pool, cold_bytes
-from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs, roof_fraction
+from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs
 from .stats import CONCLUDES_NOTHING, Ratio, paired_ratio, spread
-from .timing import columns, compare, measure_roofs, no_collection, quick
+from .timing import compare, measure_roofs, no_collection, quick
 
 __all__ = [
     "CONCLUDES_NOTHING",
@@ -18,7 +17,6 @@ __all__ = [
     "CacheFlush",
     "Checked",
     "Comparison",
-    "CudaStopwatch",
     "ImpossibleTime",
     "Machine",
     "Pool",
@@ -29,13 +27,11 @@ __all__ = [
     "Roof",
     "RoofProbes",
     "Roofs",
-    "WallStopwatch",
     "WrongResult",
     "can_reuse_memory",
     "captured",
     "check_call",
     "cold_bytes",
-    "columns",
     "compare",
     "compare_outputs",
     "describe",
@@ -46,7 +42,6 @@ __all__ = [
     "poison",
     "quick",
     "reused_memory",
-    "roof_fraction",
     "spread",
     "ulp",
 ]

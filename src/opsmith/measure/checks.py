@@ -258,14 +258,15 @@ def check_call(
     tolerance: Tolerance | None = None,
     *,
     outs: Sequence[torch.Tensor] = (),
-    other_inputs: Sequence[Any] | None = None,
     calls: int = 3,
     name: str = "call",
 ) -> Checked:
     """Calls `fn` three times, under conditions in which a cheat fails, and compares with a float64 reference.
 
-    The calls see: the inputs; the same tensors with other values in them; other tensors. Output memory is
-    full of NaN before each, whether passed in or allocated by torch inside. The inputs given stay untouched.
+    The calls see: the inputs; the same tensors with other values in them; other tensors. Other values are the same
+    in another order, which keeps indices in range, masks masks, and offsets (integers from 0 that never decrease)
+    offsets. Output memory is full of NaN before each call, whether passed in or allocated by torch inside. The inputs
+    given stay untouched.
 
     >>> check_call(torch.exp, (torch.randn(64),), torch.exp, 1e-5).calls
     3
@@ -278,8 +279,6 @@ def check_call(
             of each output's dtype, at its scale, by default. Pass twice eager's own error plus one unit for
             operators that cannot reach this.
         outs: output buffers that `fn` writes; only their shape, strides and dtype are used.
-        other_inputs: arguments of the third call; the same values in another order by default, which keeps
-            indices in range, masks masks, and offsets (integers from 0 that never decrease) offsets.
         calls: the first of these alone, where others have shown that nothing is kept from one call to the next.
         name: the contestant, for the error.
 
@@ -293,12 +292,10 @@ def check_call(
     error, allowed = 0.0, 0.0
     previous: list[torch.Tensor] = []
     for turn in range(calls):
-        if turn == 1:
+        if turn == 2:
+            copy = _Copy(inputs)
+        if turn:
             copy.vary(turn)
-        elif turn == 2:
-            copy = _Copy(inputs if other_inputs is None else other_inputs)
-            if other_inputs is None:
-                copy.vary(turn)
         buffers = [
             poison(torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)) for o in outs
         ]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from .machine import Machine
-from .roofs import Roofs, roof_fraction
+from .roofs import Roofs
 from .stats import CONCLUDES_NOTHING, WARNS, Ratio, paired_ratio, spread
 
 __all__ = ["Comparison"]
@@ -53,6 +51,11 @@ class Comparison:
         """The contestants, without the roofs."""
         return tuple(name for name in self.samples if not name.startswith("roof: "))
 
+    @property
+    def cold(self) -> bool:
+        """Whether the contestants' data came from memory."""
+        return self.column.startswith("cold")
+
     def _of(self, name: str) -> Sequence[float]:
         if name not in self.samples:
             raise ValueError(f"Comparison: expected one of {list(self.samples)}, got {name!r}")
@@ -92,38 +95,6 @@ class Comparison:
         ratio = self.ratio(fastest, prefer)
         agreed = ratio.unanimous and ratio.median < 1 and ratio.pairs >= _UNANIMOUS_ROUNDS
         return fastest if ratio.verdict == "faster" or agreed else prefer
-
-    def fraction(
-        self,
-        name: str,
-        *,
-        flops: float,
-        bytes: float,
-        dtype: torch.dtype | None = None,
-        int8_ops: float = 0.0,
-        memory: Literal["best", "read", "copy", "update"] = "best",
-    ) -> float:
-        """The part of this run's roofline that a contestant reached; see `roof_fraction`.
-
-        Raises:
-            ImpossibleTime: cold and above what the roofs allow.
-            ValueError: when the run had no roofs.
-        """
-        if self.roofs is None:
-            raise ValueError(
-                "Comparison.fraction: no roofs ran beside the contestants; pass roofs=RoofProbes(...)"
-            )
-        cold = self.column.startswith("cold")
-        return roof_fraction(
-            flops,
-            bytes,
-            self.median(name),
-            self.roofs,
-            dtype=dtype,
-            int8_ops=int8_ops,
-            memory=memory,
-            cold=cold,
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Everything, samples included, as plain values."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .machine import describe
 
@@ -22,25 +23,12 @@ Inputs = tuple[Any, ...]
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested tuples, lists and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_of(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_of(part)
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nested tuples, lists and dictionaries with other tensors."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(with_tensors(part, change) for part in value)
-    if isinstance(value, dict):
-        return {key: with_tensors(part, change) for key, part in value.items()}
-    return value
+    return pytree.tree_map_only(torch.Tensor, change, value)
 
 
 def cold_bytes(device: str | torch.device = "cpu") -> int:

@@ -18,13 +18,13 @@ import torch
 from .machine import describe
 from .pool import cold_bytes
 
-__all__ = ["KINDS", "ImpossibleTime", "Probe", "Roof", "RoofProbes", "Roofs", "roof_fraction"]
+__all__ = ["KINDS", "ImpossibleTime", "Probe", "Roof", "RoofProbes", "Roofs"]
 
 # read: bytes read. copy: bytes read plus written, into a reused output. update: the same, in place, which
 # spares the fetch of the lines written. matmul: operations, two per multiply-add.
 KINDS = ("read", "copy", "update", "matmul float32", "matmul bfloat16", "matmul int8")
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+Memory = Literal["best", "read", "copy", "update"]
 # Blocks never take more than this part of the memory.
 _MEMORY_SHARE = 16
 
@@ -76,9 +76,7 @@ class Roofs:
 
     by_kind: Mapping[str, Roof]
 
-    def bandwidth(
-        self, kind: Literal["best", "read", "copy", "update"] = "best", *, peak: bool = False
-    ) -> float:
+    def bandwidth(self, kind: Memory = "best", *, peak: bool = False) -> float:
         """Bytes per second; "best" is the highest of those measured.
 
         Raises:
@@ -104,6 +102,55 @@ class Roofs:
                 f"Roofs.matmul: {dtype} was not measured in this run; add its probe, one of {KINDS}"
             )
         return roof.peak if peak else roof.rate
+
+    def fraction(
+        self,
+        seconds: float,
+        *,
+        flops: float,
+        bytes: float,
+        dtype: torch.dtype | None = None,
+        int8_ops: float = 0.0,
+        memory: Memory = "best",
+        cold: bool = True,
+    ) -> float:
+        """The part of the roofline that was reached: the least time the roofs allow over the time taken.
+
+            max(bytes / bandwidth, flops / matmul rate) / seconds
+
+        >>> roofs = Roofs({"read": Roof("read", 1e9, 1e9, "sum", {})})
+        >>> roofs.fraction(1.0, flops=0, bytes=5e8)
+        0.5
+
+        Args:
+            seconds: time of one call.
+            flops: operations, two per multiply-add; they count when `dtype` is given.
+            bytes: bytes read plus written, each once.
+            dtype: whose matmul rate bounds the operations; None for work that is no matmul.
+            int8_ops: of the operations, those that the matmul rate of int8 bounds instead.
+            memory: which bandwidth judges; "copy" for operators that write as much as they read.
+            cold: whether the data came from memory; warm data may pass the bandwidth roof.
+
+        Raises:
+            ImpossibleTime: cold and faster than the fastest sample of any way to the roofs.
+            ValueError: when a roof that is needed was not measured.
+        """
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"Roofs.fraction: expected seconds above zero, got {seconds}; measure again")
+        products = ((flops - int8_ops, dtype), (int8_ops, torch.int8)) if dtype is not None else ()
+
+        def least(memory: Memory, peak: bool, better: float) -> float:
+            by_flops = sum(n / (self.matmul(of, peak=peak) * better) for n, of in products if n)
+            return max(bytes / self.bandwidth(memory, peak=peak) if bytes else 0.0, by_flops)
+
+        # Judged by the fastest sample, not the median: a record within the noise of the roof is no impossibility.
+        floor = least("best", True, _BETTER)
+        if cold and seconds < floor:
+            raise ImpossibleTime(
+                f"Roofs.fraction: {seconds:.3g} s is {floor / seconds:.0%} of what the roofs of this run allow; "
+                "check the cost formula (bytes and operations), that the inputs were cold, and the timer"
+            )
+        return least(memory, False, 1.0) / seconds
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary of plain values."""
@@ -194,7 +241,7 @@ def _memory_probes(block_bytes: int, device: torch.device) -> list[Probe]:
 
 
 def _matmul_probes(kind: str, n: int, device: torch.device) -> list[Probe]:
-    dtype = _DTYPES[kind.removeprefix("matmul ")]
+    dtype: torch.dtype = getattr(torch, kind.removeprefix("matmul "))
     generator = torch.Generator().manual_seed(n)
     if dtype == torch.int8:
         a, b = (
@@ -235,58 +282,3 @@ def _prepacked(a: torch.Tensor, b: torch.Tensor) -> dict[str, Callable[[], objec
             mkl_packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, n)
             ways["MKL"] = lambda: mkl(a, mkl_packed, weight, None, n)
     return ways
-
-
-def roof_fraction(
-    cost_flops: float,
-    cost_bytes: float,
-    seconds: float,
-    roofs: Roofs,
-    *,
-    dtype: torch.dtype | None = None,
-    int8_ops: float = 0.0,
-    memory: Literal["best", "read", "copy", "update"] = "best",
-    cold: bool = True,
-) -> float:
-    """The part of the roofline that was reached: the least time the roofs allow over the time taken.
-
-        max(bytes / bandwidth, flops / matmul rate) / seconds
-
-    >>> roofs = Roofs({"read": Roof("read", 1e9, 1e9, "sum", {})})
-    >>> roof_fraction(0, 5e8, 1.0, roofs)
-    0.5
-
-    Args:
-        cost_flops: operations, two per multiply-add; they count when `dtype` is given.
-        cost_bytes: bytes read plus written, each once.
-        seconds: time of one call.
-        roofs: measured in the same run.
-        dtype: whose matmul rate bounds the operations; None for work that is no matmul.
-        int8_ops: of the operations, those that the matmul rate of int8 bounds instead.
-        memory: which bandwidth judges; "copy" for operators that write as much as they read.
-        cold: whether the data came from memory; warm data may pass the bandwidth roof.
-
-    Raises:
-        ImpossibleTime: cold and faster than the fastest sample of any way to the roofs.
-        ValueError: when a roof that is needed was not measured.
-    """
-
-    def least(peak: bool) -> float:
-        kind: Literal["best", "read", "copy", "update"] = "best" if peak else memory
-        by_bytes = cost_bytes / roofs.bandwidth(kind, peak=peak) if cost_bytes else 0.0
-        by_flops = 0.0
-        if dtype is not None:
-            for ops, of in ((cost_flops - int8_ops, dtype), (int8_ops, torch.int8)):
-                by_flops += ops / (roofs.matmul(of, peak=peak) * (_BETTER if peak else 1.0)) if ops else 0.0
-        return max(by_bytes, by_flops)
-
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise ValueError(f"roof_fraction: expected seconds above zero, got {seconds}; measure again")
-    # Judged by the fastest sample, not the median: a record within the noise of the roof is no impossibility.
-    floor = least(peak=True)
-    if cold and seconds < floor:
-        raise ImpossibleTime(
-            f"roof_fraction: {seconds:.3g} s is {floor / seconds:.0%} of what the roofs of this run allow; "
-            "check the cost formula (bytes and operations), that the inputs were cold, and the timer"
-        )
-    return least(peak=False) / seconds

@@ -12,26 +12,49 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from .checks import Tolerance, WrongResult, compare_outputs
-from .clock import Clock, Stopwatch, stopwatch_for
 from .comparison import Comparison, spread_messages
 from .contestants import Prepared, Repeated
 from .machine import describe
 from .pool import Inputs, Pool
-from .roofs import Probe, RoofProbes, Roofs
+from .roofs import KINDS, Probe, RoofProbes, Roofs
 
-__all__ = ["columns", "compare", "measure_roofs", "no_collection", "quick"]
+__all__ = ["compare", "measure_roofs", "no_collection", "quick"]
 
 # One sample is at least this long, so that neither the clock's grain nor its call shows.
 _MIN_TIME = 200e-6
 _MAX_INNER = 1 << 14
 _MAX_PREPARED = 64  # what is prepared takes memory until it is called
+
+Clock = Callable[[], float]
+Stopwatch = Callable[[Sequence[Callable[[], object]]], float]  # seconds that calls take one after the other
+
+
+def by_clock(calls: Sequence[Callable[[], object]], clock: Clock = time.perf_counter) -> float:
+    """Seconds by a clock, which may be one that a test controls."""
+    start = clock()
+    for call in calls:
+        call()
+    return clock() - start
+
+
+def by_events(calls: Sequence[Callable[[], object]], cuda: Any = torch.cuda) -> float:
+    """Seconds between two events on the device's stream, so that the time to launch is not what is measured."""
+    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    # Earlier work still in the queue would otherwise run between the events.
+    cuda.synchronize()
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3  # elapsed_time is in milliseconds
 
 
 class _Runner:
@@ -41,25 +64,19 @@ class _Runner:
         self,
         call: Callable[..., object],
         stopwatch: Stopwatch,
-        pool: Pool | None,
-        warm: bool,
+        inputs: Callable[[], Inputs],
         flush: Callable[[], object] | None,
     ) -> None:
         self.call, self.inner = call, 1
         self._times = call.times if isinstance(call, Repeated) else 1
         self._most = _MAX_PREPARED if isinstance(call, Prepared) else _MAX_INNER
-        self._stopwatch, self._pool, self._warm, self._flush = stopwatch, pool, warm, flush
+        self._stopwatch, self._inputs, self._flush = stopwatch, inputs, flush
         self._after = call.after if isinstance(call, Probe) else None
-
-    def inputs(self) -> Inputs:
-        if self._pool is None:
-            return ()
-        return self._pool[0] if self._warm else self._pool.take()
 
     def _bound(self) -> Callable[[], object]:
         if isinstance(self.call, Prepared):
-            return self.call.prepare(*self.inputs())
-        return functools.partial(self.call, *self.inputs())
+            return self.call.prepare(*self._inputs())
+        return functools.partial(self.call, *self._inputs())
 
     def sample(self) -> float:
         """Seconds per call."""
@@ -67,14 +84,14 @@ class _Runner:
         calls = [self._bound() for _ in range(self.inner)]
         if self._flush is not None:
             self._flush()
-        seconds = self._stopwatch.seconds(calls)
+        seconds = self._stopwatch(calls)
         if self._after is not None:
             self._after()
         return seconds / (self.inner * self._times)
 
     def warm_up(self, calls: int) -> None:
         for _ in range(calls):
-            self.call(*self.inputs())
+            self.call(*self._inputs())
 
     def settle(self, min_time: float) -> float:
         """Finds how many calls make a sample, and returns the first of that many: seconds per call."""
@@ -152,9 +169,11 @@ def compare(
     if check is not None:
         for name, call in contestants.items():
             _check(name, call, pool, check, tolerance)
-    stopwatch = stopwatch_for(device, clock)
+    by_device = clock is None and torch.device(device).type == "cuda"
+    stopwatch = by_events if by_device else functools.partial(by_clock, clock=now)
     everyone: dict[str, Callable[..., object]] = {**contestants, **(roofs.contestants() if roofs else {})}
-    runners = {name: _Runner(call, stopwatch, pool, warm, flush) for name, call in everyone.items()}
+    inputs = tuple if pool is None else functools.partial(pool.__getitem__, 0) if warm else pool.take
+    runners = {name: _Runner(call, stopwatch, inputs, flush) for name, call in everyone.items()}
     generator = np.random.default_rng(seed)
     samples: dict[str, list[float]] = {name: [] for name in runners}
     orders: list[list[str]] = []
@@ -199,7 +218,7 @@ def compare(
         checked=check is not None,
         seed=seed,
         min_time=min_time,
-        stopwatch=stopwatch.kind,
+        stopwatch="device events" if by_device else "wall clock",
         taken=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         machine=describe(),
         roofs=roofs.roofs(samples) if roofs else None,
@@ -208,34 +227,10 @@ def compare(
     )
 
 
-def columns(
-    contestants: Mapping[str, Callable[..., object]], pool: Pool, **options: Any
-) -> dict[str, Comparison]:
-    """The two columns of a benchmark: cold, inputs rotated through the pool, and warm, always the same.
-
-    >>> pool = Pool(lambda i: (torch.randn(64),), total_bytes=4096)
-    >>> sorted(columns({"exp": torch.exp}, pool, rounds=3))
-    ['cold', 'warm']
-
-    Args:
-        contestants: as for `compare`.
-        pool: as for `compare`.
-        **options: passed on to `compare`.
-
-    Raises:
-        WrongResult: a contestant computed something else; nothing was timed.
-    """
-    return {
-        "cold": compare(contestants, pool=pool, **options),
-        "warm": compare(contestants, pool=pool, warm=True, **options),
-    }
-
-
 def quick(
     contestants: Mapping[str, Callable[..., object]],
     *,
     budget_s: float = 0.15,
-    rounds: int = 25,
     min_rounds: int = 3,
     warmup: int = 1,
     drop: float = 2.5,
@@ -244,33 +239,14 @@ def quick(
     """`compare` for autotuning: the same rules within a small budget, the hopeless dropped after two rounds.
 
     The budget is kept to within the warm-up and `min_rounds` rounds of those that are not dropped.
-    Choose with `.best(prefer=...)`.
+    Choose with `.best(prefer=...)`. Arguments, result and errors are those of `compare`.
 
     >>> x = torch.randn(64)
     >>> quick({"exp": lambda: x.exp(), "same": lambda: x.exp()}, budget_s=0.01).best() in ("exp", "same")
     True
-
-    Args:
-        contestants: as for `compare`.
-        budget_s: seconds for everything.
-        rounds: samples of each, at most.
-        min_rounds: samples of each, whatever the budget.
-        warmup: calls before anything is timed.
-        drop: how many times slower than the best is hopeless.
-        **options: passed on to `compare`.
-
-    Raises:
-        WrongResult: a contestant computed something else; nothing was timed.
     """
-    return compare(
-        contestants,
-        budget_s=budget_s,
-        rounds=rounds,
-        min_rounds=min_rounds,
-        warmup=warmup,
-        drop=drop,
-        **options,
-    )
+    options |= {"budget_s": budget_s, "min_rounds": min_rounds, "warmup": warmup, "drop": drop}
+    return compare(contestants, **options)
 
 
 def measure_roofs(
@@ -286,8 +262,6 @@ def measure_roofs(
     Returns:
         Roofs: the best rate found for each kind, and by which library call.
     """
-    from .roofs import KINDS
-
     sizes = (512,) if quick and torch.device(device).type == "cpu" else None
     probes = RoofProbes(kinds or KINDS, sizes=sizes, device=device)
     found = compare(

@@ -250,13 +250,14 @@ class _Run:
             roof[column] = {}
             for name in compared.names:
                 try:
-                    roof[column][name] = compared.fraction(
-                        name,
+                    roof[column][name] = compared.roofs.fraction(
+                        compared.median(name),
                         flops=cost.flops,
                         bytes=cost.min_bytes,
                         dtype=self.dtype if cost.intensity > _MATMUL_INTENSITY else None,
                         int8_ops=cost.int8_ops,
                         memory=memory,
+                        cold=compared.cold,
                     )
                 except measure.ImpossibleTime as error:
                     faults.append(

@@ -10,7 +10,6 @@ import opsmith
 from opsmith.profiler.attribute import Guide, attribute
 from opsmith.profiler.collect import Op, Watched
 from opsmith.profiler.composites import CallSequence, Found, of_sites
-from opsmith.profiler.costs import dense
 from opsmith.profiler.data import MATMUL, Row
 from tests.compiler.models import Encoder, ids, optimized, seeded
 
@@ -41,10 +40,13 @@ def test_an_operator_left_to_pytorch_has_the_sizes_of_the_run() -> None:
         symbols = {d for call in one.shapes for shape in call for d in _symbols(shape)}
         sizes = {d: 37 + i for i, d in enumerate(sorted(symbols, key=str))}
         runs = [
-            (place, [dense([_size(d, sizes) for d in shape], torch.float32) for shape in shapes])
+            (place, [torch.empty([_size(d, sizes) for d in shape], device="meta") for shape in shapes])
             for place, shapes in enumerate(one.shapes)
         ]
-        wrong = (0, [dense([9] * len(shape), torch.float32) for shape in one.shapes[0]])  # taken for another
+        wrong = (
+            0,
+            [torch.empty([9] * len(shape), device="meta") for shape in one.shapes[0]],
+        )  # taken for another
         shapes = " ".join(f.row.shape for f in one.at([*runs, wrong]))
         assert any(f"{size}×" in shapes for size in sizes.values())
         assert one.at([]) is one.found

@@ -6,8 +6,13 @@ import math
 import pytest
 import torch
 
-from opsmith.profiler.costs import Spec, attention, cost_of, dense, pairs, spec
-from opsmith.profiler.kinds import bare, card_of, kind_of
+from opsmith.profiler.costs import attention, bare, cost_of, moved, pairs
+from opsmith.profiler.entries import card_of, kind_of
+
+
+def dense(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 
@@ -63,7 +68,7 @@ def test_attention_counts_the_pairs_it_computes(length: int, keys: int, causal: 
     cost = cost_of("aten::scaled_dot_product_attention", [q, k, v, None, 0.0, causal])
     assert cost is not None
     assert cost.flops == counted_attention(q.shape, keys, 6, causal)
-    assert cost.min_bytes == 4 * (q.numel + k.numel + v.numel + 2 * 4 * length * 6)
+    assert cost.min_bytes == 4 * (q.numel() + k.numel() + v.numel() + 2 * 4 * length * 6)
 
 
 @pytest.mark.parametrize(("length", "keys"), [(a, b) for a in range(1, 7) for b in range(1, 7)])
@@ -82,8 +87,8 @@ def test_a_mask_is_read() -> None:
 
 
 def test_what_is_broadcast_is_read_once() -> None:
-    wide = spec(torch.ones(8).expand(4, 8))
-    assert wide.nbytes == 32
+    wide = torch.ones(8, device="meta").expand(4, 8)
+    assert moved(wide) == 32
     cost = cost_of("aten::add", [dense((4, 8), F32), wide])
     assert cost is not None
     assert cost.min_bytes == 4 * 32 + 32 + 4 * 32
@@ -120,4 +125,4 @@ def test_names_have_classes() -> None:
 
 
 def test_an_empty_tensor_costs_nothing() -> None:
-    assert Spec((0, 4), (4, 1), F32).nbytes == 0
+    assert moved(dense((0, 4), F32)) == 0

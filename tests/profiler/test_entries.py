@@ -7,11 +7,11 @@ import torch
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith.operator import Cost, registry
-from opsmith.profiler import costs, entries
+from opsmith.profiler import entries
 
 
 def _entry(name: str, *given: object) -> tuple[Cost | None, str]:
-    inputs = [costs.spec(v) if isinstance(v, torch.Tensor) else v for v in given]
+    inputs = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in given]
     return entries.cost_of(name, inputs)
 
 

@@ -9,8 +9,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from opsmith.profiler.costs import bare
 from opsmith.profiler.data import ATTENTION, COPIES, FRAMEWORK, MATMUL, NORM, Advice, Phase, Row
-from opsmith.profiler.kinds import bare
 from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs
 

@@ -14,8 +14,9 @@ from opsmith.operator import Cost, GradientCost
 from opsmith.profiler import costs, entries
 from opsmith.profiler.collect import Op, Watched, align, names_of, preorder
 from opsmith.profiler.composites import CallSequence, Found
+from opsmith.profiler.costs import moves_nothing, transparent
 from opsmith.profiler.data import FRAMEWORK, MATMUL, OTHER, Event, Row
-from opsmith.profiler.kinds import card_of, kind_of, moves_nothing, transparent
+from opsmith.profiler.entries import card_of, kind_of
 from opsmith.profiler.marks import Mark
 
 GAP = "between operators"
@@ -204,11 +205,12 @@ class _Reader:
             return Row(FRAMEWORK, VIEWS, "", layer, "", bound="overhead")
         parts = costs.tensors(op.inputs)
         ours = card_of(op.name) is not None
-        estimate, fault = _cost_of(op)
+        estimate, fault = entries.cost_of(op.name, op.inputs)
         row = Row(
             kind or OTHER,
             op.name.removeprefix("aten::").rstrip("_"),
-            ", ".join(map(str, parts[:4])) + (f" and {len(parts) - 4} more" if len(parts) > 4 else ""),
+            ", ".join(map(costs.sizes, parts[:4]))
+            + (f" and {len(parts) - 4} more" if len(parts) > 4 else ""),
             layer,
             "native" if ours else "eager",
             pieces=[op.name],
@@ -257,7 +259,7 @@ class _Reader:
             if (kind is None or transparent(op.name)) and op.children:
                 yield from self._leaf_costs(op.children)
             elif kind is not None:
-                yield _cost_of(op)[0]
+                yield entries.cost_of(op.name, op.inputs)[0]
 
 
 def _unwrapped(ops: Iterable[Op]) -> Iterator[Op]:
@@ -271,10 +273,3 @@ def _unwrapped(ops: Iterable[Op]) -> Iterator[Op]:
 def _wrapper(op: Op) -> bool:
     """True for what only encloses operators: annotations, autograd functions, compiled regions."""
     return "::" not in op.name or op.name.startswith(("torch::", "autograd::"))
-
-
-def _cost_of(op: Op) -> entries.Estimate:
-    """Ours by their cards, all others by their shapes."""
-    if card_of(op.name) is not None:
-        return entries.cost_of(op.name, op.inputs)
-    return costs.cost_of(op.name, op.inputs), ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from opsmith.profiler.composites import CallSequence
+from opsmith.profiler.costs import bare, moves_nothing
 from opsmith.profiler.data import ACTIVATION, NORM, OTHER, ROPE, SOFTMAX, Chain, Row, sums
-from opsmith.profiler.kinds import bare, kind_of, moves_nothing
+from opsmith.profiler.entries import kind_of
 
 Group = tuple[str, int]  # a site of the sequence, or a call that belongs to none
 _FUSIBLE = {NORM, ACTIVATION, OTHER, ROPE, SOFTMAX}

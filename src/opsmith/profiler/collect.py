@@ -23,8 +23,8 @@ from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 
 from opsmith.operator import registry
-from opsmith.profiler.costs import Inputs, Spec
-from opsmith.profiler.kinds import card_of
+from opsmith.profiler.costs import Inputs
+from opsmith.profiler.entries import card_of
 from opsmith.profiler.marks import MODULE, RUN, SITE, Mark, Origin, called
 from opsmith.profiler.recorder import Recorded, library, recording
 
@@ -195,7 +195,7 @@ def _ops(event: Any, module: str, run: int, kernels: dict[int, list[Kernel]] | N
 
 def _input(value: Any) -> Any:
     if hasattr(value, "sizes"):
-        return Spec(tuple(value.sizes), tuple(value.strides), value.dtype)
+        return torch.empty_strided(value.sizes, value.strides, dtype=value.dtype, device="meta")
     if isinstance(value, list):
         return [_input(v) for v in value]
     return value

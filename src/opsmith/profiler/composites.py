@@ -25,9 +25,8 @@ from opsmith.compiler.find.recognize import recognize
 from opsmith.compiler.find.site import Site, hint, where
 from opsmith.operator import GradientCost, registry
 from opsmith.profiler import entries
-from opsmith.profiler.costs import Spec
+from opsmith.profiler.costs import moves_nothing
 from opsmith.profiler.data import Row
-from opsmith.profiler.kinds import moves_nothing
 
 
 @dataclass
@@ -59,12 +58,12 @@ class CallSequence:
     shapes: list[list[Shape]] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
 
-    def at(self, runs: Iterable[tuple[int, Sequence[Spec]]]) -> list[Found]:
+    def at(self, runs: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> list[Found]:
         """The operators at the sizes of a run: its calls by their place in the sequence, and what each was given."""
         seen: dict[Any, Counter[int]] = {}
         for place, given in runs if self.shapes else ():
-            for spec, shape in zip(given, self.shapes[place], strict=False):
-                for n, d in zip(spec.shape, shape, strict=True) if len(spec.shape) == len(shape) else ():
+            for tensor, shape in zip(given, self.shapes[place], strict=False):
+                for n, d in zip(tensor.shape, shape, strict=True) if tensor.dim() == len(shape) else ():
                     if not isinstance(d, int) and d.is_Symbol:
                         seen.setdefault(d, Counter())[n] += 1
         # A call that was taken for another has other sizes: most are what they are taken for.

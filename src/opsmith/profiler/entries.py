@@ -1,4 +1,4 @@
-"""What a call of a dispatcher entry of ours costs, and a call that a card describes.
+"""What a call is and costs: of ours by their cards, of a dispatcher entry of ours too, and of PyTorch's by its name.
 
 A kernel that a program calls by itself shows in the profiler as an entry with the shapes of its arguments. Its cost is,
 in this order: the formula that its card's `entries` names; the card's own, where the entry's arguments are all that it
@@ -7,6 +7,7 @@ needs; and of an operator bound by memory, the bytes of what it was given, since
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shlex
 import sys
@@ -16,14 +17,63 @@ from typing import Any
 
 import torch
 
-from opsmith.operator import Cost, Operator
+from opsmith.operator import Cost, Kind, Operator, registry
 from opsmith.profiler import costs
-from opsmith.profiler.costs import Inputs, Spec
-from opsmith.profiler.data import ATTENTION, MATMUL, Row
-from opsmith.profiler.kinds import OF_KIND, card_of
+from opsmith.profiler.costs import Inputs
+from opsmith.profiler.data import (
+    ACTIVATION,
+    ATTENTION,
+    COPIES,
+    EMBEDDING,
+    LOSS,
+    MATMUL,
+    NORM,
+    ROPE,
+    SOFTMAX,
+    Row,
+)
 from opsmith.proof.replay import spell
 
 Estimate = tuple[Cost | None, str]  # a cost where one is known, and what went wrong in a card's formula
+
+_OF_KIND = {
+    Kind.MATMUL: MATMUL,
+    Kind.ATTENTION: ATTENTION,
+    Kind.NORM: NORM,
+    Kind.ROPE: ROPE,
+    Kind.EMBEDDING: EMBEDDING,
+    Kind.SOFTMAX: SOFTMAX,
+    Kind.ACTIVATION: ACTIVATION,
+    Kind.CACHE: COPIES,
+    Kind.LOSS: LOSS,
+    Kind.MLA: ATTENTION,
+}
+
+
+def kind_of(name: str) -> str | None:
+    """The class of an operator by its name; None for one that nothing is known of."""
+    if "::" not in name:
+        return None
+    card = card_of(name)
+    return _OF_KIND[card.kind] if card is not None else costs.class_of(name)
+
+
+def card_of(name: str) -> Operator | None:
+    """The card of a dispatcher operator: of ours by the card's schemas, of a project's by its namespace."""
+    if name.startswith(("aten::", "autograd::")):
+        return None
+    return _cards(tuple(registry())).get(name if name.startswith("opsmith::") else name.partition("::")[0])
+
+
+@functools.lru_cache(maxsize=2)
+def _cards(names: tuple[str, ...]) -> dict[str, Operator]:
+    cards = registry()
+    mine = {
+        f"opsmith::{schema.split('(', 1)[0].split('::')[-1]}": card
+        for card in cards.values()
+        for schema in card.schemas
+    }
+    return {**cards, **mine}
 
 
 def cost(card: Operator, call: dict[str, Any]) -> Estimate:
@@ -34,10 +84,10 @@ def cost(card: Operator, call: dict[str, Any]) -> Estimate:
 def described(card: Operator, call: dict[str, Any]) -> Row:
     """A call as the bill names it: what it is, what it costs, and how to time it by itself."""
     estimate, fault = cost(card, call)
-    parts = [f"{n} {'×'.join(map(str, v.shape)) or 'scalar'}" for n, v in call.items() if torch.is_tensor(v)]
+    parts = [f"{n} {costs.sizes(v)}" for n, v in call.items() if torch.is_tensor(v)]
     parts += [f"{n}={v}" for n, v in call.items() if isinstance(v, bool | str) and v]
     wide = [v.dtype for v in call.values() if torch.is_tensor(v) and v.is_floating_point()]
-    row = Row(OF_KIND[card.kind], card.name, ", ".join(parts), fault=fault, replay=replay(card, call))
+    row = Row(_OF_KIND[card.kind], card.name, ", ".join(parts), fault=fault, replay=replay(card, call))
     row.dtype = str(wide[0]).removeprefix("torch.") if wide else ""
     row.charge(estimate)
     return row
@@ -80,21 +130,23 @@ def _estimate(card: Operator, formula: Callable[..., Cost], call: dict[str, Any]
 
 
 def cost_of(name: str, inputs: Inputs) -> Estimate:
-    """The cost of a call of an entry by itself."""
+    """The cost of a call by itself."""
     card = card_of(name)
+    if card is None:
+        return costs.cost_of(name, inputs), ""
     call = named(name, inputs)
-    if card is None or call is None:
+    if call is None:
         return None, ""
     entry = name.rpartition("::")[2]
     if entry in card.entries:
         return _estimate(card, card.entries[entry], call)
     parts = costs.tensors(inputs)
-    kind = OF_KIND[card.kind]
+    kind = _OF_KIND[card.kind]
     if "backward" not in entry and (mine := _of_card(card, call)) is not None:
         return _estimate(card, card.cost, mine)
     if kind in (ATTENTION, MATMUL) or not parts:
         return None, ""
-    return Cost(float(parts[0].numel), float(sum(p.nbytes for p in parts))), ""
+    return Cost(float(parts[0].numel()), costs.moved(*parts)), ""
 
 
 def _of_card(card: Operator, call: dict[str, Any]) -> dict[str, Any] | None:
@@ -116,10 +168,4 @@ def named(name: str, inputs: Inputs) -> dict[str, Any] | None:
         return None
     if len(schema.arguments) != len(inputs):
         return None
-    return {a.name: _meta(value) for a, value in zip(schema.arguments, inputs, strict=True)}
-
-
-def _meta(value: Any) -> Any:
-    if isinstance(value, Spec):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-    return value
+    return {a.name: value for a, value in zip(schema.arguments, inputs, strict=True)}

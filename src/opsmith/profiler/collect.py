@@ -195,6 +195,8 @@ def _ops(event: Any, module: str, run: int, kernels: dict[int, list[Kernel]] | N
 
 def _input(value: Any) -> Any:
     if hasattr(value, "sizes"):
+        if len(value.strides) != len(value.sizes):  # packed by oneDNN, in an order of its own
+            return torch.empty(value.sizes, dtype=value.dtype, device="meta")
         return torch.empty_strided(value.sizes, value.strides, dtype=value.dtype, device="meta")
     if isinstance(value, list):
         return [_input(v) for v in value]

@@ -45,8 +45,21 @@ def check_like(
     check_float(op, t, name, least_dim=0)
     if tuple(t.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)} ({what}), got {tuple(t.shape)}")
+    check_device(op, t, x, name, like)
+
+
+def check_device(op: str, t: torch.Tensor, x: torch.Tensor, name: str, like: str = "x") -> None:
+    """Refuse a tensor that is not on x's device."""
     if t.device != x.device:
         raise ValueError(f"{op}: {name} is on {t.device}, {like} on {x.device}; move one of them")
+
+
+def check_dtype(op: str, t: torch.Tensor | None, x: torch.Tensor, name: str, like: str = "x") -> None:
+    """Refuse a tensor, where there is one, that is not in x's dtype."""
+    if t is not None and t.dtype != x.dtype:
+        raise TypeError(
+            f"{op}: {name} must be {short(x.dtype)} like {like}, got {short(t.dtype)}; cast it first"
+        )
 
 
 def one_of(*dtypes: torch.dtype) -> str:

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from opsmith.call.arguments import alike, check_float, check_like, check_number, check_out, one_of, short
+from opsmith.call.arguments import (
+    alike,
+    check_dtype,
+    check_float,
+    check_like,
+    check_number,
+    check_out,
+    one_of,
+    short,
+)
 from opsmith.call.signature import Dtype, Input, Signature, Sizes
 
 __all__ = ["check_arguments", "check_outputs", "sizes_of"]
@@ -43,15 +52,11 @@ def _refuse(op: str, one: Input, t: Any, first: Input, x: torch.Tensor, shape: t
         else f"the size of {first.name}'s last dimension"
     )
     check_like(op, t, x, one.name, shape, what, first.name)
-    got = short(t.dtype)
-    if one.dtype is Dtype.FIRST and t.dtype != x.dtype:
-        raise TypeError(
-            f"{op}: {one.name} must be {short(x.dtype)} like {first.name}, got {got}; cast it first"
-        )
-    if t.dtype not in (x.dtype, torch.float32):
-        raise TypeError(
-            f"{op}: {one.name} must be {one_of(x.dtype, torch.float32)}, got {got}; cast it first"
-        )
+    if one.dtype is Dtype.FIRST:
+        check_dtype(op, t, x, one.name, first.name)
+    elif t.dtype not in (x.dtype, torch.float32):
+        known = one_of(x.dtype, torch.float32)
+        raise TypeError(f"{op}: {one.name} must be {known}, got {short(t.dtype)}; cast it first")
 
 
 def check_outputs(

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call import dispatch
-from opsmith.call.arguments import check_float, check_number, one_of, short
+from opsmith.call.arguments import check_device, check_float, check_number, one_of, short
 from opsmith.call.dispatch import Tensor, compiling, kernels, native, small, small_node
-from opsmith.call.layouts import as_rows, out_rows
+from opsmith.call.layouts import as_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import (
     Constant,
@@ -171,8 +171,7 @@ def check_target(op: str, target: Any, logits: torch.Tensor, name: str = "logits
     if target.dtype not in (torch.int64, torch.int32):
         more = "; probabilities are not supported" if target.is_floating_point() else "; cast it first"
         raise TypeError(f"{op}: target must hold classes as int64 or int32, got {short(target.dtype)}{more}")
-    if target.device != logits.device:
-        raise ValueError(f"{op}: target is on {target.device}, {name} on {logits.device}; move one of them")
+    check_device(op, target, logits, "target", name)
 
 
 def code_of(reduction: Any) -> int | str:
@@ -207,10 +206,29 @@ def check_targets(target: torch.Tensor, classes: int, ignore_index: int, op: str
     )
 
 
-Options = tuple[int, float, float, int]
+class Loss(Call):
+    """A loss for each of the targets, or their sum or mean."""
+
+    def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
+        known = self.named(values)
+        shape = [] if known["reduction"] else [*known["target"].shape]
+        return [(self.signature.results[0], shape, known["dtype"] or values[0].dtype)]
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None or of.name == "stats":
+            return t
+        return as_rows(t) if of is self.signature.tensors[0] else t.reshape(-1)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        return t.view(-1) if of is self.signature.results[0] else super().taken_result(of, t)
+
+    def explain(self, values: Sequence[Any]) -> None:
+        known = self.named(values)
+        classes = known["weight"].shape[0] if "weight" in known else values[0].shape[-1]
+        check_targets(known["target"], classes, known["ignore_index"], self.op)
 
 
-class _CrossEntropy(Call):
+class _CrossEntropy(Loss):
     """Rows of logits with a target each; forward keeps the pivot of a row and the logarithm of the sum above it."""
 
     def check(self, values: Sequence[Any]) -> None:
@@ -238,24 +256,11 @@ class _CrossEntropy(Call):
         pytorchs = (small_node if training else small)(values[0].numel()) and not values[-1]
         return None if pytorchs else ours
 
-    def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
-        logits, target, _, _, _, reduction, dtype, _ = values
-        return [(SIGNATURE.results[0], [] if reduction else [*target.shape], dtype or logits.dtype)]
-
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-        return t if t is None or of.name == "stats" else as_rows(t) if of.name == "logits" else t.reshape(-1)
-
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
-        return out_rows(t) if of.name == "logits" else t.view(-1)
-
     def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
         if not (known["overwrite"] and like.is_contiguous()):
             return super().made_gradient(name, like, known)
         torch.autograd.graph.increment_version(like)
         return like.detach()
-
-    def explain(self, values: Sequence[Any]) -> None:
-        check_targets(values[1], values[0].shape[-1], values[2])
 
 
 def _definition(

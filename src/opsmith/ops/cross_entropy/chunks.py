@@ -1,7 +1,8 @@
 """The logits of an output layer, a chunk of the classes at a time: the products, and what becomes of each chunk.
 
-The operators behind `linear_cross_entropy`, for the rows that count, in terms of matrix products and of cross-entropy's
-kernels.
+The operators behind `linear_cross_entropy`, in terms of matrix products and of cross-entropy's kernels. Rows whose
+targets are ignored are left out of every product: in training of masked language models five tokens of six, in
+fine-tuning the whole prompt.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from opsmith.ops.cross_entropy import REDUCTIONS
 from opsmith.ops.linear import supports_rows
 from opsmith.ops.linear.onednn import ONEDNN_DTYPES
 
-__all__ = ["backward", "forward", "forward_with_gradients", "onednn_multiplies"]
+__all__ = ["backward", "forward"]
 
+_WORTH = 8  # one row of so many must be ignored to be worth a copy of the others
 # Of the bytes that all logits would take, the part that may exist at a time, whatever that is for: logits, sums of
 # hidden's gradient, and what the libraries take for themselves. But a chunk no narrower than still multiplies well,
 # and no larger than cache.
@@ -35,6 +37,23 @@ _ONEDNN_CHAIN = 1024  # products that oneDNN may sum in one float32 chain and st
 _FEW_ROWS, _SHORT = 512, 64  # so few rows are summed in chains so short
 
 
+class _Options(NamedTuple):
+    """What cross-entropy's kernels are told, in their order."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    reduction: int
+
+
+class _Gradients(NamedTuple):
+    """Memory for the gradients that are wanted."""
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None  # float32, sums up what chunks and groups of rows give
+
+
 class _Chunk(NamedTuple):
     first: int
     last: int
@@ -46,15 +65,37 @@ class _Chunk(NamedTuple):
         return self.last - self.first
 
 
-class _Logits:
-    """hidden @ weight.T + bias in chunks of the classes, each of at most so many bytes."""
+class _Layer(NamedTuple):
+    """An output layer and what its rows should give."""
 
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most_bytes: int
-    ):
-        self.hidden, self._weight, self._bias = hidden, weight, bias
+    hidden: torch.Tensor  # [rows, K]
+    weight: torch.Tensor  # [classes, K]
+    target: torch.Tensor  # [rows]
+    bias: torch.Tensor | None
+
+    @property
+    def share(self) -> int:
+        """Bytes that may be taken beside the gradients."""
+        return self.weight.shape[0] * self.hidden.shape[0] * self.hidden.element_size() // _SHARE - _LIBRARIES
+
+    def row_of_sums(self, dhidden: torch.Tensor | None) -> int:
+        """What the float32 sums of hidden's gradient take of that, for each row."""
+        sums, k = int(dhidden is not None), self.hidden.shape[1]
+        if _onednn_multiplies(self.hidden, self.weight.shape[0]):
+            sums = 2 * sums + (
+                k > _ONEDNN_CHAIN
+            )  # each new sum has memory of its own, and so have pieces of hidden
+        return 4 * sums * k
+
+
+class _Logits:
+    """hidden @ weight.T + bias in chunks of the classes, each of at most so many bytes, and the rows' targets."""
+
+    def __init__(self, layer: _Layer, most_bytes: int, some: slice = slice(None)):
+        hidden, weight = layer.hidden[some], layer.weight
+        self.hidden, self.target, self._weight, self._bias = hidden, layer.target[some], weight, layer.bias
         self.rows, self.classes = hidden.shape[0], weight.shape[0]
-        self.onednn = onednn_multiplies(hidden, self.classes)
+        self.onednn = _onednn_multiplies(hidden, self.classes)
         row = max(self.rows, 1) * hidden.element_size()
         widest = min(most_bytes, _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]) // row
         widest = max(widest, _NARROWEST) // 64 * 64
@@ -103,7 +144,7 @@ class _Logits:
         return y
 
 
-def onednn_multiplies(hidden: torch.Tensor, classes: int) -> bool:
+def _onednn_multiplies(hidden: torch.Tensor, classes: int) -> bool:
     """True where oneDNN beats PyTorch's own choice, MKL: float32 on a CPU, and rows enough for a matrix product.
 
     A few rows, and sums over a few classes, PyTorch computes in shorter chains of additions, more exactly.
@@ -127,20 +168,39 @@ class _Kept(NamedTuple):
         start = chunk.first * self.stride
         return self.memory[start : start + self.rows * chunk.width].view(self.rows, chunk.width)
 
+    def split(self, rows: int) -> list[slice]:
+        """All rows, those that are kept apart from those that are not."""
+        if self.rows in (0, rows):
+            return [slice(0, rows)]
+        return [slice(0, self.rows), slice(self.rows, rows)]
 
-def _share(hidden: torch.Tensor, weight: torch.Tensor) -> int:
-    """Bytes that may be taken beside the gradients."""
-    return weight.shape[0] * hidden.shape[0] * hidden.element_size() // _SHARE - _LIBRARIES
 
+class _Counted:
+    """The rows whose targets are not ignored, which alone take part where they are few enough."""
 
-def _row_of_sums(hidden: torch.Tensor, weight: torch.Tensor, dhidden: torch.Tensor | None) -> int:
-    """What the float32 sums of hidden's gradient take of that, for each row."""
-    sums = int(dhidden is not None)
-    if onednn_multiplies(
-        hidden, weight.shape[0]
-    ):  # gives each new sum memory of its own, and takes pieces of hidden
-        sums = 2 * sums + (hidden.shape[1] > _ONEDNN_CHAIN)
-    return 4 * sums * hidden.shape[1]
+    def __init__(self, target: torch.Tensor, ignore_index: int):
+        self.rows: torch.Tensor | None = None
+        if target.is_cpu:  # a GPU would have to be waited for
+            rows = (target != ignore_index).nonzero().squeeze(1)
+            if 0 < len(rows) <= len(target) - len(target) / _WORTH:
+                self.rows = rows
+
+    def of(self, t: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Those rows of a tensor."""
+        return t if self.rows is None else t.index_select(dim, self.rows)
+
+    def memory(self, out: torch.Tensor | None, dim: int = 0) -> torch.Tensor | None:
+        """Where those rows of an output are written: its own memory, or some that `spread` reads."""
+        if out is None or self.rows is None:
+            return out
+        shape = [*out.shape]
+        shape[dim] = len(self.rows)
+        return out.new_empty(shape)
+
+    def spread(self, out: torch.Tensor | None, few: torch.Tensor | None, dim: int = 0) -> None:
+        """Those rows into their places, and zeros into the others'."""
+        if out is not None and few is not None and few is not out and self.rows is not None:
+            out.zero_().index_copy_(dim, self.rows, few)
 
 
 def forward(
@@ -148,27 +208,35 @@ def forward(
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: int,
-    *,
+    *options: float,
     loss: torch.Tensor,
+    dhidden: torch.Tensor | None = None,
+    dweight: torch.Tensor | None = None,
+    dbias: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
 ) -> None:
-    """The loss, and for a backward that computes the logits again, two numbers a row."""
-    ops, classes = torch.ops.opsmith, weight.shape[0]
-    state = torch.empty(_STATE, target.shape[0], dtype=torch.float32, device=hidden.device)
-    logits = _Logits(hidden, weight, bias, _share(hidden, weight))
-    for chunk in logits:
-        x = logits.multiply(chunk, slice(0, logits.rows))
-        ops.cross_entropy_part.default(
-            x, target, ignore_index, label_smoothing, chunk.first, classes, state=state
-        )
-        del x  # before the next chunk takes memory
-    ops.cross_entropy_finish.default(
-        state, target, ignore_index, label_smoothing, z_loss, reduction, classes, loss=loss, stats=stats
+    """The loss; the gradients of `gradient_scale` times that, where they are asked for and it is one number.
+
+    `stats` gets two numbers a row, for a backward that computes the logits again.
+    """
+    how = _Options(*options)  # type: ignore[arg-type]
+    counted = _Counted(target, how.ignore_index)
+    layer = _Layer(counted.of(hidden), weight, counted.of(target), bias)
+    few_losses = loss if how.reduction else counted.memory(loss)
+    few_stats, few_dhidden = counted.memory(stats, 1), counted.memory(dhidden)
+    state = torch.empty(_STATE, layer.target.shape[0], dtype=torch.float32, device=hidden.device)
+    if dhidden is None and dweight is None and dbias is None:
+        _scan(_Logits(layer, layer.share), _Kept(), how, state)
+    else:
+        to = _Gradients(few_dhidden, dweight, _column_sums(dbias))
+        _scan_and_differentiate(layer, how, state, to)
+        _round(to.bias, dbias)
+    torch.ops.opsmith.cross_entropy_finish.default(
+        state, layer.target, *how, weight.shape[0], loss=few_losses, stats=few_stats
     )
+    counted.spread(loss, few_losses)
+    counted.spread(stats, few_stats, 1)
+    counted.spread(dhidden, few_dhidden)
 
 
 def backward(
@@ -178,160 +246,138 @@ def backward(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     stats: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: int,
-    *,
+    *options: float,
     dhidden: torch.Tensor | None = None,
     dweight: torch.Tensor | None = None,
     dbias: torch.Tensor | None = None,
 ) -> None:
     """The gradients, from logits that are computed again."""
-    most = _share(hidden, weight) - hidden.shape[0] * _row_of_sums(hidden, weight, dhidden)
-    logits = _Logits(hidden, weight, bias, most)
-    options = (ignore_index, label_smoothing, z_loss, reduction)
-    column_sums = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
-    _gradients(logits, _Kept(), dloss, target, stats, options, dhidden, dweight, column_sums)
-    if dbias is not None and column_sums is not None:
-        dbias.copy_(column_sums)
+    how = _Options(*options)  # type: ignore[arg-type]
+    counted = _Counted(target, how.ignore_index)
+    layer = _Layer(counted.of(hidden), weight, counted.of(target), bias)
+    to = _Gradients(counted.memory(dhidden), dweight, _column_sums(dbias))
+    logits = _Logits(layer, layer.share - layer.hidden.shape[0] * layer.row_of_sums(dhidden))
+    dloss = dloss if how.reduction else counted.of(dloss)
+    _differentiate(logits, _Kept(), how, dloss, counted.of(stats, 1), to)
+    _round(to.bias, dbias)
+    counted.spread(dhidden, to.hidden)
 
 
-def forward_with_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: int,
-    scale: float,
-    *,
-    loss: torch.Tensor,
-    dhidden: torch.Tensor | None = None,
-    dweight: torch.Tensor | None = None,
-    dbias: torch.Tensor | None = None,
-) -> None:
-    """The loss, reduced to one number, and the gradients of `scale` times that number.
+def gradient_scale(dtype: torch.dtype, reduction: int) -> float:
+    """By what the gradients that come with the loss are too large, where float16 would else lose what is small."""
+    return 128.0 if dtype == torch.float16 and reduction == REDUCTIONS["mean"] else 1.0
+
+
+def _column_sums(dbias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
+
+
+def _round(sums: torch.Tensor | None, dbias: torch.Tensor | None) -> None:
+    if sums is not None and dbias is not None:
+        dbias.copy_(sums)
+
+
+def _scan(logits: _Logits, kept: _Kept, how: _Options, state: torch.Tensor) -> None:
+    """Chunk by chunk, the logits into the six numbers of their row, and where some are kept, there too."""
+    for chunk in logits:
+        for some in kept.split(logits.rows):
+            x = logits.multiply(chunk, some, kept.of(chunk) if 0 < kept.rows == some.stop else None)
+            torch.ops.opsmith.cross_entropy_part.default(
+                x,
+                logits.target[some],
+                how.ignore_index,
+                how.label_smoothing,
+                chunk.first,
+                logits.classes,
+                state=state[:, some],
+            )
+            del x  # before the next chunk takes memory
+
+
+def _scan_and_differentiate(layer: _Layer, how: _Options, state: torch.Tensor, to: _Gradients) -> None:
+    """Both passes over the chunks, of the loss as one number.
 
     A gradient needs the sums over all of a row's logits, so there are two passes over the chunks, and the logits must
     be somewhere between them. They are where the weight's gradient will be: a chunk of it has K numbers for each
     class, and is written when the logits in its place have been read. Rows beyond K are computed again.
     """
-    ops, classes = torch.ops.opsmith, weight.shape[0]
-    state = torch.empty(_STATE, target.shape[0], dtype=torch.float32, device=hidden.device)
-    stats = torch.empty(2, target.shape[0], dtype=torch.float32, device=hidden.device)
-    losses = torch.empty(target.shape[0], dtype=torch.float32, device=hidden.device)
-    upstream = torch.full((1,), scale, dtype=torch.float32, device=hidden.device)
-    if reduction == REDUCTIONS["mean"]:
-        upstream /= (target != ignore_index).sum()
-    of_each = (ignore_index, label_smoothing, z_loss, REDUCTIONS["none"])
-    of_sum = (ignore_index, label_smoothing, z_loss, REDUCTIONS["sum"])
-    column_sums = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
-    for some, logits, kept in _groups(hidden, weight, bias, dhidden, dweight):
-        of_rows = None if dhidden is None else dhidden[some]
-        for chunk in logits:
-            for part in _split(logits.rows, kept.rows):
-                x = logits.multiply(chunk, part, kept.of(chunk) if 0 < kept.rows == part.stop else None)
-                ops.cross_entropy_part.default(
-                    x,
-                    target[some][part],
-                    ignore_index,
-                    label_smoothing,
-                    chunk.first,
-                    classes,
-                    state=state[:, some][:, part],
-                )
-                del x  # before the next chunk takes memory
-        ops.cross_entropy_finish.default(
-            state[:, some], target[some], *of_each, classes, loss=losses[some], stats=stats[:, some]
+    rows, device = layer.target.shape[0], layer.hidden.device
+    stats = torch.empty(2, rows, dtype=torch.float32, device=device)
+    losses = torch.empty(rows, dtype=torch.float32, device=device)
+    scale = gradient_scale(layer.hidden.dtype, how.reduction)
+    upstream = torch.full((1,), scale, dtype=torch.float32, device=device)
+    if how.reduction == REDUCTIONS["mean"]:
+        upstream /= (layer.target != how.ignore_index).sum()
+    of_each = how._replace(reduction=REDUCTIONS["none"])
+    of_sum = how._replace(reduction=REDUCTIONS["sum"])
+    for some, logits, kept in _groups(layer, to):
+        _scan(logits, kept, how, state[:, some])
+        torch.ops.opsmith.cross_entropy_finish.default(
+            *(state[:, some], logits.target, *of_each, logits.classes),
+            loss=losses[some],
+            stats=stats[:, some],
         )
-        _gradients(
-            logits, kept, upstream, target[some], stats[:, some], of_sum, of_rows, dweight, column_sums
-        )
-    ops.cross_entropy_finish.default(
-        state, target, ignore_index, label_smoothing, z_loss, reduction, classes, loss=loss, stats=None
-    )
-    if dbias is not None and column_sums is not None:
-        dbias.copy_(column_sums)
+        dhidden = None if to.hidden is None else to.hidden[some]
+        _differentiate(logits, kept, of_sum, upstream, stats[:, some], to._replace(hidden=dhidden))
 
 
-def _groups(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dhidden: torch.Tensor | None,
-    dweight: torch.Tensor | None,
-) -> Iterator[tuple[slice, _Logits, _Kept]]:
+def _groups(layer: _Layer, to: _Gradients) -> Iterator[tuple[slice, _Logits, _Kept]]:
     """The rows that go through both passes together, their logits, and where these stay in between.
 
     The weight's gradient is one sum over all rows. Without it, rows are independent: so many at a time that all
     their logits are within what is allowed.
     """
-    rows, classes = hidden.shape[0], weight.shape[0]
-    share, sums = _share(hidden, weight), _row_of_sums(hidden, weight, dhidden)
+    rows, classes = layer.hidden.shape[0], layer.weight.shape[0]
+    share, sums = layer.share, layer.row_of_sums(to.hidden)
     most = share - rows * sums
-    whole = _Logits(hidden, weight, bias, most)
-    if dweight is not None and whole.chunks > 1:
-        kept = min(rows, weight.shape[1]) if dweight.is_contiguous() else 0
+    whole = _Logits(layer, most)
+    if to.weight is not None and whole.chunks > 1:
+        kept = min(rows, layer.weight.shape[1]) if to.weight.is_contiguous() else 0
         if kept == rows:  # a chunk's copy is needed only after the sums
-            whole = _Logits(hidden, weight, bias, share)
+            whole = _Logits(layer, share)
         elif whole.onednn and kept:  # the logits of the other rows and their gradient have two memories
-            whole = _Logits(hidden, weight, bias, most // 2)
-        keep = _Kept(kept, dweight.view(-1), weight.shape[1], borrowed=True) if kept else _Kept()
+            whole = _Logits(layer, most // 2)
+        keep = _Kept(kept, to.weight.view(-1), layer.weight.shape[1], borrowed=True) if kept else _Kept()
         yield slice(0, rows), whole, keep
         return
-    at_once = rows if whole.chunks <= 1 else share // (classes * hidden.element_size() + sums)
+    at_once = rows if whole.chunks <= 1 else share // (classes * layer.hidden.element_size() + sums)
     if at_once < min(rows, _FEWEST_ROWS):
         yield slice(0, rows), whole, _Kept()
         return
-    memory = hidden.new_empty(at_once * classes)
+    memory = layer.hidden.new_empty(at_once * classes)
     for first in range(0, max(rows, 1), max(at_once, 1)):
         some = slice(first, min(first + at_once, rows))
-        logits = _Logits(hidden[some], weight, bias, share)
+        logits = _Logits(layer, share, some)
         yield some, logits, _Kept(logits.rows, memory, logits.rows)
 
 
-def _split(rows: int, kept: int) -> list[slice]:
-    """All rows, those that are kept apart from those that are not."""
-    return [slice(0, rows)] if kept in (0, rows) else [slice(0, kept), slice(kept, rows)]
-
-
-def _gradients(
-    logits: _Logits,
-    kept: _Kept,
-    dloss: torch.Tensor,
-    target: torch.Tensor,
-    stats: torch.Tensor,
-    options: tuple[int, float, float, int],
-    dhidden: torch.Tensor | None,
-    dweight: torch.Tensor | None,
-    column_sums: torch.Tensor | None,
+def _differentiate(
+    logits: _Logits, kept: _Kept, how: _Options, dloss: torch.Tensor, stats: torch.Tensor, to: _Gradients
 ) -> None:
     """Chunk by chunk: the logits become their gradient, and that is multiplied into hidden's and the weight's."""
-    ops, total = torch.ops.opsmith, None
+    total = None
     in_place = kept.borrowed and kept.rows == logits.rows
     for chunk in logits:
         d, parts = _again(logits, kept, chunk)
         for some, x in parts:
-            ops.cross_entropy_backward.default(
-                dloss, x, target[some], stats[:, some], *options, chunk.first, logits.classes, dlogits=d[some]
+            torch.ops.opsmith.cross_entropy_backward.default(
+                *(dloss, x, logits.target[some], stats[:, some], *how, chunk.first, logits.classes),
+                dlogits=d[some],
             )
-        if dweight is not None and not in_place:
-            _sum_over_rows(d, logits, dweight[chunk.first : chunk.last])
-        if column_sums is not None:
-            column_sums[chunk.first : chunk.last] += d.sum(0, dtype=torch.float32)
-        if dhidden is not None:
-            total = _add_product(total, d, chunk.weight, dhidden, logits.onednn)
+        if to.weight is not None and not in_place:
+            _sum_over_rows(d, logits, to.weight[chunk.first : chunk.last])
+        if to.bias is not None:
+            to.bias[chunk.first : chunk.last] += d.sum(0, dtype=torch.float32)
+        if to.hidden is not None:
+            total = _add_product(total, d, chunk.weight, to.hidden, logits.onednn)
         del d, parts, x
-    if dhidden is not None and total is not None:
-        dhidden.copy_(total)
+    if to.hidden is not None and total is not None:
+        to.hidden.copy_(total)
     del total
-    if dweight is not None and in_place:
+    if to.weight is not None and in_place:
         for chunk in logits:
             d = logits.memory(chunk).copy_(kept.of(chunk))
-            _sum_over_rows(d, logits, dweight[chunk.first : chunk.last])
+            _sum_over_rows(d, logits, to.weight[chunk.first : chunk.last])
 
 
 def _sum_over_rows(d: torch.Tensor, logits: _Logits, out: torch.Tensor) -> None:
@@ -363,7 +409,7 @@ def _again(
     if not kept.borrowed or kept.rows == logits.rows:
         x = kept.of(chunk) if kept.rows else logits.multiply(chunk, slice(0, logits.rows))
         return x, [(slice(0, logits.rows), x)]
-    first, *rest = _split(logits.rows, kept.rows)
+    first, *rest = kept.split(logits.rows)
     return logits.memory(chunk), [
         (first, kept.of(chunk)),
         *((some, logits.multiply(chunk, some)) for some in rest),

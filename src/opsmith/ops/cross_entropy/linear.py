@@ -9,31 +9,50 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call import dispatch
-from opsmith.call.arguments import check_float, check_like, one_of, short
+from opsmith.call.arguments import one_of
 from opsmith.call.dispatch import compiling, kernels, native, needs_grad, recorded, small
-from opsmith.call.layouts import as_rows, fresh, nbytes
+from opsmith.call.layouts import nbytes
+from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, MergedChain, Operator, Sample, register
 from opsmith.ops.cross_entropy import (
     REDUCTIONS,
+    Loss,
     TargetError,
     check_options,
     check_target,
     check_targets,
+    chunks,
     code_of,
-    counted_rows,
     cross_entropy,
-    entries,
 )
 from opsmith.ops.cross_entropy import reference as loss_of
-from opsmith.ops.linear import linear
+from opsmith.ops.linear import check_layer, linear
 
-Options = tuple[int, float, float, int]
-
+_OP = "linear_cross_entropy"
 # With gradients two operators are faster, and their memory is none to speak of, up to 2^this times as many logits.
 _LEARNING = 8
-# By what the gradients are too large until the backward, where float16 would else lose what is small in them.
-_HALF_SCALE = 128.0
+_OPTIONS = ("ignore_index", "label_smoothing", "z_loss", "reduction")
+# The gradients are results too, where a call gives memory for them: the forward has the logits that they need.
+SIGNATURE = Signature(
+    _OP,
+    (
+        *(Input("hidden", "... K"), Input("weight", "V K"), Input("target", "...", torch.int64)),
+        *(Input("bias", "V", optional=True), Number("ignore_index", int), Number("label_smoothing", float)),
+        *(Number("z_loss", float), Number("reduction", int)),
+    ),
+    (
+        *(Output("loss", ""), Output("dhidden", "... K", optional=True)),
+        *(Output("dweight", "V K", optional=True), Output("dbias", "V", optional=True)),
+    ),
+    kept=(Kept("stats", Rows.PAIR),),
+    gradient=Gradient(
+        "linear_cross_entropy_backward",
+        (Slope("loss"), *map(Saved, ("hidden", "weight", "target", "bias", "stats", *_OPTIONS))),
+        (Made("hidden"), Made("weight"), Made("bias")),
+    ),
+    beside=("dtype", "dhidden", "dweight", "dbias"),
+)
 
 
 def linear_cross_entropy(
@@ -74,35 +93,18 @@ def linear_cross_entropy(
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; Hsu et al., "Liger Kernel",
     2024.
     """
-    how: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "reduction": reduction,
-        "dtype": dtype,
-    }
     if not compiling():
         try:
             rows, learns = target.numel(), needs_grad(hidden, weight, bias)
             most = dispatch.limit << _LEARNING if learns else dispatch.limit
             if (rows == 1 or learns) and rows * weight.size(0) <= most:  # nothing to save: as two operators
+                how: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+                how |= {"z_loss": z_loss, "reduction": reduction, "dtype": dtype}
                 return cross_entropy(linear(hidden, weight, bias), target, **how)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the checks say why
             pass
-    _check(hidden, weight, target, bias, dtype)
-    check_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, code_of(reduction))
-    if _supports(hidden, weight, target) is not True or small(target.numel() * weight.shape[0]):
-        try:
-            return reference(hidden, weight, target, bias=bias, **how)
-        except TargetError:
-            check_targets(target, weight.shape[0], ignore_index, "linear_cross_entropy")
-            raise
-    options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
-    if needs_grad(hidden, weight, bias):
-        function = _Reduced if options[3] else _Each
-        loss: torch.Tensor = recorded(function, hidden, weight, target, bias, options, dtype or hidden.dtype)
-        return loss
-    return _forward(hidden, weight, target, bias, options, dtype or hidden.dtype, None)
+    options = (ignore_index, label_smoothing, z_loss, code_of(reduction))
+    return _CALL.traced(hidden, weight, target, bias, *options, dtype, None, None, None, None)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -117,67 +119,100 @@ def reference(
     return loss_of(F.linear(hidden, weight, bias), target, **options)
 
 
-def _check(hidden: Any, weight: Any, target: Any, bias: Any, dtype: Any) -> None:
-    op = "linear_cross_entropy"
-    check_float(op, hidden, "hidden")
-    check_float(op, weight, "weight")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"{op}: weight must have shape [V, {hidden.shape[-1]}] for hidden {tuple(hidden.shape)}, "
-            f"got {tuple(weight.shape)}"
-        )
-    if weight.device != hidden.device:
-        raise ValueError(f"{op}: weight is on {weight.device}, hidden on {hidden.device}; move one of them")
-    if bias is not None:
-        check_like(op, bias, hidden, "bias", weight.shape[:1], "the number of weight's rows")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != hidden.dtype:
-            raise TypeError(
-                f"{op}: {name} must be {short(hidden.dtype)} like hidden, got {short(t.dtype)}; cast it first"
-            )
-    check_target(op, target, hidden, "hidden")
-    if target.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"{op}: target must have the shape of hidden {tuple(hidden.shape)} without the last dimension, "
-            f"got {tuple(target.shape)}"
-        )
-    if weight.shape[0] == 0 and target.numel():
-        raise ValueError(f"{op}: weight must have at least one row, got {tuple(weight.shape)}")
-    if dtype is not None and dtype not in (hidden.dtype, torch.float32):
-        raise TypeError(f"{op}: dtype must be {one_of(hidden.dtype, torch.float32)}, got {dtype}")
-
-
-def _supports(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **options: Any) -> bool | str:
+def _supports(hidden: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
     if weight.shape[1] == 0:
         return "there is nothing to multiply"
     return native(hidden, "cross_entropy_part")
 
 
-def _forward(
+class _LinearCrossEntropy(Loss):
+    """A loss for each row keeps two numbers a row, and its backward computes the logits again, a chunk at a time."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        hidden, weight, target, bias, *options, dtype, _, _, _ = values
+        check_layer(_OP, hidden, weight, bias, name="hidden", rows="V")
+        check_target(_OP, target, hidden, "hidden")
+        if target.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"{_OP}: target must have the shape of hidden {tuple(hidden.shape)} without the last dimension, "
+                f"got {tuple(target.shape)}"
+            )
+        if weight.shape[0] == 0 and target.numel():
+            raise ValueError(f"{_OP}: weight must have at least one row, got {tuple(weight.shape)}")
+        if dtype is not None and dtype not in (hidden.dtype, torch.float32):
+            raise TypeError(f"{_OP}: dtype must be {one_of(hidden.dtype, torch.float32)}, got {dtype}")
+        check_options(_OP, *options)
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        hidden, weight, target = values[:3]
+        ours = _supports(hidden, weight) is True and not small(target.numel() * weight.shape[0])
+        return "opsmith" if ours else None
+
+    def recorded(self, backend: str, values: Sequence[Any]) -> Any:
+        if self.named(values)["reduction"] == REDUCTIONS["none"]:
+            return super().recorded(backend, values)
+        return recorded(_Reduced, *values)
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if of.name in ("weight", "bias") else super().taken(of, t)
+
+
+class _Reduced(torch.autograd.Function):
+    """One loss: forward computes the gradients while it has the logits; backward multiplies them by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Any) -> torch.Tensor:
+        known = _CALL.named(values)
+        wanted = [name for name, needed in zip(known, ctx.needs_input_grad, strict=True) if needed]
+        made = {name: _CALL.fresh(known[name]) for name in wanted}
+        rows = {f"d{name}": t.view(-1, t.shape[-1]) if name == "hidden" else t for name, t in made.items()}
+        (loss,), _ = _CALL.run("opsmith", [*(known | rows).values()])
+        ctx.scale = chunks.gradient_scale(known["hidden"].dtype, known["reduction"])
+        ctx.places = [made.get(name) is not None for name in known]
+        ctx.save_for_backward(*made.values())
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = iter(_times(dloss, 1.0 / ctx.scale, ctx.saved_tensors))
+        return tuple(next(gradients) if made else None for made in ctx.places)
+
+
+def _times(dloss: torch.Tensor, factor: float, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The gradients times a number; in their own memory where no second backward through the graph may follow."""
+    if torch.compiler.is_compiling() or type(dloss) is not torch.Tensor or not dloss.is_cpu:
+        by = dloss.float() * factor
+        return [g * by for g in gradients]
+    number = float(dloss) * factor
+    if number == 1.0:
+        return gradients
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return [g * number for g in gradients]
+    return [g.mul_(number) for g in gradients]
+
+
+def _definition(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    options: Options,
-    dtype: torch.dtype,
-    stats: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
+    dtype: torch.dtype | None,
+    *gradients: Any,
 ) -> torch.Tensor:
-    loss = torch.empty(() if options[3] else target.shape, dtype=dtype, device=hidden.device)
-    rows, flat = as_rows(hidden), target.reshape(-1)
+    how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "dtype": dtype}
     try:
-        torch.ops.opsmith.linear_cross_entropy.default(
-            rows, weight, flat, bias, *options, loss=loss.view(-1), stats=stats
-        )
-    except RuntimeError:
-        _explain(target, weight, options)
+        return reference(hidden, weight, target, bias=bias, reduction=[*REDUCTIONS][reduction], **how)
+    except TargetError:
+        check_targets(target, weight.shape[0], ignore_index, _OP)
         raise
-    return loss
 
 
-def _explain(target: torch.Tensor, weight: torch.Tensor, options: Options) -> None:
-    """Name the target that a kernel refused."""
-    if not torch.compiler.is_compiling():
-        check_targets(target, weight.shape[0], options[0], "linear_cross_entropy")
+_CALL = _LinearCrossEntropy(SIGNATURE, _definition)
 
 
 def _native(
@@ -193,125 +228,31 @@ def _native(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The kernels, without autograd."""
-    options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
-    return _forward(hidden, weight, target, bias, options, dtype or hidden.dtype, None)
-
-
-class _Each(torch.autograd.Function):
-    """A loss for each row: forward keeps two numbers a row; backward computes the logits again, a chunk at a time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None,
-        options: Options,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        stats = torch.empty(2, target.numel(), dtype=torch.float32, device=hidden.device)
-        loss = _forward(hidden, weight, target, bias, options, dtype, stats)
-        ctx.save_for_backward(hidden, weight, target, bias, stats)
-        ctx.options = options
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, target, bias, stats = ctx.saved_tensors
-        need_h, need_w, _, need_b, *_ = ctx.needs_input_grad
-        dh, dw, db = _empty_gradients((hidden, need_h), (weight, need_w), (bias, need_b))
-        torch.ops.opsmith.linear_cross_entropy_backward.default(
-            dloss.reshape(-1),
-            as_rows(hidden),
-            weight,
-            target.reshape(-1),
-            bias,
-            stats,
-            *ctx.options,
-            dhidden=_rows_of(dh),
-            dweight=dw,
-            dbias=db,
-        )
-        return dh, dw, None, db, None, None
-
-
-class _Reduced(torch.autograd.Function):
-    """One loss: forward computes the gradients while it has the logits; backward multiplies them by a number."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None,
-        options: Options,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        need_h, need_w, _, need_b, *_ = ctx.needs_input_grad
-        dh, dw, db = _empty_gradients((hidden, need_h), (weight, need_w), (bias, need_b))
-        loss = torch.empty((), dtype=dtype, device=hidden.device)
-        ctx.scale = _HALF_SCALE if hidden.dtype == torch.float16 and options[3] == REDUCTIONS["mean"] else 1.0
-        try:
-            torch.ops.opsmith.linear_cross_entropy_and_gradients.default(
-                as_rows(hidden),
-                weight,
-                target.reshape(-1),
-                bias,
-                *options,
-                ctx.scale,
-                loss=loss.view(-1),
-                dhidden=_rows_of(dh),
-                dweight=dw,
-                dbias=db,
-            )
-        except RuntimeError:
-            _explain(target, weight, options)
-            raise
-        ctx.save_for_backward(dh, dw, db)
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dh, dw, db = _times(dloss, 1.0 / ctx.scale, ctx.saved_tensors)
-        return dh, dw, None, db, None, None
-
-
-def _empty_gradients(*wanted: tuple[torch.Tensor | None, bool]) -> list[torch.Tensor | None]:
-    """Contiguous memory for the gradient of each tensor that wants one."""
-    return [fresh(t) if t is not None and needed else None for t, needed in wanted]
-
-
-def _rows_of(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.view(-1, t.shape[-1])
-
-
-def _times(
-    dloss: torch.Tensor, factor: float, gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """The gradients times a number; in their own memory where no second backward through the graph may follow."""
-    if torch.compiler.is_compiling() or type(dloss) is not torch.Tensor or not dloss.is_cpu:
-        by = dloss.float() * factor
-        return [None if g is None else g * by for g in gradients]
-    number = float(dloss) * factor
-    if number == 1.0:
-        return [*gradients]
-    if torch._C._autograd._get_current_graph_task_keep_graph():
-        return [None if g is None else g * number for g in gradients]
-    return [None if g is None else g.mul_(number) for g in gradients]
+    options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction], dtype, None, None, None)
+    return _CALL.native("opsmith", (hidden, weight, target, bias, *options))  # type: ignore[no-any-return]
 
 
 def _cost(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: Any = None, **options: Any
 ) -> Cost:
-    rows, (classes, k) = target.numel(), weight.shape
     dtype = options.get("dtype") or hidden.dtype
-    results = (rows if options.get("reduction") == "none" else 1) * (torch.finfo(dtype).bits // 8)
-    flops = 2.0 * rows * classes * k + 9.0 * rows * classes
-    return Cost(flops, nbytes(hidden, weight, bias) + target.nbytes + results)
+    results = (target.numel() if options.get("reduction") == "none" else 1) * (torch.finfo(dtype).bits // 8)
+    flops, moved = _logits(hidden, weight, target)
+    return Cost(flops, moved + nbytes(bias) + results)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
+    """Operations and bytes of the logits and of what becomes of them."""
+    classes, k = weight.shape
+    return (2.0 * k + 9.0) * target.numel() * classes, nbytes(hidden, weight, target)
+
+
+def _entry(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **rest: Any) -> Cost:
+    """An entry of the dispatcher: the logits, and a product of their size for each gradient that is asked for."""
+    flops, moved = _logits(hidden, weight, target)
+    wanted = sum(rest.get(name) is not None for name in ("dhidden", "dweight"))
+    products = 2.0 * target.numel() * weight.numel() * wanted
+    return Cost(flops + products, moved + nbytes(*(t for t in rest.values() if isinstance(t, torch.Tensor))))
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -356,27 +297,14 @@ CARD = register(
         workloads=_workloads,
         implementations=[*kernels(_native, _supports, takes_out=False), Implementation("eager", reference)],
         merges=MergedChain("linear", "cross_entropy", through="logits", over="x", rows="hidden"),
-        entries={
-            "linear_cross_entropy_and_gradients": entries.linear_cross_entropy_and_gradients,
-            "linear_cross_entropy_backward": entries.linear_cross_entropy_backward,
-        },
-        schemas=(
-            "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
-            "float label_smoothing, float z_loss, int reduction, *, Tensor(a!) loss, Tensor(b!)? stats=None) -> ()",
-            "linear_cross_entropy_and_gradients(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
-            "int ignore_index, float label_smoothing, float z_loss, int reduction, float scale, *, Tensor(a!) loss, "
-            "Tensor(b!)? dhidden=None, Tensor(c!)? dweight=None, Tensor(d!)? dbias=None) -> ()",
-            "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
-            "Tensor stats, int ignore_index, float label_smoothing, float z_loss, int reduction, *, "
-            "Tensor(a!)? dhidden=None, Tensor(b!)? dweight=None, Tensor(c!)? dbias=None) -> ()",
-        ),
+        entries=dict.fromkeys((_OP, "linear_cross_entropy_backward"), _entry),
+        schemas=SIGNATURE.schemas(),
         source="Wijmans et al., 2024; Hsu et al., 2024",
     )
 )
 _LIBRARY = torch.library.Library("opsmith", "IMPL")
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("linear_cross_entropy", counted_rows.forward, _key)
-    _LIBRARY.impl("linear_cross_entropy_and_gradients", counted_rows.forward_with_gradients, _key)
-    _LIBRARY.impl("linear_cross_entropy_backward", counted_rows.backward, _key)
+    _LIBRARY.impl(_OP, chunks.forward, _key)
+    _LIBRARY.impl("linear_cross_entropy_backward", chunks.backward, _key)
 
 libraries.offer("cross_entropy", "add_to_total", "cross_entropy_part", "cross_entropy_finish")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.arguments import short
+from opsmith.call.arguments import check_device, short
 from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
@@ -128,8 +128,7 @@ class _Quantized(Gather):
                 f"{_OP}: scale must have shape ({table.shape[0]},), one for each row of table, "
                 f"got {tuple(scale.shape)}"
             )
-        if scale.device != table.device:
-            raise ValueError(f"{_OP}: scale is on {scale.device}, table on {table.device}; move one of them")
+        check_device(_OP, scale, table, "scale", "table")
         if dtype not in (*DTYPES, torch.float64):
             raise TypeError(f"{_OP}: dtype must be float32, bfloat16 or float16, got {dtype}")
         if not isinstance(prefetch, int) or prefetch < 0:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call import dispatch
-from opsmith.call.arguments import check_float, check_like, short
+from opsmith.call.arguments import check_device, check_dtype, check_float, check_like
 from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct, nodes
 from opsmith.call.layouts import as_rows, in_huge_pages, nbytes
@@ -120,6 +120,27 @@ def _definition(
     return reference(x, weight, bias, activation=_NAMES[activation], residual=residual)
 
 
+def check_layer(op: str, x: Any, weight: Any, bias: Any, *, name: str = "x", rows: str = "N") -> None:
+    """Refuse a weight [N, K] or a bias that is not for x [..., K], which messages call by its name."""
+    check_float(op, x, name)
+    check_float(op, weight, "weight")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: weight must have shape [{rows}, {x.shape[-1]}] for {name} {tuple(x.shape)}, "
+            f"got {tuple(weight.shape)}"
+        )
+    check_weights(op, x, weight, bias, weight.shape[0], name)
+
+
+def check_weights(op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, n: int, name: str = "x") -> None:
+    """The same where the weight's shape is right, for n outputs."""
+    check_device(op, weight, x, "weight", name)
+    check_dtype(op, weight, x, "weight", name)
+    if bias is not None:
+        check_like(op, bias, x, "bias", (n,), "the number of weight's rows", name)
+        check_dtype(op, bias, x, "bias", name)
+
+
 class _Linear(Call):
     """Which kernel multiplies depends on the rows, the dtype, the activation, and whether gradients are wanted."""
 
@@ -141,25 +162,11 @@ class _Linear(Call):
 
     def check(self, values: Sequence[Any]) -> None:
         x, weight, bias, residual, activation = values
-        check_float("linear", x)
-        check_float("linear", weight, "weight")
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"linear: weight must have shape [N, {x.shape[-1]}] for x {tuple(x.shape)}, "
-                f"got {tuple(weight.shape)}"
-            )
-        if weight.device != x.device:
-            raise ValueError(f"linear: weight is on {weight.device}, x on {x.device}; move one of them")
-        if bias is not None:
-            check_like("linear", bias, x, "bias", weight.shape[:1], "the number of weight's rows")
+        check_layer(self.op, x, weight, bias)
         if residual is not None:
             shape = (*x.shape[:-1], weight.shape[0])
-            check_like("linear", residual, x, "residual", shape, "the shape of the result")
-        for name, t in (("weight", weight), ("bias", bias), ("residual", residual)):
-            if t is not None and t.dtype != x.dtype:
-                raise TypeError(
-                    f"linear: {name} must be {short(x.dtype)} like x, got {short(t.dtype)}; cast it first"
-                )
+            check_like(self.op, residual, x, "residual", shape, "the shape of the result")
+            check_dtype(self.op, residual, x, "residual")
         if isinstance(activation, str):
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"linear: activation must be None or one of {known}, got {activation}")

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.arguments import check_float, check_like, check_number, check_out, earlier, short
+from opsmith.call.arguments import check_float, check_number, check_out, earlier
 from opsmith.call.dispatch import compiling, kernels, native, needs_grad, recorded
 from opsmith.call.fast import direct
 from opsmith.call.layouts import as_rows, dense
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Implementation, Kind, Operator, register
-from opsmith.ops.linear import FEW_ROWS, entries, linear, pack_weight
+from opsmith.ops.linear import FEW_ROWS, check_weights, entries, linear, pack_weight
 from opsmith.ops.linear.rope_samples import cost, samples, workloads
 from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, dense_rows, reference_qk
 from opsmith.ops.rope import native_qk as rotate
@@ -199,15 +199,7 @@ def _check(
             f"linear_rope: weight must have shape ({n}, {k}), {heads} + 2 * {kv_heads} heads of {head_dim}, or be "
             f"packed as {packed}; got {tuple(weight.shape)}"
         )
-    if weight.device != x.device:
-        raise ValueError(f"linear_rope: weight is on {weight.device}, x on {x.device}; move one of them")
-    if bias is not None:
-        check_like("linear_rope", bias, x, "bias", (n,), "the number of weight's rows")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(
-                f"linear_rope: {name} must be {short(x.dtype)} like x, got {short(t.dtype)}; cast it first"
-            )
+    check_weights("linear_rope", x, weight, bias, n)
     batch, tokens = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
     dims = check_table("linear_rope", x, cos, sin, positions, rotary_dim, head_dim, batch, tokens)
     if out is not None:

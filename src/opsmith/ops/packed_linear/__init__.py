@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.arguments import check_float, check_like, check_out, short
+from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, check_out, short
 from opsmith.call.dispatch import compiling, kernels, native, needs_grad
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
@@ -139,12 +139,10 @@ class _Packed(_Flat):
             raise ValueError(f"{_OP}: format must be one of {', '.join(FORMATS)}, got {bits}")
         format = _NAMES[bits, dynamic]
         for name, t in (("weight", weight), ("scale", scale), ("zero", zero)):
-            if t is not None and not isinstance(t, torch.Tensor):
+            if not isinstance(t, torch.Tensor) and (name == "weight" or t is not None):
                 raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
-            if t is not None and t.device != x.device:
-                raise ValueError(f"{_OP}: {name} is on {t.device}, x on {x.device}; move one of them")
-        if weight is None:
-            raise TypeError(f"{_OP}: weight must be a tensor, got None")
+            if t is not None:
+                check_device(_OP, t, x, name)
         if group_size not in (GROUPS if format == "int4" else (0,)):
             raise ValueError(
                 f"{_OP}: group_size must be one of {GROUPS} for int4 and 0 otherwise, got {group_size!r}"
@@ -171,10 +169,7 @@ class _Packed(_Flat):
                 _expect("zero", zero, (groups, n), (torch.int8,), format)
         if bias is not None:
             check_like(_OP, bias, x, "bias", (n,), "the number of the weight's rows")
-            if bias.dtype != x.dtype:
-                raise TypeError(
-                    f"{_OP}: bias must be {short(x.dtype)} like x, got {short(bias.dtype)}; cast it first"
-                )
+            check_dtype(_OP, bias, x, "bias")
         if dynamic and needs_grad(x, bias):
             raise ValueError(
                 f"{_OP}: rounding the activations has no gradient; run under torch.no_grad(), or use format='int8'"

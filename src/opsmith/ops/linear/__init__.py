@@ -363,7 +363,6 @@ CARD = register(
             **dict.fromkeys(("linear_packed", "linear_rows", "linear_unpacked"), entries.product),
             "linear_gradient": entries.linear_gradient,
             "linear_rows_backward": entries.linear_rows_backward,
-            "nonzero_rows": entries.nonzero_rows,
         },
         schemas=(
             "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
@@ -373,7 +372,6 @@ CARD = register(
             "Tensor(a!) y, Tensor(b!)? before=None) -> ()",
             "linear_gradient(Tensor dy, Tensor x, bool shortly=False, *, Tensor(a!) dweight, "
             "Tensor(b!)? dbias=None) -> ()",
-            "nonzero_rows(Tensor x, *, Tensor(a!) found) -> ()",
         ),
         onto=(("x", "residual"),),
         source="oneDNN matmul with post-operations",

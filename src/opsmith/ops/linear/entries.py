@@ -45,12 +45,6 @@ def linear_rows_backward(
     return Cost(flops, nbytes(dy, *products, dx, dweight, dbias))
 
 
-def nonzero_rows(x: torch.Tensor, found: torch.Tensor) -> Cost:
-    """At least the first cache line of each row."""
-    line = min(64, x.shape[1] * x.element_size())
-    return Cost(0.0, x.shape[0] * line + nbytes(found))
-
-
 def product(x: torch.Tensor, y: torch.Tensor, **rest: Any) -> Cost:
     """Rows times a weight, which may be packed: what the entry takes and writes, once."""
     tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]

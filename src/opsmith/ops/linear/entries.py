@@ -52,11 +52,11 @@ def product(x: torch.Tensor, y: torch.Tensor, **rest: Any) -> Cost:
 
 
 def rope_entry(
-    x: torch.Tensor, packed: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
+    x: torch.Tensor, weight: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
 ) -> Cost:
     """The projection, and a rotation of q and k; of the tables what the tokens of one sequence need."""
     results, turned = q.numel() + k.numel() + v.numel(), q.numel() + k.numel()
     length, cos = q.shape[-2], rest["cos"]
     table = 2 * min(length, cos.shape[-2]) * cos.shape[-1] * cos.element_size()
-    moved = nbytes(x, packed, rest["bias"], rest["positions"], q, k, v) + table
+    moved = nbytes(x, weight, rest["bias"], rest["positions"], q, k, v) + table
     return Cost(2.0 * results * x.shape[-1] + 3.0 * turned, moved)

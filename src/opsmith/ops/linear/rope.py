@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from opsmith.call.arguments import check_float, check_number, check_out, earlier
-from opsmith.call.dispatch import compiling, kernels, native, needs_grad, recorded
+from opsmith.call.dispatch import compiling, kernels, native, needs_grad
 from opsmith.call.fast import direct
-from opsmith.call.layouts import as_rows, dense
+from opsmith.call.layouts import nbytes
+from opsmith.call.run import Call
+from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.kernels import libraries, triton
-from opsmith.operator import Implementation, Kind, Operator, register
+from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.linear import FEW_ROWS, check_weights, entries, linear, pack_weight
-from opsmith.ops.linear.rope_samples import cost, samples, workloads
 from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, dense_rows, reference_qk
-from opsmith.ops.rope import native_qk as rotate
 from opsmith.ops.rope.check import check_table, name_bad_position
+from opsmith.ops.rope.table import rope_table
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _LONGEST = 512  # least common multiple of a head's size and a panel of the packed weight, for the C++ kernel
 
+# Of the packed weight, which the heads' sizes divide among the results; see `_LinearRope.made`.
+SIGNATURE = Signature(
+    "linear_rope",
+    (
+        *(Input("x", "... K"), Input("weight", "P N D"), Input("bias", "N", optional=True)),
+        *(Input("cos", "... C"), Input("sin", "... C"), Input("positions", "... L", torch.int64, True)),
+        *(Number("dims", int), Number("interleaved", bool)),
+    ),
+    (Output("q", "..."), Output("k", "..."), Output("v", "...")),
+    beside=("heads", "kv_heads", "head_dim"),
+)
+_ROTATION = Rotation(SIGNATURE_QK, definition_qk, op="linear_rope")
 _ONE_ROW = direct.Ready(FEW_ROWS, most_rows=1)
 
 
@@ -72,58 +86,44 @@ def linear_rope(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
+    dims = head_dim if rotary_dim is None else rotary_dim
+    rotation, sizes = (cos, sin, positions, dims, interleaved), (heads, kv_heads, head_dim)
     if out is None and not compiling():
-        dims = head_dim if rotary_dim is None else rotary_dim
-        sizes = heads, kv_heads, head_dim
         try:
             usual = dims and heads > 0 < kv_heads and (positions is None or cos.dim() == 2)
             if usual and not needs_grad(x, weight, bias, cos, sin):
-                soon = _packed if weight.dim() == 3 else _token
-                made = soon(x, weight, bias, cos, sin, sizes, positions, dims, interleaved)
+                made = _at_once(x, weight, bias, rotation, sizes)
                 if made is not None:
                     return made
         except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):  # the checks say why
             pass
-    dims = _check(x, weight, bias, cos, sin, heads, kv_heads, head_dim, positions, rotary_dim, out)
-    options: dict[str, Any] = {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "interleaved": interleaved,
-        "positions": positions,
-        "rotary_dim": dims,
-    }
-    if weight.dim() == 3:
-        return _native(x, weight, bias, cos, sin, **options, out=out)
-    if native(x, "rope_qk") is not True or needs_grad(cos, sin):
-        y = reference(x, weight, bias, cos, sin, **options)
-    elif needs_grad(x, weight, bias):
-        y = recorded(_LinearRope, x, weight, bias, cos, sin, options)
-    else:
-        return _apart(x, weight, bias, cos, sin, **options, out=out)
-    return y if out is None else _copy(y, out)
+    return _CALL.traced(x, weight, bias, *rotation, *sizes, out)  # type: ignore[no-any-return]
 
 
-def _token(
+def _at_once(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    rotation: tuple[Any, ...],
     sizes: tuple[int, int, int],
-    positions: torch.Tensor | None,
-    dims: int,
-    interleaved: bool,
 ) -> Triple | None:
-    """One token, whose projection is laid out as it should be: rotated where it stands. None for other calls."""
-    heads, kv_heads, head_dim = sizes
+    """The kernels at once, for what they take as it is; they refuse what does not fit. None for other calls.
+
+    That is a packed weight, or one token, whose projection is laid out as it should be: rotated where it stands.
+    """
+    if weight.dim() == 3:
+        of_q, of_kv = _shapes(x, *sizes)
+        q, k, v = x.new_empty(of_q), x.new_empty(of_kv), x.new_empty(of_kv)
+        rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+        return (q, k, v) if direct.new_linear_rope(rows, weight, bias, *rotation, q, k, v) else None
     y = _ONE_ROW.call(x, weight, bias, None, 0)
     if y is None:
         return None
+    heads, kv_heads, head_dim = sizes
     row = (head_dim,) if x.dim() == 2 else (1, head_dim)
     of_kv = (1, kv_heads, *row)
     q, k, v = direct.pieces(y, (1, heads, *row), of_kv, of_kv)
-    direct.rope_qk(q, k, cos, sin, positions, dims, interleaved, False, yq=q, yk=k)
+    direct.rope_qk(q, k, *rotation, False, yq=q, yk=k)
     return q, k, v
 
 
@@ -162,145 +162,146 @@ def _shapes(
     return (batch, heads, tokens, head_dim), (batch, kv_heads, tokens, head_dim)
 
 
-def _fresh(x: torch.Tensor, heads: int, kv_heads: int, head_dim: int) -> Triple:
-    of_q, of_kv = _shapes(x, heads, kv_heads, head_dim)
-    return x.new_empty(*of_q), x.new_empty(*of_kv), x.new_empty(*of_kv)
+class _LinearRope(Call):
+    """With a packed weight one kernel; else the fastest product, and one pass that rotates and lays out.
 
+    Backward turns the gradients back, into the layout of the projection, and multiplies as a linear layer does.
+    """
 
-def _check(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    cos: Any,
-    sin: Any,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    positions: Any,
-    rotary_dim: int | None,
-    out: Any,
-) -> int:
-    """Refuse wrong arguments; the number of rotated dimensions."""
-    check_float("linear_rope", x, least_dim=2)
-    check_float("linear_rope", weight, "weight", least_dim=2)
-    if x.dim() > 3:
-        raise ValueError(f"linear_rope: expected x [B, L, K] or [T, K], got shape {tuple(x.shape)}")
-    for name, size in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
-        check_number("linear_rope", name, size, whole=True)
-    if min(heads, kv_heads, head_dim) < 1:
-        raise ValueError(
-            "linear_rope: heads, kv_heads and head_dim must be positive, "
-            f"got {heads}, {kv_heads} and {head_dim}"
-        )
-    n, k = (heads + 2 * kv_heads) * head_dim, x.shape[-1]
-    packed = (1, n, k + k % 2 if x.dtype == torch.bfloat16 else k)
-    if tuple(weight.shape) not in ((n, k), packed):
-        raise ValueError(
-            f"linear_rope: weight must have shape ({n}, {k}), {heads} + 2 * {kv_heads} heads of {head_dim}, or be "
-            f"packed as {packed}; got {tuple(weight.shape)}"
-        )
-    check_weights("linear_rope", x, weight, bias, n)
-    batch, tokens = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
-    dims = check_table("linear_rope", x, cos, sin, positions, rotary_dim, head_dim, batch, tokens)
-    if out is not None:
+    def check(self, values: Sequence[Any]) -> None:
+        x, weight, bias, cos, sin, positions, dims, _, *sizes = values
+        check_float(self.op, x, least_dim=2)
+        check_float(self.op, weight, "weight", least_dim=2)
+        if x.dim() > 3:
+            raise ValueError(f"linear_rope: expected x [B, L, K] or [T, K], got shape {tuple(x.shape)}")
+        for name, size in zip(self.signature.beside, sizes, strict=True):
+            check_number(self.op, name, size, whole=True)
+        heads, kv_heads, head_dim = sizes
+        if min(sizes) < 1:
+            raise ValueError(
+                "linear_rope: heads, kv_heads and head_dim must be positive, "
+                f"got {heads}, {kv_heads} and {head_dim}"
+            )
+        n, k = (heads + 2 * kv_heads) * head_dim, x.shape[-1]
+        packed = (1, n, k + k % 2 if x.dtype == torch.bfloat16 else k)
+        if tuple(weight.shape) not in ((n, k), packed):
+            raise ValueError(
+                f"linear_rope: weight must have shape ({n}, {k}), {heads} + 2 * {kv_heads} heads of {head_dim}, or be "
+                f"packed as {packed}; got {tuple(weight.shape)}"
+            )
+        check_weights(self.op, x, weight, bias, n)
+        batch, tokens = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
+        check_table(self.op, x, cos, sin, positions, dims, head_dim, batch, tokens)
+
+    def check_out(self, values: Sequence[Any], out: Any) -> None:
         if not isinstance(out, tuple) or len(out) != 3:
             raise TypeError(f"linear_rope: out must be a triple of tensors, got {type(out).__name__}")
-        of_q, of_kv = _shapes(x, heads, kv_heads, head_dim)
-        memory = {"x": x, "weight": weight, "bias": bias, "cos": cos, "sin": sin, "positions": positions}
-        for i, (t, shape) in enumerate(zip(out, (of_q, of_kv, of_kv), strict=True)):
-            check_out("linear_rope", t, x, torch.Size(shape), **memory, **earlier(out, i))
-    return dims
+        memory = {one.name: v for one, v in zip(self.signature.arguments, values, strict=False)}
+        memory = {name: v for name, v in memory.items() if isinstance(v, torch.Tensor)}
+        for i, (t, (_, shape, _)) in enumerate(zip(out, self.made(values), strict=True)):
+            check_out(self.op, t, values[0], torch.Size(shape), **memory, **earlier(out, i))
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        x, weight, _, cos, sin, *_ = values
+        if weight.dim() == 3:
+            return "packed"
+        return "apart" if native(x, "rope_qk") is True and not needs_grad(cos, sin) else None
+
+    def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
+        of_q, of_kv = _shapes(values[0], *values[-3:])
+        shapes = (of_q, of_kv, of_kv)
+        pairs = zip(self.signature.results, shapes, strict=True)
+        return [(one, list(shape), values[0].dtype) for one, shape in pairs]
+
+    def recorded(self, backend: str, values: Sequence[Any]) -> Any:
+        # A packed weight gives no gradients.
+        return self.native(backend, values) if backend == "packed" else super().recorded(backend, values)
+
+    def run(
+        self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
+    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        if backend == "packed":
+            return super().run(backend, values, out)
+        x, weight, bias, *rotation = values[:-3]
+        q, k, v = _parts(linear(x, weight, bias), *values[-3:])
+        results = [self.fresh(x, shape) for _, shape, _ in self.made(values)] if out is None else [*out]
+        _ROTATION.native("opsmith", (q, k, *rotation, False), tuple(results[:2]))
+        results[2].copy_(v)
+        return results, self.named(values)
+
+    def gradients(
+        self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
+    ) -> dict[str, torch.Tensor]:
+        x, weight = known["x"], known["weight"]
+        dy = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        q, k, v = _parts(dy, *(known[name] for name in self.signature.beside))
+        rotation = (known[name] for name in ("cos", "sin", "positions", "dims", "interleaved"))
+        _ROTATION.native("opsmith", (*slopes[:2], *rotation, True), (q, k))
+        v.copy_(slopes[2])
+        rows = dy.reshape(-1, dy.shape[-1])
+        found = {"x": dy @ weight} if "x" in wanted else {}
+        if "weight" in wanted:
+            found["weight"] = rows.t() @ x.reshape(-1, x.shape[-1])
+        if "bias" in wanted:
+            found["bias"] = rows.sum(0)
+        return found
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return dense_rows(t) if t is not None and of.name in ("cos", "sin") else super().taken(of, t)
+
+    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def writable(self, t: torch.Tensor) -> bool:
+        return dense_rows(t) is t
+
+    def explain(self, values: Sequence[Any]) -> None:
+        name_bad_position(values[5], values[3], self.op)
 
 
-def _copy(values: Triple, out: Triple) -> Triple:
-    for value, target in zip(values, out, strict=True):
-        target.copy_(value)
-    return out
-
-
-_ROTATION = Rotation(SIGNATURE_QK, definition_qk, op="linear_rope")
-
-
-def _apart(
+def _definition(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    out: Triple | None = None,
-    **options: Any,
+    positions: torch.Tensor | None,
+    dims: int,
+    interleaved: bool,
+    *sizes: int,
 ) -> Triple:
-    """The fastest product for a weight as it is, then one pass that rotates and lays out."""
-    q, k, v = _parts(linear(x, weight, bias), heads, kv_heads, head_dim)
-    out = _fresh(x, heads, kv_heads, head_dim) if out is None else out
-    rotate(q, k, cos, sin, **options, out=out[:2], call=_ROTATION)
-    out[2].copy_(v)
-    return out
+    how: dict[str, Any] = {"positions": positions, "rotary_dim": dims, "interleaved": interleaved}
+    how |= zip(SIGNATURE.beside, sizes, strict=True)
+    return reference(x, weight, bias, cos, sin, **how)
 
 
-def _native(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
+_CALL = _LinearRope(SIGNATURE, _definition)
+
+
+def _values(
+    *tensors: torch.Tensor | None,
     heads: int,
     kv_heads: int,
     head_dim: int,
     interleaved: bool = False,
     positions: torch.Tensor | None = None,
     rotary_dim: int | None = None,
-    out: Triple | None = None,
+) -> tuple[Any, ...]:
+    dims = head_dim if rotary_dim is None else rotary_dim
+    return *tensors, positions, dims, interleaved, heads, kv_heads, head_dim
+
+
+def _native(
+    x: torch.Tensor, weight: torch.Tensor, *args: Any, out: Triple | None = None, **options: Any
 ) -> Triple:
     """Our product, with the rotation and the layout as its epilogue; the weight plain or packed."""
     packed = weight if weight.dim() == 3 else pack_weight(weight)
-    q, k, v = _fresh(x, heads, kv_heads, head_dim) if out is None else out
-    targets = dense_rows(q), dense_rows(k), dense_rows(v)
-    dims = head_dim if rotary_dim is None else rotary_dim
-    tables = dense_rows(cos), dense_rows(sin)
-    try:
-        torch.ops.opsmith.linear_rope.default(
-            as_rows(x),
-            packed,
-            dense(bias),
-            *tables,
-            positions,
-            dims,
-            interleaved,
-            q=targets[0],
-            k=targets[1],
-            v=targets[2],
-        )
-    except RuntimeError:
-        name_bad_position(positions, cos, "linear_rope")
-        raise
-    for target, t in zip(targets, (q, k, v), strict=True):
-        if target is not t:
-            t.copy_(target)
-    return q, k, v
+    return _CALL.native("packed", _values(x, packed, *args, **options), out)  # type: ignore[no-any-return]
 
 
-def _packed(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    sizes: tuple[int, int, int],
-    positions: torch.Tensor | None,
-    dims: int,
-    interleaved: bool,
-) -> Triple | None:
-    """The kernel at once, for what it takes as it is; it refuses what does not fit. None for other calls."""
-    made = _fresh(x, *sizes)
-    rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-    done = direct.new_linear_rope(rows, packed, bias, cos, sin, positions, dims, interleaved, *made)
-    return made if done else None
+def _apart(*args: Any, out: Triple | None = None, **options: Any) -> Triple:
+    """The fastest product for a weight as it is, then one pass that rotates and lays out."""
+    return _CALL.native("apart", _values(*args, **options), out)  # type: ignore[no-any-return]
 
 
 def _supports_native(
@@ -311,51 +312,77 @@ def _supports_native(
     return native(x, "linear_rope")
 
 
-class _LinearRope(torch.autograd.Function):
-    """Backward turns the gradients back, into the layout of the projection, and multiplies as a linear layer does."""
+def _cost(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    positions: torch.Tensor | None = None,
+    rotary_dim: int | None = None,
+    **options: Any,
+) -> Cost:
+    n, k = (heads + 2 * kv_heads) * head_dim, x.shape[-1]
+    rows = x.numel() // k if k else 0
+    dims = head_dim if rotary_dim is None else rotary_dim
+    turned = rows * (heads + kv_heads) * dims
+    tokens = min(x.shape[-2], cos.shape[-2]) * (cos.shape[0] if cos.dim() == 3 else 1)
+    table = 2 * tokens * cos.shape[-1] * cos.element_size()
+    moved = nbytes(x, weight, bias, positions) + rows * n * x.element_size() + table
+    return Cost(2.0 * rows * n * k + 3.0 * turned + (rows * n if bias is not None else 0), moved)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def sample(
+        name: str,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        options: dict[str, Any],
-    ) -> Triple:
-        ctx.save_for_backward(x, weight, cos, sin, options["positions"])
-        ctx.options = {name: value for name, value in options.items() if name != "positions"}
-        return _apart(x, weight, bias, cos, sin, **options)
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = True,
+        width: int | None = None,
+        rows: int | None = None,
+        **options: Any,
+    ) -> Sample:
+        n, k = (heads + 2 * kv_heads) * head_dim, x.shape[-1]
+        tokens = x.shape[-2] if rows is None else rows
+        table = rope_table(width or head_dim, tokens, dtype=make.dtype, device=make.device)
+        weight = make(n, k, scale=max(k, 1) ** -0.5).requires_grad_()
+        b = make(n).requires_grad_() if bias else None
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        return Sample(name, (x.requires_grad_(), weight, b, *table), {**sizes, **options})
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        x, weight, cos, sin, positions = ctx.saved_tensors
-        heads, kv_heads, head_dim = (ctx.options[name] for name in ("heads", "kv_heads", "head_dim"))
-        dy = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        q, k, v = _parts(dy, heads, kv_heads, head_dim)
-        torch.ops.opsmith.rope_qk.default(
-            dense_rows(dq),
-            dense_rows(dk),
-            dense_rows(cos),
-            dense_rows(sin),
-            positions,
-            ctx.options["rotary_dim"],
-            ctx.options["interleaved"],
-            True,
-            yq=q,
-            yk=k,
-        )
-        v.copy_(dv)
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        rows = dy.reshape(-1, dy.shape[-1])
-        dx = dy @ weight if need_x else None
-        dw = rows.t() @ x.reshape(-1, x.shape[-1]) if need_w else None
-        db = rows.sum(0) if need_b else None
-        return dx, dw, db, None, None, None
+    for batch, tokens, k in ((2, 2, 6), (3, 7, 33), (2, 20, 48)):
+        yield sample(f"{batch}x{tokens}x{k}", make(batch, tokens, k), 4, 2, 16)
+    yield sample("1x1x1", make(1, 1, 1), 1, 1, 2)
+    x = make(2, 9, 40)
+    for size in (48, 64, 80, 96, 128):
+        yield sample(f"heads of {size}", x, 3, 1, size)
+    yield sample("no tile", x, 2, 1, 202)
+    yield sample("many rows", make(1, 210, 30), 2, 1, 128)
+    yield sample("no bias", x, 4, 2, 16, bias=False)
+    yield sample("interleaved", x, 4, 2, 32, interleaved=True)
+    at = make.ids(2, 9, high=50)
+    yield sample("positions", x, 4, 2, 32, positions=at, rows=50)
+    yield sample("partial", x, 3, 3, 40, width=10, rotary_dim=10)
+    yield sample("partial, interleaved", x, 3, 3, 80, width=32, rotary_dim=32, interleaved=True)
+    yield sample("packed", make(9, 40), 4, 1, 64)
+    yield sample("strided", make(40, 9).t(), 4, 2, 16)
+    yield sample("empty", make(2, 0, 40), 4, 2, 16, rows=3)
+
+
+def _workloads(make: Make) -> Iterator[Sample]:
+    for tokens, k, heads, kv_heads in ((512, 2048, 32, 8), (1, 2048, 32, 8)):
+        n = (heads + 2 * kv_heads) * 64
+        table = rope_table(64, tokens, dtype=make.dtype, device=make.device)
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64}
+        inputs = (make(1, tokens, k), make(n, k, scale=k**-0.5), make(n))
+        yield Sample(f"{tokens}x{k}x{n}", (*(t.requires_grad_() for t in inputs), *table), sizes)
 
 
 CARD = register(
@@ -364,19 +391,16 @@ CARD = register(
         kind=Kind.MATMUL,
         function=linear_rope,
         reference=reference,
-        cost=cost,
-        samples=samples,
-        workloads=workloads,
+        cost=_cost,
+        samples=_samples,
+        workloads=_workloads,
         implementations=[
             *kernels(_native, _supports_native, prepack=lambda w, rows: pack_weight(w)),
             Implementation("apart", _apart, "any", lambda x, *a, **k: native(x, "rope_qk"), takes_out=True),
             Implementation("eager", reference),
         ],
         entries={"linear_rope": entries.rope_entry},
-        schemas=(
-            "linear_rope(Tensor x, Tensor packed, Tensor? bias, Tensor cos, Tensor sin, Tensor? positions, "
-            "int dims, bool interleaved, *, Tensor(a!) q, Tensor(b!) k, Tensor(c!) v) -> ()",
-        ),
+        schemas=SIGNATURE.schemas(),
         outputs=3,
         source="Su et al., 2021",
     )

@@ -183,7 +183,7 @@ def _blocks(count: int, size: int, kv_heads: int, wide: bool) -> dict[str, int]:
 
 def linear_rope(
     x: torch.Tensor,
-    packed: torch.Tensor,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -208,9 +208,9 @@ def linear_rope(
     launch(
         _project,
         (triton.cdiv(count, blocks["BM"]) * groups,),
-        *(x, packed, bias, q, k, v, *table.tensors),
+        *(x, weight, bias, q, k, v, *table.tensors),
         *(count, tokens, depth, heads, kv_heads, size, dims, table.rows, table.second),
-        *(*table.steps, x.stride(0), packed.stride(1)),
+        *(*table.steps, x.stride(0), weight.stride(1)),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         EVEN=depth % blocks["BK"] == 0,
         INTERLEAVED=interleaved,

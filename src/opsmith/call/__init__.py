@@ -5,6 +5,7 @@ run.py         a call of a public function: at once in C++, else the general way
 checks.py      what is wrong with a call
 overlap.py     where an output may lie
 autograd.py    gradients, where no node in C++ records them
+forms.py       the definition and the kernel alone, called as the public function is
 binding.py     the C++ that binds kernels to PyTorch
 fast/          calls and nodes without PyTorch's dispatcher
 """

@@ -14,10 +14,11 @@ from opsmith.call.arguments import (
     check_like,
     check_number,
     check_out,
+    earlier,
     one_of,
     short,
 )
-from opsmith.call.signature import Dtype, Input, Signature, Sizes
+from opsmith.call.signature import Dtype, Input, Output, Signature, Sizes
 
 __all__ = ["check_arguments", "check_outputs", "sizes_of"]
 
@@ -62,9 +63,8 @@ def _refuse(op: str, one: Input, t: Any, first: Input, x: torch.Tensor, shape: t
 def check_outputs(
     op: str,
     out: Any,
-    results: Sequence[tuple[Sequence[int], torch.dtype]],
+    results: Sequence[tuple[Output, Sequence[int], torch.dtype]],
     x: torch.Tensor,
-    onto: Sequence[str],
     read: Mapping[str, Any],
     what: str = "",
 ) -> None:
@@ -73,25 +73,22 @@ def check_outputs(
     Args:
         op: the operator.
         out: what the caller wants written: a tensor, or as many as there are results.
-        results: their shapes and dtypes.
+        results: their declarations, shapes and dtypes.
         x: on whose device they are.
-        onto: inputs that a result may be.
         read: what is read, by name.
         what: an `out` has to be, where not that many tensors.
     """
+    many = {1: "a tensor", 2: "a pair of tensors"}.get(len(results), f"a tuple of {len(results)} tensors")
     if not isinstance(out, tuple | torch.Tensor):
-        many = "a tensor" if len(results) == 1 else f"a tuple of {len(results)} tensors"
         raise TypeError(f"{op}: out must be {many}, got {type(out).__name__}")
     given = out if isinstance(out, tuple) else (out,)
     if len(given) != len(results) or not all(isinstance(t, torch.Tensor) for t in given):
-        what = what or ("a tensor" if len(results) == 1 else f"a tuple of {len(results)} tensors")
         got = f"{len(given)} tensors" if len(given) != len(results) else type(given[0]).__name__
         raise (ValueError if len(given) != len(results) else TypeError)(
-            f"{op}: out must be {what}, got {got}"
+            f"{op}: out must be {what or many}, got {got}"
         )
-    for i, (t, (shape, dtype)) in enumerate(zip(given, results, strict=True)):
-        before = {f"out[{j}]": other for j, other in enumerate(given[:i])}
-        check_out(op, t, x, torch.Size(shape), dtype, onto=onto, **read, **before)
+    for i, (t, (one, shape, dtype)) in enumerate(zip(given, results, strict=True)):
+        check_out(op, t, x, torch.Size(shape), dtype, onto=one.onto, **read, **earlier(given, i))
 
 
 def sizes_of(

@@ -1,9 +1,11 @@
 """How a call of a public function becomes a call of its kernel: the one path of all operators with a signature.
 
-    _CALL = Call(SIGNATURE, definition)
-
     def layer_norm(x, weight=None, bias=None, eps=1e-5, *, residual=None, out=None):
         return (_CALL.traced if compiling() else _CALL.fast.call)(x, residual, weight, bias, eps, out)
+
+    def definition(x, residual, weight, bias, eps): ...
+
+    _CALL = Call(SIGNATURE, layer_norm, definition)
 
 `fast.call` is one call into C++ (fast/direct.py): it makes the results, calls the kernel and has autograd's node record
 it. What it does not take as it is, and what the kernel's binding refuses, it hands to `traced`, the general way in
@@ -13,7 +15,10 @@ and the definition in plain PyTorch where no kernel can run. torch.compile trace
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +27,10 @@ from opsmith.call import binding, dispatch, layouts
 from opsmith.call.autograd import differentiated, gradients
 from opsmith.call.checks import check_arguments, check_outputs
 from opsmith.call.fast import direct, nodes
+from opsmith.call.forms import in_order
 from opsmith.call.signature import Input, Output, Rows, Saved, Signature
 from opsmith.kernels import libraries
+from opsmith.operator import Implementation, Operator, Supports, register
 
 __all__ = ["Call", "declare"]
 
@@ -61,10 +68,12 @@ class Call:
     def __init__(
         self,
         signature: Signature,
+        public: Callable[..., Any],
         definition: Callable[..., Any],
         *,
+        eager: Callable[..., Any] | None = None,
+        converted: Mapping[str, Any] = MappingProxyType({}),
         op: str = "",
-        needed: Sequence[str] = (),
         pytorchs: Callable[..., bool] | None = None,
         most_rows: int = 0,
     ) -> None:
@@ -72,19 +81,73 @@ class Call:
 
         Args:
             signature: of its kernel.
-            definition: what it computes, in plain PyTorch, of the kernel's arguments in their order.
-            op: its name, by default the kernel's.
-            needed: optional inputs of the kernel that this operator needs.
+            public: the function that users call. What the kernel needs not, but this does not leave out, is needed.
+            definition: what it computes, in plain PyTorch, of the kernel's arguments in their order and those beside.
+            eager: of the same, what PyTorch runs where no kernel can; by default the definition.
+            converted: arguments of the kernel that `public` has in another form: a function of its parameters, by their
+                names, or a constant. What is optional, and that it has not at all, is None.
+            op: its name, by default the public function's.
             pytorchs: whether PyTorch is left a call whose gradients a Function would record; is given the arguments.
             most_rows: that `fast` takes; 0 for any.
         """
-        self.signature, self.definition, self.op = signature, definition, op or signature.name
-        self.needed, self.pytorchs = tuple(needed), pytorchs
+        self.signature, self.public, self.op = signature, public, op or public.__name__
+        self.defined, self.definition = definition, eager or definition
+        self.pytorchs = pytorchs
         self.given = (*(one.name for one in signature.arguments), *signature.beside)
+        parameters = inspect.signature(public).parameters
+        self.needed = tuple(
+            one.name
+            for one in signature.tensors
+            if one.optional
+            and one.name in parameters
+            and parameters[one.name].default is inspect.Parameter.empty
+        )
+        absent = {one.name: None for one in signature.tensors if one.optional and one.name not in parameters}
+        self.converted = {**absent, **converted}
         self.saved, self.likes = self._saved()
         self.function = differentiated(self)
         if not signature.columns:
             self.fast = direct.Ready(signature, self.traced, most_rows)
+
+    @functools.cached_property
+    def reference(self) -> Callable[..., Any]:
+        """The definition as the public function is called."""
+        return self.form(lambda values: self.defined(*values))
+
+    @functools.cached_property
+    def eager(self) -> Callable[..., Any]:
+        """What PyTorch runs, as the public function is called."""
+        if self.definition is self.defined:
+            return self.reference
+        return self.form(lambda values: self.definition(*values))
+
+    @functools.cached_property
+    def unchecked(self) -> Callable[..., Any]:
+        """The kernel without checks and autograd, as the public function is called."""
+        return self.form(functools.partial(self.native, "opsmith"), out=True)
+
+    def form(self, to: Callable[..., Any], *, out: bool = False) -> Callable[..., Any]:
+        """A function of the public one's parameters, which gives them to another one as the kernel takes them."""
+        return in_order(self.public, self.given, self.converted, to, out=out)
+
+    def implementations(self, **more: Any) -> list[Implementation]:
+        """The kernel on a CPU, the one on a GPU, and eager PyTorch; `more` is said of the kernels."""
+        takes_out = "out" in inspect.signature(self.public).parameters
+        ours = dispatch.kernels(self.unchecked, self.form(self.supported), takes_out=takes_out, **more)
+        return [*ours, Implementation("eager", self.eager)]
+
+    def card(self, **more: Any) -> Operator:
+        """The operator's card, registered: `more` is what does not follow from here, or is otherwise."""
+        own = {
+            "name": self.op,
+            "function": self.public,
+            "reference": self.reference,
+            "differentiable": self.learns,
+            "onto": tuple(one.onto for one in self.signature.results),
+        }
+        if "implementations" not in more:
+            own["implementations"] = self.implementations()
+        return register(Operator(**{**own, **more}))
 
     def _saved(self) -> tuple[dict[str, str | None], list[str]]:
         """The tensors that a backward needs, what stands for each that is not there; those whose shape does."""
@@ -139,7 +202,11 @@ class Call:
         if training and gradient is None and not self.signature.columns:
             return None
         more = (gradient.kernel,) if training and gradient else ()
-        return "opsmith" if dispatch.native(values[0], self.signature.name, *more) is True else None
+        return "opsmith" if self.supported(values, *more) is True else None
+
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        """True where the kernel, and `more` kernels, take these tensors, else the reason why not."""
+        return dispatch.native(values[0], self.signature.name, *more)
 
     def kernel(self, backend: str) -> Callable[..., Any]:
         """The kernel, as it is called soonest."""
@@ -167,6 +234,9 @@ class Call:
         for one, dtype in zip(self.signature.results, self.result_dtypes(values), strict=True):
             replaced = one.unless and by_name[one.unless] is not None
             if one.optional or replaced or (one.when and by_name[one.when] is None):
+                continue
+            if one.like:
+                found.append((one, [*by_name[one.like].shape], by_name[one.like].dtype))
                 continue
             shape: list[int] = []
             for of, leading, at in self.signature.pieces(one):
@@ -212,7 +282,7 @@ class Call:
         known = self.named(values)
         written, results = {}, []
         for i, (one, shape, dtype) in enumerate(made):
-            y = outs[i] if outs else self.fresh(x, shape, dtype)
+            y = outs[i] if outs else self.fresh(known[one.like] if one.like else x, shape, dtype)
             results.append(y)
             known[one.name] = y
             written[one.name] = self.taken_result(one, y)
@@ -270,11 +340,10 @@ class Call:
     def check_out(self, values: Sequence[Any], out: Any) -> None:
         """Refuse an `out` that is not like the results, or that shares memory with what is read."""
         read = {name: v for name, v in self.named(values).items() if isinstance(v, torch.Tensor)}
-        results = [(shape, dtype) for _, shape, dtype in self.made(values)]
         when = next((one.when for one in self.signature.results if one.when), None)
         names = ", ".join(one.called or one.name for one in self.signature.results)
         what = f"one tensor, or a pair ({names}) when {when} is given" if when else ""
-        check_outputs(self.op, out, results, values[0], self.signature.onto, read, what)
+        check_outputs(self.op, out, self.made(values), values[0], read, what)
 
     def store(self, result: Any, out: Any) -> Any:
         """The result, in `out` where one was given."""

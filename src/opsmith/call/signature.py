@@ -112,6 +112,7 @@ class Output:
     optional: bool = False  # nobody needs it: it is written where it is asked for
     called: str = ""  # by messages, where not by its name
     halved_without: str | None = None  # the input without which its last size is half of what stands there
+    onto: tuple[str, ...] = ()  # inputs that it may be written over, element for element
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -202,7 +203,6 @@ class Signature:
     results: tuple[Output, ...]
     kept: tuple[Kept, ...] = ()
     gradient: Gradient | None = None
-    onto: tuple[str, ...] = ()  # inputs that a result may be written over, element for element
     columns: tuple[
         tuple[torch.dtype, ...], ...
     ] = ()  # dtype combinations, where dtypes do not follow from the first

@@ -149,7 +149,7 @@ class ProjectCall(Call):
         inner: Callable[..., Any],
         even: tuple[str, ...],
     ) -> None:
-        super().__init__(kernels.signature, inner)
+        super().__init__(kernels.signature, reference, inner, op=kernels.name)
         self.kernels, self.reference, self.before, self.even = kernels, reference, before, even
         parameters = inspect.signature(reference).parameters
         self.defaults = {n: p.default for n, p in parameters.items()}
@@ -169,9 +169,10 @@ class ProjectCall(Call):
         if dtypes is None:
             result = self.reference(*values)
             if out is not None:
-                made = [(t.shape, t.dtype) for t in (result if isinstance(result, tuple) else (result,))]
-                read = dict(zip(self.names, values, strict=True))
-                check_outputs(self.op, out, made, tensors[0], self.signature.onto, read)
+                results = result if isinstance(result, tuple) else (result,)
+                declared = zip(self.signature.results, results, strict=True)
+                made = [(one, t.shape, t.dtype) for one, t in declared]
+                check_outputs(self.op, out, made, tensors[0], dict(zip(self.names, values, strict=True)))
             return self.store(result, out)
         if out is not None:
             self.check_out(given, out)
@@ -267,7 +268,7 @@ class ProjectCall(Call):
             return str(wrong)
         return self.kernels.offers(backend)
 
-    def implementations(self) -> list[Implementation]:
+    def implementations(self, **more: Any) -> list[Implementation]:
         """One for each back end that the project has kernels for."""
 
         def on(backend: str, name: str, device: str) -> Implementation:

@@ -251,7 +251,7 @@ def _definition(
     return eager(q, k, v, mask=mask, causal=causal, scale=scale, **options)
 
 
-_CALL = _Attention(SIGNATURE, _definition)
+_CALL = _Attention(SIGNATURE, attention, _definition)
 
 
 def _of_some_queries(

@@ -186,7 +186,7 @@ def _definition(
     return _eager(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
-_CALL = _Varlen(SIGNATURE, _definition)
+_CALL = _Varlen(SIGNATURE, attention_varlen, _definition)
 
 
 def _check_starts(name: str, starts: Any, length: int, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_device, check_float, check_number, one_of, short
-from opsmith.call.dispatch import Tensor, compiling, kernels, native, small, small_node
+from opsmith.call.dispatch import Tensor, compiling, small, small_node
 from opsmith.call.layouts import as_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import (
@@ -26,7 +26,7 @@ from opsmith.call.signature import (
     Signature,
     Slope,
 )
-from opsmith.operator import Implementation, Kind, Operator, Pattern, register
+from opsmith.operator import Kind, Pattern
 from opsmith.ops.cross_entropy.samples import cost, samples, workloads
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -125,30 +125,29 @@ def cross_entropy(
     return call(logits, target, *options, dtype, overwrite, None)  # type: ignore[no-any-return]
 
 
-def reference(
+def definition(
     logits: torch.Tensor,
     target: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    dtype: torch.dtype | None = None,
-    overwrite: bool = False,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: int,
+    dtype: torch.dtype | None,
+    overwrite: bool,
 ) -> torch.Tensor:
     """The definition, in plain PyTorch."""
     classes = logits.shape[-1]
     if dtype is not None and logits.dtype != torch.float64:
         logits = logits.to(dtype)
     rows, flat = logits.reshape(target.numel(), classes), target.reshape(-1).long()
-    whole = z_loss == 0 and reduction != "none"
+    whole = z_loss == 0 and reduction != REDUCTIONS["none"]
     try:
         loss = F.cross_entropy(
             rows,
             flat,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            reduction=reduction if whole else "none",
+            reduction=[*REDUCTIONS][reduction] if whole else "none",
         )
     except (IndexError, RuntimeError):
         if type(target) is torch.Tensor:
@@ -159,9 +158,9 @@ def reference(
     if z_loss != 0:
         valid = flat != ignore_index
         loss = loss + z_loss * rows.logsumexp(-1).square().masked_fill(~valid, 0.0)
-        if reduction == "mean":
+        if reduction == REDUCTIONS["mean"]:
             return loss.sum() / valid.sum()
-    return loss.sum() if reduction == "sum" else loss.view(target.shape)
+    return loss.sum() if reduction == REDUCTIONS["sum"] else loss.view(target.shape)
 
 
 def check_target(op: str, target: Any, logits: torch.Tensor, name: str = "logits") -> None:
@@ -263,44 +262,9 @@ class _CrossEntropy(Loss):
         return like.detach()
 
 
-def _definition(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: int,
-    dtype: torch.dtype | None,
-    overwrite: bool,
-) -> torch.Tensor:
-    return reference(
-        logits,
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=[*REDUCTIONS][reduction],
-        dtype=dtype,
-    )
-
-
-_CALL = _CrossEntropy(SIGNATURE, _definition)
-
-
-def _native(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    dtype: torch.dtype | None = None,
-    overwrite: bool = False,
-) -> torch.Tensor:
-    """The kernel, without autograd."""
-    options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction])
-    return _CALL.native("opsmith", (logits, target, *options, dtype, False))  # type: ignore[no-any-return]
+_CALL = _CrossEntropy(
+    SIGNATURE, cross_entropy, definition, converted={"reduction": lambda reduction: REDUCTIONS[reduction]}
+)
 
 
 def _pattern(reduction: str) -> Pattern:
@@ -324,22 +288,13 @@ def _pattern(reduction: str) -> Pattern:
     )
 
 
-CARD = register(
-    Operator(
-        name="cross_entropy",
-        kind=Kind.LOSS,
-        function=cross_entropy,
-        reference=reference,
-        cost=cost,
-        samples=samples,
-        workloads=workloads,
-        implementations=[
-            *kernels(_native, lambda logits, *a, **k: native(logits, "cross_entropy"), takes_out=False),
-            Implementation("eager", reference),
-        ],
-        patterns=tuple(_pattern(reduction) for reduction in REDUCTIONS),
-        widens="logits",
-        schemas=declare(SIGNATURE),
-        source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
-    )
+CARD = _CALL.card(
+    kind=Kind.LOSS,
+    cost=cost,
+    samples=samples,
+    workloads=workloads,
+    patterns=tuple(_pattern(reduction) for reduction in REDUCTIONS),
+    widens="logits",
+    schemas=declare(SIGNATURE),
+    source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",
 )

@@ -15,6 +15,7 @@ from opsmith.call.layouts import nbytes
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, MergedChain, Operator, Sample, register
+from opsmith.ops.cross_entropy import CARD as CROSS_ENTROPY
 from opsmith.ops.cross_entropy import (
     REDUCTIONS,
     Loss,
@@ -26,7 +27,6 @@ from opsmith.ops.cross_entropy import (
     code_of,
     cross_entropy,
 )
-from opsmith.ops.cross_entropy import reference as loss_of
 from opsmith.ops.linear import check_layer, linear
 
 _OP = "linear_cross_entropy"
@@ -116,7 +116,7 @@ def reference(
     **options: Any,
 ) -> torch.Tensor:
     """The definition, in plain PyTorch."""
-    return loss_of(F.linear(hidden, weight, bias), target, **options)
+    return CROSS_ENTROPY.reference(F.linear(hidden, weight, bias), target, **options)  # type: ignore[no-any-return]
 
 
 def _supports(hidden: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
@@ -212,7 +212,7 @@ def _definition(
         raise
 
 
-_CALL = _LinearCrossEntropy(SIGNATURE, _definition)
+_CALL = _LinearCrossEntropy(SIGNATURE, linear_cross_entropy, _definition)
 
 
 def _native(

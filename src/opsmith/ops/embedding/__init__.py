@@ -232,7 +232,7 @@ def _definition(
     return reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
 
 
-_CALL = _Embedding(SIGNATURE, _definition)
+_CALL = _Embedding(SIGNATURE, embedding, _definition)
 
 
 def _native(

@@ -162,7 +162,7 @@ def _definition(
     return reference(ids, table, scale, dtype=dtype)
 
 
-_CALL = _Quantized(SIGNATURE, _definition)
+_CALL = _Quantized(SIGNATURE, quantized_embedding, _definition)
 
 
 def _supports(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> bool | str:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.dispatch import compiling, kernels, native, small_node
+from opsmith.call.dispatch import compiling, small_node
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.operator import Cost, Kind, Make, Pattern, Sample
 
 SILU, GELU, GELU_TANH = 0, 1, 2
 _CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -29,13 +29,12 @@ _NODES = {SILU: 2, GELU_TANH: 0}
 SIGNATURE = Signature(
     "gated",
     (Input("gate", "... I"), Input("up", "... I", optional=True), Number("activation", int)),
-    (Output("y", "... I", halved_without="up"),),
+    (Output("y", "... I", halved_without="up", onto=("gate", "up")),),
     gradient=Gradient(
         "gated_backward",
         (Slope("y"), Saved("gate"), Saved("up"), Saved("activation")),
         (Made("gate", optional=False), Made("up", always=True)),
     ),
-    onto=("gate", "up"),
 )
 
 
@@ -91,17 +90,8 @@ def gelu_mul(
     return (_GELU.traced if compiling() else _GELU.fast.call)(gate, up, curve, out)  # type: ignore[no-any-return]
 
 
-def silu_reference(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-    """The definition of `silu_mul`, in plain PyTorch."""
-    return _reference(gate, up, SILU)
-
-
-def gelu_reference(gate: torch.Tensor, up: torch.Tensor | None = None, *, tanh: bool = False) -> torch.Tensor:
-    """The definition of `gelu_mul`, in plain PyTorch."""
-    return _reference(gate, up, GELU_TANH if tanh else GELU)
-
-
-def _reference(gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch.Tensor:
+def definition(gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch.Tensor:
+    """The definition of both, in plain PyTorch."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     return _CURVES[curve](gate) * up
@@ -128,23 +118,14 @@ def _pytorchs(gate: torch.Tensor, up: torch.Tensor | None, activation: int) -> b
     return activation in _NODES and small_node(gate.numel() >> _NODES[activation])
 
 
-_SILU = _Gated(SIGNATURE, _reference, op="silu_mul", pytorchs=_pytorchs)
-_GELU = _Gated(SIGNATURE, _reference, op="gelu_mul", pytorchs=_pytorchs)
-
-
-def _native_silu(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, out: torch.Tensor | None = None
-) -> Any:
-    """The kernel, without autograd."""
-    return _SILU.native("opsmith", (gate, up, SILU), out)
-
-
-def _native_gelu(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, tanh: bool = False, out: torch.Tensor | None = None
-) -> Any:
-    """The kernel, without autograd."""
-    return _GELU.native("opsmith", (gate, up, GELU_TANH if tanh else GELU), out)
-
+_SILU = _Gated(SIGNATURE, silu_mul, definition, converted={"activation": SILU}, pytorchs=_pytorchs)
+_GELU = _Gated(
+    SIGNATURE,
+    gelu_mul,
+    definition,
+    converted={"activation": lambda tanh: GELU_TANH if tanh else GELU},
+    pytorchs=_pytorchs,
+)
 
 # The exponential, the division or the polynomial, and the products, as a fused kernel computes them.
 _FLOPS = 20.0
@@ -185,47 +166,29 @@ _SOURCE = "Shazeer, 2020"
 _SHAPES = {"gate": ("B", "N"), "up": ("B", "N")}
 
 
-def _supports(gate: torch.Tensor, *args: Any, **options: Any) -> bool | str:
-    return native(gate, "gated")
-
-
-SILU_CARD = register(
-    Operator(
-        name="silu_mul",
-        kind=Kind.ACTIVATION,
-        function=silu_mul,
-        reference=silu_reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[*kernels(_native_silu, _supports), Implementation("eager", silu_reference)],
-        patterns=(Pattern("silu_mul(gate, up)", lambda gate, up: F.silu(gate) * up, _SHAPES),),
-        schemas=declare(SIGNATURE),
-        onto=(("gate", "up"),),
-        source=_SOURCE,
-    )
+SILU_CARD = _SILU.card(
+    kind=Kind.ACTIVATION,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    patterns=(Pattern("silu_mul(gate, up)", lambda gate, up: F.silu(gate) * up, _SHAPES),),
+    schemas=declare(SIGNATURE),
+    source=_SOURCE,
 )
 
-GELU_CARD = register(
-    Operator(
-        name="gelu_mul",
-        kind=Kind.ACTIVATION,
-        function=gelu_mul,
-        reference=gelu_reference,
-        cost=_cost,
-        samples=_gelu_samples,
-        workloads=partial(_workloads, tanh=True),
-        implementations=[*kernels(_native_gelu, _supports), Implementation("eager", gelu_reference)],
-        patterns=(
-            Pattern("gelu_mul(gate, up)", lambda gate, up: F.gelu(gate) * up, _SHAPES),
-            Pattern(
-                "gelu_mul(gate, up, tanh=True)",
-                lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-                _SHAPES,
-                fixed={"tanh": True},
-            ),
+GELU_CARD = _GELU.card(
+    kind=Kind.ACTIVATION,
+    cost=_cost,
+    samples=_gelu_samples,
+    workloads=partial(_workloads, tanh=True),
+    patterns=(
+        Pattern("gelu_mul(gate, up)", lambda gate, up: F.gelu(gate) * up, _SHAPES),
+        Pattern(
+            "gelu_mul(gate, up, tanh=True)",
+            lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+            _SHAPES,
+            fixed={"tanh": True},
         ),
-        onto=(("gate", "up"),),
-        source=_SOURCE,
-    )
+    ),
+    source=_SOURCE,
 )

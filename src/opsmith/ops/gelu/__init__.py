@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.dispatch import compiling, kernels, native, small_node
+from opsmith.call.dispatch import compiling, small_node
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.operator import Cost, Kind, Make, Pattern, Sample
 
 SIGNATURE = Signature(
     "gelu",
     (Input("x", "... N", scalar=True), Input("bias", "N", optional=True), Number("tanh", bool)),
-    (Output("y", "... N"),),
+    (Output("y", "... N", onto=("x",)),),
     gradient=Gradient(
         "gelu_backward",
         (Slope("y"), Saved("x"), Saved("bias"), Saved("tanh")),
         (Made("x", optional=False), Made("bias")),
     ),
-    onto=("x",),
 )
 
 
@@ -72,30 +70,9 @@ def bias_gelu(
     return (_BIAS_GELU.fast.call if here else _BIAS_GELU.traced)(x, bias, tanh, out)  # type: ignore[no-any-return]
 
 
-def reference(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
-    """The definition of `gelu`, in plain PyTorch."""
-    return F.gelu(x, approximate="tanh" if tanh else "none")
-
-
-def bias_reference(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
-    """The definition of `bias_gelu`, in plain PyTorch."""
-    return reference(x + bias, tanh=tanh)
-
-
-def _definition(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
-    return reference(x if bias is None else x + bias, tanh=tanh)
-
-
-def _native(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> Any:
-    """The kernel, without autograd."""
-    return _GELU.native("opsmith", (x, None, tanh), out)
-
-
-def _native_bias(
-    x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
-) -> Any:
-    """The kernel with the bias, without autograd."""
-    return _BIAS_GELU.native("opsmith", (x, bias, tanh), out)
+def definition(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+    """The definition of both, in plain PyTorch."""
+    return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
 
 
 def _pytorchs(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> bool:
@@ -103,8 +80,8 @@ def _pytorchs(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> bool:
     return tanh and small_node(x.numel())
 
 
-_GELU = Call(SIGNATURE, _definition, pytorchs=_pytorchs)
-_BIAS_GELU = Call(SIGNATURE, _definition, op="bias_gelu", needed=("bias",), pytorchs=_pytorchs)
+_GELU = Call(SIGNATURE, gelu, definition, pytorchs=_pytorchs)
+_BIAS_GELU = Call(SIGNATURE, bias_gelu, definition, pytorchs=_pytorchs)
 
 # The polynomial, the exponential and the products, as a fused kernel computes them.
 _FLOPS = 20.0
@@ -158,60 +135,38 @@ def _bias_workloads(make: Make) -> Iterator[Sample]:
 
 _SOURCE = "Hendrycks, Gimpel, 2016"
 
-CARD = register(
-    Operator(
-        name="gelu",
-        epilogue=lambda tanh=False: "gelu_tanh" if tanh else "gelu",
-        kind=Kind.ACTIVATION,
-        function=gelu,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[
-            *kernels(_native, lambda x, **k: native(x, "gelu")),
-            Implementation("eager", reference),
-        ],
-        patterns=(
-            Pattern("gelu(x)", lambda x: F.gelu(x), {"x": ("B", "N")}),
-            Pattern(
-                "gelu(x, tanh=True)",
-                lambda x: F.gelu(x, approximate="tanh"),
-                {"x": ("B", "N")},
-                fixed={"tanh": True},
-            ),
+CARD = _GELU.card(
+    epilogue=lambda tanh=False: "gelu_tanh" if tanh else "gelu",
+    kind=Kind.ACTIVATION,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    patterns=(
+        Pattern("gelu(x)", lambda x: F.gelu(x), {"x": ("B", "N")}),
+        Pattern(
+            "gelu(x, tanh=True)",
+            lambda x: F.gelu(x, approximate="tanh"),
+            {"x": ("B", "N")},
+            fixed={"tanh": True},
         ),
-        schemas=declare(SIGNATURE, "gelu", "gelu_backward", bound=True),
-        onto=(("x",),),
-        source=_SOURCE,
-    )
+    ),
+    schemas=declare(SIGNATURE, "gelu", "gelu_backward", bound=True),
+    source=_SOURCE,
 )
 
-BIAS_CARD = register(
-    Operator(
-        name="bias_gelu",
-        kind=Kind.ACTIVATION,
-        function=bias_gelu,
-        reference=bias_reference,
-        cost=_bias_cost,
-        samples=_bias_samples,
-        workloads=_bias_workloads,
-        implementations=[
-            *kernels(_native_bias, lambda x, bias, **k: native(x, "gelu")),
-            Implementation("eager", bias_reference),
-        ],
-        patterns=(
-            Pattern(
-                "bias_gelu(x, bias)", lambda x, bias: F.gelu(x + bias), {"x": ("B", "N"), "bias": ("N",)}
-            ),
-            Pattern(
-                "bias_gelu(x, bias, tanh=True)",
-                lambda x, bias: F.gelu(x + bias, approximate="tanh"),
-                {"x": ("B", "N"), "bias": ("N",)},
-                fixed={"tanh": True},
-            ),
+BIAS_CARD = _BIAS_GELU.card(
+    kind=Kind.ACTIVATION,
+    cost=_bias_cost,
+    samples=_bias_samples,
+    workloads=_bias_workloads,
+    patterns=(
+        Pattern("bias_gelu(x, bias)", lambda x, bias: F.gelu(x + bias), {"x": ("B", "N"), "bias": ("N",)}),
+        Pattern(
+            "bias_gelu(x, bias, tanh=True)",
+            lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+            {"x": ("B", "N"), "bias": ("N",)},
+            fixed={"tanh": True},
         ),
-        onto=(("x",),),
-        source=_SOURCE,
-    )
+    ),
+    source=_SOURCE,
 )

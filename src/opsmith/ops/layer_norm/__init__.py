@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.dispatch import compiling, kernels, native, small_node
+from opsmith.call.dispatch import compiling, small_node
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.operator import Cost, Kind, Make, Pattern, Sample
 
 # Where autograd records, PyTorch's is faster up to 2^this as many elements: our nodes are Python.
 _NODES = 4
@@ -27,7 +27,10 @@ SIGNATURE = Signature(
         Input("bias", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
         Number("eps", float),
     ),
-    (Output("y", "... N"), Output("summed", "... N", when="residual", called="sum")),
+    (
+        Output("y", "... N", onto=("x", "residual")),
+        Output("summed", "... N", when="residual", called="sum", onto=("x", "residual")),
+    ),
     kept=(Kept("mean"), Kept("rstd")),
     gradient=Gradient(
         "layer_norm_backward",
@@ -37,7 +40,6 @@ SIGNATURE = Signature(
         ),
         (Made("x", shared=("residual",)), Made("weight"), Made("bias")),
     ),
-    onto=("x", "residual"),
 )
 
 
@@ -80,13 +82,12 @@ def layer_norm(
     return (_CALL.traced if compiling() else _CALL.fast.call)(x, residual, weight, bias, eps, out)  # type: ignore[no-any-return]
 
 
-def reference(
+def definition(
     x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: torch.Tensor | None = None,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
 ) -> Result:
     """The definition, in plain PyTorch."""
     s = x if residual is None else x + residual
@@ -100,24 +101,7 @@ def reference(
     return y if residual is None else (y, s)
 
 
-def _native(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: torch.Tensor | None = None,
-    out: Result | None = None,
-) -> Any:
-    """The kernel, without autograd."""
-    return _CALL.native("opsmith", (x, residual, weight, bias, eps), out)
-
-
-_CALL = Call(
-    SIGNATURE,
-    lambda x, residual, weight, bias, eps: reference(x, weight, bias, eps, residual=residual),
-    pytorchs=lambda x, *_: small_node(x.numel() >> _NODES),
-)
+_CALL = Call(SIGNATURE, layer_norm, definition, pytorchs=lambda x, *_: small_node(x.numel() >> _NODES))
 
 
 def _cost(
@@ -149,38 +133,28 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1x4096", (make(1, 4096), make(4096), make(4096)))
 
 
-CARD = register(
-    Operator(
-        name="layer_norm",
-        kind=Kind.NORM,
-        function=layer_norm,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[
-            *kernels(_native, lambda x, *a, **k: native(x, "layer_norm")),
-            Implementation("eager", reference),
-        ],
-        patterns=(
-            Pattern(
-                "layer_norm(x, weight, bias)",
-                lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
-                {"x": ("B", "N"), "weight": ("N",), "bias": ("N",), "eps": 1.25e-3},
-            ),
-            Pattern(
-                "layer_norm(x, weight)",
-                lambda x, weight, eps: F.layer_norm(x, x.shape[-1:], weight, None, eps),
-                {"x": ("B", "N"), "weight": ("N",), "eps": 1.25e-3},
-            ),
-            Pattern(
-                "layer_norm(x)",
-                lambda x, eps: F.layer_norm(x, x.shape[-1:], None, None, eps),
-                {"x": ("B", "N"), "eps": 1.25e-3},
-            ),
+CARD = _CALL.card(
+    kind=Kind.NORM,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    patterns=(
+        Pattern(
+            "layer_norm(x, weight, bias)",
+            lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
+            {"x": ("B", "N"), "weight": ("N",), "bias": ("N",), "eps": 1.25e-3},
         ),
-        schemas=declare(SIGNATURE, "layer_norm", "layer_norm_backward", bound=True),
-        onto=(("x", "residual"), ("x", "residual")),
-        source="Ba, Kiros, Hinton, 2016; Welford, 1962; Chan, Golub, LeVeque, 1979",
-    )
+        Pattern(
+            "layer_norm(x, weight)",
+            lambda x, weight, eps: F.layer_norm(x, x.shape[-1:], weight, None, eps),
+            {"x": ("B", "N"), "weight": ("N",), "eps": 1.25e-3},
+        ),
+        Pattern(
+            "layer_norm(x)",
+            lambda x, eps: F.layer_norm(x, x.shape[-1:], None, None, eps),
+            {"x": ("B", "N"), "eps": 1.25e-3},
+        ),
+    ),
+    schemas=declare(SIGNATURE, "layer_norm", "layer_norm_backward", bound=True),
+    source="Ba, Kiros, Hinton, 2016; Welford, 1962; Chan, Golub, LeVeque, 1979",
 )

@@ -50,14 +50,13 @@ PACKED = Signature(
 FEW_ROWS = Signature(
     "linear_rows",
     (Input("x", "... K"), Input("weight", "N K"), *_BESIDE),
-    (Output("y", "... N"),),
+    (Output("y", "... N", onto=("x", "residual")),),
     gradient=Gradient(
         "linear_rows_backward",
         (Slope("y"), Saved("x"), Saved("weight")),
         (Made("x"), Made("weight"), Made("bias")),
         only={"activation": 0},
     ),
-    onto=("x", "residual"),
 )
 
 
@@ -141,11 +140,14 @@ def check_weights(op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, n: 
         check_dtype(op, bias, x, "bias", name)
 
 
+_CONVERTED = {"activation": lambda activation: _CODES[activation]}
+
+
 class _Linear(Call):
     """Which kernel multiplies depends on the rows, the dtype, the activation, and whether gradients are wanted."""
 
     def __init__(self) -> None:
-        super().__init__(FEW_ROWS, _definition, op="linear", most_rows=ROWS)
+        super().__init__(FEW_ROWS, linear, _definition, converted=_CONVERTED, most_rows=ROWS)
         self.node = direct.Ready(FEW_ROWS, super().traced)
 
     def traced(self, *given: Any) -> Any:
@@ -214,7 +216,8 @@ class _Linear(Call):
 
 
 _CALL = _Linear()
-_ROWS, _PACKED = Call(FEW_ROWS, _definition), Call(PACKED, _definition)
+_ROWS = Call(FEW_ROWS, linear, _definition, converted=_CONVERTED)
+_PACKED = Call(PACKED, linear, _definition, converted={**_CONVERTED, "packed": lambda weight: weight})
 
 
 def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:

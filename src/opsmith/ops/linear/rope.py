@@ -18,7 +18,7 @@ from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.linear import FEW_ROWS, check_weights, entries, linear, pack_weight
-from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, dense_rows, reference_qk
+from opsmith.ops.rope import CARD_QK, SIGNATURE_QK, Rotation, definition_qk, dense_rows, rope_qk
 from opsmith.ops.rope.check import check_table, name_bad_position
 from opsmith.ops.rope.table import rope_table
 
@@ -36,7 +36,7 @@ SIGNATURE = Signature(
     (Output("q", "..."), Output("k", "..."), Output("v", "...")),
     beside=("heads", "kv_heads", "head_dim"),
 )
-_ROTATION = Rotation(SIGNATURE_QK, definition_qk, op="linear_rope")
+_ROTATION = Rotation(SIGNATURE_QK, rope_qk, definition_qk, op="linear_rope")
 _ONE_ROW = direct.Ready(FEW_ROWS, most_rows=1)
 
 
@@ -141,7 +141,7 @@ def reference(
 ) -> Triple:
     """The definition, in plain PyTorch."""
     q, k, v = _parts(F.linear(x, weight, bias), heads, kv_heads, head_dim)
-    q, k = reference_qk(q, k, cos, sin, **options)
+    q, k = CARD_QK.reference(q, k, cos, sin, **options)
     plain = torch.contiguous_format
     return q.clone(memory_format=plain), k.clone(memory_format=plain), v.clone(memory_format=plain)
 
@@ -275,7 +275,7 @@ def _definition(
     return reference(x, weight, bias, cos, sin, **how)
 
 
-_CALL = _LinearRope(SIGNATURE, _definition)
+_CALL = _LinearRope(SIGNATURE, linear_rope, _definition)
 
 
 def _values(

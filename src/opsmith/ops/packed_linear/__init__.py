@@ -207,7 +207,7 @@ class _Pairs(_Flat):
         return _CALL.traced(x, weight, None, None, bias, 16, 0, False, out)
 
 
-_CALL, _PAIRS = _Packed(SIGNATURE, _definition), _Pairs(PACKED, _definition)
+_CALL, _PAIRS = _Packed(SIGNATURE, packed_linear, _definition), _Pairs(PACKED, packed_linear, _definition)
 
 
 def _expect(

@@ -224,7 +224,7 @@ def _definition(
     return reference(q, k_cache, v_cache, block_tables, seq_lens, **options)
 
 
-_CALL = _Paged(SIGNATURE, _definition)
+_CALL = _Paged(SIGNATURE, paged_attention, _definition)
 
 
 def _supports(q: torch.Tensor, k_cache: torch.Tensor, *args: Any, **options: Any) -> bool | str:

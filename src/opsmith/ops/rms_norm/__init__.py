@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.dispatch import compiling, kernels, native
+from opsmith.call.dispatch import compiling
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.operator import Cost, Kind, Make, Pattern, Sample
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
 
@@ -23,7 +23,10 @@ SIGNATURE = Signature(
         Input("weight", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
         *(Number("eps", float), Number("weight_offset", float), Number("round_before_weight", bool)),
     ),
-    (Output("y", "... N"), Output("summed", "... N", when="residual", called="sum")),
+    (
+        Output("y", "... N", onto=("x", "residual")),
+        Output("summed", "... N", when="residual", called="sum", onto=("x", "residual")),
+    ),
     kept=(Kept("rstd"),),
     gradient=Gradient(
         "rms_norm_backward",
@@ -33,7 +36,6 @@ SIGNATURE = Signature(
         ),
         (Made("x", shared=("residual",)), Made("weight")),
     ),
-    onto=("x", "residual"),
 )
 
 
@@ -81,14 +83,13 @@ def rms_norm(
     return run(x, residual, weight, eps, weight_offset, round_before_weight, out)  # type: ignore[no-any-return]
 
 
-def reference(
+def definition(
     x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    residual: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
-    round_before_weight: bool = False,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
 ) -> Result:
     """The definition, in plain PyTorch."""
     s = x if residual is None else x + residual
@@ -105,49 +106,22 @@ def reference(
 
 def eager(
     x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    residual: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
-    round_before_weight: bool = False,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
 ) -> Result:
     """PyTorch's own function where it computes the same, else what models write."""
     fused = weight is None or (not weight_offset and not round_before_weight and weight.dtype == x.dtype)
     if not fused:
-        return reference(
-            x,
-            weight,
-            eps,
-            residual=residual,
-            weight_offset=weight_offset,
-            round_before_weight=round_before_weight,
-        )
+        return definition(x, residual, weight, eps, weight_offset, round_before_weight)
     s = x if residual is None else x + residual
     y = F.rms_norm(s, s.shape[-1:], weight, eps)
     return y if residual is None else (y, s)
 
 
-def _native(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    residual: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
-    round_before_weight: bool = False,
-    out: Result | None = None,
-) -> Any:
-    """The kernel, without autograd."""
-    return _CALL.native("opsmith", (x, residual, weight, eps, weight_offset, round_before_weight), out)
-
-
-_CALL = Call(
-    SIGNATURE,
-    lambda x, residual, weight, eps, offset, first: eager(
-        x, weight, eps, residual=residual, weight_offset=offset, round_before_weight=first
-    ),
-)
+_CALL = Call(SIGNATURE, rms_norm, definition, eager=eager)
 
 
 def _cost(x: torch.Tensor, weight: Any = None, eps: float = 0.0, *, residual: Any = None, **_: Any) -> Cost:
@@ -203,38 +177,26 @@ def _gemma(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 _INPUTS: dict[str, tuple[int | str, ...] | float] = {"x": ("B", "N"), "weight": ("N",), "eps": 1.25e-3}
 
-CARD = register(
-    Operator(
-        name="rms_norm",
-        kind=Kind.NORM,
-        function=rms_norm,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[
-            *kernels(_native, lambda x, *a, **k: native(x, "rms_norm")),
-            Implementation("eager", eager),
-        ],
-        # The recognizer sees arithmetic on reals, in which Llama's and T5's are one: the second rounding, which
-        # loses accuracy and no more, is left out of what they become.
-        patterns=(
-            Pattern("Llama", _llama, _INPUTS),
-            Pattern("T5", _t5, _INPUTS),
-            Pattern("Gemma", _gemma, _INPUTS, fixed={"weight_offset": 1.0}),
-            Pattern(
-                "rms_norm(x, weight)",
-                lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps),
-                _INPUTS,
-            ),
-            Pattern(
-                "rms_norm(x)",
-                lambda x, eps: F.rms_norm(x, x.shape[-1:], None, eps),
-                {"x": ("B", "N"), "eps": 1.25e-3},
-            ),
+CARD = _CALL.card(
+    kind=Kind.NORM,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    # The recognizer sees arithmetic on reals, in which Llama's and T5's are one: the second rounding, which
+    # loses accuracy and no more, is left out of what they become.
+    patterns=(
+        Pattern("Llama", _llama, _INPUTS),
+        Pattern("T5", _t5, _INPUTS),
+        Pattern("Gemma", _gemma, _INPUTS, fixed={"weight_offset": 1.0}),
+        Pattern(
+            "rms_norm(x, weight)", lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps), _INPUTS
         ),
-        schemas=declare(SIGNATURE, "rms_norm", "rms_norm_backward", bound=True),
-        onto=(("x", "residual"), ("x", "residual")),
-        source="Zhang, Sennrich, 2019",
-    )
+        Pattern(
+            "rms_norm(x)",
+            lambda x, eps: F.rms_norm(x, x.shape[-1:], None, eps),
+            {"x": ("B", "N"), "eps": 1.25e-3},
+        ),
+    ),
+    schemas=declare(SIGNATURE, "rms_norm", "rms_norm_backward", bound=True),
+    source="Zhang, Sennrich, 2019",
 )

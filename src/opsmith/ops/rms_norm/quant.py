@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from opsmith.call.arguments import check_float, check_like, check_number, one_of, short
-from opsmith.call.dispatch import compiling, kernels, native
+from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Input, Number, Output, Signature
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
+from opsmith.operator import Cost, Kind, Make, Sample, Tolerance, Verdict
 
 SIGNATURE = Signature(
     "rms_norm_quant",
@@ -72,6 +72,8 @@ def rms_norm_quant(
 
 class _Quantized(Call):
     """Scale and offset are one number each, which a call may give as a number too; nothing has a gradient."""
+
+    learns = False
 
     def traced(self, *given: Any) -> Any:
         with torch.no_grad():
@@ -139,15 +141,7 @@ def normalize(
     return y if beta is None else y + beta.to(y.dtype)
 
 
-def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    scale: torch.Tensor | float | None = None,
-    offset: torch.Tensor | float | None = None,
-) -> Result:
+def definition(x: torch.Tensor, weight: Any, bias: Any, eps: float, scale: Any, offset: Any) -> Result:
     """The definition, in plain PyTorch."""
     y = normalize(x, weight, bias, eps)
     if scale is None:
@@ -159,11 +153,7 @@ def reference(
     return q8(y / step.reshape(()) + shift.reshape(())).to(torch.int8)
 
 
-def _definition(x: torch.Tensor, weight: Any, bias: Any, eps: float, scale: Any, offset: Any) -> Result:
-    return reference(x, weight, bias, eps, scale=scale, offset=offset)
-
-
-_CALL = _Quantized(SIGNATURE, _definition)
+_CALL = _Quantized(SIGNATURE, rms_norm_quant, definition)
 
 
 def _cost(
@@ -237,26 +227,13 @@ class Steps(Tolerance):
         )
 
 
-CARD = register(
-    Operator(
-        name="rms_norm_quant",
-        kind=Kind.NORM,
-        function=rms_norm_quant,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        tolerance=Steps(),
-        domain=_finite,
-        implementations=[
-            *kernels(
-                rms_norm_quant, lambda x, *more, **options: native(x, "rms_norm_quant"), takes_out=False
-            ),
-            Implementation("eager", reference),
-        ],
-        schemas=declare(SIGNATURE),
-        differentiable=False,
-        outputs=2,
-        source="DeepSeek-AI, 2024",
-    )
+CARD = _CALL.card(
+    kind=Kind.NORM,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    tolerance=Steps(),
+    domain=_finite,
+    schemas=declare(SIGNATURE),
+    source="DeepSeek-AI, 2024",
 )

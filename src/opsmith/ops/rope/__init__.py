@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.arguments import check_out, earlier
-from opsmith.call.dispatch import compiling, kernels, native, needs_grad
+from opsmith.call.dispatch import compiling, needs_grad
 from opsmith.call.fast import direct
 from opsmith.call.layouts import fresh_as
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Number, Output, Saved, Signature, Slope
-from opsmith.operator import GradientCost, Implementation, Kind, MergedCalls, Operator, register
+from opsmith.operator import GradientCost, Kind, MergedCalls
 from opsmith.ops.rope.check import Pair, bad_position, check, check_key, name_bad_position
 from opsmith.ops.rope.patterns import PATTERNS
 from opsmith.ops.rope.samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
@@ -29,13 +28,13 @@ _BACK: tuple[Saved | Constant, ...] = (
 SIGNATURE = Signature(
     "rope",
     (Input("x", "... D"), *_TABLE, *_HOW),
-    (Output("y", "... D", like="x"),),
+    (Output("y", "... D", like="x", onto=("x",)),),
     gradient=Gradient("rope", (Slope("y", "x"), *_BACK), (Made("x", "y", optional=False),), strided=True),
 )
 SIGNATURE_QK = Signature(
     "rope_qk",
     (Input("q", "... D"), Input("k", "... D"), *_TABLE, *_HOW),
-    (Output("yq", "... D", like="q"), Output("yk", "... D", like="k")),
+    (Output("yq", "... D", like="q", onto=("q",)), Output("yk", "... D", like="k", onto=("k",))),
     gradient=Gradient(
         "rope_qk",
         (Slope("yq", "q"), Slope("yk", "k"), *_BACK),
@@ -138,17 +137,16 @@ def fits(dims: int, cos: Any, positions: Any) -> bool:
     return not compiling() and dims != 0 and (positions is None or getattr(cos, "ndim", 0) == 2)
 
 
-def reference(
+def definition(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    positions: torch.Tensor | None = None,
-    rotary_dim: int | None = None,
+    positions: Any,
+    dims: int,
+    interleaved: bool,
+    *_: Any,
 ) -> torch.Tensor:
     """The definition, in plain PyTorch: `x cos + rotated(x) sin`, as models write it."""
-    dims = x.shape[-1] if rotary_dim is None else rotary_dim
     c = _spread(cos, x, positions, dims, interleaved)
     s = _spread(sin, x, positions, dims, interleaved)
     turned, rest = x[..., :dims], x[..., dims:]
@@ -160,9 +158,9 @@ def reference(
     return torch.cat((y, rest), dim=-1) if dims < x.shape[-1] else y
 
 
-def reference_qk(q: torch.Tensor, k: torch.Tensor, *args: Any, **options: Any) -> Pair:
+def definition_qk(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Pair:
     """The definition, in plain PyTorch."""
-    return reference(q, *args, **options), reference(k, *args, **options)
+    return definition(q, *rest), definition(k, *rest)
 
 
 def _spread(
@@ -199,53 +197,24 @@ def dense_rows(t: torch.Tensor) -> torch.Tensor:
 class Rotation(Call):
     """One tensor of heads, or two; a rotation is undone by the opposite one, so that neither is kept."""
 
-    def __init__(self, signature: Signature, definition: Callable[..., Any], op: str = "") -> None:
-        super().__init__(signature, definition, op=op)
-        self.heads = [one.like or "" for one in signature.results]  # the tensors that are rotated
+    @property
+    def heads(self) -> int:
+        """How many tensors are rotated."""
+        return len(self.signature.results)
 
     def check(self, values: Sequence[Any]) -> None:
-        cos, sin, positions, dims = values[len(self.heads) :][:4]
-        check(self.op, values[0], cos, sin, positions, dims)
-        if len(self.heads) == 2:
+        check(self.op, values[0], *values[self.heads :][:4])
+        if self.heads == 2:
             check_key(*values[:2])
 
-    def check_out(self, values: Sequence[Any], out: Any) -> None:
-        if len(self.heads) == 2 and (not isinstance(out, tuple) or len(out) != 2):
-            raise TypeError(f"{self.op}: out must be a pair of tensors, got {type(out).__name__}")
-        outs = out if len(self.heads) == 2 else (out,)
-        read = {one.name: v for one, v in zip(self.signature.arguments, values, strict=True)}
-        memory = {one.name: read[one.name] for one in self.signature.tensors}
-        for i, (name, t) in enumerate(zip(self.heads, outs, strict=True)):
-            check_out(self.op, t, read[name], onto=(name,), **memory, **earlier(outs, i))
-
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        learned = training and needs_grad(*values[len(self.heads) :][:2])
+        learned = training and needs_grad(*values[self.heads :][:2])
         ours = super().backend(values, training)
         return None if learned else ours
 
-    def run(
-        self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
-    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        heads, (cos, sin, positions, *how) = values[: len(self.heads)], values[len(self.heads) :]
-        outs = out if isinstance(out, tuple) else (out,) * len(heads)
-        results = [self.fresh(x) if y is None else y for x, y in zip(heads, outs, strict=True)]
-        names = [one.name for one in self.signature.results]
-        targets = dict(zip(names, map(self.rows, results), strict=True))
-        tables = dense_rows(cos), dense_rows(sin)
-        try:
-            self.kernel(backend)(*map(self.rows, heads), *tables, positions, *how, **targets)
-        except RuntimeError:
-            name_bad_position(positions, cos, self.op)
-            raise
-        for y, target in zip(results, targets.values(), strict=True):
-            if target is not y:
-                y.copy_(target)
-        known = dict(zip([one.name for one in self.signature.arguments], values, strict=True))
-        return results, known
-
-    def rows(self, t: torch.Tensor) -> torch.Tensor:
-        """What is rotated, or written, as the kernel takes it."""
-        return dense_rows(t)
+    def explain(self, values: Sequence[Any]) -> None:
+        cos, _, positions = values[self.heads :][:3]
+        name_bad_position(positions, cos, self.op)
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
         return t if t is None else dense_rows(t)
@@ -253,103 +222,41 @@ class Rotation(Call):
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
         return t
 
+    def writable(self, t: torch.Tensor) -> bool:
+        return dense_rows(t) is t
+
     def fresh(
         self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         return fresh_as(like)
 
 
-def _definition(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: Any,
-    dims: int,
-    interleaved: bool,
-    *_: Any,
-) -> torch.Tensor:
-    return reference(x, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
-
-
-def definition_qk(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Pair:
-    return _definition(q, *rest), _definition(k, *rest)
-
-
-_ROPE = Rotation(SIGNATURE, _definition)
-_ROPE_QK = Rotation(SIGNATURE_QK, definition_qk)
-
-
-def _native(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    positions: torch.Tensor | None = None,
-    rotary_dim: int | None = None,
-    out: torch.Tensor | None = None,
-) -> Any:
-    """The kernel, without autograd."""
-    dims = x.shape[-1] if rotary_dim is None else rotary_dim
-    return _ROPE.native("opsmith", (x, cos, sin, positions, dims, interleaved, False), out)
-
-
-def native_qk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    positions: torch.Tensor | None = None,
-    rotary_dim: int | None = None,
-    out: Pair | None = None,
-    call: Call = _ROPE_QK,
-) -> Any:
-    """The kernel on both, without autograd; errors name the operator of `call`."""
-    dims = q.shape[-1] if rotary_dim is None else rotary_dim
-    return call.native("opsmith", (q, k, cos, sin, positions, dims, interleaved, False), out)
-
-
-CARD = register(
-    Operator(
-        name="rope",
-        kind=Kind.ROPE,
-        function=rope,
-        reference=reference,
-        cost=cost,
-        samples=samples,
-        workloads=workloads,
-        implementations=[
-            *kernels(_native, lambda x, *a, **k: native(x, "rope")),
-            Implementation("eager", reference),
-        ],
-        patterns=PATTERNS,
-        gradient=GradientCost(bytes=1.0),  # another rotation
-        onto=(("x",),),
-        schemas=declare(SIGNATURE, "rope"),
-        source="Su et al., 2021",
-    )
+_ROPE = Rotation(SIGNATURE, rope, definition, converted={"dims": rotated, "inverse": False})
+_ROPE_QK = Rotation(
+    SIGNATURE_QK,
+    rope_qk,
+    definition_qk,
+    converted={"dims": lambda q, rotary_dim: rotated(q, rotary_dim), "inverse": False},
 )
 
-CARD_QK = register(
-    Operator(
-        name="rope_qk",
-        kind=Kind.ROPE,
-        function=rope_qk,
-        reference=reference_qk,
-        cost=cost_qk,
-        samples=samples_qk,
-        workloads=workloads_qk,
-        implementations=[
-            *kernels(native_qk, lambda q, *a, **k: native(q, "rope_qk")),
-            Implementation("eager", reference_qk),
-        ],
-        schemas=declare(SIGNATURE_QK, "rope"),
-        outputs=2,
-        gradient=GradientCost(bytes=1.0),
-        onto=(("q",), ("k",)),
-        merges=MergedCalls("rope", over="x", inputs=("q", "k")),
-        source="Su et al., 2021",
-    )
+CARD = _ROPE.card(
+    kind=Kind.ROPE,
+    cost=cost,
+    samples=samples,
+    workloads=workloads,
+    patterns=PATTERNS,
+    gradient=GradientCost(bytes=1.0),  # another rotation
+    schemas=declare(SIGNATURE, "rope"),
+    source="Su et al., 2021",
+)
+
+CARD_QK = _ROPE_QK.card(
+    kind=Kind.ROPE,
+    cost=cost_qk,
+    samples=samples_qk,
+    workloads=workloads_qk,
+    schemas=declare(SIGNATURE_QK, "rope"),
+    gradient=GradientCost(bytes=1.0),
+    merges=MergedCalls("rope", over="x", inputs=("q", "k")),
+    source="Su et al., 2021",
 )

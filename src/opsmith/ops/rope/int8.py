@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from opsmith.call.arguments import short
-from opsmith.call.dispatch import kernels, native
+from opsmith.call.dispatch import native
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, Tolerance, Verdict, register
+from opsmith.operator import Cost, Kind, Make, Sample, Supports, Tolerance, Verdict
 from opsmith.ops.rope import CARD as FLOATING
 from opsmith.ops.rope import Rotation, fits, rotated
+from opsmith.ops.rope import definition as rope_definition
 from opsmith.ops.rope.check import Pair, check_heads, check_table
 from opsmith.ops.rope.table import rope_table
 
@@ -26,7 +27,10 @@ SIGNATURE = Signature(
         *(Input("cos", "... C"), Input("sin", "... C"), Input("positions", "... L", optional=True)),
         *(Number("dims", int), Number("interleaved", bool)),
     ),
-    (Output("y", "... D", torch.int8, like="x_q"), Output("y_scale", "...", torch.float32, like="x_scale")),
+    (
+        Output("y", "... D", torch.int8, like="x_q", onto=("x_q",)),
+        Output("y_scale", "...", torch.float32, like="x_scale", onto=("x_scale",)),
+    ),
 )
 
 
@@ -74,18 +78,12 @@ def rope_int8(
     return call(x_q, x_scale, cos, sin, positions, dims, interleaved, out)  # type: ignore[no-any-return]
 
 
-def reference(x_q: torch.Tensor, x_scale: torch.Tensor, *args: Any, **options: Any) -> Pair:
+def definition(x_q: torch.Tensor, x_scale: torch.Tensor, *rest: Any) -> Pair:
     """The definition, in plain PyTorch."""
-    y = FLOATING.reference(x_q * x_scale.unsqueeze(-1), *args, **options)
+    y = rope_definition(x_q * x_scale.unsqueeze(-1), *rest)
     y_scale = y.abs().amax(-1) / 127
     inverse = torch.where(y_scale > 0, 1 / y_scale, 0)
     return (y * inverse.unsqueeze(-1)).round().to(torch.int8), y_scale
-
-
-def _definition(
-    x_q: torch.Tensor, x_scale: torch.Tensor, cos: Any, sin: Any, positions: Any, dims: int, interleaved: bool
-) -> Pair:
-    return reference(x_q, x_scale, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=dims)
 
 
 class _Int8(Rotation):
@@ -111,11 +109,14 @@ class _Int8(Rotation):
         dtypes = (x_scale.dtype, torch.float32, torch.bfloat16, torch.float16)
         check_table("rope_int8", x_q, cos, sin, positions, dims, x_q.shape[-1], batch, tokens, dtypes)
 
-    def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        return "opsmith" if native(values[1], "rope_int8") is True else None
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        return native(values[1], "rope_int8", *more)
 
-    def rows(self, t: torch.Tensor) -> torch.Tensor:
-        return super().rows(t) if t.dtype == torch.int8 else t  # scales may lie as they like
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if of.name == "x_scale" else super().taken(of, t)  # scales may lie as they like
+
+    def writable(self, t: torch.Tensor) -> bool:
+        return t.dtype != torch.int8 or super().writable(t)
 
     def fresh(
         self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -123,28 +124,9 @@ class _Int8(Rotation):
         return super().fresh(like) if like.dtype == torch.int8 else torch.empty_like(like)
 
 
-_CALL = _Int8(SIGNATURE, _definition)
-
-
-def _supports(x_q: torch.Tensor, x_scale: torch.Tensor, *args: Any, **options: Any) -> bool | str:
-    return native(x_scale, "rope_int8")
-
-
-def _native(
-    x_q: torch.Tensor,
-    x_scale: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    positions: torch.Tensor | None = None,
-    rotary_dim: int | None = None,
-    out: Pair | None = None,
-) -> Any:
-    """The kernel."""
-    dims = x_q.shape[-1] if rotary_dim is None else rotary_dim
-    return _CALL.native("opsmith", (x_q, x_scale, cos, sin, positions, dims, interleaved), out)
-
+_CALL = _Int8(
+    SIGNATURE, rope_int8, definition, converted={"dims": lambda x_q, rotary_dim: rotated(x_q, rotary_dim)}
+)
 
 _LEAST_SCALE = 1e-30
 
@@ -211,22 +193,13 @@ class _Rounded(Tolerance):
         return Verdict(error <= 1, error, 1.0, "" if error <= 1 else f"off by {error:.0f} of 127")
 
 
-CARD = register(
-    Operator(
-        name="rope_int8",
-        kind=Kind.ROPE,
-        function=rope_int8,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        tolerance=_Rounded(),
-        domain=_promised,
-        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
-        schemas=declare(SIGNATURE, "rope"),
-        outputs=2,
-        differentiable=False,
-        onto=(("x_q",), ("x_scale",)),
-        source="Su et al., 2021",
-    )
+CARD = _CALL.card(
+    kind=Kind.ROPE,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    tolerance=_Rounded(),
+    domain=_promised,
+    schemas=declare(SIGNATURE, "rope"),
+    source="Su et al., 2021",
 )

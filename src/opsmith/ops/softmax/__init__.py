@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from opsmith.call.arguments import check_float, check_mask, check_number
-from opsmith.call.dispatch import compiling, kernels, native, small, small_node
+from opsmith.call.dispatch import compiling, small, small_node
 from opsmith.call.layouts import nbytes, spread
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.operator import Cost, Kind, Make, Pattern, Sample, Supports
 
 # Where autograd records, PyTorch's softmax is faster up to 2^this as many elements: our nodes are Python.
 _NODES = 4
@@ -27,11 +27,11 @@ SIGNATURE = Signature(
         Input("mask", "... N", optional=True),
         *(Number("scale", float), Number("causal", bool), Number("method", int)),
     ),
-    (Output("y", "... N"),),
+    (Output("y", "... N", onto=("x",)),),
     gradient=Gradient(
         "softmax_backward", (Slope("y"), Saved("y"), Saved("scale")), (Made("x", optional=False),)
     ),
-    onto=("x",),
+    beside=("dim",),
 )
 
 
@@ -69,22 +69,25 @@ def softmax(
     Source: Bridle, 1990; Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     code = METHODS[method] if method in METHODS else repr(method)
-    if dim != -1 and not (isinstance(x, torch.Tensor) and dim == x.dim() - 1):
-        return _along(x, dim, scale, mask, causal, code, out)
     call = _CALL.traced if compiling() or mask is not None or causal else _CALL.fast.call
-    return call(x, mask, scale, causal, code, out)  # type: ignore[no-any-return]
+    return call(x, mask, scale, causal, code, _other(x, dim), out)  # type: ignore[no-any-return]
 
 
-def reference(
+def _other(x: torch.Tensor, dim: int) -> int | None:
+    """The dimension, where it is not the last one."""
+    return None if dim == -1 or (isinstance(x, torch.Tensor) and dim == x.dim() - 1) else dim
+
+
+def definition(
     x: torch.Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    method: str = "auto",
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    method: int,
+    dim: int | None = None,
 ) -> torch.Tensor:
     """The definition, in plain PyTorch."""
+    dim = -1 if dim is None else dim
     s = x if scale == 1.0 else x * scale
     if mask is not None:
         s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
@@ -99,73 +102,53 @@ def reference(
     return torch.softmax(s.masked_fill(dead, 0.0), dim).masked_fill(dead, 0.0).to(x.dtype)
 
 
-def _definition(
-    x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, method: int
-) -> torch.Tensor:
-    return reference(x, scale=scale, mask=mask, causal=causal)
-
-
-def _along(
-    x: Any, dim: int, scale: float, mask: torch.Tensor | None, causal: bool, code: int | str, out: Any
-) -> torch.Tensor:
-    """Along another dimension than the last, which is PyTorch's."""
-    if mask is None and out is None and scale == 1.0 and not causal and isinstance(code, int):
-        try:
-            if x.is_floating_point():
-                return torch.softmax(x, dim)
-        except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say why
-            pass
-    values = x, mask, scale, causal, code
-    _check(values, dim)
-    if out is not None:
-        _CALL.check_out(values, out)
-    return _CALL.store(reference(x, dim, scale=scale, mask=mask, causal=causal), out)  # type: ignore[no-any-return]
-
-
-def _check(values: Sequence[Any], dim: int = -1) -> None:
-    x, mask, scale, causal, code = values
-    check_float("softmax", x)
-    check_number("softmax", "dim", dim, whole=True)
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(
-            f"softmax: dim must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}, got {dim}"
-        )
-    check_number("softmax", "scale", scale)
-    if isinstance(code, str):
-        raise ValueError(f"softmax: method must be one of {', '.join(METHODS)}, got {code}")
-    if causal and (x.dim() < 2 or dim % x.dim() != x.dim() - 1):
-        raise ValueError(
-            f"softmax: causal needs x [..., L, S] and the last dimension, got {tuple(x.shape)}, dim {dim}"
-        )
-    if mask is not None:
-        check_mask("softmax", mask, x, x.shape, "the shape of x")
-
-
 class _Softmax(Call):
     """Masks broadcast, and with one or with causality a row's place counts."""
 
     def __init__(self) -> None:
-        super().__init__(SIGNATURE, _definition, pytorchs=_pytorchs)
+        converted = {"method": lambda method: METHODS[method], "dim": _other}
+        super().__init__(SIGNATURE, softmax, definition, converted=converted, pytorchs=_pytorchs)
         self.saved, self.likes = {"y": "x"}, []  # the result alone is kept, which lies as x would
 
     def check(self, values: Sequence[Any]) -> None:
-        _check(values)
+        x, mask, scale, causal, code, dim = values
+        dim = -1 if dim is None else dim
+        check_float("softmax", x)
+        check_number("softmax", "dim", dim, whole=True)
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(
+                f"softmax: dim must be in [{-x.dim()}, {x.dim()}) for shape {tuple(x.shape)}, got {dim}"
+            )
+        check_number("softmax", "scale", scale)
+        if isinstance(code, str):
+            raise ValueError(f"softmax: method must be one of {', '.join(METHODS)}, got {code}")
+        if causal and (x.dim() < 2 or dim % x.dim() != x.dim() - 1):
+            raise ValueError(
+                f"softmax: causal needs x [..., L, S] and the last dimension, got {tuple(x.shape)}, dim {dim}"
+            )
+        if mask is not None:
+            check_mask("softmax", mask, x, x.shape, "the shape of x")
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        x, mask = values[:2]
+        x, mask, *_ = values
         learned = training and mask is not None and mask.requires_grad
         if learned or (not training and small(x.numel())):
             return None
         return super().backend(values, training)
 
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        if values[-1] is not None:
+            return f"the kernel works on the last dimension, not on dim {values[-1]}"
+        return super().supported(values, *more)
+
     def run(
         self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
     ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        x, mask, scale, causal, method = values
+        x, mask, scale, causal, method, _ = values
         y = out if out is not None and out.is_contiguous() else self.fresh(x)
         if x.numel():
             self.over_rows(x, None if mask is None else spread(mask, x.shape), y, scale, causal, method)
-        return [y], {"y": y, "scale": scale, "causal": causal, "method": method}
+        return [y], {**self.named(values), "y": y}
 
     def over_rows(
         self,
@@ -210,32 +193,12 @@ def _mergeable(t: torch.Tensor, split: int) -> bool:
     return True
 
 
-def _pytorchs(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, method: int) -> bool:
+def _pytorchs(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, *_: Any) -> bool:
     plain = mask is None and not causal and scale == 1.0
     return small_node(x.numel() >> _NODES if plain else x.numel())
 
 
 _CALL = _Softmax()
-
-
-def _supports(x: torch.Tensor, dim: int = -1, **options: Any) -> bool | str:
-    if dim not in (-1, x.dim() - 1):
-        return f"the kernel works on the last dimension, not on dim {dim}"
-    return native(x, "softmax", "softmax_backward")
-
-
-def _native(
-    x: torch.Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    method: str = "auto",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The kernel, without autograd."""
-    return _CALL.native("opsmith", (x, mask, scale, causal, METHODS[method]), out)  # type: ignore[no-any-return]
 
 
 def _cost(x: torch.Tensor, dim: int = -1, *, mask: torch.Tensor | None = None, **options: Any) -> Cost:
@@ -283,27 +246,20 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1x32000", (make(1, 32000, scale=3.0),))
 
 
-CARD = register(
-    Operator(
-        name="softmax",
-        kind=Kind.SOFTMAX,
-        function=softmax,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        domain=_promised,
-        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
-        patterns=(
-            Pattern("softmax(x)", lambda x: torch.softmax(x, -1), {"x": ("B", "L", "S")}),
-            Pattern(
-                "softmax(x, scale)",
-                lambda x, scale: torch.softmax(x * scale, -1),
-                {"x": ("B", "L", "S"), "scale": 0.3},
-            ),
+CARD = _CALL.card(
+    kind=Kind.SOFTMAX,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    domain=_promised,
+    patterns=(
+        Pattern("softmax(x)", lambda x: torch.softmax(x, -1), {"x": ("B", "L", "S")}),
+        Pattern(
+            "softmax(x, scale)",
+            lambda x, scale: torch.softmax(x * scale, -1),
+            {"x": ("B", "L", "S"), "scale": 0.3},
         ),
-        schemas=declare(SIGNATURE),
-        onto=(("x",),),
-        source="Bridle, 1990; Milakov, Gimelshein, 2018",
-    )
+    ),
+    schemas=declare(SIGNATURE),
+    source="Bridle, 1990; Milakov, Gimelshein, 2018",
 )

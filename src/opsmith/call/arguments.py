@@ -19,6 +19,13 @@ def check_number(op: str, name: str, value: Any, *, whole: bool = False) -> None
         raise TypeError(f"{op}: {name} must be {kind}, got {value!r} ({type(value).__name__})")
 
 
+def check_count(op: str, name: str, value: Any) -> int:
+    """Refuse what is no number of things."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{op}: {name} must be a whole number, 0 or more, got {value!r}")
+    return value
+
+
 def alike(t: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
     """True for a tensor of this shape, in x's dtype and on its device: the usual case, found out quickly."""
     return isinstance(t, torch.Tensor) and t.shape == shape and t.dtype is x.dtype and t.device == x.device

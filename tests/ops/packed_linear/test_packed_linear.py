@@ -16,12 +16,13 @@ from torch import nn
 from opsmith.kernels import libraries
 from opsmith.operator import registry
 from opsmith.ops import PackedLinear, packed_linear
-from opsmith.ops.packed_linear import _pairs
-from opsmith.ops.packed_linear import module as packed_module
+from opsmith.ops.linear import pack_weight
+from opsmith.ops.packed_linear import weight as packed_weight
 from opsmith.ops.packed_linear.weight import (
     FORMATS,
     GROUPS,
     pack_integers,
+    pack_pairs,
     packed_shape,
     unpack_integers,
     unpack_pairs,
@@ -188,18 +189,18 @@ def test_integers_survive_packing(n: int, k: int, format: str, seed: int) -> Non
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 200])
 def test_a_layer_packed_a_few_rows_at_a_time_is_the_same(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = layer(33, n, "bf16")
-    monkeypatch.setattr(packed_module, "_AT_ONCE", 1)  # a panel at a time
+    monkeypatch.setattr(packed_weight, "_AT_ONCE", 1)  # a panel at a time
     assert layer(33, n, "bf16").weight.equal(whole.weight)
 
 
 @given(st.integers(1, 140), st.integers(1, 40))
 def test_pairs_survive_packing(n: int, k: int) -> None:
     weight = torch.randn(n, k).bfloat16()
-    assert unpack_pairs(_pairs(weight), k).equal(weight)
+    packed = PackedLinear.from_linear(linear_of(weight), format="bf16").weight
+    assert unpack_pairs(packed, k).equal(weight)
+    assert packed.equal(pack_pairs(weight))
     if libraries.load():
-        assert unpack_pairs(PackedLinear.from_linear(linear_of(weight), format="bf16").weight, k).equal(
-            weight
-        )
+        assert packed.equal(pack_weight(weight))
 
 
 def linear_of(weight: torch.Tensor) -> nn.Linear:

@@ -10,26 +10,17 @@ import torch
 from torch import nn
 
 from opsmith import measure
-from opsmith.call.arguments import short
+from opsmith.call.arguments import check_count, short
 from opsmith.ops.embedding import check_ids
 from opsmith.ops.embedding.quantized import DTYPES, prefetch_rows, quantized_embedding
 from opsmith.ops.embedding.row_cache import CacheInfo, RowCache
+from opsmith.ops.rounding import RoundingError, round_in_parts, round_rows
 
 _NAME = "QuantizedEmbedding"
-_LEVELS = 127
 _compiling = torch.compiler.is_dynamo_compiling
-_ROWS_AT_ONCE = 1 << 22  # elements quantized at a time: the float32 copies of a whole table need not fit
+_AT_ONCE = 1 << 22  # elements that are quantized at a time
 # Some calls each, so that what the contestant before them left in the caches counts little.
 _SAMPLE_SECONDS = 2e-3
-_TINY = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True)
-class QuantizationError:
-    """What quantization took from a table: `relative` is the root of the summed squares, over the table's."""
-
-    largest: float
-    relative: float
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class QuantizedEmbedding(nn.Module):
 
     table: torch.Tensor
     scale: torch.Tensor
-    error: QuantizationError | None  # set by `from_float`; None for a module whose state was loaded
+    error: RoundingError | None  # set by `from_float`; None for a module whose state was loaded
 
     def __init__(
         self,
@@ -85,10 +76,8 @@ class QuantizedEmbedding(nn.Module):
             raise ValueError(f"{_NAME}: bits must be 8, got {bits!r}; there is no kernel for other widths")
         if dtype not in (*DTYPES, torch.float64):
             raise TypeError(f"{_NAME}: dtype must be float32, bfloat16 or float16, got {dtype}")
-        for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-            _check_count(name, value)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings = check_count(_NAME, "num_embeddings", num_embeddings)
+        self.embedding_dim = check_count(_NAME, "embedding_dim", embedding_dim)
         self.bits = bits
         self.dtype = dtype
         self.error = None
@@ -144,7 +133,13 @@ class QuantizedEmbedding(nn.Module):
             dtype=table.dtype if dtype is None else dtype,
             device=table.device,
         )
-        made.error = _quantize(table, made.table, made.scale)
+
+        def keep(here: slice, part: torch.Tensor) -> torch.Tensor:
+            made.table[here], made.scale[here] = numbers, scale = round_rows(part)
+            return numbers * scale[:, None]
+
+        rows = max(1, _AT_ONCE // max(1, table.shape[1]))
+        made.error = round_in_parts(table, rows, keep, f"{_NAME}: every element of the table")
         return made
 
     def forward(self, ids: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -189,7 +184,7 @@ class QuantizedEmbedding(nn.Module):
 
     @prefetch.setter
     def prefetch(self, tokens: int) -> None:
-        self._prefetch = _check_count("prefetch", tokens)
+        self._prefetch = check_count(_NAME, "prefetch", tokens)
 
     @property
     def cache_rows(self) -> int:
@@ -198,7 +193,7 @@ class QuantizedEmbedding(nn.Module):
 
     @cache_rows.setter
     def cache_rows(self, rows: int) -> None:
-        rows = min(_check_count("cache_rows", rows), self.num_embeddings)
+        rows = min(check_count(_NAME, "cache_rows", rows), self.num_embeddings)
         self._cache = RowCache(rows) if rows else None
 
     @property
@@ -290,12 +285,6 @@ class QuantizedEmbedding(nn.Module):
         self.cache_rows = self.cache_rows  # what it holds is of the old table
 
 
-def _check_count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{_NAME}: {name} must be a whole number, 0 or more, got {value!r}")
-    return value
-
-
 def _in_turn(module: QuantizedEmbedding, calls: list[torch.Tensor]) -> Callable[[], object]:
     """A function that gathers the next of the calls each time."""
     turn = 0
@@ -306,29 +295,3 @@ def _in_turn(module: QuantizedEmbedding, calls: list[torch.Tensor]) -> Callable[
         return module(calls[turn])
 
     return run
-
-
-def _quantize(table: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> QuantizationError:
-    """Fill int8 rows and scales from a table, some rows at a time."""
-    largest, lost, total = 0.0, 0.0, 0.0
-    step = max(1, _ROWS_AT_ONCE // max(1, table.shape[1]))
-    for first in range(0, table.shape[0] if table.numel() else 0, step):
-        part = table[first : first + step].float()
-        top = part.abs().amax(1)
-        bad = (~top.isfinite()).nonzero()
-        if bad.numel():
-            row = first + int(bad[0])
-            raise ValueError(
-                f"{_NAME}: every element of the table must be finite, row {row} holds NaN or an infinity; "
-                "no scale represents it: mend the row first"
-            )
-        # Never zero, so that a row of zeros divides by something, and never so small that it loses its own digits.
-        factor = (top / _LEVELS).clamp_(min=_TINY)
-        rounded = (part / factor[:, None]).round_().clamp_(-_LEVELS, _LEVELS)
-        quantized[first : first + step] = rounded
-        scale[first : first + step] = factor
-        error = part - rounded * factor[:, None]
-        largest = max(largest, float(error.abs().max()))
-        lost += float(error.double().square().sum())
-        total += float(part.double().square().sum())
-    return QuantizationError(largest, (lost / total) ** 0.5 if total else 0.0)

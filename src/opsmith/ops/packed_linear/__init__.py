@@ -14,8 +14,16 @@ from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.linear import PACKED, entries, pack_weight
-from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, packed_shape, quantize
+from opsmith.ops.linear import PACKED, entries
+from opsmith.ops.packed_linear.weight import (
+    FORMATS,
+    GROUPS,
+    Packed,
+    dequantize,
+    empty,
+    packed_shape,
+    quantize,
+)
 
 _OP = "packed_linear"
 LEAST = 1e-30  # a row of activations below this is rounded to zeros, as its inverse may be no float32
@@ -72,14 +80,12 @@ def packed_linear(
     """
     if format == "bf16" and scale is None and zero is None and group_size == 0 and not compiling():
         return _PAIRS.fast.call(x, weight, bias, None, 0, out)  # type: ignore[no-any-return]
-    bits, dynamic = _KINDS[format] if format in _KINDS else (repr(format), False)
+    bits, dynamic = FORMATS.get(format, (repr(format), False))
     call = _CALL.traced if compiling() else _CALL.fast.call
     return call(x, weight, scale, zero, bias, bits, group_size, dynamic, out)  # type: ignore[no-any-return]
 
 
-# What the kernels call a format: the bits of a number, and whether activations are rounded too.
-_KINDS = {"bf16": (16, False), "int8": (8, False), "int8_dynamic": (8, True), "int4": (4, False)}
-_NAMES = {kind: format for format, kind in _KINDS.items()}
+_NAMES = {kind: format for format, kind in FORMATS.items()}
 
 
 def reference(
@@ -244,7 +250,7 @@ def _native(
     out: torch.Tensor | None = None,
 ) -> Any:
     """The kernels: `linear`'s for bfloat16, and dot products of bytes for the others."""
-    bits, dynamic = _KINDS[format]
+    bits, dynamic = FORMATS[format]
     return _CALL.native("opsmith", (x, weight, scale, zero, bias, bits, group_size, dynamic), out)
 
 
@@ -273,38 +279,16 @@ def _cost(
     )
 
 
-def packed(
-    weight: torch.Tensor, format: str, group_size: int = 0, *, symmetric: bool = True
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """A float weight [N, K] as what `packed_linear` takes: weight, scale and zero."""
+def _packed(weight: torch.Tensor, format: str, group: int, symmetric: bool = True) -> Packed:
     n, k = weight.shape
-    if format == "bf16":
-        half = weight.to(torch.bfloat16)
-        return (_pairs(half) if native(half, "linear_packed") is not True else pack_weight(half)), None, None
-    bytes_ = weight.new_empty(packed_shape(format, n, k), dtype=torch.uint8)
-    groups = -(-k // group_size) if group_size else 0
-    shape, dtype = ((groups, n), torch.bfloat16) if group_size else ((n,), torch.float32)
-    scale = weight.new_ones(shape, dtype=dtype)
-    zero = None if symmetric or not group_size else weight.new_zeros((groups, n), dtype=torch.int8)
-    quantize(
-        weight, format, group_size=group_size, symmetric=symmetric, packed=bytes_, scale=scale, zero=zero
-    )
-    return bytes_, scale, zero
-
-
-def _pairs(weight: torch.Tensor) -> torch.Tensor:
-    """What `pack_weight` makes of a bfloat16 weight, where its kernel is not."""
-    n, k = weight.shape
-    if not weight.numel():
-        return weight.new_empty(1, n, k + k % 2)
-    rows = F.pad(weight, (0, k % 2)).view(n, -1, 2)
-    panels = [panel.transpose(0, 1).reshape(-1) for panel in rows.split(64)]
-    return torch.cat(panels).view(1, n, k + k % 2)
+    to = empty(format, n, k, group, symmetric, weight.device)
+    quantize(weight, format, group, to)
+    return to
 
 
 def _samples(make: Make) -> Iterator[Sample]:
     def weights(n: int, k: int, format: str, group: int = 0, symmetric: bool = True) -> tuple[Any, ...]:
-        return packed(make(n, k, scale=k**-0.5).float(), format, group, symmetric=symmetric)
+        return _packed(make(n, k, scale=k**-0.5), format, group, symmetric)
 
     for format in FORMATS:
         group = 64 if format == "int4" else 0
@@ -333,10 +317,10 @@ def _workloads(make: Make) -> Iterator[Sample]:
     for format in FORMATS:
         group = 128 if format == "int4" else 0
         options = {"format": format, "group_size": group}
-        w = packed(make(11008, 4096, scale=0.02).float(), format, group)
+        w = _packed(make(11008, 4096, scale=0.02), format, group)
         for rows in (1, 4, 16, 512):
             yield Sample(f"{format} {rows}x4096x11008", (make(rows, 4096), *w), options)
-        w = packed(make(1536, 384, scale=0.05).float(), format, group)
+        w = _packed(make(1536, 384, scale=0.05), format, group)
         yield Sample(f"{format} 1x384x1536", (make(1, 384), *w), options)
 
 

@@ -8,24 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.call.arguments import short
+from opsmith.call.arguments import check_count, short
 from opsmith.call.dispatch import compiling
 from opsmith.call.fast import direct
-from opsmith.call.layouts import in_huge_pages
-from opsmith.ops.packed_linear import packed, packed_linear
-from opsmith.ops.packed_linear.weight import (
-    FORMATS,
-    GROUPS,
-    PAIRS,
-    WeightError,
-    dequantize,
-    packed_shape,
-    quantize,
-)
+from opsmith.ops.packed_linear import packed_linear
+from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, empty, quantize
+from opsmith.ops.rounding import RoundingError
 
 _NAME = "PackedLinear"
-_AT_ONCE = 1 << 22  # numbers that are packed at a time
-_BITS = {"bf16": 16, "int8": 8, "int8_dynamic": 8, "int4": 4}
 
 
 class PackedLinear(nn.Module):
@@ -56,7 +46,7 @@ class PackedLinear(nn.Module):
     scale: torch.Tensor | None
     zero: torch.Tensor | None
     bias: torch.Tensor | None
-    error: WeightError | None  # set by `from_linear`; None for a module whose state was loaded
+    error: RoundingError | None  # set by `from_linear`; None for a module whose state was loaded
 
     def __init__(
         self,
@@ -72,31 +62,15 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         _check_options(format, group_size, symmetric)
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{_NAME}: {name} must be a whole number, 0 or more, got {value!r}")
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = check_count(_NAME, "in_features", in_features)
+        self.out_features = check_count(_NAME, "out_features", out_features)
         self.format = format
         self.group_size = group_size if format == "int4" else 0
         self.symmetric = symmetric or format != "int4"
         self.error = None
-        pairs = format == "bf16"
-        weight = torch.empty(
-            packed_shape(format, out_features, in_features),
-            dtype=torch.bfloat16 if pairs else torch.uint8,
-            device=device,
-        )
-        self.register_buffer("weight", in_huge_pages(weight).zero_())
-        scale = zero = None
-        if self.group_size:
-            shape = (-(-in_features // self.group_size), out_features)
-            scale = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-            zero = None if self.symmetric else torch.zeros(shape, dtype=torch.int8, device=device)
-        elif not pairs:
-            scale = torch.zeros(out_features, dtype=torch.float32, device=device)
-        self.register_buffer("scale", scale)
-        self.register_buffer("zero", zero)
+        buffers = empty(format, out_features, in_features, self.group_size, self.symmetric, device)
+        for name, t in zip(("weight", "scale", "zero"), buffers, strict=True):
+            self.register_buffer(name, t)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     @classmethod
@@ -142,23 +116,7 @@ class PackedLinear(nn.Module):
             dtype=weight.dtype,
             device=weight.device,
         )
-        if format == "bf16":
-            if not weight.is_meta:
-                rows = max(1, _AT_ONCE // max(1, k) // PAIRS) * PAIRS
-                for part, place in zip(weight.split(rows), made.weight[0].split(rows), strict=True):
-                    place.copy_(packed(part, format)[0][0])
-            made.error = _rounding(weight)
-        else:
-            assert made.scale is not None
-            made.error = quantize(
-                weight,
-                format,
-                group_size=made.group_size,
-                symmetric=made.symmetric,
-                packed=made.weight,
-                scale=made.scale,
-                zero=made.zero,
-            )
+        made.error = quantize(weight, format, made.group_size, (made.weight, made.scale, made.zero))
         if made.bias is not None:
             made.bias.copy_(layer.bias.detach())
         made.train(layer.training)
@@ -201,7 +159,7 @@ class PackedLinear(nn.Module):
     @property
     def bits(self) -> int:
         """Bits of one weight, scales aside."""
-        return _BITS[self.format]
+        return FORMATS[self.format][0]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight [N, K] that the packed one stands for."""
@@ -244,15 +202,3 @@ def _check_options(format: Any, group_size: Any, symmetric: Any) -> None:
         raise ValueError(f"{_NAME}: group_size must be one of {GROUPS}, got {group_size!r}")
     if not isinstance(symmetric, bool):
         raise TypeError(f"{_NAME}: symmetric must be True or False, got {symmetric!r}")
-
-
-def _rounding(weight: torch.Tensor) -> WeightError:
-    """What rounding to bfloat16 takes."""
-    largest, lost, total = 0.0, 0.0, 0.0
-    for part in weight.split(1 << 8) if weight.numel() and not weight.is_meta else ():
-        wide = part.float()
-        error = wide - part.to(torch.bfloat16).float()
-        largest = max(largest, float(error.abs().max()))
-        lost += float(error.double().square().sum())
-        total += float(wide.double().square().sum())
-    return WeightError(largest, (lost / total) ** 0.5 if total else 0.0)

@@ -8,25 +8,20 @@ K the first four are the low nibbles. bfloat16 is packed as `linear` packs it: p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
-FORMATS = ("bf16", "int8", "int8_dynamic", "int4")
+from opsmith.call.layouts import in_huge_pages
+from opsmith.ops.rounding import TINY, RoundingError, round_in_parts, round_rows
+
+# The bits of a number in each format, and whether activations are rounded too.
+FORMATS = {"bf16": (16, False), "int8": (8, False), "int8_dynamic": (8, True), "int4": (4, False)}
 GROUPS = (32, 64, 128)
 _PANEL, _LEAST, _DEPTH = 32, 16, 8
-PAIRS = 64  # rows of a panel of bfloat16
-_ROWS_AT_ONCE = 1 << 21  # elements rounded at a time: float32 copies of a whole weight need not fit
-_TINY = torch.finfo(torch.float32).tiny
+_PAIRS = 64  # rows of a panel of bfloat16
+_AT_ONCE = 1 << 21  # numbers that are rounded at a time
 
-
-@dataclass(frozen=True)
-class WeightError:
-    """What packing took from a weight: `relative` is the root of the summed squares, over the weight's."""
-
-    largest: float
-    relative: float
+Packed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # weight, scale, zero
 
 
 def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:
@@ -37,26 +32,19 @@ def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:
     return (-(-n // _LEAST) * _LEAST, width // 2 if format == "int4" else width)
 
 
-def _interleave(rows: torch.Tensor) -> torch.Tensor:
-    """Bytes [n, width] in panels: whole ones of 32 rows, and one of 16 where that many are left."""
+def _turn(rows: torch.Tensor, panel: int, unit: int, *, back: bool = False) -> torch.Tensor:
+    """Rows [n, width] into panels of so many, and one of what is left; or back.
+
+    In a panel, one unit of each of its rows is followed by the next unit of each.
+    """
     n, width = rows.shape
-    if not rows.numel():
-        return rows
-    whole = n // _PANEL * _PANEL
-    parts = [rows[:whole].reshape(-1, _PANEL, width // 4, 4), rows[whole:].reshape(-1, _LEAST, width // 4, 4)]
-    return torch.cat([part.transpose(1, 2).reshape(-1, width) for part in parts if part.shape[0]])
-
-
-def _deinterleave(packed: torch.Tensor) -> torch.Tensor:
-    n, width = packed.shape
-    if not packed.numel():
-        return packed
-    whole = n // _PANEL * _PANEL
-    parts = [
-        packed[:whole].reshape(-1, width // 4, _PANEL, 4),
-        packed[whole:].reshape(-1, width // 4, _LEAST, 4),
-    ]
-    return torch.cat([part.transpose(1, 2).reshape(-1, width) for part in parts if part.shape[0]])
+    whole = n // panel * panel if width else n
+    found = []
+    for part, height in ((rows[:whole], panel), (rows[whole:], n - whole)):
+        if part.numel():
+            sizes = (width // unit, height) if back else (height, width // unit)
+            found.append(part.reshape(-1, *sizes, unit).transpose(1, 2).reshape(-1, width))
+    return torch.cat(found) if found else rows
 
 
 def pack_integers(q: torch.Tensor, format: str) -> torch.Tensor:
@@ -67,28 +55,27 @@ def pack_integers(q: torch.Tensor, format: str) -> torch.Tensor:
     if format == "int4":
         low, high = q.view(rows, width // _DEPTH, 2, 4).unbind(2)
         q = (low | high << 4).view(rows, width // 2)
-    return _interleave(q)
+    return _turn(q, _PANEL, 4)
 
 
 def unpack_integers(packed: torch.Tensor, format: str, n: int, k: int) -> torch.Tensor:
     """The numbers [n, k], uint8, of packed bytes."""
-    q = _deinterleave(packed)
+    q = _turn(packed, _PANEL, 4, back=True)
     if format == "int4":
         q = q.view(q.shape[0], q.shape[1] // 4, 4)
         q = torch.stack((q & 15, q >> 4), 2).flatten(1)
     return q[:n, :k]
 
 
+def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
+    """A bfloat16 weight [n, k] as `linear` packs it."""
+    rows = F.pad(weight, (0, weight.shape[1] % 2)).contiguous()
+    return _turn(rows.view(torch.int32), _PAIRS, 1).view(torch.bfloat16)[None]
+
+
 def unpack_pairs(packed: torch.Tensor, k: int) -> torch.Tensor:
     """The weight [n, k] of one that `linear` packed in pairs."""
-    width = packed.shape[2]
-    if not packed.numel():
-        return packed[0, :, :k]
-    panels = [
-        panel.reshape(width // 2, -1, 2).transpose(0, 1).reshape(-1, width)
-        for panel in packed[0].split(PAIRS)
-    ]
-    return torch.cat(panels)[:, :k]
+    return _turn(packed[0], _PAIRS, 2, back=True)[:, :k]
 
 
 def dequantize(
@@ -116,12 +103,6 @@ def dequantize(
 def _spread(groups: torch.Tensor, group_size: int, k: int) -> torch.Tensor:
     """One number for each group [groups, n] as one for each weight [n, k]."""
     return groups.t().repeat_interleave(group_size, 1)[:, :k]
-
-
-def round_rows(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows rounded to int8, plus 128 as uint8, and their scales: the largest magnitude becomes 127."""
-    scale = (part.abs().amax(1) / 127).clamp_(min=_TINY)
-    return (part / scale[:, None]).round_().clamp_(-127, 127).add_(128).to(torch.uint8), scale
 
 
 def round_groups(
@@ -162,58 +143,51 @@ def round_groups(
 def _stored(scale: torch.Tensor) -> torch.Tensor:
     """Scales as bfloat16 holds them, never zero."""
     scale = scale.to(torch.bfloat16).float()
-    return torch.where(scale.abs() < _TINY, _TINY, scale)
+    return torch.where(scale.abs() < TINY, TINY, scale)
 
 
-def _squared(t: torch.Tensor) -> float:
-    """The sum of its squares, in float64: a norm converts as it sums, in a quarter of the time."""
-    return float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2
+def empty(
+    format: str, n: int, k: int, group_size: int, symmetric: bool, device: torch.device | str | None
+) -> Packed:
+    """Memory, zeros, for a packed weight [n, k]."""
+    dtype = torch.bfloat16 if format == "bf16" else torch.uint8
+    weight = in_huge_pages(torch.empty(packed_shape(format, n, k), dtype=dtype, device=device)).zero_()
+    if format == "bf16":
+        return weight, None, None
+    if format != "int4":
+        return weight, torch.zeros(n, dtype=torch.float32, device=device), None
+    shape = (-(-k // group_size), n)
+    zero = None if symmetric else torch.zeros(shape, dtype=torch.int8, device=device)
+    return weight, torch.zeros(shape, dtype=torch.bfloat16, device=device), zero
 
 
-def quantize(
-    weight: torch.Tensor,
-    format: str,
-    *,
-    group_size: int,
-    symmetric: bool,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-) -> WeightError:
-    """Round a weight [n, k] into its packed form, some rows at a time.
+def quantize(weight: torch.Tensor, format: str, group_size: int, to: Packed) -> RoundingError:
+    """Round a weight [n, k] into its packed form; of int4 to groups around their zeros where there is memory for these.
 
     Raises:
-        ValueError: a number that is not finite.
+        ValueError: a number that is not finite, and that no scale represents.
     """
-    n, k = weight.shape
-    if weight.is_meta:  # shapes only
-        return WeightError(0.0, 0.0)
-    largest, lost, total = 0.0, 0.0, 0.0
-    step = max(1, _ROWS_AT_ONCE // max(1, k) // _PANEL) * _PANEL
-    for first in range(0, n if k else 0, step):
-        part = weight[first : first + step].float()
-        bad = (~part.isfinite()).any(1).nonzero()
-        if bad.numel():
-            raise ValueError(
-                f"PackedLinear: every weight must be finite, row {first + int(bad[0])} holds NaN or an infinity; "
-                "no scale represents it: mend the row first"
-            )
-        here = slice(first, first + part.shape[0])
+    k, (packed, scale, zero) = weight.shape[1], to
+
+    def keep(here: slice, part: torch.Tensor) -> torch.Tensor:
+        if scale is None:
+            half = part.to(torch.bfloat16)
+            packed[0, here] = pack_pairs(half)[0]
+            return half.float()
         if format == "int4":
-            q, scales, zeros = round_groups(part, group_size, symmetric)
+            q, scales, zeros = round_groups(part, group_size, zero is None)
             scale[:, here] = scales
             if zero is not None and zeros is not None:
                 zero[:, here] = zeros
             middle = 8 if zeros is None else _spread(zeros.float(), group_size, k)
             back = (q.float() - middle) * _spread(scales.float(), group_size, k)
         else:
-            q, scales = round_rows(part)
+            numbers, scales = round_rows(part)
             scale[here] = scales
-            back = (q.float() - 128) * scales[:, None]
+            q, back = (numbers + 128).to(torch.uint8), numbers * scales[:, None]
         block = pack_integers(q, format)
-        packed[first : first + block.shape[0]] = block
-        error = part - back
-        largest = max(largest, float(error.abs().max()))
-        lost += _squared(error)
-        total += _squared(part)
-    return WeightError(largest, (lost / total) ** 0.5 if total else 0.0)
+        packed[here.start : here.start + block.shape[0]] = block
+        return back
+
+    rows = max(1, _AT_ONCE // max(1, k) // _PAIRS) * _PAIRS
+    return round_in_parts(weight, rows, keep, "PackedLinear: every weight" if scale is not None else "")

@@ -1,0 +1,61 @@
+"""Rounding matrices of floats to few bits, some rows at a time, and what that takes from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class RoundingError:
+    """What rounding took from a matrix: `relative` is the root of the summed squares, over the matrix's."""
+
+    largest: float
+    relative: float
+
+
+def round_in_parts(
+    matrix: torch.Tensor, rows: int, keep: Callable[[slice, torch.Tensor], torch.Tensor], every: str = ""
+) -> RoundingError:
+    """Round a matrix so many rows at a time: float32 copies of the whole need not fit.
+
+    Args:
+        matrix: any floating-point dtype.
+        rows: how many at a time.
+        keep: stores some rows, which it is given with their place, and returns what they stand for from now on.
+        every: what must be finite, as a message calls it; nothing, if that is not asked for.
+
+    Raises:
+        ValueError: a number that is not finite.
+    """
+    largest, lost, total = 0.0, 0.0, 0.0
+    for first in range(0, matrix.shape[0] if matrix.numel() and not matrix.is_meta else 0, rows):
+        part = matrix[first : first + rows].float()
+        if every and (bad := (~part.isfinite()).any(1).nonzero()).numel():
+            raise ValueError(
+                f"{every} must be finite, row {first + int(bad[0])} holds NaN or an infinity; "
+                "no scale represents it: mend the row first"
+            )
+        error = part - keep(slice(first, first + part.shape[0]), part)
+        largest = max(largest, float(error.abs().max()))
+        lost += _squared(error)
+        total += _squared(part)
+    return RoundingError(largest, (lost / total) ** 0.5 if total else 0.0)
+
+
+def round_rows(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as whole numbers in [-127, 127], and their scales: the largest magnitude becomes 127.
+
+    A scale is never zero, so that a row of zeros divides by something, and never so small that it loses its own digits.
+    """
+    scale = (part.abs().amax(1) / 127).clamp_(min=TINY)
+    return (part / scale[:, None]).round_().clamp_(-127, 127), scale
+
+
+def _squared(t: torch.Tensor) -> float:
+    """The sum of its squares, in float64: a norm converts as it sums, in a quarter of the time."""
+    return float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opsmith.compiler.algebra import contractions as _contractions  # noqa: F401  registers its rules
+from opsmith.compiler.algebra import rules as _rules  # noqa: F401  registers them
 from opsmith.compiler.algebra.canon import Canon
 from opsmith.compiler.algebra.terms import MAX_MONOMIALS, Poly, Space, TooLarge, broadcast, is_row_constant
 

@@ -124,8 +124,7 @@ class Canon:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_complex():
             return leaf
-        real, imag = (self.space.fn(name, (leaf,), leaf.shape) for name in ("real", "imag"))
-        return self.space.add(real, self.space.mul(self.space.i, imag))
+        return self.space.fn("real", leaf) + self.space.i * self.space.fn("imag", leaf)
 
     def node_of(self, poly: Poly) -> Node | None:
         """The first node known to compute exactly this term."""
@@ -173,39 +172,21 @@ _COMPLEX = _aten(
 def arguments(node: Node) -> dict[str, Any]:
     """A call's arguments by the names of its schema, defaults included."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    names, defaults = _schema(node.target)
-    named = dict(defaults)
-    named.update(zip(names, node.args, strict=False))
-    named.update(node.kwargs)
-    return named
+    defaults = _defaults(node.target)
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
 
 
 @functools.lru_cache(maxsize=1024)
-def _schema(target: torch._ops.OpOverload) -> tuple[list[str], dict[str, Any]]:
-    """The names of an operator's arguments, and the defaults: asked of every node, many times."""
-    given = target._schema.arguments
-    return [a.name for a in given], {a.name: a.default_value for a in given if a.has_default_value()}
-
-
-def last_axis(node: Node, dim: Any) -> bool:
-    """True when `dim` names the last axis, alone, of the node's first argument."""
-    x = node.args[0]
-    rank = len(shape_of(x))
-    dims = [dim] if isinstance(dim, int) else dim
-    return (
-        isinstance(dims, list | tuple)
-        and len(dims) == 1
-        and isinstance(dims[0], int)
-        and dims[0] % max(rank, 1) == rank - 1
-    )
+def _defaults(target: torch._ops.OpOverload) -> dict[str, Any]:
+    """The names of an operator's arguments in order, and the defaults: asked of every node, many times."""
+    return {a.name: a.default_value for a in target._schema.arguments}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register what an ATen operator means; of one with several results, as `split[]`, what each does by its index."""
 
     def decorate(fn: Rule) -> Rule:
-        for name in names:
-            RULES[f"aten::{name}"] = fn
+        RULES.update((f"aten::{name}", fn) for name in names)
         return fn
 
     return decorate

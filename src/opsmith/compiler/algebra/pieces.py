@@ -39,7 +39,7 @@ def join(s: Space, kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: 
         parts, sizes = flat, tuple(lengths)
     if len(parts) == 1:
         return parts[0]
-    return s.fn("join", parts, shape, (kind, sizes))
+    return s.fn("join", *parts, shape=shape, attrs=(kind, sizes))
 
 
 def take(s: Space, p: Poly, piece: Piece, size: int) -> Poly:
@@ -61,9 +61,7 @@ def _take_atom(s: Space, atom: Atom, piece: Piece, size: int) -> Poly:
             return found
     elif atom.name in ELEMENTWISE:
         args = [take(s, a, piece, size) for a in atom.args]
-        if atom.name == "base":
-            return s.fn("base", args, shape)
-        return s.fn(atom.name, args, shape, atom.attrs)
+        return s.fn(atom.name, *args, shape=shape, attrs=atom.attrs)
     elif atom.name == "take" and atom.attrs[0][0] == kind == "block":
         _, start, _ = atom.attrs[0]
         inner = atom.args[0]
@@ -72,8 +70,8 @@ def _take_atom(s: Space, atom: Atom, piece: Piece, size: int) -> Poly:
         # Through a view of the leading axes to a join inside; what nothing joins is taken outside.
         inside = take(s, atom.args[0], piece, size)
         if not _taken(inside):
-            return s.fn(atom.name, (inside,), shape, (shape,))
-    return s.fn("take", (s.from_atom(atom),), shape, (piece,))
+            return s.fn(atom.name, inside, shape=shape, attrs=(shape,))
+    return s.fn("take", s.from_atom(atom), shape=shape, attrs=(piece,))
 
 
 def _taken(p: Poly) -> bool:
@@ -154,11 +152,6 @@ def unstacked(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly | None:
     return join(s, "cat", list(atom.args), (old[-1],) * count, new)
 
 
-def from_parts(s: Space, real: Poly, imag: Poly) -> Poly:
-    """real + i imag."""
-    return s.add(real, s.mul(s.i, imag))
-
-
 def parts(s: Space, p: Poly) -> tuple[Poly, Poly]:
     """The real and the imaginary part."""
     real: dict[Mono, float] = {}
@@ -166,7 +159,7 @@ def parts(s: Space, p: Poly) -> tuple[Poly, Poly]:
     for mono, coef in p.terms:
         if any(atom is s.i.atom for atom, _ in mono.factors):
             rest = tuple((a, power) for a, power in mono.factors if a is not s.i.atom)
-            imag = s.add(imag, s.monomial(rest, mono.expo), coef)
+            imag += s.monomial(rest, mono.expo) * coef
         else:
             real[mono] = coef
     return s._poly(real), imag

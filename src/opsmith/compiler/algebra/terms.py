@@ -15,9 +15,10 @@ All of it is arithmetic on reals: whether the rounding is acceptable is decided 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
 Dim = Any  # an int, or a sympy expression for a symbolic size
 Shape = tuple[Dim, ...]
@@ -50,6 +51,11 @@ class Mono:
     expo: Poly | None
 
     @property
+    def shape(self) -> Shape:
+        """The shape of the product."""
+        return broadcast((*(a.shape for a, _ in self.factors), self.expo.shape if self.expo else ()))
+
+    @property
     def atom(self) -> Atom | None:
         """The atom, when the product is one atom to the first power."""
         single = self.expo is None and len(self.factors) == 1 and self.factors[0][1] == 1
@@ -63,6 +69,33 @@ class Poly:
     uid: int
     terms: tuple[tuple[Mono, float], ...]
     shape: Shape
+    space: Space
+
+    def __add__(self, other: Poly | float) -> Poly:
+        return self.space.add(self, self.space.of(other))
+
+    def __sub__(self, other: Poly | float) -> Poly:
+        return self.space.add(self, self.space.of(other), -1)
+
+    def __rsub__(self, other: float) -> Poly:
+        return self.space.of(other) - self
+
+    def __neg__(self) -> Poly:
+        return self * -1
+
+    def __mul__(self, other: Poly | float) -> Poly:
+        return self.space.mul(self, other) if isinstance(other, Poly) else self.space.scale(self, other)
+
+    def __truediv__(self, other: Poly | float) -> Poly:
+        return self * self.space.of(other) ** -1
+
+    def __rtruediv__(self, other: float) -> Poly:
+        return self**-1 * other
+
+    def __pow__(self, r: float) -> Poly:
+        return self.space.power(self, r)
+
+    __radd__, __rmul__ = __add__, __mul__
 
     @property
     def constant(self) -> float | None:
@@ -108,41 +141,20 @@ def _rounded(coef: float) -> float:
     return coef if coef in (1.0, -1.0) else float(f"{coef:.6g}")
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _once(method: Method) -> Method:
-    """Compute what equal terms come to once: a model's layers are read from many nodes, again and again."""
-    name = method.__name__
-
-    def remembered(self: Space, *args: Any, **options: Any) -> Any:
-        key = (name, *[a.uid if isinstance(a, Poly) else a for a in args], *options.values())
-        found = self._known.get(key)
-        if found is None:
-            try:
-                found = method(self, *args, **options)
-            except TooLarge:
-                found = TooLarge
-            self._known[key] = found
-        if found is TooLarge:
-            raise TooLarge
-        return found
-
-    return remembered  # type: ignore[return-value]
-
-
 class Space:
     """Interns terms, so that equal terms are one object and comparison is identity."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
+        # What equal terms come to is computed once: a model's layers are read from many nodes, again and again.
+        for law in ("from_atom", "add", "scale", "mul", "power", "exp", "reduce", "matmul"):
+            setattr(self, law, cache(getattr(self, law)))
         self.leaves: dict[Any, Poly] = {}  # by graph node: its term as an opaque value
         self._atoms: dict[Any, Atom] = {}
         self._monos: dict[Any, Mono] = {}
         self._polys: dict[Any, Poly] = {}
         self.one = self._mono((), None)
         self.zero = self._poly({})
-        self.i = self.fn("i", (), ())  # the imaginary unit
+        self.i = self.fn("i", shape=())  # the imaginary unit
 
     def leaf(self, value: Any, shape: Shape) -> Poly:
         """The term of an opaque value: a graph node, or a pattern's variable."""
@@ -151,17 +163,14 @@ class Space:
             self._atoms[key] = Atom(len(self._atoms), "leaf", (), (), shape, value)
         return self.from_atom(self._atoms[key])
 
-    def fn(self, name: str, args: Sequence[Poly], shape: Shape, attrs: tuple[Any, ...] = ()) -> Poly:
-        """A function of terms that no law takes apart."""
-        return self.from_atom(self._fn_atom(name, args, shape, attrs))
-
-    def _fn_atom(self, name: str, args: Sequence[Poly], shape: Shape, attrs: tuple[Any, ...] = ()) -> Atom:
-        key = (name, attrs, tuple(a.uid for a in args), () if args else shape)
+    def fn(self, name: str, *args: Poly, shape: Shape | None = None, attrs: tuple[Any, ...] = ()) -> Poly:
+        """A function of terms that no law takes apart; without a shape, element by element."""
+        key = (name, attrs, args or shape)
         if key not in self._atoms:
-            self._atoms[key] = Atom(len(self._atoms), name, attrs, tuple(args), shape)
-        return self._atoms[key]
+            shape = broadcast(a.shape for a in args) if shape is None else shape
+            self._atoms[key] = Atom(len(self._atoms), name, attrs, args, shape)
+        return self.from_atom(self._atoms[key])
 
-    @_once
     def from_atom(self, atom: Atom, power: float = 1) -> Poly:
         """One atom to a power, as a polynomial."""
         return self._poly({self._mono(((atom, power),), None): 1.0})
@@ -169,6 +178,10 @@ class Space:
     def const(self, value: float) -> Poly:
         """A number."""
         return self._poly({self.one: float(value)})
+
+    def of(self, value: Poly | float) -> Poly:
+        """A term as it is, and a number as one."""
+        return value if isinstance(value, Poly) else self.const(value)
 
     def _mono(self, factors: tuple[tuple[Atom, float], ...], expo: Poly | None) -> Mono:
         factors = tuple(sorted(((a, p) for a, p in factors if p != 0), key=lambda f: (f[0].uid, f[1])))
@@ -185,13 +198,10 @@ class Space:
             raise TooLarge
         key = tuple([(m.uid, _rounded(c)) for m, c in kept])
         if key not in self._polys:
-            shape = broadcast(
-                s for m, _ in kept for s in (*(a.shape for a, _ in m.factors), m.expo.shape if m.expo else ())
-            )
-            self._polys[key] = Poly(len(self._polys), tuple(kept), shape)
+            shape = broadcast(m.shape for m, _ in kept)
+            self._polys[key] = Poly(len(self._polys), tuple(kept), shape, self)
         return self._polys[key]
 
-    @_once
     def add(self, a: Poly, b: Poly, scale: float = 1.0) -> Poly:
         """a + scale * b."""
         terms = dict(a.terms)
@@ -199,12 +209,10 @@ class Space:
             _accumulate(terms, mono, scale * coef)
         return self._poly(terms)
 
-    @_once
     def scale(self, a: Poly, factor: float) -> Poly:
         """factor * a."""
         return self._poly({m: c * factor for m, c in a.terms})
 
-    @_once
     def mul(self, a: Poly, b: Poly) -> Poly:
         """a * b, expanded."""
         if len(a.terms) * len(b.terms) > MAX_MONOMIALS:
@@ -231,27 +239,23 @@ class Space:
         """A product of atoms to powers, times `exp(expo)`."""
         return self._poly({self._mono(factors, expo): 1.0})
 
-    @_once
     def power(self, a: Poly, r: float) -> Poly:
         """a ** r: small whole powers are expanded, one monomial is taken apart, a sum becomes a base."""
         if r == 1:
             return a
         if r in (2, 3, 4):
-            result = a
-            for _ in range(int(r) - 1):
-                result = self.mul(result, a)
-            return result
+            return self.mul(a, self.power(a, r - 1))
         if len(a.terms) == 1:
             mono, coef = a.terms[0]
             whole = float(r).is_integer()
             if whole or (coef > 0 and self._separable(mono)):
                 factors = tuple((atom, p * r) for atom, p in mono.factors)
-                expo = self.scale(mono.expo, r) if mono.expo else None
+                expo = mono.expo * r if mono.expo else None
                 return self._poly({self._mono(factors, expo): coef**r})
         # The content is taken out, so that sqrt(2a + 2b) and sqrt(a + b) differ by a coefficient only.
         content = max((abs(c) for m, c in a.terms if m is not self.one), default=1.0)
-        base = self._fn_atom("base", (self.scale(a, 1.0 / content),), a.shape)
-        return self.scale(self.from_atom(base, r), content**r)
+        base: Any = self.fn("base", a * (1.0 / content)).atom
+        return self.from_atom(base, r) * float(content**r)
 
     @staticmethod
     def _separable(mono: Mono) -> bool:
@@ -270,20 +274,17 @@ class Space:
             unknown += 1
         return unknown <= 1
 
-    @_once
     def exp(self, a: Poly) -> Poly:
         """e ** a, with logarithms undone and constants taken out."""
-        result, coef, rest = None, 1.0, {}
+        result, rest = self.const(1), {}
         for mono, c in a.terms:
             if mono is self.one and math.isfinite(c):
-                coef *= math.exp(min(c, 700.0))
+                result *= math.exp(min(c, 700.0))
             elif mono.expo is None and len(mono.factors) == 1 and mono.factors[0][0].name == "log":
-                undone = self.power(mono.factors[0][0].args[0], c)
-                result = undone if result is None else self.mul(result, undone)
+                result *= mono.factors[0][0].args[0] ** c
             else:
                 rest[mono] = c
-        whole = self._poly({self._mono((), self._poly(rest)): coef})
-        return whole if result is None else self.mul(whole, result)
+        return self.monomial((), self._poly(rest)) * result
 
     def rebuilt(self, a: Poly, of: Callable[[Atom], Poly], of_exponent: Callable[[Poly], Poly]) -> Poly:
         """a with each of its atoms, and each exponent, as what becomes of it."""
@@ -291,53 +292,46 @@ class Space:
         for mono, coef in a.terms:
             term = self.const(coef)
             for atom, power in mono.factors:
-                term = self.mul(term, self.power(of(atom), power))
+                term *= of(atom) ** power
             if mono.expo is not None:
-                term = self.mul(term, self.exp(of_exponent(mono.expo)))
-            result = self.add(result, term)
+                term *= self.exp(of_exponent(mono.expo))
+            result += term
         return result
 
     def log(self, a: Poly) -> Poly:
         """log a; a product becomes a sum."""
         if len(a.terms) != 1 or a.terms[0][1] <= 0 or not self._separable(a.terms[0][0]):
-            return self.fn("log", (a,), a.shape)
+            return self.fn("log", a)
         mono, coef = a.terms[0]
         result = self.const(math.log(coef))
         for atom, p in mono.factors:
             base = atom.args[0] if atom.name == "base" else self.from_atom(atom)
-            result = self.add(result, self.fn("log", (base,), atom.shape), p)
-        return result if mono.expo is None else self.add(result, mono.expo)
+            result += self.fn("log", base) * p
+        return result if mono.expo is None else result + mono.expo
 
     def sigmoid(self, a: Poly) -> Poly:
         """1 / (1 + exp(-a))."""
-        return self.power(self.add(self.const(1), self.exp(self.scale(a, -1))), -1)
+        return 1 / (1 + self.exp(-a))
 
     def tanh(self, a: Poly) -> Poly:
         """2 sigmoid(2a) - 1."""
-        return self.add(self.scale(self.sigmoid(self.scale(a, 2)), 2), self.const(1), -1)
+        return 2 * self.sigmoid(2 * a) - 1
 
     def erf(self, a: Poly) -> Poly:
         """erf, with the sign of an odd function taken out."""
         lead = max(a.terms, key=lambda t: abs(t[1]), default=(self.one, 1.0))[1]
         sign = -1.0 if lead < 0 else 1.0
-        return self.scale(self.fn("erf", (self.scale(a, sign),), a.shape), sign)
+        return self.fn("erf", a * sign) * sign
 
     def _split(self, mono: Mono) -> tuple[Mono, Mono]:
         """A monomial as (what is constant along the last axis) times (what is not)."""
         constant = tuple(f for f in mono.factors if is_row_constant(f[0].shape))
-        varying = tuple(f for f in mono.factors if not is_row_constant(f[0].shape))
-        if mono.expo is None:
-            return self._mono(constant, None), self._mono(varying, None)
-        fixed: dict[Mono, float] = {}
-        moving: dict[Mono, float] = {}
-        for inner, c in mono.expo.terms:
-            still = all(is_row_constant(a.shape) for a, _ in inner.factors) and (
-                inner.expo is None or is_row_constant(inner.expo.shape)
-            )
-            (fixed if still else moving)[inner] = c
+        varying = tuple(f for f in mono.factors if f not in constant)
+        inner = mono.expo.terms if mono.expo else ()
+        fixed = {m: c for m, c in inner if is_row_constant(m.shape)}
+        moving = {m: c for m, c in inner if m not in fixed}
         return self._mono(constant, self._poly(fixed)), self._mono(varying, self._poly(moving))
 
-    @_once
     def reduce(self, name: str, a: Poly, size: Dim, *, as_written: bool = False) -> Poly:
         """mean or sum over the last axis, kept with size one. Sums of exponentials stay sums, the rest are means."""
         result = self.zero
@@ -350,16 +344,14 @@ class Space:
                 if not isinstance(size, int):
                     kept = name
                 else:
-                    outer = self.scale(outer, 1.0 / size if name == "mean" else float(size))
-            inner = self.const(1)
+                    outer *= 1.0 / size if name == "mean" else float(size)
             if moving is not self.one:
-                inner = self.fn(kept, (self._poly({moving: 1.0}),), shape)
+                outer *= self.fn(kept, self._poly({moving: 1.0}), shape=shape)
             elif kept == "sum":
-                inner = self.fn(kept, (self.const(1),), shape, (size,))
-            result = self.add(result, self.mul(outer, inner))
+                outer *= self.fn(kept, self.const(1), shape=shape, attrs=(size,))
+            result += outer
         return result
 
-    @_once
     def matmul(self, a: Poly, b: Poly, shape: Shape) -> Poly:
         """a @ b, with constants, and what is constant along a's rows, outside."""
         outer = self.const(1)
@@ -368,8 +360,8 @@ class Space:
             fixed, moving = self._split(mono)
             outer, a = self._poly({fixed: coef}), self._poly({moving: 1.0})
         if len(b.terms) == 1 and b.terms[0][1] != 1.0:
-            outer, b = self.scale(outer, b.terms[0][1]), self._poly({b.terms[0][0]: 1.0})
+            outer, b = outer * b.terms[0][1], self._poly({b.terms[0][0]: 1.0})
         index = a.atom
         if index is not None and index.name == "one_hot":
-            return self.mul(outer, self.fn("gather", (b, index.args[0]), shape))
-        return self.mul(outer, self.fn("matmul", (a, b), shape))
+            return outer * self.fn("gather", b, index.args[0], shape=shape)
+        return outer * self.fn("matmul", a, b, shape=shape)

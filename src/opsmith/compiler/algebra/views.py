@@ -22,7 +22,7 @@ def reshape(s: Space, p: Poly, old: Shape, new: Shape) -> Poly:
     try:
         return _through(s, p, old, new)
     except _Outside:
-        return s.fn("reshape", (p,), new, (new,))
+        return s.fn("reshape", p, shape=new, attrs=(new,))
 
 
 def _through(s: Space, p: Poly, old: Shape, new: Shape) -> Poly:
@@ -53,20 +53,21 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
     if atom.name == "permute" and atom.attrs == swap and atom.shape == old and old[-2:] == new[-2:]:
         inner = atom.args[0]
         unfolded = reshape(s, inner, inner.shape, (*new[:-2], new[-1], new[-2]))
-        return permute(s, unfolded, (*range(len(new) - 2), len(new) - 1, len(new) - 2))
+        return transpose(s, unfolded, len(new))
     if atom.name == "gather" and atom.shape == old and same_last:
         table, ids = atom.args
-        return s.fn("gather", (table, reshape(s, ids, ids.shape, new[:-1])), new)
+        return s.fn("gather", table, reshape(s, ids, ids.shape, new[:-1]), shape=new)
     if atom.name in ("sum", "mean", "max") and same_last and atom.shape == (*old[:-1], 1):
         wide = atom.args[0].shape
         if len(wide) != len(old):
             raise _Outside
-        return s.fn(atom.name, (_through(s, atom.args[0], wide, (*new[:-1], wide[-1])),), (*new[:-1], 1))
+        inner = _through(s, atom.args[0], wide, (*new[:-1], wide[-1]))
+        return s.fn(atom.name, inner, shape=(*new[:-1], 1))
     if atom.name == "base" and atom.shape in (old, (*old[:-1], 1)):
         target = new if atom.shape == old else (*new[:-1], 1)
         if not same_last and atom.shape != old:
             raise _Outside
-        return s.fn("base", (_through(s, atom.args[0], atom.shape, target),), target)
+        return s.fn("base", _through(s, atom.args[0], atom.shape, target), shape=target)
     if atom.name == "join" and atom.shape == old and same_last:
         kind, sizes = atom.attrs
         parts = [
@@ -78,7 +79,7 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
     if together is not None:
         return together
     if atom.shape == old and (alone or same_last):
-        return s.fn("reshape", (s.from_atom(atom),), new, (new,))
+        return s.fn("reshape", s.from_atom(atom), shape=new, attrs=(new,))
     raise _Outside
 
 
@@ -89,11 +90,16 @@ def permute(s: Space, p: Poly, perm: tuple[int, ...]) -> Poly:
     mono, coef = p.terms[0]
     atom = mono.atom if len(p.terms) == 1 else None
     if atom is not None and atom.name == "permute":
-        return s.scale(permute(s, atom.args[0], tuple(int(atom.attrs[i]) for i in perm)), coef)
+        return permute(s, atom.args[0], tuple(int(atom.attrs[i]) for i in perm)) * coef
     if atom is not None and coef != 1:
-        return s.scale(permute(s, s.from_atom(atom), perm), coef)
+        return permute(s, s.from_atom(atom), perm) * coef
     shape = tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape
-    return s.fn("permute", (p,), shape, perm)
+    return s.fn("permute", p, shape=shape, attrs=perm)
+
+
+def transpose(s: Space, p: Poly, rank: int) -> Poly:
+    """`p`, whose value has so many axes, with the last two in the other order."""
+    return permute(s, p, (*range(rank - 2), rank - 1, rank - 2))
 
 
 def inverse(perm: tuple[int, ...]) -> tuple[int, ...]:

@@ -161,7 +161,7 @@ class Matcher:
                 return _each(self._poly, p.args, t.args[::-1], agreed)
             if found is None and p.name == "where" and _variable(p.args[0].atom) is not None:
                 condition, first, second = t.args
-                opposite = self.space.fn("not", (condition,), condition.shape)
+                opposite = self.space.fn("not", condition)
                 return _each(self._poly, p.args, (opposite, second, first), agreed)
             return found
 

@@ -20,7 +20,6 @@ from torch.fx import Node
 from opsmith.compiler.algebra.canon import Canon, arguments, op_name, shape_of
 from opsmith.compiler.algebra.pieces import lower
 from opsmith.compiler.algebra.terms import Atom, Poly, Space
-from opsmith.compiler.algebra.triggers import TRIGGERS
 from opsmith.compiler.algebra.views import inverse
 from opsmith.compiler.capture.mutation import effects
 from opsmith.compiler.find.growth import grow
@@ -111,12 +110,9 @@ class _Finder:
 
     def _site(self, root: Node) -> Site | None:
         region = ancestors(root, self.consumed)
-        ops = {op_name(n).removeprefix("aten::") for n in region}
         plain: dict[frozenset[str], Canon] = {}
         cut: dict[frozenset[str], dict[Node, Canon]] = {}
         for template in self.templates:
-            if any(not (TRIGGERS[n] & ops) for n in template.names if n in TRIGGERS):
-                continue
             keeps = template.pattern.recognition.keeps
             if keeps not in plain:
                 plain[keeps] = Canon(self.space, None, root, self.opaque, keeps)

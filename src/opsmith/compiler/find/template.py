@@ -12,8 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# Each of these registers its rules.
-from opsmith.compiler.algebra import arithmetic, choices, contractions, layouts, losses, reductions  # noqa: F401
+from opsmith.compiler.algebra import rules  # noqa: F401  registers them
 from opsmith.compiler.algebra.canon import Canon, shape_of
 from opsmith.compiler.algebra.pieces import lower
 from opsmith.compiler.algebra.terms import Poly, Space

@@ -1,0 +1,729 @@
+"""What each ATen operator means in the algebra; see `canon`.
+
+Rules are written as a person would write the operator. One that needs only its arguments' terms is `pointwise`; the
+others are given the nodes, whose shapes they ask, and `c`, which reads a node as a term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from opsmith.compiler.algebra import pieces, views
+from opsmith.compiler.algebra.canon import Canon, Unreadable, op_name, rule, shape_of, shape_of_value
+from opsmith.compiler.algebra.terms import Dim, Poly, Shape, Space
+
+Value = Poly | float
+Pointwise = Callable[..., Poly]  # of the space, and of the operator's arguments in their order
+# For a loss that ignores nothing: a class number that nothing has.
+_NONE_IGNORED = -(2**63)
+_MORE_AXES = ("aten::unsqueeze", "aten::view", "aten::reshape")
+
+
+def pointwise(*names: str) -> Callable[[Pointwise], Pointwise]:
+    """Register an operator by what it makes of its arguments' terms; what is no node is given as it is."""
+
+    def decorate(fn: Pointwise) -> Pointwise:
+        def apply(c: Canon, node: Node, **given: Any) -> Poly:
+            return fn(c.space, *[c(v) if isinstance(v, Node) else v for v in given.values()])
+
+        rule(*names)(apply)
+        return fn
+
+    return decorate
+
+
+def larger(s: Space, a: Value, b: Value) -> Poly:
+    """The larger of two values, whichever comes first.
+
+    One function stands for all choices by size: the smaller of two values is minus the larger of their negatives, an
+    absolute value the larger of a value and its negative, a clamp both.
+    """
+    a, b = s.of(a), s.of(b)
+    if a is b:
+        return a
+    if a.constant is not None and b.constant is not None:
+        return a if a.constant > b.constant else b
+    return s.fn("larger", *sorted((a, b), key=lambda p: p.uid))
+
+
+def smaller(s: Space, a: Value, b: Value) -> Poly:
+    """The smaller of two values."""
+    return -larger(s, -a, -b)
+
+
+def clamp(s: Space, x: Poly, low: Value | None = None, high: Value | None = None) -> Poly:
+    """A value held between two others."""
+    x = x if low is None else larger(s, x, low)
+    return x if high is None else smaller(s, x, high)
+
+
+def compared(s: Space, name: str, difference: Poly) -> Poly:
+    """Whether a difference is `above` zero, `at_least` zero, or `equal` to it; whatever positive number scales it.
+
+    So `x > y` and `y < x` are one term; `x >= y` is no negation of `x < y`, for neither holds where a value is not a
+    number.
+    """
+    content = max((abs(c) for m, c in difference.terms if m is not s.one), default=1.0)
+    return s.fn(name, difference * (1.0 / content))
+
+
+def chosen(s: Space, condition: Poly, a: Value, b: Value) -> Poly:
+    """a where the condition holds, else b."""
+    a, b = s.of(a), s.of(b)
+    if a is b:
+        return a
+    atom = condition.atom
+    if atom is not None and atom.name == "not":
+        return chosen(s, atom.args[0], b, a)
+    return s.fn("where", condition, a, b)
+
+
+def _normal_cdf(s: Space, x: Poly) -> Poly:
+    return (1 + s.erf(x * math.sqrt(0.5))) * 0.5
+
+
+_POINTWISE: dict[str, Pointwise] = {
+    "add": lambda s, x, y, alpha: x + y * alpha,
+    "add_": lambda s, x, y, alpha: x + y * alpha,
+    "sub": lambda s, x, y, alpha: x - y * alpha,
+    "sub_": lambda s, x, y, alpha: x - y * alpha,
+    "rsub": lambda s, x, y, alpha: y - x * alpha,
+    "mul": lambda s, x, y: x * y,
+    "mul_": lambda s, x, y: x * y,
+    "addcmul": lambda s, x, a, b, value: x + a * b * value,
+    "neg": lambda s, x: -x,
+    "square": lambda s, x: x * x,
+    "sqrt": lambda s, x: x**0.5,
+    "rsqrt": lambda s, x: x**-0.5,
+    "reciprocal": lambda s, x: x**-1,
+    "exp": lambda s, x: s.exp(x),
+    "log": lambda s, x: s.log(x),
+    "tanh": lambda s, x: s.tanh(x),
+    "sigmoid": lambda s, x: s.sigmoid(x),
+    "erf": lambda s, x: s.erf(x),
+    "special_erf": lambda s, x: s.erf(x),
+    "erfc": lambda s, x: 1 - s.erf(x),
+    "special_erfc": lambda s, x: 1 - s.erf(x),
+    "special_ndtr": _normal_cdf,
+    "silu": lambda s, x: x * s.sigmoid(x),
+    "cos": lambda s, x: s.fn("cos", x),
+    "sin": lambda s, x: s.fn("sin", x),
+    "expm1": lambda s, x: s.exp(x) - 1,
+    "log1p": lambda s, x: s.log(1 + x),
+    "maximum": larger,
+    "minimum": smaller,
+    "clamp": clamp,
+    "clamp_min": clamp,
+    "clamp_max": lambda s, x, high: clamp(s, x, high=high),
+    "hardtanh": clamp,
+    "relu": lambda s, x: larger(s, x, 0),
+    "relu6": lambda s, x: clamp(s, x, 0, 6),
+    "abs": lambda s, x: larger(s, x, -x),
+    "hardsigmoid": lambda s, x: clamp(s, x + 3, 0, 6) / 6,
+    "hardswish": lambda s, x: x * clamp(s, x + 3, 0, 6) / 6,
+    "leaky_relu": lambda s, x, slope: chosen(s, compared(s, "above", x), x, x * slope),
+    "complex": lambda s, real, imag: real + s.i * imag,
+    "polar": lambda s, size, angle: size * (s.fn("cos", angle) + s.i * s.fn("sin", angle)),
+    "real": lambda s, x: pieces.parts(s, x)[0],
+    "imag": lambda s, x: pieces.parts(s, x)[1],
+}
+for _name, _fn in _POINTWISE.items():
+    pointwise(_name)(_fn)
+
+
+@pointwise("div", "div_")
+def _div(s: Space, x: Poly, y: Value, rounding_mode: Any = None) -> Poly:
+    if rounding_mode is not None:
+        raise Unreadable
+    return x / y
+
+
+@pointwise("pow")
+def _pow(s: Space, x: Value, exponent: Value) -> Poly:
+    if isinstance(exponent, Poly):
+        raise Unreadable
+    return s.of(x) ** exponent
+
+
+@pointwise("gelu")
+def _gelu(s: Space, x: Poly, approximate: str) -> Poly:
+    if approximate == "none":
+        return x * _normal_cdf(s, x)
+    return x * s.sigmoid((x + x**3 * 0.044715) * (2 * math.sqrt(2 / math.pi)))
+
+
+@pointwise("elu")
+def _elu(s: Space, x: Poly, alpha: Value, scale: Value, input_scale: Value) -> Poly:
+    below = s.exp(smaller(s, x * input_scale, 0)) - 1
+    return chosen(s, compared(s, "above", x), x * scale, below * alpha * scale)
+
+
+@pointwise("dropout")
+def _dropout(s: Space, x: Poly, p: float, train: bool) -> Poly:
+    if train and p != 0:
+        raise Unreadable
+    return x
+
+
+@rule("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh_copy")
+def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
+    source, dtype = self.meta.get("val"), node.meta["val"].dtype
+    if not isinstance(source, torch.Tensor) or source.is_complex() != dtype.is_complex:
+        raise Unreadable
+    if not (source.is_floating_point() or source.is_complex() or op_name(self) == "aten::one_hot"):
+        raise Unreadable
+    if "cast" in c.keeps and torch.promote_types(source.dtype, dtype) != dtype:
+        return c.space.fn("rounded", c(self), shape=shape_of(node), attrs=(str(dtype),))
+    return c(self)
+
+
+@rule("ones_like")
+def _ones(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
+    return c.space.const(1)
+
+
+@rule("one_hot")
+def _one_hot(c: Canon, node: Node, self: Any, num_classes: int) -> Poly:
+    return c.space.fn("one_hot", c(self), shape=shape_of(node))
+
+
+def boolean_mask(c: Canon, keep: Any, inverted: bool, fill: float) -> Poly:
+    """What is added to scores to mask them: zero where kept, `fill` elsewhere; -inf is a boolean mask."""
+    mask = negated(c, keep) if inverted else c(keep)
+    name, attrs = ("keep", ()) if fill == -math.inf else ("fill", (fill,))
+    return c.space.fn(name, mask, shape=shape_of(keep), attrs=attrs)
+
+
+def negated(c: Canon, condition: Any) -> Poly:
+    """The opposite of a condition."""
+    value = c(condition)
+    if value.atom is not None and value.atom.name == "not":
+        return value.atom.args[0]
+    return c.space.fn("not", value, shape=shape_of(condition))
+
+
+@rule("logical_not", "bitwise_not")
+def _not(c: Canon, node: Node, self: Any) -> Poly:
+    return negated(c, self)
+
+
+@rule("where")
+def _where(c: Canon, node: Node, condition: Any, self: Any, other: Any) -> Poly:
+    a, b = c(self), c(other)
+    for kept, fill, inverted in ((b, a.constant, True), (a, b.constant, False)):
+        if fill is not None and fill <= -1e4:
+            return kept + boolean_mask(c, condition, inverted, fill)
+    return chosen(c.space, c(condition), a, b)
+
+
+@rule("masked_fill")
+def _masked_fill(c: Canon, node: Node, self: Any, mask: Any, value: Any) -> Poly:
+    return _where(c, node, mask, value, self)
+
+
+_COMPARED = {"gt": ("above", 1), "lt": ("above", -1), "ge": ("at_least", 1), "le": ("at_least", -1)}
+
+
+@rule("eq", "ne", *_COMPARED)
+def _compare(c: Canon, node: Node, self: Any, other: Any) -> Poly:
+    for given in (v.meta.get("val") for v in (self, other) if isinstance(v, Node)):
+        if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+            raise Unreadable  # integers are counted, not computed with
+    name, difference = op_name(node).removeprefix("aten::"), c(self) - c(other)
+    if name in _COMPARED:
+        what, sign = _COMPARED[name]
+        return compared(c.space, what, difference * sign)
+    # Either way round it is the same question: so is its square.
+    equal = compared(c.space, "equal", difference * difference)
+    return equal if name == "eq" else c.space.fn("not", equal)
+
+
+def _is_last(x: Any, dim: Any) -> bool:
+    """True when `dim` names the last axis of x, alone."""
+    axes, last = [dim] if isinstance(dim, int) else dim, len(shape_of(x)) - 1
+    return last >= 0 and isinstance(axes, list | tuple) and list(axes) in ([-1], [last])
+
+
+def _reduced(c: Canon, x: Any, dim: Any, keepdim: bool, of: Callable[[Poly, Dim], Poly]) -> Poly:
+    """What a function of terms and the last axis's size makes of x, with that axis or without."""
+    if not _is_last(x, dim):
+        raise Unreadable
+    rows = shape_of(x)[:-1]
+    result = of(c(x), shape_of(x)[-1])
+    return result if keepdim else views.reshape(c.space, result, (*rows, 1), rows)
+
+
+@rule("amax", "amin")
+def _extreme(c: Canon, node: Node, self: Any, dim: Any, keepdim: bool) -> Poly:
+    """The maximum along the last axis is an atom that a softmax cancels; the minimum is minus that of the negative."""
+    sign = -1 if op_name(node) in ("aten::amin", "aten::min") else 1
+    if not _is_last(self, dim):
+        return c.space.fn("max", c(self) * sign, shape=shape_of(node), attrs=("dim", str(dim))) * sign
+    shape = (*shape_of(self)[:-1], 1)
+    return _reduced(c, self, dim, keepdim, lambda x, _: c.space.fn("max", x * sign, shape=shape) * sign)
+
+
+@rule("max[]", "min[]")
+def _extreme_values(
+    c: Canon, node: Node, source: Node, index: int, self: Any, dim: Any = None, keepdim: bool = False
+) -> Poly:
+    if index != 0 or dim is None:
+        raise Unreadable
+    return _extreme(c, source, self, dim, keepdim)
+
+
+@rule("mean", "sum")
+def _mean(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Poly:
+    s, name = c.space, op_name(node).removeprefix("aten::")
+    if dim is None or not isinstance(self, Node):
+        raise Unreadable
+    if _is_last(self, dim):
+        written = "sum" in c.keeps
+        return _reduced(c, self, dim, keepdim, lambda x, n: s.reduce(name, x, n, as_written=written))
+    # Another axis: an atom of its own, so that no law for the last axis applies and the report can name it.
+    kept = "sum" if any(m.expo for m, _ in c(self).terms) else "mean"
+    size = shape_of(self)[dim] if kept != name and isinstance(dim, int) else 1
+    atom = s.fn(kept, c(self), shape=shape_of(node), attrs=("dim", str(dim)))
+    return atom * float(size) if isinstance(size, int) else atom
+
+
+@rule("linalg_vector_norm")
+def _length(c: Canon, node: Node, self: Any, ord: Any, dim: Any, keepdim: bool, **_: Any) -> Poly:
+    if ord != 2:
+        raise Unreadable
+    s, written = c.space, "sum" in c.keeps
+    return _reduced(
+        c, self, dim, keepdim, lambda x, size: s.reduce("sum", x * x, size, as_written=written) ** 0.5
+    )
+
+
+def _variance(s: Space, x: Poly, size: Dim) -> Poly:
+    return s.reduce("mean", x * x, size) - s.reduce("mean", x, size) ** 2
+
+
+@rule("var", "std")
+def _var(
+    c: Canon,
+    node: Node,
+    self: Any,
+    dim: Any = None,
+    unbiased: Any = None,
+    correction: Any = None,
+    keepdim: bool = False,
+) -> Poly:
+    if correction is None:
+        correction = 1 if unbiased in (None, True) else 0
+
+    def spread(x: Poly, size: Dim) -> Poly:
+        if correction and (not isinstance(size, int) or size <= correction):
+            raise Unreadable
+        variance = _variance(c.space, x, size) * (size / (size - correction) if correction else 1)
+        return variance**0.5 if op_name(node) == "aten::std" else variance
+
+    return _reduced(c, self, dim, keepdim, spread)
+
+
+@rule("var_mean[]")
+def _var_mean(
+    c: Canon,
+    node: Node,
+    source: Node,
+    index: int,
+    self: Any,
+    keepdim: bool = False,
+    dim: Any = None,
+    **how: Any,
+) -> Poly:
+    if index == 0:
+        return _var(c, node, self, dim, keepdim=keepdim, **how)
+    return _reduced(c, self, dim, keepdim, lambda x, size: c.space.reduce("mean", x, size))
+
+
+@rule("logsumexp")
+def _logsumexp(c: Canon, node: Node, self: Any, dim: Any, keepdim: bool) -> Poly:
+    s = c.space
+    return _reduced(c, self, dim, keepdim, lambda x, size: s.log(s.reduce("sum", s.exp(x), size)))
+
+
+@rule("softmax", "_softmax", "_safe_softmax")
+def _softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
+    if _is_last(self, dim):
+        return softmax(c.space, c(self), shape_of(self)[-1])
+    e = c.space.exp(c(self))
+    return e / c.space.fn("sum", e, shape=shape_of(self), attrs=("dim", str(dim)))
+
+
+def softmax(s: Space, x: Poly, size: Dim) -> Poly:
+    """exp(x) / sum(exp(x)) along the last axis."""
+    return s.exp(x) / s.reduce("sum", s.exp(x), size)
+
+
+@rule("log_softmax", "_log_softmax")
+def _log_softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
+    return _reduced(c, self, dim, True, lambda x, size: log_softmax(c.space, x, size))
+
+
+def log_softmax(s: Space, x: Poly, size: Dim) -> Poly:
+    """x - log(sum(exp(x))) along the last axis."""
+    return x - s.log(s.reduce("sum", s.exp(x), size))
+
+
+def _affine(c: Canon, x: Poly, weight: Any, bias: Any = None) -> Poly:
+    x = x if weight is None else x * c(weight)
+    return x if bias is None else x + c(bias)
+
+
+@rule("layer_norm")
+def _layer_norm(
+    c: Canon, node: Node, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, **_: Any
+) -> Poly:
+    if len(normalized_shape) != 1:
+        raise Unreadable
+    x, s, size = c(input), c.space, shape_of(input)[-1]
+    y = (x - s.reduce("mean", x, size)) * (_variance(s, x, size) + eps) ** -0.5
+    return _affine(c, y, weight, bias)
+
+
+@rule("native_layer_norm[]")
+def _normalized(c: Canon, node: Node, source: Node, index: int, **arguments: Any) -> Poly:
+    if index != 0:
+        raise Unreadable
+    return _layer_norm(c, source, **arguments)
+
+
+@rule("rms_norm")
+def _rms_norm(
+    c: Canon, node: Node, input: Any, normalized_shape: Any, weight: Any, eps: float | None
+) -> Poly:
+    if len(normalized_shape) != 1:
+        raise Unreadable
+    x = c(input)
+    if eps is None:  # PyTorch takes that of the type it computes in
+        eps = torch.finfo(torch.promote_types(input.meta["val"].dtype, torch.float32)).eps
+    y = x * (c.space.reduce("mean", x * x, shape_of(input)[-1]) + eps) ** -0.5
+    return _affine(c, y, weight)
+
+
+@rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+def _loss(
+    c: Canon,
+    node: Node,
+    self: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: Any,
+    label_smoothing: float = 0.0,
+) -> Poly:
+    """The loss of class numbers under scores, or under logarithms of probabilities, with its settings."""
+    ids, shape = target.meta["val"], shape_of(self)
+    if weight is not None or len(shape) > 2 or ids.is_floating_point() or ids.dim() != len(shape) - 1:
+        raise Unreadable
+    settings = (ignore_index, label_smoothing)
+    if not all(isinstance(v, int | float) for v in settings):
+        raise Unreadable
+    scores = c(self)
+    if op_name(node) == "aten::cross_entropy_loss":
+        scores = log_softmax(c.space, scores, shape[-1])
+    return c.space.fn("nll", scores, c(target), shape=shape_of(node), attrs=(reduction, *settings))
+
+
+@rule("gather")
+def _gather(c: Canon, node: Node, self: Any, dim: int, index: Any, **_: Any) -> Poly:
+    """One score of each row, by its class number: a loss without a sign, where the scores are logarithms."""
+    rows = shape_of(self)[:-1]
+    ids = index.args[0] if op_name(index) in _MORE_AXES else None
+    if not _is_last(self, dim) or shape_of(index) != (*rows, 1) or shape_of(ids) != rows:
+        raise Unreadable
+    losses = c.space.fn("nll", c(self), c(ids), shape=rows, attrs=(0, _NONE_IGNORED, 0.0))
+    return views.reshape(c.space, -losses, rows, (*rows, 1))
+
+
+@rule("matmul", "mm", "bmm")
+def _matmul(c: Canon, node: Node, self: Any, **right: Any) -> Poly:
+    (other,) = right.values()  # which has one name or another
+    if len(shape_of(self)) < 2 or len(shape_of(other)) < 2:
+        raise Unreadable
+    return product(c, self, other, shape_of(node))
+
+
+def product(c: Canon, a: Any, b: Any, shape: Shape) -> Poly:
+    """a @ b. A left operand whose leading dimensions are folded, and can't be unfolded inside, is unfolded outside."""
+    s, left, right = c.space, c(a), c(b)
+    atom = left.atom
+    if atom is not None and atom.name == "reshape" and len(atom.args[0].terms) and atom.args[0].atom is None:
+        inner = atom.args[0]
+        full = inner.shape
+        if len(full) > len(atom.shape) and full[-1] == atom.shape[-1]:
+            old = shape_of(b)
+            unfolded = views.reshape(s, right, old, (*full[:-2], *old[-2:]))
+            wide = (*full[:-1], shape[-1])
+            return views.reshape(s, s.matmul(inner, unfolded, wide), wide, shape)
+    return s.matmul(left, right, shape)
+
+
+@rule("addmm", "baddbmm")
+def _addmm(c: Canon, node: Node, self: Any, beta: Any, alpha: Any, **matrices: Any) -> Poly:
+    if not isinstance(alpha, int | float) or not isinstance(beta, int | float):
+        raise Unreadable
+    a, b = matrices.values()  # one matrix each, or a batch of them
+    result = product(c, a, b, shape_of(node)) * alpha
+    return result if beta == 0 else result + c(self) * beta
+
+
+@rule("linear")
+def _linear(c: Canon, node: Node, input: Any, weight: Any, bias: Any) -> Poly:
+    result = c.space.matmul(c(input), views.permute(c.space, c(weight), (1, 0)), shape_of(node))
+    return result if bias is None else result + c(bias)
+
+
+@rule("einsum")
+def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Poly:
+    """A contraction of two operands over one index: permuted to a batched matmul, and back."""
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    parts = inputs.split(",")
+    if len(parts) != 2 or len(tensors) != 2 or not output:
+        raise Unreadable
+    ranks = [len(shape_of(t)) for t in tensors]
+    left, right, output = _name_ellipsis(parts[0], parts[1], output, ranks)
+    if any(len(set(p)) != len(p) for p in (left, right, output)):
+        raise Unreadable
+    batch = [i for i in left if i in right and i in output]
+    inner = [i for i in left if i in right and i not in output]
+    rows = [i for i in left if i not in right and i in output]
+    cols = [i for i in right if i not in left and i in output]
+    order = batch + rows + cols
+    if (
+        len(inner) != 1
+        or len(cols) != 1
+        or not rows
+        or (len(rows) > 1 and batch)
+        or len(output) != len(order)
+    ):
+        raise Unreadable
+    s = c.space
+    a = views.permute(s, c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
+    b = views.permute(s, c(tensors[1]), tuple(right.index(i) for i in batch + inner + cols))
+    sizes = dict(zip(output, shape_of(node), strict=True))
+    product_ = s.matmul(a, b, tuple(sizes[i] for i in order))
+    return views.permute(s, product_, tuple(order.index(i) for i in output))
+
+
+def _name_ellipsis(left: str, right: str, output: str, ranks: list[int]) -> tuple[str, str, str]:
+    """Each `...` spelled out with capital letters, aligned to the right as broadcasting does."""
+    first, second = (
+        rank - len(p.replace("...", "")) if "..." in p else 0
+        for p, rank in zip((left, right), ranks, strict=True)
+    )
+    parts = ((left, first), (right, second), (output, max(first, second)))
+    left, right, output = (p.replace("...", "ABCDEFGH"[8 - n :]) for p, n in parts)
+    return left, right, output
+
+
+@rule("scaled_dot_product_attention")
+def _sdpa(
+    c: Canon,
+    node: Node,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
+) -> Poly:
+    q, k, v = shape_of(query), shape_of(key), shape_of(value)
+    if dropout_p != 0 or len(q) != len(k):
+        raise Unreadable
+    if scale is None:
+        if not isinstance(q[-1], int):
+            raise Unreadable
+        scale = q[-1] ** -0.5
+    # Fewer heads of keys serve groups of queries where that is asked for; a single one is broadcast anyway.
+    if len(q) > 3 and q[-3] != k[-3] and k[-3] != 1 and not enable_gqa:
+        raise Unreadable
+    s, square = c.space, (q[-2], k[-2])
+    scores = s.matmul(c(query), views.transpose(s, c(key), len(k)), (*q[:-1], k[-2])) * float(scale)
+    if is_causal:
+        # PyTorch aligns a rectangle to its upper left corner; only a square means what `causal` means here.
+        causal = s.fn("causal" if q[-2] == k[-2] else "upper_left", shape=square)
+        scores += s.fn("keep", causal, shape=square)
+    if attn_mask is not None:
+        boolean = not attn_mask.meta["val"].is_floating_point()
+        scores += boolean_mask(c, attn_mask, False, -math.inf) if boolean else c(attn_mask)
+    return s.matmul(softmax(s, scores, k[-2]), c(value), (*q[:-1], v[-1]))
+
+
+@rule("tril", "triu")
+def _triangle(c: Canon, node: Node, self: Any, diagonal: int) -> Poly:
+    """A square of ones, or above the diagonal of minus infinity, as what a causal mask keeps or hides."""
+    upper, square = op_name(node) == "aten::triu", shape_of(node)[-2:]
+    if diagonal != upper or len(square) < 2 or square[0] != square[1] or not isinstance(self, Node):
+        raise Unreadable
+    fill = self.args[1] if op_name(self) == "aten::full" else None
+    causal = c.space.fn("causal", shape=square)
+    if fill == 1 or op_name(self) in ("aten::ones", "aten::ones_like", "aten::new_ones"):
+        return c.space.fn("not", causal) if upper else causal
+    if upper and fill == -math.inf:
+        return c.space.fn("keep", causal)
+    raise Unreadable
+
+
+@rule("embedding")
+def _embedding(c: Canon, node: Node, weight: Any, indices: Any, **_: Any) -> Poly:
+    return c.space.fn("gather", c(weight), c(indices), shape=shape_of(node))
+
+
+@rule("index")
+def _index(c: Canon, node: Node, self: Any, indices: Any) -> Poly:
+    ids = indices[0]
+    if len(indices) != 1 or not isinstance(ids, Node) or len(shape_of(self)) != 2:
+        raise Unreadable
+    if ids.meta["val"].dtype in (torch.bool, torch.uint8):
+        raise Unreadable
+    return _embedding(c, node, self, ids)
+
+
+@rule("index_select")
+def _index_select(c: Canon, node: Node, self: Any, dim: int, index: Any) -> Poly:
+    if dim != 0 or len(shape_of(self)) != 2 or len(shape_of(index)) != 1:
+        raise Unreadable
+    source = index
+    while op_name(source) in ("aten::view", "aten::reshape", "aten::flatten"):
+        source = source.args[0]
+    ids = views.reshape(c.space, c(source), shape_of(source), shape_of(index))
+    c.nodes.setdefault(ids, []).append(index)
+    return c.space.fn("gather", c(self), ids, shape=shape_of(node))
+
+
+@rule("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
+def _reshape(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
+    return views.reshape(c.space, c(self), shape_of(self), shape_of(node))
+
+
+@rule("transpose", "t", "numpy_T", "mT", "adjoint")
+def _transpose(c: Canon, node: Node, self: Any, dim0: int = -2, dim1: int = -1) -> Poly:
+    perm = list(range(len(shape_of(self))))
+    if len(perm) < 2 or (len(perm) > 2 and op_name(node) == "aten::numpy_T"):
+        raise Unreadable
+    perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
+    return views.permute(c.space, c(self), tuple(perm))
+
+
+@rule("permute")
+def _permute(c: Canon, node: Node, self: Any, dims: Any) -> Poly:
+    rank = len(shape_of(self))
+    return views.permute(c.space, c(self), tuple(int(d) % rank for d in dims))
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def _expand(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
+    before, after = shape_of(self), shape_of(node)
+    if before == after or (before[:-1] == after[:-1] and before[-1:] == (1,)):
+        return c(self)  # what has one value for a row has it for every element
+    return c.space.fn("expand", c(self), shape=after, attrs=(after,))
+
+
+def _along_last(x: Any, dim: Any) -> int:
+    """The size of the last axis, if that is the one meant."""
+    size = shape_of(x)[-1] if _is_last(x, dim) else None
+    if not isinstance(size, int):
+        raise Unreadable
+    return size
+
+
+@rule("slice")
+def _slice(c: Canon, node: Node, self: Any, dim: int, start: Any, end: Any, step: Any = 1) -> Poly:
+    size = _along_last(self, dim)
+    if not all(v is None or isinstance(v, int) for v in (start, end, step)):
+        raise Unreadable
+    first, stop, step = slice(start, end, step).indices(size)
+    if step == 1:
+        return pieces.take(c.space, c(self), ("block", first, max(stop - first, 0)), size)
+    if stop < size or first >= step:
+        raise Unreadable
+    return pieces.take(c.space, c(self), ("turn", first, step), size)
+
+
+@rule("narrow")
+def _narrow(c: Canon, node: Node, self: Any, dim: int, start: Any, length: Any) -> Poly:
+    size = _along_last(self, dim)
+    if not isinstance(start, int) or not isinstance(length, int):
+        raise Unreadable
+    first = start % size if size else 0
+    return _slice(c, node, self, dim, first, first + length)
+
+
+@rule("split[]", "split_with_sizes[]", "chunk[]")
+def _split(c: Canon, node: Node, source: Node, index: int, self: Any, dim: int, **_: Any) -> Poly:
+    _along_last(self, dim)
+    lengths = [shape_of_value(v)[-1] for v in source.meta["val"]]
+    if not all(isinstance(n, int) for n in lengths):
+        raise Unreadable
+    return _slice(c, node, self, dim, sum(lengths[:index]), sum(lengths[: index + 1]))
+
+
+@rule("cat", "concat", "concatenate")
+def _cat(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
+    _along_last(node, dim)
+    sizes = tuple(shape_of(t)[-1] for t in tensors)
+    if not all(isinstance(n, int) for n in sizes):
+        raise Unreadable
+    return pieces.join(c.space, "cat", [c(t) for t in tensors], sizes, shape_of(node))
+
+
+@rule("stack")
+def _stack(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
+    """Pairs in a new last axis, or halves in a new axis before it."""
+    rank = len(shape_of(node))
+    if dim % rank < rank - 2:
+        raise Unreadable
+    return c.space.fn("stack", *[c(t) for t in tensors], shape=shape_of(node), attrs=(dim % rank - rank,))
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(c: Canon, node: Node, self: Any, repeats: Any, dim: Any = None, **_: Any) -> Poly:
+    size = _along_last(self, dim)
+    if not isinstance(repeats, int):
+        raise Unreadable
+    return pieces.join(c.space, "zip", [c(self)] * repeats, (size,) * repeats, shape_of(node))
+
+
+@rule("repeat", "tile")
+def _repeat(c: Canon, node: Node, self: Any, **times: Any) -> Poly:
+    *others, last = next(iter(times.values()))  # `repeats` or `dims`
+    size = _along_last(self, -1)
+    if len(others) != len(shape_of(self)) - 1 or any(n != 1 for n in others) or not isinstance(last, int):
+        raise Unreadable
+    return pieces.join(c.space, "cat", [c(self)] * last, (size,) * last, shape_of(node))
+
+
+@rule("select")
+def _component(c: Canon, node: Node, self: Any, dim: int, index: int) -> Poly:
+    _along_last(self, dim)
+    found = pieces.components(c.space, c(self), shape_of(self))
+    if found is None:
+        raise Unreadable
+    return found[index]
+
+
+@rule("unbind[]")
+def _unbind(c: Canon, node: Node, source: Node, index: int, self: Any, dim: int) -> Poly:
+    return _component(c, node, self, dim, index)
+
+
+@rule("view_as_complex")
+def _view_as_complex(c: Canon, node: Node, self: Any) -> Poly:
+    real, imag = (_component(c, node, self, -1, i) for i in (0, 1))
+    return real + c.space.i * imag
+
+
+@rule("view_as_real")
+def _view_as_real(c: Canon, node: Node, self: Any) -> Poly:
+    return c.space.fn("stack", *pieces.parts(c.space, c(self)), shape=shape_of(node), attrs=(-1,))

@@ -17,7 +17,7 @@ from typing import NoReturn
 from opsmith.authoring.formula.nodes import REDUCTIONS, ROTATIONS, Formula, Graph, Node
 from opsmith.authoring.formula.shapes import ANY, Shape, broadcast, shown
 
-__all__ = ["FUNCTIONS", "FormulaError", "names_in", "parse"]
+__all__ = ["FUNCTIONS", "FormulaError", "derived", "names_in", "parse"]
 
 _LONGEST = 4000  # characters
 _DEEPEST = 60  # levels of brackets and operators
@@ -94,6 +94,12 @@ def parse(
     formula = Formula(dict(inputs), attributes, made, shapes, dict(text), graph, truths)
     _check_whole(formula)
     return formula
+
+
+def derived(graph: Graph, text: str, names: Mapping[str, Node]) -> Node:
+    """One more node of a graph, from the formula of others."""
+    parser = _Parser("a gradient", text, graph, names)
+    return parser.node(ast.parse(text, mode="eval").body, 0)
 
 
 def _check_whole(formula: Formula) -> None:

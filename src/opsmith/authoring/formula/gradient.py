@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
+from opsmith.authoring.formula import derived
 from opsmith.authoring.formula.nodes import Formula, Graph, Node
 
 __all__ = ["NoDerivative", "gradients"]
@@ -51,105 +49,54 @@ def gradients(formula: Formula, wanted: list[str]) -> dict[str, Node]:
 
 def _shares(graph: Graph, node: Node, g: Node) -> tuple[Node | None, ...]:
     """The part of a node's gradient that goes to each argument."""
-    make, number = graph.make, graph.constant
-
-    def times(*factors: Node) -> Node:
-        result = factors[0]
-        for factor in factors[1:]:
-            result = make("mul", result, factor)
-        return result
-
-    a = node.args[0]
-    if node.kind in _SIMPLE:
-        return _SIMPLE[node.kind](graph, node, a, g)
-    if node.kind in ("mul", "div"):
-        b = node.args[1]
-        if node.kind == "mul":
-            return times(g, b), times(g, a)
-        return make("div", g, b), make("neg", make("div", times(g, node), b))
-    if node.kind in ("max", "min") and len(node.args) == 2:
-        return _of_larger(graph, node, g)
-    if node.kind == "where":
-        zero = number(0)
-        return None, make("where", node.args[0], g, zero), make("where", node.args[0], zero, g)
-    if node.kind == "mean":
-        return (make("div", g, graph.leaf("size", None)),)
-    if node.kind == "var":
-        scaled = make("div", times(g, number(2)), graph.leaf("size", None))
-        return (times(scaled, make("sub", a, make("mean", a))),)
-    if node.kind == "softmax":
-        return (times(node, make("sub", g, make("sum", times(g, node)))),)
-    if node.kind in ("rotate_half", "rotate_interleaved"):
-        return (make("neg", make(node.kind, g)),)
-    if node.kind in ("max", "min"):
-        raise NoDerivative(f"{node.kind} along rows: PyTorch shares the gradient among equal elements")
-    return tuple(None for _ in node.args)  # comparisons
+    kind = node.kind
+    rules: tuple[str | None, ...]
+    if kind in ("max", "min"):
+        if len(node.args) == 1:
+            raise NoDerivative(f"{kind} along rows: PyTorch shares the gradient among equal elements")
+        numbers = [a.number for a in node.args]
+        rules = _BOUNDS[kind][numbers[1]] if any(numbers) else _LARGER[kind]
+    elif kind in _SLOPES:
+        return (graph.make("mul", g, graph.make(_SLOPES[kind], node.args[0])),)
+    else:
+        rules = _RULES.get(kind, (None,) * len(node.args))  # comparisons have none
+    known = dict(zip("abc", node.args, strict=False))
+    known |= {"g": g, "y": node, "size": graph.leaf("size", None)}
+    return tuple(None if rule is None else derived(graph, rule, known) for rule in rules)
 
 
-def _of_larger(graph: Graph, node: Node, g: Node) -> tuple[Node, Node]:
-    """As torch.clamp where one side is a number, else as torch.maximum, which halves it where both are equal."""
-    make, zero = graph.make, graph.constant(0)
-    a, b = node.args
-    if a.number or b.number:
-        inside = "ge" if node.kind == "max" else "le"
-        tensor, bound = (b, a) if a.number else (a, b)
-        share = make("where", make(inside, tensor, bound), g, zero)
-        return share, share
-    above = "gt" if node.kind == "max" else "lt"
-    half = make("where", make("eq", a, b), make("mul", g, graph.constant(0.5)), zero)
-    return make("where", make(above, a, b), g, half), make("where", make(above, b, a), g, half)
-
-
-_Rule = Callable[[Graph, Node, Node, Node], "tuple[Node | None, ...]"]
-
-
-def _slope(kind: str) -> _Rule:
-    return lambda graph, node, a, g: (graph.make("mul", g, graph.make(kind, a)),)
-
-
-def _abs(graph: Graph, node: Node, a: Node, g: Node) -> tuple[Node]:
-    zero = graph.constant(0)
-    below = graph.make("where", graph.make("lt", a, zero), graph.make("neg", g), zero)
-    return (graph.make("where", graph.make("gt", a, zero), g, below),)
-
-
-def _bell(graph: Graph, node: Node, a: Node, g: Node) -> tuple[Node]:
-    power = graph.make("exp", graph.make("neg", graph.make("mul", a, a)))
-    return (graph.make("mul", graph.make("mul", g, power), graph.constant(2 / math.sqrt(math.pi))),)
-
-
-def _one_minus(graph: Graph, node: Node) -> Node:
-    return graph.make("sub", graph.constant(1), node)
-
-
-_SIMPLE: dict[str, _Rule] = {
-    "add": lambda graph, node, a, g: (g, g),
-    "sub": lambda graph, node, a, g: (g, graph.make("neg", g)),
-    "neg": lambda graph, node, a, g: (graph.make("neg", g),),
-    "sum": lambda graph, node, a, g: (g,),
-    "cast": lambda graph, node, a, g: (g,),
-    "exp": lambda graph, node, a, g: (graph.make("mul", g, node),),
-    "log": lambda graph, node, a, g: (graph.make("div", g, a),),
-    "sqrt": lambda graph, node, a, g: (graph.make("div", graph.make("mul", g, graph.constant(0.5)), node),),
-    "rsqrt": lambda graph, node, a, g: (
-        graph.make(
-            "mul",
-            graph.make("mul", g, graph.constant(-0.5)),
-            graph.make("mul", node, graph.make("mul", node, node)),
-        ),
-    ),
-    "tanh": lambda graph, node, a, g: (
-        graph.make("mul", g, _one_minus(graph, graph.make("mul", node, node))),
-    ),
-    "sigmoid": lambda graph, node, a, g: (
-        graph.make("mul", g, graph.make("mul", node, _one_minus(graph, node))),
-    ),
-    "relu": lambda graph, node, a, g: (
-        graph.make("where", graph.make("gt", a, graph.constant(0)), g, graph.constant(0)),
-    ),
-    "abs": _abs,
-    "erf": _bell,
-    "silu": _slope("silu_slope"),
-    "gelu": _slope("gelu_slope"),
-    "gelu_tanh": _slope("gelu_tanh_slope"),
+# What goes to each argument a, b, c of a function y, of its own gradient g: formulas, too.
+_RULES: dict[str, tuple[str | None, ...]] = {
+    "add": ("g", "g"),
+    "sub": ("g", "-g"),
+    "mul": ("g * b", "g * a"),
+    "div": ("g / b", "-(g * y / b)"),
+    "neg": ("-g",),
+    "where": (None, "where(a, g, 0)", "where(a, 0, g)"),
+    "cast": ("g",),
+    "exp": ("g * y",),
+    "log": ("g / a",),
+    "sqrt": ("g * 0.5 / y",),
+    "rsqrt": ("g * -0.5 * (y * (y * y))",),
+    "tanh": ("g * (1 - y * y)",),
+    "sigmoid": ("g * (y * (1 - y))",),
+    "erf": ("g * exp(-(a * a)) * 1.1283791670955126",),  # 2 / sqrt(pi)
+    "relu": ("where(a > 0, g, 0)",),
+    "abs": ("where(a > 0, g, where(a < 0, -g, 0))",),
+    "sum": ("g",),
+    "mean": ("g / size",),
+    "var": ("g * 2 / size * (a - mean(a))",),
+    "softmax": ("y * (g - sum(g * y))",),
+    "rotate_half": ("-rotate_half(g)",),
+    "rotate_interleaved": ("-rotate_interleaved(g)",),
+}
+_SLOPES = {kind: f"{kind}_slope" for kind in ("silu", "gelu", "gelu_tanh")}
+# Of two tensors as torch.maximum, which halves it where both are equal; of a tensor and a number as torch.clamp.
+_LARGER = {
+    "max": ("where(a > b, g, where(a == b, g * 0.5, 0))", "where(b > a, g, where(a == b, g * 0.5, 0))"),
+    "min": ("where(a < b, g, where(a == b, g * 0.5, 0))", "where(b < a, g, where(a == b, g * 0.5, 0))"),
+}
+_BOUNDS = {
+    "max": ((None, "where(b >= a, g, 0)"), ("where(a >= b, g, 0)", None)),
+    "min": ((None, "where(b <= a, g, 0)"), ("where(a <= b, g, 0)", None)),
 }

@@ -16,8 +16,8 @@ from tests.authoring.prototypes import PROTOTYPES, prototype, text
 from opsmith.authoring import project
 from opsmith.authoring.new import create
 from opsmith.authoring.project import Kernels
+from opsmith.authoring.project.checks import findings, standing_in
 from opsmith.authoring.project.compile import projects_kernels
-from opsmith.authoring.project.emulated import findings, standing_in
 from opsmith.cli import main
 from opsmith.kernels import triton
 from opsmith.kernels.compiler import find_compiler

@@ -11,6 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +25,11 @@ import torch
 
 from opsmith import backends
 from opsmith.call.binding import project as project_binding
-from opsmith.call.signature import Scalar, Signature, Sizes
+from opsmith.call.signature import Scalar, Signature
 from opsmith.kernels import build, compiler, isa, libraries, triton
 from opsmith.operator import Operator
 
-__all__ = ["Kernels", "cards_of", "kernels", "load"]
+__all__ = ["Kernels", "answer_of", "cards_of", "kernels", "kernels_of", "load"]
 
 _OWN = {"cpu": "*.cpp", "triton": "*.py", "cuda": "*.cu"}
 _RESERVED = ("std", "torch", "opsmith", "at", "c10", "aten")
@@ -103,31 +106,6 @@ class Kernels:
         self._answers: dict[str, bool | str] = {}
         self.stand_ins: dict[str, Callable[..., None]] = {}  # what answers for a back end: an emulation
 
-    @property
-    def inputs(self) -> Mapping[str, Sizes]:
-        """The input tensors and their sizes."""
-        return self.signature.inputs
-
-    @property
-    def outputs(self) -> Mapping[str, Sizes]:
-        """The output tensors and their sizes."""
-        return self.signature.outputs
-
-    @property
-    def attributes(self) -> Mapping[str, Scalar]:
-        """The attributes and their defaults."""
-        return self.signature.attributes
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """The inputs whose gradient `backward` writes."""
-        return self.signature.gradients
-
-    @property
-    def columns(self) -> tuple[tuple[torch.dtype, ...], ...]:
-        """The dtype combinations: inputs, then outputs."""
-        return self.signature.columns
-
     def source(self, backend: str) -> Path:
         """The file with the kernels of a back end: named like the operator, or the only one of its kind there."""
         folder = self.folder / "kernels" / backend
@@ -146,7 +124,8 @@ class Kernels:
         suffix = "_cuda" if backend == "cuda" else ""
         space = getattr(torch.ops, self.name)
         forward, backward = (
-            getattr(space, op + suffix).default if op == "forward" or self.gradients else None for op in _OPS
+            getattr(space, op + suffix).default if op == "forward" or self.signature.gradients else None
+            for op in _OPS
         )
         return forward, backward
 
@@ -294,6 +273,33 @@ def _imported(file: Path, name: str) -> ModuleType:
     return module
 
 
+def answer_of(module: str, *words: str, triton_interprets: bool = False) -> tuple[Any, str]:
+    """What a program of ours prints last, as JSON, or None; and what it said else.
+
+    It runs in a process of its own, where Triton is its interpreter or is not.
+    """
+    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    variables |= {"TRITON_INTERPRET": "1"} if triton_interprets else {}
+    variables.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does today, without its warning
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=variables,
+        cwd=sys.prefix,  # not a project's folder, whose operator.py would hide Python's own
+    )
+    try:
+        return json.loads(done.stdout.strip().splitlines()[-1]), done.stderr
+    except (ValueError, IndexError):
+        return None, done.stderr
+
+
 def cards_of(module: ModuleType) -> list[Operator]:
     """The cards that a project's module defines."""
     return [value for value in vars(module).values() if isinstance(value, Operator)]
+
+
+def kernels_of(module: ModuleType) -> list[Kernels]:
+    """The kernels that it declares."""
+    return [value for value in vars(module).values() if isinstance(value, Kernels)]

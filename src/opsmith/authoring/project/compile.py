@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from opsmith import backends
-from opsmith.authoring.project import Kernels, load
+from opsmith.authoring.project import Kernels, answer_of, kernels_of, load
 from opsmith.kernels.compiler import BuildError, Watch
 
 __all__ = ["compile_backend", "projects_kernels"]
@@ -24,7 +20,7 @@ def projects_kernels(folder: str | Path) -> list[Kernels]:
     Raises:
         ValueError: the folder is no project, or declares none.
     """
-    found = [value for value in vars(load(folder)).values() if isinstance(value, Kernels)]
+    found = kernels_of(load(folder))
     if not found:
         raise ValueError(
             f"{folder}: operator.py declares no kernels (project.kernels(...)), so there is nothing to build"
@@ -70,23 +66,10 @@ def _at_the_authors_line(error: BuildError, folder: Path) -> BuildError:
 
 def _triton(kernels: Kernels) -> str:
     """Compile the Triton kernels for GPUs, in a process of its own: the operators' calls become compilations there."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does today, without its warning
-    done = subprocess.run(
-        [sys.executable, "-m", "opsmith.authoring.project.triton_check", str(kernels.folder), kernels.name],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=sys.prefix,  # not a project's folder, whose operator.py would hide Python's own
-    )
-    try:
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        tail = "\n".join(done.stderr.strip().splitlines()[-6:])
-        raise BuildError(
-            f"opsmith: the Triton kernels of {kernels.name} were not compiled:\n{tail}", done.stderr
-        ) from None
+    found, said = answer_of("opsmith.authoring.project.triton_check", str(kernels.folder), kernels.name)
+    if found is None:
+        tail = "\n".join(said.strip().splitlines()[-6:])
+        raise BuildError(f"opsmith: the Triton kernels of {kernels.name} were not compiled:\n{tail}", said)
     if found["wrong"]:
         raise BuildError(f"opsmith: {found['wrong'][0]}", "\n".join(found["wrong"]))
     return f"{found['compiled']} variants of {found['kernels']} kernels compile for {', '.join(found['targets'])}"

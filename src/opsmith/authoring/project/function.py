@@ -7,17 +7,17 @@ between the two is the same for every operator, and stands here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from opsmith import backends
+from opsmith.authoring.project import Kernels
 from opsmith.call.arguments import short
-from opsmith.call.checks import check_outputs, sizes_of
-from opsmith.call.dispatch import compiling, needs_grad, recorded, small
+from opsmith.call.checks import sizes_of
+from opsmith.call.dispatch import compiling, small
 from opsmith.call.run import Call
-from opsmith.call.signature import Signature
 from opsmith.kernels import triton
 from opsmith.operator import (
     Cost,
@@ -33,25 +33,7 @@ from opsmith.operator import (
     register,
 )
 
-__all__ = ["Kernels", "card", "fit", "rotate_half", "rotate_interleaved"]
-
-
-class Kernels(Protocol):
-    """What this file asks of a project's kernels: `opsmith.authoring.project.Kernels`."""
-
-    name: str
-    signature: Signature
-
-    @property
-    def outputs(self) -> Mapping[str, tuple[int | str, ...]]: ...
-    @property
-    def attributes(self) -> Mapping[str, float | int | bool | None]: ...
-    @property
-    def columns(self) -> tuple[tuple[torch.dtype, ...], ...]: ...
-    def backends(self) -> tuple[str, ...]: ...
-    def offers(self, backend: str) -> bool | str: ...
-    def backend(self, device: torch.device) -> str | None: ...
-    def ops(self, backend: str) -> tuple[Any, Any]: ...
+__all__ = ["card", "fit", "rotate_half", "rotate_interleaved"]
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +57,7 @@ def rotate_interleaved(x: torch.Tensor) -> torch.Tensor:
 
 def fit(kernels: Kernels, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The inputs of a sample in the first combination of dtypes whose first input has this one."""
-    column = next((c for c in kernels.columns if c[0] == dtype), (dtype,) * len(tensors))
+    column = next((c for c in kernels.signature.columns if c[0] == dtype), (dtype,) * len(tensors))
     return tuple(
         t if t.dtype == torch.bool else t.to(d) for t, d in zip(tensors, column[: len(tensors)], strict=True)
     )
@@ -117,7 +99,7 @@ def card(
     parameters = inspect.signature(reference).parameters.values()
     out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
     function.__signature__ = inspect.Signature([*parameters, out])  # type: ignore[attr-defined]
-    floats = [c[0] for c in kernels.columns if c[0].is_floating_point and c[0] != torch.float64]
+    floats = [c[0] for c in kernels.signature.columns if c[0].is_floating_point and c[0] != torch.float64]
     return register(
         Operator(
             name=kernels.name,
@@ -132,7 +114,7 @@ def card(
             or (() if (own := as_pattern(kernels.name, reference, samples)) is None else (own,)),
             tolerance=tolerance or Tolerance(),
             dtypes=tuple(dict.fromkeys(floats)),
-            outputs=len(kernels.outputs),
+            outputs=len(kernels.signature.outputs),
             source=source,
         )
     )
@@ -150,46 +132,38 @@ class ProjectCall(Call):
         even: tuple[str, ...],
     ) -> None:
         super().__init__(kernels.signature, reference, inner, op=kernels.name)
-        self.kernels, self.reference, self.before, self.even = kernels, reference, before, even
-        parameters = inspect.signature(reference).parameters
-        self.defaults = {n: p.default for n, p in parameters.items()}
-        self.names = tuple(parameters)
-        self.count = len([n for n in parameters if n not in kernels.attributes])  # tensors, which come first
-        count = len(self.signature.tensors)
-        self.floating = tuple(any(c[i].is_floating_point for c in kernels.columns) for i in range(count))
+        self.kernels, self.before, self.even, self.columns = kernels, before, even, kernels.signature.columns
+        self.defaults = {n: p.default for n, p in inspect.signature(reference).parameters.items()}
+        self.names = tuple(self.defaults)
+        # Tensors come first.
+        self.count = len([n for n in self.names if n not in kernels.signature.attributes])
+        self.read = len(self.signature.tensors)  # by the kernels
+        self.floating = tuple(any(c[i].is_floating_point for c in self.columns) for i in range(self.read))
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        return self.traced(*self.taken_in(args, kwargs), out)
+
+    def taken_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What the kernels take of a call, in their order."""
         values = self.bind(args, kwargs)
-        tensors = self.alike(self.prepare(values[: self.count]))
-        given = (*tensors, *values[self.count :])
-        if self.before is None:
-            values[: self.count] = tensors
-        dtypes = self.dtypes(tensors)
+        return (*self.alike(self.prepare(values[: self.count])), *values[self.count :])
+
+    def check(self, values: Sequence[Any]) -> None:
+        tensors = values[: self.read]
+        self.dtypes(tensors)
         sizes_of(self.op, self.signature, tensors, self.even)
-        if dtypes is None:
-            result = self.reference(*values)
-            if out is not None:
-                results = result if isinstance(result, tuple) else (result,)
-                declared = zip(self.signature.results, results, strict=True)
-                made = [(one, t.shape, t.dtype) for one, t in declared]
-                check_outputs(self.op, out, made, tensors[0], dict(zip(self.names, values, strict=True)))
-            return self.store(result, out)
-        if out is not None:
-            self.check_out(given, out)
+
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        tensors = values[: self.read]
         backend = self.kernels.backend(tensors[0].device)
-        if backend is None or small(max(t.numel() for t in tensors)):
-            return self.store(self.reference(*values), out)
-        if needs_grad(*tensors):
+        if backend is None or small(max(t.numel() for t in tensors)) or not self.native_dtypes(tensors):
+            return None
+        if training and compiling():  # a graph is not differentiated inside a graph
             covered = self.signature.gradients
-            missing = [
-                one.name
-                for one, t in zip(self.signature.tensors, tensors, strict=True)
-                if t.requires_grad and one.name not in covered
-            ]
-            if missing and compiling():  # a graph is not differentiated inside a graph
-                return self.store(self.reference(*values), out)
-            return self.store(recorded(self.function, backend, *given), out)
-        return self.native(backend, given, out)
+            for one, t in zip(self.signature.tensors, tensors, strict=True):
+                if t.requires_grad and one.name not in covered:
+                    return None
+        return backend
 
     def kernel(self, backend: str) -> Callable[..., Any]:
         return self.kernels.ops(backend)[0]  # type: ignore[no-any-return]
@@ -198,9 +172,7 @@ class ProjectCall(Call):
         return self.kernels.ops(backend)[1]  # type: ignore[no-any-return]
 
     def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
-        dtypes = self.dtypes(values[: len(self.signature.tensors)])
-        assert dtypes is not None  # else the reference takes the call
-        return dtypes
+        return self.dtypes(values[: self.read])[self.read :]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The values of all parameters, in order."""
@@ -236,34 +208,42 @@ class ProjectCall(Call):
             return tensors
         if not torch.is_autocast_enabled(tensors[0].device.type):
             return tensors
-        if any(all(t.dtype is d for t, d in zip(tensors, c, strict=False)) for c in self.kernels.columns):
+        if any(self.matches(tensors, column) for column in self.columns):
             return tensors
         return tuple(t.to(first) if f else t for t, f in zip(tensors, self.floating, strict=True))
 
-    def dtypes(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.dtype, ...] | None:
-        """The dtypes of the outputs; None where the reference takes the call.
+    def matches(self, tensors: Sequence[torch.Tensor], column: Sequence[torch.dtype]) -> bool:
+        """Whether tensors come in a combination of dtypes."""
+        return all(t.dtype is d for t, d in zip(tensors, column, strict=False))
+
+    def dtypes(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.dtype, ...]:
+        """The dtypes of a call, inputs then outputs.
 
         Raises:
             TypeError: a combination that is neither one of the card's nor one dtype throughout.
         """
-        count = len(tensors)
-        for column in self.kernels.columns:
-            if all(t.dtype is d for t, d in zip(tensors, column[:count], strict=True)):
-                return column[count:] if all(d in _NATIVE for d in column) else None
+        for column in self.columns:
+            if self.matches(tensors, column):
+                return column
         floats = {t.dtype for t, floating in zip(tensors, self.floating, strict=True) if floating}
-        if len(floats) == 1 and next(iter(floats)).is_floating_point:
-            return None
+        if len(floats) == 1 and (one := floats.pop()).is_floating_point:
+            return (*(t.dtype for t in tensors), *(one for _ in self.signature.results))
         got = ", ".join(short(t.dtype) for t in tensors)
-        known = "; ".join(", ".join(short(d) for d in c[:count]) for c in self.kernels.columns)
+        known = "; ".join(", ".join(short(d) for d in c[: self.read]) for c in self.columns)
         raise TypeError(f"{self.op}: inputs must be of types {known}; got {got}; cast them first")
+
+    def native_dtypes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernels take these dtypes; else the reference does."""
+        dtypes = self.dtypes(tensors)
+        return dtypes in self.columns and all(d in _NATIVE for d in dtypes)
 
     def supports(self, backend: str, *args: Any, **kwargs: Any) -> Supports:
         """True where this back end can run a call, else the reason why not."""
         try:
-            tensors = self.prepare(self.bind(args, kwargs)[: self.count])
-            if self.dtypes(tensors) is None:
-                return f"the kernels take float32, bfloat16 and float16, not {short(tensors[0].dtype)}"
-            sizes_of(self.op, self.signature, tensors, self.even)
+            given = self.taken_in(args, kwargs)
+            self.check(given)
+            if not self.native_dtypes(given[: self.read]):
+                return f"the kernels take float32, bfloat16 and float16, not {short(given[0].dtype)}"
         except (TypeError, ValueError) as wrong:
             return str(wrong)
         return self.kernels.offers(backend)
@@ -273,10 +253,9 @@ class ProjectCall(Call):
 
         def on(backend: str, name: str, device: str) -> Implementation:
             def fn(*args: Any, out: Any = None, **kwargs: Any) -> Any:
-                values = self.bind(args, kwargs)
-                tensors = self.prepare(values[: self.count])
-                sizes_of(self.op, self.signature, tensors, self.even)
-                return self.native(backend, (*tensors, *values[self.count :]), out)
+                given = self.taken_in(args, kwargs)
+                self.check(given)
+                return self.native(backend, given, out)
 
             def supports(*args: Any, **kwargs: Any) -> Supports:
                 return self.supports(backend, *args, **kwargs)

@@ -61,8 +61,8 @@ def call(kernels: Kernels, cores: int = CORES) -> Callable[..., Emulation | None
     sizes = _imported(_folder(kernels) / "launch.py").sizes  # what the tiling takes of a call
 
     def run(*args: Any, **outputs: torch.Tensor) -> Emulation | None:
-        inputs = dict(zip(kernels.inputs, args, strict=False))
-        attributes = dict(zip(kernels.attributes, args[len(inputs) :], strict=True))
+        inputs = dict(zip(kernels.signature.inputs, args, strict=False))
+        attributes = dict(zip(kernels.signature.attributes, args[len(inputs) :], strict=True))
         if not all(t.numel() for t in (*inputs.values(), *outputs.values())):
             return None  # a board is not asked either
         numbers = sizes(**inputs, **outputs, **attributes)
@@ -80,13 +80,13 @@ def compile_all(kernels: Kernels, dtypes: Sequence[torch.dtype] = ()) -> str:
     columns = [c for c in kernels.signature.kernel_columns() if c[0] in (dtypes or c)]
     run = call(kernels)
     for column in columns:
-        symbols = {**kernels.inputs, **kernels.outputs}
+        symbols = {**kernels.signature.inputs, **kernels.signature.outputs}
         tensors = {
             name: torch.zeros([16 if isinstance(d, str) else d for d in sizes], dtype=dtype)
             for (name, sizes), dtype in zip(symbols.items(), column, strict=True)
         }
-        outputs = {name: tensors.pop(name) for name in kernels.outputs}
-        attributes = [1.0 if value is None else value for value in kernels.attributes.values()]
+        outputs = {name: tensors.pop(name) for name in kernels.signature.outputs}
+        attributes = [1.0 if value is None else value for value in kernels.signature.attributes.values()]
         try:
             run(*tensors.values(), *attributes, **outputs)
         except EmulationError:

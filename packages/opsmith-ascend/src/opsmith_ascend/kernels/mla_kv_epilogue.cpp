@@ -26,9 +26,8 @@ class MlaKvEpilogue {
     pipe->InitBuffer(latentQueue, opsmith::kBufferNum, kv * sizeof(L));
     pipe->InitBuffer(valueBuf, 2 * kv * sizeof(float));
     pipe->InitBuffer(laneBuf, n * opsmith::kLanes * sizeof(float));
-    pipe->InitBuffer(spreadBuf, numbers * opsmith::kDataBlockBytes);
+    pipe->InitBuffer(spreadBuf, numbers * opsmith::kDataBlock);
     pipe->InitBuffer(numberBuf, numbers * sizeof(float));
-    pipe->InitBuffer(workBuf, (t.kvPitch / 64 + 1 + 7) / 8 * 8 * sizeof(float));
     pipe->InitBuffer(slotBuf, n * sizeof(int64_t));
     pipe->InitBuffer(gammaBuf, t.kvPitch * sizeof(float));
     values = valueBuf.template Get<float>();
@@ -68,15 +67,14 @@ class MlaKvEpilogue {
  private:
   __aicore__ inline void CopyIn() {
     LocalTensor<T> a = aQueue.template AllocTensor<T>();
-    opsmith::CopyTileIn(a, aGlobal[token * t.stride], keys, t.stride);
+    opsmith::CopyIn(a, aGlobal[token * t.stride], keys, t.stride);
     if (t.rope)
-      opsmith::CopyTileIn(a[t.tokensPerTile * t.kvPitch], aGlobal[token * t.stride + t.kvLora], turned,
-                          t.stride);
+      opsmith::CopyIn(a[t.tokensPerTile * t.kvPitch], aGlobal[token * t.stride + t.kvLora], turned, t.stride);
     aQueue.EnQue(a);
     if (t.rope && t.turn) {
       LocalTensor<C> table = tableQueue.template AllocTensor<C>();
-      opsmith::CopyTileIn(table, cosGlobal[token * t.rope], turned, t.rope);
-      opsmith::CopyTileIn(table[t.tokensPerTile * t.ropePitch], sinGlobal[token * t.rope], turned, t.rope);
+      opsmith::CopyIn(table, cosGlobal[token * t.rope], turned, t.rope);
+      opsmith::CopyIn(table[t.tokensPerTile * t.ropePitch], sinGlobal[token * t.rope], turned, t.rope);
       tableQueue.EnQue(table);
     }
     // The scalar pipe needs the slots when it starts the copies out.
@@ -92,18 +90,18 @@ class MlaKvEpilogue {
     a = aQueue.template DeQue<T>();
     const LocalTensor<float> wide = opsmith::WidenTile(a, values, keys);
     const LocalTensor<float> spread = spreadBuf.template Get<float>(), gamma = gammaBuf.template Get<float>();
-    opsmith::RootMeanSquares(spread, numberBuf.template Get<float>(), wide, squares,
-                             laneBuf.template Get<float>(), workBuf.template Get<float>(), t.eps, keys);
-    opsmith::WithRowNumber<opsmith::Over>(values, wide, spread, keys);
+    opsmith::OverRootMeanSquares(values, wide, squares, numberBuf.template Get<float>(), spread,
+                                 laneBuf.template Get<float>(), t.eps, keys);
+    const opsmith::Operand all = opsmith::Whole(values, keys);
     LocalTensor<L> latent = latentQueue.template AllocTensor<L>();
     if constexpr (opsmith::kIsFloat<L>) {
-      opsmith::WithVector<opsmith::Times>(latent, values, gamma, keys);
+      opsmith::Apply<opsmith::Times>(latent, all, opsmith::Columns(gamma), keys);
     } else {
-      opsmith::WithVector<opsmith::Times>(values, values, gamma, keys);
+      opsmith::Apply<opsmith::Times>(values, all, opsmith::Columns(gamma), keys);
       const uint32_t count = keys.rows * t.kvPitch;
       if constexpr (sizeof(L) == 1) {
-        Duplicate(spread, step, keys.rows * opsmith::kFloatsInBlock);
-        opsmith::WithRowNumber<opsmith::Over>(values, values, spread, keys);
+        Duplicate(spread, step, keys.rows * opsmith::kBlock);
+        opsmith::Apply<opsmith::Over>(values, all, opsmith::Blocks(spread), keys);
         opsmith::ToInt8(latent, values, count);
       } else {
         Cast(latent, values, RoundMode::CAST_RINT, count);
@@ -181,8 +179,7 @@ class MlaKvEpilogue {
   GlobalTensor<L> latentGlobal;
   TQue<TPosition::VECIN, opsmith::kBufferNum> aQueue, tableQueue;
   TQue<TPosition::VECOUT, opsmith::kBufferNum> latentQueue, ropeQueue;
-  TBuf<TPosition::VECCALC> valueBuf, laneBuf, spreadBuf, numberBuf, workBuf, slotBuf, gammaBuf, turnBuf,
-      rotaryBuf;
+  TBuf<TPosition::VECCALC> valueBuf, laneBuf, spreadBuf, numberBuf, slotBuf, gammaBuf, turnBuf, rotaryBuf;
   LocalTensor<float> values, squares;
   LocalTensor<T> a;
   uint64_t token;

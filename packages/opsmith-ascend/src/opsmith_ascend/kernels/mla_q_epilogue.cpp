@@ -25,7 +25,7 @@ class MlaQEpilogue {
     pipe->InitBuffer(sumBuf, result * sizeof(float));
     if (!opsmith::kIsFloat<T>) pipe->InitBuffer(wideBuf, weight * sizeof(float));
     pipe->InitBuffer(qBuf, t.tokensPerTile * t.nopePitch * sizeof(float));
-    pipe->InitBuffer(spreadBuf, (t.nope + 7) / 8 * 8 * opsmith::kDataBlockBytes);
+    pipe->InitBuffer(spreadBuf, (t.nope + 7) / 8 * 8 * opsmith::kDataBlock);
     pipe->InitBuffer(productBuf, t.nope * opsmith::kLanes * sizeof(float));
     if (sizeof(L) == 1) pipe->InitBuffer(roundBuf, result * sizeof(T));
     // What lies behind the columns of a row is never a result, but whole tiles go over it.
@@ -65,8 +65,8 @@ class MlaQEpilogue {
   // All tokens through some columns of one head's weight.
   __aicore__ inline void Absorb() {
     LocalTensor<T> arriving = weightQueue.template AllocTensor<T>();
-    opsmith::CopyTileIn(arriving, weightGlobal[uint64_t(head) * t.nope * t.kvLora + column], weightTile,
-                        t.kvLora);
+    opsmith::CopyIn(arriving, weightGlobal[uint64_t(head) * t.nope * t.kvLora + column], weightTile,
+                    t.kvLora);
     weightQueue.EnQue(arriving);
     LocalTensor<T> weight = weightQueue.template DeQue<T>();
     LocalTensor<float> wide;
@@ -76,13 +76,13 @@ class MlaQEpilogue {
       wide = opsmith::WidenTile(weight, wideBuf.template Get<float>(), weightTile);
     }
     for (token = 0; token < t.tokens; token += t.tokensPerTile) {
-      tile = {uint32_t(opsmith::Min(t.tokensPerTile, t.tokens - token)), weightTile.columns, t.columnPitch};
+      tile = {uint32_t(opsmith::Min(t.tokensPerTile, t.tokens - token)), weightTile.size, t.columnPitch};
       const LocalTensor<float> q = Queries();
       for (uint32_t r = 0; r < tile.rows; ++r) Multiply(r, q[r * t.nopePitch], wide);
       Finish();
       LocalTensor<L> out = outQueue.template DeQue<L>();
-      opsmith::CopyTileOut(outGlobal[(token * t.heads + head) * t.outRow + column], out, tile,
-                           uint64_t(t.heads) * t.outRow);
+      opsmith::CopyOut(outGlobal[(token * t.heads + head) * t.outRow + column], out, tile,
+                       uint64_t(t.heads) * t.outRow);
       outQueue.FreeTensor(out);
     }
     weightQueue.FreeTensor(weight);
@@ -92,8 +92,8 @@ class MlaQEpilogue {
   __aicore__ inline LocalTensor<float> Queries() {
     const uint64_t stride = uint64_t(t.heads) * (t.nope + t.rope);
     LocalTensor<T> arriving = qQueue.template AllocTensor<T>();
-    opsmith::CopyRowsIn(arriving, qGlobal[token * stride + uint64_t(head) * (t.nope + t.rope)], tile.rows,
-                        t.nope, stride);
+    opsmith::CopyIn(arriving, qGlobal[token * stride + uint64_t(head) * (t.nope + t.rope)],
+                    {tile.rows, t.nope, t.nopePitch}, stride);
     qQueue.EnQue(arriving);
     LocalTensor<T> q = qQueue.template DeQue<T>();
     const LocalTensor<float> wide = qBuf.template Get<float>();
@@ -112,10 +112,10 @@ class MlaQEpilogue {
     const LocalTensor<float> spread = spreadBuf.template Get<float>(),
                              products = productBuf.template Get<float>();
     const LocalTensor<float> sums = sumBuf.template Get<float>();
-    opsmith::SpreadRows(spread, q, t.nope);
-    const uint32_t step = t.columnPitch / opsmith::kFloatsInBlock;
-    for (uint32_t c = 0; c < tile.columns; c += opsmith::kLanes) {
-      const uint64_t mask = opsmith::Min(opsmith::kLanes, tile.columns - c);
+    Brcb(spread, q, (t.nope + 7) / 8, BrcbRepeatParams(1, 8));
+    const uint32_t step = t.columnPitch / opsmith::kBlock;
+    for (uint32_t c = 0; c < tile.size; c += opsmith::kLanes) {
+      const uint64_t mask = opsmith::Min(opsmith::kLanes, tile.size - c);
       Mul(products, weight[c], spread, mask, t.nope, BinaryRepeatParams(1, 1, 0, 8, step, 1));
       for (uint32_t rows = t.nope; rows > 1; rows -= rows / 2)
         Add(products, products, products[(rows - rows / 2) * opsmith::kLanes], mask, rows / 2,
@@ -149,7 +149,7 @@ class MlaQEpilogue {
   __aicore__ inline void Turn(const opsmith::Tile& heads) {
     const uint64_t row = token * t.heads + head;
     LocalTensor<T> arriving = xQueue.template AllocTensor<T>();
-    opsmith::CopyTileIn(arriving, qGlobal[row * (t.nope + t.rope) + t.nope], heads, t.nope + t.rope);
+    opsmith::CopyIn(arriving, qGlobal[row * (t.nope + t.rope) + t.nope], heads, t.nope + t.rope);
     xQueue.EnQue(arriving);
     LocalTensor<C> table;
     LocalTensor<float> cos, sin;
@@ -158,8 +158,8 @@ class MlaQEpilogue {
     const opsmith::Tile one = {1, t.rope, t.ropePitch};
     if (t.turn) {
       table = tableQueue.template AllocTensor<C>();
-      opsmith::CopyTileIn(table, cosGlobal[token * t.rope], one, t.rope);
-      opsmith::CopyTileIn(table[t.ropePitch], sinGlobal[token * t.rope], one, t.rope);
+      opsmith::CopyIn(table, cosGlobal[token * t.rope], one, t.rope);
+      opsmith::CopyIn(table[t.ropePitch], sinGlobal[token * t.rope], one, t.rope);
       tableQueue.EnQue(table);
       table = tableQueue.template DeQue<C>();
       cos = opsmith::WidenTile(table, rows, one);
@@ -178,7 +178,7 @@ class MlaQEpilogue {
     if (t.turn) tableQueue.FreeTensor(table);
     ropeQueue.EnQue(y);
     LocalTensor<T> out = ropeQueue.template DeQue<T>();
-    opsmith::CopyTileOut(ropeGlobal[row * t.ropeRow], out, heads, t.ropeRow);
+    opsmith::CopyOut(ropeGlobal[row * t.ropeRow], out, heads, t.ropeRow);
     ropeQueue.FreeTensor(out);
   }
 

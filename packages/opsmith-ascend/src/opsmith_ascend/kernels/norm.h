@@ -34,14 +34,14 @@ class Norm {
       pipe->InitBuffer(vectorQueue, whole ? t.weight + t.bias : kBufferNum,
                        Padded<W>(t.columnsPerTile) * sizeof(W));
     pipe->InitBuffer(inside, (kIsFloat<T> ? 1 : 2) * length * sizeof(float));
-    pipe->InitBuffer(statistics, 8 * kStatBytes + 2 * kSpreadBytes + 1024);
+    pipe->InitBuffer(statistics, kNormStatistics + t.rowsPerTile * kLanes * sizeof(float));
     other = inside.template Get<float>();
     wide = other[kIsFloat<T> ? 0 : length];
-    const LocalTensor<float> s = statistics.template Get<float>();
-    mean = s, square = s[kMaxRows], tileMean = s[2 * kMaxRows], tileSquare = s[3 * kMaxRows];
-    delta = s[4 * kMaxRows], merged = s[5 * kMaxRows], ones = s[6 * kMaxRows];
-    spread = s[8 * kMaxRows], spreadMean = s[16 * kMaxRows], work = s[24 * kMaxRows];
-    AscendC::Duplicate(s, 1.0f, 8 * kMaxRows);
+    const Floats s = statistics.template Get<float>();
+    mean = s, square = s[kNormMaxRows], tileMean = s[2 * kNormMaxRows], tileSquare = s[3 * kNormMaxRows];
+    delta = s[4 * kNormMaxRows], merged = s[5 * kNormMaxRows], ones = s[6 * kNormMaxRows];
+    blocks = s[8 * kNormMaxRows], lanes = s[16 * kNormMaxRows];
+    AscendC::Duplicate(s, 1.0f, 8 * kNormMaxRows);
   }
 
   __aicore__ inline void Process() {
@@ -51,103 +51,80 @@ class Norm {
     if (whole) Fetch(0, t.columns);
     for (uint64_t i = first; i < last; ++i) {
       row = i * t.rowsPerTile;
-      if (whole) {
-        tile = {uint32_t(Min(t.rowsPerTile, t.rows - row)), t.columns, Padded<T>(t.columns)};
-        WholeRows();
-      } else {
-        LongRow();
-      }
+      Rows();
     }
     if (whole) Release();
   }
 
  private:
-  // Rows in local memory: the mean, the squares of what is left, the result.
-  __aicore__ inline void WholeRows() {
-    CopyIn(0);
-    const LocalTensor<float> v = Load(0, true);
-    if constexpr (kCenter) {
-      FoldRows<Sum>(mean, v, spread, work, tile);
-      AscendC::Muls(mean, mean, 1.0f / t.columns, Eights());
-      SpreadRows(spreadMean, mean, tile.rows);
-      WithRowNumber<Minus>(v, v, spreadMean, tile);
-    }
-    AscendC::Mul(other, v, v, tile.rows * tile.padded);
-    FoldRows<Sum>(square, other, spread, work, tile);
-    InverseRoot();
-    Finish(v, 0);
-  }
-
-  // A row longer than local memory: each piece has its mean and squares, and Chan's formula merges them (Welford's
-  // update, a piece at a time). The second pass reads the pieces again.
-  __aicore__ inline void LongRow() {
+  // Rows that fit local memory are one piece, which stays there. A longer row is read twice.
+  __aicore__ inline void Rows() {
     for (uint32_t c = 0; c < t.columns; c += t.columnsPerTile) {
-      Piece(c);
-      CopyIn(c);
-      const LocalTensor<float> v = Load(c, true);
-      const uint32_t n = tile.rows * tile.padded;
-      if constexpr (kCenter) {
-        FoldRows<Sum>(tileMean, v, spread, work, tile);
-        AscendC::Muls(tileMean, tileMean, 1.0f / tile.columns, 8);
-        SpreadRows(spreadMean, tileMean, 1);
-        WithRowNumber<Minus>(v, v, spreadMean, tile);
+      Arrive(c);
+      const Floats v = Load(c, true);
+      Gather(v, c);
+      if (whole) {
+        InverseRoot();
+        return Finish(v, c);
       }
-      AscendC::Mul(other, v, v, n);
       Drop();
-      FoldRows<Sum>(c ? tileSquare : square, other, spread, work, tile);
-      if (c) AscendC::Add(square, square, tileSquare, 8);
-      if constexpr (kCenter) {
-        const float before = c, now = tile.columns;
-        if (c) {
-          AscendC::Sub(delta, tileMean, mean, 8);
-          AscendC::Mul(merged, delta, delta, 8);
-          AscendC::Muls(merged, merged, before * now / (before + now), 8);
-          AscendC::Add(square, square, merged, 8);
-          AscendC::Muls(delta, delta, now / (before + now), 8);
-          AscendC::Add(mean, mean, delta, 8);
-        } else {
-          AscendC::Muls(mean, tileMean, 1.0f, 8);
-        }
-      }
     }
     InverseRoot();
-    if constexpr (kCenter) SpreadRows(spreadMean, mean, 1);
     for (uint32_t c = 0; c < t.columns; c += t.columnsPerTile) {
-      Piece(c);
-      CopyIn(c);
-      Fetch(c, tile.columns);
-      const LocalTensor<float> v = Load(c, false);
-      if constexpr (kCenter) WithRowNumber<Minus>(v, v, spreadMean, tile);
+      Arrive(c);
+      Fetch(c, tile.size);
+      const Floats v = Load(c, false);
+      if constexpr (kCenter) Apply<Minus>(v, Whole(v, tile), PerRow(mean, blocks, tile), tile);
       Finish(v, c);
       Release();
     }
   }
 
-  __aicore__ inline void Piece(uint32_t column) {
-    const uint32_t columns = Min(t.columnsPerTile, t.columns - column);
-    tile = {1, columns, Padded<T>(columns)};
+  // The mean of a piece, which is subtracted from it, and the squares of what is left; those of several pieces are merged
+  // by Chan's formula (Welford's update, a piece at a time).
+  __aicore__ inline void Gather(const Floats& v, uint32_t column) {
+    const uint32_t n = Eights();
+    const Floats center = column ? tileMean : mean, squares = column ? tileSquare : square;
+    if constexpr (kCenter) {
+      SumOfRows(center, v, lanes, tile);
+      AscendC::Muls(center, center, 1.0f / tile.size, n);
+      Apply<Minus>(v, Whole(v, tile), PerRow(center, blocks, tile), tile);
+    }
+    AscendC::Mul(other, v, v, tile.rows * tile.width);
+    SumOfRows(squares, other, lanes, tile);
+    if (column == 0) return;
+    AscendC::Add(square, square, tileSquare, n);
+    if constexpr (kCenter) {
+      const float before = column, now = tile.size;
+      AscendC::Sub(delta, tileMean, mean, n);
+      AscendC::Mul(merged, delta, delta, n);
+      AscendC::Muls(merged, merged, before * now / (before + now), n);
+      AscendC::Add(square, square, merged, n);
+      AscendC::Muls(delta, delta, now / (before + now), n);
+      AscendC::Add(mean, mean, delta, n);
+    }
   }
 
-  __aicore__ inline uint32_t Eights() const { return (tile.rows + 7) / 8 * 8; }
+  __aicore__ inline uint32_t Eights() const { return RoundedUp(tile.rows, kBlock); }
 
-  __aicore__ inline void CopyIn(uint32_t column) {
+  __aicore__ inline void Arrive(uint32_t column) {
+    tile = RowsOf<T>(Min(t.rowsPerTile, t.rows - row), Min(t.columnsPerTile, t.columns - column));
     const uint64_t at = row * t.columns + column;
-    LocalTensor<T> x = inQueue.template AllocTensor<T>();
-    CopyRowsIn(x, xGlobal[at], tile.rows, tile.columns, t.columns);
-    inQueue.EnQue(x);
-    if (t.residual) {
-      LocalTensor<T> r = inQueue.template AllocTensor<T>();
-      CopyRowsIn(r, residualGlobal[at], tile.rows, tile.columns, t.columns);
-      inQueue.EnQue(r);
-    }
+    CopyOne(xGlobal[at]);
+    if (t.residual) CopyOne(residualGlobal[at]);
+  }
+  __aicore__ inline void CopyOne(const GlobalTensor<T>& from) {
+    LocalTensor<T> to = inQueue.template AllocTensor<T>();
+    CopyIn(to, from, tile, t.columns);
+    inQueue.EnQue(to);
   }
 
   // x, or x + residual, in float32; `store` writes the sum out too. What float32 tensors hold is worked on where the
   // queue put it, until Drop().
-  __aicore__ inline LocalTensor<float> Load(uint32_t column, bool store) {
-    const uint32_t n = tile.rows * tile.padded;
+  __aicore__ inline Floats Load(uint32_t column, bool store) {
+    const uint32_t n = tile.rows * tile.width;
     held = inQueue.template DeQue<T>();
-    LocalTensor<float> v = Widen(held, wide, n);
+    Floats v = Widen(held, wide, n);
     if constexpr (!kIsFloat<T>) inQueue.FreeTensor(held);
     if (t.residual) {
       LocalTensor<T> r = inQueue.template DeQue<T>();
@@ -159,7 +136,7 @@ class Norm {
           AscendC::DataCopy(s, v, n);
         else
           AscendC::Cast(s, v, RoundMode::CAST_RINT, n);
-        CopyOut(summedGlobal, s, column);
+        Leave(summedGlobal, s, column);
       }
     }
     return v;
@@ -169,7 +146,7 @@ class Norm {
     if constexpr (kIsFloat<T>) inQueue.FreeTensor(held);
   }
 
-  // square = 1 / sqrt(square / columns + eps), spread over the rows' data blocks. By a root and a division: the
+  // square = 1 / sqrt(square / columns + eps). By a root and a division: the
   // instruction for both at once is less exact.
   __aicore__ inline void InverseRoot() {
     const uint32_t n = Eights();
@@ -177,15 +154,14 @@ class Norm {
     AscendC::Adds(square, square, t.eps, n);
     AscendC::Sqrt(square, square, n);
     AscendC::Div(square, ones, square, n);
-    SpreadRows(spread, square, tile.rows);
   }
 
-  __aicore__ inline void Finish(const LocalTensor<float>& v, uint32_t column) {
-    const uint32_t n = tile.rows * tile.padded;
+  __aicore__ inline void Finish(const Floats& v, uint32_t column) {
+    const uint32_t n = tile.rows * tile.width;
     LocalTensor<T> y = outQueue.template AllocTensor<T>();
-    LocalTensor<float> last = v;  // where the last operation writes
+    Floats last = v;  // where the last operation writes
     if constexpr (kIsFloat<T>) last = y;
-    WithRowNumber<Times>(t.weight + t.bias ? v : last, v, spread, tile);
+    Apply<Times>(t.weight + t.bias ? v : last, Whole(v, tile), PerRow(square, blocks, tile), tile);
     if constexpr (!kIsFloat<T>) {
       if (t.roundBeforeWeight && t.weight) {
         AscendC::Cast(y, v, RoundMode::CAST_RINT, n);
@@ -193,23 +169,23 @@ class Norm {
       }
     }
     if (t.weight) {
-      LocalTensor<float> w = Widen(weight, other, tile.columns);
+      Floats w = Widen(weight, other, tile.size);
       if (t.weightOffset != 0.0f) {
-        AscendC::Adds(other, w, t.weightOffset, tile.columns);
+        AscendC::Adds(other, w, t.weightOffset, tile.size);
         w = other;
       }
-      WithVector<Times>(t.bias ? v : last, v, w, tile);
+      Apply<Times>(t.bias ? v : last, Whole(v, tile), Columns(w), tile);
     }
-    if (t.bias) WithVector<Plus>(last, v, Widen(bias, other, tile.columns), tile);
+    if (t.bias) Apply<Plus>(last, Whole(v, tile), Columns(Widen(bias, other, tile.size)), tile);
     if constexpr (!kIsFloat<T>) AscendC::Cast(y, v, RoundMode::CAST_RINT, n);
     Drop();
-    CopyOut(yGlobal, y, column);
+    Leave(yGlobal, y, column);
   }
 
-  __aicore__ inline void CopyOut(const GlobalTensor<T>& to, const LocalTensor<T>& made, uint32_t column) {
+  __aicore__ inline void Leave(const GlobalTensor<T>& to, const LocalTensor<T>& made, uint32_t column) {
     outQueue.EnQue(made);
     LocalTensor<T> ready = outQueue.template DeQue<T>();
-    CopyRowsOut(to[row * t.columns + column], ready, tile.rows, tile.columns, t.columns);
+    CopyOut(to[row * t.columns + column], ready, tile, t.columns);
     outQueue.FreeTensor(ready);
   }
 
@@ -220,7 +196,7 @@ class Norm {
   }
   __aicore__ inline LocalTensor<W> FetchOne(const GlobalTensor<W>& from, uint32_t columns) {
     LocalTensor<W> v = vectorQueue.template AllocTensor<W>();
-    CopyRowsIn(v, from, 1, columns, columns);
+    CopyIn(v, from, Line(columns), columns);
     vectorQueue.EnQue(v);
     return vectorQueue.template DeQue<W>();
   }
@@ -235,8 +211,8 @@ class Norm {
   TQue<TPosition::VECIN, kBufferNum> inQueue, vectorQueue;
   TQue<TPosition::VECOUT, kBufferNum> outQueue;
   TBuf<TPosition::VECCALC> inside, statistics;
-  LocalTensor<float> wide, other, spread, spreadMean, work;
-  LocalTensor<float> mean, square, tileMean, tileSquare, delta, merged, ones;  // a number a row
+  Floats wide, other, blocks, lanes;
+  Floats mean, square, tileMean, tileSquare, delta, merged, ones;  // a number a row
   LocalTensor<T> held;
   LocalTensor<W> weight, bias;
   Tile tile;

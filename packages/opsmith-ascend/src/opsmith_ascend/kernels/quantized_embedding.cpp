@@ -1,6 +1,6 @@
 // y[i] = table[ids[i]] * scale[ids[i]]: rows of int8, by id, dequantized while they are gathered.
 #include "quantized_embedding_tiling.h"
-#include "row_tiles.h"
+#include "rows.h"
 
 using namespace AscendC;
 
@@ -16,11 +16,11 @@ class QuantizedEmbedding {
     yGlobal.SetGlobalBuffer((__gm__ T*)y);
     const uint32_t elements = t.tokensPerTile * t.pitch;
     pipe->InitBuffer(rowQueue, opsmith::kBufferNum, elements);
-    pipe->InitBuffer(scaleQueue, opsmith::kBufferNum, t.tokensPerTile * opsmith::kDataBlockBytes);
+    pipe->InitBuffer(scaleQueue, opsmith::kBufferNum, t.tokensPerTile * opsmith::kDataBlock);
     pipe->InitBuffer(yQueue, opsmith::kBufferNum, elements * sizeof(T));
     pipe->InitBuffer(wideBuf, elements * sizeof(float));
     pipe->InitBuffer(halfBuf, elements * sizeof(half));
-    pipe->InitBuffer(spreadBuf, (t.tokensPerTile + 7) * opsmith::kDataBlockBytes);
+    pipe->InitBuffer(spreadBuf, (t.tokensPerTile + 7) * opsmith::kDataBlock);
     pipe->InitBuffer(idBuf, t.tokensPerTile * sizeof(int64_t));
   }
 
@@ -50,14 +50,14 @@ class QuantizedEmbedding {
     WaitFlag<HardEvent::MTE2_S>(event);
     LocalTensor<int8_t> rows = rowQueue.template AllocTensor<int8_t>();
     LocalTensor<float> scales = scaleQueue.template AllocTensor<float>();
-    const DataCopyExtParams row(1, tile.columns, 0, 0, 0), number(1, sizeof(float), 0, 0, 0);
-    const uint32_t behind = opsmith::Padded<int8_t>(tile.columns) - tile.columns;
+    const DataCopyExtParams row(1, tile.size, 0, 0, 0), number(1, sizeof(float), 0, 0, 0);
+    const uint32_t behind = opsmith::Padded<int8_t>(tile.size) - tile.size;
     const DataCopyPadExtParams<int8_t> zeros(true, 0, behind, int8_t(0));
-    const DataCopyPadExtParams<float> padded(true, 0, opsmith::kFloatsInBlock - 1, 0.0f);
+    const DataCopyPadExtParams<float> padded(true, 0, opsmith::kBlock - 1, 0.0f);
     for (uint32_t r = 0; r < tile.rows; ++r) {
       const uint64_t id = uint64_t(ids.GetValue(r));
       DataCopyPad(rows[r * t.pitch], tableGlobal[id * t.stride + column], row, zeros);
-      DataCopyPad(scales[r * opsmith::kFloatsInBlock], scaleGlobal[id * t.scaleStride], number, padded);
+      DataCopyPad(scales[r * opsmith::kBlock], scaleGlobal[id * t.scaleStride], number, padded);
     }
     rowQueue.EnQue(rows);
     scaleQueue.EnQue(scales);
@@ -70,12 +70,12 @@ class QuantizedEmbedding {
     // Each scale is the first of 8 numbers, which become 8 data blocks: the first is it eight times, the others of
     // zeros, which the next scale overwrites.
     for (uint32_t r = 0; r < tile.rows; ++r)
-      opsmith::SpreadRows(spread[r * opsmith::kFloatsInBlock], scales[r * opsmith::kFloatsInBlock], 1);
+      Brcb(spread[r * opsmith::kBlock], scales[r * opsmith::kBlock], 1, BrcbRepeatParams(1, 8));
     scaleQueue.FreeTensor(scales);
     LocalTensor<int8_t> rows = rowQueue.template DeQue<int8_t>();
     // At the end of rows in pieces, tiles have fewer columns and gaps behind them, which hold nothing.
-    const bool whole = opsmith::Padded<int8_t>(tile.columns) == t.pitch;
-    const uint32_t parts = whole ? 1 : tile.rows, count = whole ? tile.rows * t.pitch : tile.columns;
+    const bool whole = opsmith::Padded<int8_t>(tile.size) == t.pitch;
+    const uint32_t parts = whole ? 1 : tile.rows, count = whole ? tile.rows * t.pitch : tile.size;
     for (uint32_t r = 0; r < parts; ++r) {
       Cast(narrow[r * t.pitch], rows[r * t.pitch], RoundMode::CAST_NONE, count);
       Cast(wide[r * t.pitch], narrow[r * t.pitch], RoundMode::CAST_NONE, count);
@@ -83,9 +83,9 @@ class QuantizedEmbedding {
     rowQueue.FreeTensor(rows);
     LocalTensor<T> y = yQueue.template AllocTensor<T>();
     if constexpr (opsmith::kIsFloat<T>) {
-      opsmith::WithRowNumber<opsmith::Times>(y, wide, spread, tile);
+      opsmith::Apply<opsmith::Times>(y, opsmith::Whole(wide, tile), opsmith::Blocks(spread), tile);
     } else {
-      opsmith::WithRowNumber<opsmith::Times>(wide, wide, spread, tile);
+      opsmith::Apply<opsmith::Times>(wide, opsmith::Whole(wide, tile), opsmith::Blocks(spread), tile);
       for (uint32_t r = 0; r < parts; ++r)
         Cast(y[r * t.pitch], wide[r * t.pitch], RoundMode::CAST_RINT, count);
     }
@@ -94,7 +94,7 @@ class QuantizedEmbedding {
 
   __aicore__ inline void CopyOut() {
     LocalTensor<T> y = yQueue.template DeQue<T>();
-    opsmith::CopyTileOut(yGlobal[token * t.columns + column], y, tile, t.columns);
+    opsmith::CopyOut(yGlobal[token * t.columns + column], y, tile, t.columns);
     yQueue.FreeTensor(y);
   }
 

@@ -1,6 +1,6 @@
 // q = int8(y / scale + offset) of y = x / sqrt(mean(x^2) + eps) * weight + bias, with a scale for all rows or one of each.
 #include "rms_norm_quant_tiling.h"
-#include "row_tiles.h"
+#include "rows.h"
 
 using namespace AscendC;
 
@@ -22,9 +22,8 @@ class RmsNormQuant {
     pipe->InitBuffer(valueBuf, elements * sizeof(float));
     pipe->InitBuffer(spareBuf, elements * sizeof(float));
     pipe->InitBuffer(laneBuf, t.rowsPerTile * opsmith::kLanes * sizeof(float));
-    pipe->InitBuffer(spreadBuf, numbers * opsmith::kFloatsInBlock * sizeof(float));
+    pipe->InitBuffer(spreadBuf, numbers * opsmith::kBlock * sizeof(float));
     pipe->InitBuffer(numberBuf, 2 * numbers * sizeof(float));
-    pipe->InitBuffer(workBuf, (t.pitch / 64 + 1 + 7) / 8 * 8 * sizeof(float));
     values = valueBuf.template Get<float>();
     spare = spareBuf.template Get<float>();
     sums = numberBuf.template Get<float>();
@@ -68,7 +67,7 @@ class RmsNormQuant {
  private:
   __aicore__ inline void CopyIn() {
     LocalTensor<T> x = xQueue.template AllocTensor<T>();
-    opsmith::CopyTileIn(x, xGlobal[row * t.stride], tile, t.stride);
+    opsmith::CopyIn(x, xGlobal[row * t.stride], tile, t.stride);
     xQueue.EnQue(x);
   }
 
@@ -76,31 +75,31 @@ class RmsNormQuant {
     LocalTensor<T> x = xQueue.template DeQue<T>();
     const LocalTensor<float> wide = opsmith::WidenTile(x, values, tile);
     const LocalTensor<float> spread = spreadBuf.template Get<float>();
-    const LocalTensor<float> lanes = laneBuf.template Get<float>(), work = workBuf.template Get<float>();
+    const LocalTensor<float> lanes = laneBuf.template Get<float>();
     const uint32_t count = tile.rows * t.pitch;
+    const opsmith::Operand all = opsmith::Whole(values, tile);
     if (t.normalize) {
-      opsmith::RootMeanSquares(spread, sums, wide, spare, lanes, work, t.eps, tile);
-      opsmith::WithRowNumber<opsmith::Over>(values, wide, spread, tile);
-      opsmith::WithVector<opsmith::Times>(values, values, weightBuf.template Get<float>(), tile);
-      if (t.bias) opsmith::WithVector<opsmith::Plus>(values, values, biasBuf.template Get<float>(), tile);
+      opsmith::OverRootMeanSquares(values, wide, spare, sums, spread, lanes, t.eps, tile);
+      opsmith::Apply<opsmith::Times>(values, all, opsmith::Columns(weightBuf.template Get<float>()), tile);
+      if (t.bias)
+        opsmith::Apply<opsmith::Plus>(values, all, opsmith::Columns(biasBuf.template Get<float>()), tile);
     } else if constexpr (opsmith::kIsFloat<T>) {
-      Duplicate(spread, 1.0f, tile.rows * opsmith::kFloatsInBlock);
-      opsmith::WithRowNumber<opsmith::Times>(values, wide, spread, tile);
+      Duplicate(spread, 1.0f, tile.rows * opsmith::kBlock);
+      opsmith::Apply<opsmith::Times>(values, opsmith::Whole(wide, tile), opsmith::Blocks(spread), tile);
     }
     xQueue.FreeTensor(x);
     if (t.fixed) {
-      Duplicate(spread, step, tile.rows * opsmith::kFloatsInBlock);
-      opsmith::WithRowNumber<opsmith::Over>(values, values, spread, tile);
+      Duplicate(spread, step, tile.rows * opsmith::kBlock);
+      opsmith::Apply<opsmith::Over>(values, all, opsmith::Blocks(spread), tile);
       Adds(values, values, shift, count);
     } else {
       LocalTensor<float> s = sQueue.template AllocTensor<float>();
       Abs(spare, values, count);
-      opsmith::FoldLanes<opsmith::Largest>(largest, spare, lanes, work, tile);
+      opsmith::MaxOfRows(largest, spare, lanes, tile);
       Duplicate(sums, 127.0f, tile.rows);
       Div(s, largest, sums, tile.rows);
       Maxs(largest, s, 1.17549435e-38f, tile.rows);  // a row of zeros is divided by this, and stays one
-      opsmith::SpreadRows(spread, largest, tile.rows);
-      opsmith::WithRowNumber<opsmith::Over>(values, values, spread, tile);
+      opsmith::Apply<opsmith::Over>(values, all, opsmith::PerRow(largest, spread, tile), tile);
       sQueue.EnQue(s);
     }
     LocalTensor<int8_t> q = qQueue.template AllocTensor<int8_t>();
@@ -110,11 +109,11 @@ class RmsNormQuant {
 
   __aicore__ inline void CopyOut() {
     LocalTensor<int8_t> q = qQueue.template DeQue<int8_t>();
-    opsmith::CopyTileOut(qGlobal[row * t.columns], q, tile, t.columns);
+    opsmith::CopyOut(qGlobal[row * t.columns], q, tile, t.columns);
     qQueue.FreeTensor(q);
     if (t.fixed) return;
     LocalTensor<float> s = sQueue.template DeQue<float>();
-    DataCopyPad(sGlobal[row], s, DataCopyExtParams(1, tile.rows * sizeof(float), 0, 0, 0));
+    opsmith::CopyOut(sGlobal[row], s, opsmith::Line(tile.rows), tile.rows);
     sQueue.FreeTensor(s);
   }
 
@@ -125,7 +124,7 @@ class RmsNormQuant {
   GlobalTensor<float> sGlobal;
   TQue<TPosition::VECIN, opsmith::kBufferNum> xQueue;
   TQue<TPosition::VECOUT, opsmith::kBufferNum> qQueue, sQueue;
-  TBuf<TPosition::VECCALC> valueBuf, spareBuf, laneBuf, spreadBuf, numberBuf, workBuf, weightBuf, biasBuf;
+  TBuf<TPosition::VECCALC> valueBuf, spareBuf, laneBuf, spreadBuf, numberBuf, weightBuf, biasBuf;
   LocalTensor<float> values, spare, sums, largest;
   uint64_t row;
   float step = 1.0f, shift = 0.0f;

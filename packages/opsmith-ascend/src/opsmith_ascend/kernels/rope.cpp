@@ -3,8 +3,8 @@
 // A unit of work is some tokens, whose rows of the tables are read once, and a group of heads that use them. The two
 // numbers of a pair are in the halves of a head, which vectors take as they are; or they are neighbors, and then a
 // gather swaps them: y = x cos + swapped(x) (-sin, +sin).
-#include "common.h"
 #include "rope_tiling.h"
+#include "rows.h"
 
 using namespace AscendC;
 using opsmith::Padded;
@@ -130,12 +130,12 @@ class Rope {
       if (t.positions) {
         for (uint32_t r = 0; r < tokens; ++r) {
           const uint64_t row = positionGlobal.GetValue(batch * t.positionStride + token + r);
-          opsmith::CopyRowsIn(plane[r * tableStep], table[row * t.tableWidth + part * half_], 1, columns,
-                              columns);
+          opsmith::CopyIn(plane[r * tableStep], table[row * t.tableWidth + part * half_],
+                          opsmith::RowsOf<C>(1, columns), columns);
         }
       } else {
         const uint64_t at = batch * t.tableStride + token * t.tableWidth + part * half_;
-        opsmith::CopyRowsIn(plane, table[at], tokens, columns, t.tableWidth);
+        opsmith::CopyIn(plane, table[at], opsmith::RowsOf<C>(tokens, columns), t.tableWidth);
       }
     }
     tableQueue.EnQue(to);
@@ -181,22 +181,22 @@ class Rope {
 
   __aicore__ inline void Copy(const LocalTensor<T>& to, uint32_t rotated, uint64_t at, uint64_t stride) {
     if (t.interleaved || together) {
-      opsmith::CopyRowsIn(to, xGlobal[at], rows, t.dims, stride);
+      opsmith::CopyIn(to, xGlobal[at], opsmith::RowsOf<T>(rows, t.dims), stride);
     } else {
-      opsmith::CopyRowsIn(to, xGlobal[at], rows, half_, stride);
-      opsmith::CopyRowsIn(to[rows * step], xGlobal[at + half_], rows, half_, stride);
+      opsmith::CopyIn(to, xGlobal[at], opsmith::RowsOf<T>(rows, half_), stride);
+      opsmith::CopyIn(to[rows * step], xGlobal[at + half_], opsmith::RowsOf<T>(rows, half_), stride);
     }
-    if (rest) opsmith::CopyRowsIn(to[rotated], xGlobal[at + t.dims], rows, rest, stride);
+    if (rest) opsmith::CopyIn(to[rotated], xGlobal[at + t.dims], opsmith::RowsOf<T>(rows, rest), stride);
   }
 
   __aicore__ inline void Store(const LocalTensor<T>& from, uint32_t rotated, uint64_t at, uint64_t stride) {
     if (t.interleaved || together) {
-      opsmith::CopyRowsOut(yGlobal[at], from, rows, t.dims, stride);
+      opsmith::CopyOut(yGlobal[at], from, opsmith::RowsOf<T>(rows, t.dims), stride);
     } else {
-      opsmith::CopyRowsOut(yGlobal[at], from, rows, half_, stride);
-      opsmith::CopyRowsOut(yGlobal[at + half_], from[rows * step], rows, half_, stride);
+      opsmith::CopyOut(yGlobal[at], from, opsmith::RowsOf<T>(rows, half_), stride);
+      opsmith::CopyOut(yGlobal[at + half_], from[rows * step], opsmith::RowsOf<T>(rows, half_), stride);
     }
-    if (rest) opsmith::CopyRowsOut(yGlobal[at + t.dims], from[rotated], rows, rest, stride);
+    if (rest) opsmith::CopyOut(yGlobal[at + t.dims], from[rotated], opsmith::RowsOf<T>(rows, rest), stride);
   }
 
   // One repeat a row, in vectors of 64: the rows of the tables step along, or stay where heads share one.

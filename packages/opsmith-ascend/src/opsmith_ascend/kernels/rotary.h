@@ -2,7 +2,7 @@
 // one of its pair, with a minus for the first of them.
 #pragma once
 
-#include "row_tiles.h"
+#include "rows.h"
 
 namespace opsmith {
 
@@ -15,8 +15,8 @@ class Rotary {
     return (2 * rows + 1) * pitch * 4;
   }
 
-  __aicore__ inline void Init(const LocalTensor<float>& memory, uint32_t rows, uint32_t width, uint32_t pitch,
-                              bool turn, bool neighbors) {
+  __aicore__ inline void Init(const Floats& memory, uint32_t rows, uint32_t width, uint32_t pitch, bool turn,
+                              bool neighbors) {
     turns = turn;
     interleaved = neighbors;
     signs = memory;
@@ -66,48 +66,32 @@ class Rotary {
 
   // y = x, turned where there is a table. `cos` and `sin` have a row each, or, with `shared`, one for all rows;
   // `swapped`, `c` and `s` have room for a tile each.
-  __aicore__ inline void Turn(const LocalTensor<float>& y, const LocalTensor<float>& x,
-                              const LocalTensor<float>& cos, const LocalTensor<float>& sin, bool shared,
-                              const LocalTensor<float>& swapped, const LocalTensor<float>& c,
-                              const LocalTensor<float>& s, const Tile& t) const {
+  __aicore__ inline void Turn(const Floats& y, const Floats& x, const Floats& cos, const Floats& sin,
+                              bool shared, const Floats& swapped, const Floats& c, const Floats& s,
+                              const Tile& t) const {
     if (!turns) {  // the signs are ones then
-      WithVector<Times>(y, x, signs, t);
+      Apply<Times>(y, Whole(x, t), Columns(signs), t);
       return;
     }
     const LocalTensor<uint32_t> from = partners.ReinterpretCast<uint32_t>();
-    AscendC::Gather(swapped, x, from, 0, t.rows * t.padded);
-    WithVector<Times>(swapped, swapped, signs, t);
-    LocalTensor<float> cosines = cos, sines = sin;
+    AscendC::Gather(swapped, x, from, 0, t.rows * t.width);
+    Apply<Times>(swapped, Whole(swapped, t), Columns(signs), t);
+    Floats cosines = cos, sines = sin;
     if (interleaved) {
       const LocalTensor<uint32_t> place = places.ReinterpretCast<uint32_t>();
-      AscendC::Gather(c, cos, place, 0, shared ? t.padded : t.rows * t.padded);
-      AscendC::Gather(s, sin, place, 0, shared ? t.padded : t.rows * t.padded);
+      AscendC::Gather(c, cos, place, 0, shared ? t.width : t.rows * t.width);
+      AscendC::Gather(s, sin, place, 0, shared ? t.width : t.rows * t.width);
       cosines = c, sines = s;
     }
-    if (shared) {
-      WithVector<Times>(swapped, swapped, sines, t);
-      WithVector<Times>(y, x, cosines, t);
-    } else {
-      WithTile<Times>(swapped, swapped, sines, t);
-      WithTile<Times>(y, x, cosines, t);
-    }
-    WithTile<Plus>(y, y, swapped, t);
+    Apply<Times>(swapped, Whole(swapped, t), shared ? Columns(sines) : Whole(sines, t), t);
+    Apply<Times>(y, Whole(x, t), shared ? Columns(cosines) : Whole(cosines, t), t);
+    Apply<Plus>(y, Whole(y, t), Whole(swapped, t), t);
   }
 
  private:
   bool turns = false, interleaved = false;
-  LocalTensor<float> signs;
+  Floats signs;
   LocalTensor<int32_t> partners, places;  // byte offsets into a tile
 };
-
-// float32 into the type of a result, rounded once; where that is float32, it is there already.
-template <typename T>
-__aicore__ inline void NarrowTile(const LocalTensor<T>& to, const LocalTensor<float>& from, const Tile& t) {
-  const AscendC::UnaryRepeatParams step(1, 1, t.padded * sizeof(T) / kDataBlockBytes,
-                                        t.padded / kFloatsInBlock);
-  if constexpr (!kIsFloat<T>)
-    for (uint32_t c = 0; c < t.columns; c += kLanes)
-      AscendC::Cast(to[c], from[c], RoundMode::CAST_RINT, uint64_t(Min(kLanes, t.columns - c)), t.rows, step);
-}
 
 }  // namespace opsmith

@@ -1,5 +1,5 @@
 // y = gate * sigmoid(gate) * up: one pass, every element read once and written once.
-#include "common.h"
+#include "rows.h"
 #include "silu_mul_tiling.h"
 
 using namespace AscendC;
@@ -24,25 +24,25 @@ class SiluMul {
     const uint64_t across = opsmith::CeilDiv(t.columns, t.columnsPerTile);
     const uint64_t tiles = opsmith::CeilDiv(t.rows, t.rowsPerTile) * across;
     const uint64_t first = tiles * GetBlockIdx() / t.blocks, last = tiles * (GetBlockIdx() + 1) / t.blocks;
-    for (uint64_t tile = first; tile < last; ++tile) {
-      row = tile / across * t.rowsPerTile;
-      column = tile % across * t.columnsPerTile;
-      rows = opsmith::Min(t.rowsPerTile, t.rows - row);
-      columns = opsmith::Min(t.columnsPerTile, t.columns - column);
-      CopyIn();
-      Compute(rows * opsmith::Padded<T>(columns));
+    for (uint64_t i = first; i < last; ++i) {
+      row = i / across * t.rowsPerTile;
+      column = i % across * t.columnsPerTile;
+      tile = opsmith::RowsOf<T>(opsmith::Min(t.rowsPerTile, t.rows - row),
+                                opsmith::Min(t.columnsPerTile, t.columns - column));
+      CopyIn(gateQueue, gateGlobal);
+      CopyIn(upQueue, upGlobal);
+      Compute(tile.rows * tile.width);
       CopyOut();
     }
   }
 
  private:
-  __aicore__ inline void CopyIn() {
-    LocalTensor<T> gate = gateQueue.template AllocTensor<T>();
-    opsmith::CopyRowsIn(gate, gateGlobal[row * t.stride + column], rows, columns, t.stride);
-    gateQueue.EnQue(gate);
-    LocalTensor<T> up = upQueue.template AllocTensor<T>();
-    opsmith::CopyRowsIn(up, upGlobal[row * t.stride + column], rows, columns, t.stride);
-    upQueue.EnQue(up);
+  using Queue = TQue<TPosition::VECIN, opsmith::kBufferNum>;
+
+  __aicore__ inline void CopyIn(Queue& queue, const GlobalTensor<T>& from) {
+    LocalTensor<T> to = queue.template AllocTensor<T>();
+    opsmith::CopyIn(to, from[row * t.stride + column], tile, t.stride);
+    queue.EnQue(to);
   }
 
   __aicore__ inline void Compute(uint32_t count) {
@@ -74,17 +74,18 @@ class SiluMul {
 
   __aicore__ inline void CopyOut() {
     LocalTensor<T> y = yQueue.template DeQue<T>();
-    opsmith::CopyRowsOut(yGlobal[row * t.columns + column], y, rows, columns, t.columns);
+    opsmith::CopyOut(yGlobal[row * t.columns + column], y, tile, t.columns);
     yQueue.FreeTensor(y);
   }
 
   SiluMulTilingData t;
   GlobalTensor<T> gateGlobal, upGlobal, yGlobal;
-  TQue<TPosition::VECIN, opsmith::kBufferNum> gateQueue, upQueue;
+  Queue gateQueue, upQueue;
   TQue<TPosition::VECOUT, opsmith::kBufferNum> yQueue;
   TBuf<TPosition::VECCALC> wide;
+  opsmith::Tile tile;
   uint64_t row, column;
-  uint32_t rows, columns, length;
+  uint32_t length;
 };
 
 extern "C" __global__ __aicore__ void silu_mul(GM_ADDR gate, GM_ADDR up, GM_ADDR y, GM_ADDR workspace,

@@ -10,7 +10,6 @@ namespace opsmith {
 
 using namespace AscendC;
 
-constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLowest = -3.4e38f;  // stands for the maximum of a row in which everything is masked
 
 template <typename T>
@@ -25,7 +24,7 @@ class Softmax {
     const uint32_t padded = Padded<T>(t.columnsPerTile), length = t.rowsPerTile * padded;
     pipe->InitBuffer(inQueue, t.mask ? 2 * kBufferNum : kBufferNum, length * sizeof(T));
     pipe->InitBuffer(outQueue, kBufferNum, length * sizeof(T));
-    pipe->InitBuffer(statistics, 8 * kStatBytes + kSpreadBytes + 1024);
+    pipe->InitBuffer(statistics, kSoftmaxStatistics + t.rowsPerTile * kLanes * sizeof(float));
     if constexpr (!kIsFloat<T>) {
       pipe->InitBuffer(inside, (t.mask ? 2 : 1) * length * sizeof(float));
       wide = inside.template Get<float>();
@@ -37,10 +36,10 @@ class Softmax {
       seen = place[padded];
       CreateVecIndex(place, 0.0f, padded);
     }
-    const LocalTensor<float> s = statistics.template Get<float>();
-    largest = s, sum = s[kMaxRows], next = s[2 * kMaxRows], part = s[3 * kMaxRows], ones = s[4 * kMaxRows];
-    spread = s[8 * kMaxRows], work = s[16 * kMaxRows];
-    Duplicate(s, 1.0f, 8 * kMaxRows);
+    const Floats s = statistics.template Get<float>();
+    largest = s, sum = s[kSoftmaxMaxRows], next = s[2 * kSoftmaxMaxRows], part = s[3 * kSoftmaxMaxRows];
+    ones = s[4 * kSoftmaxMaxRows], blocks = s[8 * kSoftmaxMaxRows], lanes = s[16 * kSoftmaxMaxRows];
+    Duplicate(s, 1.0f, 8 * kSoftmaxMaxRows);
   }
 
   __aicore__ inline void Process() {
@@ -48,77 +47,64 @@ class Softmax {
     const uint64_t first = tiles * GetBlockIdx() / t.blocks, last = tiles * (GetBlockIdx() + 1) / t.blocks;
     for (uint64_t i = first; i < last; ++i) {
       row = i * t.rowsPerTile;
-      if (t.columnsPerTile == t.columns) {
-        tile = {uint32_t(Min(t.rowsPerTile, t.rows - row)), t.columns, Padded<T>(t.columns)};
-        WholeRows();
-      } else {
-        LongRow();
-      }
+      Rows();
     }
   }
 
  private:
-  __aicore__ inline void WholeRows() {
-    CopyIn(0);
-    const LocalTensor<float> v = Load(0);
-    if (!t.fast) {
-      FoldRows<Largest>(largest, v, spread, work, tile);
-      Maxs(largest, largest, kLowest, Eights());
-      SpreadRows(spread, largest, tile.rows);
-      WithRowNumber<Minus>(v, v, spread, tile);
-    }
-    Exp(v, v, tile.rows * tile.padded);
-    FoldRows<Sum>(sum, v, spread, work, tile);
-    Inverse();
-    Finish(v, 0);
-  }
-
-  __aicore__ inline void LongRow() {
-    Duplicate(largest, t.fast ? 0.0f : kLowest, 8);
-    Duplicate(sum, 0.0f, 8);
+  // Rows that fit local memory are one piece, which stays there. A longer row is read twice.
+  __aicore__ inline void Rows() {
     for (uint32_t c = 0; c < t.columns; c += t.columnsPerTile) {
-      Piece(c);
-      CopyIn(c);
-      const LocalTensor<float> v = Load(c);
-      if (!t.fast) {
-        FoldRows<Largest>(next, v, spread, work, tile);
-        Max(next, next, largest, 8);
-        Sub(part, largest, next, 8);  // the sum so far is of exponentials above the maximum so far
-        Exp(part, part, 8);
-        Mul(sum, sum, part, 8);
-        Muls(largest, next, 1.0f, 8);
-        SpreadRows(spread, largest, 1);
-        WithRowNumber<Minus>(v, v, spread, tile);
+      Arrive(c);
+      const Floats v = Load(c);
+      Gather(v, c);
+      if (t.columnsPerTile == t.columns) {
+        Inverse();
+        return Finish(v, c);
       }
-      Exp(v, v, tile.padded);
-      FoldRows<Sum>(part, v, spread, work, tile);
-      Add(sum, sum, part, 8);
       Drop();
     }
     Inverse();
     for (uint32_t c = 0; c < t.columns; c += t.columnsPerTile) {
-      Piece(c);
-      CopyIn(c);
-      const LocalTensor<float> v = Load(c);
-      if (!t.fast) {
-        SpreadRows(spread, largest, 1);
-        WithRowNumber<Minus>(v, v, spread, tile);
-      }
-      Exp(v, v, tile.padded);
+      Arrive(c);
+      const Floats v = Load(c);
+      Power(v);
       Finish(v, c);
     }
   }
 
-  __aicore__ inline void Piece(uint32_t column) {
-    const uint32_t columns = Min(t.columnsPerTile, t.columns - column);
-    tile = {1, columns, Padded<T>(columns)};
+  // The maximum of the pieces so far, and the sum of powers below it; the sum so far is of powers above its maximum so far.
+  __aicore__ inline void Gather(const Floats& v, uint32_t column) {
+    const uint32_t n = Eights();
+    if (!t.fast) {
+      MaxOfRows(column ? next : largest, v, lanes, tile);
+      if (column) {
+        Max(next, next, largest, n);
+        Sub(part, largest, next, n);
+        Exp(part, part, n);
+        Mul(sum, sum, part, n);
+        Muls(largest, next, 1.0f, n);
+      } else {
+        Maxs(largest, largest, kLowest, n);
+      }
+    }
+    Power(v);
+    SumOfRows(column ? part : sum, v, lanes, tile);
+    if (column) Add(sum, sum, part, n);
   }
 
-  __aicore__ inline uint32_t Eights() const { return (tile.rows + 7) / 8 * 8; }
+  __aicore__ inline void Power(const Floats& v) {
+    if (!t.fast) Apply<Minus>(v, Whole(v, tile), PerRow(largest, blocks, tile), tile);
+    Exp(v, v, tile.rows * tile.width);
+  }
 
-  __aicore__ inline void CopyIn(uint32_t column) {
+  __aicore__ inline uint32_t Eights() const { return RoundedUp(tile.rows, kBlock); }
+
+  __aicore__ inline void Arrive(uint32_t column) {
+    tile = RowsOf<T>(opsmith::Min(t.rowsPerTile, t.rows - row),
+                     opsmith::Min(t.columnsPerTile, t.columns - column));
     LocalTensor<T> x = inQueue.template AllocTensor<T>();
-    CopyRowsIn(x, xGlobal[row * t.columns + column], tile.rows, tile.columns, t.columns);
+    CopyIn(x, xGlobal[row * t.columns + column], tile, t.columns);
     inQueue.EnQue(x);
     if (!t.mask) return;
     LocalTensor<T> m = inQueue.template AllocTensor<T>();
@@ -126,17 +112,17 @@ class Softmax {
       const uint64_t matrix = (row + r) / t.inner;
       const uint64_t at = matrix / t.middle * t.maskOuter + matrix % t.middle * t.maskMiddle +
                           (row + r) % t.inner * t.maskInner;
-      CopyRowsIn(m[r * tile.padded], maskGlobal[at + column], 1, tile.columns, tile.columns);
+      CopyIn(m[r * tile.width], maskGlobal[at + column], Line(tile.size), tile.size);
     }
     inQueue.EnQue(m);
   }
 
   // scale * x + mask in float32, minus infinity where the causal rule hides a column. What float32 tensors hold is
   // worked on where the queue put it, until Drop().
-  __aicore__ inline LocalTensor<float> Load(uint32_t column) {
-    const uint32_t n = tile.rows * tile.padded;
+  __aicore__ inline Floats Load(uint32_t column) {
+    const uint32_t n = tile.rows * tile.width;
     held = inQueue.template DeQue<T>();
-    const LocalTensor<float> v = Widen(held, wide, n);
+    const Floats v = Widen(held, wide, n);
     if constexpr (!kIsFloat<T>) inQueue.FreeTensor(held);
     if (t.scale != 1.0f) Muls(v, v, t.scale, n);
     if (t.mask) {
@@ -149,10 +135,10 @@ class Softmax {
         // Column j is seen by row l of inner up to j = l + columns - inner: plus or minus infinity by the sign
         // of what is left, and the smaller of that and the element.
         const int64_t limit = int64_t((row + r) % t.inner) + t.columns - int64_t(t.inner) - column;
-        Muls(seen, place, -1.0f, tile.columns);
-        Adds(seen, seen, float(limit) + 0.5f, tile.columns);
-        Muls(seen, seen, kInfinity, tile.columns);
-        Min(v[r * tile.padded], v[r * tile.padded], seen, tile.columns);
+        Muls(seen, place, -1.0f, tile.size);
+        Adds(seen, seen, float(limit) + 0.5f, tile.size);
+        Muls(seen, seen, kInfinity, tile.size);
+        Min(v[r * tile.width], v[r * tile.width], seen, tile.size);
       }
     }
     return v;
@@ -168,19 +154,16 @@ class Softmax {
     Div(sum, ones, sum, Eights());
   }
 
-  __aicore__ inline void Finish(const LocalTensor<float>& v, uint32_t column) {
-    SpreadRows(spread, sum, tile.rows);
+  __aicore__ inline void Finish(const Floats& v, uint32_t column) {
     LocalTensor<T> y = outQueue.template AllocTensor<T>();
-    if constexpr (kIsFloat<T>) {
-      WithRowNumber<Times>(y, v, spread, tile);
-    } else {
-      WithRowNumber<Times>(v, v, spread, tile);
-      Cast(y, v, RoundMode::CAST_RINT, tile.rows * tile.padded);
-    }
+    Floats last = v;  // where the last operation writes
+    if constexpr (kIsFloat<T>) last = y;
+    Apply<Times>(last, Whole(v, tile), PerRow(sum, blocks, tile), tile);
+    if constexpr (!kIsFloat<T>) Cast(y, v, RoundMode::CAST_RINT, tile.rows * tile.width);
     Drop();
     outQueue.EnQue(y);
     y = outQueue.template DeQue<T>();
-    CopyRowsOut(yGlobal[row * t.columns + column], y, tile.rows, tile.columns, t.columns);
+    CopyOut(yGlobal[row * t.columns + column], y, tile, t.columns);
     outQueue.FreeTensor(y);
   }
 
@@ -189,8 +172,8 @@ class Softmax {
   TQue<TPosition::VECIN, kBufferNum> inQueue;
   TQue<TPosition::VECOUT, kBufferNum> outQueue;
   TBuf<TPosition::VECCALC> inside, statistics, places;
-  LocalTensor<float> wide, other, spread, work, place, seen;
-  LocalTensor<float> largest, sum, next, part, ones;  // a number a row
+  Floats wide, other, blocks, lanes, place, seen;
+  Floats largest, sum, next, part, ones;  // a number a row
   LocalTensor<T> held;
   Tile tile;
   uint64_t row;

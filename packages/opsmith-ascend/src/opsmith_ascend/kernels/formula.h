@@ -1,6 +1,6 @@
-// What Ascend C kernels made from a formula are written in: tiles of rows in local memory, arithmetic between tiles, rows
-// and columns, and statistics along rows. `opsmith new` puts a copy beside each kernel, as CANN's build has no other place
-// for it.
+// What Ascend C kernels are written in, by hand or from a formula: tiles of rows in local memory, arithmetic between tiles,
+// rows and columns, and statistics along rows. `opsmith new` puts a copy beside each kernel, as CANN's build has no other
+// place for it.
 //
 // A tile lies row by row, `width` elements apart; a row that fits is read from global memory once. A value of a row is one
 // float, and the values of a tile's rows lie together; Brcb spreads them to a data block each where a tile meets them.
@@ -27,13 +27,11 @@ constexpr uint32_t kMostRows = 256;  // of a tile, one more than an instruction 
 constexpr float kInfinity = __builtin_inff();
 
 template <class A, class B>
-struct Same {
-  static constexpr bool value = false;
-};
+constexpr bool kSame = false;
 template <class A>
-struct Same<A, A> {
-  static constexpr bool value = true;
-};
+constexpr bool kSame<A, A> = true;
+template <class T>
+constexpr bool kIsFloat = kSame<T, float>;
 template <class T>
 struct InMemory {
   using Type = T;
@@ -45,6 +43,11 @@ struct InMemory<bool> {  // a byte of 0 or 1
 
 __aicore__ inline constexpr uint32_t RoundedUp(uint32_t n, uint32_t unit) {
   return (n + unit - 1) / unit * unit;
+}
+// Elements of a row in local memory, where every row begins with a data block.
+template <class T>
+__aicore__ inline constexpr uint32_t Padded(uint32_t size) {
+  return RoundedUp(size, kDataBlock / sizeof(T));
 }
 template <class T>
 __aicore__ inline T Smaller(T a, T b) {
@@ -61,7 +64,8 @@ __aicore__ inline void Order() {
 
 // What a tile holds: rows of `size` elements, `width` apart.
 struct Tile {
-  uint32_t rows, size, width;
+  uint32_t rows = 0, size = 0, width = 0;
+  __aicore__ inline Tile() {}
   __aicore__ inline Tile(uint32_t rows, uint32_t size, uint32_t width)
       : rows(rows), size(size), width(width) {}
   // How far an instruction goes that does not care where rows begin.
@@ -72,17 +76,43 @@ struct Tile {
 // One value for each row of a tile, or `size` elements that lie together.
 __aicore__ inline Tile Line(uint32_t size) { return Tile(1, size, RoundedUp(size, kDataBlock)); }
 
+// Data blocks between two rows that copying leaves as they are.
+template <class T>
+__aicore__ inline uint32_t Gap(const Tile& tile) {
+  return tile.rows > 1 ? (tile.width * sizeof(T) - RoundedUp(tile.size * sizeof(T), kDataBlock)) / kDataBlock
+                       : 0;
+}
+
+// The rows of a tile, `stride` elements apart in global memory; what is left of the last data block of each is zero, so
+// that vectors may go over whole tiles.
+template <class T>
+__aicore__ inline void CopyIn(const AscendC::LocalTensor<T>& to, const AscendC::GlobalTensor<T>& from,
+                              const Tile& tile, uint64_t stride) {
+  const uint32_t bytes = tile.size * sizeof(T), filled = RoundedUp(bytes, kDataBlock);
+  const AscendC::DataCopyExtParams params(tile.rows, bytes, (stride - tile.size) * sizeof(T), Gap<T>(tile),
+                                          0);
+  const AscendC::DataCopyPadExtParams<T> pad(filled > bytes, 0, (filled - bytes) / sizeof(T),
+                                             static_cast<T>(0.0f));
+  AscendC::DataCopyPad(to, from, params, pad);
+}
+template <class T>
+__aicore__ inline void CopyOut(const AscendC::GlobalTensor<T>& to, const AscendC::LocalTensor<T>& from,
+                               const Tile& tile, uint64_t stride) {
+  const AscendC::DataCopyExtParams params(tile.rows, tile.size * sizeof(T), Gap<T>(tile),
+                                          (stride - tile.size) * sizeof(T), 0);
+  AscendC::DataCopyPad(to, from, params);
+}
+
 // A tensor that is read, in two buffers: the next tile arrives while one is computed with.
 template <class Element, int kBuffers = 2>
 class Input {
  public:
   using T = typename InMemory<Element>::Type;
-  static constexpr bool kWide = Same<T, float>::value;
 
   __aicore__ inline void Init(TPipe& pipe, GM_ADDR address, uint32_t elements) {
     global_.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(address));
     pipe.InitBuffer(queue_, kBuffers, elements * sizeof(T));
-    if constexpr (!kWide) pipe.InitBuffer(wide_, elements * sizeof(float));
+    if constexpr (!kIsFloat<T>) pipe.InitBuffer(wide_, elements * sizeof(float));
     if constexpr (sizeof(T) == 1) pipe.InitBuffer(between_, elements * sizeof(half));
   }
 
@@ -96,19 +126,14 @@ class Input {
   // The same in pieces: rows that lie together, or one row for several.
   __aicore__ inline void Begin(const Tile& tile) {
     raw_ = queue_.template AllocTensor<T>();
-    if (tile.rows > 1 &&
-        Gap(tile) > 0) {  // beside a narrower type, rows may lie further apart than copying fills
+    if (Gap<T>(tile) > 0) {  // beside a narrower type, rows may lie further apart than copying fills
       AscendC::Duplicate(raw_.template ReinterpretCast<uint32_t>(), 0u,
                          tile.rows * tile.width * sizeof(T) / 4);
       Order<AscendC::HardEvent::V_MTE2>();
     }
   }
   __aicore__ inline void LoadRows(uint32_t row, int64_t at, uint32_t rows, const Tile& tile) {
-    const uint32_t bytes = tile.size * sizeof(T), filled = RoundedUp(bytes, kDataBlock);
-    const AscendC::DataCopyExtParams params(rows, bytes, 0, rows > 1 ? Gap(tile) : 0, 0);
-    const AscendC::DataCopyPadExtParams<T> pad(filled > bytes, 0, (filled - bytes) / sizeof(T),
-                                               static_cast<T>(0.0f));
-    AscendC::DataCopyPad(raw_[row * tile.width], global_[at], params, pad);
+    CopyIn(raw_[row * tile.width], global_[at], Tile(rows, tile.size, tile.width), tile.size);
   }
   __aicore__ inline void LoadOneRow(uint32_t row, int64_t at, uint32_t rows, const Tile& tile) {
     for (uint32_t i = 0; i < rows; ++i) LoadRows(row + i, at, 1, tile);
@@ -121,12 +146,12 @@ class Input {
       const auto between = between_.template Get<half>();
       AscendC::Cast(between, raw_, RoundMode::CAST_NONE, tile.count());
       AscendC::Cast(wide_.template Get<float>(), between, RoundMode::CAST_NONE, tile.count());
-    } else if constexpr (!kWide) {
+    } else if constexpr (!kIsFloat<T>) {
       AscendC::Cast(wide_.template Get<float>(), raw_, RoundMode::CAST_NONE, tile.count());
     }
   }
   __aicore__ inline Floats Value() {
-    if constexpr (kWide) {
+    if constexpr (kIsFloat<T>) {
       return raw_;
     } else {
       return wide_.template Get<float>();
@@ -135,11 +160,6 @@ class Input {
   __aicore__ inline void Close() { queue_.FreeTensor(raw_); }
 
  private:
-  // Data blocks between two rows that copying leaves as they are.
-  __aicore__ inline uint32_t Gap(const Tile& tile) const {
-    return (tile.width * sizeof(T) - RoundedUp(tile.size * sizeof(T), kDataBlock)) / kDataBlock;
-  }
-
   AscendC::GlobalTensor<T> global_;
   AscendC::TQue<AscendC::QuePosition::VECIN, kBuffers> queue_;
   TBuf<AscendC::QuePosition::VECCALC> wide_, between_;
@@ -151,7 +171,7 @@ template <class T>
 __aicore__ inline float OnlyNumber(GM_ADDR address) {
   AscendC::GlobalTensor<T> tensor;
   tensor.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(address));
-  if constexpr (Same<T, bfloat16_t>::value) {
+  if constexpr (kSame<T, bfloat16_t>) {
     return AscendC::ToFloat(tensor.GetValue(0));
   } else {
     return static_cast<float>(tensor.GetValue(0));
@@ -176,32 +196,27 @@ class Values {
 template <class T>
 class Output {
  public:
-  static constexpr bool kWide = Same<T, float>::value;
-
   __aicore__ inline void Init(TPipe& pipe, GM_ADDR address, uint32_t elements) {
     global_.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(address));
     pipe.InitBuffer(queue_, 2, elements * sizeof(T));
-    if constexpr (!kWide) wide_.Init(pipe, elements);
+    if constexpr (!kIsFloat<T>) wide_.Init(pipe, elements);
   }
   // Where the next tile is computed.
   __aicore__ inline Floats Open() {
     raw_ = queue_.template AllocTensor<T>();
-    if constexpr (kWide) {
+    if constexpr (kIsFloat<T>) {
       return raw_;
     } else {
       return wide_.Get();
     }
   }
   __aicore__ inline void Close(const Tile& tile) {
-    if constexpr (!kWide) AscendC::Cast(raw_, wide_.Get(), RoundMode::CAST_RINT, tile.count());
+    if constexpr (!kIsFloat<T>) AscendC::Cast(raw_, wide_.Get(), RoundMode::CAST_RINT, tile.count());
     queue_.EnQue(raw_);
   }
   __aicore__ inline void Store(int64_t at, const Tile& tile) {
     raw_ = queue_.template DeQue<T>();
-    const uint32_t bytes = tile.size * sizeof(T);
-    const uint32_t gap = (tile.width * sizeof(T) - RoundedUp(bytes, kDataBlock)) / kDataBlock;
-    AscendC::DataCopyPad(global_[at], raw_,
-                         AscendC::DataCopyExtParams(tile.rows, bytes, tile.rows > 1 ? gap : 0, 0, 0));
+    CopyOut(global_[at], raw_, tile, tile.size);
     queue_.FreeTensor(raw_);
   }
 
@@ -225,9 +240,11 @@ struct Operand {
 };
 __aicore__ inline Operand Whole(const Floats& tile, const Tile& of) { return Operand(tile, of.width, 1); }
 __aicore__ inline Operand Columns(const Floats& columns) { return Operand(columns, 0, 1); }
+// A number for each row, which has a data block of its own.
+__aicore__ inline Operand Blocks(const Floats& blocks) { return Operand(blocks, kBlock, 0); }
 __aicore__ inline Operand PerRow(const Floats& rows, const Floats& blocks, const Tile& of) {
   AscendC::Brcb(blocks, rows, (of.rows + kBlock - 1) / kBlock, AscendC::BrcbRepeatParams(1, kBlock));
-  return Operand(blocks, kBlock, 0);
+  return Blocks(blocks);
 }
 
 #define FORMULA_BINARY(Name, Instruction)                                                               \
@@ -270,8 +287,13 @@ __aicore__ inline void Apply(const Floats& to, const Operand& a, const Operand& 
 // The 64 lanes of each row's repeats, folded: lanes[row * 64 + i] is over elements i, i + 64, i + 128 ... of the row.
 template <class Op>
 __aicore__ inline void FoldToLanes(const Floats& lanes, const Floats& x, float neutral, const Tile& tile) {
-  AscendC::Duplicate(lanes, neutral, tile.rows * kLanes);
-  if (tile.rows < tile.chunks()) {
+  const bool down = tile.rows >= tile.chunks(), begun = down && tile.size >= kLanes;
+  if (begun) {  // with the first of them
+    AscendC::Adds(lanes, x, 0.0f, kLanes, tile.rows, UnaryRepeatParams(1, 1, kBlock, tile.width / kBlock));
+  } else {
+    AscendC::Duplicate(lanes, neutral, tile.rows * kLanes);
+  }
+  if (!down) {
     const BinaryRepeatParams params(1, 1, 1, 0, 0, kBlock);  // every repeat into the same lanes
     const uint32_t repeats = tile.size / kLanes, done = repeats * kLanes;
     for (uint32_t r = 0; r < tile.rows; ++r) {
@@ -281,7 +303,7 @@ __aicore__ inline void FoldToLanes(const Floats& lanes, const Floats& x, float n
     }
   } else {
     const BinaryRepeatParams params(1, 1, 1, kBlock, kBlock, tile.width / kBlock);
-    for (uint32_t at = 0; at < tile.size; at += kLanes) {
+    for (uint32_t at = begun ? kLanes : 0; at < tile.size; at += kLanes) {
       Op::Do(lanes, lanes, x[at], Smaller(kLanes, tile.size - at), tile.rows, params);
     }
   }

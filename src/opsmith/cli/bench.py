@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from opsmith.cli import CommandError
 from opsmith.cli.common import (
@@ -20,13 +23,12 @@ from opsmith.cli.common import (
     device_of,
     dtypes_of,
     is_folder,
+    size_of,
     speedup,
+    time_of,
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from opsmith.proof.bench import Benchmark
 
 
@@ -205,12 +207,12 @@ def _print(console: Console, result: Benchmark) -> None:
         cells = [name]
         for column, compared in result.columns.items():
             here = name in compared.names
-            cells.append(_time(compared.median(name)) if here else "")
+            cells.append(time_of(compared.median(name)) if here else "")
             if column in result.roof:
                 part = result.roof[column].get(name)
                 cells.append("" if part is None else f"{part:.0%}")
         cells += [_speedup(result, decides, name, base) for base in result.baselines]
-        table.add_row(*cells, _bytes(result.peak[name]))
+        table.add_row(*cells, size_of(result.peak[name]))
     console.print(table)
     for note in (*result.notes, *result.faults):
         console.print(f"  {note}", style="yellow", markup=False)
@@ -219,8 +221,6 @@ def _print(console: Console, result: Benchmark) -> None:
 
 def _summarize(console: Console, results: list[Benchmark]) -> None:
     """One row for each benchmark: the fastest of ours, its part of the roof, and its ratios."""
-    from statistics import geometric_mean
-
     bases = list(dict.fromkeys(base for result in results for base in result.baselines))
     heads = [head for base in bases for head in (f"× {base}", "fresh")]
     table = _table("Summary", "operator", "workload", "dtype", "direction", "time", "roof", *heads, "peak")
@@ -232,7 +232,7 @@ def _summarize(console: Console, results: list[Benchmark]) -> None:
             continue
         part = result.roof.get(column, {}).get(best)
         cells = [result.operator, result.workload, result.dtype, result.direction]
-        cells += [_time(result.columns[column].median(best)), "" if part is None else f"{part:.0%}"]
+        cells += [time_of(result.columns[column].median(best)), "" if part is None else f"{part:.0%}"]
         for base in bases:
             alike = result.ratio(column, best, base)
             mine = result.best("cold") if column != "cold" else None
@@ -240,7 +240,7 @@ def _summarize(console: Console, results: list[Benchmark]) -> None:
             cells += ["" if ratio is None else f"{ratio.speedup:.2f}" for ratio in (alike, fresh)]
             if (ratio := fresh or alike) is not None:
                 gains.setdefault((base, result.dtype, result.direction), []).append(ratio.speedup)
-        table.add_row(*cells, _bytes(result.peak[best]))
+        table.add_row(*cells, size_of(result.peak[best]))
     console.print(table)
     for (base, dtype, direction), speedups in gains.items():
         console.print(
@@ -250,25 +250,9 @@ def _summarize(console: Console, results: list[Benchmark]) -> None:
 
 
 def _table(title: str, *heads: str) -> Table:
-    from rich.table import Table
-
     return Table(*heads, title=title, title_justify="left", box=None)
 
 
 def _speedup(result: Benchmark, column: str, name: str, base: str) -> str:
     ratio = result.ratio(column, name, base)
     return "" if ratio is None else speedup(ratio)
-
-
-def _time(seconds: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
-def _bytes(size: int) -> str:
-    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size} B"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from opsmith import backends
 from opsmith.cli import CommandError
 from opsmith.cli.common import Json, Output
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def _targets() -> dict[str, backends.Backend]:

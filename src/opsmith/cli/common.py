@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from opsmith.cli import CommandError
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from opsmith.measure import Ratio
     from opsmith.operator import Operator
@@ -45,15 +45,13 @@ class Output:
     """
 
     def __init__(self, json_to: str | None):
-        from rich.console import Console
-
         self.json_to = json_to
-        if json_to not in (None, "-") and Path(json_to or "").is_dir():
-            raise CommandError(f"--json: {json_to} is a folder; name a file in it")
-        if json_to not in (None, "-"):
-            check_folder("--json", Path(json_to or ""))
+        if json_to is not None and json_to != "-":
+            if Path(json_to).is_dir():
+                raise CommandError(f"--json: {json_to} is a folder; name a file in it")
+            check_folder("--json", Path(json_to))
         width = None if sys.stdout.isatty() else 160  # a file or pipe has no width of its own
-        self.console: Console = Console(quiet=json_to == "-", highlight=False, width=width)
+        self.console = Console(quiet=json_to == "-", highlight=False, width=width)
 
     def finish(self, data: Any) -> None:
         """Write the JSON, where it was asked for."""
@@ -93,6 +91,22 @@ def _plain(value: Any) -> Any:
 def speedup(ratio: Ratio) -> str:
     """How many times faster, paired by round, with its interval."""
     return f"{ratio.speedup:.2f} [{1 / ratio.hi:.2f}, {1 / ratio.lo:.2f}] {ratio.verdict}"
+
+
+def time_of(seconds: float) -> str:
+    """Seconds with three digits: `12.3 ms`."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def size_of(count: int) -> str:
+    """Bytes with three digits: `3 MiB`."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 1 << shift:
+            return f"{count / (1 << shift):.3g} {unit}"
+    return f"{count} B"
 
 
 def choose(names: list[str] | None, everything: bool) -> list[Operator]:

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import Json, Output
+from opsmith.cli.common import Json, Output, size_of
 
 if TYPE_CHECKING:
     from opsmith.kernels.libraries import Status
@@ -36,9 +38,6 @@ def run(
 
     Example: opsmith doctor --no-roofs
     """
-    from rich.table import Table
-    from rich.text import Text
-
     from opsmith.measure import describe, measure_roofs
 
     output = Output(json)
@@ -77,7 +76,7 @@ def _rate(rate: float, kind: str) -> str:
 
 
 def _machine(machine: Machine) -> list[Line]:
-    caches = ", ".join(f"L{cache.level} {_size(cache.bytes)}" for cache in machine.caches)
+    caches = ", ".join(f"L{cache.level} {size_of(cache.bytes)}" for cache in machine.caches)
     threads = f"{machine.threads} used by torch, {machine.cores} processors for this process"
     fewer = (
         f"torch uses {machine.threads} of {machine.cores} processors: unset OMP_NUM_THREADS, or call "
@@ -89,7 +88,7 @@ def _machine(machine: Machine) -> list[Line]:
         Line("processor", machine.cpu),
         Line("threads", threads, fewer if machine.threads < machine.cores else ""),
         Line("caches", caches or "unknown to the system"),
-        Line("memory", _size(machine.memory_bytes)),
+        Line("memory", size_of(machine.memory_bytes)),
         Line("system", f"{machine.system}, Python {machine.python}"),
         Line(
             "torch",
@@ -142,7 +141,7 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
             if recorded or not loaded
             else "a C++20 compiler and Python's headers (python3-dev) spare small ones 15 to 40 µs",
         ),
-        Line("kernel cache", f"{state.cache}, {_size(state.bytes)}", _cache_advice(loaded, said)),
+        Line("kernel cache", f"{state.cache}, {size_of(state.bytes)}", _cache_advice(loaded, said)),
     ]
     return lines, {**asdict(state), "direct_calls": directly, "recorded_calls": recorded}
 
@@ -170,12 +169,3 @@ def _libraries(state: Status) -> str:
 def _cache_advice(loaded: bool, said: list[warnings.WarningMessage]) -> str:
     """What the build had to say on its way; a failure is told with the kernels already."""
     return " ".join(str(said[0].message).split()) if loaded and said else ""
-
-
-def _size(count: int) -> str:
-    amount = float(count)
-    for unit in ("bytes", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import geometric_mean
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from opsmith import measure
-from opsmith.cli.common import speedup
+from opsmith.cli.common import speedup, time_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from opsmith.compiler.plan import Plan
     from opsmith.compiler.session import Session
 
@@ -173,7 +174,7 @@ def race(
             return None if error.rms <= bound else f"relative error {error.rms:.2e} above {bound:.2e}"
 
     return measure.compare(
-        {name: _rotating(call, batches) for name, call in contestants.items()},
+        {name: partial(_next, call, itertools.cycle(batches)) for name, call in contestants.items()},
         check=check,
         rounds=rounds,
         # So many that all agree are a statement; of a model that takes half a second, each one more takes seconds.
@@ -184,25 +185,12 @@ def race(
     )
 
 
-def _rotating(call: Call, batches: Sequence[Batch]) -> Callable[[], torch.Tensor]:
-    turn = itertools.cycle(batches)
-    return lambda: call(next(turn))
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """The geometric mean.
-
-    >>> round(geometric_mean([2.0, 8.0]), 9)
-    4.0
-    """
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
+def _next(call: Call, batches: Iterator[Batch]) -> torch.Tensor:
+    return call(next(batches))
 
 
 def print_sites(console: Console, session: Session) -> None:
     """What was found, what was chosen and why, what came close, and what was rolled back."""
-    from rich.table import Table
-
     console.print("found: " + (", ".join(map(str, found(session))) or "no operator of ours"), markup=False)
     every = {_sizes(shape.sizes) for shape in session.plan.shapes}
     table = Table("operator", "runs on", "sites", "at sizes", "why", box=None, pad_edge=False)
@@ -233,13 +221,11 @@ def print_sites(console: Console, session: Session) -> None:
 
 def print_times(console: Console, title: str, results: Mapping[str, measure.Comparison]) -> None:
     """Times by shape, with how many times faster opsmith is than each other contestant, and its interval."""
-    from rich.table import Table
-
     others = [name for name in next(iter(results.values())).names if name != OPSMITH]
     heads = (title, *others, OPSMITH, *(f"× {name}" for name in others))
     table = Table(*heads, box=None, pad_edge=False)
     for shape, result in results.items():
-        times = [milliseconds(result.median(name)) for name in (*others, OPSMITH)]
+        times = [time_of(result.median(name)) for name in (*others, OPSMITH)]
         table.add_row(shape, *times, *(speedup(result.ratio(OPSMITH, name)) for name in others))
     if len(results) > 1:
         means = [f"{mean_speedup(results.values(), name):.2f}" for name in others]
@@ -255,25 +241,26 @@ def print_times(console: Console, title: str, results: Mapping[str, measure.Comp
         console.print(f"samples spread too far to conclude from: {', '.join(loud)}", style="yellow")
 
 
-def summary(session: Session) -> dict[str, Any]:
-    """What was found, chosen and planned, for machines."""
-    return {
-        "found": {f.operator: {"sites": f.count, "with": f.fused} for f in found(session)},
-        "chosen": [asdict(row) for row in chosen(session.plan)],
-        "report": session.report.to_dict(),
-        "plan": asdict(session.plan),
-    }
-
-
 def mean_speedup(results: Iterable[measure.Comparison], base: str) -> float:
     """How many times faster opsmith is than `base`, as the geometric mean over shapes."""
     return geometric_mean(result.ratio(OPSMITH, base).speedup for result in results)
 
 
-def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, with three digits.
-
-    >>> milliseconds(0.0123)
-    '12.3 ms'
-    """
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"
+def outcome(
+    session: Session, errors: Mapping[str, Error], times: Mapping[str, measure.Comparison]
+) -> dict[str, Any]:
+    """What was found, chosen and planned, what it lost and gained, for machines; times are by shape."""
+    bases = [name for name in next(iter(times.values())).names if name != OPSMITH]
+    return {
+        "found": {f.operator: {"sites": f.count, "with": f.fused} for f in found(session)},
+        "chosen": [asdict(row) for row in chosen(session.plan)],
+        "report": session.report.to_dict(),
+        "plan": asdict(session.plan),
+        "errors": {who: asdict(error) for who, error in errors.items()},
+        "times": {shape: result.to_json() for shape, result in times.items()},
+        "ratios": {
+            shape: {base: result.ratio(OPSMITH, base).to_json() for base in bases}
+            for shape, result in times.items()
+        },
+        "geometric_means": {base: mean_speedup(times.values(), base) for base in bases},
+    }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from opsmith.cli.common import Json, Names, Output, choose
 
 if TYPE_CHECKING:
@@ -17,8 +19,6 @@ def run(names: Names = None, json: Json = None) -> None:
 
     Example: opsmith ops layer_norm
     """
-    from rich.table import Table
-
     output = Output(json)
     rows = [
         {"operator": card.name, "kind": card.kind.value, **_describe(card, implementation)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,11 +106,8 @@ def run(
         {
             "model": type(model).__name__,
             "parameters": parameters,
-            **models.summary(session),
+            **models.outcome(session, errors, {shape: result}),
             "quantize": format,
-            "errors": {name: asdict(error) for name, error in errors.items()},
-            "times": {shape: result.to_json()},
-            "ratios": {shape: {models.EAGER: result.ratio(models.OPSMITH, models.EAGER).to_json()}},
             "seconds": seconds,
             "machine": measure.describe().to_json(),
         }

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from opsmith.cli import CommandError
 from opsmith.cli.common import (
@@ -24,8 +26,6 @@ from opsmith.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from opsmith.proof.verify import Finding
 
 
@@ -97,8 +97,6 @@ def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: boo
 
 def _print(console: Console, findings: list[Finding]) -> None:
     """A row for each implementation and dtype, a column for each check; below, the smallest failure of each kind."""
-    from rich.table import Table
-
     if not findings:
         return
     checks = list(dict.fromkeys(finding.check for finding in findings))

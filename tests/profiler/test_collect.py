@@ -76,7 +76,7 @@ def results() -> Any:
 
 
 def test_an_operator_takes_what_its_kernels_take() -> None:
-    run = watched(tree(results(), gpu=True), [])[0]
+    run = watched(tree(results(), gpu=True))[0]
     attribution = attribute(run, [])
     rows, series = attribution.rows([run])
     seconds = {row.operator: row.seconds for row in rows}
@@ -88,14 +88,14 @@ def test_an_operator_takes_what_its_kernels_take() -> None:
 
 
 def test_the_timeline_shows_when_the_gpu_was_at_work() -> None:
-    run = watched(tree(results(), gpu=True), [])[0]
+    run = watched(tree(results(), gpu=True))[0]
     events = {e.name: e for e in attribute(run, []).events(run)}
     assert events["linear"].start == pytest.approx(20e-6)
     assert events["add"].start == pytest.approx(60e-6)
 
 
 def test_without_a_gpu_an_operator_takes_what_its_call_takes() -> None:
-    run = watched(tree(results()), [])[0]
+    run = watched(tree(results()))[0]
     seconds = {row.operator: row.seconds for row in attribute(run, []).rows([run])[0]}
     assert seconds["linear"] == pytest.approx(8e-6)
     assert seconds[GAP] == pytest.approx(89e-6)

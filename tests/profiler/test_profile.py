@@ -19,8 +19,7 @@ from opsmith.operator import registry
 from opsmith.profiler import Profile
 from opsmith.profiler.collect import align
 from opsmith.profiler.data import ATTENTION, MATMUL, NORM, bill
-from opsmith.profiler.marks import called
-from opsmith.proof.replay import sample_of
+from opsmith.proof.replay import call_of, sample_of
 from tests.compiler.models import Encoder, ids, seeded
 
 WIDTH = 64
@@ -274,7 +273,7 @@ def test_calls_are_found_again() -> None:
 def test_a_plans_signature_is_a_call_again() -> None:
     x, weight = torch.empty(2, 3, 8), torch.empty(8, 5).t()
     call = {"x": x, "weight": weight, "activation": "gelu", "eps": 1e-5, "causal": True, "bias": None}
-    again = called(signature(opsmith.operator.registry()["linear"], call))
+    again = call_of(signature(opsmith.operator.registry()["linear"], call).partition(" ")[2])
     assert again["x"].shape == x.shape
     assert again["weight"].stride() == weight.stride()
     assert again["weight"].is_meta

@@ -25,7 +25,7 @@ def built() -> None:
 def run(work: Callable[[], object], shapes: bool) -> Watched:
     with session(shapes=shapes) as ops, repetition():
         work()
-    return watched(ops(), [])[0]
+    return watched(ops())[0]
 
 
 def training() -> None:

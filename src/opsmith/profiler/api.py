@@ -134,7 +134,7 @@ class Recording:
         result = _fresh(self._name)
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             result.partial = one_line(error)
-        run = watched(self._ops(), [])[0]
+        run = watched(self._ops())[0]
         found = Phase("program", run.seconds, samples=[run.seconds])
         overhead(found, run, [], [])
         guides = []

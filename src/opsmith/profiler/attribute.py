@@ -178,17 +178,15 @@ class _Reader:
         self._add(op, unit)
 
     def _marked(self, mark: Mark, op: Op) -> Unit:
-        origin, step = mark.origin, mark.origin.step if mark.origin is not None else None
-        if origin is not None and origin.part and self.units and self.units[-1].row.source == origin.site:
-            return self.units[-1]
+        step = mark.step
         row = replace(
             entries.described(mark.card, mark.call),
-            layer=layer_of(origin.module if origin is not None and origin.module else op.module),
+            layer=layer_of(mark.module or op.module),
             implementation=mark.implementation,
             pieces=[inner.name for inner in op.children] or [op.name],
             reason=step.reason if step is not None else "",
             refused=dict(step.refused) if step is not None else {},
-            source=origin.site if origin is not None else "",
+            source=step.site if step is not None else "",
         )
         return self._new(Unit(row, gradient=mark.card.gradient))
 

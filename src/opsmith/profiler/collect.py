@@ -15,17 +15,15 @@ import contextlib
 import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 
-from opsmith.operator import registry
 from opsmith.profiler.costs import Inputs
-from opsmith.profiler.entries import card_of
-from opsmith.profiler.marks import MODULE, RUN, SITE, Mark, Origin, called
+from opsmith.profiler.marks import MODULE, RUN, SITE, Mark
 from opsmith.profiler.recorder import Recorded, library, recording
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own log says on stderr that it starts and stops
@@ -203,15 +201,19 @@ def _input(value: Any) -> Any:
     return value
 
 
-def watched(ops: list[Op], marks: list[Mark], origins: list[Origin] | None = None) -> list[Watched]:
-    """The repetitions of a session, each with what ran ahead of it, and the calls of ours known by their marks."""
-    noted = iter(marks)
+def watched(ops: list[Op], known: Sequence[Mark] = (), calls: Iterable[dict[str, Any]] = ()) -> list[Watched]:
+    """The repetitions of a session, each with what ran ahead of it, and the calls of ours with their marks.
+
+    Args:
+        known: the marks by their numbers, where the calls are to have them.
+        calls: of public functions, in order.
+    """
+    noted = iter(calls)
     for op in preorder(ops):
         if op.name.startswith(SITE):
-            op.mark = next(noted, None)
             op.sequence = next((u.sequence for u in op.children if u.sequence >= 0), -1)
-    if origins:
-        _give(list(_outermost(ops)), origins)
+            mark = known[int(op.name.removeprefix(SITE))] if known else None
+            op.mark = replace(mark, call=next(noted, {})) if mark and mark.step is None else mark
     found: list[Watched] = []
     ahead: list[Op] = []
     for op in ops:
@@ -221,28 +223,6 @@ def watched(ops: list[Op], marks: list[Mark], origins: list[Origin] | None = Non
         else:
             ahead.append(op)
     return found
-
-
-def _outermost(ops: list[Op]) -> Iterator[Op]:
-    """Calls of ours that stand in no other: those that a program made."""
-    for op in ops:
-        if op.name.startswith(SITE) or card_of(op.name) is not None:
-            yield op
-        else:
-            yield from _outermost(op.children)
-
-
-def _give(ours: list[Op], origins: list[Origin]) -> None:
-    """Each call of ours its site, in order; where there are more calls than the programs', those of one operator."""
-    if len(ours) == len(origins):
-        places: list[int | None] = list(range(len(ours)))
-    else:
-        places = align([_operator(op) for op in ours], [o.step.operator if o.step else "" for o in origins])
-    for op, place in zip(ours, places, strict=True):
-        step = origins[place].step if place is not None else None
-        card = registry().get(step.operator) if step is not None else None
-        if place is not None and step is not None and card is not None:
-            op.mark = Mark(card, step.implementation, called(step.signature), origins[place])
 
 
 def align(events: Sequence[str], calls: Sequence[str]) -> list[int | None]:
@@ -266,10 +246,3 @@ def align(events: Sequence[str], calls: Sequence[str]) -> list[int | None]:
             for k in range(block.size):
                 found[head + block.a + k] = head + block.b + k
     return found
-
-
-def _operator(op: Op) -> str:
-    if op.mark is not None:
-        return op.mark.card.name
-    card = card_of(op.name)
-    return card.name if card is not None else op.name

@@ -1,7 +1,7 @@
 """What a program's calls belong to: the module at work, and the site of an optimized model.
 
-Annotations are laid into the profiler's tree while it watches: around each module's call, and around each function of
-ours that an optimized model's program calls.
+Annotations are laid into the profiler's tree while it watches: around each module's call, and around each site of an
+optimized model's programs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 
 from opsmith.compiler.plan import PlanStep
-from opsmith.compiler.program.program import Open, Program
+from opsmith.compiler.program.graph import CompiledGraph
+from opsmith.compiler.program.program import Program
 from opsmith.operator import Operator, registry
 from opsmith.proof.replay import call_of
 
@@ -26,23 +27,14 @@ MODULE, RUN, SITE = "opsmith.module.", "opsmith.run.", "site::"
 
 
 @dataclass
-class Origin:
-    """The site of an optimized model that a call belongs to: what it is, and why it runs as it does."""
-
-    site: str
-    part: int  # a site may be several kernels
-    module: str
-    step: PlanStep | None
-
-
-@dataclass
 class Mark:
-    """A call of an operator of ours inside an optimized model."""
+    """A call of an operator of ours inside an optimized model; of a program's site, why it runs as it does."""
 
     card: Operator
     implementation: str
     call: dict[str, Any] = field(default_factory=dict)
-    origin: Origin | None = None
+    module: str = ""
+    step: PlanStep | None = None
 
 
 @dataclass
@@ -107,10 +99,9 @@ class Modules:
 
 
 class Marks:
-    """Notes every call of an operator of ours in an optimized model's programs.
+    """Annotates every call of an operator of ours in an optimized model: its programs' sites, and public functions.
 
-    Functions are wrapped while they are watched. Kernels that a program calls by itself are not: the profiler sees
-    them, and their order in the program says whose they are.
+    A label ends in the number of its mark, so that one recording can be read by another's marks.
     """
 
     def __init__(self, model: Any):
@@ -118,94 +109,70 @@ class Marks:
 
         session = getattr(model, "opsmith", None)
         self.session = session if isinstance(session, Session) else None
-        self.noted: list[Mark] = []
-        self.origins: list[Origin] = []  # of the programs that ran
+        self.known: list[Mark] = []
+        self.calls: list[dict[str, Any]] = []  # of the public functions, in order, while they are kept
         self.keep_calls = False
-
-    def clear(self) -> None:
-        """Forget what was noted."""
-        self.noted.clear()
-        self.origins.clear()
+        self._numbers: dict[tuple[int, str], int] = {}
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, the functions that the programs call note when they ran."""
-        if self.session is None:
+        """Inside, the calls are annotated."""
+        cards = {id(card.function): card for card in registry().values()}
+        with contextlib.ExitStack() as stack:
+            for graph in self.session.graphs if self.session is not None else ():
+                for key, program in graph.programs.by_key.items():
+                    if program is not None:
+                        labels = self._labels(graph, program, graph.plans[key].steps)
+                        stack.callback(setattr, program, "_run", program._run)
+                        program._run = _annotated(program, labels)
+                names = type(graph.rewritten).forward.__globals__ if graph.rewritten is not None else {}
+                for name, value in list(names.items()):
+                    if (card := cards.get(id(value))) is not None:
+                        stack.callback(names.__setitem__, name, value)
+                        names[name] = self._noting(value, card)
             yield
-            return
-        known: dict[int, tuple[Operator, str]] = {}
-        for card in registry().values():
-            known[id(card.function)] = (card, "opsmith")
-            for implementation in card.implementations:
-                known.setdefault(id(implementation.fn), (card, implementation.name))
-            compiled = self.session.selector.inductor.compiled(card)
-            if compiled is not None:
-                known[id(compiled.fn)] = (card, compiled.name)
-        changed: list[tuple[dict[str, Any], str, Any]] = []
-        runs: list[tuple[Program, Callable[..., Any]]] = []
-        for names, program, origins in self._programs():
-            if program is not None:
-                runs.append((program, program._run))
-                program._run = self._starting(program._run, origins)
-            for name, value in list(names.items()):
-                if isinstance(value, Open):
-                    who: tuple[Operator, str] | None = (value.card, value.implementation.name)
-                else:
-                    who = known.get(id(value)) if callable(value) else None
-                if who is not None:
-                    changed.append((names, name, value))
-                    names[name] = self._noting(value, *who)
-        try:
-            yield
-        finally:
-            for names, name, value in changed:
-                names[name] = value
-            for program, run in runs:
-                program._run = run
 
-    def _programs(self) -> Iterator[tuple[dict[str, Any], Program | None, list[Origin]]]:
-        assert self.session is not None
-        for graph in self.session.graphs:
-            for key, program in graph.programs.by_key.items():
-                if program is None:
-                    continue
-                plan = {step.site: step for step in graph.plans[key].steps}
-                origins: list[Origin] = []
-                for site in program.called:
-                    part = origins[-1].part + 1 if origins and origins[-1].site == site else 0
-                    module = _module_of(graph.sites[site].root) if site in graph.sites else ""
-                    origins.append(Origin(site, part, module, plan.get(site)))
-                yield program._run.__globals__, program, origins
-            if graph.rewritten is not None:
-                yield type(graph.rewritten).forward.__globals__, None, []
+    def _labels(self, graph: CompiledGraph, program: Program, steps: Sequence[PlanStep]) -> dict[str, str]:
+        labels = {}
+        for step in steps:
+            site = graph.sites.get(step.site)
+            call = call_of(step.signature.partition(" ")[2])
+            module = _module_of(site.root) if site is not None else ""
+            mark = Mark(registry()[step.operator], step.implementation, call, module, step)
+            labels[step.site] = self._label((id(program), step.site), mark)
+        return labels
 
-    def _starting(self, run: Callable[..., Any], origins: list[Origin]) -> Callable[..., Any]:
-        def started(args: Any, buffers: Any) -> Any:
-            self.origins += origins
-            return run(args, buffers)
+    def _label(self, key: tuple[int, str], mark: Mark) -> str:
+        if key not in self._numbers:
+            self._numbers[key] = len(self.known)
+            self.known.append(mark)
+        return f"{SITE}{self._numbers[key]}"
 
-        return started
-
-    def _noting(self, fn: Callable[..., Any], card: Operator, implementation: str) -> Callable[..., Any]:
-        label = f"{SITE}{card.name}::{implementation}"
-        if not self.keep_calls:  # timed: what belongs to which is known by then, and every microsecond counts
-
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                with _RecordFunctionFast(label):
-                    return fn(*args, **kwargs)
-
-            return timed
+    def _noting(self, fn: Callable[..., Any], card: Operator) -> Callable[..., Any]:
+        label = self._label((id(card), ""), Mark(card, "opsmith"))
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             with _RecordFunctionFast(label):
                 result = fn(*args, **kwargs)
-            call = {k: v for k, v in kwargs.items() if k != "out"}
-            if not kwargs:
-                call = dict(zip(_parameters(card), args, strict=False))
-            self.noted.append(Mark(card, implementation, call))
+            if self.keep_calls:
+                call = {k: v for k, v in kwargs.items() if k != "out"}
+                self.calls.append(call or dict(zip(_parameters(card), args, strict=False)))
             return result
 
         return noted
+
+
+def _annotated(program: Program, labels: Mapping[str, str]) -> Callable[..., Any]:
+    """The function of a program with an annotation around the lines of each site."""
+    lines = program.source.splitlines()
+    for site, place in program.lines.items():
+        for i in place:
+            head = f"    with opsmith_site({labels[site]!r}):\n" if i == place.start else ""
+            lines[i] = f"{head}    {lines[i]}"
+    names = {**program._run.__globals__, "opsmith_site": _RecordFunctionFast}
+    exec(compile("\n".join(lines), "<opsmith plan, annotated>", "exec"), names)
+    run: Callable[..., Any] = names["run"]
+    return run
 
 
 def _parameters(card: Operator) -> list[str]:
@@ -221,12 +188,3 @@ def _module_of(node: Any) -> str:
             r"^L?\.?(self|model|fn|mod)?\.?(_modules\.)?", "", text.replace("._modules.", ".")
         ).strip(".")
     return ""
-
-
-def called(signature: str) -> dict[str, Any]:
-    """The call that a plan's signature describes, its tensors without memory.
-
-    >>> called("linear weight=cpu:float32[3,4] x=cpu:float32[2,4] activation=gelu")["x"].shape
-    torch.Size([2, 4])
-    """
-    return call_of(signature.partition(" ")[2])

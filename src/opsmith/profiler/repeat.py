@@ -45,7 +45,6 @@ def watch_shapes(
                 _watch(work, marks, modules if follow else None)
         raise
     marks.keep_calls = False
-    marks.clear()
     if marks.session is not None:
         # What the compiler left to PyTorch, because that is faster or more accurate, is still the operator it is.
         calls = [of_sites(g.original.graph, list(g.sites.values())) for g in marks.session.graphs]
@@ -96,7 +95,7 @@ def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
                 settle()
         finally:
             stack.close()
-            seen = watched(ops(), marks.noted, marks.origins)
+            seen = watched(ops(), marks.known, marks.calls)
             work.left = seen[0] if seen else None
             work.after()
     assert work.left is not None
@@ -111,8 +110,7 @@ def block(work: Work, marks: Marks, count: int) -> list[Timed]:
                 work.run()
                 settle()
             work.after()
-    runs = watched(ops(), [])
-    marks.clear()
+    runs = watched(ops())
     return [Timed(run, names_of(run)) for run in runs]
 
 

@@ -45,8 +45,7 @@ class Program:
     _run: Callable[..., Any]
     _layouts: list[Layout]
     _free: list[list[Any]] = field(default_factory=list)
-    # Sites, in the order of the calls of operators and kernels.
-    called: list[str] = field(default_factory=list)
+    lines: dict[str, range] = field(default_factory=dict)  # by site: where it stands in the source
     fresh: int = 0  # results of sites that are allocated at every call, as their sizes vary
 
     def __call__(self, args: Sequence[Any]) -> Any:
@@ -112,7 +111,7 @@ class _Recorder:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.varies = varying(self.nodes, free) if free else set()
-        self.called: list[str] = []
+        self.lines: dict[str, range] = {}
         self.choose = choose
         self.weights = weights
         self.env = entering(gm, args)
@@ -139,7 +138,7 @@ class _Recorder:
             self.slots.devices,
             run,
             list(self.slots.layouts),
-            called=self.called,
+            lines=self.lines,
             fresh=len(self.calls.keys() & self.varies),
         )
         return program, result
@@ -230,7 +229,8 @@ class _Recorder:
                 lines.append(f"    {node.name} = {writer.bind(self.env[node], node.name + '_value')}")
             elif node in self.calls:
                 site = self._site(node, writer)
-                self.called += [node.meta["site"]] * len(site)
+                first = 1 + len(lines)  # behind the line with the function's name
+                self.lines[node.meta["site"]] = range(first, first + len(site))
                 lines += site
             elif node.target is filled and self._in_slot(node):
                 lines.append(self._filled(node, writer))

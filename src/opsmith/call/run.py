@@ -9,8 +9,8 @@
 
 `fast.call` is one call into C++ (fast/direct.py): it makes the results, calls the kernel and has autograd's node record
 it. What it does not take as it is, and what the kernel's binding refuses, it hands to `traced`, the general way in
-Python: the checks and their messages, `out=`, views and copies, other devices, gradients of a Function (autograd.py),
-and the definition in plain PyTorch where no kernel can run. torch.compile traces that way alone.
+Python: the checks and their messages, `out=`, views and copies, other devices, gradients of a Function, and the
+definition in plain PyTorch where no kernel can run. torch.compile traces that way alone.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from opsmith.call import binding, dispatch, layouts
-from opsmith.call.autograd import differentiated, gradients
 from opsmith.call.checks import check_arguments, check_outputs
 from opsmith.call.fast import direct, nodes
 from opsmith.call.forms import in_order
-from opsmith.call.signature import Input, Output, Rows, Saved, Signature
+from opsmith.call.signature import Constant, Input, Made, Output, Rows, Saved, Signature, Slope
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Operator, Supports, register
 
@@ -102,10 +101,11 @@ class Call:
             and one.name in parameters
             and parameters[one.name].default is inspect.Parameter.empty
         )
-        absent = {one.name: None for one in signature.tensors if one.optional and one.name not in parameters}
-        self.converted = {**absent, **converted}
+        tensors: tuple[Input | Output, ...] = (*signature.tensors, *signature.results)
+        optional = {one.name for one in tensors if one.optional}
+        self.converted = {**dict.fromkeys(optional - parameters.keys()), **converted}
         self.saved, self.likes = self._saved()
-        self.function = differentiated(self)
+        self.function = _differentiated(self)
         if not signature.columns:
             self.fast = direct.Ready(signature, self.traced, most_rows)
 
@@ -221,7 +221,36 @@ class Call:
         self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
     ) -> dict[str, torch.Tensor]:
         """The gradients that the kernel writes, by input; `known` are its arguments and what was kept."""
-        return gradients(self, backend, known, slopes, wanted)
+        arriving = {one.name: slope for one, slope in zip(self.signature.results, slopes, strict=False)}
+        # What is not kept lies as its result does.
+        lying = {one.like: one.name for one in self.signature.results}
+        written: dict[str, torch.Tensor | None] = {}
+        found: dict[str, torch.Tensor] = {}
+        for p in self.signature.backward:
+            source = p.source
+            if isinstance(source, Made):
+                like = known[source.of] if source.of in known else arriving[lying[source.of]]
+                ours = wanted.intersection((source.of, *source.shared))
+                if like is not None and (ours or source.always or not source.optional):
+                    made = self.made_gradient(source.of, like, known)
+                    written[p.name] = self.taken_result(p.of, made)
+                    found |= dict.fromkeys((source.of, *source.shared), made)
+        numbers = {one.name for one in self.signature.numbers}
+        given: list[Any] = []
+        for p in self.signature.backward:
+            source = p.source
+            if isinstance(source, Constant):
+                # Unless the call said otherwise, in what stands beside its arguments.
+                other = source.name in known and source.name not in numbers
+                given.append(known[source.name] if other else source.value)
+            elif isinstance(source, Slope):
+                given.append(self.taken(p.of, arriving.get(source.of)))
+            elif isinstance(source, Saved):
+                value = known[source.of]
+                given.append(self.taken(p.of, value) if isinstance(value, torch.Tensor) else value)
+        if wanted & found.keys():
+            self.kernel_of_gradients(backend)(*given, **written)
+        return found
 
     def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
         """Memory for the gradient of an input."""
@@ -354,3 +383,62 @@ class Call:
             if a is not b:
                 b.copy_(a)
         return out
+
+
+def _differentiated(call: Call) -> type[torch.autograd.Function]:
+    """Forward and backward of an operator, for calls that no node in C++ records.
+
+    What the kernel of the gradients does not write comes from autograd of the definition, computed once more.
+    """
+    tensors = [one.name for one in call.signature.tensors]
+    numbers = [one.name for one in call.signature.numbers] + [*call.signature.beside]
+
+    def forward(ctx: Any, backend: str, *values: Any) -> Any:
+        results, known = call.run(backend, values, None, keep=True)
+        there = (known.get(name, known.get(other or name)) for name, other in call.saved.items())
+        # Of what only says how large a gradient is, a number in its shape is kept.
+        likes = (
+            None if (t := known[name]) is None else t.new_empty(()).expand(t.shape) for name in call.likes
+        )
+        ctx.save_for_backward(*there, *likes)
+        ctx.backend = backend
+        ctx.numbers = [known[name] for name in numbers]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        known: dict[str, Any] = {}
+        there = [*call.saved.items(), *((name, None) for name in call.likes)]
+        for (name, other), t in zip(there, ctx.saved_tensors, strict=True):
+            known[name] = t
+            if other is not None:
+                known[other] = t
+        known |= dict(zip(numbers, ctx.numbers, strict=True))
+        wanted = {name for name, needed in zip(call.given, ctx.needs_input_grad[1:], strict=True) if needed}
+        grads = call.gradients(ctx.backend, known, slopes, wanted)
+        rest = [name for name in tensors if name in wanted and name not in grads]
+        if rest:
+            grads |= _through_definition(call, known, slopes, rest)
+        return None, *(grads.get(name) if name in wanted else None for name in call.given)
+
+    # Named after the operator before it is a class: its node, which users see in graphs, is named then.
+    name = "_" + call.op.title().replace("_", "")
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+def _through_definition(
+    call: Call, known: dict[str, Any], slopes: Sequence[Any], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Gradients by autograd of the definition in plain PyTorch."""
+    with torch.enable_grad():
+        values = {name: known[name] for name in call.given}
+        leaves = {
+            name: t.detach().requires_grad_(name in names)
+            for name, t in values.items()
+            if isinstance(t, torch.Tensor)
+        }
+        results = call.definition(*(leaves.get(name, v) for name, v in values.items()))
+        results = results if isinstance(results, tuple) else (results,)
+        found = torch.autograd.grad(results, [leaves[n] for n in names], slopes, allow_unused=True)
+    return {name: g for name, g in zip(names, found, strict=True) if g is not None}

@@ -3,7 +3,7 @@
     Signature("layer_norm", (Input("x", "... N"), ..., Number("eps", float)), (Output("y", "... N"), ...), gradient=...)
 
 Sizes are words: symbols and numbers, `...` in front for any leading dimensions. The checks (checks.py), memory for the
-results (run.py), gradients (autograd.py), the C++ binding (binding.py) and the call without PyTorch's dispatcher
+results and gradients (run.py), the C++ binding (binding.py) and the call without PyTorch's dispatcher
 (fast/direct.py) are all read from here, for the library's operators and for a user's projects alike.
 """
 

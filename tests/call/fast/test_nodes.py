@@ -229,12 +229,16 @@ def test_without_the_library_functions_in_python_record(monkeypatch, error):
 
 
 def test_a_plan_is_read_from_the_signature():
-    plan = nodes.plan_of(GELU)
-    assert (plan.types, plan.sources) == ("TTobyp", "gssnmm")  # dy, x, bias, tanh, dx, dbias
-    assert plan.of == [3, 0, 1, 2, 0, 1]
-    assert plan.gradients == [(0, 4), (1, 5)]
-    plan = nodes.plan_of(FEW_ROWS)
-    assert (plan.types, plan.sources, plan.only) == ("TTTppp", "gssmmm", [(4, 0)])
+    arguments, gradients, kept, only = nodes.plan_of(GELU)
+    letters = [(source, type_, of) for source, type_, of, _, _ in arguments]  # dy, x, bias, tanh, dx, dbias
+    assert letters == [
+        *(("g", "T", 3), ("s", "T", 0), ("s", "o", 1), ("n", "b", 2), ("m", "y", 0), ("m", "p", 1))
+    ]
+    assert (gradients, kept, only) == ([(0, 4), (1, 5)], [], [])
+    arguments, _, _, only = nodes.plan_of(FEW_ROWS)
+    assert "".join(type_ for _, type_, *_ in arguments) == "TTTppp"
+    assert "".join(source for source, *_ in arguments) == "gssmmm"
+    assert only == [(4, 0)]
 
 
 def test_a_gradient_of_what_is_not_there_is_an_error():

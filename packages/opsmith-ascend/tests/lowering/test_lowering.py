@@ -21,7 +21,7 @@ except BuildError as error:
     MISSING = str(error)
 lowers = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-NAMED = ["rope._rotate", "rms_norm._forward", "layer_norm._forward", "softmax._forward", "gated._forward"]
+NAMED = ["rope._rotate", "norm._forward", "softmax._forward", "gated._forward"]
 
 
 @lowers

@@ -300,11 +300,6 @@ PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyErr_Format(PyExc_TypeError, "empty takes a tensor and a shape, got %zd arguments", count);
 }
 
-PyMethodDef empty_method = {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty)),
-                            METH_FASTCALL, nullptr};
-
-PyMethodDef sizes_method = {"sizes", sizes, METH_O, nullptr};
-
 // What it is given, its memory on huge pages where that is worth something.
 PyObject* in_huge_pages(PyObject*, PyObject* given) {
   if (c10::TensorImpl* const t = plain(given)) {
@@ -314,8 +309,6 @@ PyObject* in_huge_pages(PyObject*, PyObject* given) {
   }
   return Py_NewRef(given);
 }
-
-PyMethodDef in_huge_pages_method = {"in_huge_pages", in_huge_pages, METH_O, nullptr};
 
 // The memory of a tensor, the first argument, as contiguous tensors that follow each other, of the shapes that come after it. Autograd does
 // not know them for views, so the tensor has to be one that nobody else will see.
@@ -344,8 +337,15 @@ PyObject* pieces(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return nullptr;
 }
 
-PyMethodDef pieces_method = {"pieces", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pieces)),
-                             METH_FASTCALL, nullptr};
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef functions[] = {{"sizes", sizes, METH_O, nullptr},
+                           {"in_huge_pages", in_huge_pages, METH_O, nullptr},
+                           {"empty", fast(empty), METH_FASTCALL, nullptr},
+                           {"pieces", fast(pieces), METH_FASTCALL, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
 
 PyObject* text(PyObject* me) {
   return PyUnicode_FromFormat("<kernel %U>", reinterpret_cast<Kernel*>(me)->name);
@@ -392,10 +392,16 @@ EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* imp
   return PyType_Ready(&type) == 0;
 }
 
-EXPORT PyObject* opsmith_direct_sizes() { return PyCFunction_New(&sizes_method, nullptr); }
-EXPORT PyObject* opsmith_direct_empty() { return PyCFunction_New(&empty_method, nullptr); }
-EXPORT PyObject* opsmith_direct_pieces() { return PyCFunction_New(&pieces_method, nullptr); }
-EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&in_huge_pages_method, nullptr); }
+// What Python has of its own too, by name.
+EXPORT PyObject* opsmith_direct_functions() {
+  PyObject* const found = PyDict_New();
+  for (PyMethodDef* one = functions; found && one->ml_name; ++one) {
+    PyObject* const function = PyCFunction_New(one, nullptr);
+    if (function) PyDict_SetItemString(found, one->ml_name, function);
+    Py_XDECREF(function);
+  }
+  return found;
+}
 
 // The results of a signature, each a tuple: place, when, unless, like, dtype_of, dtype, halved_without, pieces. nullptr and an exception for others.
 static std::vector<Result>* results_of(PyObject* all) {

@@ -1,6 +1,6 @@
 // Autograd's nodes for kernels that have a backward: in C++ they cost a call of one row a few microseconds, as a Function in Python 20.
 //
-// One class serves all kernels. What it keeps and hands on is read from two schemas, in nodes.py, and comes as a plan. PyTorch promises
+// One class serves all kernels. What it keeps and hands on is read from the signature, in nodes.py, and comes as a plan. PyTorch promises
 // nothing about nodes in C++, so this library is for the one version it was built with, as binding_direct.cpp is.
 #include "nodes.h"
 
@@ -336,27 +336,41 @@ class KernelRecorder final : public Recorder {
 
 }  // namespace
 
-// From now on the kernel's calls that want gradients are ours. `direct` is the backward, `name` and `types` are the operator's; there are
-// as many of `from`, `of`, `instead` and `constants` as of its arguments, a letter of `kept` for each argument of the forward, and
-// `pairs` for each of `edges`, a gradient, and then for each number that is `required`. 0 and an exception where that cannot be.
+// From now on the kernel's calls that want gradients are ours. `direct` is the backward, and `name` the operator's; the rest is the plan of
+// nodes.py, lists of tuples. 0 and an exception where that cannot be.
 extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
-    PyObject* kernel, void* direct, const char* name, const char* types, const char* from, const int* of,
-    const int* instead, const uint64_t* constants, const char* kept, const uint64_t* pairs, int edges,
-    int required, int strided) {
+    PyObject* kernel, void* direct, const char* name, PyObject* arguments, PyObject* gradients,
+    PyObject* kept, PyObject* required, int strided) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
   if (!op) {
     PyErr_Format(PyExc_ValueError, "opsmith: there is no operator %s", name);
     return 0;
   }
-  Plan plan{*op, reinterpret_cast<Direct>(direct), name, types, from, {}, {}, {}, {}, strided != 0};
-  for (size_t i = 0; i < plan.types.size(); ++i) {
-    plan.arguments.push_back({From(from[i]), types[i], of[i], instead[i], constants[i]});
-  }
-  for (int e = 0; e < edges; ++e, pairs += 2) plan.gradients.push_back({int(pairs[0]), int(pairs[1])});
-  for (int r = 0; r < required; ++r, pairs += 2) plan.required.push_back({int(pairs[0]), pairs[1]});
-  for (int i = 0; kept[i] != 0; ++i) {
-    if (kept[i] != ' ') plan.kept.push_back({i, kept[i]});
-  }
+  Plan plan{*op, reinterpret_cast<Direct>(direct), name, {}, {}, {}, {}, {}, {}, strided != 0};
+  const auto read = [](PyObject* all, const char* format, auto each, auto*... to) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); ++i) {
+      if (!PyArg_ParseTuple(PyList_GET_ITEM(all, i), format, to...)) return false;
+      each();
+    }
+    return true;
+  };
+  int first, second, of, instead;
+  unsigned long long value;
+  const bool fits = read(
+                        arguments, "CCiiK",
+                        [&] {
+                          plan.from += char(first);
+                          plan.types += char(second);
+                          plan.arguments.push_back({From(first), char(second), of, instead, value});
+                        },
+                        &first, &second, &of, &instead, &value) &&
+                    read(
+                        gradients, "ii", [&] { plan.gradients.push_back({first, second}); }, &first,
+                        &second) &&
+                    read(
+                        kept, "iC", [&] { plan.kept.push_back({first, char(second)}); }, &first, &second) &&
+                    read(required, "iK", [&] { plan.required.push_back({first, value}); }, &first, &value);
+  if (!fits) return 0;
   reinterpret_cast<Kernel*>(kernel)->recorder = new KernelRecorder(
       std::move(plan));  // as long as the process: graphs refer to it
   return 1;

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from opsmith.call.signature import Parameter, Signature
+from opsmith.call.signature import Signature
 from opsmith.kernels import build, libraries
 
 SOURCE = Path(__file__).parent / "binding_direct.cpp"
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     overload = getattr(torch.ops.opsmith, op).default
     with _lock:
         declared = _declared.get(op) if op != name else None
-        made = _declared_kernel(declared, None, 0) if declared else _made(op, overload, op != name)
+        made = _declared_kernel(declared, None, 0) if declared else _kernel(op, op != name)
         globals()[name] = found = made or (overload._op if op == name else not_loaded)
         if boxed(op) is None:
             when_loaded(op, lambda: globals().pop(name, None))
@@ -114,20 +114,18 @@ def empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return like.new_empty(shape)
 
 
-def pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
+def _pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
     """The memory of a new tensor, which nobody else has, as two to four contiguous tensors that follow each other."""
-    caller = library()
-    found = _pieces if caller is None else caller.opsmith_direct_pieces()
-    globals()["pieces"] = found
-    return found(t, *shapes)
+    flat = t.view(-1).split([math.prod(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(flat, shapes, strict=True))
+
+
+pieces: Callable[..., Any] = _pieces
 
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
-    caller = library()
-    found = _same if caller is None else caller.opsmith_direct_in_huge_pages()
-    globals()["in_huge_pages"] = found
-    return found(t)
+    return t
 
 
 def of(overload: Any) -> Callable[..., Any]:
@@ -149,7 +147,7 @@ def begin(path: Path) -> None:
         for name in [n for n in _waiting if kernels.opsmith_kernel(n.encode())]:
             for do in _waiting.pop(name):
                 do()
-    globals()["sizes"], globals()["empty"] = caller.opsmith_direct_sizes(), caller.opsmith_direct_empty()
+    globals().update(caller.opsmith_direct_functions())
 
 
 def not_built_yet() -> list[build.Library]:
@@ -184,13 +182,7 @@ def library() -> ctypes.PyDLL | None:
         found = ctypes.PyDLL(str(build.build_libraries([wanted])[0]))
     except (build.BuildError, OSError):  # an older compiler, say, or another PyTorch's headers
         return None
-    for function in (
-        found.opsmith_direct,
-        found.opsmith_direct_sizes,
-        found.opsmith_direct_empty,
-        found.opsmith_direct_pieces,
-        found.opsmith_direct_in_huge_pages,
-    ):
+    for function in (found.opsmith_direct, found.opsmith_direct_functions):
         function.restype = ctypes.py_object
     found.opsmith_direct.argtypes = (
         *(ctypes.c_void_p, ctypes.c_char_p),
@@ -218,63 +210,26 @@ def types_of(overload: Any) -> str | None:
     return types
 
 
-def letter(p: Parameter) -> str:
-    """The type of a parameter, as direct.h has it."""
-    if p.type is torch.Tensor:
-        return ("p" if p.optional else "y") if p.written else ("o" if p.optional else "T")
-    return "g" if p.optional else {int: "i", float: "f", bool: "b"}[p.type]
+def _declared_kernel(signature: Signature, otherwise: Callable[..., Any] | None, most_rows: int) -> Any:
+    """One that makes the results that its signature declares; None where it is not loaded."""
+    results = tuple(signature.described(one) for one in signature.results if not one.optional)
+    return _kernel(signature.name, True, results, otherwise, most_rows, len(signature.beside))
 
 
-def _made(op: str, overload: Any, makes: bool) -> Any:
+def _kernel(op: str, makes: bool, *how: Any) -> Any:
     """A kernel that is called directly; None where it is not loaded, or takes what we do not pass on."""
-    types = types_of(overload)
-    if types is None or overload._schema.returns:
+    overload = getattr(torch.ops.opsmith, op).default
+    at, caller, types = boxed(op), library(), types_of(overload)
+    if at is None or caller is None or types is None or overload._schema.returns:
         return None
     arguments = overload._schema.arguments
     names = tuple(sys.intern(a.name) for a in arguments)
     defaults = tuple(a.default_value if a.has_default_value() else ... for a in arguments)
-    return _kernel(op, types, overload._op, names, defaults, makes)
-
-
-def _declared_kernel(signature: Signature, otherwise: Callable[..., Any] | None, most_rows: int) -> Any:
-    """One that makes the results that its signature declares; None where it is not loaded."""
-    types = "".join(map(letter, signature.forward))
-    names = tuple(sys.intern(p.name) for p in signature.forward)
-    defaults = tuple(None if p.written and p.optional else ... for p in signature.forward)
-    results = tuple(signature.described(one) for one in signature.results if not one.optional)
-    how = results, otherwise, most_rows, len(signature.beside)
-    return _kernel(signature.name, types, None, names, defaults, True, *how)
-
-
-def _kernel(
-    op: str,
-    types: str,
-    pytorchs: Any,
-    names: tuple[str, ...],
-    defaults: tuple[Any, ...],
-    makes: bool,
-    results: tuple[Any, ...] | None = None,
-    otherwise: Callable[..., Any] | None = None,
-    most_rows: int = 0,
-    beside: int = 0,
-) -> Any:
-    at, caller = boxed(op), library()
-    if at is None or caller is None:
-        return None
-    how = (types.encode(), pytorchs, f"opsmith.{op}.default", names, defaults, makes)
-    found = caller.opsmith_direct(at, *how, results, otherwise, most_rows, beside)
+    known = (types.encode(), overload._op, f"opsmith.{op}.default", names, defaults, makes)
+    found = caller.opsmith_direct(at, *known, *(how or (None, None, 0, 0)))
     if makes:
         making.setdefault(op, []).append(found)
     return found
-
-
-def _pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
-    flat = t.view(-1).split([math.prod(shape) for shape in shapes])
-    return tuple(part.view(shape) for part, shape in zip(flat, shapes, strict=True))
-
-
-def _same(t: torch.Tensor) -> torch.Tensor:
-    return t
 
 
 def not_loaded(*args: Any, **kwargs: Any) -> None:

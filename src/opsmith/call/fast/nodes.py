@@ -16,31 +16,23 @@ import ctypes
 import functools
 import struct
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from opsmith.call.fast import direct
-from opsmith.call.signature import Constant, Kept, Made, Signature, Slope
+from opsmith.call.signature import Constant, Made, Signature, Slope
 from opsmith.kernels import build, libraries
 
 SOURCE = Path(__file__).parent / "binding_nodes.cpp"
 
 
-@dataclass
-class Plan:
-    """What a node does, argument by argument of the backward, as binding_nodes.cpp takes it."""
-
-    types: str
-    kept: str  # a letter for each argument of the forward
-    sources: str = ""
-    of: list[int] = field(default_factory=list)
-    instead: list[int] = field(default_factory=list)
-    constants: list[int] = field(default_factory=list)
-    gradients: list[tuple[int, int]] = field(default_factory=list)
-    only: list[tuple[int, int]] = field(default_factory=list)  # an argument of the forward, and its value
-
+# What a node does. Of each argument of the backward: a letter for its source and one for its type, which argument of
+# the forward it is of, what stands for that one, and the bits of a constant. Which inputs have which of them as
+# gradients. What is kept, with a letter for its shape. What numbers of the forward must be.
+Plan = tuple[
+    list[tuple[str, str, int, int, int]], list[tuple[int, int]], list[tuple[int, str]], list[tuple[int, int]]
+]
 
 _waiting: dict[str, Signature] = {}
 _seen = -1  # libraries of kernels when we last tried to attach those that wait
@@ -88,59 +80,43 @@ def library() -> ctypes.PyDLL | None:
 def _attach(found: ctypes.PyDLL, signature: Signature) -> bool:
     """Let calls of a kernel be recorded; False where it or its backward is not loaded."""
     assert signature.gradient is not None
-    boxed = direct.boxed(signature.gradient.kernel)
+    backward = signature.gradient.kernel
+    boxed = direct.boxed(backward)
     if boxed is None or direct.boxed(signature.name) is None:
         return False
-    plan = plan_of(signature)
-    count = len(plan.of)
-    pairs = [number for pair in (*plan.gradients, *plan.only) for number in pair]
+    plan = [ctypes.py_object(part) for part in plan_of(signature)]
+    name = f"opsmith::{backward}".encode()
     getattr(direct, f"new_{signature.name}")
     for kernel in direct.making[signature.name]:
-        found.opsmith_nodes_attach(
-            ctypes.py_object(kernel),
-            ctypes.c_void_p(boxed),
-            f"opsmith::{signature.gradient.kernel}".encode(),
-            plan.types.encode(),
-            plan.sources.encode(),
-            (ctypes.c_int * count)(*plan.of),
-            (ctypes.c_int * count)(*plan.instead),
-            (ctypes.c_uint64 * count)(*plan.constants),
-            plan.kept.encode(),
-            (ctypes.c_uint64 * len(pairs))(*pairs),
-            len(plan.gradients),
-            len(plan.only),
-            signature.gradient.strided,
-        )
+        strided = signature.gradient.strided
+        found.opsmith_nodes_attach(ctypes.py_object(kernel), ctypes.c_void_p(boxed), name, *plan, strided)
     return True
 
 
 def plan_of(signature: Signature) -> Plan:
     """What the node of a kernel does, as its signature says."""
     assert signature.gradient is not None
+    types = direct.types_of(getattr(torch.ops.opsmith, signature.gradient.kernel).default)
+    assert types is not None
     place = {p.name: i for i, p in enumerate(signature.forward)}
-    kept = "".join(p.of.rows.value if isinstance(p.of, Kept) else " " for p in signature.forward)
-    plan = Plan("", kept)
-    for name, value in signature.gradient.only.items():
-        plan.only.append((place[name], _bits(int, value)))
-    for i, p in enumerate(signature.backward):
+    arguments, gradients = [], []
+    for i, (p, type_) in enumerate(zip(signature.backward, types, strict=True)):
         source, of, instead, constant = p.source, -1, -1, 0
-        plan.types += direct.letter(p)
         if isinstance(source, Constant):
             letter, constant = "c", _bits(p.type, source.value)
         elif isinstance(source, Made):
             letter, of = "a" if source.always else "m", place[source.of]
-            plan.gradients.extend((place[name], i) for name in (source.of, *source.shared))
+            gradients += [(place[name], i) for name in (source.of, *source.shared)]
         elif isinstance(source, Slope):
             letter, of = "g", place[source.of]
         else:
             assert source is not None
             letter, of = "s" if p.type is torch.Tensor else "n", place[source.of]
             instead = place[source.instead] if source.instead else -1
-        plan.sources += letter
-        plan.of.append(of)
-        plan.instead.append(instead)
-        plan.constants.append(constant)
-    return plan
+        arguments.append((letter, type_, of, instead, constant))
+    kept = [(place[one.name], one.rows.value) for one in signature.kept]
+    only = [(place[name], _bits(int, value)) for name, value in signature.gradient.only.items()]
+    return arguments, gradients, kept, only
 
 
 def _bits(kind: type, value: bool | int | float) -> int:

@@ -1,4 +1,7 @@
-"""What the two norms share: how a row is read, and the backward pass, of which RMSNorm's is the one without means."""
+"""LayerNorm and RMSNorm, which is the one without means: a program a row, forward and backward.
+
+A row stays in registers where it fits, and is read again from cache where not.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,119 @@ _ROWS, _COLUMNS = 16, 64  # of a tile of column sums
 
 
 @triton.jit
-def sum_at(x, residual, xrow, rrow, at, mask, RESIDUAL: tl.constexpr):
+def _sum_at(x, residual, xrow, rrow, at, mask, RESIDUAL: tl.constexpr):
     """Elements of a row of x, or of x + residual as it is rounded when it is stored."""
     v = tl.load(x + xrow + at, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         v += tl.load(residual + rrow + at, mask=mask, other=0.0).to(tl.float32)
         v = v.to(x.dtype.element_ty).to(tl.float32)
     return v
+
+
+@triton.jit
+def _forward(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    summed,
+    means,
+    rstds,
+    n,
+    eps,
+    offset,
+    xs,
+    rs,
+    ys,
+    ss,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    pivot = 0.0
+    if CENTERED:  # around the row's first element, so that the mean of what is left is small and exact enough
+        pivot = tl.load(x + row * xs).to(tl.float32)
+    mean = 0.0
+    m2 = 0.0
+    squares = tl.zeros((BLOCK,), tl.float32)
+    v = _sum_at(x, residual, row * xs, row * rs, lanes, lanes < n, residual is not None)
+    for start in range(0, n, BLOCK):
+        at = start + lanes
+        mask = at < n
+        if not ONE:
+            v = _sum_at(x, residual, row * xs, row * rs, at, mask, residual is not None)
+        if CENTERED:
+            # Chan's formula: the block's two moments, exact in registers, are merged with those of the blocks before.
+            count = tl.minimum(n - start, BLOCK).to(tl.float32)
+            d = tl.where(mask, v - pivot, 0.0)
+            block_mean = tl.sum(d, 0) / count
+            d = tl.where(mask, d - block_mean, 0.0)
+            delta = block_mean - mean
+            share = count / (start + count)
+            mean += delta * share
+            m2 += tl.sum(d * d, 0) + delta * delta * share * start
+        else:
+            squares += v * v
+    if not CENTERED:
+        m2 = tl.sum(squares, 0)
+    rstd = 1.0 / tl.sqrt(m2 / n + eps)
+    if means is not None:
+        tl.store(means + row, pivot + mean)
+    if rstds is not None:
+        tl.store(rstds + row, rstd)
+    # The sum is stored only now that it has been read for the last time: it may lie over x.
+    for start in range(0, n, BLOCK):
+        at = start + lanes
+        if not ONE:
+            v = _sum_at(x, residual, row * xs, row * rs, at, at < n, residual is not None)
+        if summed is not None:
+            tl.store(summed + row * ss + at, v.to(summed.dtype.element_ty), mask=at < n)
+        if CENTERED:
+            v = v - pivot - mean
+        v *= rstd
+        if ROUND:
+            v = v.to(y.dtype.element_ty).to(tl.float32)
+        if weight is not None:
+            v *= tl.load(weight + at, mask=at < n, other=0.0).to(tl.float32) + offset
+        if bias is not None:
+            v += tl.load(bias + at, mask=at < n, other=0.0).to(tl.float32)
+        tl.store(y + row * ys + at, v.to(y.dtype.element_ty), mask=at < n)
+
+
+def forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    y: torch.Tensor,
+    summed: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    *,
+    centered: bool,
+    rounds: bool = False,
+) -> None:
+    """`(s - mean) * rstd * (weight + offset) + bias` of s = x + residual; without a mean where it is not `centered`."""
+    rows, n = x.shape
+    if not x.numel():
+        return
+    how = in_registers(n)
+    launch(
+        _forward,
+        (rows,),
+        *(x, residual, weight, bias, y, summed, mean, rstd, n, eps, offset),
+        *steps(x, residual, y, summed),
+        ONE=n <= how["BLOCK"],
+        CENTERED=centered,
+        ROUND=rounds,
+        **how,
+    )
 
 
 @triton.jit

@@ -134,6 +134,7 @@ def definition(
     reduction: int,
     dtype: torch.dtype | None,
     overwrite: bool,
+    op: str = "cross_entropy",
 ) -> torch.Tensor:
     """The definition, in plain PyTorch."""
     classes = logits.shape[-1]
@@ -151,7 +152,7 @@ def definition(
         )
     except (IndexError, RuntimeError):
         if type(target) is torch.Tensor:
-            check_targets(target, classes, ignore_index)
+            check_targets(target, classes, ignore_index, op)
         raise
     if whole:
         return loss
@@ -191,7 +192,7 @@ def check_options(
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
 
 
-def check_targets(target: torch.Tensor, classes: int, ignore_index: int, op: str = "cross_entropy") -> None:
+def check_targets(target: torch.Tensor, classes: int, ignore_index: int, op: str) -> None:
     """Refuse the first target outside [0, classes) that is not ignored, naming its position."""
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if not bool(bad.any()):

@@ -10,23 +10,21 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import one_of
-from opsmith.call.dispatch import compiling, kernels, native, needs_grad, recorded, small
+from opsmith.call.dispatch import compiling, native, needs_grad, recorded, small
 from opsmith.call.layouts import nbytes
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.kernels import libraries
-from opsmith.operator import Cost, Implementation, Kind, Make, MergedChain, Operator, Sample, register
-from opsmith.ops.cross_entropy import CARD as CROSS_ENTROPY
+from opsmith.operator import Cost, Kind, Make, MergedChain, Sample, Supports
 from opsmith.ops.cross_entropy import (
     REDUCTIONS,
     Loss,
-    TargetError,
     check_options,
     check_target,
-    check_targets,
     chunks,
     code_of,
     cross_entropy,
 )
+from opsmith.ops.cross_entropy import definition as loss_of
 from opsmith.ops.linear import check_layer, linear
 
 _OP = "linear_cross_entropy"
@@ -107,22 +105,12 @@ def linear_cross_entropy(
     return _CALL.traced(hidden, weight, target, bias, *options, dtype, None, None, None, None)  # type: ignore[no-any-return]
 
 
-def reference(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    **options: Any,
+def definition(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any, *how: Any
 ) -> torch.Tensor:
     """The definition, in plain PyTorch."""
-    return CROSS_ENTROPY.reference(F.linear(hidden, weight, bias), target, **options)  # type: ignore[no-any-return]
-
-
-def _supports(hidden: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
-    if weight.shape[1] == 0:
-        return "there is nothing to multiply"
-    return native(hidden, "cross_entropy_part")
+    options: Any = (*how[:5], False, _OP)
+    return loss_of(F.linear(hidden, weight, bias), target, *options)
 
 
 class _LinearCrossEntropy(Loss):
@@ -144,9 +132,15 @@ class _LinearCrossEntropy(Loss):
         check_options(_OP, *options)
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        hidden, weight, target = values[:3]
-        ours = _supports(hidden, weight) is True and not small(target.numel() * weight.shape[0])
+        _, weight, target, *_ = values
+        ours = self.supported(values) is True and not small(target.numel() * weight.shape[0])
         return "opsmith" if ours else None
+
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        hidden, weight, *_ = values
+        if weight.shape[1] == 0:
+            return "there is nothing to multiply"
+        return native(hidden, "cross_entropy_part", *more)
 
     def recorded(self, backend: str, values: Sequence[Any]) -> Any:
         if self.named(values)["reduction"] == REDUCTIONS["none"]:
@@ -192,44 +186,12 @@ def _times(dloss: torch.Tensor, factor: float, gradients: Sequence[torch.Tensor]
     return [g.mul_(number) for g in gradients]
 
 
-def _definition(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: int,
-    dtype: torch.dtype | None,
-    *gradients: Any,
-) -> torch.Tensor:
-    how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "dtype": dtype}
-    try:
-        return reference(hidden, weight, target, bias=bias, reduction=[*REDUCTIONS][reduction], **how)
-    except TargetError:
-        check_targets(target, weight.shape[0], ignore_index, _OP)
-        raise
-
-
-_CALL = _LinearCrossEntropy(SIGNATURE, linear_cross_entropy, _definition)
-
-
-def _native(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The kernels, without autograd."""
-    options = (ignore_index, label_smoothing, z_loss, REDUCTIONS[reduction], dtype, None, None, None)
-    return _CALL.native("opsmith", (hidden, weight, target, bias, *options))  # type: ignore[no-any-return]
+_CALL = _LinearCrossEntropy(
+    SIGNATURE,
+    linear_cross_entropy,
+    definition,
+    converted={"reduction": lambda reduction: REDUCTIONS[reduction]},
+)
 
 
 def _cost(
@@ -286,21 +248,15 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1x1024x32000", (hidden[:1], weight, target[:1]))
 
 
-CARD = register(
-    Operator(
-        name="linear_cross_entropy",
-        kind=Kind.LOSS,
-        function=linear_cross_entropy,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[*kernels(_native, _supports, takes_out=False), Implementation("eager", reference)],
-        merges=MergedChain("linear", "cross_entropy", through="logits", over="x", rows="hidden"),
-        entries=dict.fromkeys((_OP, "linear_cross_entropy_backward"), _entry),
-        schemas=SIGNATURE.schemas(),
-        source="Wijmans et al., 2024; Hsu et al., 2024",
-    )
+CARD = _CALL.card(
+    kind=Kind.LOSS,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    merges=MergedChain("linear", "cross_entropy", through="logits", over="x", rows="hidden"),
+    entries=dict.fromkeys((_OP, "linear_cross_entropy_backward"), _entry),
+    schemas=SIGNATURE.schemas(),
+    source="Wijmans et al., 2024; Hsu et al., 2024",
 )
 _LIBRARY = torch.library.Library("opsmith", "IMPL")
 for _key in ("CPU", "CUDA"):

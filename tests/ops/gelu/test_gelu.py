@@ -119,5 +119,5 @@ def test_every_bfloat16_has_its_value_and_its_slope(tanh: bool) -> None:
     for got, right in ((y.detach(), exact.detach()), (slope, exact_slope)):
         unit = 2.0 ** (torch.floor(torch.log2(right.abs().clamp_min(1e-30))) - 7)
         beside_rounding = (got.double() - right).abs() - 0.5 * unit - fit * right.abs()
-        # What slope_table.h says; without tables, what cancels where the slope crosses zero.
+        # What phi_table.h says; without tables, what cancels where the slope crosses zero.
         assert float(beside_rounding.max()) <= (6e-6 if tables else 2e-5)

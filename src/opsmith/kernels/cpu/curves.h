@@ -5,7 +5,7 @@
 #pragma once
 
 #include "pair.h"
-#include "tables/slope_table.h"
+#include "tables/phi_table.h"
 
 namespace opsmith {
 
@@ -69,7 +69,7 @@ template <class T>
 struct Gelu {
   static Vec value(Vec x) {
 #if defined(OPSMITH_AVX512)
-    return times_phi(erf_fine, x);
+    return times_phi(by_quarters<exactly::phi>, x);
 #else
     const Halves h(x);
     return h.ramp - h.a * tail(h.reach, gauss(h.reach));
@@ -77,7 +77,8 @@ struct Gelu {
   }
   static ValueAndSlope both(Vec x) {
 #if defined(OPSMITH_AVX512)
-    if (!exact || !any(x < tail_begins)) return both_by_tables(erf_fine, erf_slope_fine, x);
+    if (!exact || !any(x < tail_begins))
+      return both_by_tables(by_quarters<exactly::phi>, by_quarters<exactly::phi_slope>, x);
 #endif
     constexpr float root_half_over_pi = 0.39894228040143268f;
     const Halves h(x);
@@ -143,7 +144,7 @@ template <>
 struct Gelu<bfloat16> {
   static Vec value(Vec x) {
 #if defined(OPSMITH_AVX512)
-    return times_phi(erf_coarse, x);
+    return times_phi(by_coarse_quarters<exactly::phi>, x);
 #else
     const Halves h(x);
     const Vec a = h.a, t = reciprocal_coarse(a + 3.7773f);  // S(infinity) is -infinity: `reach` is not needed
@@ -153,7 +154,7 @@ struct Gelu<bfloat16> {
   }
   static ValueAndSlope both(Vec x) {
 #if defined(OPSMITH_AVX512)
-    return both_by_tables(erf_coarse, erf_slope_coarse, x);
+    return both_by_tables(by_coarse_quarters<exactly::phi>, by_coarse_quarters<exactly::phi_slope>, x);
 #else
     const Halves h(x);
     const Vec a = h.reach, t = reciprocal_coarse(a + 2.6875f);
@@ -172,9 +173,9 @@ struct GeluTanh {
   static Vec value(Vec x) {
 #if defined(OPSMITH_AVX512)
     if constexpr (std::is_same_v<T, bfloat16>) {
-      return times_phi(tanh_coarse, x);
+      return times_phi(by_coarse_quarters<exactly::phi_tanh>, x);
     } else {
-      return times_phi(tanh_fine, x);
+      return times_phi(by_quarters<exactly::phi_tanh>, x);
     }
 #else
     return x * reciprocal_for<T>(1.0f + odds(x));
@@ -183,10 +184,11 @@ struct GeluTanh {
   static ValueAndSlope both(Vec x) {
 #if defined(OPSMITH_AVX512)
     if constexpr (std::is_same_v<T, bfloat16>) {
-      return both_by_tables(tanh_coarse, tanh_slope_coarse, x);
+      return both_by_tables(by_coarse_quarters<exactly::phi_tanh>,
+                            by_coarse_quarters<exactly::phi_tanh_slope>, x);
     } else {
       if (!std::is_same_v<T, float> || !any(x < tail_begins))
-        return both_by_tables(tanh_fine, tanh_slope_fine, x);
+        return both_by_tables(by_quarters<exactly::phi_tanh>, by_quarters<exactly::phi_tanh_slope>, x);
     }
 #endif
     const Vec c = max(-16.0f, min(16.0f, x));  // the ends are reached: there e is 0, or infinite and s 0

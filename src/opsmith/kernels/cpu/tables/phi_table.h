@@ -1,171 +1,124 @@
-// x Phi(x) by a table in registers, for AVX-512: y = max(x, 0) - a Phi(-a) with a = |x|, and Phi(-a) a polynomial for each
-// quarter: entry k holds the coefficients for a in [(k - 1/2) / 4, (k + 1/2) / 4]. Choosing among 32 floats takes one
-// instruction, which leaves a third of the arithmetic that an exponential and a quotient need.
+// x Phi(x) and its slope by tables in registers, for AVX-512. With a = |x|, y = max(x, 0) - a Phi(-a); below 0 the slope is
+// S(a) = Phi(-a) - a phi(a), and above 0 it is 1 - S(a). Phi(-a) and S(a) are a polynomial for each quarter: entry k holds
+// the coefficients for a in [(k - 1/2) / 4, (k + 1/2) / 4]. Choosing among 32 floats takes one instruction, which leaves a
+// third of the arithmetic that an exponential and a quotient need.
 //
-// The fits are to the relative error, by least squares over 200 Chebyshev nodes an interval, reweighted by the error until
-// it is level (Lawson, 1961), in float64 against mpmath; one coefficient at a time was rounded to float32 and the others
-// fitted again. The fine tables are of degree 5 around k / 4; the coarse ones of degree 3 around 0, which spares the
-// subtraction and costs digits that bfloat16 does not show. The last entry is 0: nothing is left of Phi(-7.6).
+// The compiler makes them: polynomials through the Chebyshev nodes of each quarter, in double. The fine tables are of degree
+// 5 around k / 4; the coarse ones of degree 3 around 0, which spares the subtraction and costs digits that bfloat16 does not
+// show. The last entry is 0: nothing is left of Phi(-7.6).
 //
 // Relative error of Phi(-a) in float32, up to
 //   a =             1       2       3       4       5       6       7
-//   erf, fine       7e-8    9e-8    9e-8    8e-7    2e-6    8e-6    2e-5
-//   erf, coarse     4e-6    9e-6    1e-4    6e-4    2e-3    4e-3    8e-3
-//   tanh, fine      9e-8    9e-8    9e-8    3e-6    2e-5    2e-4    5e-4
-//   tanh, coarse    4e-6    1e-5    1e-4    1e-3    7e-3    3e-2    1e-1
+//   erf, fine       8e-8    9e-8    1e-7    4e-7    2e-6    8e-6    3e-5
+//   erf, coarse     4e-6    8e-6    1e-4    4e-4    2e-3    4e-3    1e-2
+//   tanh, fine      1e-7    9e-8    1e-7    7e-7    9e-6    1e-4    8e-4
+//   tanh, coarse    4e-6    9e-6    1e-4    7e-4    4e-3    3e-2    1e-1
+// Error of S(a), up to
+//   a =             0.7     1.5     2.5     3.5     4.5     5.5     6.5
+//   erf, fine       2e-8    1e-8    1e-8    2e-9    2e-10   2e-11   1e-12
+//   erf, coarse     4e-6    4e-6    1e-6    7e-7    2e-7    3e-8    1e-9
+//   tanh, fine      3e-8    1e-8    1e-8    4e-9    3e-10   2e-11   7e-13
+//   tanh, coarse    4e-6    3e-6    1e-6    7e-7    2e-7    3e-8    2e-10
 #pragma once
 
 #include "simd.h"
 
 namespace opsmith {
 
+struct ValueAndSlope {
+  Vec value, slope;
+};
+
 #if defined(OPSMITH_AVX512)
 
-// clang-format off
-alignas(64) constexpr float erf_fine[6][32] = {
-    {0.5f, 0.401293665f, 0.308537543f, 0.22662735f, 0.158655256f, 0.105649777f, 0.066807203f, 0.0400591567f,
-     0.0227501318f, 0.0122244721f, 0.00620966544f, 0.00297976332f, 0.00134989806f, 0.000577025057f,
-     0.0002326291f, 8.84172987e-05f, 3.16712503e-05f, 1.06885309e-05f, 3.3976753e-06f, 1.01708429e-06f,
-     2.86651982e-07f, 7.60497514e-08f, 1.89896117e-08f, 4.46218795e-09f, 9.8659203e-10f, 2.05227516e-10f,
-     4.01602952e-11f, 7.3923246e-12f, 1.27982672e-12f, 2.08388631e-13f, 3.19094354e-14f, 0.0f},
-    {-0.398942292f, -0.386668116f, -0.352065325f, -0.301137418f, -0.241970733f, -0.182649091f, -0.1295176f,
-     -0.086277321f, -0.0539909676f, -0.0317396522f, -0.0175283011f, -0.00909356307f, -0.00443184841f,
-     -0.00202904758f, -0.000872682373f, -0.000352595409f, -0.000133830035f, -4.77185531e-05f, -1.59836873e-05f,
-     -5.02948524e-06f, -1.48670961e-06f, -4.12843065e-07f, -1.07696167e-07f, -2.63919642e-08f, -6.07573947e-09f,
-     -1.31396161e-09f, -2.6694516e-10f, -5.0946844e-11f, -9.13414917e-12f, -1.53841826e-12f, -2.434087e-13f,
-     0.0f},
-    {8.5434533e-07f, 0.048337929f, 0.0880138874f, 0.112927444f, 0.120984055f, 0.114154033f, 0.0971373916f,
-     0.0754928291f, 0.0539911464f, 0.0357074887f, 0.0219103862f, 0.0125036202f, 0.00664775027f, 0.00329717994f,
-     0.00152717088f, 0.000661099853f, 0.000267649797f, 0.000101396268f, 3.59605838e-05f, 1.19438209e-05f,
-     3.71628653e-06f, 1.08353402e-06f, 2.96103735e-07f, 7.58578196e-08f, 1.82217139e-08f, 4.10465084e-09f,
-     8.6720342e-10f, 1.71860193e-10f, 3.19511674e-11f, 5.57308713e-12f, 9.12096462e-13f, 0.0f},
-    {0.0664704069f, 0.0604137816f, 0.044009164f, 0.0219542328f, 2.80293625e-06f, -0.0171205048f, -0.0269808732f,
-     -0.0296572689f, -0.0269951504f, -0.0214907657f, -0.0153370555f, -0.00994591881f, -0.00590910902f,
-     -0.00323391706f, -0.00163636543f, -0.000767699792f, -0.000334622164f, -0.000135722235f, -5.12942497e-05f,
-     -1.80804018e-05f, -5.94929998e-06f, -1.82867791e-06f, -5.25369671e-07f, -1.41147027e-07f, -3.54770116e-08f,
-     -8.34534042e-09f, -1.83783899e-09f, -3.79014597e-10f, -7.32152464e-11f, -1.32506601e-11f, -2.24724362e-12f,
-     0.0f},
-    {0.000181974785f, -0.0120827276f, -0.0199668948f, -0.0229489058f, -0.0200492404f, -0.0135612674f,
-     -0.00602990761f, 0.000362835941f, 0.00446805172f, 0.00609735306f, 0.00592541602f, 0.00475394865f,
-     0.00332700461f, 0.0020822247f, 0.001181375f, 0.000612499483f, 0.00029185717f, 0.000128315151f,
-     5.2205316e-05f, 1.96986002e-05f, 6.90601246e-06f, 2.25246663e-06f, 6.84282838e-07f, 1.93808958e-07f,
-     5.1215217e-08f, 1.26362654e-08f, 2.91253044e-09f, 6.27443486e-10f, 1.26387206e-10f, 2.38140809e-11f,
-     4.19856077e-12f, 0.0f},
-    {-0.0105249155f, -0.00822401699f, -0.00466986792f, 0.000332679454f, 0.00386267551f, 0.00579529628f,
-     0.00573904021f, 0.00427962793f, 0.0022328929f, 0.000497048546f, -0.000674587965f, -0.00112926366f,
-     -0.00110868434f, -0.000859144377f, -0.000574468693f, -0.000338822225f, -0.000179802722f, -8.69053983e-05f,
-     -3.83162369e-05f, -1.55695034e-05f, -5.83094788e-06f, -2.0190746e-06f, -6.48519006e-07f, -1.93398677e-07f,
-     -5.36121654e-08f, -1.3835507e-08f, -3.32595906e-09f, -7.45518147e-10f, -1.55892563e-10f, -3.04315635e-11f,
-     -5.54834781e-12f, 0.0f},
+// What the tables are of, for the compiler.
+namespace exactly {
+
+constexpr double root_2_over_pi = 0.79788456080286535588;
+
+constexpr double exp(double x) {  // (e^(x / 1024))^1024, by its series
+  double term = 1, sum = 1;
+  for (int i = 1; i < 12; ++i) sum += term *= x / (1024 * i);
+  for (int i = 0; i < 10; ++i) sum *= sum;
+  return sum;
+}
+
+constexpr double density(double a) { return root_2_over_pi / 2 * exp(-a * a / 2); }
+
+constexpr double phi(double a) {  // Phi(-a), by a series near 0 and a continued fraction far from it
+  double term = a, sum = a, rest = a;
+  for (int i = 1; i < 60; ++i) sum += term *= a * a / (2 * i + 1);
+  for (int i = 100; i > 0; --i) rest = a + i / rest;
+  return a < 2 ? 0.5 - density(a) * sum : density(a) / rest;
+}
+
+constexpr double phi_slope(double a) { return phi(a) - a * density(a); }
+
+constexpr double phi_tanh(double a) {
+  const double e = exp(-2 * root_2_over_pi * (a + 0.044715 * a * a * a));
+  return e / (1 + e);
+}
+
+constexpr double phi_tanh_slope(double a) {
+  const double s = phi_tanh(a);
+  return s - a * s * (1 - s) * 2 * root_2_over_pi * (1 + 3 * 0.044715 * a * a);
+}
+
+}  // namespace exactly
+
+// A function's polynomials, by coefficient and quarter.
+template <int terms>
+struct alignas(64) Quarters {
+  static_assert(terms == 4 || terms == 6);
+  static constexpr bool fine = terms == 6;
+  float of[terms][32] = {};
+
+  constexpr explicit Quarters(double (*f)(double)) {
+    constexpr double nodes[] = {0.96592582628906829, 0.70710678118654752, 0.25881904510252076,
+                                0.92387953251128674, 0.38268343236508977};
+    for (int k = 0; k < 31; ++k) {
+      double at[terms] = {}, difference[terms] = {}, p[terms] = {};
+      for (int j = 0; j < terms; ++j) {
+        const double node = j < terms / 2 ? nodes[fine ? j : 3 + j] : -nodes[fine ? j - 3 : 1 + j];
+        at[j] = node / 8 + (fine ? 0 : k / 4.0);
+        difference[j] = f(node / 8 + k / 4.0);
+      }
+      for (int order = 1; order < terms; ++order) {  // Newton's divided differences
+        for (int j = terms - 1; j >= order; --j) {
+          difference[j] = (difference[j] - difference[j - 1]) / (at[j] - at[j - order]);
+        }
+      }
+      for (int j = terms - 1; j >= 0; --j) {
+        for (int i = terms - 1; i >= 0; --i) p[i] = (i > 0 ? p[i - 1] : difference[j]) - at[j] * p[i];
+      }
+      for (int i = 0; i < terms; ++i) of[i][k] = float(p[i]);
+    }
+  }
 };
 
-
-alignas(64) constexpr float erf_coarse[4][32] = {
-    {0.5f, 0.500030339f, 0.501029968f, 0.506634772f, 0.521441638f, 0.545525849f, 0.570343792f, 0.580648124f,
-     0.561851323f, 0.508138776f, 0.425392032f, 0.32814464f, 0.232889935f, 0.152089685f, 0.0914788842f,
-     0.0507443957f, 0.0259959381f, 0.0123159364f, 0.00540309073f, 0.00219763024f, 0.000829599623f,
-     0.000290944881f, 9.48774978e-05f, 2.87918065e-05f, 8.13637416e-06f, 2.14255397e-06f, 5.26047074e-07f,
-     1.20481815e-07f, 2.57526303e-08f, 5.13967358e-09f, 9.58082391e-10f, 0.0f},
-    {-0.398943692f, -0.399466515f, -0.406974167f, -0.433330268f, -0.483748674f, -0.547977686f, -0.60247308f,
-     -0.622047126f, -0.592547417f, -0.517183483f, -0.412955403f, -0.301950008f, -0.202578351f, -0.12497925f,
-     -0.0710568577f, -0.0373051539f, -0.0181170478f, -0.00815135613f, -0.00340242963f, -0.00131912343f,
-     -0.000475511275f, -0.000159518604f, -4.98406516e-05f, -1.45138938e-05f, -3.94164908e-06f, -9.98878363e-07f,
-     -2.36323359e-07f, -5.22202903e-08f, -1.07814957e-08f, -2.08069539e-09f, -3.75439624e-10f, 0.0f},
-    {4.83059521e-05f, 0.00305224885f, 0.0221203491f, 0.0636909679f, 0.121108487f, 0.178321093f, 0.218260378f,
-     0.230656087f, 0.215217546f, 0.17995058f, 0.136168599f, 0.0939161032f, 0.059349753f, 0.0345016047f,
-     0.0185073204f, 0.0091835428f, 0.00422370201f, 0.00180339091f, 0.000715791946f, 0.000264410133f,
-     9.09847658e-05f, 2.91885863e-05f, 8.73604495e-06f, 2.44082958e-06f, 6.36950119e-07f, 1.55319754e-07f,
-     3.54065328e-08f, 7.54779439e-09f, 1.50512702e-09f, 2.80864138e-10f, 4.90539311e-11f, 0.0f},
-    {0.0660385787f, 0.0601298884f, 0.0437215455f, 0.0217239372f, -0.000145564292f, -0.0171675067f,
-     -0.0269370787f, -0.029553961f, -0.0268595833f, -0.021355411f, -0.0152222579f, -0.00985931884f,
-     -0.00585010601f, -0.00319718453f, -0.00161543931f, -0.000756721536f, -0.000329301809f, -0.000133337497f,
-     -5.02995681e-05f, -1.76961639e-05f, -5.81100721e-06f, -1.78231562e-06f, -5.10895859e-07f, -1.36933735e-07f,
-     -3.43319364e-08f, -8.05493627e-09f, -1.76907122e-09f, -3.63794495e-10f, -7.00644542e-11f, -1.26413584e-11f,
-     -2.13697658e-12f, 0.0f},
-};
-
-
-alignas(64) constexpr float tanh_fine[6][32] = {
-    {0.5f, 0.401298583f, 0.308571994f, 0.22671926f, 0.158808008f, 0.105828635f, 0.0669522807f, 0.0401169248f,
-     0.0227011535f, 0.0120894797f, 0.00603370648f, 0.00280841603f, 0.00121246406f, 0.000482654519f,
-     0.000176056492f, 5.84672343e-05f, 1.75614969e-05f, 4.73930731e-06f, 1.14149941e-06f, 2.43748332e-07f,
-     4.58361882e-08f, 7.54000151e-09f, 1.07776865e-09f, 1.32973701e-10f, 1.40665318e-11f, 1.26731384e-12f,
-     9.6594343e-14f, 6.18704967e-15f, 3.308057e-16f, 1.4665995e-17f, 5.35536167e-19f, 0.0f},
-    {-0.398942292f, -0.386610746f, -0.351883769f, -0.300876677f, -0.241772085f, -0.182657018f, -0.129775375f,
-     -0.0866936594f, -0.0544002056f, -0.0320017822f, -0.0175941139f, -0.00900266878f, -0.00426554354f,
-     -0.0018606151f, -0.000742485397f, -0.000269286887f, -8.81709566e-05f, -2.58872642e-05f, -6.76965465e-06f,
-     -1.56619319e-06f, -3.18428818e-07f, -5.65154643e-08f, -8.69794814e-09f, -1.15311405e-09f, -1.30812056e-10f,
-     -1.26141658e-11f, -1.02711524e-12f, -7.01524545e-14f, -3.99245422e-15f, -1.88068988e-16f, -7.28412021e-18f,
-     0.0f},
-    {8.53588574e-07f, 0.0485530421f, 0.0882531479f, 0.112963483f, 0.120698541f, 0.113654315f, 0.0966904238f,
-     0.0753331557f, 0.0541687459f, 0.0360850319f, 0.0222867578f, 0.0127402581f, 0.00671643205f, 0.00324892555f,
-     0.00143346749f, 0.0005731532f, 0.000206288591f, 6.63838073e-05f, 1.89716047e-05f, 4.78296806e-06f,
-     1.05672393e-06f, 2.03251005e-07f, 3.38111654e-08f, 4.83283635e-09f, 5.89684634e-10f, 6.10207648e-11f,
-     5.32035397e-12f, 3.88305517e-13f, 2.35690475e-14f, 1.18198747e-15f, 4.86580922e-17f, 0.0f},
-    {0.0667995438f, 0.0606020503f, 0.0438898765f, 0.0215556417f, -0.00041334756f, -0.0172476936f,
-     -0.0267264638f, -0.0291910581f, -0.0266060457f, -0.0213612001f, -0.0154546155f, -0.0101746703f,
-     -0.00611002604f, -0.00334077608f, -0.00165596453f, -0.000739965821f, -0.000296220038f, -0.000105552012f,
-     -3.32615055e-05f, -9.2100172e-06f, -2.2267368e-06f, -4.67113523e-07f, -8.4487894e-08f, -1.30938576e-08f,
-     -1.72792192e-09f, -1.92950572e-10f, -1.81182968e-11f, -1.42172515e-12f, -9.26443912e-14f, -4.98200597e-15f,
-     -2.19707098e-16f, 0.0f},
-    {0.000181288589f, -0.0125120478f, -0.01998372f, -0.0230358597f, -0.0200140718f, -0.0133553166f,
-     -0.00580020295f, 0.000438820309f, 0.0042888415f, 0.0058271084f, 0.00573490607f, 0.00471785339f,
-     0.00340170623f, 0.00218157051f, 0.00125038961f, 0.000639166858f, 0.000290186144f, 0.000116425465f,
-     4.10489447e-05f, 1.26464829e-05f, 3.38508562e-06f, 7.82717279e-07f, 1.55435984e-07f, 2.63539288e-08f,
-     3.79238374e-09f, 4.60404437e-10f, 4.68694007e-11f, 3.97650402e-12f, 2.79440208e-13f, 1.61636129e-14f,
-     7.64748143e-16f, 0.0f},
-    {-0.0107487151f, -0.00807701517f, -0.00494136894f, 0.0004894702f, 0.00438840408f, 0.00612414908f,
-     0.00584123749f, 0.0040427926f, 0.00205871859f, 0.000524891133f, -0.000556119194f, -0.00100865366f,
-     -0.00105632795f, -0.000868427218f, -0.000607929425f, -0.000368180015f, -0.000193951491f, -8.88141731e-05f,
-     -3.53182004e-05f, -1.21433322e-05f, -3.593364e-06f, -9.11274299e-07f, -1.97074144e-07f, -3.61515298e-08f,
-     -5.59517677e-09f, -7.26589344e-10f, -7.87108156e-11f, -7.07231539e-12f, -5.23943681e-13f, -3.18112304e-14f,
-     -1.57330409e-15f, 0.0f},
-};
-
-
-alignas(64) constexpr float tanh_coarse[4][32] = {
-    {0.5f, 0.500031054f, 0.501049101f, 0.506717682f, 0.52151376f, 0.545166135f, 0.568999708f, 0.578469038f,
-     0.560260832f, 0.509037673f, 0.42950806f, 0.33410725f, 0.23805289f, 0.154338643f, 0.0904269293f,
-     0.0475410931f, 0.0222712308f, 0.00923276786f, 0.00336471293f, 0.00107098732f, 0.000295857899f,
-     7.04961058e-05f, 1.43990037e-05f, 2.50556059e-06f, 3.69156339e-07f, 4.57681821e-08f, 4.74535167e-09f,
-     4.08896889e-10f, 2.90986905e-11f, 1.69943486e-12f, 8.09360107e-14f, 0.0f},
-    {-0.398943722f, -0.399477959f, -0.407125831f, -0.4337897f, -0.484188944f, -0.547289729f, -0.599644125f,
-     -0.617656946f, -0.589067042f, -0.517197907f, -0.417040706f, -0.308174372f, -0.208002076f, -0.127631366f,
-     -0.0707886145f, -0.0352616087f, -0.0156711452f, -0.00617254293f, -0.0021407092f, -0.000649518392f,
-     -0.000171318898f, -3.90396235e-05f, -7.63785556e-06f, -1.27495514e-06f, -1.80457135e-07f, -2.15225331e-08f,
-     -2.14944307e-09f, -1.78620577e-10f, -1.22731252e-11f, -6.92830721e-13f, -3.1926891e-14f, 0.0f},
-    {4.94052947e-05f, 0.00311915879f, 0.0225477796f, 0.0646164566f, 0.122032292f, 0.178260848f, 0.216645896f,
-     0.22806789f, 0.213097915f, 0.179467201f, 0.137403026f, 0.0959765837f, 0.0611433759f, 0.0354163162f,
-     0.0185606275f, 0.0087484289f, 0.00368507719f, 0.00137814437f, 0.000454627443f, 0.00013144195f,
-     3.30941039e-05f, 7.21085007e-06f, 1.35110452e-06f, 2.16330093e-07f, 2.94126874e-08f, 3.37437434e-09f,
-     3.24588495e-10f, 2.60125515e-11f, 1.72567256e-12f, 9.41589742e-14f, 4.19832431e-15f, 0.0f},
-    {0.0663573816f, 0.0603185222f, 0.0435959436f, 0.0213280469f, -0.000548494747f, -0.0172838513f,
-     -0.0266768374f, -0.029091144f, -0.0264771692f, -0.0212284923f, -0.0153370667f, -0.0100804735f,
-     -0.00604165485f, -0.00329580926f, -0.00162935141f, -0.000725833816f, -0.000289536431f, -0.000102747254f,
-     -3.22259184e-05f, -8.87537408e-06f, -2.13256203e-06f, -4.44217164e-07f, -7.97032911e-08f, -1.22395321e-08f,
-     -1.59840863e-09f, -1.76384352e-10f, -1.63413363e-11f, -1.26289279e-12f, -8.08875807e-14f, -4.26586714e-15f,
-     -1.84034465e-16f, 0.0f},
-};
-// clang-format on
+template <double (*f)(double)>
+constexpr Quarters<6> by_quarters{f};
+template <double (*f)(double)>
+constexpr Quarters<4> by_coarse_quarters{f};
 
 constexpr float nothing_left = 7.75f;  // in the last entry
 
 // Where in the tables a = |x| lies, 0 <= a <= nothing_left.
 template <int terms>
 struct Place {
-  static constexpr bool fine = terms > 4;
   static constexpr float
       quarters = 3145728.0f;  // 1.5 * 2^21: added to it, a number is rounded to quarters, the last bits
   Vec rounded, from;
-  explicit Place(Vec a) : rounded(a + quarters), from(fine ? Vec(_mm512_reduce_ps(a, 0x20 | nearest)) : a) {}
+  explicit Place(Vec a)
+      : rounded(a + quarters), from(Quarters<terms>::fine ? Vec(_mm512_reduce_ps(a, 0x20 | nearest)) : a) {}
 
   Vec coefficient(const float* of) const {
     return _mm512_permutex2var_ps(_mm512_load_ps(of), (__m512i)rounded, _mm512_load_ps(of + 16));
   }
-  Vec polynomial(const float (&table)[terms][32]) const {
-    Vec p = coefficient(table[terms - 1]);
+  Vec polynomial(const Quarters<terms>& table) const {
+    Vec p = coefficient(table.of[terms - 1]);
 #pragma GCC unroll 8
-    for (int j = terms - 2; j >= 0; --j) p = fma(p, from, coefficient(table[j]));
+    for (int j = terms - 2; j >= 0; --j) p = fma(p, from, coefficient(table.of[j]));
     return p;
   }
 };
@@ -178,10 +131,23 @@ inline Vec ramp_of(Vec x) {
 }
 
 template <int terms>
-inline Vec times_phi(const float (&table)[terms][32], Vec x) {
+inline Vec times_phi(const Quarters<terms>& phi, Vec x) {
   const Vec a = as_float(
       min(as_int(x) & 0x7fffffff, as_int(splat(nothing_left))));  // as integers floats are in order, too
-  return fma(-a, Place<terms>(a).polynomial(table), ramp_of(x));
+  return fma(-a, Place<terms>(a).polynomial(phi), ramp_of(x));
+}
+
+// Below, the relative error of the slope is more than a float32 should have, and what it takes to compute it is rarely needed.
+constexpr float tail_begins = -5.0f;
+
+// x Phi(x) and its slope. A NaN stays one in both.
+template <int terms>
+inline ValueAndSlope both_by_tables(const Quarters<terms>& phi, const Quarters<terms>& slope, Vec x) {
+  const Vec a = min(nothing_left, abs(x));  // keeps a NaN
+  const Place<terms> place(a);
+  const Vec s = place.polynomial(slope);
+  return {fma(-a, place.polynomial(phi), ramp_of(x)),
+          _mm512_mask_sub_ps(s, _mm512_cmp_ps_mask(x, Vec{}, _CMP_NLT_UQ), splat(1.0f), s)};
 }
 
 #endif

@@ -85,21 +85,12 @@ inline Vec load_units(const T* row, int64_t at, int64_t n) {
 }
 
 // Two vectors with one bit of the lane number exchanged for which of the two it is: a step of a transposition.
-#if defined(__clang__)
 template <int h, int... l>
 inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, l...>) {
-  const Vec low = __builtin_shufflevector(a, b, (l & h ? W + l - h : l)...);
-  b = __builtin_shufflevector(a, b, (l & h ? W + l : l + h)...);
+  const Vec low = shuffle(a, b, std::integer_sequence<int, (l & h ? W + l - h : l)...>{});
+  b = shuffle(a, b, std::integer_sequence<int, (l & h ? W + l : l + h)...>{});
   a = low;
 }
-#else
-template <int h, int... l>
-inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, l...>) {
-  const Vec low = __builtin_shuffle(a, b, IVec{(l & h ? W + l - h : l)...});
-  b = __builtin_shuffle(a, b, IVec{(l & h ? W + l : l + h)...});
-  a = low;
-}
-#endif
 
 template <int h = W / 2>
 inline __attribute__((always_inline)) void transpose(Vec* v) {

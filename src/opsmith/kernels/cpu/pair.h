@@ -37,6 +37,13 @@ inline Pair apply(Pair x, F f) {
 template <class T>
 constexpr bool even_odd = std::is_same_v<T, bfloat16> && W > 4;
 
+// A pair of bfloat16 vectors in one: each lane has an element of b above one of a.
+inline IVec halves_of(Pair v) {
+  typedef uint32_t UVec __attribute__((vector_size(4 * W)));
+  const UVec a = (UVec)round_to_upper_half(v.a), b = (UVec)round_to_upper_half(v.b);
+  return (IVec)((b & 0xffff0000) | (a >> 16));
+}
+
 #if defined(OPSMITH_AVX512)
 
 inline Pair unpack(__m512i h) {
@@ -47,14 +54,7 @@ inline __m512i pack(Pair v) {
   const __m512i order = (__m512i)(lane_index() * 0x10001 + 0x100000);  // words 0, 16, 1, 17, ...
   return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(v.b, v.a));
 #else
-  auto rounded = [](Vec x) {
-    const __m512i u = (__m512i)x, odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __m512i nan = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
-    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
-  };
-  const __m512i high = _mm512_and_si512(rounded(v.b), _mm512_set1_epi32(int(0xffff0000)));
-  return _mm512_or_si512(high, _mm512_srli_epi32(rounded(v.a), 16));
+  return (__m512i)halves_of(v);
 #endif
 }
 inline __m512i packed_at(const bfloat16* p) { return _mm512_loadu_si512(p); }
@@ -67,16 +67,7 @@ inline void store_packed(bfloat16* p, __m512i h, bool streaming) {
 inline Pair unpack(__m256i h) {
   return {(Vec)_mm256_slli_epi32(h, 16), (Vec)_mm256_and_si256(h, _mm256_set1_epi32(int(0xffff0000)))};
 }
-inline __m256i pack(Pair v) {
-  auto rounded = [](Vec x) {
-    const __m256i u = (__m256i)x, odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const __m256i nan = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
-    return _mm256_blendv_epi8(up, nan, (__m256i)_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  };
-  const __m256i high = _mm256_and_si256(rounded(v.b), _mm256_set1_epi32(int(0xffff0000)));
-  return _mm256_or_si256(high, _mm256_srli_epi32(rounded(v.a), 16));
-}
+inline __m256i pack(Pair v) { return (__m256i)halves_of(v); }
 inline __m256i packed_at(const bfloat16* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void store_packed(bfloat16* p, __m256i h, bool streaming) {
   streaming ? _mm256_stream_si256((__m256i*)p, h) : _mm256_storeu_si256((__m256i*)p, h);

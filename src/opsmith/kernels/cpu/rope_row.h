@@ -89,29 +89,16 @@ inline void rotate(Vec x1, Vec x2, Vec cos1, Vec sin1, Vec cos2, Vec sin2, Vec& 
   y2 = fma(x2, cos2, x1 * sin2);
 }
 
-#if defined(__clang__)
 template <int... l>
 inline void part_pairs(Vec a, Vec b, Vec& even, Vec& odd, std::integer_sequence<int, l...>) {
-  even = __builtin_shufflevector(a, b, (2 * l)...);
-  odd = __builtin_shufflevector(a, b, (2 * l + 1)...);
+  even = shuffle(a, b, std::integer_sequence<int, (2 * l)...>{});
+  odd = shuffle(a, b, std::integer_sequence<int, (2 * l + 1)...>{});
 }
 template <int... l>
 inline void join_pairs(Vec even, Vec odd, Vec& a, Vec& b, std::integer_sequence<int, l...>) {
-  a = __builtin_shufflevector(even, odd, (l / 2 + l % 2 * W)...);
-  b = __builtin_shufflevector(even, odd, (W / 2 + l / 2 + l % 2 * W)...);
+  a = shuffle(even, odd, std::integer_sequence<int, (l / 2 + l % 2 * W)...>{});
+  b = shuffle(even, odd, std::integer_sequence<int, (W / 2 + l / 2 + l % 2 * W)...>{});
 }
-#else
-template <int... l>
-inline void part_pairs(Vec a, Vec b, Vec& even, Vec& odd, std::integer_sequence<int, l...>) {
-  even = __builtin_shuffle(a, b, IVec{(2 * l)...});
-  odd = __builtin_shuffle(a, b, IVec{(2 * l + 1)...});
-}
-template <int... l>
-inline void join_pairs(Vec even, Vec odd, Vec& a, Vec& b, std::integer_sequence<int, l...>) {
-  a = __builtin_shuffle(even, odd, IVec{(l / 2 + l % 2 * W)...});
-  b = __builtin_shuffle(even, odd, IVec{(W / 2 + l / 2 + l % 2 * W)...});
-}
-#endif
 
 // W pairs from p on.
 template <class T>

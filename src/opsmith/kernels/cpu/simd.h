@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -65,6 +66,22 @@ inline __attribute__((always_inline)) void for_lanes_unrolled(int64_t n, F&& f) 
   if (i < n) f(i, u, Part{int(n - i)});
 }
 
+// The lanes of two vectors that have these numbers, b's behind a's.
+template <int... from>
+inline Vec shuffle(Vec a, Vec b, std::integer_sequence<int, from...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, from...);
+#else
+  return __builtin_shuffle(a, b, IVec{from...});
+#endif
+}
+
+// v rounded to bfloat16, in the upper halves of its lanes: to nearest, ties to even; a NaN stays one.
+inline IVec round_to_upper_half(Vec v) {
+  const IVec u = (IVec)v;
+  return v != v ? u | 0x400000 : u + (0x7fff + ((u >> 16) & 1));
+}
+
 #if defined(OPSMITH_AVX512)
 
 inline __mmask16 lane_mask(Part p) { return __mmask16((1u << p.count) - 1); }
@@ -73,12 +90,7 @@ inline __m256i narrow_bfloat16(Vec v) {
 #if defined(__AVX512BF16__)
   return (__m256i)_mm512_cvtneps_pbh(v);
 #else
-  const __m512i u = (__m512i)v;
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __m512i nan = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
-  const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, is_nan, nan), 16));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)round_to_upper_half(v), 16));
 #endif
 }
 constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -129,12 +141,7 @@ inline float reduce_min(Vec v) { return _mm512_reduce_min_ps(v); }
 
 inline Vec widen_bfloat16(__m128i h) { return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16); }
 inline __m128i narrow_bfloat16(Vec v) {
-  const __m256i u = (__m256i)v;
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-  const __m256i up = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  const __m256i nan = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
-  const __m256i is_nan = (__m256i)_mm256_cmp_ps(v, v, _CMP_UNORD_Q);
-  const __m256i wide = _mm256_srli_epi32(_mm256_blendv_epi8(up, nan, is_nan), 16);
+  const __m256i wide = _mm256_srli_epi32((__m256i)round_to_upper_half(v), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
 }
 constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;

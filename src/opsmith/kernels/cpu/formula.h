@@ -138,78 +138,58 @@ inline Vec log(Vec x) {
   return select(x > 0.0f, select(x < infinity, y, x), ends);
 }
 
-template <class P, class V>
-inline V exp_of(V x) {
-  return apply(x, [](Vec v) { return exp_for<P>(v); });
-}
-template <class P, class V>
-inline V log_of(V x) {
-  return apply(x, [](Vec v) { return log(v); });
-}
-template <class P, class V>
-inline V sqrt_of(V x) {
-  return apply(x, [](Vec v) { return sqrt(v); });
-}
-template <class P, class V>
-inline V rsqrt_of(V x) {
-  return apply(x, [](Vec v) { return 1.0f / sqrt(v); });
-}
-template <class P, class V>
-inline V tanh_of(V x) {
-  return apply(x, [](Vec v) {  // near 0 the series, which has x itself and a small rest
-    const Vec t = v * v;
-    Vec p = fma(t, -0.00886323553f, 0.0218694885f);
-    p = fma(p, t, -0.0539682540f);
-    p = fma(p, t, 0.133333333f);
-    p = fma(p, t, -0.333333333f);
-    return select(abs(v) < 0.25f, fma(v * t, p, v), tanh(v));
-  });
-}
-template <class P, class V>
-inline V erf_of(V x) {
-  return apply(x, [](Vec v) { return erf(v); });
-}
-template <class P, class V>
-inline V abs_of(V x) {
-  return apply(x, [](Vec v) { return abs(v); });
-}
-template <class P, class V>
-inline V relu_of(V x) {
-  return apply(x, [](Vec v) { return max(0.0f, v); });
-}
-template <class P, class V>
-inline V sigmoid_of(V x) {
-  return apply(x, [](Vec v) { return reciprocal_for<P>(1.0f + exp_for<P>(-v)); });
-}
-template <class P, class V>
-inline V silu_of(V x) {
-  return apply(x, [](Vec v) { return Silu<P>::value(v); });
-}
-template <class P, class V>
-inline V gelu_of(V x) {
-  return apply(x, [](Vec v) { return Gelu<P>::value(v); });
-}
-template <class P, class V>
-inline V gelu_tanh_of(V x) {
-  return apply(x, [](Vec v) { return GeluTanh<P>::value(v); });
-}
-template <class P, class V>
-inline V silu_slope_of(V x) {
-  return apply(x, [](Vec v) { return Silu<P>::both(v).slope; });
-}
-template <class P, class V>
-inline V gelu_slope_of(V x) {
-  return apply(x, [](Vec v) { return Gelu<P>::both(v).slope; });
-}
-template <class P, class V>
-inline V gelu_tanh_slope_of(V x) {
-  return apply(x, [](Vec v) { return GeluTanh<P>::both(v).slope; });
-}
-// What a value is after it was rounded to T.
-template <class T, class V>
-inline V cast_to(V x) {
-  return apply(x, [](Vec v) { return round_to<T>(v); });
-}
+// A function of vectors, as one of vectors, pairs and floats.
+template <class F>
+struct OfLanes {
+  F f;
+  template <class V>
+  V operator()(V x) const {
+    return apply(x, f);
+  }
+};
+template <class F>
+OfLanes(F) -> OfLanes<F>;
+
+// P is the type that the result is rounded to.
+template <class P>
+constexpr OfLanes exp_of{[](Vec x) { return exp_for<P>(x); }};
+template <class P>
+constexpr OfLanes log_of{[](Vec x) { return log(x); }};
+template <class P>
+constexpr OfLanes sqrt_of{[](Vec x) { return sqrt(x); }};
+template <class P>
+constexpr OfLanes rsqrt_of{[](Vec x) { return 1.0f / sqrt(x); }};
+template <class P>
+constexpr OfLanes tanh_of{[](Vec x) {  // near 0 the series, which has x itself and a small rest
+  const Vec t = x * x;
+  Vec p = fma(t, -0.00886323553f, 0.0218694885f);
+  p = fma(p, t, -0.0539682540f);
+  p = fma(p, t, 0.133333333f);
+  p = fma(p, t, -0.333333333f);
+  return select(abs(x) < 0.25f, fma(x * t, p, x), tanh(x));
+}};
+template <class P>
+constexpr OfLanes erf_of{[](Vec x) { return erf(x); }};
+template <class P>
+constexpr OfLanes abs_of{[](Vec x) { return abs(x); }};
+template <class P>
+constexpr OfLanes relu_of{[](Vec x) { return max(0.0f, x); }};
+template <class P>
+constexpr OfLanes sigmoid_of{[](Vec x) { return reciprocal_for<P>(1.0f + exp_for<P>(-x)); }};
+template <class P>
+constexpr OfLanes silu_of{[](Vec x) { return Silu<P>::value(x); }};
+template <class P>
+constexpr OfLanes gelu_of{[](Vec x) { return Gelu<P>::value(x); }};
+template <class P>
+constexpr OfLanes gelu_tanh_of{[](Vec x) { return GeluTanh<P>::value(x); }};
+template <class P>
+constexpr OfLanes silu_slope_of{[](Vec x) { return Silu<P>::both(x).slope; }};
+template <class P>
+constexpr OfLanes gelu_slope_of{[](Vec x) { return Gelu<P>::both(x).slope; }};
+template <class P>
+constexpr OfLanes gelu_tanh_slope_of{[](Vec x) { return GeluTanh<P>::both(x).slope; }};
+template <class T>
+constexpr OfLanes cast_to{[](Vec x) { return round_to<T>(x); }};
 
 // The type that shows the most: float where one of them is.
 template <class... T>
@@ -246,12 +226,6 @@ inline void add_to(float* p, V v, Lanes lanes) {
   store(p, load(p, lanes) + v, lanes);
 }
 
-// The product of the sizes of a view's dimensions, counted from the right: `first` ... `last`, the last axis being 1.
-inline int64_t sizes_between(const View& v, int64_t first, int64_t last) {
-  int64_t product = 1;
-  for (int64_t d = first; d <= last && d <= v.dim; ++d) product *= v.sizes[v.dim - d];
-  return product;
-}
 inline int64_t rows_of(const View& v) { return sizes_between(v, 2, v.dim); }
 inline int64_t size_of(const View& v) { return v.sizes[v.dim - 1]; }
 

@@ -25,13 +25,6 @@ __device__ inline float cast_to(float v) {
   return wide(rounded);
 }
 
-// The product of the sizes of a view's dimensions, counted from the right: `first` ... `last`, the last axis being 1.
-inline int64_t sizes_between(const View& v, int64_t first, int64_t last) {
-  int64_t product = 1;
-  for (int64_t d = first; d <= last && d <= v.dim; ++d) product *= v.sizes[v.dim - d];
-  return product;
-}
-
 // A row is dealt to the `x` threads of a block; narrow rows share a block, `y` of them, unless they are reduced.
 struct Tile {
   dim3 threads, blocks;

@@ -24,6 +24,18 @@ struct View {
   }
 };
 
+// A number of an int32 or int64 tensor.
+inline int64_t integer_at(const View& x, int64_t at) {
+  return x.dtype == DType::i32 ? x.as<int32_t>()[at] : x.as<int64_t>()[at];
+}
+
+// The product of the sizes of a view's dimensions, counted from the right: `first` ... `last`, the last axis being 1.
+inline int64_t sizes_between(const View& v, int64_t first, int64_t last) {
+  int64_t product = 1;
+  for (int64_t d = first; d <= last && d <= v.dim; ++d) product *= v.sizes[v.dim - d];
+  return product;
+}
+
 // Calls f with a null pointer of the ids' type, so that a lambda can name it: `[&](auto* t)`.
 template <class F>
 inline void with_id_type(DType dtype, F&& f) {

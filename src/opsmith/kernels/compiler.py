@@ -29,6 +29,7 @@ __all__ = [
     "find_compiler",
     "fingerprint",
     "finished",
+    "first_that_runs",
     "headers",
     "sanitizer_flags",
 ]
@@ -119,7 +120,13 @@ def find_compiler() -> Compiler | None:
 
 @functools.lru_cache(maxsize=8)
 def _find_compiler(chosen: str, path: str) -> Compiler | None:
-    for candidate in [shlex.split(chosen)] if chosen.strip() else [["g++"], ["c++"], ["clang++"]]:
+    candidates = [shlex.split(chosen)] if chosen.strip() else [["g++"], ["c++"], ["clang++"]]
+    return first_that_runs(candidates, path)
+
+
+def first_that_runs(candidates: Iterable[Sequence[str]], path: str, line: int = 0) -> Compiler | None:
+    """The first of these commands that says its version, on this line of its answer; None if none does."""
+    for candidate in candidates:
         program = shutil.which(candidate[0], path=path)
         if program is None:
             continue
@@ -130,7 +137,7 @@ def _find_compiler(chosen: str, path: str) -> Compiler | None:
             )
         except (OSError, subprocess.SubprocessError):
             continue
-        return Compiler(command, done.stdout.partition("\n")[0].strip())
+        return Compiler(command, done.stdout.strip().split("\n")[line].strip())
     return None
 
 

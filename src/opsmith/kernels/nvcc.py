@@ -6,12 +6,11 @@ import functools
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-from opsmith.kernels.compiler import BuildError, Compiler
+from opsmith.kernels.compiler import BuildError, Compiler, first_that_runs
 
 __all__ = ["ARCHITECTURES", "FLAGS", "find", "include", "link_flags", "require"]
 
@@ -37,19 +36,7 @@ def find() -> Compiler | None:
 @functools.lru_cache(maxsize=8)
 def _find(chosen: str, path: str, folders: tuple[str, ...]) -> Compiler | None:
     candidates = [shlex.split(chosen)] if chosen else [["nvcc"], *([f"{f}/bin/nvcc"] for f in folders if f)]
-    for candidate in candidates:
-        program = shutil.which(candidate[0], path=path)
-        if program is None:
-            continue
-        command = (program, *candidate[1:])
-        try:
-            done = subprocess.run(
-                [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return Compiler(command, done.stdout.strip().splitlines()[-1])
-    return None
+    return first_that_runs(candidates, path, line=-1)
 
 
 def require() -> Compiler:

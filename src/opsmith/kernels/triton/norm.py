@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton.common import in_registers, launch, processors, steps
+from opsmith.kernels.triton.formula import add_parts, parts_of
 
 _ROWS, _COLUMNS = 16, 64  # of a tile of column sums
 
@@ -244,10 +245,7 @@ def backward(
     # Blocks of columns, and stripes of rows to be added up afterwards, that keep all of the device busy.
     blocks = triton.cdiv(n, _COLUMNS)
     stripes = max(1, min(triton.cdiv(rows, _ROWS), 4 * processors(s) // max(blocks, 1)))
-    partial = [
-        None if t is None else torch.zeros((stripes, n), dtype=torch.float32, device=s.device)
-        for t in (dweight, dbias)
-    ]
+    partial = [parts_of(t, stripes) for t in (dweight, dbias)]
     launch(
         _columns,
         (blocks, stripes if rows else 0),
@@ -256,5 +254,4 @@ def backward(
         COLUMNS=_COLUMNS,
     )
     for total, part in zip((dweight, dbias), partial, strict=True):
-        if total is not None and part is not None:
-            total.copy_(part.sum(0))
+        add_parts(total, part)

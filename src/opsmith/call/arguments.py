@@ -69,6 +69,42 @@ def check_dtype(op: str, t: torch.Tensor | None, x: torch.Tensor, name: str, lik
         )
 
 
+def check_fit(op: str, *tensors: tuple[Any, ...]) -> None:
+    """Refuse tensors of other shapes, dtypes or devices than are wanted.
+
+    >>> x = torch.ones(3, 4)
+    >>> check_fit("scale", ("x", x, "T D"), ("factor", x[0], "D"), ("ids", x[:, 0].int(), "T", torch.int32))
+
+    Args:
+        op: the operator.
+        tensors: of each its name, the tensor, a word for each of its sizes, of which equal ones stand for equal
+            sizes (and `N+1` for one that is not 0), and the dtypes that it may have: None, or none at all, for that
+            of the first one, which is floating-point.
+    """
+    first, x, *_ = tensors[0]
+    known: dict[str, int] = {}
+    for name, t, words, *dtypes in tensors:
+        sizes = words.split()
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t is x:
+            check_float(op, x, first, least_dim=0)
+        wanted = [x.dtype if dtype is None else dtype for dtype in dtypes or (None,)]
+        if t.dtype not in wanted:
+            names = " or ".join(short(d) + (f" like {first}" if d == x.dtype else "") for d in wanted)
+            raise TypeError(f"{op}: {name} must be {names}, got {short(t.dtype)}; cast it first")
+        if t.device != x.device:
+            raise ValueError(f"{op}: {name} is on {t.device}, {first} on {x.device}; move one of them")
+        if t.dim() != len(sizes) or any(
+            known.get(word, n) != n or (n == 0 and word.endswith("+1"))
+            for word, n in zip(sizes, t.shape, strict=True)
+        ):
+            shape = ", ".join(str(known.get(word, word)) for word in sizes)
+            fits = "" if known.keys().isdisjoint(sizes) else f" to fit {first}"
+            raise ValueError(f"{op}: {name} must have shape [{shape}]{fits}, got {tuple(t.shape)}")
+        known.update(zip(sizes, t.shape, strict=True))
+
+
 def one_of(*dtypes: torch.dtype) -> str:
     """Their names, each once, as a message says them."""
     return " or ".join(dict.fromkeys(short(dtype) for dtype in dtypes))

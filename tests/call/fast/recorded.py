@@ -118,9 +118,9 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
         lambda *x: ops.attention(*x, scale=0.3, window=2, softcap=5.0),
         _QKV,
     ),
-    "attention_varlen": ("attention_varlen_backward", _packed, ((7, 4, 16), (9, 2, 16), (9, 2, 16))),
+    "attention_varlen": ("attention_backward", _packed, ((7, 4, 16), (9, 2, 16), (9, 2, 16))),
     "attention_varlen, causal, heads outside": (
-        "attention_varlen_backward",
+        "attention_backward",
         lambda *x: _packed(*(t.transpose(0, 1) for t in x), causal=True, scale=0.3),
         ((2, 7, 16),) * 3,
     ),

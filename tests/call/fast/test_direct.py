@@ -117,7 +117,7 @@ def test_results_lie_as_what_they_are_like(shape):
     order = (0, 2, 1, 3)
     packed = torch.randn(*(shape[i] for i in order), 3).permute(4, *order).contiguous()
     for t in (torch.randn(shape), torch.randn(*(shape[i] for i in order)).permute(order), packed[0]):
-        y = direct.new_attention(t, t, t, None, 1.0, False, 0, 0.0)
+        y = direct.new_attention(t, t, t, None, None, None, 1.0, False, 0, 0.0)
         assert y.stride() == torch.empty_like(t).stride()
         expected = torch.nn.functional.scaled_dot_product_attention(t, t, t, scale=1.0)
         torch.testing.assert_close(y, expected)

@@ -189,7 +189,7 @@ def test_inputs_whose_gradient_no_kernel_has():
         ({"k": (2, 2, 5, 16), "v": (2, 2, 5, 16)}, "multiple of the 2 heads"),
         ({"k": (2, 3, 5, 8)}, "k must have shape"),
         ({"v": (2, 3, 4, 16)}, "v must have shape"),
-        ({"q": (3, 5, 16)}, "q must have at least 4 dimension"),
+        ({"q": (3, 5, 16)}, "q must have shape"),
         ({"mask": torch.ones(4, 5, dtype=torch.bool)}, "mask must broadcast"),
         ({"window": 0}, "window must be at least 1"),
         ({"softcap": -1.0}, "softcap must be positive"),
@@ -200,18 +200,6 @@ def test_wrong_calls_of_attention_say_why(wrong, why):
     call = {name: leaf(*value) if name in "qkv" else value for name, value in given.items()}
     with pytest.raises(ValueError, match=f"attention: .*{why}"):
         ops.attention(**call)
-
-
-def test_a_large_gradient_is_searched_for_tokens_without_one():
-    """By the Function in Python, which the node leaves such calls to."""
-    q, k, v = (leaf(2, 128, 8, 64) for _ in range(3))
-    y = ops.attention(*(t.transpose(1, 2) for t in (q, k, v)))
-    assert y.grad_fn.name() == "_AttentionBackward"
-    dy = torch.randn_like(y).masked_fill(torch.arange(128)[:, None] > 20, 0.0)
-    got = torch.autograd.grad(y, (q, k, v), dy)
-    assert not got[0][:, 21:].any()
-    y = ops.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
-    assert y.grad_fn.name() == "opsmith::attention_backward"
 
 
 @pytest.mark.parametrize("error", [build.BuildError("no headers"), OSError("not for this process")])

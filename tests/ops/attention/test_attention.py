@@ -156,7 +156,7 @@ def test_queries_expanded_over_heads() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": torch.randn(6, 8)}, ValueError, r"q must have .*4 dimension"),
+        ({"q": torch.randn(6, 8)}, ValueError, r"q must have shape \[B, H, L, D\]"),
         (
             {"k": torch.randn(2, 2, 9, 7)},
             ValueError,
@@ -165,7 +165,7 @@ def test_queries_expanded_over_heads() -> None:
         (
             {"v": torch.randn(2, 2, 8, 8)},
             ValueError,
-            r"v must have shape \[2, 2, 9, Dv\] like k, got \(2, 2, 8, 8\)",
+            r"v must have shape \[2, 2, 9, Dv\] to fit q, got \(2, 2, 8, 8\)",
         ),
         (
             {"q": torch.randn(2, 3, 6, 8)},

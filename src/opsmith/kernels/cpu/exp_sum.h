@@ -14,7 +14,7 @@
 namespace opsmith {
 
 // e^x within 2 units in the last place or so, exactly 1 at 0; 0 far below, infinity far above, NaN at NaN.
-inline Vec exp_of(Vec x) {
+inline Vec exp_from_pivot(Vec x) {
   const Vec t = x * log2_e;
 #if defined(OPSMITH_AVX512)
   const Vec n = t;  // scalef takes the floor itself, and both know what to do with infinities
@@ -69,7 +69,8 @@ inline __attribute__((always_inline)) void for_values(const T* x, int64_t n, F&&
 template <class T>
 inline double piece_sum(const T* x, int64_t n, float pivot) {
   Vec part[4] = {};
-  for_values(x, n, [&](Vec v, int u) __attribute__((always_inline)) { part[u] += exp_of(v - pivot); });
+  for_values(x, n,
+             [&](Vec v, int u) __attribute__((always_inline)) { part[u] += exp_from_pivot(v - pivot); });
   return reduce_add(to_double((part[0] + part[1]) + (part[2] + part[3])));
 }
 
@@ -133,7 +134,7 @@ inline double near_piece_sum(const T* x, float pivot, float z) {
   if (!NearExp::in_range(_mm512_or_si512(seen[0], seen[1]))) return std::numeric_limits<double>::infinity();
   double sum = reduce_add(to_double((part[0] + part[1]) + (part[2] + part[3])));
   if (z > ExpSum::lowest)
-    sum += double(exp_of(splat(z - pivot))[0]) - double(e.add(Vec{}, splat(z - below), seen[0])[0]);
+    sum += double(exp_from_pivot(splat(z - pivot))[0]) - double(e.add(Vec{}, splat(z - below), seen[0])[0]);
   return sum;
 }
 

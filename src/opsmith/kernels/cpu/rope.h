@@ -32,8 +32,7 @@ void linear_rope(View x, View packed, View bias, View cos, View sin, View positi
 
 inline int64_t position_at(const View& positions, int64_t batch, int64_t token) {
   const int64_t of_batch = positions.dim == 2 && positions.sizes[0] > 1 ? batch * positions.strides[0] : 0;
-  const int64_t place = of_batch + token * positions.strides[positions.dim - 1];
-  return positions.dtype == DType::i32 ? positions.as<int32_t>()[place] : positions.as<int64_t>()[place];
+  return integer_at(positions, of_batch + token * positions.strides[positions.dim - 1]);
 }
 
 }  // namespace opsmith

@@ -10,20 +10,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.dispatch import compiling, kernels, native, recording, small_node
+from opsmith.call.arguments import check_fit, check_mask, check_number
+from opsmith.call.dispatch import compiling, kernels, native, small_node
 from opsmith.call.fast import direct
 from opsmith.call.layouts import spread
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, Operator, Pattern, Recognition, register
 from opsmith.ops.attention import entries
-from opsmith.ops.attention.check import check, check_limits
+from opsmith.ops.attention.check import check_heads, check_limits
 from opsmith.ops.attention.eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
 from opsmith.ops.attention.samples import cost, promised, samples, workloads
-from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
-
-# Numbers of q from which the gradients of all keys are worth a search for tokens that have none: a Function in Python.
-_SEARCHED = 1 << 16
 
 SIGNATURE = Signature(
     "attention",
@@ -33,6 +30,8 @@ SIGNATURE = Signature(
             Input("k", "... D"),
             Input("v", "... D"),
             Input("mask", "... S", optional=True),
+            Input("cu_seqlens_q", "B", torch.int32, optional=True),
+            Input("cu_seqlens_k", "B", torch.int32, optional=True),
         ),
         *(Number("scale", float), Number("causal", bool), Number("window", int), Number("softcap", float)),
     ),
@@ -42,7 +41,8 @@ SIGNATURE = Signature(
         "attention_backward",
         (
             *(Slope("y", "dout"), Saved("q"), Saved("k"), Saved("v"), Saved("y", "out"), Saved("row_sums")),
-            *(Saved("mask"), Saved("scale"), Saved("causal"), Saved("window"), Saved("softcap")),
+            *(Saved("mask"), Saved("cu_seqlens_q"), Saved("cu_seqlens_k")),
+            *(Saved("scale"), Saved("causal"), Saved("window"), Saved("softcap")),
         ),
         tuple(Made(name, optional=False) for name in "qkv"),
         strided=True,
@@ -89,13 +89,8 @@ def attention(
     Gemma 2, 2024 (softcap).
     """
     how = numbers("attention", q, causal, scale, window, softcap)
-    soon = not compiling() and (causal or not recording() or not _searched(q, mask, window))
-    return (_CALL.fast.call if soon else _CALL.traced)(q, k, v, mask, *how, out)  # type: ignore[no-any-return]
-
-
-def _searched(q: Any, mask: torch.Tensor | None, window: int | None) -> bool:
-    """Whether the gradients of this call without causal rule are those that `_of_some_queries` may make."""
-    return mask is None and window is None and isinstance(q, torch.Tensor) and q.numel() > _SEARCHED
+    call = _CALL.traced if compiling() else _CALL.fast.call
+    return call(q, k, v, mask, None, None, *how, out)  # type: ignore[no-any-return]
 
 
 def numbers(
@@ -126,7 +121,7 @@ def _native(
 ) -> torch.Tensor:
     """The kernel, without autograd."""
     how = numbers("attention", q, causal, scale, window, softcap)
-    return _CALL.native("opsmith", (q, k, v, mask, *how), out)  # type: ignore[no-any-return]
+    return _CALL.native("opsmith", (q, k, v, mask, None, None, *how), out)  # type: ignore[no-any-return]
 
 
 def is_last_dense(t: torch.Tensor) -> bool:
@@ -161,12 +156,33 @@ class Attend(Call):
     def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
         return torch.empty_like(last_dense(like))
 
+    def fresh(
+        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Laid out as q is: heads inside, if q has them there, so that joining the heads is a view."""
+        shape = like.shape if shape is None else shape
+        if shape[-1] == like.shape[-1]:
+            # Keeps the order of the dimensions, and takes a third of the time of empty.
+            y = torch.empty_like(like)
+            if is_last_dense(y):
+                return y
+        if len(shape) == 4 and like.stride(1) < like.stride(2):
+            batch, heads, rows, dim = shape
+            inside = torch.empty((batch, rows, heads, dim), dtype=like.dtype, device=like.device)
+            return inside.transpose(1, 2)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
 
 class _Attention(Attend):
     """With a mask that broadcasts, on the whole of it."""
 
     def check(self, values: Sequence[Any]) -> None:
-        check(*values[:5])
+        q, k, v, mask, _, _, scale, *_ = values
+        check_number("attention", "scale", scale)
+        check_fit("attention", ("q", q, "B H L D"), ("k", k, "B Hkv S D"), ("v", v, "B Hkv S Dv"))
+        check_heads("attention", q.shape[1], k.shape[1])
+        if mask is not None:
+            check_mask("attention", mask, q, (*q.shape[:3], k.shape[2]), "[B, H, L, S]")
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         q, k, _, mask, *_ = values
@@ -183,37 +199,11 @@ class _Attention(Attend):
     def recorded(self, backend: str, values: Sequence[Any]) -> Any:
         return super().recorded(backend, _whole(values))
 
-    def gradients(
-        self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
-    ) -> dict[str, torch.Tensor]:
-        how = known["scale"], known["causal"], known["window"], known["softcap"]
-        q, k, v, y, row_sums = (known[name] for name in ("q", "k", "v", "y", "row_sums"))
-        if known["mask"] is None and (some := _of_some_queries(slopes[0], q, k, v, y, row_sums, how)):
-            return dict(zip("qkv", some, strict=True))
-        return super().gradients(backend, known, slopes, wanted)
-
-    def fresh(
-        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """Laid out as q is: heads inside, if q has them there, so that joining the heads is a view."""
-        batch, heads, rows, dim = shape or like.shape
-        if dim == like.shape[3]:
-            y = torch.empty_like(
-                like
-            )  # keeps the order of the dimensions, and takes a third of the time of empty
-            if is_last_dense(y):
-                return y
-        if like.stride(1) < like.stride(2):
-            return torch.empty((batch, rows, heads, dim), dtype=like.dtype, device=like.device).transpose(
-                1, 2
-            )
-        return torch.empty((batch, heads, rows, dim), dtype=like.dtype, device=like.device)
-
 
 def _whole(values: Sequence[Any]) -> Sequence[Any]:
     """The mask in the shape of the scores."""
-    q, k, v, mask, *how = values
-    return q, k, v, None if mask is None else spread(mask, (*q.shape[:3], k.shape[2])), *how
+    q, k, v, mask, *rest = values
+    return q, k, v, None if mask is None else spread(mask, (*q.shape[:3], k.shape[2])), *rest
 
 
 def _is_sdpas(
@@ -221,6 +211,8 @@ def _is_sdpas(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
+    at: None,
+    keys_at: None,
     scale: float,
     causal: bool,
     window: int,
@@ -236,6 +228,8 @@ def _definition(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
+    at: None,
+    keys_at: None,
     scale: float,
     causal: bool,
     window: int,
@@ -244,7 +238,7 @@ def _definition(
     if (
         q.is_cuda
         and native(q, "attention") is True
-        and _is_sdpas(q, k, v, mask, scale, causal, window, softcap)
+        and _is_sdpas(q, k, v, mask, at, keys_at, scale, causal, window, softcap)
     ):
         return sdpa(q, k, v, causal=causal, scale=scale)
     options: dict[str, Any] = {"window": window or None, "softcap": softcap or None}
@@ -252,54 +246,6 @@ def _definition(
 
 
 _CALL = _Attention(SIGNATURE, attention, _definition)
-
-
-def _of_some_queries(
-    dy: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    y: torch.Tensor,
-    row_sums: torch.Tensor,
-    settings: tuple[float, bool, int, float],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The gradients where dy is zero for many tokens: the other queries, as packed sequences.
-
-    None where there are not enough such tokens, where a query's position counts, or a layout is not [B, L, H, D].
-    """
-    _, causal, window, _ = settings
-    if causal or window:
-        return None
-    (batch, heads, length, _), keys = q.shape, k.shape[2]
-    tokens = [t.transpose(1, 2) for t in (dy, q, k, v, y, row_sums)]
-    if any(t.stride(0) != t.shape[1] * t.stride(1) or t.stride(3) != 1 for t in tokens[:4]):
-        return None
-    if (
-        tokens[0].stride(2) != dy.shape[3]
-        or (rows := nonzero_rows(tokens[0].flatten(0, 1).flatten(1))) is None
-    ):
-        return None
-    few_dy, few_q, few_y, few_sums = (tokens[i].flatten(0, 1).index_select(0, rows) for i in (0, 1, 4, 5))
-    all_k, all_v = tokens[2].flatten(0, 1), tokens[3].flatten(0, 1)
-    few_dq, dk, dv = (torch.empty(t.shape, dtype=q.dtype) for t in (few_q, all_k, all_v))
-    torch.ops.opsmith.attention_varlen_backward.default(
-        few_dy,
-        few_q,
-        all_k,
-        all_v,
-        few_y,
-        few_sums,
-        torch.searchsorted(rows, torch.arange(0, (batch + 1) * length, length)),
-        torch.arange(0, (batch + 1) * keys, keys),
-        *settings,
-        dq=few_dq,
-        dk=dk,
-        dv=dv,
-    )
-    dq = among_zeros(few_dq.flatten(1), rows, batch * length)
-    shapes = ((length, heads), (keys, k.shape[1]), (keys, k.shape[1]))
-    dq, dk, dv = (t.view(batch, *n, -1).transpose(1, 2) for t, n in zip((dq, dk, dv), shapes, strict=True))
-    return dq, dk, dv
 
 
 _Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")

@@ -2,11 +2,8 @@
 // and its backward pass.
 #pragma once
 
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <new>
 
 #include "attention.h"
 #include "gemm_tile.h"
@@ -84,32 +81,17 @@ inline IVec load_mask(const bool* p, int64_t stride, Lanes lanes) {
 
 // Sizes, and everything that depends on where a query row stands. The rows of a key head are those of its
 // `group` query heads, one head after the other, so that they share its packed keys and values.
-struct Problem {
+struct Problem : AttentionCall {
   int64_t batch, heads, kv_heads, group, queries, keys, dim, value_dim;
-  AttentionOptions options;
-  View mask;
   bool plain;  // scores are used as they come: a positive scale goes into the exponent
   float exponent;  // scores times this are powers of 2
 
-  Problem(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options)
-      : batch(q.sizes[0]), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0),
-        queries(q.sizes[2]), keys(k.sizes[2]), dim(q.sizes[3]), value_dim(v.sizes[3]), options(options),
-        mask(mask) {
-    settle();
-  }
-
-  // One of the sequences packed into q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv].
-  Problem(const View& q, const View& k, const View& v, int64_t queries, int64_t keys,
-          const AttentionOptions& options)
-      : batch(1), heads(q.sizes[1]), kv_heads(k.sizes[1]), group(kv_heads ? heads / kv_heads : 0),
-        queries(queries), keys(keys), dim(q.sizes[2]), value_dim(v.sizes[2]), options(options) {
-    settle();
-  }
-
-  void settle() {
-    plain = !(mask.defined() && mask.dtype != DType::boolean) && !(options.softcap > 0) && options.scale > 0;
-    exponent = plain ? options.scale * log2_e : log2_e;
-  }
+  explicit Problem(const AttentionCall& x)
+      : AttentionCall(x), batch(q.sizes[0]), heads(q.sizes[1]), kv_heads(k.sizes[1]),
+        group(kv_heads ? heads / kv_heads : 0), queries(q.sizes[2]), keys(k.sizes[2]), dim(q.sizes[3]),
+        value_dim(v.sizes[3]), plain(!(mask.defined() && mask.dtype != DType::boolean) &&
+                                     !(options.softcap > 0) && options.scale > 0),
+        exponent(plain ? options.scale * log2_e : log2_e) {}
 
   int64_t rows() const { return group * queries; }
   int64_t head(int64_t kv_head, int64_t row) const { return kv_head * group + row / queries; }
@@ -244,30 +226,7 @@ inline void hide(float* s, int64_t vecs, int64_t first, int64_t last) {
   }
 }
 
-// A thread's memory between calls: fresh pages would cost more than the arithmetic of a small call.
-class Workspace {
- public:
-  // At least `floats` floats, aligned to a cache line, valid until the next call on this thread.
-  static float* get(int64_t floats) {
-    thread_local Workspace kept;
-    if (floats > kept.size_) {
-      kept.size_ = 0;
-      kept.memory_.reset(static_cast<float*>(std::aligned_alloc(64, size_t(round_up(floats * 4, 4096)))));
-      if (!kept.memory_) throw std::bad_alloc();
-      kept.size_ = floats;
-    }
-    return kept.memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  std::unique_ptr<float, Free> memory_;
-  int64_t size_ = 0;
-};
-
-// Hands out pieces of a workspace; counts them first when the workspace is null.
+// Hands out pieces of a thread's scratch memory; counts them first when there is none.
 struct Carver {
   float* base;
   int64_t used = 0;

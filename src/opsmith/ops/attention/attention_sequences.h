@@ -1,4 +1,4 @@
-// One attention problem or many at once, shared out to the threads. For attention and its backward pass.
+// The problems of a call, one or many, shared out to the threads. For attention and its backward pass.
 #pragma once
 
 #include <algorithm>
@@ -6,30 +6,38 @@
 #include <numeric>
 #include <vector>
 
-#include "attention.h"
+#include "attention_scores.h"
 #include "parallel.h"
 
 namespace opsmith {
 
 constexpr double kSerialCycles = 25000;  // of work that waking a thread would not shorten
 
-// A packed tensor [T, H, D], to be seen as one of its sequences, [1, H, L, D].
+// A tensor from a token on: how many there are is the problem's to know.
 template <class T>
-class Packed {
- public:
-  explicit Packed(const View& x)
-      : x_(x), strides_{0, x.defined() ? x.strides[1] : 0, x.defined() ? x.strides[0] : 0, 1} {}
+View from(View x, int64_t token) {
+  if (x.defined()) x.data = x.as<T>() + token * x.strides[2];
+  return x;
+}
 
-  // The view has this object's strides: it must not outlive it. Sizes are the problem's to know.
-  View from(int64_t token) const {
-    if (!x_.defined()) return {};
-    return {x_.as<T>() + token * strides_[2], x_.dtype, 4, x_.sizes, strides_};
+// Calls f with the problems of a call, and the first query and key of each: all of it, or one packed sequence at a time.
+template <class T, class F>
+void for_problems(const AttentionCall& x, const F& f) {
+  const Problem whole(x);
+  if (!x.sequences.defined()) return f(whole, 0, 0);
+  for (int64_t i = 0; i < x.sequences.count(); ++i) {
+    const int64_t query = x.sequences.query(i), key = x.sequences.key(i);
+    Problem one = whole;
+    one.queries = x.sequences.query(i + 1) - query;
+    one.keys = x.sequences.key(i + 1) - key;
+    one.q = from<T>(x.q, query);
+    one.k = from<T>(x.k, key);
+    one.v = from<T>(x.v, key);
+    one.out = from<T>(x.out, query);
+    one.row_sums = from<float>(x.row_sums, query);
+    f(one, query, key);
   }
-
- private:
-  View x_;
-  int64_t strides_[4];
-};
+}
 
 // Runs problems that know their `cycles()`, `plan(threads, all cycles)` themselves into `items()`, `run(item)` and
 // `finish()`. Whoever is free takes the next item; the largest come first, so that none is left for the end.

@@ -1,4 +1,4 @@
-// What the memory safety of dense and packed attention needs.
+// What the memory safety of attention needs, dense and packed.
 #pragma once
 
 #include "attention.h"
@@ -6,46 +6,52 @@
 
 namespace opsmith {
 
-// q [B, H, L, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], out [B, H, L, Dv], dim = 4; or without B and with tokens before
-// heads, dim = 3.
-inline void check_heads(const char* op, int64_t dim, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Tensor& out) {
-  const DType dtype = dtype_of(q);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, op,
-                  ": q must be floating-point");
-  for (const Tensor* t : {&q, &k, &v, &out}) {
-    STD_TORCH_CHECK(t->dim() == dim && t->scalar_type() == q.scalar_type(), op,
-                    ": q, k, v and the output must have ", dim, " dimensions and one dtype");
-    STD_TORCH_CHECK(t->size(dim - 1) < 2 || t->stride(dim - 1) == 1 || t->numel() == 0, op,
-                    ": the last dimension must be contiguous");
-  }
-  const auto a = q.sizes(), b = k.sizes(), c = v.sizes(), y = out.sizes();
-  const size_t last = dim - 1;
-  bool fits = a[last] == b[last] && c[last] == y[last] && (dim == 3 || a[0] == b[0]);
-  for (size_t d = 0; d < last; ++d) fits = fits && a[d] == y[d] && b[d] == c[d];
-  STD_TORCH_CHECK(fits, op, ": q, k, v and the output do not fit each other");
-  STD_TORCH_CHECK(a[1] == 0 || (b[1] > 0 && a[1] % b[1] == 0), op, ": ", a[1], " heads for ", b[1],
-                  " of keys");
-}
+// [B, heads, L, D]; [tokens, heads, D], which is one batch of packed sequences; or [B, heads, D], [B, 1, heads, D].
+enum class Layout { dense, packed, one_token };
 
-// A number or two for each of out's rows.
-inline void check_row_sums(const char* op, const std::optional<Tensor>& sums, const Tensor& out) {
-  if (!sums) return;
-  bool fits = sums->dim() == out.dim() && dtype_of(*sums) == DType::f32 && sums->is_contiguous();
-  for (int64_t d = 0; fits && d + 1 < out.dim(); ++d) fits = sums->size(d) == out.size(d);
-  STD_TORCH_CHECK(fits && sums->size(out.dim() - 1) == 2, op,
-                  ": row_sums must be contiguous float32 [..., 2]");
+// A tensor as one of four dimensions, the last of which is contiguous.
+struct Heads {
+  int64_t sizes[4], strides[4];
+  View view;
+
+  Heads(const char* op, const Tensor& t, Layout layout, DType dtype) {
+    static constexpr int64_t from[3][4] = {{0, 1, 2, 3}, {-1, 1, 0, 2}, {0, -1, 1, 2}};
+    const int64_t dims = layout == Layout::dense ? 4 : 3;
+    STD_TORCH_CHECK(t.dim() == dims && dtype_of(t) == dtype, op, ": q, k, v and the output must have ", dims,
+                    " dimensions and one dtype");
+    for (int64_t d = 0; d < 4; ++d) {
+      const int64_t at = from[int(layout)][d];
+      sizes[d] = at < 0 ? 1 : t.size(at);
+      strides[d] = at < 0 ? 0 : t.stride(at);
+    }
+    STD_TORCH_CHECK(sizes[3] < 2 || strides[3] == 1 || t.numel() == 0, op,
+                    ": the last dimension must be contiguous");
+    view = {t.data_ptr(), dtype, 4, sizes, strides};
+  }
+  Heads(const Heads&) = delete;
+
+  bool like(const Heads& other, int64_t dims) const { return std::equal(sizes, sizes + dims, other.sizes); }
+};
+
+inline bool is_float(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+}
+inline bool is_id(DType dtype) { return dtype == DType::i32 || dtype == DType::i64; }
+
+inline void check_groups(const char* op, int64_t heads, int64_t kv_heads) {
+  STD_TORCH_CHECK(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), op, ": ", heads, " heads for ",
+                  kv_heads, " of keys");
 }
 
 // A mask as [B, H, L, S], stride 0 where it is broadcast.
 class Mask {
  public:
-  Mask(const char* op, const std::optional<Tensor>& mask, const Tensor& q, const Tensor& k)
-      : sizes_{q.size(0), q.size(1), q.size(2), k.size(2)} {
+  Mask(const char* op, const std::optional<Tensor>& mask, const Heads& q, const Heads& k)
+      : sizes_{q.sizes[0], q.sizes[1], q.sizes[2], k.sizes[2]} {
     if (!mask) return;
     const DType dtype = dtype_of(*mask);
     const int64_t dims = mask->dim();
-    bool fits = dims <= 4 && (dtype == DType::boolean || dtype == DType::f32 || dtype == dtype_of(q));
+    bool fits = dims <= 4 && (dtype == DType::boolean || dtype == DType::f32 || dtype == q.view.dtype);
     for (int64_t d = 0; fits && d < dims; ++d) {
       const int64_t size = mask->size(d), at = 4 - dims + d;
       fits = size == sizes_[at] || size == 1;
@@ -65,48 +71,66 @@ class Mask {
   View view_;
 };
 
-// What comes back is like what went in, and so are the gradients.
-inline void check_gradients(const char* op, const Tensor& dout, const Tensor& out,
-                            std::initializer_list<const Tensor*> inputs,
-                            std::initializer_list<const Tensor*> gradients) {
-  const auto alike = [](const Tensor& a, const Tensor& b) {
-    const int64_t last = a.dim() - 1;
-    return same_sizes(a, b) && a.scalar_type() == b.scalar_type() &&
-           (a.size(last) < 2 || a.stride(last) == 1 || a.numel() == 0);
-  };
-  bool fits = alike(dout, out);
-  for (size_t i = 0; i < inputs.size(); ++i) fits = fits && alike(*gradients.begin()[i], *inputs.begin()[i]);
-  STD_TORCH_CHECK(
-      fits, op,
-      ": a gradient must have the sizes and dtype of what it is of, and a contiguous last dimension");
-}
-
 // The offsets of packed sequences. They are checked here too: a compiled graph has nobody else who would, and a wrong one
 // would be a read out of bounds.
-inline void check_starts(const char* name, const View& starts, int64_t length) {
+inline View starts_of(const char* name, const Tensor& t, int64_t length) {
+  const char* const op = "attention_varlen: ";
+  const View starts = view_of(t);
   const int64_t n = starts.dim == 1 ? starts.sizes[0] : 0;
-  STD_TORCH_CHECK(n > 0 && (starts.dtype == DType::i32 || starts.dtype == DType::i64),
-                  "attention_varlen: ", name,
+  STD_TORCH_CHECK(n > 0 && is_id(starts.dtype), op, name,
                   " must be int32 or int64 and hold one number more than there are sequences");
-  STD_TORCH_CHECK(Sequences::at(starts, 0) == 0, "attention_varlen: ", name, " must start at 0, got ",
-                  Sequences::at(starts, 0));
+  const auto at = [&](int64_t i) { return integer_at(starts, i * starts.strides[0]); };
+  STD_TORCH_CHECK(at(0) == 0, op, name, " must start at 0, got ", at(0));
   for (int64_t i = 1; i < n; ++i) {
-    STD_TORCH_CHECK(Sequences::at(starts, i - 1) <= Sequences::at(starts, i), "attention_varlen: ", name,
-                    " must not decrease, got ", Sequences::at(starts, i - 1), " before ",
-                    Sequences::at(starts, i));
+    STD_TORCH_CHECK(at(i - 1) <= at(i), op, name, " must not decrease, got ", at(i - 1), " before ", at(i));
   }
-  STD_TORCH_CHECK(Sequences::at(starts, n - 1) == length, "attention_varlen: ", name, " must end at ", length,
-                  ", the tokens there are, got ", Sequences::at(starts, n - 1));
+  STD_TORCH_CHECK(at(n - 1) == length, op, name, " must end at ", length, ", the tokens there are, got ",
+                  at(n - 1));
+  return starts;
 }
 
-inline Sequences checked(const Tensor& q, const Tensor& k, const Tensor& query_starts,
-                         const Tensor& key_starts) {
-  STD_TORCH_CHECK(query_starts.numel() == key_starts.numel(),
-                  "attention_varlen: cu_seqlens_q and cu_seqlens_k must ", "name as many sequences, got ",
-                  query_starts.numel(), " and ", key_starts.numel(), " offsets");
-  check_starts("cu_seqlens_q", view_of(query_starts), q.size(0));
-  check_starts("cu_seqlens_k", view_of(key_starts), k.size(0));
-  return {query_starts.numel() - 1, view_of(query_starts), view_of(key_starts)};
-}
+// The tensors of a call, which must outlive it.
+struct Attended {
+  const char* op;
+  Layout layout;
+  DType dtype;
+  Heads q, k, v, out;
+  std::optional<Heads> row_sums;
+  Mask mask;
+  Sequences sequences;
+
+  Attended(const char* name, const Tensor& q_, const Tensor& k_, const Tensor& v_,
+           const std::optional<Tensor>& mask_, const std::optional<Tensor>& query_starts,
+           const std::optional<Tensor>& key_starts, const Tensor& out_,
+           const std::optional<Tensor>& row_sums_)
+      : op(name), layout(query_starts ? Layout::packed : Layout::dense), dtype(dtype_of(q_)),
+        q(op, q_, layout, dtype), k(op, k_, layout, dtype), v(op, v_, layout, dtype),
+        out(op, out_, layout, dtype), mask(op, mask_, q, k) {
+    STD_TORCH_CHECK(is_float(dtype), op, ": q must be floating-point");
+    STD_TORCH_CHECK(q.like(out, 3) && k.like(v, 3) && q.sizes[0] == k.sizes[0] && q.sizes[3] == k.sizes[3] &&
+                        v.sizes[3] == out.sizes[3],
+                    op, ": q, k, v and the output do not fit each other");
+    check_groups(op, q.sizes[1], k.sizes[1]);
+    if (row_sums_) {
+      row_sums.emplace(op, *row_sums_, layout, DType::f32);
+      STD_TORCH_CHECK(row_sums->like(out, 3) && row_sums->sizes[3] == 2, op, ": row_sums must be [..., 2]");
+    }
+    STD_TORCH_CHECK(bool(query_starts) == bool(key_starts) && !(query_starts && mask_), op,
+                    ": cu_seqlens_q and cu_seqlens_k belong together, and to no mask");
+    if (!query_starts) return;
+    STD_TORCH_CHECK(query_starts->numel() == key_starts->numel(),
+                    "attention_varlen: cu_seqlens_q and cu_seqlens_k must name as many sequences, got ",
+                    query_starts->numel(), " and ", key_starts->numel(), " offsets");
+    sequences = {starts_of("cu_seqlens_q", *query_starts, q.sizes[2]),
+                 starts_of("cu_seqlens_k", *key_starts, k.sizes[2])};
+  }
+
+  AttentionCall call(double scale, bool causal, int64_t window, double softcap) const {
+    return {q.view,    k.view,
+            v.view,    mask.view(),
+            sequences, {float(scale), causal, window, float(softcap)},
+            out.view,  row_sums ? row_sums->view : View{}};
+  }
+};
 
 }  // namespace opsmith

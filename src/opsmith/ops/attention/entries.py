@@ -15,23 +15,19 @@ from opsmith.operator import Cost
 from opsmith.ops.attention.samples import visible_pairs
 
 
-def attention_entry(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any) -> Cost:
-    """Of the pairs that are visible; the gradients have the scores once more."""
-    seen = visible_pairs(q.shape[-2], k.shape[-2], bool(rest["causal"]), rest["window"] or None)
-    tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
-    flops = 2.0 * q.shape[:-2].numel() * seen * (q.shape[-1] + v.shape[-1])
-    return Cost(2.5 * flops if "dout" in rest else flops, nbytes(q, k, v, *tensors))
-
-
-def varlen_entry(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, **rest: Any
+def attention_entry(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None, **rest: Any
 ) -> Cost:
-    """Of one sequence; of several the lengths are values, which a call's shapes do not tell."""
-    if cu_seqlens_q.shape[0] != 2:
-        raise NotImplementedError
-    window = rest["window"] if rest["window"] > 0 else None
-    pairs = visible_pairs(q.shape[0], k.shape[0], rest["causal"], window)
-    back = "dout" in rest
-    tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
-    flops = 2.0 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
-    return Cost(2.5 * flops if back else flops, nbytes(q, k, v, cu_seqlens_q, *tensors))
+    """Of the pairs that are visible; the gradients have the scores once more.
+
+    Of several packed sequences the lengths are values, which a call's shapes do not tell.
+    """
+    heads, length, keys = q.shape[:-2].numel(), q.shape[-2], k.shape[-2]
+    if cu_seqlens_q is not None:
+        if cu_seqlens_q.shape[0] != 2:
+            raise NotImplementedError
+        heads, length, keys = q.shape[1], q.shape[0], k.shape[0]
+    seen = visible_pairs(length, keys, bool(rest["causal"]), rest["window"] or None)
+    tensors = [t for t in (cu_seqlens_q, *rest.values()) if isinstance(t, torch.Tensor)]
+    flops = 2.0 * heads * seen * (q.shape[-1] + v.shape[-1])
+    return Cost(2.5 * flops if "dout" in rest else flops, nbytes(q, k, v, *tensors))

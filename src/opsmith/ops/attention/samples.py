@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,12 +56,14 @@ def promised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **op
     return not hides or all(bool(t.isfinite().all()) for t in (k, v))
 
 
-def samples(make: Make) -> Iterator[Sample]:
-    def qkv(
-        b: int, h: int, hkv: int, l: int, s: int, d: int, dv: int | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, dv or d)
+def _qkv(
+    make: Make, b: int, h: int, hkv: int, l: int, s: int, d: int, dv: int | None = None
+) -> tuple[torch.Tensor, ...]:
+    return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, dv or d)
 
+
+def samples(make: Make) -> Iterator[Sample]:
+    qkv = partial(_qkv, make)
     sizes = ((1, 1, 1, 1, 1), (2, 2, 1, 77, 64), (2, 2, 17, 17, 32), (2, 2, 130, 67, 40), (3, 2, 9, 20, 32))
     for b, h, l, s, d in sizes:
         yield Sample(f"{b}x{h}x{l}x{s}x{d}", qkv(b, h, h, l, s, d))
@@ -98,9 +101,7 @@ def samples(make: Make) -> Iterator[Sample]:
 
 
 def workloads(make: Make) -> Iterator[Sample]:
-    def qkv(b: int, h: int, hkv: int, l: int, s: int, d: int) -> tuple[torch.Tensor, ...]:
-        return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, d)
-
+    qkv = partial(_qkv, make)
     for h, d in ((12, 64), (8, 128)):
         for l in (512, 1024, 2048, 4096):
             yield Sample(f"1x{h}x{l}x{d}", qkv(1, h, h, l, l, d))

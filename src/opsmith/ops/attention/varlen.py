@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opsmith.call.arguments import check_float, check_number, short
+from opsmith.call.arguments import check_fit, check_number
 from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.layouts import nbytes
-from opsmith.call.run import declare
-from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import Cost, GradientCost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.attention import Attend, entries, numbers
-from opsmith.ops.attention.check import check_alike, check_heads
+from opsmith.ops.attention import SIGNATURE, Attend, numbers
+from opsmith.ops.attention.check import INTEGERS, check_heads
 from opsmith.ops.attention.eager import eager as eager_attention
 from opsmith.ops.attention.eager import reference as attention_reference
 from opsmith.ops.attention.samples import promised, visible_pairs
 
 _OP = "attention_varlen"
-
-SIGNATURE = Signature(
-    "attention_varlen",
-    (
-        *(Input("q", "... D"), Input("k", "... D"), Input("v", "... D")),
-        *(Input("cu_seqlens_q", "B", torch.int32), Input("cu_seqlens_k", "B", torch.int32)),
-        *(Number("scale", float), Number("causal", bool), Number("window", int), Number("softcap", float)),
-    ),
-    (Output("y", "... D", like="q"),),
-    kept=(Kept("row_sums", Rows.TWO_EACH),),
-    gradient=Gradient(
-        "attention_varlen_backward",
-        (
-            *(Slope("y", "dout"), Saved("q"), Saved("k"), Saved("v"), Saved("y", "out"), Saved("row_sums")),
-            *(
-                Saved("cu_seqlens_q"),
-                Saved("cu_seqlens_k"),
-                Saved("scale"),
-                Saved("causal"),
-                Saved("window"),
-                Saved("softcap"),
-            ),
-        ),
-        tuple(Made(name, optional=False) for name in "qkv"),
-        strided=True,
-    ),
-)
 
 
 def attention_varlen(
@@ -95,7 +67,7 @@ def attention_varlen(
     """
     how = numbers(_OP, q, causal, scale, window, softcap)
     call = _CALL.traced if compiling() else _CALL.fast.call
-    return call(q, k, v, cu_seqlens_q, cu_seqlens_k, *how, out)  # type: ignore[no-any-return]
+    return call(q, k, v, None, cu_seqlens_q, cu_seqlens_k, *how, out)  # type: ignore[no-any-return]
 
 
 def reference(
@@ -137,42 +109,24 @@ class _Varlen(Attend):
     """Of sequences that lie packed one after the other."""
 
     def check(self, values: Sequence[Any]) -> None:
-        q, k, v, at, keys_at, scale, *_ = values
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            check_float(_OP, t, name, least_dim=3)
-            if t.dim() != 3:
-                raise ValueError(
-                    f"{_OP}: {name} must have 3 dimensions [tokens, heads, D], got {tuple(t.shape)}"
-                )
-        check_alike(_OP, q, k, v)
-        tokens, heads, dim = q.shape
-        keys, kv_heads = k.shape[:2]
-        if k.shape[2] != dim:
-            raise ValueError(f"{_OP}: k must have shape [S, Hkv, {dim}] to fit q, got {tuple(k.shape)}")
-        if v.shape[:2] != k.shape[:2]:
-            raise ValueError(
-                f"{_OP}: v must have shape [{keys}, {kv_heads}, Dv] like k, got {tuple(v.shape)}"
-            )
-        check_heads(_OP, heads, kv_heads)
-        for name, starts, length in (("cu_seqlens_q", at, tokens), ("cu_seqlens_k", keys_at, keys)):
-            _check_starts(name, starts, length, q.device)
-        if at.shape != keys_at.shape:
-            raise ValueError(
-                f"{_OP}: cu_seqlens_q and cu_seqlens_k must name as many sequences, "
-                f"got {at.shape[0] - 1} and {keys_at.shape[0] - 1}"
-            )
+        q, k, v, _, at, keys_at, scale, *_ = values
+        check_fit(
+            _OP,
+            *(("q", q, "T H D"), ("k", k, "S Hkv D"), ("v", v, "S Hkv Dv")),
+            ("cu_seqlens_q", at, "sequences+1", *INTEGERS),
+            ("cu_seqlens_k", keys_at, "sequences+1", *INTEGERS),
+        )
+        check_heads(_OP, q.shape[1], k.shape[1])
+        _check_starts("cu_seqlens_q", at, q.shape[0])
+        _check_starts("cu_seqlens_k", keys_at, k.shape[0])
         check_number(_OP, "scale", scale)
-
-    def fresh(
-        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return torch.empty(shape or like.shape, dtype=like.dtype, device=like.device)
 
 
 def _definition(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    mask: None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     scale: float,
@@ -189,15 +143,7 @@ def _definition(
 _CALL = _Varlen(SIGNATURE, attention_varlen, _definition)
 
 
-def _check_starts(name: str, starts: Any, length: int, device: torch.device) -> None:
-    if not isinstance(starts, torch.Tensor):
-        raise TypeError(f"{_OP}: {name} must be a tensor, got {type(starts).__name__}")
-    if starts.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{_OP}: {name} must be int32 or int64, got {short(starts.dtype)}")
-    if starts.dim() != 1 or starts.shape[0] == 0:
-        raise ValueError(f"{_OP}: {name} must have shape [sequences + 1], got {tuple(starts.shape)}")
-    if starts.device != device:
-        raise ValueError(f"{_OP}: {name} is on {starts.device}, q on {device}; move one of them")
+def _check_starts(name: str, starts: torch.Tensor, length: int) -> None:
     # In a compiled graph there are no values yet: the kernel looks at them.
     if torch.compiler.is_compiling() or not starts.is_cpu or type(starts) is not torch.Tensor:
         return
@@ -229,7 +175,7 @@ def _native(
 ) -> torch.Tensor:
     """The kernel, without autograd."""
     how = numbers(_OP, q, causal, scale, window, softcap)
-    return _CALL.native("opsmith", (q, k, v, cu_seqlens_q, cu_seqlens_k, *how), out)  # type: ignore[no-any-return]
+    return _CALL.native("opsmith", (q, k, v, None, cu_seqlens_q, cu_seqlens_k, *how), out)  # type: ignore[no-any-return]
 
 
 def _cost(
@@ -258,14 +204,22 @@ def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.in
         return ends.to(device=device, dtype=dtype)
 
 
-def _samples(make: Make) -> Iterator[Sample]:
-    def packed(
-        queries: tuple[int, ...], keys: tuple[int, ...], h: int, hkv: int, d: int, dv: int | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        t, s = sum(queries), sum(keys)
-        starts = _starts(queries, make.device), _starts(keys, make.device, torch.int64)
-        return (make(t, h, d), make(s, hkv, d), make(s, hkv, dv or d), *starts)
+def _packed(
+    make: Make,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    h: int,
+    hkv: int,
+    d: int,
+    dv: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    t, s = sum(queries), sum(keys)
+    starts = _starts(queries, make.device), _starts(keys, make.device, torch.int64)
+    return (make(t, h, d), make(s, hkv, d), make(s, hkv, dv or d), *starts)
 
+
+def _samples(make: Make) -> Iterator[Sample]:
+    packed = partial(_packed, make)
     for lengths, h, d in (((1,), 1, 1), ((5, 17, 2), 2, 32), ((40, 3, 130), 2, 40), ((7,) * 5, 2, 16)):
         name = f"{'+'.join(map(str, lengths))}x{h}x{d}"
         yield Sample(name, packed(lengths, lengths, h, h, d))
@@ -288,10 +242,7 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 
 def _workloads(make: Make) -> Iterator[Sample]:
-    def packed(lengths: tuple[int, ...], keys: tuple[int, ...], h: int, hkv: int, d: int) -> Any:
-        starts = _starts(lengths, make.device), _starts(keys, make.device)
-        return (make(sum(lengths), h, d), make(sum(keys), hkv, d), make(sum(keys), hkv, d), *starts)
-
+    packed = partial(_packed, make)
     mixed = (1024, 17, 300, 64, 512, 5, 129, 800)
     yield Sample("8 sequences, 2851 tokens, 12x64", packed(mixed, mixed, 12, 12, 64), {"causal": True})
     yield Sample(
@@ -314,12 +265,10 @@ CARD = register(
         workloads=_workloads,
         domain=promised,
         implementations=[
-            *kernels(_native, lambda q, *a, **k: native(q, _OP)),
+            *kernels(_native, lambda q, *a, **k: native(q, "attention")),
             Implementation("eager", _eager),
         ],
-        entries=dict.fromkeys(("attention_varlen", "attention_varlen_backward"), entries.varlen_entry),
         gradient=GradientCost(flops=2.5, bytes=2.0),
-        schemas=declare(SIGNATURE, "attention", "attention_backward"),
         source="Dao et al., 2022",
     )
 )

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from opsmith.call.arguments import short
+from opsmith.call.arguments import check_fit
 from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.fast import direct
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.attention import last_dense
+from opsmith.ops.attention.check import INTEGERS
 from opsmith.ops.mla.cache import has_values
 from opsmith.ops.paged_attention import entries
-from opsmith.ops.paged_attention.check import check_caches, check_integers
+from opsmith.ops.paged_attention.check import caches
 
 _OP = "reshape_and_cache"
 LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32
@@ -77,32 +78,12 @@ def _dense(*caches: torch.Tensor) -> bool:
 
 
 def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any, v_scale: Any) -> None:
-    for name, t in (("k", k), ("v", v)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
-        if not t.is_floating_point():
-            raise TypeError(
-                f"{_OP}: {name} must be floating-point, got {short(t.dtype)}; int8 caches are rounded to here"
-            )
-        if t.dim() != 3:
-            raise ValueError(f"{_OP}: {name} must have shape [T, Hkv, D], got {tuple(t.shape)}")
-    if v.dtype != k.dtype or v.shape[:2] != k.shape[:2] or v.device != k.device:
-        raise ValueError(
-            f"{_OP}: v must be {short(k.dtype)} [{k.shape[0]}, {k.shape[1]}, Dv] on {k.device} like k, got "
-            f"{short(v.dtype)} {tuple(v.shape)} on {v.device}"
-        )
-    check_caches(_OP, k_cache, v_cache, k_scale, v_scale, k, "k")
-    for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if t.shape[1:] != cache.shape[2:]:
-            raise ValueError(
-                f"{_OP}: {name}_cache must have shape [blocks, block_size, {t.shape[1]}, {t.shape[2]}] to fit {name}, "
-                f"got {tuple(cache.shape)}"
-            )
-    check_integers(_OP, "slot_mapping", slots, k, "[T]")
-    if slots.dim() != 1 or slots.shape[0] != k.shape[0]:
-        raise ValueError(
-            f"{_OP}: slot_mapping must have shape ({k.shape[0]},), one slot for each token, got {tuple(slots.shape)}"
-        )
+    check_fit(
+        _OP,
+        *(("k", k, "T Hkv D"), ("v", v, "T Hkv Dv")),
+        *caches(_OP, k_cache, v_cache, k_scale, v_scale),
+        ("slot_mapping", slots, "T", *INTEGERS),
+    )
     if slots.numel() and has_values(slots) and not compiling() and not slots.is_cuda:
         end = k_cache.shape[0] * k_cache.shape[1]
         bad = ((slots < -1) | (slots >= end)).nonzero()

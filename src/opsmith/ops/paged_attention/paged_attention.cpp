@@ -12,10 +12,7 @@
 #include "paged_bytes.h"
 #include "paged_plan.h"
 #include "paged_rows.h"
-#include "paged_sums.h"
-#include "paged_walk.h"
 #include "pair.h"
-#include "parallel.h"
 
 namespace opsmith {
 namespace {
@@ -29,6 +26,164 @@ struct PagedMemory {
   std::vector<float> sums;
 };
 
+// A row of `width` floats for each row of scores; then the sums of the weights and the largest scores, in the order of the
+// lanes of a token's scores.
+struct Sums {
+  float* data = nullptr;
+  int64_t rows = 0, width = 0, lanes = 0;
+
+  int64_t size() const { return round_up(rows * width + 2 * lanes, 16); }
+  float* row(int64_t r) const { return data + r * width; }
+  float* totals() const { return data + rows * width; }
+  float* largest() const { return totals() + lanes; }
+
+  // Lanes v on have scores as large as `most`: what was summed of rows whose maximum grows is scaled down. `period` is how
+  // many lanes a token has.
+  Vec raise(int64_t v, Vec most, int64_t period, float exponent) const {
+    const Vec old = load(largest() + v), now = select(most > old, most, old);
+    const Vec shrink = select(most > old, exp2<true>((old - now) * exponent), splat(1.0f));
+    store(largest() + v, now);
+    store(totals() + v, load(totals() + v) * shrink);
+    for (int64_t i = 0; i < W && v + i < std::min(rows, period); ++i) {
+      if (!(most[i] > old[i]) || old[i] == -kInfinity) continue;
+      float* p = row(v + i);
+      for (int64_t c = 0; c < width; c += W) store(p + c, load(p + c) * shrink[i]);
+    }
+    return now;
+  }
+};
+
+// Of a vector that holds several tokens of `lanes` rows each, what `op` makes of a row's lanes, in all of these.
+template <class Op>
+Vec over_rows(Vec x, int64_t lanes, const Op& op) {
+  float lane[W];
+  store(lane, x);
+  for (int64_t h = W / 2; h >= lanes; h /= 2) {
+    for (int64_t i = 0; i < h; ++i) lane[i] = op(lane[i], lane[i + h]);
+  }
+  for (int64_t i = lanes; i < W; ++i) lane[i] = lane[i - lanes];
+  return load(lane);
+}
+
+// Of each row of all parts, f(i) being one of `count`, what its part of the result is multiplied by: it takes the place of the largest
+// score. The first part keeps the sums of all weights, 0 where no key was seen.
+template <class F>
+void share_out(int64_t count, int64_t period, float exponent, const F& f) {
+  const Sums first = f(0);
+  for (int64_t v = 0; v < first.lanes; v += W) {
+    Vec most = load(first.largest() + v), total = {};
+    for (int64_t i = 1; i < count; ++i) most = max(load(f(i).largest() + v), most);
+    for (int64_t i = 0; i < count; ++i) {
+      const Sums part = f(i);
+      const Vec largest = load(part.largest() + v);
+      const Vec factor = select(largest == most, splat(1.0f), exp2<true>((largest - most) * exponent));
+      store(part.largest() + v, factor);
+      total += load(part.totals() + v) * factor;
+    }
+    if (period < W) total = over_rows(total, period, [](float a, float b) { return a + b; });
+    store(first.totals() + v, total);
+    for (int64_t i = 0; i < count; ++i) store(f(i).largest() + v, load(f(i).largest() + v) / total);
+  }
+}
+
+// Where keys lie, those of a tile and of the next one. The last pointer is repeated, for who reads or asks beyond.
+template <class T>
+struct Tiles {
+  static constexpr bool quantized = std::is_same_v<T, int8_t>;
+  static constexpr int64_t most = 2 * kPagedTile,
+                           beyond = kPagedTile + 2 * W;  // and what tiles are filled up with
+  const T *keys[most + beyond], *values[most + beyond];
+  const float *key_scale[most], *value_scale[most];
+  int64_t count = 0;
+  int64_t found = 0;  // the first key whose place is not known yet
+
+  void start(int64_t key) {
+    found = key;
+    count = 0;
+  }
+
+  void find(const PagedCache& c, int64_t sequence, int64_t until) {
+    if (found == until) return;
+    const int64_t size = c.block_size(), end = count + until - found;
+    int64_t block = found / size, slot = found % size;
+    for (int64_t j = count; j < end; ++block, slot = 0) {
+      const int64_t at = c.block(sequence, block), stop = std::min(end, j + size - slot);
+      for (; j < stop; ++j, ++slot) {
+        keys[j] = place<T>(c.keys, at, slot);
+        values[j] = place<T>(c.values, at, slot);
+        if constexpr (quantized) {
+          key_scale[j] = place<float>(c.key_scale, at, slot);
+          value_scale[j] = place<float>(c.value_scale, at, slot);
+        }
+      }
+    }
+    count = end;
+    found = until;
+    for (const T** p : {keys, values}) std::fill_n(p + end, beyond, p[end - 1]);
+  }
+
+  void drop(int64_t n) {
+    count -= n;
+    for (const T** p : {keys, values}) std::copy_n(p + n, count + beyond, p);
+    for (const float** p : {key_scale, value_scale}) std::copy_n(p + n, quantized ? count : 0, p);
+  }
+
+ private:
+  template <class E>
+  static const E* place(const View& x, int64_t block, int64_t slot) {
+    return x.as<E>() + block * x.strides[0] + slot * x.strides[1];
+  }
+};
+
+// Scores or weights, `lanes` of a token, times the factors of their tokens and heads. A token's factors are `stride` apart from `first`
+// on; each is of `slots` rows.
+void scale_heads(float* x, const float* const* factors, int64_t first, int64_t stride, int64_t heads,
+                 int64_t slots, int64_t lanes, int64_t keys) {
+#if defined(OPSMITH_AVX512)
+  if (slots == 4 && stride == 1 && lanes == 4 * heads && lanes % W == 0) {  // a vector has four heads
+    const __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    for (int64_t j = 0; j < keys; ++j) {
+      for (int64_t v = 0; v < lanes; v += W, x += W) {
+        const __m512 factor = _mm512_castps128_ps512(_mm_loadu_ps(factors[j] + first + v / 4));
+        store(x, load(x) * (Vec)_mm512_permutexvar_ps(four, factor));
+      }
+    }
+    return;
+  }
+#endif
+  for (int64_t j = 0; j < keys; ++j, x += lanes) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const float factor = factors[j][first + h * stride];
+      for (int64_t r = h * slots; r < (h + 1) * slots; ++r) x[r] *= factor;
+    }
+  }
+}
+
+// A thread's memory.
+struct Buffers {
+  float *q = nullptr, *scores = nullptr, *weights = nullptr;
+  int8_t* digits = nullptr;  // of q
+  float* step = nullptr;  // of the digits of each row of q, then of each row of weights
+  int32_t* start = nullptr;  // of sums of digits
+  int64_t* offset = nullptr;  // of the head of each row, in a token's keys
+  int64_t floats = 0;
+
+  Buffers() = default;
+  Buffers(float* base, int64_t rows, int64_t depth, int64_t scores_of_tile, bool quantized) {
+    Carver carve{base};
+    q = carve.take(rows * depth);
+    offset = reinterpret_cast<int64_t*>(carve.take(2 * rows));
+    scores = carve.take(scores_of_tile);
+    weights = carve.take(scores_of_tile);
+    if (quantized) {
+      digits = reinterpret_cast<int8_t*>(carve.take(ceil_div(rows * depth, 2)));
+      step = carve.take(2 * round_up(rows, W));
+      start = reinterpret_cast<int32_t*>(carve.take(round_up(rows, W)));
+    }
+    floats = carve.used;
+  }
+};
+
 template <class T>
 class Paged {
   using Units = UnitsOf<T>;
@@ -37,10 +192,10 @@ class Paged {
   static constexpr int64_t group = W * Units::per_unit;
 
  public:
-  Paged(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out,
+  Paged(const View& q, const PagedCache& cache, const AttentionOptions& options, const View& out,
         PagedMemory& memory)
-      : q_(q), c_(cache), options_{options.scale, true, options.window, options.softcap}, out_(out),
-        queries_(q.sizes[1]), dim_(q.sizes[3]), value_dim_(out.sizes[3]),
+      : q_(q), c_(cache), options_(options), out_(out), queries_(q.sizes[1]), dim_(q.sizes[3]),
+        value_dim_(out.sizes[3]),
         rows_(cache.keys.sizes[2] ? q.sizes[2] / cache.keys.sizes[2] * queries_ : 0),
         slots_(rows_ < 3 ? rows_ : round_up(rows_, 4)), depth_(round_up(ceil_div(dim_, Units::per_unit), W)),
         width_(round_up(value_dim_, group)), plain_(!(options.softcap > 0) && options.scale > 0),
@@ -123,8 +278,8 @@ class Paged {
     walk.first = piece;
     const int64_t rows = std::max(lanes_, slots_ * plan_.heads_at_once);
     const int64_t scores = round_up(plan_.tile + 2 * apart_, 2 * W) * std::max<int64_t>(lanes_, 1);
-    walk.to = Buffers(Workspace::get(Buffers(nullptr, rows, depth_, scores, quantized).floats), rows, depth_,
-                      scores, quantized);
+    walk.to = Buffers(scratch(Buffers(nullptr, rows, depth_, scores, quantized).floats), rows, depth_, scores,
+                      quantized);
     walk.sums = sums_of(piece);
     std::fill(walk.sums.data, walk.sums.largest(), 0.0f);
     std::fill_n(walk.sums.largest(), walk.sums.lanes, -kInfinity);
@@ -167,7 +322,7 @@ class Paged {
     const Tiles<T>& tile = walk.tiles;
     const int64_t tokens = round_up(
         keys, std::max<int64_t>(2 * apart_, W == 16 ? 16 : 8));  // as many as are summed at once
-    score(walk, keys, tokens);
+    score(walk, tokens);
     settle(walk, at, keys, tokens);
     precise_ ? weigh<true>(walk, tokens) : weigh<false>(walk, tokens);
     const int64_t skip = ahead(whole, c_.values.strides[2], value_dim_);
@@ -220,7 +375,7 @@ class Paged {
 #endif
   }
 
-  void score(const Walk& walk, int64_t keys, int64_t tokens) const {
+  void score(const Walk& walk, int64_t tokens) const {
     const Rows rows{walk.to.q, depth_, lanes_, walk.whole->heads * slots_, walk.to.offset};
     const T* const* const from = walk.tiles.keys;
     const int64_t skip = ahead(*walk.whole, c_.keys.strides[2], dim_);
@@ -386,7 +541,8 @@ class Paged {
 
 }  // namespace
 
-void paged_attention(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out) {
+void paged_attention(const View& q, const PagedCache& cache, const AttentionOptions& options,
+                     const View& out) {
   if (q.sizes[0] * q.sizes[1] * q.sizes[2] == 0) return;
   static thread_local PagedMemory memory;
   switch (cache.keys.dtype) {

@@ -1,7 +1,7 @@
 // Attention of a few queries on keys and values in blocks, and what fills the blocks: what the bindings call.
 #pragma once
 
-#include "types.h"
+#include "attention/attention.h"
 
 namespace opsmith {
 
@@ -14,21 +14,11 @@ struct PagedCache {
 
   int64_t block_size() const { return keys.sizes[1]; }
   int64_t length(int64_t sequence) const {
-    return lengths.defined() ? integer(lengths, sequence * lengths.strides[0]) : block_size();
+    return lengths.defined() ? integer_at(lengths, sequence * lengths.strides[0]) : block_size();
   }
   int64_t block(int64_t sequence, int64_t i) const {
-    return table.defined() ? integer(table, sequence * table.strides[0] + i * table.strides[1]) : sequence;
+    return table.defined() ? integer_at(table, sequence * table.strides[0] + i * table.strides[1]) : sequence;
   }
-
-  static int64_t integer(const View& x, int64_t at) {
-    return x.dtype == DType::i32 ? x.as<int32_t>()[at] : x.as<int64_t>()[at];
-  }
-};
-
-struct PagedOptions {
-  float scale;
-  int64_t window;  // keys at a distance below it are visible; 0 or less: all
-  float softcap;  // 0 or less: none
 };
 
 // The first key that some of `queries` queries, the last of `length` positions, sees.
@@ -38,8 +28,9 @@ inline int64_t first_visible(int64_t length, int64_t queries, int64_t window) {
 }
 
 // q [B, L, H, D], out [B, L, H, Dv], any strides, the last dimension contiguous. Query i of L stands at position
-// length - L + i and sees the keys up to it. Lengths and blocks are the binding's to check.
-void paged_attention(const View& q, const PagedCache& cache, const PagedOptions& options, const View& out);
+// length - L + i and sees the keys up to it, causal or not. Lengths and blocks are the binding's to check.
+void paged_attention(const View& q, const PagedCache& cache, const AttentionOptions& options,
+                     const View& out);
 
 // k [T, Hkv, D] and v [T, Hkv, Dv] to their slots, block * block size + place in it; none at -1. The cache's table and
 // lengths are not used; slots are the binding's to check.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,22 +64,26 @@ def tables(make: Make, lengths: Sequence[int], size: int, blocks: int, dtype: to
     return table, _numbers(list(lengths), make, dtype)
 
 
+def _call(
+    make: Make,
+    lengths: Sequence[int],
+    h: int,
+    hkv: int,
+    d: int,
+    *,
+    size: int = 16,
+    dv: int | None = None,
+    new: int = 0,
+    ids: torch.dtype = torch.int32,
+) -> tuple[torch.Tensor, ...]:
+    blocks = sum(-(-n // size) for n in lengths) + 1
+    q = make(len(lengths), *((new,) if new else ()), h, d)
+    caches = make(blocks, size, hkv, d), make(blocks, size, hkv, dv or d)
+    return (q, *caches, *tables(make, lengths, size, blocks, ids))
+
+
 def samples(make: Make) -> Iterator[Sample]:
-    def call(
-        lengths: Sequence[int],
-        h: int,
-        hkv: int,
-        d: int,
-        *,
-        size: int = 16,
-        dv: int | None = None,
-        new: int = 0,
-        ids: torch.dtype = torch.int32,
-    ) -> tuple[torch.Tensor, ...]:
-        blocks = sum(-(-n // size) for n in lengths) + 1
-        q = make(len(lengths), *((new,) if new else ()), h, d)
-        caches = make(blocks, size, hkv, d), make(blocks, size, hkv, dv or d)
-        return (q, *caches, *tables(make, lengths, size, blocks, ids))
+    call = partial(_call, make)
 
     def int8(args: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         q, k, v, *rest = args
@@ -140,11 +145,7 @@ def samples(make: Make) -> Iterator[Sample]:
 
 
 def workloads(make: Make) -> Iterator[Sample]:
-    def call(lengths: Sequence[int], h: int, hkv: int, d: int, size: int = 16) -> tuple[torch.Tensor, ...]:
-        blocks = sum(-(-n // size) for n in lengths)
-        caches = make(blocks, size, hkv, d), make(blocks, size, hkv, d)
-        return make(len(lengths), h, d), *caches, *tables(make, lengths, size, blocks, torch.int32)
-
+    call = partial(_call, make)
     yield Sample("1 x 4096 keys, 32/8x128", call((4096,), 32, 8, 128))
     yield Sample(
         "8 sequences of 64 to 2048 keys, 32/8x128",

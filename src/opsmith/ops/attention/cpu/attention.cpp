@@ -7,7 +7,6 @@
 
 #include <cmath>
 
-#include "attention/attention_scores.h"
 #include "attention/attention_sequences.h"
 #include "paged_attention/paged_attention.h"
 #include "pair.h"
@@ -39,10 +38,8 @@ class Attention {
   static constexpr bool precise = std::is_same_v<T, float>;
 
  public:
-  Attention(const Problem& p, const View& q, const View& k, const View& v, const View& out,
-            const View& row_sums)
-      : p_(p), q_(q), k_(k), v_(v), out_(out), sums_(row_sums), depth_(ceil_div(p.dim, Units::per_unit)),
-        width_(round_up(p.value_dim, W)) {
+  explicit Attention(const Problem& p)
+      : p_(p), depth_(ceil_div(p.dim, Units::per_unit)), width_(round_up(p.value_dim, W)) {
     const int64_t key_bytes = 4 * (depth_ + width_ / Units::per_unit);
     tile_ = std::clamp<int64_t>(kTileBytes / key_bytes / PANEL * PANEL, PANEL, kMaxTile);
     tile_ = std::min(tile_, round_up(p.keys, PANEL));
@@ -124,11 +121,11 @@ class Attention {
   void block(int64_t index) const {
     const Item at = item(index);
     const int64_t floats = Buffers(nullptr, block_, tile_, depth_, width_).floats;
-    const Buffers to(Workspace::get(floats), block_, tile_, depth_, width_);
+    const Buffers to(scratch(floats), block_, tile_, depth_, width_);
     const int64_t padded = round_up(at.rows, ROWS);
     for (int64_t r = 0; r < at.rows; ++r) {
-      pack_row<Units>(row_of<T>(q_, at.batch, p_.head(at.kv_head, at.row + r), p_.query(at.row + r)), p_.dim,
-                      reinterpret_cast<Element*>(to.q + r * depth_), depth_ * Units::per_unit);
+      pack_row<Units>(row_of<T>(p_.q, at.batch, p_.head(at.kv_head, at.row + r), p_.query(at.row + r)),
+                      p_.dim, reinterpret_cast<Element*>(to.q + r * depth_), depth_ * Units::per_unit);
     }
     set_lanes(to.q + at.rows * depth_, 0, (padded - at.rows) * depth_);
     set_lanes(to.weights, 0, ROWS * kScoreStride);
@@ -157,15 +154,15 @@ class Attention {
       masked = false;
       for (int64_t j = 0; j < keys && !masked; ++j) masked = !mask.visible(key + j);
     }
-    const T* k = row_of<T>(k_, at.batch, at.kv_head, key);
-    const T* v = row_of<T>(v_, at.batch, at.kv_head, key);
-    if (p_.rows() > 1) pack_transposed<Units>(k, k_.strides[2], keys, p_.dim, to.k);
+    const T* k = row_of<T>(p_.k, at.batch, at.kv_head, key);
+    const T* v = row_of<T>(p_.v, at.batch, at.kv_head, key);
+    if (p_.rows() > 1) pack_transposed<Units>(k, p_.k.strides[2], keys, p_.dim, to.k);
     const float* values = to.v;
     int64_t values_stride = width_;
     if constexpr (precise) {  // one strip uses each row once: as it lies
-      if (at.rows <= ROWS && p_.value_dim == width_) values = v, values_stride = v_.strides[2];
+      if (at.rows <= ROWS && p_.value_dim == width_) values = v, values_stride = p_.v.strides[2];
     }
-    if (values == to.v) pack_rows<Units>(v, v_.strides[2], keys, p_.value_dim, to.v, width_);
+    if (values == to.v) pack_rows<Units>(v, p_.v.strides[2], keys, p_.value_dim, to.v, width_);
     for (int64_t r = 0; r < at.rows; r += ROWS) {
       strip(at, to, r, key, keys, masked, values, values_stride);
     }
@@ -181,8 +178,8 @@ class Attention {
       product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL,
                      to.scores, kScoreStride, false);
     } else {
-      const T* q = row_of<T>(q_, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
-      score_alone<Units>(q, row_of<T>(k_, at.batch, at.kv_head, key), k_.strides[2], s.keys, p_.dim,
+      const T* q = row_of<T>(p_.q, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
+      score_alone<Units>(q, row_of<T>(p_.k, at.batch, at.kv_head, key), p_.k.strides[2], s.keys, p_.dim,
                          to.scores);
     }
     for (int i = 0; i < s.rows; ++i) {
@@ -242,14 +239,14 @@ class Attention {
   void write_row(int64_t b, int64_t kv_head, int64_t row, const float* sums, float total,
                  float largest) const {
     const int64_t head = p_.head(kv_head, row), query = p_.query(row);
-    T* out = row_of<T>(out_, b, head, query);
+    T* out = row_of<T>(p_.out, b, head, query);
     if (total == 0) {
       std::fill(out, out + p_.value_dim, T{});
     } else {
       for_lanes(p_.value_dim, [&](int64_t c, auto lanes) { store(out + c, load(sums + c) / total, lanes); });
     }
-    if (sums_.defined()) {
-      float* kept = row_of<float>(sums_, b, head, query);
+    if (p_.row_sums.defined()) {
+      float* kept = row_of<float>(p_.row_sums, b, head, query);
       kept[0] = largest;
       kept[1] = total;
     }
@@ -294,42 +291,22 @@ class Attention {
   }
 
   Problem p_;
-  View q_, k_, v_, out_, sums_;
   int64_t depth_, width_, tile_, blocks_ = 1, block_ = ROWS, splits_ = 1, partial_stride_ = 0;
   std::unique_ptr<float[]> partial_;
 };
 
-}  // namespace
-
-namespace {
-
 template <class T>
-void run(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options,
-         const View& out, const View& row_sums) {
-  std::vector<Attention<T>> one;
-  one.emplace_back(Problem(q, k, v, mask, options), q, k, v, out, row_sums);
-  run_all(one);
-}
-
-template <class T>
-void run(const View& q, const View& k, const View& v, const Sequences& sequences,
-         const AttentionOptions& options, const View& out, const View& row_sums) {
-  const Packed<T> queries(q), keys(k), values(v), outs(out);
-  const Packed<float> sums(row_sums);
-  std::vector<Attention<T>> each;
-  each.reserve(size_t(sequences.count));
-  for (int64_t i = 0; i < sequences.count; ++i) {
-    const Problem p(q, k, v, sequences.queries(i), sequences.keys(i), options);
-    if (p.queries == 0) continue;
-    const int64_t at = sequences.query(i), key = sequences.key(i);
-    each.emplace_back(p, queries.from(at), keys.from(key), values.from(key), outs.from(at), sums.from(at));
-  }
-  run_all(each);
+void run(const AttentionCall& x) {
+  std::vector<Attention<T>> parts;
+  for_problems<T>(x, [&](const Problem& p, int64_t, int64_t) {
+    if (p.queries > 0) parts.emplace_back(p);
+  });
+  run_all(parts);
 }
 
 // One query a sequence, at the last key: each sequence is one block of a cache. Packing tiles would take longer than
 // reading the keys once.
-void decode(const View& q, const View& k, const View& v, const AttentionOptions& options, const View& out) {
+void decode(const AttentionCall& x) {
   struct TokensFirst {  // [B, heads, tokens, D] as [B, tokens, heads, D]
     int64_t sizes[4], strides[4];
     View view;
@@ -338,35 +315,20 @@ void decode(const View& q, const View& k, const View& v, const AttentionOptions&
           strides{x.strides[0], x.strides[2], x.strides[1], x.strides[3]},
           view{x.data, x.dtype, 4, sizes, strides} {}
   };
-  const TokensFirst queries(q), keys(k), values(v), outs(out);
+  const TokensFirst queries(x.q), keys(x.k), values(x.v), outs(x.out);
   const PagedCache cache{keys.view, values.view, View{}, View{}, View{}, View{}};
-  paged_attention(queries.view, cache, {options.scale, options.window, options.softcap}, outs.view);
+  paged_attention(queries.view, cache, x.options, outs.view);
 }
 
 }  // namespace
 
-void attention(const View& q, const View& k, const View& v, const View& mask, const AttentionOptions& options,
-               const View& out, const View& row_sums) {
-  if (q.sizes[0] * q.sizes[1] * q.sizes[2] == 0) return;
-  if (q.sizes[2] == 1 && !mask.defined() && !row_sums.defined() &&
-      k.sizes[1] * k.sizes[2] * k.sizes[3] >= kManyKeys) {
-    return decode(q, k, v, options, out);
+void attention(const AttentionCall& x) {
+  if (x.q.sizes[0] * x.q.sizes[1] * x.q.sizes[2] == 0) return;
+  if (x.q.sizes[2] == 1 && !x.sequences.defined() && !x.mask.defined() && !x.row_sums.defined() &&
+      x.k.sizes[1] * x.k.sizes[2] * x.k.sizes[3] >= kManyKeys) {
+    return decode(x);
   }
-  switch (q.dtype) {
-    case DType::f32: return run<float>(q, k, v, mask, options, out, row_sums);
-    case DType::bf16: return run<bfloat16>(q, k, v, mask, options, out, row_sums);
-    default: return run<float16>(q, k, v, mask, options, out, row_sums);
-  }
-}
-
-void attention_varlen(const View& q, const View& k, const View& v, const Sequences& sequences,
-                      const AttentionOptions& options, const View& out, const View& row_sums) {
-  if (q.sizes[0] * q.sizes[1] == 0) return;
-  switch (q.dtype) {
-    case DType::f32: return run<float>(q, k, v, sequences, options, out, row_sums);
-    case DType::bf16: return run<bfloat16>(q, k, v, sequences, options, out, row_sums);
-    default: return run<float16>(q, k, v, sequences, options, out, row_sums);
-  }
+  with_float_type(x.q.dtype, [&](auto* t) { run<std::remove_pointer_t<decltype(t)>>(x); });
 }
 
 }  // namespace opsmith

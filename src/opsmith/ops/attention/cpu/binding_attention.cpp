@@ -1,18 +1,15 @@
 // Registers attention.
-#include "attention/attention.h"
 #include "attention/binding_attention.h"
 
 namespace opsmith {
 namespace {
 
 void attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
+                  const std::optional<Tensor>& query_starts, const std::optional<Tensor>& key_starts,
                   double scale, bool causal, int64_t window, double softcap, const Tensor& out,
                   const std::optional<Tensor>& row_sums) {
-  check_heads("attention", 4, q, k, v, out);
-  check_row_sums("attention", row_sums, out);
-  const Mask spread("attention", mask, q, k);
-  attention(view_of(q), view_of(k), view_of(v), spread.view(), {float(scale), causal, window, float(softcap)},
-            view_of(out), view_of(row_sums));
+  const Attended x("attention", q, k, v, mask, query_starts, key_starts, out, row_sums);
+  attention(x.call(scale, causal, window, softcap));
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 // add to the tile's sums, which stay transposed so that P and dS serve as they are. All blocks of a key head are
 // one thread's, in order; where there are more threads than heads, parts of them add to sums of their own.
 #include "attention/attention.h"
-#include "attention/attention_scores.h"
 #include "attention/attention_sequences.h"
 
 namespace opsmith {
@@ -18,10 +17,6 @@ constexpr int64_t kStride = kMaxTile + W;  // rows a power of two apart would sh
 constexpr int64_t kTileBytes = 32 << 10;  // of a packed tile, two thirds of a usual first-level cache
 constexpr int64_t kBlock = 42 * ROWS;  // query rows: amortizes packing a tile and touching its sums
 
-struct Tensors {
-  View dout, q, k, v, out, row_sums, dq, dk, dv;
-};
-
 template <class T>
 class AttentionBackward {
   using Units = UnitsOf<T>;
@@ -30,8 +25,8 @@ class AttentionBackward {
   static constexpr int64_t pack = Units::per_unit;
 
  public:
-  AttentionBackward(const Problem& p, const Tensors& x)
-      : p_(p), x_(x), depth_(ceil_div(p.dim, pack)), value_depth_(ceil_div(p.value_dim, pack)),
+  AttentionBackward(const Problem& p, const AttentionGradients& to)
+      : p_(p), to_(to), depth_(ceil_div(p.dim, pack)), value_depth_(ceil_div(p.value_dim, pack)),
         width_(round_up(p.dim, W)), value_width_(round_up(p.value_dim, W)) {
     const int64_t key_bytes = 4 * (depth_ + width_ / pack + value_depth_);
     // In float32 a strip's tile comes from the second-level cache in any case, and a row that is one tile needs no delta.
@@ -112,7 +107,7 @@ class AttentionBackward {
   };
 
   void item(int64_t i) const {
-    Buffers to(Workspace::get(Buffers(nullptr, *this).floats), *this);
+    Buffers to(scratch(Buffers(nullptr, *this).floats), *this);
     if (shared_) to.sums = shared_.get() + i * tiles_ * sums_;
     set_lanes(to.sums, 0, tiles_ * sums_);
     set_lanes(to.q_rows, 0, block_ / pack * width_ + ROWS);
@@ -132,7 +127,7 @@ class AttentionBackward {
     pack_queries(at, to);
     for (int64_t t = 0; t < tiles_; ++t) tile(at, to, t);
     for (int64_t r = 0; r < at.rows; ++r) {
-      T* dq = row_of<T>(x_.dq, at.batch, p_.head(at.kv_head, at.row + r), p_.query(at.row + r));
+      T* dq = row_of<T>(to_.dq, at.batch, p_.head(at.kv_head, at.row + r), p_.query(at.row + r));
       const float* sum = to.dq + r * width_;
       for_lanes(p_.dim,
                 [&](int64_t c, auto lanes) { store(dq + c, load(sum + c) * p_.options.scale, lanes); });
@@ -146,10 +141,10 @@ class AttentionBackward {
     Element* dout = reinterpret_cast<Element*>(to.dout);
     for (int64_t r = 0; r < at.rows; ++r) {
       const int64_t head = p_.head(at.kv_head, at.row + r), query = p_.query(at.row + r);
-      pack_row<Units>(row_of<T>(x_.q, at.batch, head, query), p_.dim, q + r * length, length);
-      pack_row<Units>(row_of<T>(x_.dout, at.batch, head, query), p_.value_dim, dout + r * value_length,
+      pack_row<Units>(row_of<T>(p_.q, at.batch, head, query), p_.dim, q + r * length, length);
+      pack_row<Units>(row_of<T>(to_.dout, at.batch, head, query), p_.value_dim, dout + r * value_length,
                       value_length);
-      const float* sums = row_of<float>(x_.row_sums, at.batch, head, query);
+      const float* sums = row_of<float>(p_.row_sums, at.batch, head, query);
       to.largest[r] = sums[0];
       to.inverse[r] = 1 / sums[1];
     }
@@ -168,7 +163,7 @@ class AttentionBackward {
   void sum_deltas(const Block& at, const Buffers& to, int64_t r, int rows) const {
     for (int i = 0; i < rows; ++i) {
       const int64_t row = at.row + r + i;
-      pack_row<Units>(row_of<T>(x_.out, at.batch, p_.head(at.kv_head, row), p_.query(row)), p_.value_dim,
+      pack_row<Units>(row_of<T>(p_.out, at.batch, p_.head(at.kv_head, row), p_.query(row)), p_.value_dim,
                       reinterpret_cast<Element*>(to.outs) + i * p_.value_dim, p_.value_dim);
     }
     const int64_t vecs = ceil_div(rows, W);
@@ -209,11 +204,11 @@ class AttentionBackward {
   }
 
   void pack_keys(const Block& at, const Buffers& to, int64_t key, int64_t keys) const {
-    const T* k = row_of<T>(x_.k, at.batch, at.kv_head, key);
-    const T* v = row_of<T>(x_.v, at.batch, at.kv_head, key);
-    pack_transposed<Units>(k, x_.k.strides[2], keys, p_.dim, to.k);
-    pack_transposed<Units>(v, x_.v.strides[2], keys, p_.value_dim, to.v);
-    pack_rows<Units>(k, x_.k.strides[2], keys, p_.dim, to.k_rows, width_);
+    const T* k = row_of<T>(p_.k, at.batch, at.kv_head, key);
+    const T* v = row_of<T>(p_.v, at.batch, at.kv_head, key);
+    pack_transposed<Units>(k, p_.k.strides[2], keys, p_.dim, to.k);
+    pack_transposed<Units>(v, p_.v.strides[2], keys, p_.value_dim, to.v);
+    pack_rows<Units>(k, p_.k.strides[2], keys, p_.dim, to.k_rows, width_);
   }
 
   // sums[n, keys] += rows^T weights
@@ -235,8 +230,8 @@ class AttentionBackward {
       product<Units>(s.rows, vecs, depth_, {to.q + r * depth_, depth_, 1}, to.k, PANEL, depth_ * PANEL,
                      to.scores, kStride, false);
     } else {  // as in the forward pass
-      const T* q = row_of<T>(x_.q, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
-      score_alone<Units>(q, row_of<T>(x_.k, at.batch, at.kv_head, key), x_.k.strides[2], s.keys, p_.dim,
+      const T* q = row_of<T>(p_.q, at.batch, p_.head(at.kv_head, at.row), p_.query(at.row));
+      score_alone<Units>(q, row_of<T>(p_.k, at.batch, at.kv_head, key), p_.k.strides[2], s.keys, p_.dim,
                          to.scores);
     }
     product<Units>(s.rows, vecs, value_depth_, {to.dout + r * value_depth_, value_depth_, 1}, to.v, PANEL,
@@ -298,8 +293,8 @@ class AttentionBackward {
   }
 
   void write_tile(int64_t head, int64_t t, const float* sums) const {
-    write_transposed(sums, p_.dim, p_.options.scale, x_.dk, head, t);
-    write_transposed(sums + round_up(p_.dim, ROWS) * tile_, p_.value_dim, 1, x_.dv, head, t);
+    write_transposed(sums, p_.dim, p_.options.scale, to_.dk, head, t);
+    write_transposed(sums + round_up(p_.dim, ROWS) * tile_, p_.value_dim, 1, to_.dv, head, t);
   }
 
   void write_transposed(const float* sums, int64_t n, float scale, const View& to, int64_t head,
@@ -319,59 +314,28 @@ class AttentionBackward {
   }
 
   Problem p_;
-  Tensors x_;
+  AttentionGradients to_;
   int64_t depth_, value_depth_, width_, value_width_, tile_, tiles_, block_, sums_, parts_ = 1;
   std::unique_ptr<float[]> shared_;
 };
 
 template <class T>
-void run(const Tensors& x, const View& mask, const AttentionOptions& options) {
-  std::vector<AttentionBackward<T>> one;
-  one.emplace_back(Problem(x.q, x.k, x.v, mask, options), x);
-  run_all(one);
-}
-
-template <class T>
-void run(const Tensors& x, const Sequences& sequences, const AttentionOptions& options) {
-  const Packed<T> dout(x.dout), q(x.q), k(x.k), v(x.v), out(x.out), dq(x.dq), dk(x.dk), dv(x.dv);
-  const Packed<float> row_sums(x.row_sums);
-  std::vector<AttentionBackward<T>> each;
-  each.reserve(size_t(sequences.count));
-  for (int64_t i = 0; i < sequences.count; ++i) {
-    const Problem p(x.q, x.k, x.v, sequences.queries(i), sequences.keys(i), options);
-    if (p.queries + p.keys == 0) continue;
-    const int64_t at = sequences.query(i), key = sequences.key(i);
-    each.emplace_back(p, Tensors{dout.from(at), q.from(at), k.from(key), v.from(key), out.from(at),
-                                 row_sums.from(at), dq.from(at), dk.from(key), dv.from(key)});
-  }
-  run_all(each);
+void run(const AttentionCall& x, const AttentionGradients& to) {
+  std::vector<AttentionBackward<T>> parts;
+  for_problems<T>(x, [&](const Problem& p, int64_t query, int64_t key) {
+    if (p.queries + p.keys == 0) return;
+    const AttentionGradients mine{from<T>(to.dout, query), from<T>(to.dq, query), from<T>(to.dk, key),
+                                  from<T>(to.dv, key)};
+    parts.emplace_back(p, mine);
+  });
+  run_all(parts);
 }
 
 }  // namespace
 
-void attention_backward(const View& dout, const View& q, const View& k, const View& v, const View& out,
-                        const View& row_sums, const View& mask, const AttentionOptions& options,
-                        const View& dq, const View& dk, const View& dv) {
-  if (k.sizes[0] * k.sizes[1] == 0) return;
-  const Tensors x{dout, q, k, v, out, row_sums, dq, dk, dv};
-  switch (q.dtype) {
-    case DType::f32: return run<float>(x, mask, options);
-    case DType::bf16: return run<bfloat16>(x, mask, options);
-    default: return run<float16>(x, mask, options);
-  }
-}
-
-void attention_varlen_backward(const View& dout, const View& q, const View& k, const View& v, const View& out,
-                               const View& row_sums, const Sequences& sequences,
-                               const AttentionOptions& options, const View& dq, const View& dk,
-                               const View& dv) {
-  if (k.sizes[1] == 0) return;
-  const Tensors x{dout, q, k, v, out, row_sums, dq, dk, dv};
-  switch (q.dtype) {
-    case DType::f32: return run<float>(x, sequences, options);
-    case DType::bf16: return run<bfloat16>(x, sequences, options);
-    default: return run<float16>(x, sequences, options);
-  }
+void attention_backward(const AttentionCall& x, const AttentionGradients& to) {
+  if (x.k.sizes[0] * x.k.sizes[1] == 0) return;
+  with_float_type(x.q.dtype, [&](auto* t) { run<std::remove_pointer_t<decltype(t)>>(x, to); });
 }
 
 }  // namespace opsmith

@@ -1,5 +1,4 @@
-// Registers the backward passes of attention, dense and over packed sequences.
-#include "attention/attention.h"
+// Registers the backward pass of attention.
 #include "attention/binding_attention.h"
 
 namespace opsmith {
@@ -7,30 +6,16 @@ namespace {
 
 void attention_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                            const Tensor& out, const Tensor& row_sums, const std::optional<Tensor>& mask,
+                           const std::optional<Tensor>& query_starts, const std::optional<Tensor>& key_starts,
                            double scale, bool causal, int64_t window, double softcap, const Tensor& dq,
                            const Tensor& dk, const Tensor& dv) {
-  const char* op = "attention_backward";
-  check_heads(op, 4, q, k, v, out);
-  check_row_sums(op, row_sums, out);
-  check_gradients(op, dout, out, {&q, &k, &v}, {&dq, &dk, &dv});
-  const Mask spread(op, mask, q, k);
-  attention_backward(view_of(dout), view_of(q), view_of(k), view_of(v), view_of(out), view_of(row_sums),
-                     spread.view(), {float(scale), causal, window, float(softcap)}, view_of(dq), view_of(dk),
-                     view_of(dv));
-}
-
-void attention_varlen_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                                  const Tensor& out, const Tensor& row_sums, const Tensor& query_starts,
-                                  const Tensor& key_starts, double scale, bool causal, int64_t window,
-                                  double softcap, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
-  const char* op = "attention_varlen_backward";
-  check_heads(op, 3, q, k, v, out);
-  check_row_sums(op, row_sums, out);
-  check_gradients(op, dout, out, {&q, &k, &v}, {&dq, &dk, &dv});
-  attention_varlen_backward(view_of(dout), view_of(q), view_of(k), view_of(v), view_of(out),
-                            view_of(row_sums), checked(q, k, query_starts, key_starts),
-                            {float(scale), causal, window, float(softcap)}, view_of(dq), view_of(dk),
-                            view_of(dv));
+  const char* const op = "attention_backward";
+  const Attended x(op, q, k, v, mask, query_starts, key_starts, out, row_sums);
+  const Heads slope(op, dout, x.layout, x.dtype), of_q(op, dq, x.layout, x.dtype),
+      of_k(op, dk, x.layout, x.dtype), of_v(op, dv, x.layout, x.dtype);
+  STD_TORCH_CHECK(slope.like(x.out, 4) && of_q.like(x.q, 4) && of_k.like(x.k, 4) && of_v.like(x.v, 4), op,
+                  ": a gradient must have the sizes of what it is of");
+  attention_backward(x.call(scale, causal, window, softcap), {slope.view, of_q.view, of_k.view, of_v.view});
 }
 
 }  // namespace
@@ -38,5 +23,4 @@ void attention_varlen_backward_op(const Tensor& dout, const Tensor& q, const Ten
 
 STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   opsmith::offer(m, "attention_backward", opsmith::kernel<&opsmith::attention_backward_op>);
-  opsmith::offer(m, "attention_varlen_backward", opsmith::kernel<&opsmith::attention_varlen_backward_op>);
 }

@@ -12,6 +12,7 @@ import triton.language as tl
 from opsmith.kernels.triton.common import dot, inner, launch, narrow
 from opsmith.ops.attention.triton.scores import (
     LOG2E,
+    Sequences,
     against,
     blocks,
     key_range,
@@ -19,7 +20,6 @@ from opsmith.ops.attention.triton.scores import (
     mask_arguments,
     masked,
     options,
-    packed,
     place,
     saturate,
     store_rows,
@@ -194,71 +194,39 @@ def _forward(
         tl.store(kept + 1, total, mask=i < n)
 
 
-def _run(
+def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    starts: tuple[torch.Tensor, torch.Tensor] | None,
-    settings: tuple[float, bool, int, float],
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    *,
     y: torch.Tensor,
-    sums: torch.Tensor | None,
+    row_sums: torch.Tensor | None = None,
 ) -> None:
-    scale, _, window, softcap = settings
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k)
+    q, k, v, y, row_sums = map(sequences.dense, (q, k, v, y, row_sums))
     batch, heads, queries, dim = q.shape
     if not heads:
         return
     sizes = blocks(q, v, backward=False)
-    sequences = 0 if starts is None else starts[0].numel() - 1
-    tiles = triton.cdiv(queries, sizes["BM"]) if starts is None else queries // sizes["BM"] + sequences
     memory, mask_strides = mask_arguments(mask)
     launch(
         _forward,
-        (tiles if queries else 0, batch * heads),
-        *(q, k, v, memory, y, sums, *(starts or (None, None))),
-        *(sequences, queries, k.shape[2], heads),
-        *(*strides(q, k, v), *mask_strides, *strides(y, sums)),
+        (sequences.tiles(queries, sizes["BM"]), batch * heads),
+        *(q, k, v, memory, y, row_sums, *sequences.arguments),
+        *(queries, k.shape[2], heads),
+        *(*strides(q, k, v), *mask_strides, *strides(y, row_sums)),
         *(dim, v.shape[3], scale, window, softcap),
         GROUP=heads // max(k.shape[1], 1),
-        **options(q, v, mask, *settings),
+        **options(q, v, mask, scale, causal, window, softcap),
         **sizes,
     )
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    *,
-    y: torch.Tensor,
-    row_sums: torch.Tensor | None = None,
-) -> None:
-    _run(q, k, v, mask, None, (scale, causal, window, softcap), y, row_sums)
-
-
-def varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    *,
-    y: torch.Tensor,
-    row_sums: torch.Tensor | None = None,
-) -> None:
-    starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    sums = None if row_sums is None else packed(row_sums)
-    settings = (scale, causal, window, softcap)
-    _run(packed(q), packed(k), packed(v), None, starts, settings, packed(y), sums)
-
-
-KERNELS = {"attention": forward, "attention_varlen": varlen}
+KERNELS = {"attention": attention}

@@ -152,9 +152,24 @@ def against(a, b):
     return dot(a, tl.trans(b))
 
 
-def packed(x: torch.Tensor) -> torch.Tensor:
-    """[T, H, ...] as a dense tensor of one batch, [1, H, T, ...]."""
-    return x.transpose(0, 1)[None]
+class Sequences:
+    """Where packed sequences begin, as a launch is given it; none in dense tensors."""
+
+    def __init__(self, q_starts: torch.Tensor | None, k_starts: torch.Tensor | None) -> None:
+        self.count = 0 if q_starts is None else q_starts.numel() - 1
+        starts = (None if t is None else t.contiguous() for t in (q_starts, k_starts))
+        self.arguments = (*starts, self.count)
+        self.packed = q_starts is not None
+
+    def dense(self, x: Any) -> Any:
+        """[T, H, ...] as a tensor of one batch, [1, H, T, ...]."""
+        return x.transpose(0, 1)[None] if self.packed and x is not None else x
+
+    def tiles(self, length: int, block: int) -> int:
+        """Tiles of so many rows that all of the length takes."""
+        if not length:
+            return 0
+        return length // block + self.count if self.packed else triton.cdiv(length, block)
 
 
 def options(

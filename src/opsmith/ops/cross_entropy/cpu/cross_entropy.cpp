@@ -138,7 +138,7 @@ void row_gradient(const T* x, int64_t some, int64_t first, int64_t n, int64_t ta
     } else {  // bound by arithmetic
       prefetch(reinterpret_cast<const char*>(x + i) + kPrefetchBytes);
     }
-    put(d + i, fma(exp_of(load(x + i, k) - pivot), factor, splat(everywhere)), k, streaming);
+    put(d + i, fma(exp_from_pivot(load(x + i, k) - pivot), factor, splat(everywhere)), k, streaming);
   });
   if (!here) return;
   const double p = std::exp((z - double(pivot)) - double(log_total));

@@ -2,16 +2,13 @@
 // anything is read or written: a compiled graph has nobody else who would.
 #include <cmath>
 
-#include "binding.h"
+#include "attention/binding_attention.h"
 #include "paged_attention/paged_attention.h"
 
 namespace opsmith {
 namespace {
 
 using Optional = std::optional<Tensor>;
-
-bool is_float(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
-bool is_id(DType dtype) { return dtype == DType::i32 || dtype == DType::i64; }
 
 void check_dense(const char* op, const char* name, const Tensor& t) {
   const int64_t last = t.dim() - 1;
@@ -41,40 +38,20 @@ void check_cache(const char* op, const Tensor& keys, const Tensor& values, const
   check_dense(op, "v_cache", values);
 }
 
-// q and out [B, L, H, D], also without L.
-struct Queries {
-  int64_t sizes[4], strides[4];
-
-  explicit Queries(const Tensor& t) {
-    const bool one = t.dim() == 3;
-    for (int64_t d = 0; d < 4; ++d) {
-      const int64_t from = one && d > 0 ? d - 1 : d;
-      sizes[d] = one && d == 1 ? 1 : t.size(from);
-      strides[d] = one && d == 1 ? 0 : t.stride(from);
-    }
-  }
-  View view(const Tensor& t) const { return {t.data_ptr(), dtype_of(t), 4, sizes, strides}; }
-};
-
 void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& table,
                         const Tensor& lengths, const Optional& key_scale, const Optional& value_scale,
                         std::optional<double> scale, int64_t window, double softcap, const Tensor& out) {
   const char* const op = "paged_attention";
-  STD_TORCH_CHECK(
-      (q.dim() == 3 || q.dim() == 4) && out.dim() == q.dim() && out.scalar_type() == q.scalar_type(), op,
-      ": q and the output must be [B, H, D] or [B, L, H, D], in one dtype");
-  check_cache(op, keys, values, key_scale, value_scale, dtype_of(q));
-  check_dense(op, "q", q);
-  check_dense(op, "out", out);
-  const Queries queries(q), outs(out);
-  for (int d = 0; d < 3; ++d)
-    STD_TORCH_CHECK(queries.sizes[d] == outs.sizes[d], op, ": the output does not fit q");
-  const int64_t batch = q.size(0), heads = queries.sizes[2], kv_heads = keys.size(2), size = keys.size(1);
+  const DType dtype = dtype_of(q);
+  check_cache(op, keys, values, key_scale, value_scale, dtype);
+  const Layout layout = q.dim() == 3 ? Layout::one_token : Layout::dense;
+  const Heads queries(op, q, layout, dtype), outs(op, out, layout, dtype);
+  STD_TORCH_CHECK(queries.like(outs, 3), op, ": the output does not fit q");
+  const int64_t batch = q.size(0), size = keys.size(1);
   STD_TORCH_CHECK(queries.sizes[3] == keys.size(3) && outs.sizes[3] == values.size(3), op,
                   ": head sizes of q and out are ", queries.sizes[3], " and ", outs.sizes[3],
                   ", those of the caches ", keys.size(3), " and ", values.size(3));
-  STD_TORCH_CHECK(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), op, ": ", heads, " heads for ",
-                  kv_heads, " of keys");
+  check_groups(op, queries.sizes[2], keys.size(2));
   STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == batch && is_id(dtype_of(table)), op,
                   ": block_tables must be int32 or int64 [", batch, ", blocks]");
   STD_TORCH_CHECK(lengths.dim() == 1 && lengths.size(0) == batch && is_id(dtype_of(lengths)), op,
@@ -93,7 +70,7 @@ void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& value
     }
   }
   const double factor = scale ? *scale : 1 / std::sqrt(double(std::max<int64_t>(queries.sizes[3], 1)));
-  paged_attention(queries.view(q), cache, {float(factor), window, float(softcap)}, outs.view(out));
+  paged_attention(queries.view, cache, {float(factor), true, window, float(softcap)}, outs.view);
 }
 
 void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots, const Tensor& keys,
@@ -112,7 +89,7 @@ void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots,
                   ": slot_mapping must be int32 or int64 [", tokens, "]");
   const View at = view_of(slots);
   for (int64_t i = 0; i < tokens; ++i) {
-    const int64_t slot = PagedCache::integer(at, i * at.strides[0]);
+    const int64_t slot = integer_at(at, i * at.strides[0]);
     STD_TORCH_CHECK(-1 <= slot && slot < slots_there, op, ": slot_mapping must lie in [0, ", slots_there,
                     ") or be -1, got ", slot, " for token ", i, "; nothing was written");
   }

@@ -43,7 +43,7 @@ void reshape_and_cache(const View& k, const View& v, const View& slots, const Pa
     parallel_for(tokens, row_grain(heads * (k.sizes[2] + v.sizes[2]), kGrain),
                  [&](int64_t begin, int64_t end) {
                    for (int64_t token = begin; token < end; ++token) {
-                     const int64_t slot = PagedCache::integer(slots, token * slots.strides[0]);
+                     const int64_t slot = integer_at(slots, token * slots.strides[0]);
                      if (slot < 0) continue;
                      for (int64_t head = 0; head < heads; ++head) {
                        write<T>(k, token, head, cache.keys, cache.key_scale, slot / size, slot % size);

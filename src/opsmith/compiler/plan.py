@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 SCHEMA = 1
+T = TypeVar("T")
 
 
 @dataclass
@@ -68,25 +69,9 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a saved plan; one of another schema, or no plan at all, is one clear error."""
-        try:
-            data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"plan: can't read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(f"plan: {path} is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(
-                f"plan: {path} has schema {found!r}, this version reads {SCHEMA}; make the plan again"
-            )
-        try:
-            return _PLAN.validate_python({k: v for k, v in data.items() if k != "schema"})
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(p) for p in first["loc"])
-            raise ValueError(
-                f"plan: {path} is damaged: {place}: {first['msg']}; make the plan again"
-            ) from None
+        data = read(path, "plan")
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        return checked(data, found, SCHEMA, _PLAN, f"plan: {path}", "make the plan again")
 
     def diff(self, other: Plan) -> list[str]:
         """One line for each call whose implementation differs, or that only one plan has."""
@@ -122,6 +107,28 @@ class Plan:
 
 
 _PLAN = TypeAdapter(Plan)
+
+
+def read(path: str | Path, what: str) -> Any:
+    """The JSON of a file; a file that has none is one clear error."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{what}: can't read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{what}: {path} is not JSON: {error}") from error
+
+
+def checked(data: Any, found: Any, schema: int, form: TypeAdapter[T], where: str, again: str) -> T:
+    """What JSON of a schema holds, in its form; JSON of another schema `found`, or damaged, is one clear error."""
+    if found != schema:
+        raise ValueError(f"{where} has schema {found!r}, this version reads {schema}; {again}")
+    try:
+        return form.validate_python({k: v for k, v in data.items() if k != "schema"})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(p) for p in first["loc"])
+        raise ValueError(f"{where} is damaged: {place}: {first['msg']}; {again}") from None
 
 
 def microseconds(times: Mapping[str, float]) -> dict[str, float]:

@@ -18,8 +18,6 @@ import torch
 
 from .pool import Inputs, tensors_of, with_tensors
 
-__all__ = ["Checked", "Tolerance", "WrongResult", "check_call", "compare_outputs", "poison", "ulp"]
-
 # A number is the largest absolute error allowed. A callable gets (got, exact) and returns that number.
 Tolerance = float | Callable[[torch.Tensor, torch.Tensor], float]
 

@@ -11,8 +11,6 @@ from .machine import Machine
 from .roofs import Roofs
 from .stats import CONCLUDES_NOTHING, WARNS, Ratio, paired_ratio, spread
 
-__all__ = ["Comparison"]
-
 # As many rounds that all agree leave chance at most one case in thirty-two.
 _UNANIMOUS_ROUNDS = 5
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Prepared", "Repeated", "captured"]
-
 
 @dataclass(frozen=True)
 class Prepared:

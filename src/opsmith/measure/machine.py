@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Cache", "Machine", "describe"]
-
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # Assumed where the system tells nothing: larger than most, so that a pool sized by it is rather too cold.
 _FALLBACK_LAST_LEVEL = 64 << 20

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-__all__ = ["can_reuse_memory", "peak_bytes", "peak_of", "reused_memory"]
-
 # glibc's names for what mallopt sets.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 # Where glibc's own, moving thresholds end in a process that has freed a large block.

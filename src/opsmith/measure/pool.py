@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 
 from .machine import describe
 
-__all__ = ["CacheFlush", "Pool", "cold_bytes", "tensors_of", "with_tensors"]
-
 # Past this many times the last-level cache, what was touched one rotation ago has been evicted.
 _FACTOR = 5
 # The pool may take this part of the memory, so that measuring never drives a machine into swap.

@@ -18,8 +18,6 @@ import torch
 from .machine import describe
 from .pool import cold_bytes
 
-__all__ = ["KINDS", "ImpossibleTime", "Probe", "Roof", "RoofProbes", "Roofs"]
-
 # read: bytes read. copy: bytes read plus written, into a reused output. update: the same, in place, which
 # spares the fetch of the lines written. matmul: operations, two per multiply-add.
 KINDS = ("read", "copy", "update", "matmul float32", "matmul bfloat16", "matmul int8")

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["CONCLUDES_NOTHING", "WARNS", "Ratio", "paired_ratio", "spread"]
-
 Verdict = Literal["faster", "slower", "no difference", "inconclusive"]
 
 WARNS = 0.10

@@ -25,8 +25,6 @@ from .machine import describe
 from .pool import Inputs, Pool
 from .roofs import KINDS, Probe, RoofProbes, Roofs
 
-__all__ = ["compare", "measure_roofs", "no_collection", "quick"]
-
 # One sample is at least this long, so that neither the clock's grain nor its call shows.
 _MIN_TIME = 200e-6
 _MAX_INNER = 1 << 14

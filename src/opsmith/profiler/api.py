@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -23,9 +24,9 @@ from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.data import Phase
 from opsmith.profiler.marks import Marks, Modules
 from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
-from opsmith.profiler.repeat import Timed, block, once, one_line, overhead, traced_call, watch_shapes
+from opsmith.profiler.repeat import block, once, one_line, overhead, traced_call, watch_shapes
 from opsmith.profiler.result import Profile
-from opsmith.profiler.roofline import Roofs, judge, stamp
+from opsmith.profiler.roofline import Roofs, judge
 from opsmith.version import VERSION
 
 LEAST, MOST = 10, 60  # repetitions that are recorded, each beside one that is not
@@ -84,7 +85,7 @@ def profile(
         if one not in PHASES:
             raise ValueError(f"profile: phase must be one of {', '.join(PHASES)}, got {one!r}")
     args, kwargs = _call(example_inputs)
-    result = _fresh(name or _name(model))
+    result = _fresh(name or getattr(model, "__name__", type(model).__name__))
     result.optimized = isinstance(getattr(model, "opsmith", None), Session)
     roofs = Roofs(_device(model, args, kwargs))
     roofs.measure(_dtypes(model))
@@ -150,12 +151,11 @@ class Recording:
 
 
 def _fresh(name: str) -> Profile:
-
     return Profile(
         name,
         machine=json.loads(json.dumps(measure.describe().to_json())),  # as it comes back from a file
         versions={"torch": torch.__version__, "opsmith": VERSION},
-        taken=stamp(),
+        taken=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
 
 
@@ -179,7 +179,7 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
     marks = Marks(model)
     root = model if isinstance(model, nn.Module) else None
     follow = root is not None and marks.session is None and not hasattr(model, "_orig_mod")
-    blocks: list[list[Timed]] = []
+    blocks: list[list[Watched]] = []
     plain: list[list[float]] = []
     shaped: Watched | None = None
     calls: list[CallSequence] = []
@@ -204,7 +204,7 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
         work.close()
     found.cache_bytes = work.cache_bytes
     wanted = names_of(shaped)
-    same = [t.run for t in chain.from_iterable(blocks) if t.names == wanted]
+    same = [run for run in chain.from_iterable(blocks) if names_of(run) == wanted]
     if same:
         usual = float(np.median([r.seconds for r in same]))
         same = [r for r in same if r.seconds <= OUTLIER * usual]
@@ -216,7 +216,7 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
     found.samples = [r.seconds for r in same]
     if blocks:
         found.plain = float(np.median(list(chain.from_iterable(plain))))
-    overhead(found, same[0], plain, [[t.run.seconds for t in b] for b in blocks])
+    overhead(found, same[0], plain, [[run.seconds for run in b] for b in blocks])
     _fill(found, shaped, same, [Guide(c) for c in calls])
     result.phases.append(found)
 
@@ -246,12 +246,6 @@ def _call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise TypeError(
         f"profile: example_inputs must be a tensor, a tuple or a dictionary, got {type(example_inputs).__name__}"
     )
-
-
-def _name(model: Any) -> str:
-    if isinstance(model, nn.Module):
-        return type(model).__name__
-    return getattr(model, "__name__", type(model).__name__)
 
 
 def _device(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

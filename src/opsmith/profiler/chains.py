@@ -16,7 +16,7 @@ _LEAST_BYTES = 1 << 12  # of what is handed on: less than that is a statistic, n
 
 def chains(rows: Sequence[Row], sequences: Sequence[CallSequence]) -> list[Chain]:
     """The chains of all sequences, equal ones together; what one gains is less than its operators took."""
-    spent = sums(rows, lambda row: row.operator)
+    spent = sums(rows, "operator")
     merged: dict[tuple[str, ...], Chain] = {}
     for sequence in sequences:
         for names, saved, ours in _of(sequence):

@@ -185,19 +185,19 @@ class Phase:
         return part / whole if whole else 1.0
 
 
-def sums(rows: Iterable[Row], key: Callable[[Row], str], of: str = "seconds") -> dict[str, float]:
-    """What rows have of something, by a key, the most first."""
+def sums(rows: Iterable[Row], by: str, of: str = "seconds") -> dict[str, float]:
+    """What rows have of something, by one of their fields, the most first."""
     found: dict[str, float] = {}
     for row in rows:
-        found[key(row)] = found.get(key(row), 0.0) + getattr(row, of)
+        found[getattr(row, by)] = found.get(getattr(row, by), 0.0) + getattr(row, of)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 @dataclass
 class Bill:
-    """Rows added up under one name."""
+    """Rows added up, and what they have alike."""
 
-    name: str
+    names: tuple[str, ...]
     rows: list[Row]
     seconds: float = 0.0
     calls: float = 0.0
@@ -211,9 +211,14 @@ class Bill:
             setattr(self, name, math.fsum(getattr(row, name) for row in self.rows))
 
     @property
+    def name(self) -> str:
+        """What they have alike first of all."""
+        return self.names[0]
+
+    @property
     def bound(self) -> str:
         """What bounds most of the time."""
-        return next(iter(sums(self.rows, lambda row: row.bound)), "")
+        return next(iter(sums(self.rows, "bound")), "")
 
     @property
     def of_roof(self) -> float | None:
@@ -225,7 +230,7 @@ class Bill:
     @property
     def implementation(self) -> str:
         """What computed it, the most used first."""
-        return ", ".join(name for name in sums(self.rows, lambda row: row.implementation) if name)
+        return ", ".join(name for name in sums(self.rows, "implementation") if name)
 
     @property
     def fused(self) -> str:
@@ -234,19 +239,18 @@ class Bill:
         return "" if not kinds else "both" if len(kinds) == 2 else "composite" if True in kinds else "fused"
 
 
-def bill(rows: Iterable[Row], key: Callable[[Row], str]) -> list[Bill]:
-    """Rows added up by a key, what lost most first."""
-    groups: dict[str, list[Row]] = {}
+def bill(rows: Iterable[Row], *by: str) -> list[Bill]:
+    """Rows added up by what they have alike in these fields, what lost most first."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return sorted((Bill(name, group) for name, group in groups.items()), key=lambda b: -b.lost)
+        groups.setdefault(tuple(getattr(row, name) for name in by), []).append(row)
+    return sorted((Bill(names, group) for names, group in groups.items()), key=lambda b: -b.lost)
 
 
-def by_shape(phase: Phase) -> list[tuple[Bill, list[str]]]:
-    """The operators of a phase by shape, what lost most first, each with operator, shape, dtype and implementation."""
+def by_shape(phase: Phase) -> list[Bill]:
+    """The operators of a phase, but for the framework's own, by shape, dtype and implementation."""
     rows = [row for row in phase.rows if row.kind != FRAMEWORK]
-    groups = bill(rows, lambda r: "\0".join((r.operator, r.shape, r.dtype, r.implementation)))
-    return [(group, group.name.split("\0")) for group in groups]
+    return bill(rows, "operator", "shape", "dtype", "implementation")
 
 
 @dataclass

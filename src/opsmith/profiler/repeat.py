@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -20,12 +19,6 @@ from opsmith.profiler.phases import Work
 
 CERTAIN = 0.02  # how exactly repetitions must tell the overhead for it to be theirs
 WARM = 3  # a compiled model may compile again at the second sizes that it sees
-
-
-@dataclass
-class Timed:
-    run: Watched
-    names: tuple[str, ...]
 
 
 def watch_shapes(
@@ -102,7 +95,8 @@ def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
     return work.left
 
 
-def block(work: Work, marks: Marks, count: int) -> list[Timed]:
+def block(work: Work, marks: Marks, count: int) -> list[Watched]:
+    """Repetitions in one recording of names and times."""
     with measure.no_collection(), session(shapes=False) as ops, marks.watched():
         for _ in range(count):
             work.before()
@@ -110,8 +104,7 @@ def block(work: Work, marks: Marks, count: int) -> list[Timed]:
                 work.run()
                 settle()
             work.after()
-    runs = watched(ops())
-    return [Timed(run, names_of(run)) for run in runs]
+    return watched(ops())
 
 
 def overhead(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
+from opsmith.compiler.plan import checked, read
 from opsmith.profiler.data import SCHEMA, Findings
 from opsmith.profiler.report.diff import Diff, compare
 from opsmith.profiler.report.html import page
@@ -42,24 +42,10 @@ class Profile(Findings):
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a saved profile; one of another schema, or no profile at all, is one clear error."""
-        try:
-            data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"profile: can't read {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(f"profile: {path} is not JSON: {error}") from error
+        data = read(path, "profile")
         if not isinstance(data, dict) or "phases" not in data:
             raise ValueError(f"profile: {path} is no profile; `opsmith profile --json FILE` writes one")
-        if data.get("schema") != SCHEMA:
-            raise ValueError(
-                f"profile: {path} has schema {data.get('schema')!r}, this version reads {SCHEMA}; profile again"
-            )
-        try:
-            return _PROFILE.validate_python({k: v for k, v in data.items() if k != "schema"})
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(p) for p in first["loc"])
-            raise ValueError(f"profile: {path} is damaged: {place}: {first['msg']}; profile again") from None
+        return checked(data, data.get("schema"), SCHEMA, _PROFILE, f"profile: {path}", "profile again")
 
     def diff(self, before: Profile) -> Diff:
         """What changed since `before`, by class, phase by phase."""

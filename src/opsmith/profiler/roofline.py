@@ -6,8 +6,8 @@ bound by memory. A row is judged by the roof of the smallest footprint that hold
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,20 +33,11 @@ class Roofs:
     def measure(self, dtypes: Iterable[str]) -> None:
         """Measure once more, and keep the best: others may have been at work the last time."""
         for name, block in _FOOTPRINTS.items():
-            kinds = ("read", "copy", "update")
-            probes = measure.RoofProbes(kinds, block_bytes=block, device=self.device)
-            found = measure.compare(
-                {}, roofs=probes, rounds=8, min_rounds=2, warmup=1, budget_s=_ROUNDS_S, device=self.device
-            ).roofs
-            if found is not None:
-                self._keep(name, found.bandwidth("best", peak=True))
+            found = _measured(self.device, ("read", "copy", "update"), _ROUNDS_S, block)
+            self._keep(name, found.bandwidth("best", peak=True))
         wanted = [_COMPUTE[d] for d in dtypes if _COMPUTE.get(d) in measure.KINDS]
         if wanted:
-            probes = measure.RoofProbes(tuple(wanted), device=self.device)
-            found = measure.compare(
-                {}, roofs=probes, rounds=8, min_rounds=2, warmup=1, budget_s=2 * _ROUNDS_S, device=self.device
-            ).roofs
-            for kind, roof in (found.by_kind if found is not None else {}).items():
+            for kind, roof in _measured(self.device, wanted, 2 * _ROUNDS_S).by_kind.items():
                 self._keep(kind, roof.peak)
         self._keep("calls", 1 / _call_seconds(self.device))
 
@@ -73,6 +64,14 @@ class Roofs:
     def call(self) -> float:
         """Seconds that PyTorch takes for an operator on one element."""
         return 1 / self.rates["calls"] if self.rates.get("calls") else 0.0
+
+
+def _measured(device: str, kinds: Sequence[str], seconds: float, block: int | None = None) -> measure.Roofs:
+    probes = measure.RoofProbes(kinds, block_bytes=block, device=device)
+    limits: dict[str, Any] = {"rounds": 8, "min_rounds": 2, "warmup": 1, "budget_s": seconds}
+    found = measure.compare({}, roofs=probes, device=device, **limits).roofs
+    assert found is not None
+    return found
 
 
 def _call_seconds(device: str) -> float:
@@ -108,8 +107,3 @@ def _by_products(row: Row, roofs: Roofs) -> float:
     """The least seconds that products take, those of int8 at their own rate; no seconds where none was measured."""
     parts = ((row.flops - row.int8_ops, roofs.compute(row.dtype)), (row.int8_ops, roofs.compute("int8")))
     return sum(ops / rate for ops, rate in parts if rate)
-
-
-def stamp() -> str:
-    """The time of day, for the record."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

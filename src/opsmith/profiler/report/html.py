@@ -7,31 +7,39 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
-from opsmith.profiler.data import CLASSES, Bill, Findings, Phase, bill, by_shape
-from opsmith.profiler.report.text import cells, layer_times, per_token, short_cells, trust
+from opsmith.profiler.data import CLASSES, Bill, Findings, Phase, Row, bill, by_shape
+from opsmith.profiler.report.text import HEADS, cells, layer_times, per_token, short_cells, trust
 
 # Colors that stay apart for most color-blind readers, one for each class (after Okabe and Ito).
 _PALETTE = """#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #b3a000 #8c564b #7b4173 #888888 #bbbbbb"""
 COLORS = {kind: _PALETTE[8 * i : 8 * i + 7] for i, kind in enumerate(CLASSES)}
-_SHAPES, _LAYERS = 300, 200
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720.0, 380.0, 60.0, 40.0
 
 
 def page(profile: Findings) -> str:
     """The whole page."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {
+        "bill": bill,
+        "by_shape": by_shape,
+        "cells": cells,
+        "detail": _detail,
+        "hottest_of": _hottest,
+        "layer_times": layer_times,
+        "per_token": per_token,
+        "roofline": _roofline,
+        "short_cells": short_cells,
+    }
     template = environment.from_string((Path(__file__).parent / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(
         profile=profile,
         trust=trust(profile),
-        phases=[_view(profile, phase, i) for i, phase in enumerate(profile.phases)],
-        advice=profile.advice,
+        heads=(*HEADS, "implementation", "written"),
         colors=COLORS,
         data=_safe({"colors": list(COLORS.values()), "timelines": [_timeline(p) for p in profile.phases]}),
     )
@@ -43,58 +51,19 @@ def _safe(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-@dataclass
-class _Line:
-    """One line of a table."""
-
-    kind: str
-    name: str
-    cells: list[str]
-    anchor: str = ""
-    detail: str = ""
-    replay: str = ""
-
-
-def _view(profile: Findings, phase: Phase, number: int) -> dict[str, Any]:
-    shapes = by_shape(phase)
-    shown = [(b, names, f"shape-{number}-{i}") for i, (b, names) in enumerate(shapes[:_SHAPES])]
-    lines: list[_Line] = []
-    for group in bill(phase.rows, lambda r: r.kind):
-        lines.append(_Line(group.name, group.name, cells(group, phase), anchor="class"))
-        lines += [
-            _Line(group.name, b.name, cells(b, phase))
-            for b in bill(group.rows, lambda r: r.operator)
-            if b.name != group.name
-        ]
-    layers, kinds = layer_times(phase)
-    hottest = max((t for times in layers.values() for t in times.values()), default=0.0) or 1.0
-    return {
-        "phase": phase,
-        "number": number,
-        "per_token": per_token(profile, phase) if phase.tokens else "",
-        "bill": lines,
-        "shapes": [_shape(*one) for one in shown],
-        "hidden": max(len(shapes) - _SHAPES, 0),
-        "kinds": kinds,
-        "layers": [
-            (name or "(no layer)", [(times.get(k, 0.0), times.get(k, 0.0) / hottest) for k in kinds])
-            for name, times in list(layers.items())[:_LAYERS]
-        ],
-        "roofline": _roofline(profile, shown),
-    }
-
-
-def _shape(b: Bill, names: list[str], anchor: str) -> _Line:
-    operator, shape, dtype, implementation = names
-    row = b.rows[0]
-    why = [f"runs on {implementation}{': ' + row.reason if row.reason else ''}"]
+def _detail(row: Row) -> str:
+    """What runs an operator and why, what it is made of, and where it comes from."""
+    why = [f"runs on {row.implementation}{': ' + row.reason if row.reason else ''}"]
     why += [f"not {name}: {reason}" for name, reason in row.refused.items()]
     if row.pieces:
         why.append("made of " + ", ".join(row.pieces))
     if row.source:
         why.append(f"from {row.source}")
-    name = f"{operator} {shape}".strip()
-    return _Line(row.kind, name, short_cells(b, dtype), anchor, "; ".join(why), row.replay)
+    return "; ".join(why)
+
+
+def _hottest(layers: dict[str, dict[str, float]]) -> float:
+    return max((t for times in layers.values() for t in times.values()), default=0.0) or 1.0
 
 
 def _timeline(phase: Phase) -> dict[str, Any]:
@@ -110,9 +79,9 @@ def _timeline(phase: Phase) -> dict[str, Any]:
     }
 
 
-def _roofline(profile: Findings, shown: list[tuple[Bill, list[str], str]]) -> dict[str, Any] | None:
+def _roofline(profile: Findings, shown: list[Bill], anchor: str) -> dict[str, Any] | None:
     """Dots at (operations per byte, operations per second), and the roofs over them, on logarithmic axes."""
-    dots = [one for one in shown if one[0].flops > 0 and one[0].bytes > 0 and one[0].seconds > 0]
+    dots = [(b, f"{anchor}{i}") for i, b in enumerate(shown) if b.flops > 0 and b.bytes > 0 and b.seconds > 0]
     band = profile.roofs.get("memory")
     if not dots or not band:
         return None
@@ -156,11 +125,11 @@ def _roofline(profile: Findings, shown: list[tuple[Bill, list[str], str]]) -> di
                 "y": at_y(y),
                 "r": 3 + 22 * math.sqrt(b.seconds / whole),
                 "color": COLORS[b.rows[0].kind],
-                "anchor": anchor,
+                "anchor": place,
                 "kind": b.rows[0].kind,
-                "title": f"{names[0]} {names[1]}: {b.seconds * 1e3:.3f} ms, "
+                "title": f"{b.names[0]} {b.names[1]}: {b.seconds * 1e3:.3f} ms, "
                 f"{y / 1e9:.3g} GFLOP/s at {x:.3g} FLOP/B",
             }
-            for (b, names, anchor), x, y in zip(dots, xs, ys, strict=True)
+            for (b, place), x, y in zip(dots, xs, ys, strict=True)
         ],
     }

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _SHAPES, _CHAINS, _LAYERS = 12, 6, 40
-_HEADS = (
+HEADS = (
     "ms",
     "share",
     "calls",
@@ -126,7 +126,7 @@ def per_token(profile: Findings, phase: Phase) -> str:
 
 def utilization(profile: Findings, phase: Phase) -> tuple[float | None, float | None]:
     """The matmul roof of the dtype that most operations run in, and the bandwidth of memory."""
-    dtype = next(iter(sums(phase.rows, lambda row: row.dtype, "flops")), "")
+    dtype = next(iter(sums(phase.rows, "dtype", "flops")), "")
     return profile.roofs.get(f"matmul {dtype}"), profile.roofs.get("memory")
 
 
@@ -144,10 +144,10 @@ def _table(title: str, left: Iterable[str], numbers: Iterable[str], last: Iterab
 
 def _bill_table(phase: Phase) -> Table:
     title = f"{phase.name}: the bill, what lost most first"
-    table = _table(title, ["class / operator"], _HEADS, ["implementation", "written"])
-    for group in bill(phase.rows, lambda row: row.kind):
+    table = _table(title, ["class / operator"], HEADS, ["implementation", "written"])
+    for group in bill(phase.rows, "kind"):
         table.add_row(escape(group.name), *cells(group, phase), style="bold")
-        inner = bill(group.rows, lambda row: row.operator)
+        inner = bill(group.rows, "operator")
         if len(inner) > 1 or inner[0].name != group.name:
             for one in inner[:6]:
                 table.add_row(escape("  " + one.name), *cells(one, phase))
@@ -182,12 +182,13 @@ def _shapes_table(phase: Phase) -> Table:
     numbers = ("calls", "ms", "of roof", "lost ms")
     table = _table("shapes", ["operator", "shape", "dtype"], numbers, ["runs on, and why"])
     groups = by_shape(phase)
-    for one, (operator, shape, dtype, implementation) in groups[:_SHAPES]:
+    for one in groups[:_SHAPES]:
+        operator, shape, _, implementation = one.names
         why = one.rows[0].reason + "".join(f"; not {n}: {w}" for n, w in one.rows[0].refused.items())
         table.add_row(
             escape(operator),
             escape(shape),
-            *short_cells(one, dtype),
+            *short_cells(one),
             escape(f"{implementation}{': ' + why if why else ''}"),
         )
         if one.rows[0].replay:
@@ -197,9 +198,9 @@ def _shapes_table(phase: Phase) -> Table:
     return table
 
 
-def short_cells(b: Bill, dtype: str) -> list[str]:
+def short_cells(b: Bill) -> list[str]:
     """A row of the shapes behind its name."""
-    return [dtype, f"{b.calls:.0f}", _ms(b.seconds), _percent(b.of_roof), _ms(b.lost)]
+    return [b.rows[0].dtype, f"{b.calls:.0f}", _ms(b.seconds), _percent(b.of_roof), _ms(b.lost)]
 
 
 def _ms(seconds: float) -> str:
@@ -226,7 +227,7 @@ def layer_times(phase: Phase) -> tuple[dict[str, dict[str, float]], list[str]]:
     for row in phase.rows:
         times = layers.setdefault(row.layer, {})
         times[row.kind] = times.get(row.kind, 0.0) + row.seconds
-    return layers, list(sums(phase.rows, lambda row: row.kind))
+    return layers, list(sums(phase.rows, "kind"))
 
 
 def _chains_table(phase: Phase) -> Table:

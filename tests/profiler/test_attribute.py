@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 import opsmith
-from opsmith.profiler.attribute import Guide, attribute
+from opsmith.profiler.attribute import attribute
 from opsmith.profiler.collect import Op, Watched
-from opsmith.profiler.composites import CallSequence, Found, of_sites
-from opsmith.profiler.data import MATMUL, Row
+from opsmith.profiler.composites import CallSequence, of_sites
+from opsmith.profiler.data import MATMUL, Row, Unit
 from tests.compiler.models import Encoder, ids, optimized, seeded
 
 
@@ -22,11 +22,11 @@ def ran(*names: str) -> Watched:
 def test_part_of_an_operator_is_not_that_operator() -> None:
     """Where the product runs as a kernel and the curve behind it by itself, the curve is no linear layer."""
     pieces = ["aten::linear", "aten::gelu"]
-    found = Found(Row(MATMUL, "linear", "x 4×8", dtype="float32", composite=True, pieces=pieces, known=False))
+    found = Unit(Row(MATMUL, "linear", "x 4×8", dtype="float32", composite=True, pieces=pieces, known=False))
     calls = CallSequence(["aten::linear", "aten::gelu"], [0, 0], [found])
-    whole = attribute(ran("aten::linear", "aten::gelu"), [Guide(calls)])
+    whole = attribute(ran("aten::linear", "aten::gelu"), [calls])
     assert [(u.row.operator, u.row.composite) for u in whole.units] == [("linear", True)]
-    part = attribute(ran("opsmith::linear_packed", "aten::gelu"), [Guide(calls)])
+    part = attribute(ran("opsmith::linear_packed", "aten::gelu"), [calls])
     assert [u.row.operator for u in part.units] == ["opsmith::linear_packed", "gelu"]
 
 

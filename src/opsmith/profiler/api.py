@@ -18,7 +18,7 @@ import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
 from opsmith.compiler import Session
 from opsmith.profiler import advise, chains
-from opsmith.profiler.attribute import Guide, attribute
+from opsmith.profiler.attribute import attribute
 from opsmith.profiler.collect import Watched, light, names_of, repetition, session, watched
 from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.data import Phase
@@ -142,7 +142,8 @@ class Recording:
         for i, one in enumerate(self._modules.runs):
             calls = traced_call(one.module, one.args, one.kwargs, found)
             if calls is not None:
-                guides.append(Guide(calls, i))
+                calls.run = i
+                guides.append(calls)
         roofs = Roofs()
         _fill(found, run, [run], guides)
         result.phases.append(found)
@@ -217,11 +218,11 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
     if blocks:
         found.plain = float(np.median(list(chain.from_iterable(plain))))
     overhead(found, same[0], plain, [[run.seconds for run in b] for b in blocks])
-    _fill(found, shaped, same, [Guide(c) for c in calls])
+    _fill(found, shaped, same, calls)
     result.phases.append(found)
 
 
-def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[Guide]) -> None:
+def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[CallSequence]) -> None:
     """Everything that the repetitions say, but for the roofs."""
     attribution = attribute(shaped, guides)
     found.rows, series = attribution.rows(runs)
@@ -231,7 +232,7 @@ def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[Guide
     found.noise = measure.spread(found.samples) / 2
     middle = sorted(runs, key=lambda r: r.seconds)[len(runs) // 2]
     found.events = attribution.events(middle)
-    found.chains = chains.chains(found.rows, [g.calls for g in guides])
+    found.chains = chains.chains(found.rows, guides)
 
 
 def _call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

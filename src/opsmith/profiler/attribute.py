@@ -7,15 +7,16 @@ call's place in the tree says what it belongs to.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from opsmith.operator import Cost, GradientCost
+from opsmith.operator import Cost
 from opsmith.profiler import costs, entries
-from opsmith.profiler.collect import Op, Watched, align, names_of, preorder
-from opsmith.profiler.composites import CallSequence, Found
+from opsmith.profiler.collect import Op, Watched, align, preorder
+from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.costs import moves_nothing, transparent
-from opsmith.profiler.data import FRAMEWORK, MATMUL, OTHER, Event, Row
+from opsmith.profiler.data import FRAMEWORK, MATMUL, OTHER, Event, Row, Unit
 from opsmith.profiler.entries import card_of, kind_of
 from opsmith.profiler.marks import Mark
 
@@ -24,41 +25,21 @@ VIEWS = "views"
 
 
 @dataclass
-class Unit:
-    """One call of one operator, and the places in the tree of the PyTorch calls that it is made of."""
-
-    row: Row
-    places: list[int] = field(default_factory=list)
-    gradient: GradientCost | None = None  # what its card says, where it has one
-
-
-@dataclass
-class Guide:
-    """A stretch of a program that made the calls of a known sequence: all of it, or one outermost module's call."""
-
-    calls: CallSequence
-    run: int | None = None
-
-
-@dataclass
 class Attribution:
     """What a repetition's calls belong to."""
 
     units: list[Unit]
-    names: tuple[str, ...]  # of all calls, in order: what another repetition has to match
 
     def rows(self, runs: Sequence[Watched]) -> tuple[list[Row], list[dict[str, float]]]:
         """The rows of these repetitions, on average, with the gap; and by class for each repetition."""
         merged: dict[tuple[object, ...], Row] = {}
-        series: list[dict[str, float]] = [{} for _ in runs]
+        series: list[dict[str, float]] = [defaultdict(float) for _ in runs]
         flats = [list(preorder(run.ops)) for run in runs]
-        covered = [0.0] * len(runs)
         for unit in self.units:
             row = unit.row
             times = [sum(flat[p].nanoseconds for p in unit.places) * 1e-9 for flat in flats]
-            for k, seconds in enumerate(times):
-                covered[k] += seconds
-                series[k][row.kind] = series[k].get(row.kind, 0.0) + seconds
+            for kinds, seconds in zip(series, times, strict=True):
+                kinds[row.kind] += seconds
             key = (row.kind, row.operator, row.shape, row.layer, row.implementation, row.composite, row.known)
             into = merged.get(key)
             if into is None:
@@ -66,9 +47,9 @@ class Attribution:
             into.seconds += sum(times) / len(times)
             into.calls += 1
             into.charge(Cost(row.flops, row.bytes, row.int8_ops))
-        gaps = [max(run.seconds - c, 0.0) for run, c in zip(runs, covered, strict=True)]
-        for k, gap in enumerate(gaps):
-            series[k][FRAMEWORK] = series[k].get(FRAMEWORK, 0.0) + gap
+        gaps = [max(run.seconds - sum(s.values()), 0.0) for run, s in zip(runs, series, strict=True)]
+        for kinds, gap in zip(series, gaps, strict=True):
+            kinds[FRAMEWORK] += gap
         gap_row = Row(FRAMEWORK, GAP, "", implementation="", seconds=sum(gaps) / len(gaps), bound="overhead")
         return [*merged.values(), gap_row], series
 
@@ -86,7 +67,7 @@ class Attribution:
         return sorted(found, key=lambda e: e.start)
 
 
-def attribute(run: Watched, guides: Sequence[Guide]) -> Attribution:
+def attribute(run: Watched, guides: Sequence[CallSequence]) -> Attribution:
     """What every call of a repetition that knows shapes belongs to."""
     return _Reader(run, guides).read()
 
@@ -102,7 +83,7 @@ def layer_of(module: str) -> str:
 
 
 class _Reader:
-    def __init__(self, run: Watched, guides: Sequence[Guide]):
+    def __init__(self, run: Watched, guides: Sequence[CallSequence]):
         self.run = run
         self.units: list[Unit] = []
         self.sites: dict[tuple[int, int], Unit] = {}
@@ -110,7 +91,7 @@ class _Reader:
         self.made: dict[int, Unit] = {}  # by autograd's number: what the node is the gradient of
         self.place = {id(op): i for i, op in enumerate(preorder(run.ops))}
         self.owner: dict[int, tuple[int, int]] = {}
-        self.found: list[list[Found]] = []  # by guide: its operators, at the sizes of this run
+        self.found: list[list[Unit]] = []  # by guide: its operators, at the sizes of this run
         # Of several graphs of one model, the one whose calls these are matches most of them.
         aligned = [(g, self._align(guide)) for g, guide in enumerate(guides)]
         for g, owners in sorted(aligned, key=lambda item: -len(item[1])):
@@ -127,19 +108,19 @@ class _Reader:
         for unit in self.units:
             if not unit.row.known and unit.row.kind == FRAMEWORK:
                 unit.row.known = True
-        return Attribution([u for u in self.units if u.places], names_of(self.run))
+        return Attribution([u for u in self.units if u.places])
 
-    def _align(self, guide: Guide) -> dict[int, int]:
+    def _align(self, guide: CallSequence) -> dict[int, int]:
         """The operators of the guide's sequence that calls belong to, by the calls' ids."""
         everything = [*self.run.before, *self.run.ops]
         tops = [op for op in _unwrapped(everything) if not op.backward and guide.run in (None, op.run)]
-        places = align([op.name for op in tops], guide.calls.names)
+        places = align([op.name for op in tops], guide.names)
         matched = [(op, p) for op, p in zip(tops, places, strict=True) if p is not None]
-        self.found.append(guide.calls.at((p, costs.tensors(op.inputs)) for op, p in matched))
-        owners = guide.calls.owners
+        self.found.append(guide.at((p, costs.tensors(op.inputs)) for op, p in matched))
+        owners = guide.owners
         # Part of an operator is not that operator: the rest of it runs in another way, and what it costs is with that.
         missing = {p for p, owner in enumerate(owners) if owner is not None} - {p for _, p in matched}
-        broken = {owners[p] for p in missing if not moves_nothing(guide.calls.names[p])}
+        broken = {owners[p] for p in missing if not moves_nothing(guide.names[p])}
         return {id(op): o for op, p in matched if (o := owners[p]) is not None and o not in broken}
 
     def _top(self, op: Op) -> None:
@@ -191,12 +172,9 @@ class _Reader:
         return self._new(Unit(row, gradient=mark.card.gradient))
 
     def _leaf(self, op: Op, layer: str | None = None) -> None:
-        kind = None if transparent(op.name) and op.children else kind_of(op.name)
-        if kind is None and op.children:
-            for child in op.children:
-                self._leaf(child, layer)
-            return
-        self._add(op, self._new(Unit(self._row(op, kind, layer_of(op.module) if layer is None else layer))))
+        for leaf, kind in _leaves(op):
+            row = self._row(leaf, kind, layer_of(leaf.module) if layer is None else layer)
+            self._add(leaf, self._new(Unit(row)))
 
     def _row(self, op: Op, kind: str | None, layer: str) -> Row:
         if moves_nothing(op.name) or kind == FRAMEWORK or (transparent(op.name) and not op.children):
@@ -238,26 +216,28 @@ class _Reader:
             back = self.backs[id(forward)] = self._new(Unit(alone, gradient=gradient))
         self._add(op, back)
         if back.gradient is None:
-            for estimate in self._leaf_costs(op.children):
-                back.row.charge(estimate)
+            for child in op.children:
+                for leaf, kind in _leaves(child):
+                    if kind is not None and not moves_nothing(leaf.name):
+                        back.row.charge(entries.cost_of(leaf.name, leaf.inputs)[0])
 
     def _inner(self, op: Op, layer: str) -> None:
         """Inside a gradient of nobody known: the node's own event is a wrapper."""
-        if "::" not in op.name or op.name.startswith(("autograd::", "torch::autograd")) or op.backward:
+        if _wrapper(op) or op.backward:
             for child in op.children:
                 self._inner(child, layer)
         else:
             self._leaf(op, layer)
 
-    def _leaf_costs(self, ops: Iterable[Op]) -> Iterator[Cost | None]:
-        for op in ops:
-            kind = kind_of(op.name)
-            if moves_nothing(op.name) and not (transparent(op.name) and op.children):
-                continue
-            if (kind is None or transparent(op.name)) and op.children:
-                yield from self._leaf_costs(op.children)
-            elif kind is not None:
-                yield entries.cost_of(op.name, op.inputs)[0]
+
+def _leaves(op: Op) -> Iterator[tuple[Op, str | None]]:
+    """The operators of a class that a call consists of, with these: of composites their parts."""
+    kind = None if transparent(op.name) and op.children else kind_of(op.name)
+    if kind is None and op.children:
+        for child in op.children:
+            yield from _leaves(child)
+    else:
+        yield op, kind
 
 
 def _unwrapped(ops: Iterable[Op]) -> Iterator[Op]:

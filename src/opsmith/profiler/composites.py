@@ -23,18 +23,10 @@ from opsmith.compiler.algebra.terms import Shape
 from opsmith.compiler.capture.trace import note_constants, tidy
 from opsmith.compiler.find.recognize import recognize
 from opsmith.compiler.find.site import Site, hint, where
-from opsmith.operator import GradientCost, registry
+from opsmith.operator import registry
 from opsmith.profiler import entries
 from opsmith.profiler.costs import moves_nothing
-from opsmith.profiler.data import Row
-
-
-@dataclass
-class Found:
-    """One operator of the sequence: its row without layer and time, and what its card says of its gradient."""
-
-    row: Row
-    gradient: GradientCost = field(default_factory=GradientCost)
+from opsmith.profiler.data import Unit
 
 
 @dataclass
@@ -46,19 +38,20 @@ class CallSequence:
         reads, outputs: for each call, the calls whose results it reads, and the bytes of its own.
         shapes: of what each call takes, where sizes are symbols.
         sites: as `found` has them.
+        run: the outermost module's call that made them; None where the whole program did.
     """
 
     names: list[str]
     owners: list[int | None]
-    found: list[Found]
+    found: list[Unit]
     grown: list[tuple[str, list[int]]] = field(default_factory=list)
-    misses: list[str] = field(default_factory=list)
     reads: list[set[int]] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     shapes: list[list[Shape]] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
+    run: int | None = None
 
-    def at(self, runs: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> list[Found]:
+    def at(self, runs: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> list[Unit]:
         """The operators at the sizes of a run: its calls by their place in the sequence, and what each was given."""
         seen: dict[Any, Counter[int]] = {}
         for place, given in runs if self.shapes else ():
@@ -115,7 +108,6 @@ def read(graph: fx.Graph) -> CallSequence:
         owners = {sequence.owners[p] if sequence.owners[p] is not None else -1 - p for p in parts}
         if len(owners) > 1:
             sequence.grown.append((site.card.name, parts))
-    sequence.misses = list(dict.fromkeys(str(m) for m in result.misses))
     return sequence
 
 
@@ -157,13 +149,14 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
-def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = None) -> Found:
+def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = None) -> Unit:
     """A site as the bill names it, at sizes that are known where they are symbols."""
     call = {name: hint(value, known) for name, value in site.arguments.items()}
     written = [p for p in pieces if not moves_nothing(p)]
     row = entries.described(site.card, call)
     source = where(site.root).strip("()")
-    return Found(replace(row, composite=len(written) > 1, pieces=written, source=source), site.card.gradient)
+    row = replace(row, composite=len(written) > 1, pieces=written, source=source)
+    return Unit(row, gradient=site.card.gradient)
 
 
 def _bytes(value: Any) -> int:

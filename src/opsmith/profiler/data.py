@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from opsmith.operator import Cost
+from opsmith.operator import Cost, GradientCost
 
 SCHEMA = 1
 
@@ -80,6 +80,15 @@ class Row:
     def of_roof(self) -> float | None:
         """The part of the roof that was reached; None without a cost or a roof."""
         return self.least / self.seconds if self.known and self.least > 0 and self.seconds > 0 else None
+
+
+@dataclass
+class Unit:
+    """One call of one operator, and the places in the tree of the PyTorch calls that it is made of."""
+
+    row: Row
+    places: list[int] = field(default_factory=list)
+    gradient: GradientCost | None = None  # what its card says, where it has one
 
 
 @dataclass

@@ -27,6 +27,7 @@ class Work:
     Attributes:
         traced, args, kwargs: the call whose graph says which operators there are; `fresh` gives arguments that a call
             changes, anew.
+        tokens, facts: what the arguments say of the example.
         left: the repetition that knows shapes, also where it stopped half way.
     """
 
@@ -35,15 +36,18 @@ class Work:
     traced: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    tokens: int = 0
     before: Callable[[], None] = _nothing
     after: Callable[[], None] = _nothing
     ready: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing
     fresh: Callable[[], dict[str, Any]] | None = None
     cache_bytes: int = 0
-    facts: dict[str, float] = field(default_factory=dict)
+    tokens: int = field(init=False)
+    facts: dict[str, float] = field(init=False)
     left: Watched | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens, self.facts = _tokens(self.args, self.kwargs), _facts(self.args, self.kwargs)
 
 
 def phase_of(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
@@ -64,7 +68,7 @@ def phase_of(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             return model(*args, **kwargs)
 
     own = run if isinstance(model, nn.Module) else lambda: model(*args, **kwargs)
-    return Work(name, own, model, args, kwargs, _tokens(args, kwargs), facts=_facts(args, kwargs))
+    return Work(name, own, model, args, kwargs)
 
 
 def _decode(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
@@ -77,7 +81,7 @@ def _decode(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         )
     state: dict[str, Any] = {}
     step = ids[:, -1:]
-    work = Work("decode", _nothing, model, (), {}, step.shape[0], facts=_facts((), {"input_ids": step}))
+    work = Work("decode", _nothing, model, (), {"input_ids": step})
 
     def filled() -> Any:
         with torch.no_grad():
@@ -151,19 +155,7 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         for parameter, gradient in zip(model.parameters(), state["gradients"], strict=True):
             parameter.grad = gradient
 
-    return Work(
-        name,
-        run,
-        model,
-        args,
-        traced,
-        _tokens(args, kwargs),
-        before=before,
-        after=after,
-        ready=ready,
-        close=close,
-        facts=_facts(args, kwargs),
-    )
+    return Work(name, run, model, args, traced, before=before, after=after, ready=ready, close=close)
 
 
 def _takes(model: Any, argument: str) -> bool:

@@ -102,44 +102,23 @@ def _rope_qk(q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
     return _functional().liger_rope(q, k, cos[None], sin[None])[:2]
 
 
-def _cross_entropy(
-    logits: Any,
-    target: Any,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Any:
-    return _functional().liger_cross_entropy(
-        logits,
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=z_loss,
-        reduction=reduction,
-    )
+def _loss(function: str) -> Callable[..., Any]:
+    def call(
+        *tensors: Any,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+    ) -> Any:
+        return getattr(_functional(), function)(
+            *tensors,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            lse_square_scale=z_loss,
+            reduction=reduction,
+        )
 
-
-def _linear_cross_entropy(
-    hidden: Any,
-    weight: Any,
-    target: Any,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Any:
-    return _functional().liger_fused_linear_cross_entropy(
-        hidden,
-        weight,
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=z_loss,
-        reduction=reduction,
-    )
+    return call
 
 
 def _functional() -> Any:
@@ -152,8 +131,8 @@ _LIGER: dict[str, Callable[..., Any]] = {
     "silu_mul": _silu_mul,
     "gelu_mul": _gelu_mul,
     "rope_qk": _rope_qk,
-    "cross_entropy": _cross_entropy,
-    "linear_cross_entropy": _linear_cross_entropy,
+    "cross_entropy": _loss("liger_cross_entropy"),
+    "linear_cross_entropy": _loss("liger_fused_linear_cross_entropy"),
 }
 
 

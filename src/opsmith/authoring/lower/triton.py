@@ -85,41 +85,26 @@ class TritonKernel(Kernel):
         emitter = self.begin([s.arg for s in stage])
         for s in stage:
             text = self._short(emitter.text(s.arg), 50)
-            for answer in ("mean", "var", "max", "sum", "min"):
-                if (
-                    answer not in s.answers
-                    and not (answer == "mean" and s.kind == "Moments")
-                    and not (answer == "max" and s.kind == "Online")
-                ):
-                    continue
-                value = self._name(answer)
-                self.body.append(f"{value} = {self._answer(s, answer, text)}")
-                if answer == "mean":
-                    mean = value
-                if answer == "max":
-                    top = value
-                if answer in s.answers:
-                    self.known[id(s.answers[answer])] = value
-                if answer == "mean" and s.kind == "Moments" and "var" in s.answers:
-                    self.body.append(f"off = tl.where(mask, {_bracketed(text)} - {mean}, 0.0)")
-                if answer == "max" and s.kind == "Online":
-                    self.body.append(f"power = tl.where(mask, tl.exp({_bracketed(text)} - {top}), 0.0)")
+            if s.kind == "Moments":
+                mean = self._answer(s, "mean", f"{_total(text)} / size")
+                self.body.append(f"off = tl.where(mask, {_bracketed(text)} - {mean}, 0.0)")
+                self._answer(s, "var", "tl.sum(off * off, 1)[:, None] / size")
+            elif s.kind == "Online":
+                top = self._answer(s, "max", _extreme("max", text))
+                self.body.append(f"power = tl.where(mask, tl.exp({_bracketed(text)} - {top}), 0.0)")
+                self._answer(s, "sum", "tl.sum(power, 1)[:, None]")
+            else:
+                for answer in [a for a in ("mean", "max", "sum", "min") if a in s.answers]:
+                    total = _total(text) if s.kind == "Sum" else _extreme(answer, text)
+                    self._answer(s, answer, f"{total} / size" if answer == "mean" else total)
         return self.body
 
-    def _name(self, answer: str) -> str:
-        self.named += 1
-        return f"r_{answer}_{self.named}"
-
     def _answer(self, s: Statistic, answer: str, text: str) -> str:
-        if answer == "var":
-            return "tl.sum(off * off, 1)[:, None] / size"
-        if answer == "sum" and s.kind == "Online":
-            return "tl.sum(power, 1)[:, None]"
-        if answer in ("max", "min"):
-            worst = '-float("inf")' if answer == "max" else 'float("inf")'
-            return f"tl.{answer}(tl.where(mask, {text}, {worst}), 1)[:, None]"
-        total = f"tl.sum(tl.where(mask, {text}, 0.0), 1)[:, None]"
-        return f"{total} / size" if answer == "mean" else total
+        self.named += 1
+        self.body.append(f"r_{answer}_{self.named} = {text}")
+        if answer in s.answers:
+            self.known[id(s.answers[answer])] = f"r_{answer}_{self.named}"
+        return f"r_{answer}_{self.named}"
 
     def _short(self, text: str, limit: int) -> str:
         """A long expression gets a name."""
@@ -223,6 +208,15 @@ class TritonKernel(Kernel):
         if last == first:
             return f"{self.rows.whole}.shape[-{first}]"
         return f"math.prod({self.rows.whole}.shape[{begin}:-{first - 1}])"
+
+
+def _total(text: str) -> str:
+    return f"tl.sum(tl.where(mask, {text}, 0.0), 1)[:, None]"
+
+
+def _extreme(kind: str, text: str) -> str:
+    worst = '-float("inf")' if kind == "max" else 'float("inf")'
+    return f"tl.{kind}(tl.where(mask, {text}, {worst}), 1)[:, None]"
 
 
 def _bracketed(text: str) -> str:

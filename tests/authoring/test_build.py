@@ -55,9 +55,9 @@ def test_builds_with_steps_once_and_computes(tmp_path: Path, capsys: pytest.Capt
         ((x, cos[None], sin), r"cos must have 1 dimension\(s\), got 2"),
     ):
         with pytest.raises(RuntimeError, match=why):
-            kernels.forward(*wrong, 1e-5, y=y)
+            kernels.ops("cpu")[0](*wrong, 1e-5, y=y)
     with pytest.raises(RuntimeError, match=r"y has 3 where \.\.\. is 12"):
-        kernels.forward(x, cos, sin, 1e-5, y=y[0, :3])
+        kernels.ops("cpu")[0](x, cos, sin, 1e-5, y=y[0, :3])
 
 
 @compiler

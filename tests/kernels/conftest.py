@@ -128,7 +128,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 @pytest.fixture
 def fresh(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     """``load`` as in a new process, with the small sources for kernels."""
-    for name in ("_answers", "_loaded", "_refused"):
+    for name in ("_loaded", "_refused"):
         monkeypatch.setattr(libraries, name, {})
     monkeypatch.setattr(libraries, "_tier", None)
     monkeypatch.setattr(libraries, "SOURCES", project.home)  # whose one family is src

@@ -53,7 +53,6 @@ SOURCES = Path(__file__).resolve().parents[1] / "ops"
 _TURNED_OFF = "OPSMITH_NATIVE=0 turns native kernels off"
 
 _lock = threading.RLock()
-_answers: dict[str, bool] = {}  # of load(), by kernel
 _loaded: dict[str, Path] = {}  # by library
 _refused: dict[str, str] = {}  # by library: why it is not loaded
 _offered: dict[str, str] = {}  # the library of each kernel
@@ -131,11 +130,11 @@ def load(*names: str) -> bool:
         BuildError: ``OPSMITH_NATIVE=1`` and a library cannot be built.
     """
     for name in names:
-        known = _answers.get(name)
-        if known is None:
-            break
-        if not known:
+        library = _offered.get(name)
+        if library in _refused:
             return False
+        if library not in _loaded:
+            break
     else:
         if names:
             return True
@@ -147,9 +146,6 @@ def load(*names: str) -> bool:
         wanted = {_offered[name] for name in names} if names else _names()
         gradients = not names or any(name.endswith("_backward") for name in names)
         _load(sorted(wanted - _loaded.keys() - _refused.keys()), gradients)
-        _answers.update(
-            {k: library in _loaded for k, library in _offered.items() if library in {*_loaded, *_refused}}
-        )
         return wanted <= _loaded.keys()
 
 

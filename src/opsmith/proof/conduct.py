@@ -172,13 +172,15 @@ def _in_the_dispatcher(card: Operator, sample: Sample, dtype: torch.dtype) -> It
         yield calls
         return
     for func, args, kwargs in recorder.calls.values():
-
-        def checked(func: Any = func, args: Any = args, kwargs: Any = kwargs) -> str:
-            torch.library.opcheck(func, args, kwargs)
-            return ""
-
         name = func._schema.name.rpartition("::")[2]
+        checked = partial(_raises, torch.library.opcheck, func, args, kwargs)
         yield finding_of(card, name, short(dtype), sample, "opcheck", checked)
+
+
+def _raises(check: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """A check that raises where something is wrong, as one that says nothing where all is well."""
+    check(*args, **options)
+    return ""
 
 
 def _both_ways(card: Operator, sample: Sample) -> str:
@@ -200,10 +202,5 @@ def _gradcheck(card: Operator, device: str) -> Iterator[Finding]:
         def call(*values: Any, names: list[str] = names, n: int = len(args)) -> Any:
             return card.function(*values[:n], **dict(zip(names, values[n:], strict=True)))
 
-        inputs = (*args, *kwargs.values())
-
-        def checked(call: Any = call, inputs: Any = inputs) -> str:
-            torch.autograd.gradcheck(call, inputs, fast_mode=True)
-            return ""
-
+        checked = partial(_raises, torch.autograd.gradcheck, call, (*args, *kwargs.values()), fast_mode=True)
         yield finding_of(card, FUNCTION, "float64", sample, "gradcheck", checked)

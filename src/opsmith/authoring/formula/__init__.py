@@ -36,6 +36,10 @@ FUNCTIONS: dict[str, tuple[int, int]] = {
 }
 _STRANGE = re.compile(r"[^A-Za-z0-9_ .,()+\-*/<>=!]")
 _DTYPES = ("float32", "bfloat16", "float16")
+_POWERS: dict[object, str] = {
+    2.0: "x * x", 3.0: "x * x * x", 4.0: "x * x * x * x", 0.5: "sqrt(x)",
+    -1.0: "1 / x", -2.0: "1 / (x * x)", -0.5: "rsqrt(x)",
+}  # fmt: skip
 _BINARY: dict[type[ast.operator], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _COMPARE: dict[type[ast.cmpop], str] = {
     ast.Lt: "lt",
@@ -240,20 +244,14 @@ class _Parser:
         return node
 
     def power(self, tree: ast.expr, base: Node, exponent: Node) -> Node:
-        power = exponent.value if exponent.kind == "constant" else None
-        if not isinstance(power, float) or power not in (2, 3, 4, -1, -2, 0.5, -0.5):
+        rule = _POWERS.get(exponent.value) if exponent.kind == "constant" else None
+        if rule is None:
             self.wrong(
                 tree, "the exponent is one of 2, 3, 4, -1, -2, 0.5 and -0.5; write others as exp(log(x) * p)"
             )
-        if abs(power) == 0.5:
-            root = self.make(tree, "sqrt" if power > 0 or base.number else "rsqrt", base)
-            return (
-                root if power > 0 or not base.number else self.make(tree, "div", self.graph.constant(1), root)
-            )
-        result = base
-        for _ in range(int(abs(power)) - 1):
-            result = self.make(tree, "mul", result, base)
-        return result if power > 0 else self.make(tree, "div", self.graph.constant(1), result)
+        if base.number:
+            rule = rule.replace("rsqrt(x)", "1 / sqrt(x)")
+        return derived(self.graph, rule, {"x": base})
 
     def call(self, tree: ast.expr, name: str, args: list[ast.expr], depth: int) -> Node:
         if name == "matmul":

@@ -237,9 +237,14 @@ def dtype_names(column: Mapping[str, str], names: Sequence[str]) -> str:
     return "{" + ", ".join(f"DType::{_DTYPES[column[n]]}" for n in names) + "}"
 
 
+def python_type(default: float | int | bool | None) -> str:
+    """The type of an attribute with this default."""
+    return "bool" if isinstance(default, bool) else "int" if isinstance(default, int) else "float"
+
+
 def wide_type(default: float | int | bool | None) -> str:
-    """The C++ type of an attribute as PyTorch hands it over."""
-    return "bool" if isinstance(default, bool) else "int64_t" if isinstance(default, int) else "double"
+    """The same in C++, as PyTorch hands it over."""
+    return {"bool": "bool", "int": "int64_t", "float": "double"}[python_type(default)]
 
 
 def indented(lines: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from opsmith.authoring.formula.nodes import Node
 from opsmith.authoring.lower.emit import Text
-from opsmith.authoring.lower.kernel import Kernel
+from opsmith.authoring.lower.kernel import Kernel, python_type
 from opsmith.authoring.lower.plan import COLUMN, ROW, Output, Statistic
 
 __all__ = ["TritonKernel", "helpers"]
@@ -166,7 +166,7 @@ class TritonKernel(Kernel):
     def _launch(self, numbers: Sequence[str], flags: Sequence[str]) -> list[str]:
         plan, whole = self.plan, self.rows.whole
         inputs = [f"{n}: torch.Tensor" for n in plan.inputs]
-        inputs += [f"{n}: {_python_type(v)}" for n, v in plan.attributes.items()]
+        inputs += [f"{n}: {python_type(v)}" for n, v in plan.attributes.items()]
         outputs = [f"{o.name}: torch.Tensor{' | None = None' if o.optional else ''}" for o in plan.outputs]
         lines = [
             f"def {self.name}(",
@@ -221,7 +221,3 @@ def _extreme(kind: str, text: str) -> str:
 
 def _bracketed(text: str) -> str:
     return text if text.isidentifier() or (text.endswith(")") and text.startswith("(")) else f"({text})"
-
-
-def _python_type(default: float | int | bool | None) -> str:
-    return "bool" if isinstance(default, bool) else "int" if isinstance(default, int) else "float"

@@ -8,6 +8,7 @@ from functools import cached_property
 from opsmith.authoring.formula.nodes import ELEMENTWISE, ROTATIONS
 from opsmith.authoring.formula.shapes import ANY, Shape
 from opsmith.authoring.lower import torch as lower_torch
+from opsmith.authoring.lower.kernel import python_type
 from opsmith.authoring.lower.plan import FULL
 from opsmith.authoring.new.contents import Contents
 from opsmith.authoring.prototype import PrototypeError
@@ -71,11 +72,6 @@ class Project(Contents):
         return " ".join(map(str, shape))
 
     @cached_property
-    def output_shapes(self) -> dict[str, str]:
-        """As KERNELS says them."""
-        return {n: self.sizes(self.formula.shapes[n]) for n in self.formula.outputs}
-
-    @cached_property
     def reference_lines(self) -> list[str]:
         """The body of `reference`."""
         if self.prototype.formula is None:
@@ -126,11 +122,6 @@ class Project(Contents):
     def sample_sizes(self) -> list[str]:
         """The tuples over which `samples` loops."""
         return [", ".join(self._bound(i).values()) for i in range(5)]
-
-    @cached_property
-    def middle(self) -> str:
-        """Arguments of `inputs` for one ordinary sample."""
-        return self.sample_sizes[3]
 
     @cached_property
     def empty(self) -> str:
@@ -253,15 +244,10 @@ class Project(Contents):
         return ", ".join(f'"{k}"' for k in ("sum", "cast") if k in kinds)
 
     @cached_property
-    def pattern_dtypes(self) -> str:
-        """Which inputs of the pattern are no floating-point tensors."""
-        return "{" + ", ".join(f'"{n}": "bool"' for n in self.shapes if n in self.formula.truths) + "}"
-
-    @cached_property
     def parameters(self) -> str:
         """Of the operator, as Python declares them."""
         numbers = [
-            f"{n}: {_python_type(v)}" + ("" if v is None else f" = {v!r}")
+            f"{n}: {python_type(v)}" + ("" if v is None else f" = {v!r}")
             for n, v in self.formula.attributes.items()
         ]
         return ", ".join([*(f"{n}: torch.Tensor" for n in self.shapes), *numbers])
@@ -282,7 +268,3 @@ _FLOPS = {
     "gelu": 16.0,
     "gelu_tanh": 16.0,
 }
-
-
-def _python_type(default: float | int | bool | None) -> str:
-    return "bool" if isinstance(default, bool) else "int" if isinstance(default, int) else "float"

@@ -29,7 +29,7 @@ from opsmith.call.signature import Scalar, Signature
 from opsmith.kernels import build, compiler, isa, libraries, triton
 from opsmith.operator import Operator
 
-__all__ = ["Kernels", "answer_of", "cards_of", "kernels", "kernels_of", "load"]
+__all__ = ["Kernels", "answer_of", "cards_of", "imported", "kernels", "kernels_of", "load"]
 
 _OWN = {"cpu": "*.cpp", "triton": "*.py", "cuda": "*.cu"}
 _RESERVED = ("std", "torch", "opsmith", "at", "c10", "aten")
@@ -129,16 +129,6 @@ class Kernels:
         )
         return forward, backward
 
-    @property
-    def forward(self) -> Any:
-        """The operator's entry for C++ on a CPU and Triton on a GPU."""
-        return self.ops("cpu")[0]
-
-    @property
-    def backward(self) -> Any:
-        """The same for its gradients, None where it has none."""
-        return self.ops("cpu")[1]
-
     @_constant
     def offers(self, backend: str) -> bool | str:
         """True once the kernels of a back end are built and loaded, else the reason why they are not."""
@@ -190,7 +180,7 @@ class Kernels:
             return there
         if triton.DEVICE == "cuda" and not torch.cuda.is_available():
             return "there is no GPU here"
-        module = _imported(self.source("triton"), f"opsmith_triton_{self.name}")
+        module = imported(self.source("triton"), f"opsmith_triton_{self.name}")
         for op, function in module.KERNELS.items():
             self._library.impl(op, function, triton.DEVICE.upper())
         return True
@@ -256,10 +246,11 @@ def _load_folder(folder: Path) -> ModuleType:
         if getattr(module, "__file__", None) == str(file):
             return module
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
-    return _imported(file, f"opsmith_project_{folder.name}_{digest}")
+    return imported(file, f"opsmith_project_{folder.name}_{digest}")
 
 
-def _imported(file: Path, name: str) -> ModuleType:
+def imported(file: Path, name: str) -> ModuleType:
+    """A file of Python, as the module of this name."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -6,20 +6,20 @@ about a board but that the kernel does what it should under its rules.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 import opsmith_ascend
-from opsmith.authoring.project import Kernels
+from opsmith.authoring.project import Kernels, imported
 from opsmith.implementation import Supports
 from opsmith_ascend.emulation import CORES, Emulation, EmulationError, emulate
 
 __all__ = ["call", "compile_all", "load"]
+
+_NAME = "opsmith_ascendc"  # of a project's files of Python, while they are imported
 
 
 def load(kernels: Kernels) -> Supports:
@@ -32,7 +32,7 @@ def load(kernels: Kernels) -> Supports:
     if not file.is_file():
         return f"{kernels.name} is for tensors of a format that PyTorch does not hand over"
     try:
-        _imported(file).load(cpp_extension)
+        imported(file, _NAME).load(cpp_extension)
     except (ImportError, OSError, RuntimeError) as wrong:
         return f"the binding of {kernels.name} does not build: {str(wrong).splitlines()[0]}"
     return True
@@ -42,15 +42,6 @@ def _folder(kernels: Kernels) -> Path:
     return kernels.source("ascendc").parents[1]
 
 
-def _imported(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"opsmith_ascendc_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def call(kernels: Kernels, cores: int = CORES) -> Callable[..., Emulation | None]:
     """`forward(*inputs, *attributes, **outputs)` of a project, emulated on some of the cores of a 910B.
 
@@ -58,7 +49,7 @@ def call(kernels: Kernels, cores: int = CORES) -> Callable[..., Emulation | None
         EmulationError: the kernel does what a board would punish.
         BuildError: it does not compile.
     """
-    sizes = _imported(_folder(kernels) / "launch.py").sizes  # what the tiling takes of a call
+    sizes = imported(_folder(kernels) / "launch.py", _NAME).sizes  # what the tiling takes of a call
 
     def run(*args: Any, **outputs: torch.Tensor) -> Emulation | None:
         inputs = dict(zip(kernels.signature.inputs, args, strict=False))

@@ -212,12 +212,11 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
 
 // dst[i] = firstValue + i
 template <class T>
-void CreateVecIndex(const LocalTensor<T>& dst, std::common_type_t<T> firstValue, uint32_t count,
-                    Here here = Here::now()) {
+void CreateVecIndex(const LocalTensor<T>& dst, std::common_type_t<T> firstValue, emulation::Repeats repeats) {
   static_assert(emulation::one_of<T, half, float, int16_t, int32_t>,
                 "CreateVecIndex takes half, float, int16_t, int32_t");
   int64_t next = 0;
-  emulation::lanewise("CreateVecIndex", here, emulation::Repeats::of(count), emulation::Operand<T>{dst},
+  emulation::lanewise("CreateVecIndex", repeats, emulation::Operand<T>{dst},
                       [&] { return T(firstValue + T(next++)); });
 }
 

@@ -32,11 +32,14 @@ namespace emulation {
 template <class T, class... Allowed>
 constexpr bool one_of = (std::is_same_v<T, Allowed> || ...);
 
-// What repeats an instruction makes: of a count of elements without gaps, or of the first `mask` of each repeat.
+// What repeats an instruction makes, and where it stands: of a count of elements without gaps, which is all that a kernel
+// gives, or of the first `mask` of each repeat.
 struct Repeats {
-  int64_t count, mask, times;
-  static Repeats of(int64_t count) { return {count, 0, 0}; }
-  static Repeats masked(uint64_t mask, int64_t times) { return {-1, int64_t(mask), times}; }
+  int64_t count, mask = 0, times = 0;
+  Here here;
+  Repeats(int64_t count, Here here = Here::now()) : count(count), here(here) {}
+  Repeats(uint64_t mask, int64_t times, Here here)
+      : count(-1), mask(int64_t(mask)), times(times), here(here) {}
 };
 
 template <class T>
@@ -85,9 +88,9 @@ void check_overlap(const LocalTensor<D>& dst, const LocalTensor<S>& src, int64_t
 
 // dst[i] = f(src[i]...), lane by lane.
 template <class D, class F, class... S>
-void lanewise(const char* name, Here here, Repeats repeats, Operand<D> dst, F f, Operand<S>... src) {
+void lanewise(const char* name, Repeats repeats, Operand<D> dst, F f, Operand<S>... src) {
   Core& core = emulation::core();
-  core.begin(PIPE_V, name, here);
+  core.begin(PIPE_V, name, repeats.here);
   constexpr int64_t per_repeat = kRepeatBytes / largest({sizeof(D), sizeof(S)...});
   const bool counted = repeats.count >= 0;
   if (counted) {
@@ -115,16 +118,16 @@ void lanewise(const char* name, Here here, Repeats repeats, Operand<D> dst, F f,
 }
 
 template <class T, class F>
-void unary(const char* name, Here here, Repeats repeats, const LocalTensor<T>& dst, const LocalTensor<T>& src,
-           F f, UnaryRepeatParams p = {}) {
-  lanewise(name, here, repeats, Operand<T>{dst, p.dstBlkStride, p.dstRepStride}, f,
+void unary(const char* name, Repeats repeats, const LocalTensor<T>& dst, const LocalTensor<T>& src, F f,
+           UnaryRepeatParams p = {}) {
+  lanewise(name, repeats, Operand<T>{dst, p.dstBlkStride, p.dstRepStride}, f,
            Operand<T>{src, p.srcBlkStride, p.srcRepStride});
 }
 
 template <class T, class F>
-void binary(const char* name, Here here, Repeats repeats, const LocalTensor<T>& dst,
-            const LocalTensor<T>& src0, const LocalTensor<T>& src1, F f, BinaryRepeatParams p = {}) {
-  lanewise(name, here, repeats, Operand<T>{dst, p.dstBlkStride, p.dstRepStride}, f,
+void binary(const char* name, Repeats repeats, const LocalTensor<T>& dst, const LocalTensor<T>& src0,
+            const LocalTensor<T>& src1, F f, BinaryRepeatParams p = {}) {
+  lanewise(name, repeats, Operand<T>{dst, p.dstBlkStride, p.dstRepStride}, f,
            Operand<T>{src0, p.src0BlkStride, p.src0RepStride},
            Operand<T>{src1, p.src1BlkStride, p.src1RepStride});
 }
@@ -139,59 +142,44 @@ using Wide = std::conditional_t<one_of<T, half, float>, float, int64_t>;
 #define OPSMITH_BINARY(Name, expression, ...)                                                               \
   template <class T>                                                                                        \
   void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1,              \
-            int32_t count, Here here = Here::now()) {                                                       \
+            emulation::Repeats repeats, const BinaryRepeatParams& params = {}) {                            \
     static_assert(emulation::one_of<T, __VA_ARGS__>, #Name " takes " #__VA_ARGS__);                         \
     using W = emulation::Wide<T>;                                                                           \
-    emulation::binary(#Name, here, emulation::Repeats::of(count), dst, src0, src1,                          \
-                      [](W a, W b) { return T(expression); });                                              \
+    emulation::binary(#Name, repeats, dst, src0, src1, [](W a, W b) { return T(expression); }, params);     \
   }                                                                                                         \
   template <class T>                                                                                        \
   void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1,              \
             uint64_t mask, int64_t repeatTime, const BinaryRepeatParams& params, Here here = Here::now()) { \
-    static_assert(emulation::one_of<T, __VA_ARGS__>, #Name " takes " #__VA_ARGS__);                         \
-    using W = emulation::Wide<T>;                                                                           \
-    emulation::binary(                                                                                      \
-        #Name, here, emulation::Repeats::masked(mask, repeatTime), dst, src0, src1,                         \
-        [](W a, W b) { return T(expression); }, params);                                                    \
+    Name(dst, src0, src1, emulation::Repeats(mask, repeatTime, here), params);                              \
   }
 
-#define OPSMITH_UNARY(Name, expression, ...)                                                                \
-  template <class T>                                                                                        \
-  void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t count, Here here = Here::now()) { \
-    static_assert(emulation::one_of<T, __VA_ARGS__>, #Name " takes " #__VA_ARGS__);                         \
-    using W = emulation::Wide<T>;                                                                           \
-    emulation::unary(#Name, here, emulation::Repeats::of(count), dst, src,                                  \
-                     [](W a) { return T(expression); });                                                    \
-  }                                                                                                         \
-  template <class T>                                                                                        \
-  void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask, int64_t repeatTime,        \
-            const UnaryRepeatParams& params, Here here = Here::now()) {                                     \
-    static_assert(emulation::one_of<T, __VA_ARGS__>, #Name " takes " #__VA_ARGS__);                         \
-    using W = emulation::Wide<T>;                                                                           \
-    emulation::unary(                                                                                       \
-        #Name, here, emulation::Repeats::masked(mask, repeatTime), dst, src,                                \
-        [](W a) { return T(expression); }, params);                                                         \
+#define OPSMITH_UNARY(Name, expression, ...)                                                         \
+  template <class T>                                                                                 \
+  void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, emulation::Repeats repeats,        \
+            const UnaryRepeatParams& params = {}) {                                                  \
+    static_assert(emulation::one_of<T, __VA_ARGS__>, #Name " takes " #__VA_ARGS__);                  \
+    using W = emulation::Wide<T>;                                                                    \
+    emulation::unary(#Name, repeats, dst, src, [](W a) { return T(expression); }, params);           \
+  }                                                                                                  \
+  template <class T>                                                                                 \
+  void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask, int64_t repeatTime, \
+            const UnaryRepeatParams& params, Here here = Here::now()) {                              \
+    Name(dst, src, emulation::Repeats(mask, repeatTime, here), params);                              \
   }
 
 #define OPSMITH_SCALAR(Name, expression, ...)                                                              \
   template <class T>                                                                                       \
   void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, std::common_type_t<T> scalar,            \
-            int32_t count, Here here = Here::now()) {                                                      \
+            emulation::Repeats repeats, const UnaryRepeatParams& params = {}) {                            \
     static_assert(emulation::one_of<T, __VA_ARGS__>, #Name " takes " #__VA_ARGS__);                        \
     using W = emulation::Wide<T>;                                                                          \
     const W b = W(scalar);                                                                                 \
-    emulation::unary(#Name, here, emulation::Repeats::of(count), dst, src,                                 \
-                     [b](W a) { return T(expression); });                                                  \
+    emulation::unary(#Name, repeats, dst, src, [b](W a) { return T(expression); }, params);                \
   }                                                                                                        \
   template <class T>                                                                                       \
   void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, std::common_type_t<T> scalar,            \
             uint64_t mask, int64_t repeatTime, const UnaryRepeatParams& params, Here here = Here::now()) { \
-    static_assert(emulation::one_of<T, __VA_ARGS__>, #Name " takes " #__VA_ARGS__);                        \
-    using W = emulation::Wide<T>;                                                                          \
-    const W b = W(scalar);                                                                                 \
-    emulation::unary(                                                                                      \
-        #Name, here, emulation::Repeats::masked(mask, repeatTime), dst, src,                               \
-        [b](W a) { return T(expression); }, params);                                                       \
+    Name(dst, src, scalar, emulation::Repeats(mask, repeatTime, here), params);                            \
   }
 
 OPSMITH_BINARY(Add, a + b, half, float, int16_t, int32_t)
@@ -224,30 +212,26 @@ OPSMITH_SCALAR(ShiftRight, a >> b, int16_t, uint16_t, int32_t, uint32_t)
 
 // dst = dst + src * scalar
 template <class T>
-void Axpy(const LocalTensor<T>& dst, const LocalTensor<T>& src, std::common_type_t<T> scalar, int32_t count,
-          Here here = Here::now()) {
+void Axpy(const LocalTensor<T>& dst, const LocalTensor<T>& src, std::common_type_t<T> scalar,
+          emulation::Repeats repeats) {
   static_assert(emulation::one_of<T, half, float>, "Axpy takes half, float");
   const float b = float(scalar);
-  emulation::binary("Axpy", here, emulation::Repeats::of(count), dst, dst, src,
-                    [b](float a, float x) { return T(a + x * b); });
+  emulation::binary("Axpy", repeats, dst, dst, src, [b](float a, float x) { return T(a + x * b); });
 }
 
 template <class T>
-void Duplicate(const LocalTensor<T>& dst, std::common_type_t<T> value, int32_t count,
-               Here here = Here::now()) {
+void Duplicate(const LocalTensor<T>& dst, std::common_type_t<T> value, emulation::Repeats repeats,
+               int64_t dstBlockStride = 1, int64_t dstRepeatStride = 8) {
   static_assert(emulation::one_of<T, half, bfloat16_t, int16_t, uint16_t, int32_t, uint32_t, float>,
                 "Duplicate takes numbers of 16 and 32 bits");
-  emulation::lanewise("Duplicate", here, emulation::Repeats::of(count), emulation::Operand<T>{dst},
+  emulation::lanewise("Duplicate", repeats, emulation::Operand<T>{dst, dstBlockStride, dstRepeatStride},
                       [value] { return value; });
 }
 
 template <class T>
 void Duplicate(const LocalTensor<T>& dst, std::common_type_t<T> value, uint64_t mask, int64_t repeatTime,
                int64_t dstBlockStride, int64_t dstRepeatStride, Here here = Here::now()) {
-  static_assert(emulation::one_of<T, half, bfloat16_t, int16_t, uint16_t, int32_t, uint32_t, float>,
-                "Duplicate takes numbers of 16 and 32 bits");
-  emulation::lanewise("Duplicate", here, emulation::Repeats::masked(mask, repeatTime),
-                      emulation::Operand<T>{dst, dstBlockStride, dstRepeatStride}, [value] { return value; });
+  Duplicate(dst, value, emulation::Repeats(mask, repeatTime, here), dstBlockStride, dstRepeatStride);
 }
 
 namespace emulation {
@@ -314,27 +298,21 @@ void check_round(RoundMode mode) {
 }  // namespace emulation
 
 template <class D, class S>
-void Cast(const LocalTensor<D>& dst, const LocalTensor<S>& src, RoundMode mode, uint32_t count,
-          Here here = Here::now()) {
+void Cast(const LocalTensor<D>& dst, const LocalTensor<S>& src, RoundMode mode, emulation::Repeats repeats,
+          const UnaryRepeatParams& p = {}) {
   static_assert(emulation::converts<D, S>,
                 "a vector core has no such conversion; go by way of float or half");
   emulation::lanewise(
-      "Cast", here, emulation::Repeats::of(count), emulation::Operand<D>{dst},
-      [mode](S value) { return emulation::convert<D>(value, mode); }, emulation::Operand<S>{src});
+      "Cast", repeats, emulation::Operand<D>{dst, p.dstBlkStride, p.dstRepStride},
+      [mode](S value) { return emulation::convert<D>(value, mode); },
+      emulation::Operand<S>{src, p.srcBlkStride, p.srcRepStride});
   emulation::check_round<D, S>(mode);
 }
 
 template <class D, class S>
 void Cast(const LocalTensor<D>& dst, const LocalTensor<S>& src, RoundMode mode, uint64_t mask,
-          int64_t repeatTime, const UnaryRepeatParams& p, Here here = Here::now()) {
-  static_assert(emulation::converts<D, S>,
-                "a vector core has no such conversion; go by way of float or half");
-  emulation::lanewise(
-      "Cast", here, emulation::Repeats::masked(mask, repeatTime),
-      emulation::Operand<D>{dst, p.dstBlkStride, p.dstRepStride},
-      [mode](S value) { return emulation::convert<D>(value, mode); },
-      emulation::Operand<S>{src, p.srcBlkStride, p.srcRepStride});
-  emulation::check_round<D, S>(mode);
+          int64_t repeatTime, const UnaryRepeatParams& params, Here here = Here::now()) {
+  Cast(dst, src, mode, emulation::Repeats(mask, repeatTime, here), params);
 }
 
 }  // namespace AscendC

@@ -130,6 +130,33 @@ __aicore__ inline void RoundedTo(const Floats& to, const Floats& x, const Floats
   AscendC::Cast(rounded, x, RoundMode::CAST_RINT, n);
   AscendC::Cast(to, rounded, RoundMode::CAST_NONE, n);
 }
+// For each of n elements of a row: where the other of its pair lies, in bytes, and the sign that it has in a rotation. By
+// vectors: the scalar pipe would take longer to write them than a core takes for a few rows.
+__aicore__ inline void FindPartners(const AscendC::LocalTensor<int32_t>& partners, const Floats& signs,
+                                    uint32_t size, bool halves, uint32_t n) {
+  const auto index = signs.ReinterpretCast<int32_t>();
+  AscendC::CreateVecIndex(index, 0, n);
+  if (halves) {  // i + half, or i - half
+    const int32_t half = int32_t(size / 2);
+    AscendC::Adds(partners, index, 1 - half, n);
+    AscendC::Maxs(partners, partners, 0, n);
+    AscendC::Mins(partners, partners, 1, n);
+    AscendC::Muls(partners, partners, -2 * half, n);
+    AscendC::Adds(partners, partners, half, n);
+    AscendC::Add(partners, partners, index, n);
+  } else {  // i ^ 1 = 4 (i / 2) + 1 - i
+    AscendC::ShiftRight(partners, index, 1, n);
+    AscendC::Muls(partners, partners, 4, n);
+    AscendC::Sub(partners, partners, index, n);
+    AscendC::Adds(partners, partners, 1, n);
+  }
+  AscendC::Sub(index, index, partners, n);  // below 0 for the first of a pair, above for the second
+  AscendC::Maxs(index, index, -1, n);
+  AscendC::Mins(index, index, 1, n);
+  AscendC::Cast(signs, index, RoundMode::CAST_NONE, n);
+  AscendC::Mins(partners, partners, int32_t(size) - 1, n);  // behind the row anything that is there will do
+  AscendC::Muls(partners, partners, int32_t(sizeof(float)), n);
+}
 // to = (-x2, x1) for the halves of each row, or for each pair of neighbors. Halves that begin at a data block are copied as
 // they lie; other elements are gathered by a row of offsets, and multiplied by a row of signs.
 template <bool kHalves>
@@ -139,16 +166,7 @@ class Rotation {
     half_ = size / 2;
     signs_.Init(pipe, RoundedUp(size, kBlock));
     pipe.InitBuffer(offsets_, RoundedUp(size, kBlock) * sizeof(uint32_t));
-    if (Aligned()) return;
-    Order<AscendC::HardEvent::V_S>();
-    const auto offsets = offsets_.Get<uint32_t>();
-    for (uint32_t i = 0; i < size; ++i) {
-      const bool first = kHalves ? i < half_ : i % 2 == 0;
-      const uint32_t away = kHalves ? half_ : 1;
-      offsets.SetValue(i, (first ? i + away : i - away) * sizeof(float));
-      signs_.Get().SetValue(i, first ? -1.0f : 1.0f);
-    }
-    Order<AscendC::HardEvent::S_V>();
+    if (!Aligned()) FindPartners(offsets_.Get<int32_t>(), signs_.Get(), size, kHalves, size);
   }
   __aicore__ inline void operator()(const Floats& to, const Floats& x, const Tile& tile) {
     if (Aligned()) {

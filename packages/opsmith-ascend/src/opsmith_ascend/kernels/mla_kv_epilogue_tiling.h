@@ -8,16 +8,15 @@ struct MlaKvEpilogueTilingData {
   uint64_t stride;        // elements from one token's row of `a` to the next
   uint64_t latentBlock;   // elements from one block of the cache to the next
   uint64_t ropeBlock;
-  uint32_t latentRow;     // and from one token to the next within a block
-  uint32_t ropeRow;
-  uint32_t ropeAt;        // where the rope part begins in the row of a joint cache, else 0
+  uint32_t kvLora, rope, blockSize;
   uint32_t latentTile;    // width of the tiles that a token's row is cut into; 0: it lies in one piece
   uint32_t ropeTile;
-  uint32_t blockSize;
-  uint32_t kvLora, rope;
-  uint32_t kvPitch, ropePitch;  // in local memory
   uint32_t turn, interleaved, quantize;
   float eps;
+  uint32_t latentRow;     // elements from one token to the next within a block
+  uint32_t ropeRow;
+  uint32_t ropeAt;        // where the rope part begins in the row of a joint cache, else 0
+  uint32_t kvPitch, ropePitch;  // in local memory
   uint32_t blocks;
   uint32_t tokensPerTile;
 };
@@ -38,25 +37,13 @@ inline MlaKvEpilogueTilingData MlaKvEpilogueTiling(uint64_t tokens, uint64_t str
                                                    uint32_t interleaved, uint32_t quantize, float eps,
                                                    opsmith::Platform platform) {
   using namespace opsmith;
-  MlaKvEpilogueTilingData t{};
-  t.tokens = tokens;
-  t.stride = stride;
-  t.latentBlock = latentBlock;
-  t.ropeBlock = ropeBlock;
-  t.latentTile = latentTile;
-  t.ropeTile = ropeTile;
+  MlaKvEpilogueTilingData t{tokens,     stride,   latentBlock, ropeBlock,   kvLora,   rope, blockSize,
+                            latentTile, ropeTile, turn,        interleaved, quantize, eps};
   t.latentRow = joint ? kvLora + rope : latentTile ? latentTile : kvLora;
   t.ropeRow = joint ? kvLora + rope : ropeTile ? ropeTile : rope;
   t.ropeAt = joint ? kvLora : 0;
-  t.blockSize = blockSize;
-  t.kvLora = kvLora;
-  t.rope = rope;
   t.kvPitch = uint32_t(AlignUp(kvLora, 32));
   t.ropePitch = uint32_t(AlignUp(rope, 32));
-  t.turn = turn;
-  t.interleaved = interleaved;
-  t.quantize = quantize;
-  t.eps = eps;
   const uint64_t kept = 2048 + (t.kvPitch + t.kvPitch / 64 + t.ropePitch) * 4;
   const uint64_t token = (t.kvPitch + t.ropePitch) * 4 * elementBytes + t.kvPitch * 8 + t.ropePitch * 44 +
                          300;

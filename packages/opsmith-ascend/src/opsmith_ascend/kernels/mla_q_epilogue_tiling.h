@@ -6,9 +6,9 @@
 struct MlaQEpilogueTilingData {
   uint64_t tokens;
   uint32_t heads, nope, rope, kvLora;
+  uint32_t joint, turn, interleaved, quantize;
   uint32_t outRow;   // elements of a head's result: kv_lora, or kv_lora + rope where both are one tensor
   uint32_t ropeRow;  // and of its rope part
-  uint32_t joint, turn, interleaved, quantize;
   uint32_t blocks;
   uint32_t columnsPerTile;  // of kv_lora
   uint32_t columnPitch, nopePitch, ropePitch;
@@ -30,18 +30,9 @@ inline MlaQEpilogueTilingData MlaQEpilogueTiling(uint64_t tokens, uint32_t heads
                                                  uint32_t elementBytes, uint32_t turn, uint32_t interleaved,
                                                  uint32_t quantize, opsmith::Platform platform) {
   using namespace opsmith;
-  MlaQEpilogueTilingData t{};
-  t.tokens = tokens;
-  t.heads = heads;
-  t.nope = nope;
-  t.rope = rope;
-  t.kvLora = kvLora;
+  MlaQEpilogueTilingData t{tokens, heads, nope, rope, kvLora, joint, turn, interleaved, quantize};
   t.outRow = joint ? kvLora + rope : kvLora;
   t.ropeRow = joint ? kvLora + rope : rope;
-  t.joint = joint;
-  t.turn = turn;
-  t.interleaved = interleaved;
-  t.quantize = quantize;
   t.nopePitch = uint32_t(AlignUp(nope, kDataBlockBytes / elementBytes));
   t.ropePitch = uint32_t(AlignUp(rope, 32));
   t.tokensPerTile = uint32_t(Min(tokens, 8));

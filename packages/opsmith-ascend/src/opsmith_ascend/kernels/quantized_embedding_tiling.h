@@ -28,11 +28,7 @@ inline QuantizedEmbeddingTilingData QuantizedEmbeddingTiling(uint64_t tokens, ui
                                                              uint32_t elementBytes,
                                                              opsmith::Platform platform) {
   using namespace opsmith;
-  QuantizedEmbeddingTilingData t{};
-  t.tokens = tokens;
-  t.columns = columns;
-  t.stride = stride;
-  t.scaleStride = scaleStride;
+  QuantizedEmbeddingTilingData t{tokens, columns, stride, scaleStride};
   const uint64_t bytes = 8 + 2 * elementBytes, local = platform.localBytes - 1024;
   const uint64_t most = AlignDown((local - 104) / bytes, 512);  // a piece of a row that is too long
   t.columnsPerTile = uint32_t(Min(columns, most));

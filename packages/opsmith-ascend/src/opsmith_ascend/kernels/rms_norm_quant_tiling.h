@@ -7,12 +7,12 @@ struct RmsNormQuantTilingData {
   uint64_t rows;
   uint64_t stride;  // elements from one row of x to the next
   uint32_t columns;
-  uint32_t pitch;  // and in local memory
-  uint32_t blocks;
-  uint32_t rowsPerTile;
   uint32_t normalize, bias;
   uint32_t fixed;  // one scale for all rows: scale and offset are given
   float eps;
+  uint32_t pitch;  // of a row in local memory
+  uint32_t blocks;
+  uint32_t rowsPerTile;
 };
 
 // Tiles are whole rows, and each core takes a range of them. For p elements of pitch (columns, up to a multiple of 32)
@@ -29,15 +29,8 @@ inline RmsNormQuantTilingData RmsNormQuantTiling(uint64_t rows, uint64_t columns
                                                  uint32_t elementBytes, uint32_t normalize, uint32_t bias,
                                                  uint32_t fixed, float eps, opsmith::Platform platform) {
   using namespace opsmith;
-  RmsNormQuantTilingData t{};
-  t.rows = rows;
-  t.stride = stride;
-  t.columns = uint32_t(columns);
+  RmsNormQuantTilingData t{rows, stride, uint32_t(columns), normalize, bias, fixed, eps};
   t.pitch = uint32_t(AlignUp(columns, 32));
-  t.normalize = normalize;
-  t.bias = bias;
-  t.fixed = fixed;
-  t.eps = eps;
   const uint64_t kept = 1024 + t.pitch * 8 + t.pitch / 16;
   if (kept >= platform.localBytes) return t;  // no blocks: a row is too long for local memory
   const uint64_t room = (platform.localBytes - kept) / (t.pitch * (2 * elementBytes + 10) + 308);

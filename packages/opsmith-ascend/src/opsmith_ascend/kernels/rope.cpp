@@ -3,6 +3,7 @@
 // A unit of work is some tokens, whose rows of the tables are read once, and a group of heads that use them. The two
 // numbers of a pair are in the halves of a head, which vectors take as they are; or they are neighbors, and then a
 // gather swaps them: y = x cos + swapped(x) (-sin, +sin).
+#include "formula_functions.h"
 #include "rope_tiling.h"
 #include "rows.h"
 
@@ -48,7 +49,8 @@ class Rope {
       partner = p.ReinterpretCast<uint32_t>();
       column = p[row].template ReinterpretCast<uint32_t>();
       sign = p[2 * row].template ReinterpretCast<float>();
-      FindPartners(p, p[row], p[2 * row]);
+      opsmith::FindPartners(p, sign, t.dims, false, t.dims);
+      FindColumns(p[row]);
     }
   }
 
@@ -73,20 +75,11 @@ class Rope {
   }
 
  private:
-  // For element i of an interleaved row: where its partner i ^ 1 lies, where its column of the table lies, in bytes,
-  // and the sign of the sine.
-  __aicore__ inline void FindPartners(const LocalTensor<int32_t>& swapped,
-                                      const LocalTensor<int32_t>& columns,
-                                      const LocalTensor<int32_t>& signs) {
+  // For element i of an interleaved row: where its column of the table lies, in bytes.
+  __aicore__ inline void FindColumns(const LocalTensor<int32_t>& columns) {
     const uint32_t n = t.dims;
-    CreateVecIndex(signs, 0, n);
-    ShiftRight(columns, signs, 1, n);  // i / 2
-    Muls(swapped, columns, 4, n);  // i ^ 1 = 4 (i / 2) + 1 - i
-    Sub(swapped, swapped, signs, n);
-    Adds(swapped, swapped, 1, n);
-    Sub(signs, signs, swapped, n);  // -1 for the first of a pair, +1 for the second
-    Cast(signs.ReinterpretCast<float>(), signs, RoundMode::CAST_NONE, n);
-    Muls(swapped, swapped, int32_t(sizeof(float)), n);
+    CreateVecIndex(columns, 0, n);
+    ShiftRight(columns, columns, 1, n);
     Muls(columns, columns, int32_t(sizeof(float)), n);
     if (wideTable) {  // the second of a pair has its column in the second half
       const LocalTensor<float> shift = tableSpare;

@@ -2,12 +2,12 @@
 // one of its pair, with a minus for the first of them.
 #pragma once
 
+#include "formula_functions.h"
 #include "rows.h"
 
 namespace opsmith {
 
-// What does not change from tile to tile: where each element's partner stands, and the signs. Made once, by vectors: the
-// scalar pipe would take longer to write them than a core takes for its tokens.
+// What does not change from tile to tile: where each element's partner stands, and the signs.
 class Rotary {
  public:
   // Bytes of local memory for tiles of so many rows.
@@ -26,41 +26,21 @@ class Rotary {
       AscendC::Duplicate(signs, 1.0f, pitch);
       return;
     }
-    const int32_t half = int32_t(width / 2);
-    const LocalTensor<int32_t> second = signs.ReinterpretCast<int32_t>();
-    if (interleaved) {  // i ^ 1, and its number of the table at i / 2, the second ones' behind the first ones'
-      AscendC::CreateVecIndex(partners, 0, pitch);
-      AscendC::ShiftRight(places, partners, 1, pitch);
-      AscendC::Muls(second, places, -2, pitch);
-      AscendC::Add(second, second, partners, pitch);  // i % 2
-      AscendC::Sub(partners, partners, second, pitch);
-      AscendC::Sub(partners, partners, second, pitch);
-      AscendC::Adds(partners, partners, 1, pitch);
-      AscendC::Muls(second, second, half, pitch);
-      AscendC::Add(places, places, second, pitch);
-      AscendC::CreateVecIndex(second, 0, pitch);
-    } else {  // i + half, or i - half
-      AscendC::CreateVecIndex(second, 0, pitch);
-      AscendC::Adds(partners, second, 1 - half, pitch);
-      AscendC::Maxs(partners, partners, 0, pitch);
-      AscendC::Mins(partners, partners, 1, pitch);
-      AscendC::Muls(partners, partners, -2 * half, pitch);
-      AscendC::Adds(partners, partners, half, pitch);
-      AscendC::Add(partners, partners, second, pitch);
-      AscendC::Adds(places, second, 0, pitch);
+    if (interleaved) {  // the number of the table at i / 2, the second ones' behind the first ones'
+      const LocalTensor<int32_t> index = signs.ReinterpretCast<int32_t>();
+      AscendC::CreateVecIndex(index, 0, pitch);
+      AscendC::ShiftRight(places, index, 1, pitch);
+      AscendC::Muls(partners, places, -2, pitch);
+      AscendC::Add(partners, partners, index, pitch);  // i % 2
+      AscendC::Muls(partners, partners, int32_t(width / 2), pitch);
+      AscendC::Add(places, places, partners, pitch);
+      AscendC::Mins(places, places, int32_t(width) - 1, pitch);
+      AscendC::Muls(places, places, int32_t(sizeof(float)), pitch);
     }
-    AscendC::Sub(second, second, partners, pitch);  // below 0 for the first of a pair, above for the second
-    AscendC::Maxs(second, second, -1, pitch);
-    AscendC::Mins(second, second, 1, pitch);
-    AscendC::Cast(signs, second, RoundMode::CAST_NONE, pitch);
-    // Behind the row anything that is there will do; offsets are in bytes.
-    AscendC::Mins(partners, partners, int32_t(width) - 1, pitch);
-    AscendC::Mins(places, places, int32_t(width) - 1, pitch);
-    AscendC::Muls(partners, partners, int32_t(sizeof(float)), pitch);
-    AscendC::Muls(places, places, int32_t(sizeof(float)), pitch);
+    FindPartners(partners, signs, width, !interleaved, pitch);
     for (uint32_t r = 1; r < rows; ++r) {
       AscendC::Adds(partners[r * pitch], partners, int32_t(r * pitch * sizeof(float)), pitch);
-      AscendC::Adds(places[r * pitch], places, int32_t(r * pitch * sizeof(float)), pitch);
+      if (interleaved) AscendC::Adds(places[r * pitch], places, int32_t(r * pitch * sizeof(float)), pitch);
     }
   }
 

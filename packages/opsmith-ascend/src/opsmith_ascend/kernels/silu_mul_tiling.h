@@ -7,10 +7,10 @@ struct SiluMulTilingData {
   uint64_t rows;            // 1 where gate and up are tensors of their own, without gaps
   uint64_t columns;
   uint64_t stride;          // elements from one row of gate and up to the next
+  uint32_t packed;          // up lies behind gate in the same row
   uint32_t blocks;
   uint32_t rowsPerTile;
   uint32_t columnsPerTile;
-  uint32_t packed;          // up lies behind gate in the same row
 };
 
 // Tiles are rows, or pieces of one, and each core takes a range of them.
@@ -26,11 +26,7 @@ inline SiluMulTilingData SiluMulTiling(uint64_t rows, uint64_t columns, uint32_t
   const uint64_t bytes = 6 * elementBytes + (elementBytes == 4 ? 4 : 8);
   const uint64_t room = AlignDown(platform.localBytes / bytes, kRepeatBytes / 4);
   const uint64_t padded = AlignUp(columns, kDataBlockBytes / elementBytes);
-  SiluMulTilingData t{};
-  t.rows = rows;
-  t.columns = columns;
-  t.stride = packed ? 2 * columns : columns;
-  t.packed = packed;
+  SiluMulTilingData t{rows, columns, packed ? 2 * columns : columns, packed};
   if (rows > 1 && padded <= room) {  // whole rows
     const uint64_t share = CeilDiv(rows, platform.cores);
     t.columnsPerTile = uint32_t(columns);

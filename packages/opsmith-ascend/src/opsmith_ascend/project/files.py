@@ -36,7 +36,7 @@ _ROW_BYTES = 1024  # of a value of each row: 256 floats
 _OF_STATISTIC = {"RowSum": 2, "RowMax": 2, "RowMin": 2, "RowMoments": 4, "RowOnline": 3}  # values of each row
 
 
-class Ascend:
+class Ascend(Vectors):
     """What the templates of kernels/ascendc show."""
 
     def __init__(self, project: Project) -> None:
@@ -45,14 +45,12 @@ class Ascend:
         # The stem in camel case: what the tiling's names begin with, as msopgen's do.
         self.camel = "".join(part.capitalize() for part in self.name.split("_"))
         try:
-            self.v = Vectors(project.forward, project.kernel_columns, _known_names())
+            super().__init__(project.forward, project.kernel_columns, _known_names())
         except Unsupported as why:
             raise PrototypeError(f"{project.prototype.op}: no Ascend C kernel: {why}") from None
-        self.plan = project.forward
-        self.flat = self.v.flat
-        self.read = self.v.rows.read
+        self.read = self.rows.read
         self.tile_inputs, self.column_inputs, self.row_inputs, self.number_inputs = (
-            [n for n in self.read if self.v.forms[n] == form] for form in (TILE, COLUMNS, ROWS, NUMBER)
+            [n for n in self.read if self.forms[n] == form] for form in (TILE, COLUMNS, ROWS, NUMBER)
         )
         self.full, self.row_outputs = (
             [o.name for o in self.plan.outputs if o.extent == extent] for extent in (FULL, ROW)
@@ -127,37 +125,34 @@ class Ascend:
     @cached_property
     def terms(self) -> list[tuple[str, str, str]]:
         """What takes local memory: (per what, of what, an expression for its bytes)."""
-        v, terms = self.v, []
+        terms = []
         wide = "float32 of {}, where it is narrower"
         for name in self.read:
-            per = {TILE: "element", COLUMNS: "column", ROWS: "fixed"}.get(v.forms[name])
+            per = {TILE: "element", COLUMNS: "column", ROWS: "fixed"}.get(self.forms[name])
             if per:
-                times = f"{v.depth[name]} * " if v.depth[name] > 1 else ""
+                times = f"{self.depth[name]} * " if self.depth[name] > 1 else ""
                 many = "256 * " if per == "fixed" else ""
-                of = f"{name}, {v.depth[name]} buffer{'s' * (v.depth[name] > 1)}"
+                of = f"{name}, {_many(self.depth[name], 'buffer')}"
                 terms.append((per, of, f"{many}{times}{self.sizes[name]}"))
                 terms.append((per, wide.format(name), f"{many}{self._widened(name)}"))
         for o in self.plan.outputs:
             per, many = ("element", "") if o.extent == FULL else ("fixed", "256 * ")
             terms.append((per, f"{o.name}, 2 buffers", f"{many}2 * {self.sizes[o.name]}"))
             terms.append((per, wide.format(o.name), f"{many}{self._widened(o.name)}"))
-        if v.slots:
-            terms.append(
-                ("element", f"{v.slots} value{'s' * (v.slots > 1)} between instructions", f"{v.slots} * 4")
-            )
+        if self.slots:
+            of = f"{_many(self.slots, 'value')} between instructions"
+            terms.append(("element", of, f"{self.slots} * 4"))
         if self.scratch_tile:
             terms.append(("element", "a tile for the statistics", "4"))
-        if v.conditions:
-            terms.append(
-                ("element", f"{v.conditions} condition{'s' * (v.conditions > 1)}, in bits", f"{v.conditions}")
-            )
+        if self.conditions:
+            terms.append(("element", f"{_many(self.conditions, 'condition')}, in bits", f"{self.conditions}"))
         if self.plan.rotation:
             terms.append(("column", "where a rotation finds its elements, and signs", "8"))
-        if v.statistics:
+        if self.statistics:
             terms.append(("row", "64 lanes to fold into", "256"))
         if self.blocks:
             terms.append(("row", "its number, spread over a data block", "32"))
-        values = v.row_values + sum(_OF_STATISTIC[s] for s in v.statistics.values())
+        values = self.row_values + sum(_OF_STATISTIC[s] for s in self.statistics.values())
         if values:
             terms.append(("fixed", f"{values} values of 256 rows", f"{values} * {_ROW_BYTES}"))
         return terms
@@ -169,12 +164,12 @@ class Ascend:
 
     @cached_property
     def scratch_tile(self) -> bool:
-        return any(s in ("RowMoments", "RowOnline") for s in self.v.statistics.values())
+        return any(s in ("RowMoments", "RowOnline") for s in self.statistics.values())
 
     @cached_property
     def blocks(self) -> bool:
         """Whether numbers of rows meet tiles."""
-        return self.v.across or self.scratch_tile
+        return self.across or self.scratch_tile
 
     def total(self, per: str) -> str:
         """The sum of the terms of a kind, as C++."""
@@ -219,23 +214,12 @@ class Ascend:
     @cached_property
     def walks(self) -> list[Phase]:
         """The phases that have tiles."""
-        return [ph for ph in self.v.phases if ph.body]
+        return [ph for ph in self.phases if ph.body]
 
     def place(self, name: str) -> str | None:
         """The row of an input, where it is not that of the whole."""
-        place = self.v.rows.place(name)
+        place = self.rows.place(name)
         return None if place == "row" or self.flat else re.sub(r"\bcount_", "t_.count_", f"({place})")
-
-    def advance(self, name: str) -> tuple[str, bool]:
-        return self.v.rows.advance(name)
-
-    @property
-    def counts(self) -> Mapping[str, tuple[int, int | None]]:
-        return self.v.rows.counts
-
-    @cached_property
-    def whole(self) -> str:
-        return self.v.rows.whole
 
     @cached_property
     def attributes(self) -> list[str]:
@@ -314,13 +298,14 @@ class Ascend:
 
     def python_sizes(self) -> list[str]:
         """The tuple that emulation gives the tiling."""
+        whole = self.rows.whole
         if self.flat:
-            first = [f"{self.whole}.numel()"]
+            first = [f"{whole}.numel()"]
         else:
-            first = [f"{self.whole}.numel() // max({self.whole}.shape[-1], 1)", f"{self.whole}.shape[-1]"]
-            for near, far in self.counts.values():
+            first = [f"{whole}.numel() // max({whole}.shape[-1], 1)", f"{whole}.shape[-1]"]
+            for near, far in self.rows.counts.values():
                 begin = "" if far is None else f"-{far}"
-                first.append(f"max(math.prod({self.whole}.shape[{begin}:{-(near - 1)}]), 1)")
+                first.append(f"max(math.prod({whole}.shape[{begin}:{-(near - 1)}]), 1)")
         sizes = [f"{owner}.element_size()" for owner in self.size_owners.values()]
         return [*first, *self.attributes, *sizes]
 
@@ -358,6 +343,10 @@ def _known_names() -> frozenset[str]:
     return frozenset(w for w in words if w != w.lower() or w.endswith("_t") or w == "half") | INSTRUCTIONS
 
 
+def _many(count: int, of: str) -> str:
+    return f"{count} {of}{'s' * (count > 1)}"
+
+
 def _evaluate(expression: str, values: Mapping[str, int]) -> int:
     """The value of one of our own sums of products; a condition is of the form (bytes < 4 ? 4 : 0)."""
     text = re.sub(r"\((\w+) < 4 \? 4 : 0\)", lambda m: "4" if values[m[1]] < 4 else "0", expression)
@@ -373,7 +362,7 @@ def _evaluate(expression: str, values: Mapping[str, int]) -> int:
 def write(p: Project) -> dict[str, str]:
     """msopgen's tree: what an operator package of CANN is built from, and how PyTorch calls it."""
     a = Ascend(p)
-    text = "\n".join(line for phase in a.v.phases for line in (*phase.rows, *phase.body))
+    text = "\n".join(line for phase in a.phases for line in (*phase.rows, *phase.body))
     facts = {
         "a": a,
         "walks": a.walks,

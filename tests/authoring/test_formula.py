@@ -50,6 +50,11 @@ def test_the_reference_says_the_same(text: str, lines: list[str]) -> None:
     assert reference_lines(parse({"y": text}, {"a": X, "b": X}, {"y": None})) == lines
 
 
+def test_a_choice_between_numbers_is_one_of_python() -> None:
+    formula = parse({"y": "a * where(c > 1, 3, c)"}, {"a": X}, {"y": None}, {"c": 2.0})
+    assert reference_lines(formula) == ["return a * (3 if c > 1 else c)"]
+
+
 @pytest.mark.parametrize(
     ("text", "message", "column"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opsmith.authoring.formula.nodes import REDUCTIONS, Formula, Graph, Node
+from opsmith.authoring.formula.nodes import REDUCTIONS, Formula, Node
 from opsmith.authoring.lower.emit import Emitter
 
 __all__ = ["reference_lines"]
@@ -31,11 +31,8 @@ def reference_lines(
     formula: Formula, like: Mapping[str, str] | None = None, after_matmul: bool = False
 ) -> list[str]:
     """The body of the reference, which returns the outputs in order, in the dtypes of the inputs they are `like`."""
-    lines: list[str] = []
-    taken = {*formula.inputs, *formula.attributes}
-    emitter = _emitter(formula.graph, lines, taken, after_matmul)
-    roots = list(formula.outputs.values())
-    emitter.count(roots)
+    emitter = _Lines(formula, after_matmul)
+    emitter.count(formula.outputs.values())
     results = []
     for name, root in formula.outputs.items():
         text = emitter.text(root)
@@ -44,46 +41,44 @@ def reference_lines(
         if like and name in like:
             text = f"{_bracketed(text)}.to({like[name]}.dtype)"
         results.append(text)
-    return [*lines, f"return {', '.join(results)}"]
+    return [*emitter.lines, f"return {', '.join(results)}"]
 
 
-def _emitter(graph: Graph, lines: list[str], taken: set[str], after_matmul: bool) -> Emitter:
-    def leaf(node: Node, place: int) -> str | None:
+class _Lines(Emitter):
+    """The statements in front of the last; row functions are seen through, as their arguments are values here too."""
+
+    def __init__(self, formula: Formula, after_matmul: bool) -> None:
+        super().__init__(self.leaf, _call, self.define, _number)
+        self.graph, self.after_matmul = formula.graph, after_matmul
+        self.lines: list[str] = []
+        self.names: dict[int, str] = {}
+        self.taken = {*formula.inputs, *formula.attributes}
+
+    def leaf(self, node: Node, place: int) -> str | None:
         if node.kind in ("input", "attribute"):
             return str(node.value)
         if node.kind in _ROW and len(node.args) == 1:
-            x = inner(node.args[0])
+            x = self.text(node.args[0])
             if node.kind == "var":  # torch.var warns of empty tensors
-                center = emitter.text(graph.make("mean", node.args[0]))
-                return define(f"torch.mean(({x} - {center}).square(), -1, keepdim=True)", node, place)
+                center = self.text(self.graph.make("mean", node.args[0]))
+                return self.define(f"torch.mean(({x} - {center}).square(), -1, keepdim=True)", node, place)
             text = _TENSOR[node.kind].format(x)
-            return define(text, node, place) if node.kind in REDUCTIONS else text
+            return self.define(text, node, place) if node.kind in REDUCTIONS else text
         if node.kind == "matmul":
-            return "product" if after_matmul else _TENSOR["matmul"].format(*(a.value for a in node.args))
+            return "product" if self.after_matmul else _TENSOR["matmul"].format(*(a.value for a in node.args))
         return None
 
-    names: dict[int, str] = {}
-
-    def inner(node: Node) -> str:
-        return emitter.text(node)
-
-    def define(text: str, node: Node, place: int) -> str:
-        if id(node) not in names:
+    def define(self, text: str, node: Node, place: int) -> str:
+        if id(node) not in self.names:
             wanted = node.kind if node.kind in REDUCTIONS else "v_1"
             count = 1
-            while wanted in taken or wanted in names.values():
+            while wanted in self.taken:
                 count += 1
                 wanted = f"{node.kind}_{count}" if node.kind in REDUCTIONS else f"v_{count}"
-            names[id(node)] = wanted
-            lines.append(f"{wanted} = {text}")
-        return names[id(node)]
-
-    emitter = _Torch(leaf, _call, define, _number)
-    return emitter
-
-
-class _Torch(Emitter):
-    """Sees through row functions too, whose arguments are values of the same block here."""
+            self.names[id(node)] = wanted
+            self.taken.add(wanted)
+            self.lines.append(f"{wanted} = {text}")
+        return self.names[id(node)]
 
     def _below(self, node: Node, place: int) -> list[tuple[Node, int]]:
         return [] if node.kind == "matmul" else [(a, 0) for a in node.args]
@@ -105,6 +100,8 @@ def _call(node: Node, texts: list[str]) -> str:
             tensor, bound = (texts[1], texts[0]) if a.number else (texts[0], texts[1])
             return f"torch.clamp({tensor}, {'min' if kind == 'max' else 'max'}={bound})"
         return f"torch.{kind}imum({texts[0]}, {texts[1]})"
+    if kind == "where" and node.number:
+        return f"({texts[1]} if {texts[0]} else {texts[2]})"
     if kind == "where":
         text = f"torch.where({', '.join(texts)})"
         return f"{text}.to({_dtype_of(node)})" if node.args[1].number and node.args[2].number else text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from opsmith.authoring.formula import names_in
 from opsmith.authoring.formula.nodes import Node
 from opsmith.authoring.lower.emit import Text
 from opsmith.authoring.lower.kernel import Kernel, python_type
@@ -31,11 +32,8 @@ class TritonKernel(Kernel):
     def text(self) -> str:
         body = self._body()
         plan = self.plan
-        numbers = [
-            n
-            for n in plan.attributes
-            if any(n in line.replace("(", " ").replace(")", " ").split() for line in body)
-        ]
+        words = names_in(" ".join(body))
+        numbers = [n for n in plan.attributes if n in words]
         flags = [n.upper() for n in self.optional]
         parameters = [*self.tensors, "rows", "size", *self.rows.counts, *numbers]
         constants = ["ROWS", "BLOCK", *flags]

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from opsmith.ops import attention
-from opsmith.ops.attention import CARD, reference
+from opsmith.ops.attention import CARD
 from opsmith.ops.attention.eager import visible
+
+reference = CARD.reference
 
 
 def qkv(h: int = 2, hkv: int = 2, l: int = 6, s: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,7 +40,7 @@ def test_cost_counts_exactly_the_pairs_that_are_seen(
     l: int, s: int, causal: bool, window: int | None
 ) -> None:
     q, k, v = torch.empty(2, 4, l, 8), torch.empty(2, 2, s, 8), torch.empty(2, 2, s, 5)
-    seen = visible(q, k, causal, window)
+    seen = visible(q, k, causal, window or 0)
     pairs = l * s if seen is None else int(seen.sum())
     cost = CARD.cost(q, k, v, causal=causal, window=window)
     assert cost.flops == 2 * (2 * 4) * pairs * (8 + 5)

@@ -14,8 +14,10 @@ from opsmith.call.dispatch import always_native
 from opsmith.kernels import triton
 from opsmith.operator import Tolerance
 from opsmith.ops import attention, paged_attention, reshape_and_cache
-from opsmith.ops.attention.eager import eager as attention_eager
-from opsmith.ops.paged_attention import eager, reference
+from opsmith.ops.attention import CARD as ATTENTION
+from opsmith.ops.paged_attention import CARD
+
+reference, eager = CARD.reference, CARD.eager
 
 
 def cache_of(k: torch.Tensor, v: torch.Tensor, size: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -346,7 +348,7 @@ def test_dense_attention_of_one_query_takes_the_same_kernel(
     if not heads_inside:
         k, v = k.contiguous(), v.contiguous()
     exact = attention(*(t.double() for t in (q, k, v)), **options)
-    close(attention(q, k, v, **options), attention_eager(q, k, v, **options), exact)
+    close(attention(q, k, v, **options), ATTENTION.eager(q, k, v, **options), exact)
 
 
 def test_a_cache_of_empty_blocks_holds_nothing() -> None:

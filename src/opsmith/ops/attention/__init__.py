@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.arguments import check_fit, check_mask, check_number
-from opsmith.call.dispatch import compiling, kernels, native, small_node
+from opsmith.call.dispatch import compiling, small_node
 from opsmith.call.fast import direct
 from opsmith.call.layouts import spread
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
-from opsmith.operator import GradientCost, Implementation, Kind, Operator, Pattern, Recognition, register
+from opsmith.operator import GradientCost, Implementation, Kind, Pattern, Recognition
 from opsmith.ops.attention import entries
 from opsmith.ops.attention.check import check_heads, check_limits
-from opsmith.ops.attention.eager import default_scale, eager, has_gpu, reference, sdpa, sdpa_supports
+from opsmith.ops.attention.eager import default_scale, definition, eager, has_gpu, sdpa, sdpa_supports
 from opsmith.ops.attention.samples import cost, promised, samples, workloads
 
 SIGNATURE = Signature(
@@ -28,14 +28,14 @@ SIGNATURE = Signature(
         *(
             Input("q", "... D"),
             Input("k", "... D"),
-            Input("v", "... D"),
+            Input("v", "... Dv"),
             Input("mask", "... S", optional=True),
             Input("cu_seqlens_q", "B", torch.int32, optional=True),
             Input("cu_seqlens_k", "B", torch.int32, optional=True),
         ),
         *(Number("scale", float), Number("causal", bool), Number("window", int), Number("softcap", float)),
     ),
-    (Output("y", "... D", like="q"),),
+    (Output("y", "... Dv", like="q"),),
     kept=(Kept("row_sums", Rows.TWO_EACH),),
     gradient=Gradient(
         "attention_backward",
@@ -107,21 +107,12 @@ def numbers(
     return scale, causal, window or 0, softcap or 0.0
 
 
-def _native(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The kernel, without autograd."""
-    how = numbers("attention", q, causal, scale, window, softcap)
-    return _CALL.native("opsmith", (q, k, v, mask, None, None, *how), out)  # type: ignore[no-any-return]
+# The same of what the function was given.
+HOW: dict[str, Callable[..., Any]] = {
+    "scale": lambda q, scale: default_scale(q) if scale is None else scale,
+    "window": lambda window: window or 0,
+    "softcap": lambda softcap: softcap or 0.0,
+}
 
 
 def is_last_dense(t: torch.Tensor) -> bool:
@@ -191,7 +182,7 @@ class _Attention(Attend):
             return None
         if training and small_node(q.numel() + k.numel()):
             return None
-        return None if q.is_cuda and _is_sdpas(*values) else "opsmith"
+        return None if q.is_cuda and sdpa_supports(values) is True else "opsmith"
 
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
         return super().native(backend, _whole(values), out)
@@ -206,46 +197,7 @@ def _whole(values: Sequence[Any]) -> Sequence[Any]:
     return q, k, v, None if mask is None else spread(mask, (*q.shape[:3], k.shape[2])), *rest
 
 
-def _is_sdpas(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    at: None,
-    keys_at: None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> bool:
-    """Whether PyTorch's own kernels do this."""
-    options: dict[str, Any] = {"causal": causal, "window": window or None, "softcap": softcap or None}
-    return sdpa_supports(q, k, v, mask=mask, **options) is True
-
-
-def _definition(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    at: None,
-    keys_at: None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    if (
-        q.is_cuda
-        and native(q, "attention") is True
-        and _is_sdpas(q, k, v, mask, at, keys_at, scale, causal, window, softcap)
-    ):
-        return sdpa(q, k, v, causal=causal, scale=scale)
-    options: dict[str, Any] = {"window": window or None, "softcap": softcap or None}
-    return eager(q, k, v, mask=mask, causal=causal, scale=scale, **options)
-
-
-_CALL = _Attention(SIGNATURE, attention, _definition)
+_CALL = _Attention(SIGNATURE, attention, definition, eager=eager, converted=HOW)
 
 
 _Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")
@@ -292,47 +244,36 @@ _OF_CAPPED: dict[str, Callable[..., float]] = {
     "scale": lambda twice, rate: twice * rate / 4,
 }
 
-_CPU, _TRITON = kernels(_native, lambda q, *a, **k: native(q, "attention"))
+_NATIVE, _TRITON, _EAGER = _CALL.implementations()
+_SDPA = Implementation("sdpa", _CALL.form(sdpa), "cuda", _CALL.form(sdpa_supports), has_gpu)
 
-CARD = register(
-    Operator(
-        name="attention",
-        kind=Kind.ATTENTION,
-        function=attention,
-        reference=reference,
-        cost=cost,
-        samples=samples,
-        workloads=workloads,
-        domain=promised,
-        # On a GPU PyTorch's own kernels, written for each generation of them, come first where they do the same.
-        implementations=[
-            _CPU,
-            Implementation("sdpa", sdpa, "cuda", sdpa_supports, has_gpu),
-            _TRITON,
-            Implementation("eager", eager),
-        ],
-        patterns=(
-            _written("", lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale)),
-            _written("additive mask", _masked),
-            _written("boolean mask", _masked),
-            # As many keys as queries: PyTorch aligns other shapes to the start, opsmith to the end.
-            replace(
-                _written(
-                    "causal",
-                    lambda q, k, v, scale: F.scaled_dot_product_attention(
-                        q, k, v, is_causal=True, scale=scale
-                    ),
-                ),
-                inputs={"q": _Q, "k": _Q, "v": _Q, "scale": 0.3},
-                fixed={"causal": True},
+CARD = _CALL.card(
+    kind=Kind.ATTENTION,
+    cost=cost,
+    samples=samples,
+    workloads=workloads,
+    domain=promised,
+    # On a GPU PyTorch's own kernels, written for each generation of them, come first where they do the same.
+    implementations=[_NATIVE, _SDPA, _TRITON, _EAGER],
+    patterns=(
+        _written("", lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale)),
+        _written("additive mask", _masked),
+        _written("boolean mask", _masked),
+        # As many keys as queries: PyTorch aligns other shapes to the start, opsmith to the end.
+        replace(
+            _written(
+                "causal",
+                lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale),
             ),
-            _written("soft cap", lambda q, k, v, twice, rate: _capped(q, k, v, None, twice, rate)),
-            _written("soft cap, additive mask", _capped),
-            _written("soft cap, boolean mask", _capped),
+            inputs={"q": _Q, "k": _Q, "v": _Q, "scale": 0.3},
+            fixed={"causal": True},
         ),
-        entries=dict.fromkeys(("attention", "attention_backward"), entries.attention_entry),
-        gradient=GradientCost(flops=2.5, bytes=2.0),  # the scores once more
-        schemas=declare(SIGNATURE, "attention", "attention_backward"),
-        source="Vaswani et al., 2017; Dao et al., 2022",
-    )
+        _written("soft cap", lambda q, k, v, twice, rate: _capped(q, k, v, None, twice, rate)),
+        _written("soft cap, additive mask", _capped),
+        _written("soft cap, boolean mask", _capped),
+    ),
+    entries=dict.fromkeys(("attention", "attention_backward"), entries.attention_entry),
+    gradient=GradientCost(flops=2.5, bytes=2.0),  # the scores once more
+    schemas=declare(SIGNATURE, "attention", "attention_backward"),
+    source="Vaswani et al., 2017; Dao et al., 2022",
 )

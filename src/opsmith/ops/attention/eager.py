@@ -1,30 +1,37 @@
-"""Attention in plain PyTorch: the definition, and PyTorch's own fused kernels where they compute the same."""
+"""Attention in plain PyTorch: the definition, and PyTorch's own fused kernels where they compute the same.
+
+Arguments are the kernel's: no window and no soft cap are 0. Packed sequences are taken apart before (varlen.py).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+Maybe = torch.Tensor | None
 
-def reference(
+
+def definition(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    mask: Maybe,
+    at: Maybe,
+    keys_at: Maybe,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """The definition, in plain PyTorch."""
     groups = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    s = (q @ k.mT) * (default_scale(q) if scale is None else scale)  # [B, H, L, S]
-    if softcap is not None:
+    s = (q @ k.mT) * scale  # [B, H, L, S]
+    if softcap:
         s = softcap * torch.tanh(s / softcap)
     if mask is not None:
         s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
@@ -37,15 +44,15 @@ def reference(
     return p.to(v.dtype) @ v
 
 
-def visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor | None:
+def visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int) -> Maybe:
     """[L, S], True where causal rule and window let a query see a key; None when neither is asked for."""
     rows, columns = q.shape[-2], k.shape[-2]
-    if not causal and window is None:
+    if not causal and not window:
         return None
     seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
     if causal:
         seen = seen.tril(columns - rows)
-    if window is not None:
+    if window:
         seen = seen.triu(columns - rows - window + 1)
         seen = seen if causal else seen.tril(columns - rows + window - 1)
     return seen
@@ -59,60 +66,46 @@ def eager(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    mask: Maybe,
+    at: Maybe,
+    keys_at: Maybe,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """PyTorch's fused attention where it can express the call, else the definition."""
-    if mask is None and softcap is None and window is None and not causal and q.shape[1] == k.shape[1]:
+    if softcap:
+        return definition(q, k, v, mask, at, keys_at, scale, causal, window, softcap)
+    grouped = q.shape[1] != k.shape[1]
+    causal = causal and q.shape[2] != 1  # the last query sees every key
+    if mask is None and not window and not causal and not grouped:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)  # each argument more takes time to parse
-    if softcap is not None:
-        return reference(q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
-    plain_causal = causal and window is None and mask is None and q.shape[2] == k.shape[2]
+    plain_causal = causal and not window and mask is None and q.shape[2] == k.shape[2]
     seen = None if plain_causal else visible(q, k, causal, window)
     if mask is None or seen is None:
         both = seen if mask is None else mask
     else:
         both = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
-    grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=both, is_causal=plain_causal, scale=scale, enable_gqa=grouped
     )
 
 
-def sdpa(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    **_: Any,
-) -> torch.Tensor:
+def sdpa(values: Sequence[Any]) -> torch.Tensor:
     """PyTorch's fused attention on a GPU, for the calls that `sdpa_supports`."""
+    q, k, v, _, _, _, scale, causal, *_ = values
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=causal and q.shape[2] > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
-def sdpa_supports(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> bool | str:
+def sdpa_supports(values: Sequence[Any]) -> bool | str:
     """True where PyTorch's flash, cuDNN or memory-efficient kernel computes this very call on a GPU."""
+    q, k, v, mask, _, _, _, causal, window, softcap = values
     if mask is not None:
         return "PyTorch does not promise zeros for a row that a mask hides wholly"
-    if window is not None or softcap is not None:
+    if window or softcap:
         return "PyTorch's fused kernels know neither window nor softcap"
     if causal and q.shape[2] not in (1, k.shape[2]):
         return "PyTorch aligns the causal rule to the first key, opsmith to the last"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,13 +11,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opsmith.call.arguments import check_fit, check_number
-from opsmith.call.dispatch import compiling, kernels, native
+from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
-from opsmith.operator import Cost, GradientCost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.attention import SIGNATURE, Attend, numbers
+from opsmith.operator import Cost, GradientCost, Kind, Make, Sample
+from opsmith.ops.attention import HOW, SIGNATURE, Attend, numbers
 from opsmith.ops.attention.check import INTEGERS, check_heads
-from opsmith.ops.attention.eager import eager as eager_attention
-from opsmith.ops.attention.eager import reference as attention_reference
+from opsmith.ops.attention.eager import definition, eager
 from opsmith.ops.attention.samples import promised, visible_pairs
 
 _OP = "attention_varlen"
@@ -70,41 +69,6 @@ def attention_varlen(
     return call(q, k, v, None, cu_seqlens_q, cu_seqlens_k, *how, out)  # type: ignore[no-any-return]
 
 
-def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    """The definition: attention, sequence by sequence."""
-    return _each(attention_reference, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-
-
-def _eager(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    """PyTorch's fused attention, sequence by sequence."""
-    return _each(eager_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-
-
-def _each(
-    attend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: Any, keys_at: Any, options: Any
-) -> torch.Tensor:
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
-    spans = [*zip(pairwise(at.tolist()), pairwise(keys_at.tolist()), strict=True)] or [((0, 0), (0, 0))]
-    parts = [
-        attend(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], **options) for (q0, q1), (k0, k1) in spans
-    ]
-    return torch.cat(parts, 2)[0].transpose(0, 1)
-
-
 class _Varlen(Attend):
     """Of sequences that lie packed one after the other."""
 
@@ -122,25 +86,31 @@ class _Varlen(Attend):
         check_number(_OP, "scale", scale)
 
 
-def _definition(
+def _each(
+    attend: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: None,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
+    at: torch.Tensor,
+    keys_at: torch.Tensor,
+    *how: Any,
 ) -> torch.Tensor:
+    """Attention, sequence by sequence."""
     if q.is_meta:
         return q.new_empty((*q.shape[:2], v.shape[2]))
-    options = {"causal": causal, "scale": scale, "window": window or None, "softcap": softcap or None}
-    return _eager(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
+    spans = [*zip(pairwise(at.tolist()), pairwise(keys_at.tolist()), strict=True)] or [((0, 0), (0, 0))]
+    parts = [
+        attend(q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], None, None, None, *how)
+        for (q0, q1), (k0, k1) in spans
+    ]
+    return torch.cat(parts, 2)[0].transpose(0, 1)
 
 
-_CALL = _Varlen(SIGNATURE, attention_varlen, _definition)
+_CALL = _Varlen(
+    SIGNATURE, attention_varlen, partial(_each, definition), eager=partial(_each, eager), converted=HOW
+)
 
 
 def _check_starts(name: str, starts: torch.Tensor, length: int) -> None:
@@ -158,24 +128,6 @@ def _check_starts(name: str, starts: torch.Tensor, length: int) -> None:
             f"{_OP}: {name} must not decrease, got {values[first]} before {values[first + 1]} "
             f"at position {first}"
         )
-
-
-def _native(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The kernel, without autograd."""
-    how = numbers(_OP, q, causal, scale, window, softcap)
-    return _CALL.native("opsmith", (q, k, v, None, cu_seqlens_q, cu_seqlens_k, *how), out)  # type: ignore[no-any-return]
 
 
 def _cost(
@@ -254,21 +206,12 @@ def _workloads(make: Make) -> Iterator[Sample]:
     )
 
 
-CARD = register(
-    Operator(
-        name=_OP,
-        kind=Kind.ATTENTION,
-        function=attention_varlen,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        domain=promised,
-        implementations=[
-            *kernels(_native, lambda q, *a, **k: native(q, "attention")),
-            Implementation("eager", _eager),
-        ],
-        gradient=GradientCost(flops=2.5, bytes=2.0),
-        source="Dao et al., 2022",
-    )
+CARD = _CALL.card(
+    kind=Kind.ATTENTION,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    domain=promised,
+    gradient=GradientCost(flops=2.5, bytes=2.0),
+    source="Dao et al., 2022",
 )

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.arguments import check_number
-from opsmith.call.dispatch import compiling, kernels, native
+from opsmith.call.dispatch import compiling
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
-from opsmith.operator import Implementation, Kind, Operator, register
-from opsmith.ops.attention import Attend, last_dense
+from opsmith.implementation import Supports
+from opsmith.operator import Kind
+from opsmith.ops.attention import HOW, Attend, last_dense
 from opsmith.ops.attention.check import check_limits
 from opsmith.ops.attention.eager import default_scale
 from opsmith.ops.paged_attention import entries
@@ -27,12 +28,12 @@ Maybe = torch.Tensor | None
 SIGNATURE = Signature(
     "paged_attention",
     (
-        *(Input("q", "... D"), Input("k_cache", "... D"), Input("v_cache", "... D")),
+        *(Input("q", "... D"), Input("k_cache", "... D"), Input("v_cache", "... Dv")),
         *(Input("block_tables", "B T", torch.int32), Input("seq_lens", "B", torch.int32)),
         *(Input("k_scale", "... H", torch.float32, True), Input("v_scale", "... H", torch.float32, True)),
         *(Number("scale", float, optional=True), Number("window", int), Number("softcap", float)),
     ),
-    (Output("y", "... D"),),
+    (Output("y", "... Dv"),),
 )
 
 
@@ -88,25 +89,24 @@ def paged_attention(
     return call(q, k_cache, v_cache, block_tables, seq_lens, *how, out)  # type: ignore[no-any-return]
 
 
-def reference(
+def definition(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k_scale: Maybe,
+    v_scale: Maybe,
+    scale: float | None,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """The definition, in plain PyTorch: the blocks gathered, then attention under a mask."""
     new = q.unsqueeze(1) if q.dim() == 3 else q  # [B, L, H, D]
     seen = _visible(new, k_cache, block_tables, seq_lens, window)  # [B, L, S]
     k, v = _gathered(new, k_cache, v_cache, block_tables, k_scale, v_scale, seen)  # [B, S, H, D]
     s = torch.einsum("blhd,bshd->bhls", new, k) * (default_scale(q) if scale is None else scale)
-    if softcap is not None:
+    if softcap:
         s = softcap * torch.tanh(s / softcap)
     s = s.masked_fill(~seen[:, None], -math.inf)
     dead = ~seen.any(-1)[:, None, :, None]
@@ -121,17 +121,16 @@ def eager(
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k_scale: Maybe,
+    v_scale: Maybe,
+    scale: float | None,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """What PyTorch offers: the blocks gathered to padded keys and values, then its fused attention."""
-    if softcap is not None:
-        options: dict[str, Any] = {"scale": scale, "window": window, "k_scale": k_scale, "v_scale": v_scale}
-        return reference(q, k_cache, v_cache, block_tables, seq_lens, softcap=softcap, **options)
+    if softcap:
+        how = k_scale, v_scale, scale, window, softcap
+        return definition(q, k_cache, v_cache, block_tables, seq_lens, *how)
     new = q.unsqueeze(1) if q.dim() == 3 else q
     seen = _visible(new, k_cache, block_tables, seq_lens, window)
     k, v = _gathered(new, k_cache, v_cache, block_tables, k_scale, v_scale, seen)
@@ -142,18 +141,14 @@ def eager(
 
 
 def _visible(
-    new: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    window: int | None,
+    new: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int
 ) -> torch.Tensor:
     """[B, L, S]: whether a query sees a key of the blocks in its row of the table."""
     queries, size = new.shape[1], k_cache.shape[1]
     keys = torch.arange(block_tables.shape[1] * size, device=new.device)
     here = seq_lens.long()[:, None] - queries + torch.arange(queries, device=new.device)  # [B, L]
     seen = keys <= here[:, :, None]
-    return seen if window is None else seen & (here[:, :, None] - keys < window)
+    return seen & (here[:, :, None] - keys < window) if window else seen
 
 
 def _gathered(
@@ -194,81 +189,34 @@ class _Paged(Attend):
         if not (q.is_cuda or compiling()):
             check_blocks(q, k_cache, block_tables, seq_lens, window)
 
-    def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        q, k_cache, _, _, _, k_scale, *_ = values
-        return None if training or _supports(q, k_cache, k_scale=k_scale) is not True else "opsmith"
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        k_scale = values[5]
+        if k_scale is not None and k_scale.dtype == torch.float64:
+            return "the kernels take scales in float32"
+        return super().supported(values, *more)
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
         return last_dense(t) if t is not None and of.name in ("q", "k_cache", "v_cache") else t
 
-    def fresh(
-        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return torch.empty(shape or like.shape, dtype=like.dtype, device=like.device)
 
+_CALL = _Paged(
+    SIGNATURE,
+    paged_attention,
+    definition,
+    eager=eager,
+    converted={"window": HOW["window"], "softcap": HOW["softcap"]},
+)
 
-def _definition(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: Maybe,
-    v_scale: Maybe,
-    scale: float | None,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale}
-    options |= {"window": window or None, "softcap": softcap or None}
-    return reference(q, k_cache, v_cache, block_tables, seq_lens, **options)
-
-
-_CALL = _Paged(SIGNATURE, paged_attention, _definition)
-
-
-def _supports(q: torch.Tensor, k_cache: torch.Tensor, *args: Any, **options: Any) -> bool | str:
-    scale = options.get("k_scale")
-    if scale is not None and scale.dtype == torch.float64:
-        return "the kernels take scales in float32"
-    return native(q, _OP)
-
-
-def _native(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The kernel."""
-    values = q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, scale, window or 0, softcap or 0.0
-    return _CALL.native("opsmith", values, out)  # type: ignore[no-any-return]
-
-
-CARD = register(
-    Operator(
-        name=_OP,
-        kind=Kind.ATTENTION,
-        function=paged_attention,
-        reference=reference,
-        cost=cost,
-        samples=samples,
-        workloads=workloads,
-        domain=promised,
-        implementations=[*kernels(_native, _supports), Implementation("eager", eager)],
-        # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
-        patterns=(),
-        entries={"paged_attention": entries.paged_entry},
-        schemas=declare(SIGNATURE),
-        differentiable=False,
-        source="Kwon et al., 2023; Dao et al., 2023",
-    )
+CARD = _CALL.card(
+    kind=Kind.ATTENTION,
+    cost=cost,
+    samples=samples,
+    workloads=workloads,
+    domain=promised,
+    # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
+    patterns=(),
+    entries={"paged_attention": entries.paged_entry},
+    schemas=declare(SIGNATURE),
+    differentiable=False,
+    source="Kwon et al., 2023; Dao et al., 2023",
 )

@@ -17,10 +17,10 @@ from opsmith.call.layouts import spread
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, Pattern, Recognition
-from opsmith.ops.attention import entries
-from opsmith.ops.attention.check import check_heads, check_limits
 from opsmith.ops.attention.eager import default_scale, definition, eager, has_gpu, sdpa, sdpa_supports
-from opsmith.ops.attention.samples import cost, promised, samples, workloads
+from opsmith.ops.attention.samples import cost, entry_cost, promised, samples, workloads
+
+INTEGERS = (torch.int32, torch.int64)  # that offsets, lengths and tables may be
 
 SIGNATURE = Signature(
     "attention",
@@ -91,6 +91,23 @@ def attention(
     how = numbers("attention", q, causal, scale, window, softcap)
     call = _CALL.traced if compiling() else _CALL.fast.call
     return call(q, k, v, mask, None, None, *how, out)  # type: ignore[no-any-return]
+
+
+def check_heads(op: str, heads: int, kv_heads: int, of: str = "k and v") -> None:
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"{op}: q's {heads} heads must be a multiple of the {kv_heads} heads of {of}")
+
+
+def check_limits(op: str, window: Any, softcap: Any) -> None:
+    """Refuse a window or a cap of scores that is none."""
+    if window is not None:
+        check_number(op, "window", window, whole=True)
+    if softcap is not None:
+        check_number(op, "softcap", softcap)
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window must be at least 1, got {window}; pass None for no window")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap must be positive, got {softcap}; pass None for no cap")
 
 
 def numbers(
@@ -272,7 +289,7 @@ CARD = _CALL.card(
         _written("soft cap, additive mask", _capped),
         _written("soft cap, boolean mask", _capped),
     ),
-    entries=dict.fromkeys(("attention", "attention_backward"), entries.attention_entry),
+    entries=dict.fromkeys(("attention", "attention_backward"), entry_cost),
     gradient=GradientCost(flops=2.5, bytes=2.0),  # the scores once more
     schemas=declare(SIGNATURE, "attention", "attention_backward"),
     source="Vaswani et al., 2017; Dao et al., 2022",

@@ -50,6 +50,24 @@ def cost(
     return Cost(2.0 * pairs * (dim + v.shape[3]), nbytes(q, k, v, mask) + result)
 
 
+def entry_cost(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None, **rest: Any
+) -> Cost:
+    """Of a call of the dispatcher's entry, as a profile has it; the gradients have the scores once more.
+
+    Of several packed sequences the lengths are values, which a call's shapes do not tell.
+    """
+    heads, length, keys = q.shape[:-2].numel(), q.shape[-2], k.shape[-2]
+    if cu_seqlens_q is not None:
+        if cu_seqlens_q.shape[0] != 2:
+            raise NotImplementedError
+        heads, length, keys = q.shape[1], q.shape[0], k.shape[0]
+    seen = visible_pairs(length, keys, bool(rest["causal"]), rest["window"] or None)
+    tensors = [t for t in (cu_seqlens_q, *rest.values()) if isinstance(t, torch.Tensor)]
+    flops = 2.0 * heads * seen * (q.shape[-1] + v.shape[-1])
+    return Cost(2.5 * flops if "dout" in rest else flops, nbytes(q, k, v, *tensors))
+
+
 def promised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> bool:
     """What a mask hides is not looked at, while in the reference its NaN or infinity shows through the mask."""
     hides = options.get("causal") or any(options.get(name) is not None for name in ("mask", "window"))

@@ -14,8 +14,7 @@ from opsmith.call.arguments import check_fit, check_number
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, GradientCost, Kind, Make, Sample
-from opsmith.ops.attention import HOW, SIGNATURE, Attend, numbers
-from opsmith.ops.attention.check import INTEGERS, check_heads
+from opsmith.ops.attention import HOW, INTEGERS, SIGNATURE, Attend, check_heads, numbers
 from opsmith.ops.attention.eager import definition, eager
 from opsmith.ops.attention.samples import promised, visible_pairs
 

@@ -19,7 +19,7 @@ from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample,
 from opsmith.ops.mla.cache import MLACache, check_cache_type, has_values, shapes
 from opsmith.ops.mla.call import Maybe, check_inference, in_float32, rows_of
 from opsmith.ops.mla.names import either_name
-from opsmith.ops.paged_attention.entries import rows_of_tables
+from opsmith.ops.paged_attention.samples import rows_of_tables
 from opsmith.ops.rms_norm.quant import wide
 
 

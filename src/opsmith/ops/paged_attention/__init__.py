@@ -15,12 +15,10 @@ from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.implementation import Supports
 from opsmith.operator import Kind
-from opsmith.ops.attention import HOW, Attend, last_dense
-from opsmith.ops.attention.check import check_limits
+from opsmith.ops.attention import HOW, Attend, check_limits, last_dense
 from opsmith.ops.attention.eager import default_scale
-from opsmith.ops.paged_attention import entries
 from opsmith.ops.paged_attention.check import check, check_blocks
-from opsmith.ops.paged_attention.samples import cost, promised, samples, workloads
+from opsmith.ops.paged_attention.samples import cost, entry_cost, promised, samples, workloads
 
 _OP = "paged_attention"
 Maybe = torch.Tensor | None
@@ -215,7 +213,7 @@ CARD = _CALL.card(
     domain=promised,
     # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
     patterns=(),
-    entries={"paged_attention": entries.paged_entry},
+    entries={"paged_attention": entry_cost},
     schemas=declare(SIGNATURE),
     differentiable=False,
     source="Kwon et al., 2023; Dao et al., 2023",

@@ -11,12 +11,11 @@ import torch
 from opsmith.call.arguments import check_fit
 from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.fast import direct
+from opsmith.call.layouts import nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.attention import last_dense
-from opsmith.ops.attention.check import INTEGERS
+from opsmith.ops.attention import INTEGERS, last_dense
 from opsmith.ops.mla.cache import has_values
-from opsmith.ops.paged_attention import entries
 from opsmith.ops.paged_attention.check import caches
 
 _OP = "reshape_and_cache"
@@ -204,6 +203,15 @@ def _cost(
     return Cost(3.0 * k.shape[0] * heads * row if int8 else 0.0, read + slots * held)
 
 
+def _entry_cost(
+    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor, **rest: Any
+) -> Cost:
+    """Of a call of the dispatcher's entry: rows read and written; of the caches only the slots of these tokens."""
+    elements, held = k.numel() + v.numel(), k_cache.element_size()
+    scales = 0 if rest["k_scale"] is None else 8 * k.numel() // max(k.shape[-1], 1)
+    return Cost(3.0 * elements if scales else 0.0, nbytes(k, v, slot_mapping) + elements * held + scales)
+
+
 def _slots(make: Make, tokens: int, end: int, skip: bool = True) -> torch.Tensor:
     """Different slots in no order; some tokens have none."""
     slots = make.ids(end, high=1 << 30).argsort()[:tokens]
@@ -257,7 +265,7 @@ CARD = register(
             Implementation("eager", partial(cache_form, by=_reference)),
         ],
         patterns=(),
-        entries={"reshape_and_cache": entries.cache_entry},
+        entries={"reshape_and_cache": _entry_cost},
         schemas=(
             "reshape_and_cache(Tensor k, Tensor v, Tensor slot_mapping, *, Tensor(a!) k_cache, Tensor(b!) v_cache, "
             "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",

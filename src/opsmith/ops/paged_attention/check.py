@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from opsmith.call.arguments import check_fit, short
-from opsmith.ops.attention.check import INTEGERS, check_heads
+from opsmith.ops.attention import INTEGERS, check_heads
 from opsmith.ops.mla.cache import has_values
 
 

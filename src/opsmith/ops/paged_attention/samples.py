@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.attention.samples import visible_pairs
 
@@ -39,6 +40,29 @@ def cost(
     touched = keys * kv_heads * row + (q.numel() + result) * q.element_size()
     tables = block_tables.numel() * block_tables.element_size() + seq_lens.numel() * seq_lens.element_size()
     return Cost(2.0 * heads * pairs * dims, touched + tables)
+
+
+def rows_of_tables(block_tables: torch.Tensor, block_size: int) -> int:
+    """The rows that tables stand for, where lengths are not known: every block but the last is full, that has one."""
+    sequences, columns = block_tables.shape
+    return sequences * (max(columns - 1, 0) * block_size + min(columns, 1))
+
+
+def entry_cost(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, **rest: Any
+) -> Cost:
+    """Of a call of the dispatcher's entry, as a profile has it.
+
+    Keys and values as long as the tables say, once, for all heads that share them.
+    """
+    queries = q.shape[1] if q.dim() == 4 else 1
+    heads, kv_heads, dims = q.shape[-2], k_cache.shape[2], k_cache.shape[3] + v_cache.shape[3]
+    rows, window = rows_of_tables(block_tables, k_cache.shape[1]), rest["window"] or 0
+    if window > 0:
+        rows = min(rows, block_tables.shape[0] * (window + queries - 1))
+    row = dims * k_cache.element_size() + (0 if rest["k_scale"] is None else 8)
+    moved = rows * kv_heads * row + nbytes(q, block_tables, rest["seq_lens"], rest["y"])
+    return Cost(2.0 * heads * queries * rows * dims, moved)
 
 
 def promised(

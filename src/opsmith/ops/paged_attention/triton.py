@@ -10,17 +10,11 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton import INTERPRETED
-from opsmith.kernels.triton.common import check, dot, flag, inner, launch, narrow, processors, rounded
+from opsmith.kernels.triton.common import check, dot, flag, integers_like, launch, narrow, processors, rounded
 from opsmith.ops.attention.triton.scores import LOG2E, against, saturate
 from opsmith.ops.rope.triton.int8 import integers, sizes
 
 _LEAST = tl.constexpr(1e-30)
-
-
-@inner
-def _in_dtype_of(x, like):
-    """Integers of a cache as numbers of the dtype that they meet, which holds them exactly."""
-    return narrow(x.to(tl.float32), like)
 
 
 @triton.jit
@@ -102,8 +96,8 @@ def _pieces(
         keys = tl.load(rows_k[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0)
         values = tl.load(rows_v[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0)
         if k_scale is not None:
-            keys = _in_dtype_of(keys, x)
-            values = _in_dtype_of(values, x)
+            keys = integers_like(keys, x)
+            values = integers_like(values, x)
         s = against(x, keys) * scale
         if k_scale is not None:
             s *= tl.load(k_scale + block * ks_b + slot * ks_s + h * ks_h, mask=there, other=0.0)[None, :]

@@ -17,7 +17,7 @@ struct Heads {
   Heads(const char* op, const Tensor& t, Layout layout, DType dtype) {
     static constexpr int64_t from[3][4] = {{0, 1, 2, 3}, {-1, 1, 0, 2}, {0, -1, 1, 2}};
     const int64_t dims = layout == Layout::dense ? 4 : 3;
-    STD_TORCH_CHECK(t.dim() == dims && dtype_of(t) == dtype, op, ": q, k, v and the output must have ", dims,
+    STD_TORCH_CHECK(t.dim() == dims && dtype_of(t) == dtype, op, ": tensors must have ", dims,
                     " dimensions and one dtype");
     for (int64_t d = 0; d < 4; ++d) {
       const int64_t at = from[int(layout)][d];

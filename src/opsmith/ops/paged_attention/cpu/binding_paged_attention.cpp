@@ -10,32 +10,22 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-void check_dense(const char* op, const char* name, const Tensor& t) {
-  const int64_t last = t.dim() - 1;
-  STD_TORCH_CHECK(t.size(last) < 2 || t.stride(last) == 1 || t.numel() == 0, op, ": the last dimension of ",
-                  name, " must be contiguous");
-}
-
-// The caches, for tensors in `dtype` with these heads and sizes.
+// The caches, [blocks, block size, Hkv, D], for tensors in `dtype`.
 void check_cache(const char* op, const Tensor& keys, const Tensor& values, const Optional& key_scale,
                  const Optional& value_scale, DType dtype) {
-  STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.scalar_type() == values.scalar_type(), op,
-                  ": k_cache and v_cache must be [blocks, block size, Hkv, D], in one dtype");
-  const bool quantized = dtype_of(keys) == DType::i8;
-  STD_TORCH_CHECK(is_float(dtype) && (quantized || dtype_of(keys) == dtype), op,
+  const DType held = dtype_of(keys);
+  const bool quantized = held == DType::i8;
+  STD_TORCH_CHECK(is_float(dtype) && (quantized || held == dtype), op,
                   ": caches are int8, or floating-point as what they are used with");
+  const Heads k(op, keys, Layout::dense, held), v(op, values, Layout::dense, held);
+  STD_TORCH_CHECK(k.like(v, 3), op, ": k_cache and v_cache do not fit each other");
   STD_TORCH_CHECK(bool(key_scale) == quantized && bool(value_scale) == quantized, op,
                   ": k_scale and v_scale belong to int8 caches");
-  for (int64_t d = 0; d < 3; ++d) {
-    STD_TORCH_CHECK(keys.size(d) == values.size(d), op, ": k_cache and v_cache do not fit each other");
-    for (const Optional* scale : {&key_scale, &value_scale}) {
-      STD_TORCH_CHECK(!*scale || ((*scale)->dim() == 3 && (*scale)->size(d) == keys.size(d) &&
-                                  dtype_of(**scale) == DType::f32),
-                      op, ": k_scale and v_scale must be float32 [blocks, block size, Hkv]");
-    }
+  for (const Optional* scale : {&key_scale, &value_scale}) {
+    STD_TORCH_CHECK(!*scale || (dtype_of(**scale) == DType::f32 && (*scale)->dim() == 3 &&
+                                std::equal(k.sizes, k.sizes + 3, (*scale)->first_size)),
+                    op, ": k_scale and v_scale must be float32 [blocks, block size, Hkv]");
   }
-  check_dense(op, "k_cache", keys);
-  check_dense(op, "v_cache", values);
 }
 
 void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& table,
@@ -76,14 +66,12 @@ void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& value
 void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots, const Tensor& keys,
                           const Tensor& values, const Optional& key_scale, const Optional& value_scale) {
   const char* const op = "reshape_and_cache";
-  STD_TORCH_CHECK(k.dim() == 3 && v.dim() == 3 && k.scalar_type() == v.scalar_type(), op,
-                  ": k and v must be [T, Hkv, D], in one dtype");
-  check_cache(op, keys, values, key_scale, value_scale, dtype_of(k));
-  check_dense(op, "k", k);
-  check_dense(op, "v", v);
+  const DType dtype = dtype_of(k);
+  check_cache(op, keys, values, key_scale, value_scale, dtype);
+  const Heads given_k(op, k, Layout::one_token, dtype), given_v(op, v, Layout::one_token, dtype);
   const int64_t tokens = k.size(0), slots_there = keys.size(0) * keys.size(1);
-  STD_TORCH_CHECK(v.size(0) == tokens && k.size(1) == keys.size(2) && v.size(1) == keys.size(2) &&
-                      k.size(2) == keys.size(3) && v.size(2) == values.size(3),
+  STD_TORCH_CHECK(given_k.like(given_v, 3) && k.size(1) == keys.size(2) && k.size(2) == keys.size(3) &&
+                      v.size(2) == values.size(3),
                   op, ": k and v do not fit the caches");
   STD_TORCH_CHECK(slots.dim() == 1 && slots.size(0) == tokens && is_id(dtype_of(slots)), op,
                   ": slot_mapping must be int32 or int64 [", tokens, "]");

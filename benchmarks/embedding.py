@@ -20,7 +20,7 @@ from opsmith import measure
 from opsmith.measure.machine import describe
 from opsmith.operator import registry
 from opsmith.ops import QuantizedEmbedding, embedding
-from opsmith.ops.embedding.quantized import reference
+from opsmith.ops.embedding.quantized import CARD
 
 TABLES = ((32_000, 1024), (128_000, 1024), (1_000_000, 256))  # rows and their width: 1.5 GB in all at a time
 TRAINED = 32_000  # the table that is also trained
@@ -153,7 +153,7 @@ def one_token(table: torch.Tensor, quantized: QuantizedEmbedding, seconds: float
     found = measure.compare(
         {
             "PyTorch float32": in_turn(lambda ids: F.embedding(ids, table), cold),
-            "PyTorch int8": in_turn(lambda ids: reference(ids, quantized.table, quantized.scale), cold),
+            "PyTorch int8": in_turn(lambda ids: CARD.reference(ids, quantized.table, quantized.scale), cold),
             "opsmith float32": in_turn(lambda ids: embedding(ids, table), cold),
             "int8": in_turn(quantized, cold),
             "int8, the same row each time": in_turn(quantized, cold[:1]),

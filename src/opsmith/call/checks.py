@@ -78,7 +78,9 @@ def check_outputs(
         read: what is read, by name.
         what: an `out` has to be, where not that many tensors.
     """
-    many = {1: "a tensor", 2: "a pair of tensors"}.get(len(results), f"a tuple of {len(results)} tensors")
+    many = {1: "a tensor", 2: "a pair of tensors", 3: "a triple of tensors"}.get(
+        len(results), f"a tuple of {len(results)} tensors"
+    )
     if not isinstance(out, tuple | torch.Tensor):
         raise TypeError(f"{op}: out must be {many}, got {type(out).__name__}")
     given = out if isinstance(out, tuple) else (out,)

@@ -9,7 +9,9 @@ from opsmith.call.dispatch import always_native
 from opsmith.kernels import libraries
 from opsmith.ops import linear_rope, rope_table
 from opsmith.ops.linear import pack_weight
-from opsmith.ops.linear.rope import CARD, reference
+from opsmith.ops.linear.rope import CARD
+
+reference = CARD.reference
 
 native = pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 
@@ -96,7 +98,7 @@ def test_one_token_at_a_position_needs_no_checks_and_equals_the_rest(
         ),
         ({"positions": torch.tensor([1, 2])}, ValueError, r"positions must have shape \(5,\) or \(2, 5\)"),
         ({"positions": torch.tensor([0, 1, 2, 3, 9])}, ValueError, r"positions must be in \[0, 5\).*got 9"),
-        ({"out": (torch.randn(2, 3, 5, 8),)}, TypeError, "out must be a triple of tensors, got tuple"),
+        ({"out": (torch.randn(2, 3, 5, 8),)}, ValueError, "out must be a triple of tensors, got 1 tensors"),
     ],
 )
 def test_errors_name_what_was_expected_and_what_came(change, error, message) -> None:

@@ -11,30 +11,11 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_float, short
-from opsmith.call.dispatch import (
-    NATIVE_DTYPES,
-    SMALL,
-    compiling,
-    kernels,
-    native,
-    recording,
-    small,
-    small_node,
-)
+from opsmith.call.dispatch import NATIVE_DTYPES, SMALL, compiling, native, recording, small, small_node
 from opsmith.call.layouts import flat, flat_out
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Output, Saved, Signature, Slope
-from opsmith.operator import (
-    Cost,
-    GradientCost,
-    Implementation,
-    Kind,
-    Make,
-    Operator,
-    Pattern,
-    Sample,
-    register,
-)
+from opsmith.operator import Cost, GradientCost, Kind, Make, Pattern, Sample, Supports
 
 _DTYPES = (*NATIVE_DTYPES, torch.float64)
 # PyTorch's gather is as fast as any up to results of 16 MiB, which are still in a cache when they are read. Ours writes
@@ -118,16 +99,15 @@ def embedding(
     return _CALL.traced(ids, table, padding_idx, sparse_grad, out)  # type: ignore[no-any-return]
 
 
-def reference(
-    ids: torch.Tensor, table: torch.Tensor, *, padding_idx: int | None = None, sparse_grad: bool = False
+def definition(
+    ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None, sparse_grad: bool
 ) -> torch.Tensor:
     """The definition, in plain PyTorch."""
-    if torch.compiler.is_compiling():
-        return F.embedding(ids, table, padding_idx, sparse=sparse_grad)
     try:
         return F.embedding(ids, table, padding_idx, sparse=sparse_grad)
     except (IndexError, RuntimeError):
-        raise_bad_id("embedding", ids, table.shape[0])
+        if not torch.compiler.is_compiling():
+            raise_bad_id("embedding", ids, table.shape[0])
         raise
 
 
@@ -170,12 +150,6 @@ def flat_ids(ids: torch.Tensor) -> torch.Tensor:
     return ids if ids.is_contiguous() else ids.reshape(-1)
 
 
-def _supports(ids: torch.Tensor, table: torch.Tensor, **options: Any) -> bool | str:
-    if table.shape[1] > 1 and table.stride(1) != 1:
-        return "the kernel gathers rows that are contiguous, this table is transposed"
-    return native(table, "embedding")
-
-
 class Gather(Call):
     """Rows of a table by id; the ids are as they lie, and of the rows only each has to be contiguous."""
 
@@ -186,6 +160,13 @@ class Gather(Call):
 
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
         return flat_out(t)
+
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        table = values[1]
+        if table.shape[1] > 1 and table.stride(1) != 1:
+            return "the kernel gathers rows that are contiguous, this table is transposed"
+        floats = next(t for t in values[1:] if t.is_floating_point())
+        return native(floats, self.signature.name, *more)
 
     def explain(self, values: Sequence[Any]) -> None:
         named = self.named(values)
@@ -207,9 +188,8 @@ class _Embedding(Gather):
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         ids, table = values[:2]
-        if _supports(ids, table) is not True:
-            return None
-        return None if (small_node if training else small)(ids.numel() * table.shape[1]) else "opsmith"
+        ours = super().backend(values, training)
+        return None if (small_node if training else small)(ids.numel() * table.shape[1]) else ours
 
     def gradients(
         self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
@@ -226,25 +206,7 @@ class _Embedding(Gather):
         return dtable
 
 
-def _definition(
-    ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None, sparse_grad: bool
-) -> torch.Tensor:
-    return reference(ids, table, padding_idx=padding_idx, sparse_grad=sparse_grad)
-
-
-_CALL = _Embedding(SIGNATURE, embedding, _definition)
-
-
-def _native(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    padding_idx: int | None = None,
-    sparse_grad: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The kernel, without autograd."""
-    return _CALL.native("opsmith", (ids, table, padding_idx, sparse_grad), out)  # type: ignore[no-any-return]
+_CALL = _Embedding(SIGNATURE, embedding, definition)
 
 
 def _for_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, bool]:
@@ -285,26 +247,20 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1 of 30522x384", (make.ids(1, 1, high=30522), make(30522, 384)))
 
 
-CARD = register(
-    Operator(
-        name="embedding",
-        kind=Kind.EMBEDDING,
-        function=embedding,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
-        patterns=(
-            Pattern(
-                "embedding(ids, table)",
-                lambda ids, table: F.embedding(ids, table),
-                {"ids": ("B", "L"), "table": ("V", "N")},
-                dtypes={"ids": "ids"},
-            ),
+CARD = _CALL.card(
+    kind=Kind.EMBEDDING,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    patterns=(
+        Pattern(
+            "embedding(ids, table)",
+            lambda ids, table: F.embedding(ids, table),
+            {"ids": ("B", "L"), "table": ("V", "N")},
+            dtypes={"ids": "ids"},
         ),
-        gradient=GradientCost(bytes=1.0),  # the table's
-        schemas=declare(SIGNATURE),
-        source="Mikolov et al., 2013",
-    )
+    ),
+    gradient=GradientCost(bytes=1.0),  # the table's
+    schemas=declare(SIGNATURE),
+    source="Mikolov et al., 2013",
 )

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from opsmith.call.arguments import check_device, short
-from opsmith.call.dispatch import compiling, kernels, native
+from opsmith.call.dispatch import compiling
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Kind, Make, Sample, Supports
 from opsmith.ops.embedding import Gather, check_ids, raise_bad_id
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,29 +80,25 @@ def quantized_embedding(
     )
 
 
-def reference(
+def definition(
     ids: torch.Tensor,
     table: torch.Tensor,
     scale: torch.Tensor,
-    *,
-    dtype: torch.dtype = torch.float32,
-    prefetch: int = 0,
-    next_ids: torch.Tensor | None = None,
+    prefetch: int,
+    next_ids: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    dtype: torch.dtype,
+    *counted: torch.Tensor | None,
 ) -> torch.Tensor:
     """The definition, in plain PyTorch. In float64 it rounds nothing, whatever dtype is asked for."""
-    if torch.compiler.is_compiling():
-        y = _gather(ids, table, scale)
-    else:
-        try:
-            y = _gather(ids, table, scale)
-        except IndexError:
+    try:
+        y = torch.embedding(table, ids).to(scale.dtype) * torch.embedding(scale.unsqueeze(-1), ids)
+    except IndexError:
+        if not torch.compiler.is_compiling():
             raise_bad_id(_OP, ids, table.shape[0])
-            raise
+        raise
     return y if scale.dtype == torch.float64 else y.to(dtype)
-
-
-def _gather(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.embedding(table, ids).to(scale.dtype) * torch.embedding(scale.unsqueeze(-1), ids)
 
 
 class _Quantized(Gather):
@@ -136,10 +132,11 @@ class _Quantized(Gather):
         if next_ids is not None:
             check_ids(_OP, next_ids, table, "next_ids")
 
-    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
         known = self.named(values)
-        ours = _supports(known["ids"], known["table"], known["scale"], dtype=known["dtype"])
-        return "opsmith" if ours is True else None
+        if known["scale"].dtype != torch.float32 or known["dtype"] not in DTYPES:
+            return "the kernels dequantize in float32, to float32, bfloat16 or float16"
+        return super().supported(values, *more)
 
     def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
         known = self.named(values)
@@ -147,46 +144,7 @@ class _Quantized(Gather):
         return torch.int32, torch.int64, known["dtype"] if wide == torch.float32 else wide
 
 
-def _definition(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    scale: torch.Tensor,
-    prefetch: int,
-    next_ids: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    dtype: torch.dtype,
-    counts: torch.Tensor | None,
-    stats: torch.Tensor | None,
-) -> torch.Tensor:
-    return reference(ids, table, scale, dtype=dtype)
-
-
-_CALL = _Quantized(SIGNATURE, quantized_embedding, _definition)
-
-
-def _supports(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> bool | str:
-    dtype = options.get("dtype", torch.float32)
-    if scale.dtype != torch.float32 or dtype not in DTYPES:
-        return "the kernels dequantize in float32, to float32, bfloat16 or float16"
-    if table.shape[1] > 1 and table.stride(1) != 1:
-        return "the kernel gathers rows that are contiguous, this table is transposed"
-    return native(scale, _OP)
-
-
-def _native(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    dtype: torch.dtype = torch.float32,
-    prefetch: int = 0,
-    next_ids: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The kernel."""
-    values = ids, table, scale, prefetch, next_ids, None, None, dtype, None, None
-    return _CALL.native("opsmith", values, out)  # type: ignore[no-any-return]
+_CALL = _Quantized(SIGNATURE, quantized_embedding, definition, converted=dict.fromkeys(("counts", "stats")))
 
 
 def gather_cached(
@@ -207,9 +165,10 @@ def gather_cached(
 def prefetch_rows(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> None:
     """Have the CPU fetch rows, where a kernel of ours can ask it to."""
     check_ids("prefetch_rows", ids, table)
-    if _supports(ids, table, scale) is True:
-        none = torch.empty(0, dtype=torch.int64, device=ids.device)
-        _native(none, table, scale, next_ids=ids, out=scale.new_empty(0, table.shape[1]))
+    none = torch.empty(0, dtype=torch.int64, device=ids.device)
+    values = none, table, scale, 0, ids, None, None, torch.float32, None, None
+    if _CALL.supported(values) is True:
+        _CALL.native("opsmith", values)
 
 
 def _cost(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> Cost:
@@ -254,20 +213,12 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1 of 64000x512", (make.ids(1, 1, high=64000), *_table(make, 64000, 512)), to)
 
 
-CARD = register(
-    Operator(
-        name=_OP,
-        kind=Kind.EMBEDDING,
-        function=quantized_embedding,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
-        # No model writes this as plain PyTorch, so there is nothing to recognize: QuantizedEmbedding is put in.
-        patterns=(),
-        schemas=declare(SIGNATURE, "embedding"),
-        differentiable=False,
-        source="Guan et al., 2019",
-    )
+CARD = _CALL.card(
+    kind=Kind.EMBEDDING,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    # No model writes this as plain PyTorch, so there is nothing to recognize: QuantizedEmbedding is put in.
+    schemas=declare(SIGNATURE, "embedding"),
+    source="Guan et al., 2019",
 )

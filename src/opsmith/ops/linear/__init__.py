@@ -17,7 +17,7 @@ from opsmith.call.layouts import as_rows, in_huge_pages, nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.kernels import libraries
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Pattern, Sample, register
+from opsmith.operator import Cost, Implementation, Kind, Make, Pattern, Sample, Supports
 from opsmith.ops.linear import entries
 from opsmith.ops.linear.onednn import onednn, prepack, supports_onednn
 from opsmith.ops.linear.training import ROWS, with_gradients
@@ -94,29 +94,19 @@ def linear(
     return call(x, weight, bias, residual, code, out)  # type: ignore[no-any-return]
 
 
-def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The definition, in plain PyTorch."""
-    y = F.linear(x, weight, bias)
-    if activation is not None:
-        y = ACTIVATIONS[activation](y)
-    return y if residual is None else y + residual
-
-
-def _definition(
+def definition(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     activation: int,
 ) -> torch.Tensor:
-    return reference(x, weight, bias, activation=_NAMES[activation], residual=residual)
+    """The definition, in plain PyTorch."""
+    y = F.linear(x, weight, bias)
+    name = _NAMES[activation]
+    if name is not None:
+        y = ACTIVATIONS[name](y)
+    return y if residual is None else y + residual
 
 
 def check_layer(op: str, x: Any, weight: Any, bias: Any, *, name: str = "x", rows: str = "N") -> None:
@@ -140,14 +130,12 @@ def check_weights(op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, n: 
         check_dtype(op, bias, x, "bias", name)
 
 
-_CONVERTED = {"activation": lambda activation: _CODES[activation]}
-
-
 class _Linear(Call):
     """Which kernel multiplies depends on the rows, the dtype, the activation, and whether gradients are wanted."""
 
     def __init__(self) -> None:
-        super().__init__(FEW_ROWS, linear, _definition, converted=_CONVERTED, most_rows=ROWS)
+        converted = {"activation": lambda activation: _CODES[activation]}
+        super().__init__(FEW_ROWS, linear, definition, converted=converted, most_rows=ROWS)
         self.node = direct.Ready(FEW_ROWS, super().traced)
 
     def traced(self, *given: Any) -> Any:
@@ -189,35 +177,70 @@ class _Linear(Call):
             more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
             ours = supports_onednn(x, weight) is True and native(x, "linear_gradient", *more) is True
             return "training" if ours else None
-        if supports_rows(x, weight) is True:
+        if self.takes("rows", values) is True:
             return "rows"
-        if not exact and supports_onednn(x, weight) is True:  # float32's sums err too far
+        if not exact and self.takes("onednn", values) is True:  # float32's sums err too far
             return "onednn"
         repaid = x.numel() >= _MANY * x.shape[-1] and products > dispatch.limit << _MUCH
-        if exact and repaid and native(x, "linear_packed") is True:
+        if exact and repaid and self.takes("native", values) is True:
             return "native"
-        return "split" if _NAMES[code] in _GELUS and native(x, "gelu") is True else None
+        return "split" if self.takes("split", values) is True else None
+
+    def takes(self, backend: str, values: Sequence[Any]) -> Supports:
+        """True where it computes this call, else the reason why not."""
+        x, weight, *_, code = values
+        if backend == "rows":
+            return supports_rows(x, weight)
+        if backend == "onednn":
+            return supports_onednn(x, weight)
+        if backend == "native":
+            return native(x, "linear_packed")
+        if _NAMES[code] not in _GELUS:
+            return f"no kernel of ours follows the matmul for activation={_NAMES[code]!r}"
+        return native(x, "gelu")
 
     def recorded(self, backend: str, values: Sequence[Any]) -> torch.Tensor:
         x, weight, bias, residual, code = values
         name = _NAMES[code]
-        if name is None:
-            return with_gradients(x, weight, bias, residual)
-        if name in _GELUS:
-            y = with_gradients(x, weight, bias, None, tanh=_GELUS[name])
-        else:
-            y = ACTIVATIONS[name](with_gradients(x, weight, bias, None))
-        return y if residual is None else y + residual
+        fused = residual if name is None else None
+        y = with_gradients(x, weight, bias, fused, code if name in _GELUS else 0)
+        if name is not None and name not in _GELUS:
+            y = ACTIVATIONS[name](y)
+        return y if residual is fused else y + residual
 
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> torch.Tensor:
+        # Aside, as each result needs all of a row of x, which `out` may be.
+        return self.store(self.product(backend, values), out)  # type: ignore[no-any-return]
+
+    def product(self, backend: str, values: Sequence[Any], out: Any = None) -> torch.Tensor:
+        """The result by one of these.
+
+        rows: our kernel for a few rows, which reads the weight once, as it is, at the rate of memory.
+        native: ours that sums K in blocks, more accurate than the libraries'; the weight plain or packed.
+        onednn: the library's, with the activation in its registers.
+        split: PyTorch's matmul, then the GELU kernel in place: for dtypes that oneDNN does not multiply here.
+        """
         x, weight, bias, residual, code = values
-        y = _KERNELS[backend](x, weight, bias, activation=_NAMES[code], residual=residual)
-        return self.store(y, out)  # type: ignore[no-any-return]
+        if backend == "rows":
+            return super().native(backend, values, out)  # type: ignore[no-any-return]
+        if backend == "native":
+            packed = weight if weight.dim() == 3 else pack_weight(weight)
+            return _PACKED.native(backend, (x, packed, bias, residual, code), out)  # type: ignore[no-any-return]
+        if backend == "onednn":
+            return onednn(x, weight, bias, residual, _NAMES[code])
+        y = F.linear(x, weight, bias)
+        rows = as_rows(y)
+        torch.ops.opsmith.gelu.default(rows, None, code == _CODES["gelu_tanh"], y=rows)
+        return y if residual is None else y.add_(residual)
+
+    def implementation(self, backend: str, *, out: bool = False, prepack: Any = None) -> Implementation:
+        """One of these, for the card."""
+        run = self.form(partial(self.product, backend), out=out)
+        takes = self.form(partial(self.takes, backend))
+        return Implementation(backend, run, "cpu", takes, takes_out=out, prepack=prepack)
 
 
-_CALL = _Linear()
-_ROWS = Call(FEW_ROWS, linear, _definition, converted=_CONVERTED)
-_PACKED = Call(PACKED, linear, _definition, converted={**_CONVERTED, "packed": lambda weight: weight})
+_CALL, _PACKED = _Linear(), Call(PACKED, linear, definition)
 
 
 def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
@@ -229,70 +252,13 @@ def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
     return packed
 
 
-def _values(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-) -> tuple[Any, ...]:
-    return x, weight, bias, residual, _CODES[activation]
-
-
-def _native(
-    x: torch.Tensor, weight: torch.Tensor, *more: Any, out: torch.Tensor | None = None, **options: Any
-) -> Any:
-    """Our kernel, which sums K in blocks and so is more accurate than the libraries; the weight plain or packed."""
-    packed = weight if weight.dim() == 3 else pack_weight(weight)
-    return _PACKED.native("opsmith", _values(x, packed, *more, **options), out)
-
-
-def _rows(*args: Any, out: torch.Tensor | None = None, **options: Any) -> Any:
-    """Our kernel for a few rows, which reads the weight once, as it is, at the rate of memory."""
-    return _ROWS.native("opsmith", _values(*args, **options), out)
-
-
-def supports_rows(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+def supports_rows(x: torch.Tensor, weight: torch.Tensor) -> Supports:
     """True where these are few rows, and a weight that our kernel reads as it is; else the reason why not."""
     if x.numel() > ROWS * x.shape[-1]:
         return f"for {ROWS} rows at most, x has {x.numel() // x.shape[-1]}"
     if weight.dtype != x.dtype or weight.stride(1) != 1:
         return "the weight must be in x's dtype, its rows contiguous"
     return native(x, "linear_rows")
-
-
-def _supports_native(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
-    return native(x, "linear_packed")
-
-
-def _supports_split(x: torch.Tensor, *args: Any, activation: str | None = None, **options: Any) -> bool | str:
-    if activation not in _GELUS:
-        return f"no kernel of ours follows the matmul for activation={activation!r}"
-    return native(x, "gelu")
-
-
-def _split(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """PyTorch's matmul, then the GELU kernel in place: for dtypes that oneDNN does not multiply here."""
-    y = F.linear(x, weight, bias)
-    rows = as_rows(y)
-    torch.ops.opsmith.gelu.default(rows, None, _GELUS[activation or ""], y=rows)
-    return y if residual is None else y.add_(residual)
-
-
-_KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    "rows": _rows,
-    "onednn": onednn,
-    "native": _native,
-    "split": _split,
-}
 
 
 def _cost(
@@ -333,52 +299,45 @@ def _workloads(make: Make) -> Iterator[Sample]:
         yield Sample(f"{rows}x{k}x{n} gelu", (x, weight, bias), {"activation": "gelu"})
 
 
-CARD = register(
-    Operator(
-        name="linear",
-        kind=Kind.MATMUL,
-        function=linear,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[
-            Implementation("onednn", onednn, "cpu", supports_onednn, prepack=prepack),
-            Implementation("native", _native, "cpu", _supports_native, takes_out=True, prepack=pack_weight),
-            Implementation("rows", _rows, "cpu", supports_rows, takes_out=True),
-            Implementation("split", _split, "cpu", _supports_split),
-            Implementation("eager", reference),
-        ],
-        patterns=(
-            Pattern(
-                "linear(x, weight, bias)",
-                lambda x, weight, bias: F.linear(x, weight, bias),
-                {"x": ("B", "K"), "weight": ("N", "K"), "bias": ("N",)},
-            ),
-            Pattern(
-                "linear(x, weight)",
-                lambda x, weight: F.linear(x, weight),
-                {"x": ("B", "K"), "weight": ("N", "K")},
-            ),
+CARD = _CALL.card(
+    kind=Kind.MATMUL,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    implementations=[
+        _CALL.implementation("onednn", prepack=prepack),
+        _CALL.implementation("native", out=True, prepack=pack_weight),
+        _CALL.implementation("rows", out=True),
+        _CALL.implementation("split"),
+        Implementation("eager", _CALL.reference),
+    ],
+    patterns=(
+        Pattern(
+            "linear(x, weight, bias)",
+            lambda x, weight, bias: F.linear(x, weight, bias),
+            {"x": ("B", "K"), "weight": ("N", "K"), "bias": ("N",)},
         ),
-        entries={
-            "linear_pack": entries.linear_pack,
-            **dict.fromkeys(("linear_packed", "linear_rows", "linear_unpacked"), entries.product),
-            "linear_gradient": entries.linear_gradient,
-            "linear_rows_backward": entries.linear_rows_backward,
-        },
-        schemas=(
-            "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
-            *declare(PACKED, "linear"),
-            *declare(FEW_ROWS, "linear"),
-            "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
-            "Tensor(a!) y, Tensor(b!)? before=None) -> ()",
-            "linear_gradient(Tensor dy, Tensor x, bool shortly=False, *, Tensor(a!) dweight, "
-            "Tensor(b!)? dbias=None) -> ()",
+        Pattern(
+            "linear(x, weight)",
+            lambda x, weight: F.linear(x, weight),
+            {"x": ("B", "K"), "weight": ("N", "K")},
         ),
-        onto=(("x", "residual"),),
-        source="oneDNN matmul with post-operations",
-    )
+    ),
+    entries={
+        "linear_pack": entries.linear_pack,
+        **dict.fromkeys(("linear_packed", "linear_rows", "linear_unpacked"), entries.product),
+        **dict.fromkeys(("linear_gradient", "linear_rows_backward"), entries.gradients),
+    },
+    schemas=(
+        "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
+        *declare(PACKED, "linear"),
+        *declare(FEW_ROWS, "linear"),
+        "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
+        "Tensor(a!) y, Tensor(b!)? before=None) -> ()",
+        "linear_gradient(Tensor dy, Tensor x, bool shortly=False, *, Tensor(a!) dweight, "
+        "Tensor(b!)? dbias=None) -> ()",
+    ),
+    source="oneDNN matmul with post-operations",
 )
 
 libraries.offer("linear", "linear_pack", "linear_unpacked", "linear_gradient")

@@ -21,23 +21,14 @@ def linear_pack(weight: torch.Tensor, packed: torch.Tensor) -> Cost:
     return Cost(0.0, nbytes(weight, packed))
 
 
-def linear_gradient(
-    dy: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor, dbias: Maybe = None, **rest: Any
-) -> Cost:
-    """A product that sums over the rows, and the sum of the rows."""
-    rows, n = dy.shape
-    return Cost(
-        2.0 * rows * dweight.numel() + (0 if dbias is None else rows * n), nbytes(dy, x, dweight, dbias)
-    )
-
-
-def linear_rows_backward(
+def gradients(
     dy: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Maybe = None,
     dx: Maybe = None,
     dweight: Maybe = None,
     dbias: Maybe = None,
+    **rest: Any,
 ) -> Cost:
     """A product for each of the two matrices, of which it reads the other, and the sum of the rows."""
     products = [other for to, other in ((dx, weight), (dweight, x)) if to is not None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from opsmith.call.arguments import short
@@ -31,7 +29,7 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
 ONEDNN_DTYPES = _onednn_dtypes()
 
 
-def supports_onednn(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> bool | str:
+def supports_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool | str:
     """True for what oneDNN multiplies here; else the reason why it does not."""
     if not x.is_cpu:
         return f"oneDNN runs on the CPU, the input is on {x.device}"
@@ -47,10 +45,9 @@ def supports_onednn(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options
 def onednn(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
 ) -> torch.Tensor:
     """oneDNN's matmul with the epilogue in its registers; the weight plain or packed."""
     bias = dense(bias)  # oneDNN takes it for contiguous, whatever its strides

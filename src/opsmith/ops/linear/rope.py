@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.arguments import check_float, check_number, check_out, earlier
+from opsmith.call.arguments import check_float, check_number
 from opsmith.call.dispatch import compiling, kernels, native, needs_grad
 from opsmith.call.fast import direct
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.kernels import libraries, triton
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Implementation, Kind, Make, Sample, Supports
 from opsmith.ops.linear import FEW_ROWS, check_weights, entries, linear, pack_weight
-from opsmith.ops.rope import CARD_QK, SIGNATURE_QK, Rotation, definition_qk, dense_rows, rope_qk
+from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, dense_rows, rope_qk
 from opsmith.ops.rope.check import check_table, name_bad_position
 from opsmith.ops.rope.table import rope_table
 
@@ -127,21 +128,20 @@ def _at_once(
     return q, k, v
 
 
-def reference(
+def definition(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    **options: Any,
+    positions: torch.Tensor | None,
+    dims: int,
+    interleaved: bool,
+    *sizes: int,
 ) -> Triple:
     """The definition, in plain PyTorch."""
-    q, k, v = _parts(F.linear(x, weight, bias), heads, kv_heads, head_dim)
-    q, k = CARD_QK.reference(q, k, cos, sin, **options)
+    q, k, v = _parts(F.linear(x, weight, bias), *sizes)
+    q, k = definition_qk(q, k, cos, sin, positions, dims, interleaved)
     plain = torch.contiguous_format
     return q.clone(memory_format=plain), k.clone(memory_format=plain), v.clone(memory_format=plain)
 
@@ -193,13 +193,11 @@ class _LinearRope(Call):
         batch, tokens = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
         check_table(self.op, x, cos, sin, positions, dims, head_dim, batch, tokens)
 
-    def check_out(self, values: Sequence[Any], out: Any) -> None:
-        if not isinstance(out, tuple) or len(out) != 3:
-            raise TypeError(f"linear_rope: out must be a triple of tensors, got {type(out).__name__}")
-        memory = {one.name: v for one, v in zip(self.signature.arguments, values, strict=False)}
-        memory = {name: v for name, v in memory.items() if isinstance(v, torch.Tensor)}
-        for i, (t, (_, shape, _)) in enumerate(zip(out, self.made(values), strict=True)):
-            check_out(self.op, t, values[0], torch.Size(shape), **memory, **earlier(out, i))
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        x, head_dim = values[0], values[-1]
+        if x.device.type != triton.DEVICE and math.lcm(head_dim, 64) > _LONGEST:
+            return f"the fused kernel has no tile for heads of {head_dim}"
+        return native(x, "linear_rope")
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         x, weight, _, cos, sin, *_ = values
@@ -259,57 +257,18 @@ class _LinearRope(Call):
         name_bad_position(values[5], values[3], self.op)
 
 
-def _definition(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    dims: int,
-    interleaved: bool,
-    *sizes: int,
-) -> Triple:
-    how: dict[str, Any] = {"positions": positions, "rotary_dim": dims, "interleaved": interleaved}
-    how |= zip(SIGNATURE.beside, sizes, strict=True)
-    return reference(x, weight, bias, cos, sin, **how)
+_CALL = _LinearRope(
+    SIGNATURE,
+    linear_rope,
+    definition,
+    converted={"dims": lambda head_dim, rotary_dim: head_dim if rotary_dim is None else rotary_dim},
+)
 
 
-_CALL = _LinearRope(SIGNATURE, linear_rope, _definition)
-
-
-def _values(
-    *tensors: torch.Tensor | None,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    interleaved: bool = False,
-    positions: torch.Tensor | None = None,
-    rotary_dim: int | None = None,
-) -> tuple[Any, ...]:
-    dims = head_dim if rotary_dim is None else rotary_dim
-    return *tensors, positions, dims, interleaved, heads, kv_heads, head_dim
-
-
-def _native(
-    x: torch.Tensor, weight: torch.Tensor, *args: Any, out: Triple | None = None, **options: Any
-) -> Triple:
+def _native(values: tuple[Any, ...], out: Triple | None = None) -> Any:
     """Our product, with the rotation and the layout as its epilogue; the weight plain or packed."""
-    packed = weight if weight.dim() == 3 else pack_weight(weight)
-    return _CALL.native("packed", _values(x, packed, *args, **options), out)  # type: ignore[no-any-return]
-
-
-def _apart(*args: Any, out: Triple | None = None, **options: Any) -> Triple:
-    """The fastest product for a weight as it is, then one pass that rotates and lays out."""
-    return _CALL.native("apart", _values(*args, **options), out)  # type: ignore[no-any-return]
-
-
-def _supports_native(
-    x: torch.Tensor, weight: torch.Tensor, *args: Any, head_dim: int, **options: Any
-) -> bool | str:
-    if x.device.type != triton.DEVICE and math.lcm(head_dim, 64) > _LONGEST:
-        return f"the fused kernel has no tile for heads of {head_dim}"
-    return native(x, "linear_rope")
+    x, weight, *rest = values
+    return _CALL.native("packed", (x, weight if weight.dim() == 3 else pack_weight(weight), *rest), out)
 
 
 def _cost(
@@ -385,25 +344,30 @@ def _workloads(make: Make) -> Iterator[Sample]:
         yield Sample(f"{tokens}x{k}x{n}", (*(t.requires_grad_() for t in inputs), *table), sizes)
 
 
-CARD = register(
-    Operator(
-        name="linear_rope",
-        kind=Kind.MATMUL,
-        function=linear_rope,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[
-            *kernels(_native, _supports_native, prepack=lambda w, rows: pack_weight(w)),
-            Implementation("apart", _apart, "any", lambda x, *a, **k: native(x, "rope_qk"), takes_out=True),
-            Implementation("eager", reference),
-        ],
-        entries={"linear_rope": entries.rope_entry},
-        schemas=SIGNATURE.schemas(),
-        outputs=3,
-        source="Su et al., 2021",
-    )
+CARD = _CALL.card(
+    kind=Kind.MATMUL,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    implementations=[
+        *kernels(
+            _CALL.form(_native, out=True),
+            _CALL.form(_CALL.supported),
+            prepack=lambda weight, rows: pack_weight(weight),
+        ),
+        Implementation(
+            "apart",  # the fastest product for a weight as it is, then one pass that rotates and lays out
+            _CALL.form(partial(_CALL.native, "apart"), out=True),
+            "any",
+            lambda x, *args, **options: native(x, "rope_qk"),
+            takes_out=True,
+        ),
+        Implementation("eager", _CALL.reference),
+    ],
+    entries={"linear_rope": entries.rope_entry},
+    schemas=SIGNATURE.schemas(),
+    outputs=3,
+    source="Su et al., 2021",
 )
 
 libraries.offer("linear_rope", "linear_rope")

@@ -15,19 +15,14 @@ from opsmith.call.layouts import as_rows, dense, fresh
 from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
 ROWS = 8  # of x, at most, for which there are kernels that take a weight as it is
-_CODES = {None: 0, False: 1, True: 2}  # the kernel's numbers of no activation, and of the two GELUs
+_TANH = 2  # the kernel's number of the GELU with tanh
 
 
 def with_gradients(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    tanh: bool | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, gelu: int
 ) -> torch.Tensor:
-    """x @ weight.T + bias + residual, or with `tanh` given the GELU of that (without a residual)."""
-    y: torch.Tensor = recorded(_Linear, x, weight, bias, residual, tanh)
+    """x @ weight.T + bias + residual, or the GELU of this number of that (without a residual), if it is not 0."""
+    y: torch.Tensor = recorded(_Linear, x, weight, bias, residual, gelu)
     return y
 
 
@@ -41,21 +36,21 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-        tanh: bool | None,
+        gelu: int,
     ) -> torch.Tensor:
         y = fresh(x, torch.Size((*x.shape[:-1], weight.shape[0])))
-        before = None if tanh is None else fresh(y)
+        before = fresh(y) if gelu else None
         soonest(torch.ops.opsmith.linear_unpacked.default)(
             as_rows(x),
             weight if 1 in weight.stride() else weight.contiguous(),
             dense(bias),
             None if residual is None else as_rows(residual),
-            _CODES[tanh],
+            gelu,
             y=as_rows(y),
             before=None if before is None else as_rows(before),
         )
         ctx.save_for_backward(x, weight, before)
-        ctx.tanh = tanh
+        ctx.tanh = gelu == _TANH
         return y
 
     @staticmethod

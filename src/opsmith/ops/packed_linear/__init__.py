@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, check_out, short
-from opsmith.call.dispatch import compiling, kernels, native, needs_grad
+from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Input, Number, Output, Signature
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Kind, Make, Sample, Supports
 from opsmith.ops.linear import PACKED, entries
 from opsmith.ops.packed_linear.weight import (
     FORMATS,
@@ -33,7 +33,7 @@ SIGNATURE = Signature(
     (
         *(Input("x", "... K"), Input("weight", "P Q", torch.uint8), Input("scale", "... N", torch.float32)),
         *(Input("zero", "G N", torch.int8, True), Input("bias", "N", optional=True)),
-        *(Number("bits", int), Number("group", int), Number("dynamic", bool)),
+        *(Number("bits", int), Number("group_size", int), Number("dynamic", bool)),
     ),
     (Output("y", "... N"),),
 )
@@ -88,41 +88,29 @@ def packed_linear(
 _NAMES = {kind: format for format, kind in FORMATS.items()}
 
 
-def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    format: str,
-    group_size: int = 0,
-) -> torch.Tensor:
-    """The definition, in plain PyTorch: dequantized and multiplied in float32 at least, rounded once."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    w = dequantize(weight, scale, zero, format=format, k=x.shape[-1], group_size=group_size, dtype=wide)
-    if format == "int8_dynamic":
-        # In float32 whatever the dtype of the rest, so that there is one answer to what x is rounded to.
-        numbers = x.float()
-        most = numbers.abs().amax(-1, keepdim=True) if x.shape[-1] else numbers.new_zeros((*x.shape[:-1], 1))
-        inverse = torch.where(most > LEAST, torch.full_like(most, 127) / most, 0)  # `127 / most` rounds twice
-        y = F.linear((numbers * inverse).round().to(wide), w) * (most / 127).to(wide)
-    else:
-        y = F.linear(x.to(wide), w)
-    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
-
-
-def _definition(
+def definition(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
     bias: torch.Tensor | None,
     bits: int,
-    group: int,
+    group_size: int,
     dynamic: bool,
 ) -> torch.Tensor:
-    return reference(x, weight, scale, zero, bias, format=_NAMES[bits, dynamic], group_size=group)
+    """The definition, in plain PyTorch: dequantized and multiplied in float32 at least, rounded once."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    k, format = x.shape[-1], _NAMES[bits, dynamic]
+    w = dequantize(weight, scale, zero, format=format, k=k, group_size=group_size, dtype=wide)
+    if dynamic:
+        # In float32 whatever the dtype of the rest, so that there is one answer to what x is rounded to.
+        numbers = x.float()
+        most = numbers.abs().amax(-1, keepdim=True) if k else numbers.new_zeros((*x.shape[:-1], 1))
+        inverse = torch.where(most > LEAST, torch.full_like(most, 127) / most, 0)  # `127 / most` rounds twice
+        y = F.linear((numbers * inverse).round().to(wide), w) * (most / 127).to(wide)
+    else:
+        y = F.linear(x.to(wide), w)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
 class _Flat(Call):
@@ -186,10 +174,11 @@ class _Packed(_Flat):
         n = weight.shape[1] if scale is None else scale.shape[-1]
         check_out(_OP, out, x, (*x.shape[:-1], n), x=x, weight=weight, scale=scale, zero=zero, bias=bias)
 
-    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
         x, weight, scale, *_, bits, _, _ = values
-        ours = not training and _supports(x, weight, scale, format="bf16" if bits == 16 else "") is True
-        return "opsmith" if ours else None
+        if torch.float64 in (weight.dtype, None if scale is None else scale.dtype):
+            return "the kernels take weights as they are packed, not in float64"
+        return native(x, "linear_packed" if bits == 16 else _OP)
 
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
         x, weight, _, _, bias, bits, *_ = values
@@ -213,7 +202,13 @@ class _Pairs(_Flat):
         return _CALL.traced(x, weight, None, None, bias, 16, 0, False, out)
 
 
-_CALL, _PAIRS = _Packed(SIGNATURE, packed_linear, _definition), _Pairs(PACKED, packed_linear, _definition)
+_CALL = _Packed(
+    SIGNATURE,
+    packed_linear,
+    definition,
+    converted={"bits": lambda format: FORMATS[format][0], "dynamic": lambda format: FORMATS[format][1]},
+)
+_PAIRS = _Pairs(PACKED, packed_linear, definition)
 
 
 def _expect(
@@ -230,30 +225,6 @@ def _expect(
         )
 
 
-def _supports(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, *args: Any, **options: Any
-) -> bool | str:
-    if weight.dtype == torch.float64 or (scale is not None and scale.dtype == torch.float64):
-        return "the kernels take weights as they are packed, not in float64"
-    return native(x, "linear_packed" if options["format"] == "bf16" else _OP)
-
-
-def _native(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    format: str,
-    group_size: int = 0,
-    out: torch.Tensor | None = None,
-) -> Any:
-    """The kernels: `linear`'s for bfloat16, and dot products of bytes for the others."""
-    bits, dynamic = FORMATS[format]
-    return _CALL.native("opsmith", (x, weight, scale, zero, bias, bits, group_size, dynamic), out)
-
-
 def _promised(x: torch.Tensor, *tensors: torch.Tensor | None, **options: Any) -> bool:
     """Finite calls: a number that is not makes its whole row of results NaN."""
     return all(bool(t.isfinite().all()) for t in (x, *tensors) if t is not None)
@@ -267,19 +238,16 @@ def _cost(
     bias: torch.Tensor | None = None,
     *,
     format: str,
-    group_size: int = 0,
+    **options: Any,
 ) -> Cost:
     k = x.shape[-1]
-    n = weight.shape[1] if scale is None else scale.shape[-1]
-    rows = x.numel() // k if k else 0
-    products = 2.0 * rows * n * k
-    moved = nbytes(x, weight, scale, zero, bias) + rows * n * x.element_size()
-    return Cost(
-        products + rows * n * (bias is not None), moved, products if format == "int8_dynamic" else 0.0
-    )
+    results = (x.numel() // k if k else 0) * (weight.shape[1] if scale is None else scale.shape[-1])
+    products = 2.0 * results * k
+    moved = nbytes(x, weight, scale, zero, bias) + results * x.element_size()
+    return Cost(products + results * (bias is not None), moved, products if format == "int8_dynamic" else 0.0)
 
 
-def _packed(weight: torch.Tensor, format: str, group: int, symmetric: bool = True) -> Packed:
+def _made(weight: torch.Tensor, format: str, group: int = 0, symmetric: bool = True) -> Packed:
     n, k = weight.shape
     to = empty(format, n, k, group, symmetric, weight.device)
     quantize(weight, format, group, to)
@@ -287,18 +255,17 @@ def _packed(weight: torch.Tensor, format: str, group: int, symmetric: bool = Tru
 
 
 def _samples(make: Make) -> Iterator[Sample]:
-    def weights(n: int, k: int, format: str, group: int = 0, symmetric: bool = True) -> tuple[Any, ...]:
-        return _packed(make(n, k, scale=k**-0.5), format, group, symmetric)
-
     for format in FORMATS:
         group = 64 if format == "int4" else 0
         options = {"format": format, "group_size": group}
+
+        def weights(n: int, k: int, format: str = format, group: int = group) -> Packed:
+            return _made(make(n, k, scale=k**-0.5), format, group)
+
         for rows, k, n in ((1, 200, 37), (3, 65, 33), (7, 130, 48), (17, 384, 100), (70, 1100, 65)):
-            yield Sample(
-                f"{format} {rows}x{k}x{n}", (make(rows, k), *weights(n, k, format, group), make(n)), options
-            )
-        yield Sample(f"{format} vector, no bias", (make(72), *weights(33, 72, format, group)), options)
-        w = weights(40, 72, format, group)
+            yield Sample(f"{format} {rows}x{k}x{n}", (make(rows, k), *weights(n, k), make(n)), options)
+        yield Sample(f"{format} vector, no bias", (make(72), *weights(33, 72)), options)
+        w = weights(40, 72)
         yield Sample(f"{format} strided", (make(72, 6).t(), *w, make(40, 2)[:, 0]), options)
         yield Sample(f"{format} two dimensions", (make(2, 3, 72), *w), options)
         yield Sample(f"{format} empty", (make(0, 72), *w), options)
@@ -307,39 +274,31 @@ def _samples(make: Make) -> Iterator[Sample]:
         x[2] = 0
         yield Sample(f"{format} outliers and a row of zeros", (x, *w), options)
     for group in GROUPS:
-        w = weights(50, 300, "int4", group, symmetric=False)
-        yield Sample(
-            f"int4 asymmetric {group}", (make(4, 300), *w, make(50)), {"format": "int4", "group_size": group}
-        )
+        options = {"format": "int4", "group_size": group}
+        w = _made(make(50, 300, scale=300**-0.5), "int4", group, symmetric=False)
+        yield Sample(f"int4 asymmetric {group}", (make(4, 300), *w, make(50)), options)
 
 
 def _workloads(make: Make) -> Iterator[Sample]:
     for format in FORMATS:
         group = 128 if format == "int4" else 0
         options = {"format": format, "group_size": group}
-        w = _packed(make(11008, 4096, scale=0.02), format, group)
+        w = _made(make(11008, 4096, scale=0.02), format, group)
         for rows in (1, 4, 16, 512):
             yield Sample(f"{format} {rows}x4096x11008", (make(rows, 4096), *w), options)
-        w = _packed(make(1536, 384, scale=0.05), format, group)
+        w = _made(make(1536, 384, scale=0.05), format, group)
         yield Sample(f"{format} 1x384x1536", (make(1, 384), *w), options)
 
 
-CARD = register(
-    Operator(
-        name=_OP,
-        kind=Kind.MATMUL,
-        function=packed_linear,
-        reference=reference,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        domain=_promised,
-        implementations=[*kernels(_native, _supports), Implementation("eager", reference)],
-        # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
-        patterns=(),
-        entries={"packed_linear": entries.product},
-        schemas=declare(SIGNATURE),
-        differentiable=False,
-        source="Jacob et al., 2018; Frantar et al., 2023",
-    )
+CARD = _CALL.card(
+    kind=Kind.MATMUL,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    domain=_promised,
+    # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
+    entries={"packed_linear": entries.product},
+    schemas=declare(SIGNATURE),
+    differentiable=False,
+    source="Jacob et al., 2018; Frantar et al., 2023",
 )

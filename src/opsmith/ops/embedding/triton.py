@@ -1,5 +1,8 @@
-"""Embedding: a program a row of the output. Backward sorts the ids, so that a row's gradients stand together and are
-added in one order, whatever the device does: chunks of the sorted list first, then the runs that cross chunks."""
+"""Embeddings: a program a row of the output, dequantized in registers on the way where the table is int8.
+
+Backward sorts the ids, so that a row's gradients stand together and are added in one order, whatever the device does:
+chunks of the sorted list first, then the runs that cross chunks.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,52 @@ _CHUNK = 32  # sorted positions that one program adds up
 
 
 @triton.jit
-def _gather(ids, table, y, bad, rows, n, step, ts, ys, BLOCK: tl.constexpr):
+def _gather(
+    ids,
+    table,
+    scale,
+    slots,
+    cached,
+    counts,
+    stats,
+    y,
+    bad,
+    rows,
+    cached_rows,
+    n,
+    step,
+    ts,
+    ss,
+    cs,
+    ys,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + token * step).to(tl.int64)
     inside = (row >= 0) & (row < rows)
     report(bad, token, inside)
+    cached_at = row
+    found = inside & False
+    if slots is not None:
+        cached_at = tl.load(slots + row, mask=inside, other=-1).to(tl.int64)
+        found = (cached_at >= 0) & (cached_at < cached_rows)
+    if counts is not None:  # noqa: SIM102  one is decided by the compiler, the other by each program
+        if inside & (part == 0):
+            tl.atomic_add(counts + row, 1)
+            tl.atomic_add(stats, found.to(tl.int64))
+            tl.atomic_add(stats + 1, 1)
     # A row that does not exist is never read: its place is filled with NaN.
-    v = tl.load(table + row * ts + at, mask=at < tl.where(inside, n, 0), other=float("nan"))
+    if scale is None:
+        v = tl.load(table + row * ts + at, mask=at < tl.where(inside, n, 0), other=float("nan"))
+    else:
+        factor = tl.load(scale + row * ss, mask=inside, other=float("nan"))
+        v = tl.load(table + row * ts + at, mask=at < tl.where(inside & (found == 0), n, 0), other=0)
+        v = (v.to(tl.float32) * factor).to(y.dtype.element_ty)
+    if slots is not None:
+        kept = tl.load(cached + cached_at * cs + at, mask=at < tl.where(found, n, 0), other=0.0)
+        v = tl.where(found, kept, v)
     tl.store(y + token * ys + at, v, mask=at < n)
 
 
@@ -90,31 +131,61 @@ def _long_runs(
         tl.store(dtable + row * ts + at, total.to(dtable.dtype.element_ty), mask=mask)
 
 
-def flat(ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Ids of any dimensions, contiguous or a vector, with the step from one to the next."""
-    return ids, ids.stride(0) if ids.dim() == 1 else 1
-
-
-def pitch(y: torch.Tensor, n: int) -> int:
+def _pitch(y: torch.Tensor, n: int) -> int:
     """Elements from one row to the next of a tensor that is contiguous or a matrix."""
     return y.stride(0) if y.dim() == 2 else n
 
 
-def forward(ids: torch.Tensor, table: torch.Tensor, *, y: torch.Tensor) -> None:
-    rows, n = table.shape
+def _gathered(
+    op: str, ids: torch.Tensor, table: torch.Tensor, y: torch.Tensor, **quantized: torch.Tensor | None
+) -> None:
+    total, n = table.shape
+    scale, slots, rows, counts, stats = (
+        quantized.get(name) for name in ("scale", "slots", "rows", "counts", "stats")
+    )
     how = in_registers(n, 4096)
     bad = flag(ids)
-    flat_ids, step = flat(ids)
     launch(
         _gather,
         (ids.numel(), max(triton.cdiv(n, how["BLOCK"]), 1)),
-        *(flat_ids, table, y, bad, rows, n, step, table.stride(0), pitch(y, n)),
+        *(ids, table, scale, slots, rows, counts, stats, y, bad),
+        *(total, 0 if rows is None else rows.shape[0], n),
+        *(ids.stride(0) if ids.dim() == 1 else 1, *steps(table, scale, rows), _pitch(y, n)),
         **how,
     )
-    check(bad, "embedding", ids, rows)
+    check(bad, op, ids, total)
 
 
-def backward(
+def embedding(ids: torch.Tensor, table: torch.Tensor, *, y: torch.Tensor) -> None:
+    _gathered("embedding", ids, table, y)
+
+
+def quantized_embedding(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: torch.Tensor,
+    prefetch: int,
+    next_ids: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    *,
+    counts: torch.Tensor | None = None,
+    stats: torch.Tensor | None = None,
+    y: torch.Tensor,
+) -> None:
+    """`prefetch` and `next_ids` are hints for a CPU: here, other rows are fetched while one is waited for."""
+    if next_ids is not None and next_ids.numel():
+        total = table.shape[0]
+        lowest, highest = next_ids.aminmax()
+        if int(lowest) < 0 or int(highest) >= total:
+            raise RuntimeError(
+                f"quantized_embedding: next_ids must lie in [0, {total}), the rows of the table"
+            )
+    quantized = {"scale": scale, "slots": slots, "rows": rows, "counts": counts, "stats": stats}
+    _gathered("quantized_embedding", ids, table, y, **quantized)
+
+
+def embedding_backward(
     dy: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, zeroed: bool = False, *, dtable: torch.Tensor
 ) -> None:
     rows, n = dtable.shape
@@ -132,11 +203,15 @@ def backward(
         _chunk_sums,
         grid,
         *(dy, ordered, order, dtable, heads, tails),
-        *(*sizes, pitch(dy, n), *steps(dtable)),
+        *(*sizes, _pitch(dy, n), *steps(dtable)),
         CHUNK=_CHUNK,
         **how,
     )
     launch(_long_runs, grid, ordered, dtable, heads, tails, *sizes, *steps(dtable), CHUNK=_CHUNK, **how)
 
 
-KERNELS = {"embedding": forward, "embedding_backward": backward}
+KERNELS = {
+    "embedding": embedding,
+    "embedding_backward": embedding_backward,
+    "quantized_embedding": quantized_embedding,
+}

@@ -1,1 +1,0 @@
-"""Lookups on GPUs."""

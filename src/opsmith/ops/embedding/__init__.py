@@ -145,18 +145,15 @@ def raise_bad_id(op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> No
     )
 
 
-def flat_ids(ids: torch.Tensor) -> torch.Tensor:
-    """Ids as the kernels take them: a vector, or contiguous."""
-    return ids if ids.is_contiguous() else ids.reshape(-1)
-
-
 class Gather(Call):
     """Rows of a table by id; the ids are as they lie, and of the rows only each has to be contiguous."""
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
         if t is None or of.name in ("table", "scale"):
             return t
-        return flat_ids(t) if of.name in ("ids", "next_ids") else flat(t)
+        if of.name in ("ids", "next_ids"):
+            return t if t.is_contiguous() else t.reshape(-1)
+        return flat(t)
 
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
         return flat_out(t)
@@ -202,23 +199,18 @@ class _Embedding(Gather):
         return super().gradients(backend, known, slopes, wanted)
 
     def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
-        dtable, known["zeroed"] = _for_gradient(like.shape, like.dtype, like.device)
-        return dtable
+        """Zeros of the system where there are many.
+
+        Most rows of a large table get no gradient. Memory that the system hands out is zero, and costs nothing where it
+        is never written: NumPy's zeros leave it so, where PyTorch's write every page.
+        """
+        if torch.compiler.is_compiling() or not like.is_cpu or like.nbytes < _FROM_SYSTEM:
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+        known["zeroed"] = True
+        return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape)
 
 
 _CALL = _Embedding(SIGNATURE, embedding, definition)
-
-
-def _for_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, bool]:
-    """Memory for a dense gradient, and whether it is zero already.
-
-    Most rows of a large table get no gradient. Memory that the system hands out is zero, and costs nothing where it
-    is never written: NumPy's zeros leave it so, where PyTorch's write every page.
-    """
-    size = shape.numel() * dtype.itemsize
-    if torch.compiler.is_compiling() or device.type != "cpu" or size < _FROM_SYSTEM:
-        return torch.empty(shape, dtype=dtype, device=device), False
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape), True
 
 
 def _cost(ids: torch.Tensor, table: torch.Tensor, **options: Any) -> Cost:

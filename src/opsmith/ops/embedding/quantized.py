@@ -144,22 +144,9 @@ class _Quantized(Gather):
         return torch.int32, torch.int64, known["dtype"] if wide == torch.float32 else wide
 
 
-_CALL = _Quantized(SIGNATURE, quantized_embedding, definition, converted=dict.fromkeys(("counts", "stats")))
-
-
-def gather_cached(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    prefetch: int,
-    cache: tuple[torch.Tensor | None, ...],
-) -> torch.Tensor:
-    """`quantized_embedding` with a `RowCache`, (slots, rows, counts, stats), for the kernels that can use it."""
-    slots, rows, *counted = cache
-    values = ids, table, scale, prefetch, None, slots, rows, dtype, *counted, None
-    return _CALL.traced(*values)  # type: ignore[no-any-return]
+_CALL = _Quantized(SIGNATURE, quantized_embedding, definition)
+# With the memory of a `RowCache` too: ids, table, scale, prefetch, next_ids, slots, rows, dtype, counts, stats, out.
+gather_cached = _CALL.traced
 
 
 def prefetch_rows(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> None:

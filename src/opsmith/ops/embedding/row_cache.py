@@ -79,13 +79,12 @@ class RowCache:
             self._start(table)
         held = self._snapshot
         slots, rows = (None, None) if held is None or held.rows.dtype != dtype else (held.slots, held.rows)
-        y = gather_cached(
-            ids, table, scale, dtype=dtype, prefetch=prefetch, cache=(slots, rows, self._counts, self._stats)
-        )
+        counted = self._counts, self._stats
+        y = gather_cached(ids, table, scale, prefetch, None, slots, rows, dtype, *counted, None)
         self._seen += ids.numel()
         if self._seen >= self._due:
             self.refresh(table, scale, kept_as)
-        return y
+        return y  # type: ignore[no-any-return]
 
     def refresh(self, table: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
         """Choose the rows to keep, unless another thread is at it."""

@@ -40,14 +40,3 @@ def product(x: torch.Tensor, y: torch.Tensor, **rest: Any) -> Cost:
     """Rows times a weight, which may be packed: what the entry takes and writes, once."""
     tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
     return Cost(2.0 * y.numel() * x.shape[-1], nbytes(x, y, *tensors))
-
-
-def rope_entry(
-    x: torch.Tensor, weight: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
-) -> Cost:
-    """The projection, and a rotation of q and k; of the tables what the tokens of one sequence need."""
-    results, turned = q.numel() + k.numel() + v.numel(), q.numel() + k.numel()
-    length, cos = q.shape[-2], rest["cos"]
-    table = 2 * min(length, cos.shape[-2]) * cos.shape[-1] * cos.element_size()
-    moved = nbytes(x, weight, rest["bias"], rest["positions"], q, k, v) + table
-    return Cost(2.0 * results * x.shape[-1] + 3.0 * turned, moved)

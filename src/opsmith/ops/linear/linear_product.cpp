@@ -95,16 +95,12 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
   }
 }
 
-template <class Format>
+template <class Format, int M = ROWS>
 inline void multiply_panel(int rows, const Tile<Format>& t) {
-  switch (rows) {
-    case 1: return multiply<Format, 1, VECS, Full>(t, W);
-    case 2: return multiply<Format, 2, VECS, Full>(t, W);
-    case 3: return multiply<Format, 3, VECS, Full>(t, W);
-    case 4: return multiply<Format, 4, VECS, Full>(t, W);
-    case 5: return multiply<Format, 5, VECS, Full>(t, W);
-    default: return multiply<Format, ROWS, VECS, Full>(t, W);
+  if constexpr (M > 1) {
+    if (rows < M) return multiply_panel<Format, M - 1>(rows, t);
   }
+  multiply<Format, M, VECS, Full>(t, W);
 }
 
 // The last panel, of less than its width. Rows that do not make a whole tile go in twos: compiling every number of rows for

@@ -84,19 +84,8 @@ using BFloatFormat = WideBFloatFormat;
 #endif
 
 template <class T>
-struct FormatOf;
-template <>
-struct FormatOf<float> {
-  using type = FloatFormat;
-};
-template <>
-struct FormatOf<float16> {
-  using type = HalfFormat;
-};
-template <>
-struct FormatOf<bfloat16> {
-  using type = BFloatFormat;
-};
+using FormatOf = std::conditional_t<std::is_same_v<T, float>, FloatFormat,
+                                    std::conditional_t<std::is_same_v<T, float16>, HalfFormat, BFloatFormat>>;
 
 template <class Format>
 struct Tile {
@@ -133,17 +122,9 @@ inline Split split_product(int64_t m, int64_t most_rows, int64_t groups, int64_t
   return {blocks, groups, std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost))};
 }
 
-// Tells an epilogue that wants to know which rows and columns it gets after the next tile.
-template <class Epilogue>
-auto expect(const Epilogue& e, int64_t row, int rows, int64_t column, int64_t width, int)
-    -> decltype(e.expect(row, rows, column, width)) {
-  e.expect(row, rows, column, width);
-}
-template <class Epilogue>
-void expect(const Epilogue&, int64_t, int, int64_t, int64_t, long) {}
-
 // The epilogue gets rows of x with all their columns of one group of panels, `epilogue(row, rows, column, width, sums,
-// panel_step)`: column `column + c` of the r-th row is at sums[c / kPanel * panel_step + r * kPanel + c % kPanel].
+// panel_step)`: column `column + c` of the r-th row is at sums[c / kPanel * panel_step + r * kPanel + c % kPanel]. Before
+// they are summed it is told which it gets next, `epilogue.expect(row, rows, column, width)`.
 template <class Format, class Epilogue>
 void product(const typename Format::X* x, int64_t x_stride, int64_t m, const View& packed, int64_t n,
              int64_t depth, int64_t group, const Epilogue& epilogue) {
@@ -182,7 +163,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
             t.sums = panel_sums + r * kPanel;
             // One tile leaves the processor time to fetch ahead by itself, and it does so better.
             t.lines = tiles > 1 ? std::clamp<int64_t>(step_lines - i * share, 0, share) : 0;
-            if (complete) expect(epilogue, row + r, count, first, last - first, 0);
+            if (complete) epilogue.expect(row + r, count, first, last - first);
             multiply_block(count, width, t);
             t.ahead += share * kLine * (t.depth / kFetchStep);
             if (complete) epilogue(row + r, count, first, last - first, sums + r * kPanel, panel_step);
@@ -209,7 +190,7 @@ void expand(const View& x, X* to, int64_t columns) {
 }
 
 // x [M, K] times the packed weight, in groups of panels that the epilogue gets together.
-template <class T, class Format = typename FormatOf<T>::type, class Epilogue>
+template <class T, class Format = FormatOf<T>, class Epilogue>
 void packed_product(const View& x, const View& packed, int64_t group, const Epilogue& epilogue) {
   using X = typename Format::X;
   constexpr bool paired = std::is_same_v<X, Couple>;

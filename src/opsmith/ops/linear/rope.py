@@ -18,7 +18,7 @@ from opsmith.call.run import Call
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Cost, Implementation, Kind, Make, Sample, Supports
-from opsmith.ops.linear import FEW_ROWS, check_weights, entries, linear, pack_weight
+from opsmith.ops.linear import FEW_ROWS, check_weights, linear, pack_weight
 from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, dense_rows, rope_qk
 from opsmith.ops.rope.check import check_table, name_bad_position
 from opsmith.ops.rope.table import rope_table
@@ -295,6 +295,15 @@ def _cost(
     return Cost(2.0 * rows * n * k + 3.0 * turned + (rows * n if bias is not None else 0), moved)
 
 
+def _entry(
+    x: torch.Tensor, weight: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
+) -> Cost:
+    """The entry of the dispatcher, which takes rows: of shapes alone, all of a head is turned."""
+    rows = x if q.dim() == 3 else x.view(q.shape[0], q.shape[2], x.shape[-1])
+    sizes: dict[str, Any] = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[-1]}
+    return _cost(rows, weight, rest["bias"], rest["cos"], rest["sin"], positions=rest["positions"], **sizes)
+
+
 def _samples(make: Make) -> Iterator[Sample]:
     def sample(
         name: str,
@@ -364,7 +373,7 @@ CARD = _CALL.card(
         ),
         Implementation("eager", _CALL.reference),
     ],
-    entries={"linear_rope": entries.rope_entry},
+    entries={"linear_rope": _entry},
     schemas=SIGNATURE.schemas(),
     outputs=3,
     source="Su et al., 2021",

@@ -1,139 +1,108 @@
 // Registers the linear layer on packed weights, and checks what its memory safety needs.
-#include "binding.h"
-#include "linear/linear.h"
+#include "binding_rows_like.h"
+#include "linear/binding_linear.h"
 
 namespace opsmith {
 namespace {
 
-void check_matrix(const char* name, const Tensor& t, const Tensor& like, int64_t rows, int64_t columns) {
+using Optional = std::optional<Tensor>;
+
+constexpr const char* op = "linear";
+
+void check_matrix(const char* name, const Tensor& t, DType dtype, int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(
-      t.dim() == 2 && t.size(0) == rows && t.size(1) == columns && (columns < 2 || t.stride(1) == 1),
-      "linear: ", name, " must be [", rows, ", ", columns, "] with a contiguous last dimension");
-  STD_TORCH_CHECK(t.scalar_type() == like.scalar_type(), "linear: ", name, " and x must have one dtype");
+      t.dim() == 2 && t.size(0) == rows && t.size(1) == columns && (columns < 2 || t.stride(1) == 1), op,
+      ": ", name, " must be [", rows, ", ", columns, "] with a contiguous last dimension");
+  STD_TORCH_CHECK(dtype_of(t) == dtype, op, ": ", name, " and x must have one dtype");
 }
 
-void check_float(const Tensor& x) {
-  const DType dtype = dtype_of(x);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16,
-                  "linear: x must be floating-point");
+int64_t rows_of_matrix(const Tensor& weight) {
+  STD_TORCH_CHECK(weight.dim() == 2, op, ": weight must be [N, K]");
+  return weight.size(0);
 }
 
-std::optional<Rows> rows_of(const char* name, const std::optional<Tensor>& t) {
-  if (!t) return std::nullopt;
-  return Rows("linear", name, *t);
-}
+// Rows, floating-point, times a weight of n rows, and what follows.
+struct Product {
+  const Rows x, y, residual;  // y, where there is no residual
+  const bool adds;
+  const Activation activation;
 
-void check_packed(const Tensor& packed, const Tensor& like, int64_t n, int64_t k) {
-  const int64_t unit = elements_per_unit(dtype_of(packed)), depth = (k + unit - 1) / unit * unit;
-  STD_TORCH_CHECK(packed.dim() == 3 && packed.size(0) == 1 && packed.size(1) == n &&
-                      packed.size(2) == depth && packed.is_contiguous() &&
-                      (packed.scalar_type() == like.scalar_type() || dtype_of(packed) == DType::bf16),
-                  "linear: a packed weight must be a contiguous [1, ", n, ", ", depth,
-                  "] in x's dtype or bfloat16");
-}
+  Product(const Tensor& from, int64_t n, const Optional& bias, const Optional& added, int64_t code,
+          const Tensor& to)
+      : x(op, "x", from), y(op, "y", to), residual(op, "residual", added ? *added : to),
+        adds(added.has_value()), activation(Activation(code)) {
+    const DType dtype = x.dtype();
+    STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, op,
+                    ": x must be floating-point");
+    for (const auto& [name, rows] : {std::pair("y", &y), std::pair("residual", &residual)}) {
+      STD_TORCH_CHECK(rows->rows() == x.rows() && rows->n() == n && rows->dtype() == dtype, op, ": ", name,
+                      " must be ", x.rows(), " rows of ", n, " in x's dtype");
+    }
+    check_bias(op, "bias", bias, n, dtype);
+    STD_TORCH_CHECK(0 <= code && code <= int64_t(Activation::silu), op, ": no activation ", code);
+  }
+
+  View added() const { return adds ? residual.view() : View{}; }
+};
 
 void linear_pack_op(const Tensor& weight, const Tensor& packed) {
-  STD_TORCH_CHECK(weight.dim() == 2, "linear: weight must be [N, K]");
-  check_matrix("weight", weight, packed, weight.size(0), weight.size(1));
-  STD_TORCH_CHECK(weight.scalar_type() == packed.scalar_type(),
-                  "linear: a weight is packed in its own dtype");
-  check_packed(packed, weight, weight.size(0), weight.size(1));
+  const int64_t n = rows_of_matrix(weight), k = weight.size(1);
+  check_matrix("weight", weight, dtype_of(packed), n, k);
+  check_packed(op, packed, dtype_of(weight), n, k);
   linear_pack(view_of(weight), view_of(packed));
 }
 
-void check_epilogue(const Tensor& x, int64_t n, const std::optional<Tensor>& bias,
-                    const std::optional<Rows>& residual, int64_t activation, const Rows& y) {
-  check_float(x);
-  const Rows in("linear", "x", x);
-  for (const auto& [name, rows] : {std::pair("y", &y), std::pair("residual", residual ? &*residual : &y)}) {
-    STD_TORCH_CHECK(rows->rows() == in.rows() && rows->n() == n && rows->dtype() == in.dtype(),
-                    "linear: ", name, " must be ", in.rows(), " rows of ", n, " in x's dtype");
-  }
-  if (bias) {
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n && (n < 2 || bias->stride(0) == 1) &&
-                        bias->scalar_type() == x.scalar_type(),
-                    "linear: bias must be a contiguous [", n, "] in x's dtype");
-  }
-  STD_TORCH_CHECK(0 <= activation && activation <= int64_t(Activation::silu), "linear: no activation ",
-                  activation);
+void linear_packed_op(const Tensor& x, const Tensor& packed, const Optional& bias, const Optional& residual,
+                      int64_t activation, const Tensor& y) {
+  STD_TORCH_CHECK(packed.dim() == 3, op, ": a packed weight must have 3 dimensions");
+  const Product p(x, packed.size(1), bias, residual, activation, y);
+  check_packed(op, packed, p.x.dtype(), packed.size(1), p.x.n());
+  linear_packed(p.x.view(), view_of(packed), view_of(bias), p.added(), p.activation, p.y.view());
 }
 
-void linear_packed_op(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-                      const std::optional<Tensor>& residual, int64_t activation, const Tensor& y) {
-  STD_TORCH_CHECK(packed.dim() == 3, "linear: a packed weight must have 3 dimensions");
-  const Rows in("linear", "x", x), out("linear", "y", y);
-  const auto added = rows_of("residual", residual);
-  check_packed(packed, x, packed.size(1), in.n());
-  check_epilogue(x, packed.size(1), bias, added, activation, out);
-  linear_packed(in.view(), view_of(packed), view_of(bias), added ? added->view() : View{},
-                Activation(activation), out.view());
+void linear_rows_op(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& residual,
+                    int64_t activation, const Tensor& y) {
+  const Product p(x, rows_of_matrix(weight), bias, residual, activation, y);
+  check_matrix("weight", weight, p.x.dtype(), p.y.n(), p.x.n());
+  linear_rows(p.x.view(), view_of(weight), view_of(bias), p.added(), p.activation, p.y.view());
 }
 
-void linear_rows_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& residual, int64_t activation, const Tensor& y) {
-  const Rows in("linear", "x", x), out("linear", "y", y);
-  const auto added = rows_of("residual", residual);
-  STD_TORCH_CHECK(weight.dim() == 2, "linear: weight must be [N, K]");
-  check_matrix("weight", weight, x, weight.size(0), in.n());
-  check_epilogue(x, weight.size(0), bias, added, activation, out);
-  linear_rows(in.view(), view_of(weight), view_of(bias), added ? added->view() : View{},
-              Activation(activation), out.view());
+void linear_rows_backward_op(const Tensor& dy, const Tensor& x, const Tensor& weight, const Optional& dx,
+                             const Optional& dweight, const Optional& dbias) {
+  const Product p(x, rows_of_matrix(weight), dbias, std::nullopt, 0, dy);
+  check_matrix("weight", weight, p.x.dtype(), p.y.n(), p.x.n());
+  const RowsLike to(op, "dx", dx, p.x);
+  if (dweight) check_matrix("dweight", *dweight, p.x.dtype(), p.y.n(), p.x.n());
+  linear_rows_backward(p.y.view(), p.x.view(), view_of(weight), to.view(), view_of(dweight), view_of(dbias));
 }
 
-void linear_rows_backward_op(const Tensor& dy, const Tensor& x, const Tensor& weight,
-                             const std::optional<Tensor>& dx, const std::optional<Tensor>& dweight,
-                             const std::optional<Tensor>& dbias) {
-  check_float(x);
-  const Rows dout("linear", "dy", dy), in("linear", "x", x);
-  const int64_t n = dout.n(), k = in.n();
-  STD_TORCH_CHECK(dout.rows() == in.rows() && dout.dtype() == in.dtype(),
-                  "linear: dy must have x's rows and dtype");
-  check_matrix("weight", weight, x, n, k);
-  const auto to = rows_of("dx", dx);
-  STD_TORCH_CHECK(!to || (to->rows() == in.rows() && to->n() == k && to->dtype() == in.dtype()),
-                  "linear: dx must be like x");
-  if (dweight) check_matrix("dweight", *dweight, x, n, k);
-  STD_TORCH_CHECK(!dbias || (dbias->dim() == 1 && dbias->size(0) == n && dbias->is_contiguous() &&
-                             dbias->scalar_type() == x.scalar_type()),
-                  "linear: dbias must be a contiguous [", n, "] in x's dtype");
-  linear_rows_backward(dout.view(), in.view(), view_of(weight), to ? to->view() : View{}, view_of(dweight),
-                       view_of(dbias));
-}
-
-void linear_unpacked_op(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                        const std::optional<Tensor>& residual, int64_t activation, const Tensor& y,
-                        const std::optional<Tensor>& before) {
+void linear_unpacked_op(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& residual,
+                        int64_t activation, const Tensor& y, const Optional& before) {
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1) &&
                       dtype_of(x) == DType::f32 && dtype_of(weight) == DType::f32 &&
                       (weight.stride(0) == 1 || weight.stride(1) == 1),
-                  "linear: x and weight must be float32 [M, K] and [N, K], the weight or its transpose of "
+                  op,
+                  ": x and weight must be float32 [M, K] and [N, K], the weight or its transpose of "
                   "contiguous rows");
-  const Rows out("linear", "y", y);
-  const auto added = rows_of("residual", residual);
-  check_epilogue(x, weight.size(0), bias, added, activation, out);
+  const Product p(x, weight.size(0), bias, residual, activation, y);
   if (before) {
-    check_matrix("before", *before, x, x.size(0), weight.size(0));
-    STD_TORCH_CHECK(x.size(0) < 2 || before->stride(0) == out.view().strides[0],
-                    "linear: before and y must have the same strides");
+    check_matrix("before", *before, DType::f32, x.size(0), weight.size(0));
+    STD_TORCH_CHECK(x.size(0) < 2 || before->stride(0) == p.y.view().strides[0], op,
+                    ": before and y must have the same strides");
   }
-  linear_unpacked(view_of(x), view_of(weight), view_of(bias), added ? added->view() : View{},
-                  Activation(activation), out.view(), view_of(before));
+  linear_unpacked(view_of(x), view_of(weight), view_of(bias), p.added(), p.activation, p.y.view(),
+                  view_of(before));
 }
 
 void linear_gradient_op(const Tensor& dy, const Tensor& x, bool shortly, const Tensor& dweight,
-                        const std::optional<Tensor>& dbias) {
-  STD_TORCH_CHECK(dy.dim() == 2 && x.dim() == 2 && dtype_of(x) == DType::f32,
-                  "linear: dy and x must be float32 matrices");
+                        const Optional& dbias) {
+  STD_TORCH_CHECK(dy.dim() == 2 && x.dim() == 2, op, ": dy and x must be matrices");
   const int64_t m = x.size(0), k = x.size(1), n = dy.size(1);
-  STD_TORCH_CHECK(m > 0 && k > 0 && n > 0, "linear: there is nothing to multiply");
-  check_matrix("x", x, x, m, k);
-  check_matrix("dy", dy, x, m, n);
-  check_matrix("dweight", dweight, x, n, k);
-  if (dbias) {
-    STD_TORCH_CHECK(
-        dbias->dim() == 1 && dbias->size(0) == n && dbias->is_contiguous() && dtype_of(*dbias) == DType::f32,
-        "linear: dbias must be a contiguous float32 [", n, "]");
-  }
+  STD_TORCH_CHECK(m > 0 && k > 0 && n > 0, op, ": there is nothing to multiply");
+  check_matrix("x", x, DType::f32, m, k);
+  check_matrix("dy", dy, DType::f32, m, n);
+  check_matrix("dweight", dweight, DType::f32, n, k);
+  check_bias(op, "dbias", dbias, n, DType::f32);
   linear_gradient(view_of(dy), view_of(x), shortly, view_of(dweight), view_of(dbias));
 }
 

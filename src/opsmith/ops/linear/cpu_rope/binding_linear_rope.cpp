@@ -1,6 +1,6 @@
 // Registers the projection with its rotation, and checks what its memory safety needs.
+#include "linear/binding_linear.h"
 #include "rope/binding_rope.h"
-#include "linear/linear.h"
 #include "rope.h"
 
 namespace opsmith {
@@ -21,16 +21,10 @@ void linear_rope_op(const Tensor& x, const Tensor& packed, const Optional& bias,
                   "linear_rope: no kernel for heads of ", size);
   STD_TORCH_CHECK(x.dim() == 2 && x.size(0) == tokens && dense_rows(x) && x.scalar_type() == q.scalar_type(),
                   "linear_rope: x must be [", tokens, ", K] in q's dtype with a contiguous last dimension");
-  const int64_t unit = elements_per_unit(dtype_of(x)), depth = (x.size(1) + unit - 1) / unit * unit;
-  STD_TORCH_CHECK(
-      packed.dim() == 3 && packed.size(0) == 1 && packed.size(1) == n && packed.size(2) == depth &&
-          packed.is_contiguous() && packed.scalar_type() == x.scalar_type(),
-      "linear_rope: the packed weight must be a contiguous [1, ", n, ", ", depth, "] in x's dtype");
-  if (bias) {
-    STD_TORCH_CHECK(
-        bias->dim() == 1 && bias->size(0) == n && dense_rows(*bias) && bias->scalar_type() == x.scalar_type(),
-        "linear_rope: bias must be a contiguous [", n, "] in x's dtype");
-  }
+  const DType dtype = dtype_of(x);
+  check_packed("linear_rope", packed, dtype, n, x.size(1));
+  STD_TORCH_CHECK(dtype_of(packed) == dtype, "linear_rope: the packed weight must be in x's dtype");
+  check_bias("linear_rope", "bias", bias, n, dtype);
   if (q.numel() == 0 && k.numel() == 0) return;
   linear_rope(view_of(x), view_of(packed), view_of(bias), view_of(cos), view_of(sin), view_of(positions),
               {dims, interleaved, false}, view_of(q), view_of(k), view_of(v));

@@ -15,11 +15,14 @@ struct Projection {
   Table<C> table;
   Rotation rotation;
 
+  void expect(int64_t, int, int64_t, int64_t) const {}
+
   // Rows of x, with the sums of some heads.
   void operator()(int64_t row, int rows, int64_t column, int64_t width, const float* sums,
                   int64_t panel_step) const {
     const int64_t size = q.dims;
-    float* const head = head_memory(size);
+    const Kept<2> memory(size * int64_t(sizeof(float)));
+    float* const head = memory.as<float>();
     for (int r = 0; r < rows; ++r, sums += kLinearPanel) {
       const int64_t token = row + r, b = token / q.tokens, l = token % q.tokens;
       const TableRow<C> t = table.row(b, l);
@@ -31,16 +34,6 @@ struct Projection {
   }
 
  private:
-  static float* head_memory(int64_t size) {
-    static thread_local std::unique_ptr<float[]> memory;
-    static thread_local int64_t capacity = 0;
-    if (size > capacity) {
-      memory.reset(new float[size_t(size)]);
-      capacity = size;
-    }
-    return memory.get();
-  }
-
   // The head that begins at column `at` of the product, `place` of the group: across panels, with the bias.
   void gather(int64_t at, int64_t place, const float* sums, int64_t panel_step, int64_t size,
               float* head) const {

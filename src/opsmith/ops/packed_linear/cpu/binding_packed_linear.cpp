@@ -1,5 +1,5 @@
 // Registers the linear layer on quantized weights, and checks what its memory safety needs.
-#include "binding.h"
+#include "linear/binding_linear.h"
 #include "packed_linear.h"
 
 namespace opsmith {
@@ -42,9 +42,7 @@ void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale
                     groups, ", ", n, "] with contiguous rows");
   }
   STD_TORCH_CHECK(!zero || group > 0, "packed_linear: zeros belong to groups");
-  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == n && (n < 2 || bias->stride(0) == 1) &&
-                            bias->scalar_type() == x.scalar_type()),
-                  "packed_linear: bias must be a contiguous [", n, "] in x's dtype");
+  check_bias("packed_linear", "bias", bias, n, in.dtype());
   const View packed{weight.data_ptr(), DType::i8, 2, weight.sizes().data(), weight.strides().data()};
   packed_linear(in.view(), {packed, view_of(scale), view_of(zero), bits, group}, view_of(bias), dynamic,
                 out.view());

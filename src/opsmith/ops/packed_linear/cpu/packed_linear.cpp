@@ -194,23 +194,12 @@ __attribute__((noinline)) void multiply(const Tile& t) {
   }
 }
 
-template <int D, int NV, bool nibbles>
+template <int D, int NV, bool nibbles, int R = most_rows(D)>
 inline void multiply_rows(int rows, const Tile& t) {
-  static_assert(most_rows(D) <= 12);
-  switch (std::min(rows, most_rows(D))) {
-    case 1: return multiply<D, 1, NV, nibbles>(t);
-    case 2: return multiply<D, std::min(2, most_rows(D)), NV, nibbles>(t);
-    case 3: return multiply<D, std::min(3, most_rows(D)), NV, nibbles>(t);
-    case 4: return multiply<D, std::min(4, most_rows(D)), NV, nibbles>(t);
-    case 5: return multiply<D, std::min(5, most_rows(D)), NV, nibbles>(t);
-    case 6: return multiply<D, std::min(6, most_rows(D)), NV, nibbles>(t);
-    case 7: return multiply<D, std::min(7, most_rows(D)), NV, nibbles>(t);
-    case 8: return multiply<D, std::min(8, most_rows(D)), NV, nibbles>(t);
-    case 9: return multiply<D, std::min(9, most_rows(D)), NV, nibbles>(t);
-    case 10: return multiply<D, std::min(10, most_rows(D)), NV, nibbles>(t);
-    case 11: return multiply<D, std::min(11, most_rows(D)), NV, nibbles>(t);
-    default: return multiply<D, most_rows(D), NV, nibbles>(t);
+  if constexpr (R > 1) {
+    if (rows < R) return multiply_rows<D, NV, nibbles, R - 1>(rows, t);
   }
+  multiply<D, R, NV, nibbles>(t);
 }
 
 // sums [rows, width], width a multiple of kLeastPanel.

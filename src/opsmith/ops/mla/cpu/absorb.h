@@ -214,11 +214,11 @@ void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_
 
 // Whether the queries of a call that reads so many bytes of weights are written past the cache.
 template <class T>
-bool streams(const View& q_out, int64_t read) {
+bool streams(const View& q_out, int64_t tokens, int64_t read) {
   const int64_t unit = 2 * W, *const size = q_out.sizes, *const stride = q_out.strides;
   const bool whole = q_out.dtype != DType::i8 && size[2] % unit == 0 && can_stream_both(q_out.as<T>());
   const bool lines = stride[0] * int64_t(sizeof(T)) % 64 == 0 && stride[1] * int64_t(sizeof(T)) % 64 == 0;
-  return whole && lines && outlives_cache(read + size[0] * size[1] * size[2] * int64_t(sizeof(T)), 1);
+  return whole && lines && outlives_cache(read + tokens * size[1] * size[2] * int64_t(sizeof(T)), 1);
 }
 
 // Of some tokens, q [tokens, nope + rope], whose numbers are T's. `then` is read after this head's weight, or null;

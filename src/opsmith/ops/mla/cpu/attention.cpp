@@ -25,10 +25,6 @@ constexpr int64_t kParts = 64;  // of the same keys, at most
 constexpr int64_t kTokens = 32;  // that an up-projection takes at once
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-inline int64_t index(const View& v, int64_t at) {
-  return v.dtype == DType::i32 ? v.as<int32_t>()[at] : v.as<int64_t>()[at];
-}
-
 template <class T>
 class Attention {
   using Units = UnitsOf<T>;
@@ -82,33 +78,26 @@ class Attention {
         for (Group& g : groups_) attend(g);  // what others have not come to
       }
     });
-    if (found_any() || c_.wuv.defined()) for_each(heads_, [&](int64_t h) { finish(h); });
+    if (!found_any() && !c_.wuv.defined()) return;
+    parallel_for(heads_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t h = begin; h < end; ++h) finish(h);
+    });
   }
 
  private:
   int64_t longest() const {
     int64_t most = 0;
     for (int64_t s = 0; s < c_.lens.sizes[0]; ++s)
-      most = std::max(most, index(c_.lens, s * c_.lens.strides[0]));
+      most = std::max(most, id_at(c_.lens, s * c_.lens.strides[0]));
     return most;
   }
   int64_t part_size(const Group& g) const { return g.rows * (width_ + 2); }
   // The last key that a row sees; rows are tokens and, within them, heads.
   int64_t sees(const Group& g, int64_t r) const {
-    return index(c_.lens, g.sequence * c_.lens.strides[0]) - each_ + (g.row + r) / heads_;
+    return id_at(c_.lens, g.sequence * c_.lens.strides[0]) - each_ + (g.row + r) / heads_;
   }
   bool found_any() const {
     return std::any_of(groups_.begin(), groups_.end(), [](const Group& g) { return g.most_parts > 1; });
-  }
-
-  template <class F>
-  void for_each(int64_t n, const F& f) {
-    std::atomic<int64_t> next{0};
-    parallel_for(std::min(num_threads(), n), 1, [&](int64_t begin, int64_t end) {
-      for (; begin < end; ++begin) {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) f(i);
-      }
-    });
   }
 
   static int64_t size_of(const View& keys) { return keys.dtype == DType::i8 ? 1 : int64_t(sizeof(T)); }
@@ -117,7 +106,7 @@ class Attention {
   template <class F>
   void strips(const View& from, const Group& g, int64_t key, int64_t n, const F& f) const {
     const int64_t size = from.sizes[1], tile = from.sizes[3], bytes = size_of(from);
-    const int64_t block = index(c_.tables,
+    const int64_t block = id_at(c_.tables,
                                 g.sequence * c_.tables.strides[0] + key / size * c_.tables.strides[1]);
     const char* row = from.as<char>() + (block * from.strides[0] + key % size * from.strides[1]) * bytes;
     for (int64_t i = 0; i < n; i += tile, row += from.strides[2] * bytes) f(i, row);
@@ -161,38 +150,31 @@ class Attention {
   };
 
   Memory take() const {
-    const int64_t rows = round_up(kQueries, ROWS), panel = keys_ * sizeof(float);
-    const int64_t unit = int64_t(sizeof(E)) * pair;
-    const int64_t sizes[] = {rows * units(latent_) * unit,
-                             rows * units(rope_) * unit,
-                             rows * units(keys_) * unit,
-                             rows * panel,
-                             rows * width_ * 4,
-                             units(latent_) * panel,
-                             units(rope_) * panel,
-                             units(keys_) * width_ * 4,
-                             rows * 4,
-                             rows * 4,
-                             rows * 4,
-                             keys_ * (latent_ + rope_) * int64_t(sizeof(T))};
-    int64_t all = 0;
-    for (int64_t s : sizes) all += round_up(s, 64);
-    char* p = reinterpret_cast<char*>(scratch(all / 4));
-    char* at[12];
-    for (int i = 0; i < 12; p += round_up(sizes[i], 64), ++i) at[i] = p;
-    auto floats = [&](int i) { return reinterpret_cast<float*>(at[i]); };
-    return {reinterpret_cast<E*>(at[0]),
-            reinterpret_cast<E*>(at[1]),
-            reinterpret_cast<E*>(at[2]),
-            floats(3),
-            floats(4),
-            floats(5),
-            floats(6),
-            floats(7),
-            floats(8),
-            floats(9),
-            floats(10),
-            reinterpret_cast<T*>(at[11])};
+    const int64_t rows = round_up(kQueries, ROWS), unit = int64_t(sizeof(E)) * pair;
+    Memory m;
+    int64_t used = 0;
+    uintptr_t base = 0;
+    const auto place = [&](auto*& to, int64_t bytes) {
+      to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(base + used);
+      used += round_up(bytes, 64);
+    };
+    const auto lay = [&] {
+      place(m.nope, rows * units(latent_) * unit);
+      place(m.rope, rows * units(rope_) * unit);
+      place(m.weights, rows * units(keys_) * unit);
+      place(m.scores, rows * keys_ * 4);
+      place(m.sums, rows * width_ * 4);
+      place(m.keys, units(latent_) * keys_ * 4);
+      place(m.turned, units(rope_) * keys_ * 4);
+      place(m.values, units(keys_) * width_ * 4);
+      for (float** each : {&m.most, &m.total, &m.factor}) place(*each, rows * 4);
+      place(m.rows, keys_ * (latent_ + rope_) * int64_t(sizeof(T)));
+    };
+    lay();  // to know how much it is
+    base = reinterpret_cast<uintptr_t>(scratch(used / 4));
+    used = 0;
+    lay();
+    return m;
   }
 
   static int64_t units(int64_t n) { return ceil_div(n, pair); }
@@ -359,8 +341,9 @@ class Attention {
       dot_rows<step>(some, w, latent_, values, size, ahead, out, values,
                      [&](auto m, auto r, int64_t t, int64_t k, int64_t depth, const T* rows, auto fetch,
                          float* o, int64_t o_stride) {
-                       dot_tile<T, T, m(), r()>(x + t * stride + k, stride, rows, latent_, depth, fetch, o,
-                                                o_stride);
+                       const int32_t none[m()] = {};
+                       dot_tile<Dots<T, T>, m(), r()>(x + t * stride + k, stride, none, rows, latent_, depth,
+                                                      fetch, o, o_stride);
                      });
       for (int64_t i = 0; i < some; ++i) {
         T* const to = c_.out.as<T>() + ((first + i) * heads_ + h) * values;

@@ -117,16 +117,15 @@ inline void store_totals(V (&v)[R], S* to) {
   for (int r = 0; r < R; ++r) to[r] = all[r * (W / R)];
 }
 
-// What x is stored as beside a weight of S, how much of K one step takes, and what a step does.
+// What x is stored as beside a weight of S, how much of K one step takes, what a row's sums begin with and what a step does.
 template <class T, class S>
 struct Dots {
   using X = float;
   using Sum = Vec;
   static constexpr int64_t step = W;
-  template <class Lanes>
-  static Vec weight(const S* p, Lanes k) {
-    return load(p, k);
-  }
+  static Vec start(int32_t) { return Vec{}; }
+  static Vec weight(const S* p, Full) { return load(p); }
+  static Vec weight(const S* p, int64_t left) { return load(p, Part{int(left)}); }
   static Vec row(const float* p) { return load(p); }
   static Vec mac(Vec x, Vec w, Vec sum) { return fma(x, w, sum); }
 };
@@ -137,6 +136,7 @@ struct Dots<bfloat16, bfloat16> {
   using X = bfloat16;
   using Sum = Vec;
   static constexpr int64_t step = 2 * W;
+  static Vec start(int32_t) { return Vec{}; }
   static __m512bh weight(const bfloat16* p, Full) { return (__m512bh)_mm512_loadu_si512(p); }
   static __m512bh weight(const bfloat16* p, int64_t left) {
     return (__m512bh)_mm512_maskz_loadu_epi16(__mmask32((uint64_t{1} << left) - 1), p);
@@ -160,93 +160,60 @@ struct Dots<bfloat16, int8_t> : Dots<bfloat16, bfloat16> {
 };
 #endif
 
-// out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not.
-template <class T, class S, int M, int R, class Fetch>
-__attribute__((noinline)) void dot_tile(const typename Dots<T, S>::X* x, int64_t x_stride, const S* w,
-                                        int64_t w_stride, int64_t depth, Fetch fetch, float* out,
+// Integers, whose sums are exact. One factor of a byte product is unsigned: the weight plus 128, of which 128 times the sum
+// of x is taken again.
+template <>
+struct Dots<int8_t, int8_t> {
+  using X = int8_t;
+  using Sum = IVec;
+  static constexpr int64_t step = 4 * W;
+  static IVec start(int32_t x_sum) {
+    IVec sum{};
+    sum[0] = int32_t(-128u * uint32_t(x_sum));
+    return sum;
+  }
+  static Bytes weight(const int8_t* p, Full) { return bytes_of(load_words(p) ^ int32_t(0x80808080)); }
+  static Bytes weight(const int8_t* p, int64_t left) {
+    IVec word{};
+    std::memcpy(&word, p, size_t(left));
+    return bytes_of(word ^ int32_t(0x80808080));
+  }
+  static Four row(const int8_t* p) {
+    Four v = four_of(load_words(p));
+    load_once(v);
+    return v;
+  }
+  static IVec mac(Four x, Bytes w, IVec sum) { return dot4(sum, w, x); }
+};
+
+// out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not; `x_sum` has the sum of each x.
+template <class D, int M, int R, class S, class Fetch, class O>
+__attribute__((noinline)) void dot_tile(const typename D::X* x, int64_t x_stride, const int32_t* x_sum,
+                                        const S* w, int64_t w_stride, int64_t depth, Fetch fetch, O* out,
                                         int64_t out_stride) {
-  using D = Dots<T, S>;
   typename D::Sum sum[M][R];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[m][r] = Vec{};
+    for (int r = 0; r < R; ++r) sum[m][r] = D::start(x_sum[m]);
   }
   int64_t k = 0;
-  for (; k + D::step <= depth; k += D::step) {
-    fetch.template step<D::step * sizeof(S), R>(w + k);
-    decltype(D::weight(w, Full{})) column[R];
+  auto add = [&](auto lanes) __attribute__((always_inline)) {
+    decltype(D::weight(w, lanes)) column[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) column[r] = D::weight(w + r * w_stride + k, Full{});
+    for (int r = 0; r < R; ++r) column[r] = D::weight(w + r * w_stride + k, lanes);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const auto v = D::row(x + m * x_stride + k);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sum[m][r] = D::mac(v, column[r], sum[m][r]);
     }
-  }
-  if (k < depth) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const S* p = w + r * w_stride + k;
-      decltype(D::weight(p, Full{})) column;
-      if constexpr (D::step == W) {
-        column = D::weight(p, Part{int(depth - k)});
-      } else {
-        column = D::weight(p, depth - k);
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) sum[m][r] = D::mac(D::row(x + m * x_stride + k), column, sum[m][r]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) store_totals(sum[m], out + m * out_stride);
-}
-
-constexpr int64_t kByteStep = 4 * W;
-
-// The same in integers; what comes out is exact. One factor of a byte product is unsigned: the weight plus 128, of which
-// 128 times the sum of x, `x_sum`, is taken again.
-template <int M, int R, class Fetch>
-__attribute__((noinline)) void integer_tile(const int8_t* x, int64_t x_stride, const int32_t* x_sum,
-                                            const int8_t* w, int64_t w_stride, int64_t depth, Fetch fetch,
-                                            int32_t* out, int64_t out_stride) {
-  IVec sum[M][R];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    IVec start{};
-    start[0] = int32_t(-128u * uint32_t(x_sum[m]));
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[m][r] = start;
-  }
-  int64_t k = 0;
-  auto add = [&](const IVec(&word)[R]) __attribute__((always_inline)) {
-    Bytes column[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) column[r] = bytes_of(word[r] ^ int32_t(0x80808080));
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      Four v = four_of(load_words(x + m * x_stride + k));
-      load_once(v);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sum[m][r] = dot4(sum[m][r], column[r], v);
-    }
   };
-  IVec word[R];
-  for (; k + kByteStep <= depth; k += kByteStep) {
-    fetch.template step<kByteStep, R>(w + k);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) word[r] = load_words(w + r * w_stride + k);
-    add(word);
+  for (; k + D::step <= depth; k += D::step) {
+    fetch.template step<D::step * sizeof(S), R>(w + k);
+    add(Full{});
   }
-  if (k < depth) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      word[r] = IVec{};
-      std::memcpy(&word[r], w + r * w_stride + k, size_t(depth - k));
-    }
-    add(word);
-  }
+  if (k < depth) add(depth - k);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) store_totals(sum[m], out + m * out_stride);
 }

@@ -10,7 +10,7 @@ constexpr int64_t kTokens = 32;  // that a head's weight meets at once
 
 int64_t bad_slot(View slots, int64_t end) {
   for (int64_t t = 0; t < slots.sizes[0]; ++t) {
-    const int64_t slot = slot_of(slots, t);
+    const int64_t slot = id_at(slots, t * slots.strides[0]);
     if (slot < -1 || slot >= end) return t;
   }
   return -1;

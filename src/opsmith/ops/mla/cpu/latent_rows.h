@@ -34,11 +34,6 @@ inline void table_row(const Rotation& rotation, int64_t t, int64_t n, float* row
   }
 }
 
-inline int64_t slot_of(const View& slots, int64_t t) {
-  const int64_t at = t * slots.strides[0];
-  return slots.dtype == DType::i32 ? slots.as<int32_t>()[at] : slots.as<int64_t>()[at];
-}
-
 // n numbers of a token to their place in one tensor of the cache.
 template <class S>
 inline void place(const View& v, bool tiled, int64_t slot, int64_t begin, int64_t n, const S* from) {
@@ -65,7 +60,7 @@ class KeyWriter {
   // The key of token t.
   template <class T>
   void write(const T* a, int64_t t, float* memory) const {
-    const int64_t slot = slot_of(c_.slots, t);
+    const int64_t slot = id_at(c_.slots, t * c_.slots.strides[0]);
     if (slot < 0) return;
     float *const norm = memory, *const table = memory + latent_, *const turned = table + 2 * rope_;
     T* const key = reinterpret_cast<T*>(turned + rope_);

@@ -16,6 +16,11 @@ struct Projection {
   float scale = 1.0f, offset = 0.0f;  // of the activations, per tensor
 };
 
+// Of slots, block tables and lengths.
+inline int64_t id_at(const View& ids, int64_t at) {
+  return ids.dtype == DType::i32 ? ids.as<int32_t>()[at] : ids.as<int64_t>()[at];
+}
+
 struct Rotation {
   View cos, sin;  // [T, rope or rope / 2], or undefined
   bool interleaved = false;
@@ -39,7 +44,6 @@ struct Queries {
   bool streaming = false;  // q_out past the cache; a fence is due at the end
 };
 
-// For as many tokens as keep their activations in cache: every weight is read once, by one thread.
 struct PreprocessCall {
   View x, gamma0, beta0, gamma1, beta1;
   Projection down, up;
@@ -48,9 +52,11 @@ struct PreprocessCall {
   Queries queries;
   View latent_q;
   float eps = 0;
+  int64_t first = 0, tokens = 0;  // those of a region
 };
 
-void preprocess(const PreprocessCall& call);
+// Of any number of tokens, as many at a time as keep their activations in cache: a region reads every weight once.
+void preprocess(PreprocessCall call);
 
 // Of those, what follows each projection: a [T, kv_lora + rope or more] into the cache, q [T, H, nope + rope] into the latent space.
 void kv_epilogue(View a, const Keys& keys);

@@ -51,9 +51,18 @@ struct Strip {
   int64_t in_lanes(O* to) const {
     return lane_rows<WordProduct<X, S>>(lanes, tokens, weight<S>(), stride(), rows, x.depth, ahead, to, rows);
   }
-  template <class S>
-  Ahead after(int64_t done) const {
-    return ahead.after(done * stride() * int64_t(sizeof(S)));
+  // The rows from the first that is not `done`, by D.
+  template <class D, class S, class O>
+  void dots(int64_t done, const RowSize& size, O* to) const {
+    dot_rows<D::step * sizeof(S)>(
+        tokens, weight<S>() + done * stride(), stride(), rows - done, size,
+        ahead.after(done * stride() * int64_t(sizeof(S))), to + done, rows,
+        [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, O* o,
+            int64_t o_stride) {
+          const int32_t none[kDotTokens] = {};  // a row's first piece has the sum of the whole
+          dot_tile<D, m(), r()>(x.row(t) + k, x.stride, k > 0 ? none : x.sums.get() + t, w, stride(), some,
+                                next, o, o_stride);
+        });
   }
 
   // f(the row of `out`, a row of the projection, lanes) for all of them.
@@ -82,15 +91,6 @@ struct FloatProducts {
     X* const row = to.row(t);
     for_lanes(n, [&](int64_t i, auto k) { store(row + i, round_to<T>(load(y + i, k)), k); });
   }
-  static void multiply(const Strip<X>& s, int64_t done, const RowSize& size) {
-    dot_rows<Dots<T, S>::step * sizeof(S)>(
-        s.tokens, s.template weight<S>() + done * s.stride(), s.stride(), s.rows - done, size,
-        s.template after<S>(done), s.out + done, s.rows,
-        [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, float* o,
-            int64_t o_stride) {
-          dot_tile<T, S, m(), r()>(s.x.row(t) + k, s.x.stride, w, s.stride(), some, next, o, o_stride);
-        });
-  }
 };
 
 // x and weight of one type: products in float, what goes in is rounded to T.
@@ -98,7 +98,8 @@ template <class T>
 struct FloatWeight : FloatProducts<T, T> {
   using typename FloatProducts<T, T>::X;
   static void rows(const Strip<X>& s) {
-    FloatWeight::multiply(s, s.template in_lanes<T>(s.out), {s.x.depth, 64, s.x.depth * int64_t(sizeof(X))});
+    const RowSize size{s.x.depth, 64, s.x.depth * int64_t(sizeof(X))};
+    s.template dots<Dots<T, T>, T>(s.template in_lanes<T>(s.out), size, s.out);
     s.template add_bias<T>();
   }
 };
@@ -109,14 +110,11 @@ struct Int8Weight : FloatProducts<T, int8_t> {
   using typename FloatProducts<T, int8_t>::X;
   static void rows(const Strip<X>& s) {
     const int64_t depth = s.x.depth;
-    Int8Weight::multiply(s, 0, {depth, depth, depth * int64_t(sizeof(X)), kDotRows});
+    const RowSize size{depth, depth, depth * int64_t(sizeof(X)), kDotRows};
+    s.template dots<Dots<T, int8_t>, int8_t>(0, size, s.out);
     const float* const descale = s.p.descale.template as<float>();
-    const T* const bias = s.p.bias.template as<T>();
-    s.for_results([&](float* o, int64_t row, auto k) {
-      Vec v = load(o, k) * load(descale + row, k);
-      if (bias) v += load(bias + row, k);
-      store(o, v, k);
-    });
+    s.for_results([&](float* o, int64_t row, auto k) { store(o, load(o, k) * load(descale + row, k), k); });
+    s.template add_bias<T>();
   }
 };
 
@@ -168,16 +166,8 @@ struct IntegerProduct {
     to.sums[t] = total;
   }
   static void rows(const Strip<X>& s) {
-    const int64_t w_stride = s.stride(), rows = s.rows, done = s.template in_lanes<S>(s.sums);
-    dot_rows<kByteStep>(
-        s.tokens, s.template weight<S>() + done * w_stride, w_stride, rows - done, {s.x.depth, 64, s.x.depth},
-        s.template after<S>(done), s.sums + done, rows,
-        [&](auto m, auto r, int64_t t, int64_t k, int64_t some, const S* w, auto next, int32_t* o,
-            int64_t o_stride) {
-          const int32_t none[kDotTokens] = {};  // a row's first piece has the sum of the whole
-          integer_tile<m(), r()>(s.x.row(t) + k, s.x.stride, k > 0 ? none : s.x.sums.get() + t, w, w_stride,
-                                 some, next, o, o_stride);
-        });
+    const int64_t rows = s.rows;
+    s.template dots<Dots<X, S>, S>(s.template in_lanes<S>(s.sums), {s.x.depth, 64, s.x.depth}, s.sums);
     const float* descale = s.p.descale.template as<float>() + s.first;
     const int32_t* bias = s.p.bias.defined() ? s.p.bias.template as<int32_t>() + s.first : nullptr;
     for (int64_t t = 0; t < s.tokens; ++t) {

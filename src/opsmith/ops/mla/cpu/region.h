@@ -46,7 +46,7 @@ class Region {
  public:
   explicit Region(const PreprocessCall& call)
       : c_(call), gamma0_(call.gamma0), beta0_(call.beta0), gamma1_(call.gamma1), beta1_(call.beta1),
-        keys_(call.keys), queries_(call.queries), tokens_(call.x.sizes[0]), hidden_(call.x.sizes[1]),
+        keys_(call.keys), queries_(call.queries), tokens_(call.tokens), hidden_(call.x.sizes[1]),
         heads_(queries_.wuk.sizes[0]), head_(call.up.weight.sizes[0] / heads_),
         kv_lora_(queries_.wuk.sizes[2]), key_rows_(kv_lora_ + call.keys.rope_size),
         columns_(call.down.weight.sizes[0]), inner_(call.gamma1.defined() ? columns_ - key_rows_ : hidden_),
@@ -61,7 +61,7 @@ class Region {
     first_heads_ = std::min(heads_, 2 * num_threads());
     a_.reset(new T[size_t(tokens_ * columns_)]);
     const int64_t absorbed = heads_ * queries_.wuk.sizes[1] * kv_lora_ * int64_t(sizeof(T));
-    queries_.streaming = streams<T>(call.queries.q_out,
+    queries_.streaming = streams<T>(call.queries.q_out, tokens_,
                                     columns_ * down_bytes() + heads_ * head_ * up_bytes() + absorbed);
   }
 
@@ -109,7 +109,7 @@ class Region {
       } else {
         const int64_t t = task - first_head() - first_heads_;
         key_rows_done_.wait(key_blocks_);
-        keys_.write(a_.get() + t * columns_, t, m.norm);
+        keys_.write(a_.get() + t * columns_, c_.first + t, m.norm);
       }
       watch.note([&] { return stage_of(task); });
       task = upcoming;
@@ -168,7 +168,8 @@ class Region {
   }
 
   void normalize(int64_t t, const Memory& m) {
-    norm_row(c_.x.as<T>() + t * c_.x.strides[0], hidden_, gamma0_.data(), beta0_.data(), c_.eps, m.norm);
+    norm_row(c_.x.as<T>() + (c_.first + t) * c_.x.strides[0], hidden_, gamma0_.data(), beta0_.data(), c_.eps,
+             m.norm);
     Mode::prepare(m.norm, hidden_, c_.down, y_, t);
     if (latents_ == 0) Mode::prepare(m.norm, hidden_, c_.up, z_, t);
   }
@@ -189,7 +190,7 @@ class Region {
     norm_row(a_.get() + t * columns_ + key_rows_, inner_, gamma1_.data(), beta1_.data(), c_.eps, m.norm);
     Mode::prepare(m.norm, inner_, c_.up, z_, t);
     if (!c_.latent_q.defined()) return;
-    T* const to = c_.latent_q.as<T>() + t * c_.latent_q.strides[0];
+    T* const to = c_.latent_q.as<T>() + (c_.first + t) * c_.latent_q.strides[0];
     for_lanes(inner_, [&](int64_t i, auto k) { store(to + i, load(m.norm + i, k), k); });
   }
 
@@ -201,7 +202,7 @@ class Region {
     const Ahead ahead{base, head_ * up_bytes(), absorbed};
     Mode::rows({z_, lanes_of(z_, m), c_.up, tokens_, h * head_, head_, ahead, m.q, m.sums});
     for_lanes(tokens_ * head_, [&](int64_t i, auto k) { store(m.q + i, round_to<T>(load(m.q + i, k)), k); });
-    finish_head<T>(queries_, h, 0, tokens_, m.q, then, m.table, m.out);
+    finish_head<T>(queries_, h, c_.first, tokens_, m.q, then, m.table, m.out);
   }
 
   const PreprocessCall& c_;

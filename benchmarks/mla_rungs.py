@@ -32,14 +32,14 @@ def thirteen_of_ours(*args: Any, **options: Any) -> Result:
         raise ValueError(
             "thirteen_of_ours: expected unquantized weights and cache; the other rungs take them"
         )
-    y = norm(c.x, w.input_norm, w.input_shift, c.eps)
+    y = norm(c.x, w.gamma0, w.beta0, c.eps)
     keys, latent_q = w.split(linear(y, w.down.weight, w.down.bias))
     ckv, k_rope = keys.split((w.kv_lora, w.rope), dim=1)
-    z = y if w.q_norm is None else norm(latent_q, w.q_norm, w.q_shift, c.eps)
+    z = y if w.gamma1 is None else norm(latent_q, w.gamma1, w.beta1, c.eps)
     q = linear(z, w.up.weight, w.up.bias).unflatten(1, (w.heads, -1))
     q_nope, q_rope = q.split((w.nope, w.rope), dim=2)
-    q_out = torch.einsum("thn,hnk->thk", q_nope, w.k_up)
-    k_nope = norm(ckv, w.kv_norm, None, c.eps)
+    q_out = torch.einsum("thn,hnk->thk", q_nope, w.wuk)
+    k_nope = norm(ckv, w.gamma2, None, c.eps)
     if cos is not None and sin is not None and w.rope:
         q_rope = rope_op(q_rope, cos, sin, interleaved=interleaved)
         k_rope = rope_op(k_rope.unsqueeze(1), cos, sin, interleaved=interleaved).squeeze(1)
@@ -50,18 +50,18 @@ def two_chains(*args: Any, **options: Any) -> Result:
     """The vector operators of both chains fused around the matmuls: norm (and quantization), epilogues."""
     c = _checked(*args, **options)
     w, (cos, sin, interleaved) = c.w, c.rotation
-    a = normalize_and_project(c.x, w.input_norm, w.input_shift, w.down, w.quant, c.eps)
+    a = normalize_and_project(c.x, w.gamma0, w.beta0, w.down, w.quant, c.eps)
     turned = {"interleaved": interleaved}
-    mla_kv_epilogue(a, w.kv_norm, cos, sin, c.slots, c.cache, eps=c.eps, ctkv_scale=c.latent_scale, **turned)
+    mla_kv_epilogue(a, w.gamma2, cos, sin, c.slots, c.cache, eps=c.eps, ctkv_scale=c.latent_scale, **turned)
     latent_q = w.split(a)[1]
-    if w.q_norm is None:
-        q = normalize_and_project(c.x, w.input_norm, w.input_shift, w.up, w.quant, c.eps)
+    if w.gamma1 is None:
+        q = normalize_and_project(c.x, w.gamma0, w.beta0, w.up, w.quant, c.eps)
     else:
-        q = normalize_and_project(latent_q, w.q_norm, w.q_shift, w.up, w.quant, c.eps)
+        q = normalize_and_project(latent_q, w.gamma1, w.beta1, w.up, w.quant, c.eps)
     heads = q.unflatten(1, (w.heads, -1))
-    pair = mla_q_epilogue(heads, w.k_up, cos, sin, joint=c.joint, q_nope_scale=c.query_scale, **turned)
-    c.remember_scales()
-    return (*pair, norm(latent_q, w.q_norm, w.q_shift, c.eps)) if c.return_latent_q else pair
+    pair = mla_q_epilogue(heads, w.wuk, cos, sin, joint=c.joint, q_nope_scale=c.query_scale, **turned)
+    c.remember()
+    return (*pair, norm(latent_q, w.gamma1, w.beta1, c.eps)) if c.return_latent_q else pair
 
 
 def _checked(

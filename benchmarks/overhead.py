@@ -135,7 +135,7 @@ def one_row(card: Operator, dtype: torch.dtype) -> Iterator[Sample]:
 
 def mla_preprocess_calls(sample: Sample) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Ours and eager's as a model calls them: the card's function makes weights and a cache of its own at each call."""
-    x, wdqkv, wuq, wuk, gamma2, gamma1, gamma0, cos, sin, slots = sample.args
+    x, wdqkv, wuq, wuk, gamma0, gamma1, gamma2, cos, sin, slots = sample.args
     heads, nope, kv_lora = wuk.shape
     rope = wuq.shape[0] // heads - nope
     ranks = {"heads": heads, "nope": nope, "rope": rope, "kv_lora": kv_lora, "q_lora": wuq.shape[1]}

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from opsmith.call.arguments import check_float, check_number, short
-from opsmith.call.dispatch import kernels, native, needs_grad
+from opsmith.call.dispatch import native, needs_grad
 from opsmith.call.layouts import nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.mla.cache import MLACache, check_cache_type, has_values, shapes
-from opsmith.ops.mla.call import Maybe, check_inference, in_float32, rows_of
+from opsmith.ops.mla.call import Maybe, in_float32
+from opsmith.ops.mla.cards import card
+from opsmith.ops.mla.check import check_inference, check_tensor
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.paged_attention.samples import rows_of_tables
 from opsmith.ops.rms_norm.quant import wide
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of `mla_attention`, checked."""
-
-    q_nope: torch.Tensor  # [T, H, kv_lora], int8 with a query scale
-    q_rope: torch.Tensor  # [T, H, rope]
-    cache: MLACache
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    scale: float
-    v_up: Maybe = None  # wuv
-    latent_scale: Maybe = None  # ctkv_scale
-    query_scale: Maybe = None  # q_nope_scale
+from opsmith.ops.rope import dense_rows
 
 
 @either_name
@@ -86,75 +72,92 @@ def mla_attention(
         ctkv_scale = cache.ctkv_scale if ctkv_scale is None else ctkv_scale
         q_nope_scale = cache.q_nope_scale if q_nope_scale is None else q_nope_scale
         check_inference(op, rotated, wuv)
-    scales = cache.check_scales(op, ctkv_scale, (q_nope_scale, q_out.shape[1]))
+    scales = cache.check_scales(op, ctkv_scale, q_out.shape[1], q_nope_scale)
     check_number(op, "scale", scale)
-    call = Call(nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales)
-    if native(rotated, op) is not True or needs_grad(nope, rotated, cache.latent, cache.rope, wuv):
-        check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)
-        return define(call)
+    call = nope, rotated, cache, block_tables, seq_lens, scale, wuv, *scales
+    by_kernel = native(rotated, op) is True and not needs_grad(nope, rotated, cache.latent, cache.rope, wuv)
     # The kernel looks at every length and block before it reads, so that a look from here would only cost time.
-    check_pages(op, block_tables, seq_lens, q_out.shape[0], cache, values=DEVICE == "cpu" or not nope.is_cpu)
+    looks = by_kernel and nope.is_cpu and DEVICE != "cpu"
+    check_pages(op, block_tables, seq_lens, q_out.shape[0], cache, values=not looks)
+    if not by_kernel:
+        return define(*call)
     try:
-        return _kernel(call)
+        return _kernel(*call)
     except RuntimeError:
         check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)  # names what is wrong
         raise
 
 
-def _kernel(c: Call) -> torch.Tensor:
-    tokens, heads, kv_lora = c.q_nope.shape
-    result = c.q_rope.new_empty(c.q_nope.shape)
-    out = None if c.v_up is None else c.q_rope.new_empty((tokens, heads, c.v_up.shape[1]))
+def _kernel(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: MLACache,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    wuv: Maybe,
+    *scales: Maybe,
+) -> torch.Tensor:
+    tokens, heads, kv_lora = q_nope.shape
+    result = q_rope.new_empty(q_nope.shape)
+    out = None if wuv is None else q_rope.new_empty((tokens, heads, wuv.shape[1]))
     torch.ops.opsmith.mla_attention.default(
-        rows_of(c.q_nope),
-        rows_of(c.q_rope),
-        *c.cache.rows(kv_lora),
-        c.block_tables,
-        c.seq_lens,
-        c.scale,
-        in_float32(c.latent_scale),
-        in_float32(c.query_scale),
-        None if c.v_up is None else c.v_up.contiguous(),
+        dense_rows(q_nope),
+        dense_rows(q_rope),
+        *cache.rows(kv_lora),
+        block_tables,
+        seq_lens,
+        scale,
+        *map(in_float32, scales),
+        None if wuv is None else wuv.contiguous(),
         latent_out=result,
         out=out,
     )
     return result if out is None else out
 
 
-def define(c: Call) -> torch.Tensor:
+def define(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: MLACache,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    wuv: Maybe = None,
+    ctkv_scale: Maybe = None,
+    q_nope_scale: Maybe = None,
+) -> torch.Tensor:
     """The definition, in plain PyTorch, on all rows of the longest table at once."""
-    (tokens, heads, kv_lora), device = c.q_nope.shape, c.q_nope.device
-    sequences, pages = c.block_tables.shape
+    (tokens, heads, kv_lora), device = q_nope.shape, q_nope.device
+    sequences, pages = block_tables.shape
     each = tokens // sequences if sequences else 0
-    if not tokens or not c.cache.blocks or not pages:
-        latent = c.q_rope.new_zeros((tokens, heads, kv_lora))
+    if not tokens or not cache.blocks or not pages:
+        latent = q_rope.new_zeros((tokens, heads, kv_lora))
     else:
-        size = c.cache.block_size
-        length, lens = pages * size, c.seq_lens.view(-1, 1)
+        size = cache.block_size
+        length, lens = pages * size, seq_lens.view(-1, 1)
         position = torch.arange(length, device=device)
-        seen = position <= (lens - each + torch.arange(each, device=device)).unsqueeze(
-            -1
-        )  # [S, each, length]
+        last = lens - each + torch.arange(each, device=device)
+        hidden = (position > last.unsqueeze(-1)).unsqueeze(2)  # [S, each, 1, length]
         held = (position < lens).unsqueeze(-1)
-        blocks = torch.where(position[::size] < lens, c.block_tables, 0).long()
+        blocks = torch.where(position[::size] < lens, block_tables, 0).long()
         nope, rope = (
             torch.where(held, wide(view[blocks]).reshape(sequences, length, -1), 0.0)
-            for view in c.cache.rows(kv_lora)
+            for view in cache.rows(kv_lora)
         )
-        q = wide(c.q_nope)
-        if c.latent_scale is not None and c.query_scale is not None:
-            nope, q = nope * c.latent_scale, q / c.query_scale.view(-1, 1)
+        q = wide(q_nope)
+        if ctkv_scale is not None and q_nope_scale is not None:
+            nope, q = nope * ctkv_scale, q / q_nope_scale.view(-1, 1)
         by_sequence = (sequences, each, heads, -1)
         scores = torch.einsum("sehk,slk->sehl", q.reshape(by_sequence), nope)
-        scores = scores + torch.einsum("sehr,slr->sehl", wide(c.q_rope).reshape(by_sequence), rope)
-        hidden = ~seen.unsqueeze(2)
-        weights = torch.softmax((scores * c.scale).masked_fill(hidden, -math.inf), -1)
+        scores = scores + torch.einsum("sehr,slr->sehl", wide(q_rope).reshape(by_sequence), rope)
+        weights = torch.softmax((scores * scale).masked_fill(hidden, -math.inf), -1)
         weights = weights.masked_fill(hidden, 0.0)  # a token that sees nothing gets zeros
         latent = torch.einsum("sehl,slk->sehk", weights, nope).reshape(tokens, heads, kv_lora)
-        latent = latent.to(c.q_rope.dtype)
-    if c.v_up is None:
+        latent = latent.to(q_rope.dtype)
+    if wuv is None:
         return latent
-    return torch.einsum("thk,hvk->thv", latent, c.v_up).clone(memory_format=torch.contiguous_format)
+    return torch.einsum("thk,hvk->thv", latent, wuv).clone(memory_format=torch.contiguous_format)
 
 
 def _queries(
@@ -192,22 +195,16 @@ def _queries(
     width = cache.rope_width(op, kv_lora)
     if rotated.dim() != 3 or rotated.shape[2] != width:
         raise ValueError(f"{op}: q_rope must be [T, H, {width}] for this cache, got {tuple(rotated.shape)}")
-    cache.check(op, kv_lora, width, rotated.dtype, q_out.device)
+    cache.check(op, kv_lora, width, rotated)
     expected = torch.int8 if cache.mode == "int8_tiled" else rotated.dtype
     if nope.dtype != expected or rotated.device != q_out.device:
         raise TypeError(
             f"{op}: q_out must be {short(expected)} on {rotated.device}, got {short(nope.dtype)} on {nope.device}"
         )
     if wuv is not None:
-        check_float(op, wuv, "wuv", least_dim=3)
-        if wuv.dim() != 3 or (wuv.shape[0], wuv.shape[2]) != (nope.shape[1], kv_lora):
-            raise ValueError(
-                f"{op}: wuv must have shape [H, v, kv_lora] = [{nope.shape[1]}, v, {kv_lora}], got {tuple(wuv.shape)}"
-            )
-        if wuv.dtype != rotated.dtype or wuv.device != q_out.device:
-            raise TypeError(
-                f"{op}: wuv must be {short(rotated.dtype)} on {q_out.device}, got {short(wuv.dtype)} on {wuv.device}"
-            )
+        values = wuv.shape[1] if isinstance(wuv, torch.Tensor) and wuv.dim() == 3 else 0
+        shape = nope.shape[1], values, kv_lora
+        check_tensor(op, "wuv", wuv, shape, "heads, v, kv_lora", rotated, "the queries")
     return nope, rotated
 
 
@@ -275,10 +272,7 @@ def attention_form(
     if q_rope is None:
         assert wuv is not None
         q_out, q_rope = q_out[..., : wuv.shape[2]], q_out[..., wuv.shape[2] :]
-    return define(Call(q_out, q_rope, cache, block_tables, seq_lens, scale, wuv))
-
-
-_REFERENCE = partial(attention_form, defined=True)
+    return define(q_out, q_rope, cache, block_tables, seq_lens, scale, wuv)
 
 
 def _cost(
@@ -291,17 +285,15 @@ def _cost(
     wuv: Maybe = None,
     **options: Any,
 ) -> Cost:
-    tokens, heads = q_out.shape[:2]
-    rows = int(seq_lens.sum()) if has_values(seq_lens) else block_tables.numel()
-    width = q_out.shape[2] + (0 if q_rope is None else q_rope.shape[2])
-    values = q_out.shape[2] if wuv is None else wuv.shape[2]
-    each = tokens // max(1, seq_lens.shape[0])
-    flops = 2.0 * heads * each * rows * (width + values)
-    written = tokens * heads * q_out.element_size() * (q_out.shape[2] if wuv is None else wuv.shape[1])
-    if wuv is not None:
-        flops += 2.0 * tokens * wuv.numel()
-    read = rows * width * q_out.element_size() + nbytes(q_out, q_rope, block_tables, seq_lens, wuv)
-    return Cost(flops, read + written)
+    tokens, heads, width = q_out.shape
+    if q_rope is not None:
+        width += q_rope.shape[2]
+    kv_lora = q_out.shape[2] if wuv is None else wuv.shape[2]
+    written = q_out.new_empty((tokens, heads, kv_lora if wuv is None else wuv.shape[1]), device="meta")
+    rows = int(seq_lens.sum()) if has_values(seq_lens) else rows_of_tables(block_tables, latent.shape[1])
+    row = width * q_out.element_size()
+    read = nbytes(q_out, q_rope, block_tables, seq_lens, wuv, written)
+    return _work(q_out, len(seq_lens), rows, width + kv_lora, wuv, rows * row + read)
 
 
 def _entry_cost(
@@ -313,15 +305,19 @@ def _entry_cost(
     **rest: Any,
 ) -> Cost:
     """Latent rows as long as the tables say, once for all heads; then the up-projection, where it is fused."""
-    tokens, heads, kv_lora = q_nope.shape
-    wuv, out = rest["wuv"], rest["out"]
-    rows, turned = rows_of_tables(block_tables, latent.shape[1]), q_rope.shape[2]
-    each = tokens // max(1, block_tables.shape[0])
-    flops = 2.0 * heads * each * rows * (2 * kv_lora + turned)
-    flops += 0.0 if wuv is None else 2.0 * tokens * wuv.numel()
-    moved = rows * (kv_lora * latent.element_size() + turned * rope.element_size())
-    written = rest["latent_out"] if out is None else out
-    return Cost(flops, moved + nbytes(q_nope, q_rope, block_tables, rest["seq_lens"], wuv, written))
+    kv_lora, turned, wuv = q_nope.shape[2], q_rope.shape[2], rest["wuv"]
+    rows = rows_of_tables(block_tables, latent.shape[1])
+    row = kv_lora * latent.element_size() + turned * rope.element_size()
+    written = rest["latent_out"] if rest["out"] is None else rest["out"]
+    read = nbytes(q_nope, q_rope, block_tables, rest["seq_lens"], wuv, written)
+    return _work(q_nope, len(block_tables), rows, 2 * kv_lora + turned, wuv, rows * row + read)
+
+
+def _work(q: torch.Tensor, sequences: int, rows: int, width: int, wuv: Maybe, moved: int) -> Cost:
+    """Of all tokens' heads with the rows that they see, `width` products each."""
+    tokens, heads = q.shape[:2]
+    flops = 2.0 * heads * (tokens // max(1, sequences)) * rows * width
+    return Cost(flops + (0.0 if wuv is None else 2.0 * tokens * wuv.numel()), moved)
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -381,27 +377,18 @@ def _workloads(make: Make) -> Iterator[Sample]:
         )
 
 
-CARD = register(
-    Operator(
-        name="mla_attention",
-        kind=Kind.MLA,
-        function=attention_form,
-        reference=_REFERENCE,
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        implementations=[
-            *kernels(attention_form, lambda q, *more, **options: native(q, "mla_attention"), takes_out=False),
-            Implementation("eager", _REFERENCE),
-        ],
-        entries={"mla_attention": _entry_cost},
-        schemas=(
-            "mla_attention(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor rope, Tensor block_tables, "
-            "Tensor seq_lens, float scale, Tensor? ctkv_scale, Tensor? q_nope_scale, Tensor? wuv, *, "
-            "Tensor(a!) latent_out, Tensor(b!)? out=None) -> ()",
-        ),
-        source="DeepSeek-AI, 2024",
-    )
+CARD = card(
+    "mla_attention",
+    attention_form,
+    cost=_cost,
+    samples=_samples,
+    workloads=_workloads,
+    entries={"mla_attention": _entry_cost},
+    schemas=(
+        "mla_attention(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor rope, Tensor block_tables, "
+        "Tensor seq_lens, float scale, Tensor? ctkv_scale, Tensor? q_nope_scale, Tensor? wuv, *, "
+        "Tensor(a!) latent_out, Tensor(b!)? out=None) -> ()",
+    ),
 )
 
 libraries.offer("mla", "mla_attention")

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from opsmith.call.arguments import check_number, short
+from opsmith.ops.mla.check import check_tensor
 
 Mode = Literal["joint", "split", "int8_tiled", "tiled"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -16,16 +17,11 @@ _NAME = "MLACache"
 _LARGEST_BLOCK = 256
 _ROPE_TILE = 16
 _TILES = {"int8_tiled": 32, "tiled": 16}  # of the latent row
-_SHAPES = {
-    "joint": "[B, bs, 1, kv_lora + rope]",
-    "split": "[B, bs, 1, kv_lora]",
-    "int8_tiled": "[B, kv_lora/32, bs, 32]",
-    "tiled": "[B, kv_lora/16, bs, 16]",
-}
-_ROPE_SHAPES = {
-    "split": "[B, bs, 1, rope]",
-    "int8_tiled": "[B, rope/16, bs, 16]",
-    "tiled": "[B, rope/16, bs, 16]",
+_SHAPES = {  # of the latent tensor, and of rope's, which lies within it in "joint"
+    "joint": ("[B, bs, 1, kv_lora + rope]",),
+    "split": ("[B, bs, 1, kv_lora]", "[B, bs, 1, rope]"),
+    "int8_tiled": ("[B, kv_lora/32, bs, 32]", "[B, rope/16, bs, 16]"),
+    "tiled": ("[B, kv_lora/16, bs, 16]", "[B, rope/16, bs, 16]"),
 }
 
 
@@ -68,20 +64,17 @@ class MLACache:
     def __init__(self, mode: str, latent: torch.Tensor, rope: torch.Tensor | None = None) -> None:
         if mode not in MODES:
             raise ValueError(f"{_NAME}: mode must be one of {', '.join(MODES)}, got {mode!r}")
-        _check_tensor("latent", latent, _SHAPES[mode])
-        if mode == "joint":
-            if rope is not None:
-                raise ValueError(
-                    f'{_NAME}: in mode "joint" rope lies within latent {_SHAPES[mode]}; leave rope out'
-                )
-        else:
-            _check_tensor("rope", rope, _ROPE_SHAPES[mode])
-        _check_layout(mode, latent, rope)
+        if mode == "joint" and rope is not None:
+            raise ValueError(
+                f'{_NAME}: in mode "joint" rope lies within latent {_SHAPES[mode][0]}; leave rope out'
+            )
+        for name, t, shape in zip(("latent", "rope"), (latent, rope), _SHAPES[mode], strict=False):
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"{_NAME}: {name} must be a tensor {shape}, got {type(t).__name__}")
+            _check_layout(mode, name, t, shape, latent)
         self.mode, self.latent, self.rope = mode, latent, rope
         # How a "joint" row divides: as allocated, or as the last mla_preprocess had it.
-        self.kv_lora = (
-            None if mode == "joint" else latent.shape[3] * (latent.shape[1] if mode in _TILES else 1)
-        )
+        self.kv_lora = None if mode == "joint" else _width(latent, mode)
         self.ctkv_scale: torch.Tensor | None = None  # of int8 rows, as the last mla_preprocess had them
         self.q_nope_scale: torch.Tensor | None = None
 
@@ -175,8 +168,8 @@ class MLACache:
             return self.latent[..., :kv_lora], self.latent[..., kv_lora:]
         return self.latent, self.rope
 
-    def check(self, op: str, kv_lora: int, rope: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Refuse a cache for other sizes, naming its tensor and both shapes."""
+    def check(self, op: str, kv_lora: int, rope: int, x: torch.Tensor) -> None:
+        """Refuse a cache for other sizes, or another input than x, naming its tensor and both shapes."""
         tile = _TILES.get(self.mode)
         if tile is not None:
             for name, width, step in (("kv_lora", kv_lora, tile), ("rope", rope, _ROPE_TILE)):
@@ -184,28 +177,17 @@ class MLACache:
                     raise ValueError(
                         f'{op}: cache mode "{self.mode}" wants {name} in multiples of {step}, got {width}'
                     )
+        held = ("latent", self.latent), ("rope", self.rope)
         expected = shapes(self.mode, self.blocks, self.block_size, kv_lora, rope)
-        for name, t, shape in zip(("latent", "rope"), (self.latent, self.rope), expected, strict=True):
-            if t is None:
-                continue
-            if tuple(t.shape) != shape:
-                raise ValueError(
-                    f'{op}: cache.{name} must have shape {shape} (mode "{self.mode}", kv_lora {kv_lora}, rope '
-                    f"{rope}), got {tuple(t.shape)}"
-                )
-            if t.dtype != torch.int8 and t.dtype != dtype:
-                raise TypeError(
-                    f"{op}: cache.{name} must be {short(dtype)} like the input, got {short(t.dtype)}"
-                )
-            if t.device != device:
-                raise ValueError(
-                    f"{op}: cache.{name} is on {t.device}, the input on {device}; move one of them"
-                )
+        for (name, t), shape, words in zip(held, expected, _SHAPES[self.mode], strict=False):
+            int8 = (torch.int8,) if self.mode == "int8_tiled" and t is self.latent else ()
+            what = f'{words} in mode "{self.mode}"'
+            check_tensor(op, f"cache.{name}", t, shape or (), what, x, "the input", *int8)
 
     def rope_width(self, op: str, kv_lora: int) -> int:
         """How many elements of a row are the rotated ones."""
         if self.rope is not None:
-            return self.rope.shape[3] * (self.rope.shape[1] if self.mode in _TILES else 1)
+            return _width(self.rope, self.mode)
         width = self.latent.shape[3] - kv_lora
         if width < 0:
             raise ValueError(
@@ -215,22 +197,23 @@ class MLACache:
         return width
 
     def check_scales(
-        self, op: str, ctkv_scale: Any, heads: tuple[Any, int] | None
+        self, op: str, ctkv_scale: Any, heads: int = 0, q_nope_scale: Any = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The scales of int8 rows and queries as tensors; refused where they are missing, or the cache is not int8."""
-        given = {"ctkv_scale": ctkv_scale} | ({} if heads is None else {"q_nope_scale": heads[0]})
+        """The scales of int8 rows and, for so many heads, of queries, as tensors.
+
+        Refused where they are missing, or the cache is not int8.
+        """
         int8 = self.mode == "int8_tiled"
-        for name, value in given.items():
+        for name, value in (("ctkv_scale", ctkv_scale), ("q_nope_scale", q_nope_scale))[: 2 if heads else 1]:
             if value is not None and not int8:
                 raise ValueError(f'{op}: {name} is for cache mode "int8_tiled", this one is "{self.mode}"')
             if value is None and int8:
                 raise ValueError(f'{op}: cache mode "int8_tiled" needs {name}')
-        if not int8:
-            return None, None
-        ctkv = _scale(op, "ctkv_scale", ctkv_scale, self.device)
-        if ctkv.numel() != 1:
-            raise ValueError(f"{op}: ctkv_scale must be one number, got shape {tuple(ctkv.shape)}")
-        return ctkv.reshape(()), None if heads is None else head_scales(op, *heads, self.device)
+        latent = _scale(op, "ctkv_scale", ctkv_scale, self.device)
+        if latent is not None and latent.numel() != 1:
+            raise ValueError(f"{op}: ctkv_scale must be one number, got shape {tuple(latent.shape)}")
+        queries = head_scales(op, q_nope_scale, heads, self.device)
+        return None if latent is None else latent.reshape(()), queries
 
     def write(self, slots: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
         """Put rows [T, kv_lora] and [T, rope] at their slots, none at -1; autograd sees it, where it is recording."""
@@ -288,18 +271,8 @@ def check_slots(op: str, slots: Any, tokens: int, cache: MLACache, *, values: bo
 
     Without `values`, what their numbers are is left to the kernel, which looks before it writes.
     """
-    if not isinstance(slots, torch.Tensor):
-        raise TypeError(f"{op}: slot_mapping must be a tensor, got {type(slots).__name__}")
-    if slots.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: slot_mapping must be int64 or int32, got {short(slots.dtype)}; cast it first")
-    if tuple(slots.shape) != (tokens,):
-        raise ValueError(
-            f"{op}: slot_mapping must have shape ({tokens},), one slot for each token, got {tuple(slots.shape)}"
-        )
-    if slots.device != cache.device:
-        raise ValueError(
-            f"{op}: slot_mapping is on {slots.device}, the cache on {cache.device}; move one of them"
-        )
+    what, integers = "one slot for each token", (torch.int64, torch.int32)
+    check_tensor(op, "slot_mapping", slots, (tokens,), what, cache.latent, "the cache", *integers)
     if not values or not tokens or not has_values(slots):
         return
     end = cache.blocks * cache.block_size
@@ -313,69 +286,65 @@ def check_slots(op: str, slots: Any, tokens: int, cache: MLACache, *, values: bo
 
 
 def head_scales(op: str, value: Any, heads: int, device: torch.device) -> torch.Tensor | None:
-    if value is None:
-        return None
+    """What int8 queries are multiplied with, as a tensor."""
     scale = _scale(op, "q_nope_scale", value, device)
-    if scale.numel() != heads:
+    if scale is not None and scale.numel() != heads:
         raise ValueError(
             f"{op}: q_nope_scale must have shape ({heads},), one for each head, got {tuple(scale.shape)}"
         )
-    return scale.reshape(heads)
+    return None if scale is None else scale.reshape(heads)
 
 
-def _scale(op: str, name: str, value: Any, device: torch.device) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        t = value if value.dtype in (torch.float32, torch.float64) else value.float()
-        return t.detach().to(device)
+def _scale(op: str, name: str, value: Any, device: torch.device) -> torch.Tensor | None:
+    if value is None:
+        return None
     if isinstance(value, int | float):
         return torch.full((), float(value), device=device)  # no copy to a GPU, which cannot be captured
     try:
-        return torch.tensor(value, dtype=torch.float32, device=device)
+        t = torch.as_tensor(value)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be a tensor or a number, got {value!r}") from None
+    return (t if t.dtype in (torch.float32, torch.float64) else t.float()).detach().to(device)
 
 
-def _check_tensor(name: str, t: Any, shape: str) -> None:
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{_NAME}: {name} must be a tensor {shape}, got {type(t).__name__}")
+def _width(t: torch.Tensor, mode: str) -> int:
+    """How many numbers of a token are in one of the tensors."""
+    return t.shape[3] * (t.shape[1] if mode in _TILES else 1)
+
+
+def _check_layout(mode: str, name: str, t: torch.Tensor, shape: str, latent: torch.Tensor) -> None:
+    """Refuse one of a cache's tensors, the latent one or that of rope, which is like it."""
+    got = tuple(t.shape)
     if t.dim() != 4:
-        raise ValueError(f"{_NAME}: {name} must have shape {shape}, got {tuple(t.shape)}")
-
-
-def _check_layout(mode: str, latent: torch.Tensor, rope: torch.Tensor | None) -> None:
-    tile = _TILES.get(mode)
-    expected = [("latent", latent, _SHAPES[mode], tile)]
-    if rope is not None:
-        expected.append(("rope", rope, _ROPE_SHAPES[mode], None if tile is None else _ROPE_TILE))
-    block_size = latent.shape[1 if tile is None else 2]
+        raise ValueError(f"{_NAME}: {name} must have shape {shape}, got {got}")
+    tiled = mode in _TILES
+    block_size = latent.shape[2 if tiled else 1]
     if not 1 <= block_size <= _LARGEST_BLOCK:
         raise ValueError(
-            f"{_NAME}: blocks must have 1 to {_LARGEST_BLOCK} tokens, latent {tuple(latent.shape)} has {block_size}"
+            f"{_NAME}: blocks must have 1 to {_LARGEST_BLOCK} tokens, latent {got} has {block_size}"
         )
-    for name, t, shape, width in expected:
-        fits = t.shape[2] == 1 if width is None else t.shape[3] == width
-        if not fits or t.shape[1 if tile is None else 2] != block_size or t.shape[0] != latent.shape[0]:
-            raise ValueError(
-                f'{_NAME}: {name} must have shape {shape} in mode "{mode}" (B = {latent.shape[0]}, bs = {block_size}), '
-                f"got {tuple(t.shape)}"
-            )
-        step = 1
-        for d in (3, 2, 1):
-            if t.shape[d] > 1 and t.stride(d) != step and t.numel():
-                raise ValueError(
-                    f"{_NAME}: {name} may be strided in its first dimension only, got strides {t.stride()} for shape "
-                    f"{tuple(t.shape)}"
-                )
-            step *= t.shape[d]
-        if t.shape[0] > 1 and t.stride(0) < step and t.numel():
-            raise ValueError(
-                f"{_NAME}: the blocks of {name} overlap, strides {t.stride()} for shape {tuple(t.shape)}"
-            )
-        integer = mode == "int8_tiled" and name == "latent"
-        if (t.dtype != torch.int8) if integer else not t.is_floating_point():
-            what = "int8" if integer else "floating-point"
-            raise TypeError(f'{_NAME}: {name} must be {what} in mode "{mode}", got {short(t.dtype)}')
-    if rope is not None and rope.device != latent.device:
-        raise ValueError(f"{_NAME}: latent is on {latent.device}, rope on {rope.device}; move one of them")
-    if rope is not None and mode != "int8_tiled" and rope.dtype != latent.dtype:
-        raise TypeError(f"{_NAME}: rope must be {short(latent.dtype)} like latent, got {short(rope.dtype)}")
+    tile = _TILES.get(mode, 1) if t is latent else _ROPE_TILE
+    fits = (
+        (t.shape[3] == tile, t.shape[2] == block_size)
+        if tiled
+        else (t.shape[2] == 1, t.shape[1] == block_size)
+    )
+    if not all(fits) or t.shape[0] != latent.shape[0]:
+        raise ValueError(
+            f'{_NAME}: {name} must have shape {shape} in mode "{mode}" (B = {latent.shape[0]}, bs = {block_size}), '
+            f"got {got}"
+        )
+    if t.numel() and not t[0].is_contiguous():
+        raise ValueError(
+            f"{_NAME}: {name} may be strided in its first dimension only, got strides {t.stride()} for shape {got}"
+        )
+    if t.numel() and t.shape[0] > 1 and t.stride(0) < t[0].numel():
+        raise ValueError(f"{_NAME}: the blocks of {name} overlap, strides {t.stride()} for shape {got}")
+    integer = mode == "int8_tiled" and t is latent
+    if (t.dtype != torch.int8) if integer else not t.is_floating_point():
+        what = "int8" if integer else "floating-point"
+        raise TypeError(f'{_NAME}: {name} must be {what} in mode "{mode}", got {short(t.dtype)}')
+    if t.device != latent.device:
+        raise ValueError(f"{_NAME}: latent is on {latent.device}, rope on {t.device}; move one of them")
+    if mode != "int8_tiled" and t.dtype != latent.dtype:
+        raise TypeError(f"{_NAME}: rope must be {short(latent.dtype)} like latent, got {short(t.dtype)}")

@@ -5,16 +5,22 @@ Beside a name of ours stands that of the published kernels, which the public fun
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from opsmith.call.arguments import check_float, check_number, short
-from opsmith.call.dispatch import needs_grad
+from opsmith.call.dispatch import compiling
+from opsmith.call.fast import direct
 from opsmith.ops.mla.cache import MLACache, check_slots
+from opsmith.ops.mla.check import check_inference, check_tensor
 from opsmith.ops.mla.weights import Parts
+from opsmith.ops.rms_norm.quant import wide
+from opsmith.ops.rope import definition as rotated
+from opsmith.ops.rope import dense_rows
 
+# What a call that a kernel is given before its checks raises, where something is wrong with it.
+REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
 Maybe = torch.Tensor | None
 Pair = tuple[torch.Tensor, Maybe]  # queries and their rope part, which is within them for a "joint" cache
 Result = Pair | tuple[torch.Tensor, Maybe, torch.Tensor]
@@ -32,34 +38,35 @@ class Rotation(NamedTuple):
         cos, sin, _ = self
         if cos is None and sin is None:
             return
-        tokens = x.shape[0]
         for name, t in (("cos", cos), ("sin", sin)):
-            if not isinstance(t, torch.Tensor):
-                raise TypeError(
-                    f"{op}: {name} must be a tensor [T, rope], got {type(t).__name__}; both may be None"
-                )
-            if rope % 2 or tuple(t.shape) not in ((tokens, rope), (tokens, rope // 2)):
-                raise ValueError(
-                    f"{op}: {name} must have shape ({tokens}, {rope}), a row for each token (rope must be even), got "
-                    f"{tuple(t.shape)}"
-                )
-            check_float(op, t, name)
-            check_dtype(op, name, t, x.dtype)
-            if t.device != x.device:
-                raise ValueError(f"{op}: {name} is on {t.device}, the input on {x.device}; move one of them")
+            half = isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[1] == rope // 2 != rope
+            shape = x.shape[0], rope // 2 if half else rope
+            what = "[T, rope], a row for each token; both may be None"
+            check_tensor(op, name, t, shape, what, x, "the input", x.dtype, torch.float32)
+        if rope % 2:
+            raise ValueError(f"{op}: rope must be even where there are cos and sin, got {rope}")
         if cos is not None and sin is not None and cos.shape != sin.shape:
             raise ValueError(
                 f"{op}: cos and sin must be alike, got {tuple(cos.shape)} and {tuple(sin.shape)}"
             )
 
-    def rows(self, some: slice = slice(None)) -> tuple[Maybe, Maybe]:
-        """The table of some tokens as kernels take it."""
-        cos, sin = rows_of(self.cos), rows_of(self.sin)
-        return None if cos is None else cos[some], None if sin is None else sin[some]
+    def rows(self) -> tuple[Maybe, Maybe]:
+        """The table as kernels take it."""
+        return in_rows(self.cos), in_rows(self.sin)
+
+    def rotate(self, x: torch.Tensor, *, wider: bool = False) -> torch.Tensor:
+        """[T, rope] or [T, H, rope] by PyTorch's operators, in x's dtype or in float32, rounded to x's own."""
+        cos, sin, interleaved = self
+        if cos is None or sin is None or not x.shape[-1]:
+            return x
+        heads = x if x.dim() == 3 else x.unsqueeze(1)
+        if wider:
+            heads, cos, sin = wide(heads), wide(cos), wide(sin)
+        y = rotated(heads, cos, sin, None, x.shape[-1], interleaved).to(x.dtype)
+        return y if x.dim() == 3 else y.squeeze(1)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of `mla_preprocess`."""
 
     x: torch.Tensor  # [T, D]
@@ -81,8 +88,9 @@ class Call:
         """Those through which gradients may flow."""
         return self.x, self.rotation.cos, self.rotation.sin, *self.w.tensors
 
-    def remember_scales(self) -> None:
-        """In the cache: `mla_attention` reads its int8 rows by them."""
+    def remember(self) -> None:
+        """In the cache, how its rows divide, and the scales by which `mla_attention` reads int8 ones."""
+        self.cache.kv_lora = self.w.kv_lora
         if self.latent_scale is not None:
             self.cache.ctkv_scale, self.cache.q_nope_scale = self.latent_scale, self.query_scale
 
@@ -96,7 +104,7 @@ class Call:
     ) -> Result:
         """Write the keys into the cache; the queries as the call returns them."""
         self.cache.write(self.slots, k_nope, k_rope)
-        self.remember_scales()
+        self.remember()
         pair = join(q_out, q_rope, self.joint)
         return (*pair, latent_q) if self.return_latent_q and latent_q is not None else pair
 
@@ -105,47 +113,45 @@ class Call:
 
         Without `values` not the numbers of the slots, which whoever runs the call looks at.
         """
-        x, w, down = self.x, self.w, self.w.down
+        x, w = self.x, self.w
         check_float(op, x, "x", least_dim=2)
-        size = down.weight.shape[1]
+        size, spare = w.wdqkv.shape[1], 0
         if w.quant == "weight_int4":
-            assert down.descale is not None
+            assert w.descale0 is not None
             size = 2 * size  # K, padded to whole groups
-            fits = x.dim() == 2 and size - size // max(1, down.descale.shape[1]) < x.shape[1] <= size
-        else:
-            fits = x.dim() == 2 and x.shape[1] == size
-        if not fits:
+            spare = size // max(1, w.descale0.shape[1]) - 1
+        if x.dim() != 2 or not size - spare <= x.shape[1] <= size:
             raise ValueError(
-                f"{op}: x must have shape [T, {size}], D being the columns of wdqkv {tuple(down.weight.shape)}, got "
+                f"{op}: x must have shape [T, {size}], D being the columns of wdqkv {tuple(w.wdqkv.shape)}, got "
                 f"{tuple(x.shape)}"
             )
-        if w.input_norm is not None and w.input_norm.shape[0] != x.shape[1]:
+        if w.gamma0 is not None and w.gamma0.shape[0] != x.shape[1]:
             raise ValueError(
-                f"{op}: x must have shape [T, {w.input_norm.shape[0]}] like gamma0, got {tuple(x.shape)}"
+                f"{op}: x must have shape [T, {w.gamma0.shape[0]}] like gamma0, got {tuple(x.shape)}"
             )
-        if x.dtype != w.k_up.dtype:
+        if x.dtype != w.wuk.dtype:
             raise TypeError(
-                f"{op}: x must be {short(w.k_up.dtype)} like the weights, got {short(x.dtype)}; cast one of them"
+                f"{op}: x must be {short(w.wuk.dtype)} like the weights, got {short(x.dtype)}; cast one of them"
             )
-        if x.device != w.k_up.device:
-            raise ValueError(f"{op}: x is on {x.device}, the weights on {w.k_up.device}; move one of them")
+        if x.device != w.wuk.device:
+            raise ValueError(f"{op}: x is on {x.device}, the weights on {w.wuk.device}; move one of them")
         self.rotation.check(op, x, w.rope)
-        self.cache.check(op, w.kv_lora, w.rope, x.dtype, x.device)
-        if self.return_latent_q and w.q_norm is None:
+        self.cache.check(op, w.kv_lora, w.rope, x)
+        if self.return_latent_q and w.gamma1 is None:
             raise ValueError(
                 f"{op}: return_latent_q asks for latent queries, and these weights have no q_lora"
             )
-        scales = self.cache.check_scales(op, self.latent_scale, (self.query_scale, w.heads))
+        scales = self.cache.check_scales(op, self.latent_scale, w.heads, self.query_scale)
         check_slots(op, self.slots, x.shape[0], self.cache, values=values)
         if w.quant is not None or self.cache.mode == "int8_tiled":
             check_inference(op, *self.tensors)
         check_number(op, "eps", self.eps)
-        return replace(self, latent_scale=scales[0], query_scale=scales[1])
+        return self._replace(latent_scale=scales[0], query_scale=scales[1])
 
 
-def rows_of(t: Any) -> Any:
-    """With a contiguous last dimension; itself, where it has one."""
-    return t if t is None or t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous()
+def in_rows(t: Maybe) -> Maybe:
+    """With a contiguous last dimension."""
+    return None if t is None else dense_rows(t)
 
 
 def in_float32(scale: Maybe) -> Maybe:
@@ -153,31 +159,17 @@ def in_float32(scale: Maybe) -> Maybe:
     return None if scale is None else scale.float().contiguous()
 
 
-def new_queries(like: torch.Tensor, rope: int, kv_lora: int, joint: bool, int8: bool, heads: int = 0) -> Pair:
-    """Memory for the queries of `like`, [T, H, ...] or [T, ...]: two parts, or both as one and None."""
-    shape = (like.shape[0], heads or like.shape[1])
+def new_queries(like: torch.Tensor, wuk: torch.Tensor, rope: int, joint: bool, int8: bool = False) -> Pair:
+    """Memory for the queries of `like`, [T, ...]: two parts, or both as one and None."""
+    empty = torch.Tensor.new_empty if compiling() else direct.empty
+    heads, _, kv_lora = wuk.shape
+    shape = like.shape[0], heads
     if joint:
-        return like.new_empty((*shape, kv_lora + rope)), None
-    # The same way twice: the second time its code is in cache.
-    q_out = like.new_empty((*shape, kv_lora), dtype=torch.int8) if int8 else like.new_empty((*shape, kv_lora))
-    return q_out, like.new_empty((*shape, rope))
+        return empty(like, (*shape, kv_lora + rope)), None
+    q_out = like.new_empty((*shape, kv_lora), dtype=torch.int8) if int8 else empty(like, (*shape, kv_lora))
+    return q_out, empty(like, (*shape, rope))
 
 
 def join(q_out: torch.Tensor, q_rope: torch.Tensor, joint: bool) -> Pair:
     """One tensor for a joint cache, two for the others."""
     return (torch.cat((q_out, q_rope), -1), None) if joint else (q_out, q_rope)
-
-
-def check_dtype(op: str, name: str, t: torch.Tensor, dtype: torch.dtype) -> None:
-    if t.dtype not in (dtype, torch.float32):
-        either = " or ".join(dict.fromkeys((short(dtype), "float32")))
-        raise TypeError(f"{op}: {name} must be {either}, got {short(t.dtype)}; cast it")
-
-
-def check_inference(op: str, *tensors: Maybe) -> None:
-    """Quantized forms have no gradient, and say so."""
-    if needs_grad(*tensors):
-        raise ValueError(
-            f"{op}: the quantized form is inference only, and an argument requires gradients; call it under "
-            "torch.no_grad(), or train the unquantized form"
-        )

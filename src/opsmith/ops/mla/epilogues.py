@@ -5,33 +5,24 @@ Their cards are functions of tensors alone, with a fresh cache as a result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from opsmith.call.arguments import check_float, check_like, short
-from opsmith.call.dispatch import compiling, kernels, native, needs_grad
+from opsmith.call.arguments import check_float
+from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct
 from opsmith.call.layouts import nbytes
 from opsmith.kernels import libraries
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
-from opsmith.ops.mla.call import (
-    Maybe,
-    Pair,
-    Rotation,
-    check_dtype,
-    check_inference,
-    in_float32,
-    join,
-    new_queries,
-    rows_of,
-)
+from opsmith.ops.mla.call import REFUSALS, Maybe, Pair, Rotation, in_float32, join, new_queries
+from opsmith.ops.mla.cards import card, fresh_cache, fresh_rows, some_slots, table
+from opsmith.ops.mla.check import check_inference, check_tensor
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.reference import keys, queries
-from opsmith.ops.mla.samples import fresh_cache, fresh_rows, some_slots, table
+from opsmith.ops.rope import dense_rows
 
 
 @either_name
@@ -74,29 +65,37 @@ def mla_kv_epilogue(
     Source: DeepSeek-AI, "DeepSeek-V2", 2024.
     """
     op = "mla_kv_epilogue"
-    if ctkv_scale is None and _keys_at_once(a, gamma2, cos, sin, slot_mapping, cache, eps, interleaved):
-        return
+    rotation = Rotation(cos, sin, interleaved)
+    check_cache_type(op, cache)
+    if ctkv_scale is None and not compiling():
+        try:
+            kv_lora = direct.sizes(gamma2)[0]
+            rope = cache.rope_width(op, kv_lora)
+            how = rope, interleaved, cache.mode == "tiled", eps, None, cache.latent, cache.rope
+            if direct.new_mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, *how):
+                cache.kv_lora = kv_lora
+                return
+        except REFUSALS:  # the checks say why
+            pass
     check_float(op, a, "a", least_dim=2)
     check_float(op, gamma2, "gamma2")
-    check_cache_type(op, cache)
-    kv_lora, rotation = gamma2.shape[0], Rotation(cos, sin, interleaved)
+    kv_lora = gamma2.shape[0]
     rope = cache.rope_width(op, kv_lora)
     if a.dim() != 2 or a.shape[1] < kv_lora + rope:
         raise ValueError(
             f"{op}: a must have shape [T, {kv_lora + rope} or more], kv_lora {kv_lora} and rope {rope}, "
             f"got {tuple(a.shape)}"
         )
-    check_like(op, gamma2, a, "gamma2", (kv_lora,), "kv_lora", like="a")
-    check_dtype(op, "gamma2", gamma2, a.dtype)
+    check_tensor(op, "gamma2", gamma2, (kv_lora,), "kv_lora", a, "a", a.dtype, torch.float32)
     rotation.check(op, a, rope)
-    cache.check(op, kv_lora, rope, a.dtype, a.device)
-    scale = cache.check_scales(op, ctkv_scale, None)[0]
+    cache.check(op, kv_lora, rope, a)
+    scale = cache.check_scales(op, ctkv_scale)[0]
     check_slots(op, slot_mapping, a.shape[0], cache)
     if scale is not None:
         check_inference(op, a, gamma2, cos, sin)
     if native(a, op) is True and not needs_grad(a, gamma2, cos, sin):
         torch.ops.opsmith.mla_kv_epilogue.default(
-            rows_of(a),
+            dense_rows(a),
             gamma2.contiguous(),
             *rotation.rows(),
             slot_mapping,
@@ -113,27 +112,6 @@ def mla_kv_epilogue(
         cache.write(slot_mapping, *keys(a, gamma2, rotation, rope, eps, scale))
     if scale is not None:
         cache.ctkv_scale = scale
-
-
-def _keys_at_once(
-    a: Any, gamma2: Any, cos: Any, sin: Any, slot_mapping: Any, cache: Any, eps: float, interleaved: bool
-) -> bool:
-    """Whether the kernel took the call as it is, which refuses what does not fit before anything is written."""
-    if compiling() or type(cache) is not MLACache:
-        return False
-    mode = cache.mode
-    try:
-        kv_lora = direct.sizes(gamma2)[0]
-        _, first, _, last = direct.sizes(cache.latent if mode == "joint" else cache.rope)
-        rope = last - kv_lora if mode == "joint" else last if mode == "split" else first * last
-        options = rope, interleaved, mode == "tiled", eps, None, cache.latent, cache.rope
-        done = direct.new_mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, *options)
-    except (RuntimeError, TypeError, AttributeError, IndexError):  # the checks say why
-        return False
-    if done is None:
-        return False
-    cache.kv_lora = kv_lora
-    return True
 
 
 @either_name
@@ -174,23 +152,22 @@ def mla_q_epilogue(
     Source: DeepSeek-AI, "DeepSeek-V2", 2024.
     """
     op = "mla_q_epilogue"
-    if q_nope_scale is None:
-        done = _queries_at_once(q, wuk, cos, sin, interleaved, joint)
-        if done is not None:
-            return done
+    if q_nope_scale is None and not compiling():
+        try:
+            pair = new_queries(q, wuk, q.shape[2] - wuk.shape[1], joint)
+            if direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, *pair):
+                return pair
+        except REFUSALS:  # the checks say why
+            pass
     check_float(op, q, "q", least_dim=3)
     check_float(op, wuk, "wuk", least_dim=3)
-    nope = wuk.shape[1]
-    if q.dim() != 3 or wuk.dim() != 3 or q.shape[1] != wuk.shape[0] or q.shape[2] < nope:
+    rope, rotation = q.shape[-1] - wuk.shape[1], Rotation(cos, sin, interleaved)
+    if q.dim() != 3 or wuk.dim() != 3 or q.shape[1] != wuk.shape[0] or rope < 0:
         raise ValueError(
             f"{op}: q must be [T, H, nope + rope] and wuk [H, nope, kv_lora], got {tuple(q.shape)} "
             f"and {tuple(wuk.shape)}"
         )
-    if wuk.dtype != q.dtype or wuk.device != q.device:
-        raise TypeError(
-            f"{op}: wuk must be {short(q.dtype)} on {q.device} like q, got {short(wuk.dtype)} on {wuk.device}"
-        )
-    rope, rotation = q.shape[2] - nope, Rotation(cos, sin, interleaved)
+    check_tensor(op, "wuk", wuk, wuk.shape, "heads, nope, kv_lora", q, "q")
     rotation.check(op, q, rope)
     scale = head_scales(op, q_nope_scale, q.shape[1], q.device)
     if scale is not None:
@@ -201,9 +178,9 @@ def mla_q_epilogue(
         check_inference(op, q, wuk, cos, sin)
     if native(q, op) is not True or needs_grad(q, wuk, cos, sin):
         return join(*queries(q, wuk, rotation, scale), joint)
-    q_out, q_rope = new_queries(q, rope, wuk.shape[2], joint, scale is not None)
+    q_out, q_rope = new_queries(q, wuk, rope, joint, scale is not None)
     torch.ops.opsmith.mla_q_epilogue.default(
-        rows_of(q),
+        dense_rows(q),
         wuk.contiguous(),
         *rotation.rows(),
         interleaved,
@@ -212,22 +189,6 @@ def mla_q_epilogue(
         q_rope=q_rope,
     )
     return q_out, q_rope
-
-
-def _queries_at_once(q: Any, wuk: Any, cos: Any, sin: Any, interleaved: bool, joint: bool) -> Pair | None:
-    """What the kernel makes of the call as it is; None for one that it does not take."""
-    if compiling():
-        return None
-    try:
-        _, nope, kv_lora = direct.sizes(wuk)
-        tokens, heads, last = direct.sizes(q)
-        rope = last - nope
-        q_out = direct.empty(q, (tokens, heads, kv_lora + rope if joint else kv_lora))
-        q_rope = None if joint else direct.empty(q, (tokens, heads, rope))
-        done = direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, q_out, q_rope)
-    except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):  # the checks say why
-        return None
-    return (q_out, q_rope) if done else None
 
 
 def kv_form(
@@ -272,50 +233,43 @@ def q_form(
     return tuple(t for t in pair if t is not None)
 
 
-_KV_REFERENCE, _Q_REFERENCE = partial(kv_form, defined=True), partial(q_form, defined=True)
-
-
 def _kv_cost(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
-    cos: Maybe,
-    sin: Maybe,
-    slot_mapping: torch.Tensor,
-    *,
-    blocks: int,
-    block_size: int,
-    rope: int,
-    **options: Any,
+    a: torch.Tensor, gamma2: torch.Tensor, *given: Maybe, blocks: int, block_size: int, rope: int, **_: Any
 ) -> Cost:
-    rows, width = a.shape[0], gamma2.shape[0] + rope
-    held = blocks * block_size * width * a.element_size()  # this form makes its cache
-    read = rows * width * a.element_size() + nbytes(gamma2, cos, sin, slot_mapping)
-    return Cost(rows * (4.0 * gamma2.shape[0] + 3.0 * rope), read + held)
-
-
-def _q_cost(q: torch.Tensor, wuk: torch.Tensor, cos: Maybe, sin: Maybe, **options: Any) -> Cost:
-    tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape
-    rope = q.shape[2] - nope
-    written = tokens * heads * (kv_lora + rope) * q.element_size()
-    flops = tokens * heads * (2.0 * nope * kv_lora + 3.0 * rope)
-    return Cost(flops, nbytes(q, wuk, cos, sin) + written)
+    """Of the form, which makes its cache."""
+    return _kv_work(a, gamma2, rope, given, blocks * block_size, a.element_size())
 
 
 def _kv_entry_cost(a: torch.Tensor, gamma2: torch.Tensor, rope_size: int, **rest: Any) -> Cost:
+    given = (rest[name] for name in ("cos", "sin", "slots"))
+    return _kv_work(a, gamma2, rope_size, given, a.shape[0], rest["latent"].element_size())
+
+
+def _kv_work(
+    a: torch.Tensor, gamma2: torch.Tensor, rope: int, given: Iterable[Maybe], slots: int, held: int
+) -> Cost:
     """A norm and a rotation of each row, which then goes to its slot."""
-    rows, width = a.shape[0], gamma2.shape[0] + rope_size
-    read = rows * width * a.element_size() + nbytes(gamma2, rest["cos"], rest["sin"], rest["slots"])
-    held = rest["latent"].element_size()
-    return Cost(rows * (4.0 * gamma2.shape[0] + 3.0 * rope_size), read + rows * width * held)
+    rows, width = a.shape[0], gamma2.shape[0] + rope
+    read = rows * width * a.element_size() + nbytes(gamma2, *given)
+    return Cost(rows * (4.0 * gamma2.shape[0] + 3.0 * rope), read + slots * width * held)
 
 
-def _q_entry_cost(
-    q: torch.Tensor, wuk: torch.Tensor, q_out: torch.Tensor, q_rope: torch.Tensor | None, **rest: Any
+def _q_cost(
+    q: torch.Tensor,
+    wuk: torch.Tensor,
+    cos: Maybe,
+    sin: Maybe,
+    q_out: Maybe = None,
+    q_rope: Maybe = None,
+    **_: Any,
 ) -> Cost:
     """Queries brought into the latent space, and their rope part rotated."""
     tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape
-    flops = tokens * heads * (2.0 * nope * kv_lora + 3.0 * (q.shape[2] - nope))
-    return Cost(flops, nbytes(q, wuk, rest["cos"], rest["sin"], q_out, q_rope))
+    rope = q.shape[2] - nope
+    written = (
+        nbytes(q_out, q_rope) if q_out is not None else tokens * heads * (kv_lora + rope) * q.element_size()
+    )
+    return Cost(tokens * heads * (2.0 * nope * kv_lora + 3.0 * rope), nbytes(q, wuk, cos, sin) + written)
 
 
 def _kv_samples(make: Make) -> Iterator[Sample]:
@@ -390,52 +344,34 @@ def _one_token_a_slot(*args: Any, **options: Any) -> bool:
     return bool(slots.unique().numel() == slots.numel())
 
 
-CARD_KV = register(
-    Operator(
-        name="mla_kv_epilogue",
-        kind=Kind.MLA,
-        function=kv_form,
-        reference=_KV_REFERENCE,
-        cost=_kv_cost,
-        samples=_kv_samples,
-        workloads=_kv_workloads,
-        domain=_one_token_a_slot,
-        implementations=[
-            *kernels(kv_form, lambda a, *more, **options: native(a, "mla_kv_epilogue"), takes_out=False),
-            Implementation("eager", _KV_REFERENCE),
-        ],
-        entries={"mla_kv_epilogue": _kv_entry_cost},
-        schemas=(
-            "mla_kv_epilogue(Tensor a, Tensor gamma2, Tensor? cos, Tensor? sin, Tensor slots, int rope_size, "
-            "bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, *, Tensor(a!) latent, "
-            "Tensor(b!)? rope=None) -> ()",
-        ),
-        outputs=2,
-        source="DeepSeek-AI, 2024",
-    )
+CARD_KV = card(
+    "mla_kv_epilogue",
+    kv_form,
+    cost=_kv_cost,
+    samples=_kv_samples,
+    workloads=_kv_workloads,
+    domain=_one_token_a_slot,
+    entries={"mla_kv_epilogue": _kv_entry_cost},
+    schemas=(
+        "mla_kv_epilogue(Tensor a, Tensor gamma2, Tensor? cos, Tensor? sin, Tensor slots, int rope_size, "
+        "bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, *, Tensor(a!) latent, "
+        "Tensor(b!)? rope=None) -> ()",
+    ),
+    outputs=2,
 )
 
-CARD_Q = register(
-    Operator(
-        name="mla_q_epilogue",
-        kind=Kind.MLA,
-        function=q_form,
-        reference=_Q_REFERENCE,
-        cost=_q_cost,
-        samples=_q_samples,
-        workloads=_q_workloads,
-        implementations=[
-            *kernels(q_form, lambda q, *more, **options: native(q, "mla_q_epilogue"), takes_out=False),
-            Implementation("eager", _Q_REFERENCE),
-        ],
-        entries={"mla_q_epilogue": _q_entry_cost},
-        schemas=(
-            "mla_q_epilogue(Tensor q, Tensor wuk, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q_nope_scale, *, "
-            "Tensor(a!) q_out, Tensor(b!)? q_rope) -> ()",
-        ),
-        outputs=2,
-        source="DeepSeek-AI, 2024",
-    )
+CARD_Q = card(
+    "mla_q_epilogue",
+    q_form,
+    cost=_q_cost,
+    samples=_q_samples,
+    workloads=_q_workloads,
+    entries={"mla_q_epilogue": _q_cost},
+    schemas=(
+        "mla_q_epilogue(Tensor q, Tensor wuk, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q_nope_scale, *, "
+        "Tensor(a!) q_out, Tensor(b!)? q_rope) -> ()",
+    ),
+    outputs=2,
 )
 
 libraries.offer("mla", "mla_q_epilogue", "mla_kv_epilogue")

@@ -12,21 +12,22 @@ from typing import Any
 
 import torch
 
-from opsmith.call.dispatch import compiling, kernels, native, needs_grad
+from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct
 from opsmith.call.layouts import nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
-from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
+from opsmith.operator import Cost, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots
-from opsmith.ops.mla.call import Call, Maybe, Result, Rotation, in_float32, new_queries, rows_of
+from opsmith.ops.mla.call import REFUSALS, Call, Maybe, Result, Rotation, in_float32, new_queries
+from opsmith.ops.mla.cards import fresh_cache, fresh_rows, implementations, some_slots, table
 from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.names import either_name
-from opsmith.ops.mla.projection import Projection, quantize_weight
+from opsmith.ops.mla.projection import quantize_weight, static_scale
 from opsmith.ops.mla.reference import define
-from opsmith.ops.mla.samples import fresh_cache, fresh_rows, some_slots, table
-from opsmith.ops.mla.weights import MLAWeights, Parts
+from opsmith.ops.mla.weights import TENSORS, MLAWeights, Parts
 from opsmith.ops.rms_norm.quant import Steps
+from opsmith.ops.rope import dense_rows
 
 # As kernels count them.
 _FORMS = {None: 0, "per_tensor": 1, "per_token": 2, "weight_int8": 3, "weight_int4": 4}
@@ -86,77 +87,62 @@ def mla_preprocess(
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024.
     """
-    if ctkv_scale is None and q_nope_scale is None and type(w) is MLAWeights and type(cache) is MLACache:
+    scaled = ctkv_scale is not None or q_nope_scale is not None
+    if not scaled and not compiling() and isinstance(w, MLAWeights) and isinstance(cache, MLACache):
         done = _at_once(x, w, cos, sin, slot_mapping, cache, eps, return_latent_q)
         if done is not None:
             return done
+    call = call_of(x, w, cos, sin, slot_mapping, cache, eps, return_latent_q, ctkv_scale, q_nope_scale)
+    return compute(call.checked(_OP, values=False))
+
+
+def call_of(x: Any, w: Any, cos: Any, sin: Any, slot_mapping: Any, cache: Any, *options: Any) -> Call:
+    """The arguments of `mla_preprocess`, in their order, as one; of them only weights and cache are checked."""
     if not isinstance(w, MLAWeights):
         raise TypeError(
             f"{_OP}: w must be MLAWeights, got {type(w).__name__}; build it, or MLAWeights.from_deepseek"
         )
     check_cache_type(_OP, cache)
-    call = call_of(x, w, cos, sin, slot_mapping, cache, eps, return_latent_q, ctkv_scale, q_nope_scale)
-    return compute(call.checked(_OP, values=False))
-
-
-def call_of(
-    x: Any, w: MLAWeights, cos: Any, sin: Any, slot_mapping: Any, cache: MLACache, *options: Any
-) -> Call:
-    """The arguments of `mla_preprocess`, in their order, as one, unchecked."""
-    parts = w.parts()
-    return Call(x, parts, Rotation(cos, sin, parts.interleaved), slot_mapping, cache, *options)
+    return Call(x, w.parts(), Rotation(cos, sin, w.interleaved), slot_mapping, cache, *options)
 
 
 def _at_once(
-    x: Any, w: MLAWeights, cos: Any, sin: Any, slot_mapping: Any, cache: MLACache, eps: float, latent: bool
+    x: Any, w: MLAWeights, cos: Any, sin: Any, slots: Any, cache: MLACache, eps: float, latent: bool
 ) -> Result | None:
-    """The kernel, for a call on a CPU in the usual form, of which it refuses itself, before anything is written, what
-    does not fit; None for any other call, and for a refused one.
+    """The kernel, which refuses what does not fit before anything is written; None where it did, and for calls that it
+    does not take as they are.
 
     While weights stream from memory nothing else stays in cache, and every check from Python waits for its objects.
     """
     mode = cache.mode
-    ready = None if compiling() or mode == "int8_tiled" else w.prepared()
-    if ready is None:
-        return None
-    rows, quant, interleaved, q_out, q_rope, q_lora = ready
-    if latent and q_lora is None:
-        return None
     try:
-        sizes = direct.sizes(x)
-        if len(sizes) != 2 or sizes[0] > _MOST_TOKENS:
+        if w.quant is None and direct.sizes(x)[0] > _MOST_TOKENS:
             return None
-        joint = mode == "joint"
-        widths = ((q_out[0], q_out[1] + q_rope[1]), None) if joint else (q_out, q_rope)
-        queries = [None if width is None else direct.empty(x, (sizes[0], *width)) for width in widths]
-        low = direct.empty(x, (sizes[0], q_lora)) if latent and q_lora is not None else None
-        options = _FORMS[quant], interleaved, mode == "tiled", eps, None, None
-        written = *queries, cache.latent, cache.rope, low
-        if not direct.new_mla_preprocess(x, *rows, cos, sin, slot_mapping, *options, *written):
+        parts = w.parts()
+        pair = new_queries(x, parts.wuk, w.rope, mode == "joint")
+        latent_q = x.new_empty((x.shape[0], w.q_lora)) if latent else None
+        how = _FORMS[w.quant], w.interleaved, mode == "tiled", eps, None, None
+        written = *pair, cache.latent, cache.rope, latent_q
+        if not direct.new_mla_preprocess(x, *parts.tensors, cos, sin, slots, *how, *written):
             return None
-    except (RuntimeError, TypeError, AttributeError):
+    except REFUSALS:  # the checks say why
         return None
-    if joint:
-        cache.kv_lora = q_out[1]
-    return (*queries, low) if latent else tuple(queries)  # type: ignore[return-value]
+    cache.kv_lora = w.kv_lora
+    return pair if latent_q is None else (*pair, latent_q)
 
 
 def compute(c: Call) -> Result:
     """By the kernel, where it takes this call and no gradients are recorded."""
-    tokens = c.x.shape[0]
-    # A graph is captured for any number of tokens, and the kernel's blocks of tokens would be one for each number.
-    captured = torch.compiler.is_compiling()
-    if captured or supports(c) is not True or needs_grad(*c.tensors):
-        check_slots(_OP, c.slots, tokens, c.cache)
+    # The kernel looks at all slots before it writes, so that a look from here would only cost time.
+    looks = c.x.is_cpu and DEVICE != "cpu"
+    by_kernel = not compiling() and supports(c) is True and not needs_grad(*c.tensors)
+    check_slots(_OP, c.slots, c.x.shape[0], c.cache, values=not (by_kernel and looks))
+    if not by_kernel:
         return run(c)
-    # The kernel looks at all slots of a region before it writes, so that a look from here would only cost time.
-    looked = tokens > _MOST_TOKENS or DEVICE == "cpu" or not c.x.is_cpu
-    check_slots(_OP, c.slots, tokens, c.cache, values=looked)
     try:
         return kernel(c)
     except RuntimeError:
-        if not looked:
-            check_slots(_OP, c.slots, tokens, c.cache)  # names what is wrong
+        check_slots(_OP, c.slots, c.x.shape[0], c.cache)  # names what is wrong
         raise
 
 
@@ -168,32 +154,28 @@ def supports(c: Call) -> bool | str:
 
 
 def kernel(c: Call) -> Result:
-    """On a CPU, one parallel region for every `_MOST_TOKENS` tokens."""
-    x, w, tokens = rows_of(c.x), c.w, c.x.shape[0]
-    q_out, q_rope = new_queries(x, w.rope, w.kv_lora, c.joint, c.query_scale is not None, w.heads)
-    latent_q = x.new_empty((tokens, w.q_lora)) if c.return_latent_q else None
-    scales, held = (in_float32(c.latent_scale), in_float32(c.query_scale)), w.as_rows()
-    most = _MOST_TOKENS if x.is_cpu and DEVICE != "cpu" else max(tokens, 1)
-    for first in range(0, tokens, most):
-        some = slice(first, first + most) if tokens > most else slice(None)
-        torch.ops.opsmith.mla_preprocess.default(
-            x[some],
-            *held,
-            *c.rotation.rows(some),
-            c.slots[some],
-            _FORMS[w.quant],
-            c.rotation.interleaved,
-            "tiled" in c.cache.mode,
-            c.eps,
-            *scales,
-            q_out=q_out[some],
-            q_rope=None if q_rope is None else q_rope[some],
-            latent=c.cache.latent,
-            rope=c.cache.rope,
-            latent_q=None if latent_q is None else latent_q[some],
-        )
-    c.cache.kv_lora = w.kv_lora
-    c.remember_scales()
+    """By the kernel, of a checked call."""
+    x, w = dense_rows(c.x), c.w
+    q_out, q_rope = new_queries(x, w.wuk, w.rope, c.joint, c.query_scale is not None)
+    latent_q = x.new_empty((x.shape[0], w.q_lora or 0)) if c.return_latent_q else None
+    torch.ops.opsmith.mla_preprocess.default(
+        x,
+        *w.as_rows(),
+        *c.rotation.rows(),
+        c.slots,
+        _FORMS[w.quant],
+        c.rotation.interleaved,
+        "tiled" in c.cache.mode,
+        c.eps,
+        in_float32(c.latent_scale),
+        in_float32(c.query_scale),
+        q_out=q_out,
+        q_rope=q_rope,
+        latent=c.cache.latent,
+        rope=c.cache.rope,
+        latent_q=latent_q,
+    )
+    c.remember()
     return (q_out, q_rope) if latent_q is None else (q_out, q_rope, latent_q)
 
 
@@ -207,9 +189,9 @@ def preprocess_form(
     wdqkv: torch.Tensor,
     wuq: torch.Tensor,
     wuk: torch.Tensor,
-    gamma2: torch.Tensor,
-    gamma1: Maybe,
     gamma0: Maybe,
+    gamma1: Maybe,
+    gamma2: torch.Tensor,
     cos: Maybe,
     sin: Maybe,
     slot_mapping: torch.Tensor,
@@ -217,35 +199,22 @@ def preprocess_form(
     mode: str,
     blocks: int,
     block_size: int,
-    quant: str | None = None,
-    descale0: Maybe = None,
-    descale1: Maybe = None,
-    scale0: Maybe = None,
-    offset0: Maybe = None,
-    scale1: Maybe = None,
-    offset1: Maybe = None,
-    beta0: Maybe = None,
-    beta1: Maybe = None,
-    bias0: Maybe = None,
-    bias1: Maybe = None,
     ctkv_scale: Maybe = None,
     q_nope_scale: Maybe = None,
-    interleaved: bool = False,
     eps: float = 1e-6,
     by: Callable[[Call], Result] | None = None,
+    **form: Any,
 ) -> tuple[torch.Tensor, ...]:
     """`mla_preprocess` into a fresh cache of this mode: its queries, then the cache's tensors.
 
-    Thirteen operators as one: norm, down-projection, split, norms, up-projection, absorption, rotations, write. With
-    `quant` the projections are W8A8 per tensor or per token, or weights alone in int8 or int4, and the cache may be
-    int8 too; inference only.
+    Thirteen operators as one: norm, down-projection, split, norms, up-projection, absorption, rotations, write. `form`
+    has the other tensors of the weights by their names, `interleaved` and `quant`: the projections W8A8 per tensor or
+    per token, or weights alone in int8 or int4, where the cache may be int8 too; inference only.
     """
-    op = _OP if quant is None else _OP_INT8
-    down = Projection(wdqkv, bias0, descale0, scale0, offset0)
-    up = Projection(wuq, bias1, descale1, scale1, offset1)
-    w = Parts(down, up, wuk, gamma0, gamma1, gamma2, beta0, beta1, quant, interleaved)
+    w = Parts(wdqkv, wuq, wuk, gamma0, gamma1, gamma2, **form)
+    op = _OP if w.quant is None else _OP_INT8
     cache = fresh_cache(op, mode, blocks, block_size, w.kv_lora, w.rope, x)
-    rotation = Rotation(cos, sin, interleaved)
+    rotation = Rotation(cos, sin, w.interleaved)
     call = Call(x, w, rotation, slot_mapping, cache, eps, False, ctkv_scale, q_nope_scale)
     # An implementation is called by those who have checked; weights are checked once, and no benchmark should time it.
     if by is None:
@@ -254,64 +223,44 @@ def preprocess_form(
     return (*(t for t in (by or compute)(call) if t is not None), *fresh_rows(cache))
 
 
-def _cost(
-    x: torch.Tensor,
-    wdqkv: torch.Tensor,
-    wuq: torch.Tensor,
-    wuk: torch.Tensor,
-    *more: Maybe,
-    blocks: int,
-    block_size: int,
-    **options: Any,
-) -> Cost:
-    tokens, (heads, nope, kv_lora) = x.shape[0], wuk.shape
-    rope = wuq.shape[0] // heads - nope
-    inner = x.shape[1] if more[1] is None else wdqkv.shape[0] - kv_lora - rope
-    projected = wdqkv.shape[0] * x.shape[1] + wuq.shape[0] * inner
-    integer = options.get("quant") in ("per_tensor", "per_token")
-    norms = 4 * (x.shape[1] + inner + kv_lora) + 3 * rope * (heads + 1)
-    slots = blocks * block_size * (kv_lora + rope)  # this form makes its cache
-    written = (tokens * heads * (kv_lora + rope) + slots) * x.element_size()
-    tensors = [t for t in (*more, *options.values()) if isinstance(t, torch.Tensor)]
+def _cost(x: torch.Tensor, *given: Any, blocks: int, block_size: int, **options: Any) -> Cost:
+    """Of the form, which makes its cache."""
+    form = {name: options[name] for name in Parts._fields if name in options}
+    w = Parts(*given[:6], **form)
+    written = blocks * block_size + x.shape[0] * w.heads
+    read = *given[6:], options.get("ctkv_scale"), options.get("q_nope_scale")
+    integer = w.quant in ("per_tensor", "per_token")
+    return _work(x, w, integer, nbytes(*read) + written * (w.kv_lora + w.rope) * x.element_size())
+
+
+def _entry_cost(x: torch.Tensor, latent: torch.Tensor, quant: int, **rest: Any) -> Cost:
+    """Of the kernel alone; of the cache the rows of these tokens are written."""
+    w = Parts(*(rest[name] for name in TENSORS))
+    beside = ("cos", "sin", "slots", "ctkv_scale", "q_nope_scale", "q_out", "q_rope", "latent_q")
+    rows = x.shape[0] * (w.kv_lora + w.rope) * latent.element_size()
+    return _work(x, w, quant in (1, 2), nbytes(*(rest[name] for name in beside)) + rows)
+
+
+def _work(x: torch.Tensor, w: Parts, integer: bool, moved: int) -> Cost:
+    """Three products with weights that are read once, and what is done to rows between them."""
+    tokens, inner = x.shape[0], w.q_lora or x.shape[1]
+    projected = w.wdqkv.shape[0] * x.shape[1] + w.wuq.shape[0] * inner
+    norms = 4 * (x.shape[1] + inner + w.kv_lora) + 3 * w.rope * (w.heads + 1)
     return Cost(
-        tokens * (2.0 * (projected + wuk.numel()) + norms),
-        nbytes(x, wdqkv, wuq, wuk, *tensors) + written,
+        tokens * (2.0 * (projected + w.wuk.numel()) + norms),
+        nbytes(x, *w.tensors) + moved,
         2.0 * tokens * projected if integer else 0.0,
     )
 
 
-def _entry_cost(
-    x: torch.Tensor,
-    wdqkv: torch.Tensor,
-    wuq: torch.Tensor,
-    wuk: torch.Tensor,
-    q_out: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    latent: torch.Tensor,
-    **rest: Any,
-) -> Cost:
-    """Three products with weights that are read once; of the cache the rows of these tokens are written."""
-    tokens, (heads, nope, kv_lora) = x.shape[0], wuk.shape
-    turned = q_out.shape[-1] - kv_lora if q_rope is None else q_rope.shape[-1]
-    # A quantized weight may hide its rows in its layout, not what they must add up to.
-    up = heads * (nope + turned)
-    down = kv_lora + turned + (0 if rest["gamma1"] is None else rest["gamma1"].shape[0])
-    inner = x.shape[1] if rest["gamma1"] is None else rest["gamma1"].shape[0]
-    products = down * x.shape[1] + up * inner + wuk.numel()
-    norms = 4 * (x.shape[1] + inner + kv_lora) + 3 * turned * (heads + 1)
-    results = (q_out, q_rope, rest["latent_q"])
-    small = [t for n, t in rest.items() if isinstance(t, torch.Tensor) and n not in ("rope", "latent_q")]
-    rows = tokens * (kv_lora + turned) * latent.element_size()
-    integer = rest["quant"] in (1, 2)  # per tensor or per token, as kernels count the forms
-    return Cost(
-        2.0 * tokens * products + tokens * norms,
-        nbytes(x, wdqkv, wuq, wuk, *small, *results) + rows,
-        2.0 * tokens * (products - wuk.numel()) if integer else 0.0,
-    )
+_SMALL = (8, 4, 20, 28)  # nope, rope, kv_lora, q_lora
+_V3 = (128, 64, 512, 1536)
 
 
-def _arguments(
+def _sample(
     make: Make,
+    quant: str | None,
+    name: str,
     tokens: int,
     size: int,
     heads: int,
@@ -322,41 +271,47 @@ def _arguments(
     turn: bool = True,
     gamma0: bool = True,
     skip: bool = True,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both forms are called with; sizes are (nope, rope, kv_lora, q_lora)."""
+    **more: Any,
+) -> Sample:
+    """A call of either form; sizes are (nope, rope, kv_lora, q_lora)."""
     nope, rope, kv_lora, q_lora = sizes
     inner = size if q_lora is None else q_lora
-    mode, blocks, block_size = layout
+    options = dict(zip(("mode", "blocks", "block_size"), layout, strict=True)) | more
 
     def gain(n: int) -> torch.Tensor:
         return make(n, scale=0.3, shift=1.0)
 
-    args = (
-        make(tokens, size) if x is None else x,
+    x = make(tokens, size) if x is None else x
+    weights = [
         make(kv_lora + rope + (q_lora or 0), size, scale=size**-0.5),
         make(heads * (nope + rope), inner, scale=inner**-0.5),
-        make(heads, nope, kv_lora, scale=nope**-0.5),
-        gain(kv_lora),
-        None if q_lora is None else gain(q_lora),
-        gain(size) if gamma0 else None,
-        *(table(make, tokens, rope) if turn else (None, None)),
-        some_slots(make, tokens, blocks, block_size, skip),
-    )
-    return args, {"mode": mode, "blocks": blocks, "block_size": block_size}
-
-
-_SMALL = (8, 4, 20, 28)  # nope, rope, kv_lora, q_lora
-_V3 = (128, 64, 512, 1536)
-
-
-def _sample(
-    make: Make, quant: str | None, name: str, *args: Any, more: dict[str, Any] | None = None, **options: Any
-) -> Sample:
-    positional, named = _arguments(make, *args, **options)
+    ]
+    wuk = make(heads, nope, kv_lora, scale=nope**-0.5)
     if quant is not None:
-        positional, found = _quantized(make, quant, positional)
-        named |= found
-    return Sample(name, positional, {**named, **(more or {})})
+        options["quant"] = quant
+        for i, weight in enumerate(weights):
+            weights[i], found = _quantized(weight, quant, i)
+            options |= found
+    args = (
+        gain(size) if gamma0 else None,
+        None if q_lora is None else gain(q_lora),
+        gain(kv_lora),
+        *(table(make, tokens, rope) if turn else (None, None)),
+        some_slots(make, tokens, *layout[1:], skip),
+    )
+    return Sample(name, (x, *weights, wuk, *args), options)
+
+
+def _quantized(weight: torch.Tensor, quant: str, i: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The weight of projection i in this form, and what belongs to it by its names."""
+    if weight.is_meta:  # shapes alone are asked for
+        return weight.to(torch.int8), {f"descale{i}": weight.new_empty(len(weight))}
+    held, descale, _ = quantize_weight(weight, 4 if quant == "weight_int4" else 8)
+    if quant != "per_tensor":
+        return held, {f"descale{i}": descale}
+    step, offset = ((0.031, 5.0), (0.027, -12.0))[i]
+    scales = static_scale(_OP_INT8, i, step, offset, weight)
+    return held, {f"descale{i}": descale * step, **scales}  # which has the activations' scale in it
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -366,14 +321,14 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield sample("one token, joint", 1, 24, 2, _SMALL, layout=("joint", 2, 1))
     yield sample("no q_lora", 5, 40, 3, (8, 4, 20, None))
     yield sample("tiled", 7, 40, 2, (8, 16, 32, 24), layout=("tiled", 2, 7))
-    yield sample("interleaved", 5, 40, 3, _SMALL, more={"interleaved": True})
-    betas = {"beta0": make(40), "beta1": make(28)}
-    biases = {"bias0": make(20 + 4 + 28), "bias1": make(3 * 12)}
-    yield sample("betas and biases", 5, 40, 3, _SMALL, more={**betas, **biases})
+    yield sample("interleaved", 5, 40, 3, _SMALL, interleaved=True)
+    betas: dict[str, Any] = {"beta0": make(40), "beta1": make(28)}
+    biases: dict[str, Any] = {"bias0": make(20 + 4 + 28), "bias1": make(3 * 12)}
+    yield sample("betas and biases", 5, 40, 3, _SMALL, **betas, **biases)
     yield sample("normalized already", 5, 40, 3, _SMALL, gamma0=False)
     yield sample("no rotation", 5, 40, 3, _SMALL, turn=False)
     yield sample("strided", 5, 40, 3, _SMALL, x=make(40, 5).t())
-    yield sample("rows of zeros", 3, 40, 3, _SMALL, x=make(3, 40, scale=0.0), more={**betas, "eps": 1e-5})
+    yield sample("rows of zeros", 3, 40, 3, _SMALL, x=make(3, 40, scale=0.0), **betas, eps=1e-5)
     yield sample("empty", 0, 40, 3, _SMALL)
 
 
@@ -381,31 +336,6 @@ def _workloads(make: Make, quant: str | None = None, form: str = "") -> Iterator
     for tokens in (1, 4, 32):
         name = f"V3, {tokens} token{'s' * (tokens > 1)}{form}"
         yield _sample(make, quant, name, tokens, 7168, 128, _V3, layout=("split", 1, 32), skip=False)
-
-
-def _quantized(make: Make, quant: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with their two projections in this form."""
-    bits = 4 if quant == "weight_int4" else 8
-    x, wdqkv, wuq, *rest = args
-    found: dict[str, Any] = {"quant": quant}
-    weights = []
-    for i, weight in enumerate((wdqkv, wuq)):
-        if weight.is_meta:  # shapes alone are asked for
-            held, descale = (
-                torch.empty(weight.shape, dtype=torch.int8, device="meta"),
-                weight.new_empty(len(weight)),
-            )
-        else:
-            held, descale, _ = quantize_weight(weight, bits)
-        weights.append(held)
-        found[f"descale{i}"] = descale
-    if quant == "per_tensor":
-        for i, values in enumerate(((0.031, 5.0), (0.027, -12.0))):
-            for name, value in zip(("scale", "offset"), values, strict=True):
-                found[f"{name}{i}"] = torch.tensor(value, device=make.device)
-            # A descale has the scale of the activations in it.
-            found[f"descale{i}"] = found[f"descale{i}"] * values[0]
-    return (x, *weights, *rest), found
 
 
 def _samples_int8(make: Make) -> Iterator[Sample]:
@@ -417,26 +347,22 @@ def _samples_int8(make: Make) -> Iterator[Sample]:
     for tokens, size in ((2, 33), (5, 40), (33, 65)):
         yield sample("per_token", f"per token, {tokens}x{size}", tokens, size, 3, _SMALL)
     yield sample("per_tensor", "per tensor", 5, 40, 3, _SMALL)
-    biases = {"bias0": integers(20 + 4 + 28), "bias1": integers(3 * 12)}
-    betas = {"beta0": make(40), "beta1": make(28)}
-    yield sample("per_tensor", "per tensor, betas and biases", 5, 40, 3, _SMALL, more={**betas, **biases})
+    biases: dict[str, Any] = {"bias0": integers(20 + 4 + 28), "bias1": integers(3 * 12)}
+    betas: dict[str, Any] = {"beta0": make(40), "beta1": make(28)}
+    yield sample("per_tensor", "per tensor, betas and biases", 5, 40, 3, _SMALL, **betas, **biases)
     yield sample("per_tensor", "per tensor, no q_lora", 5, 40, 3, (8, 4, 20, None), layout=("joint", 2, 16))
     yield sample("weight_int8", "int8 weights", 5, 40, 3, _SMALL)
     yield sample("weight_int4", "int4 weights", 5, 64, 3, (8, 4, 20, 32))
-    scales = {
+    scales: dict[str, Any] = {
         "ctkv_scale": torch.tensor(0.03, device=make.device),
         "q_nope_scale": torch.tensor([20.0, -31.0, 45.0], device=make.device),
     }
     for quant in ("per_token", "per_tensor"):
         name = f"{quant.replace('_', ' ')}, int8 cache"
-        yield sample(quant, name, 7, 40, 3, (8, 16, 32, 24), layout=("int8_tiled", 2, 7), more=scales)
+        yield sample(quant, name, 7, 40, 3, (8, 16, 32, 24), layout=("int8_tiled", 2, 7), **scales)
     yield sample("per_token", "strided", 5, 40, 3, _SMALL, x=make(40, 5).t())
     yield sample("per_token", "rows of zeros", 3, 40, 3, _SMALL, x=make(3, 40, scale=0.0))
     yield sample("per_token", "empty", 0, 40, 3, _SMALL)
-
-
-def _supports(x: torch.Tensor, *args: Any, **options: Any) -> bool | str:
-    return native(x, "mla_preprocess")
 
 
 def _promised(*args: Any, **options: Any) -> bool:
@@ -446,53 +372,47 @@ def _promised(*args: Any, **options: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in given) and slots.unique().numel() == slots.numel()
 
 
-CARD = register(
-    Operator(
-        name=_OP,
-        kind=Kind.MLA,
-        function=preprocess_form,
-        reference=partial(preprocess_form, by=run),
-        cost=_cost,
-        samples=_samples,
-        workloads=_workloads,
-        domain=_promised,
-        implementations=[
-            *kernels(partial(preprocess_form, by=kernel), _supports, takes_out=False),
-            Implementation("eager", partial(preprocess_form, by=eager)),
-        ],
-        entries={"mla_preprocess": _entry_cost},
-        schemas=(
-            "mla_preprocess(Tensor x, Tensor wdqkv, Tensor wuq, Tensor wuk, Tensor? gamma0, Tensor? gamma1, "
-            "Tensor gamma2, Tensor? beta0, Tensor? beta1, Tensor? bias0, Tensor? bias1, Tensor? descale0, "
-            "Tensor? descale1, Tensor? scale0, Tensor? offset0, Tensor? scale1, Tensor? offset1, Tensor? cos, "
-            "Tensor? sin, Tensor slots, int quant, bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, "
-            "Tensor? q_nope_scale, *, Tensor(a!) q_out, Tensor(b!)? q_rope, Tensor(c!) latent, Tensor(d!)? rope=None, "
-            "Tensor(e!)? latent_q=None) -> ()",
-        ),
-        outputs=4,
-        source="DeepSeek-AI, 2024",
+def _card(name: str, **more: Any) -> Operator:
+    """What the cards of both forms share."""
+    ours, eagers, defined = (partial(preprocess_form, by=by) for by in (kernel, eager, run))
+    return register(
+        Operator(
+            name=name,
+            kind=Kind.MLA,
+            reference=defined,
+            cost=_cost,
+            domain=_promised,
+            implementations=implementations(_OP, ours, eagers),
+            outputs=4,
+            source="DeepSeek-AI, 2024",
+            **more,
+        )
     )
+
+
+CARD = _card(
+    _OP,
+    function=preprocess_form,
+    samples=_samples,
+    workloads=_workloads,
+    entries={_OP: _entry_cost},
+    schemas=(
+        "mla_preprocess(Tensor x, Tensor wdqkv, Tensor wuq, Tensor wuk, Tensor? gamma0, Tensor? gamma1, "
+        "Tensor gamma2, Tensor? beta0, Tensor? beta1, Tensor? bias0, Tensor? bias1, Tensor? descale0, "
+        "Tensor? descale1, Tensor? scale0, Tensor? offset0, Tensor? scale1, Tensor? offset1, Tensor? cos, "
+        "Tensor? sin, Tensor slots, int quant, bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, "
+        "Tensor? q_nope_scale, *, Tensor(a!) q_out, Tensor(b!)? q_rope, Tensor(c!) latent, Tensor(d!)? rope=None, "
+        "Tensor(e!)? latent_q=None) -> ()",
+    ),
 )
 
-CARD_INT8 = register(
-    Operator(
-        name=_OP_INT8,
-        kind=Kind.MLA,
-        function=partial(preprocess_form, quant="per_token"),
-        reference=partial(preprocess_form, by=run),
-        cost=_cost,
-        samples=_samples_int8,
-        workloads=partial(_workloads, quant="per_token", form=", per token"),
-        tolerance=Steps(of_scale=1 / 64),
-        domain=_promised,
-        implementations=[
-            *kernels(partial(preprocess_form, by=kernel), _supports, takes_out=False),
-            Implementation("eager", partial(preprocess_form, by=eager)),
-        ],
-        differentiable=False,
-        outputs=4,
-        source="DeepSeek-AI, 2024",
-    )
+CARD_INT8 = _card(
+    _OP_INT8,
+    function=partial(preprocess_form, quant="per_token"),
+    samples=_samples_int8,
+    workloads=partial(_workloads, quant="per_token", form=", per token"),
+    tolerance=Steps(of_scale=1 / 64),
+    differentiable=False,
 )
 
-libraries.offer("mla", "mla_preprocess", "mla_trace")
+libraries.offer("mla", _OP, "mla_trace")

@@ -5,7 +5,7 @@ Defined, of PyTorch's operators, and of ours with the norm before it; and how a 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -45,65 +45,46 @@ class Projection(NamedTuple):
         descale = None if self.descale is None else self.descale[index]
         return self._replace(weight=self.weight[index], bias=bias, descale=descale)
 
+    def integers(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What int8 activations become, in floating point, and a scale for each row where there is not one for all."""
+        if self.scale is None or self.offset is None:
+            return quantize_rows(y)
+        return q8(y / self.scale + self.offset), None
+
 
 def project(y: torch.Tensor, p: Projection, quant: str | None, dtype: torch.dtype) -> torch.Tensor:
     """The definition of one projection of `y` (float32 or float64), rounded to `dtype` once."""
     if quant is None:
         return F.linear(y.to(dtype), p.weight, p.bias)
+    if quant.startswith("weight"):
+        bias = None if p.bias is None else p.bias.to(y.dtype)
+        return F.linear(y.to(dtype).to(y.dtype), dequantized(p, y.shape[-1], y.dtype), bias).to(dtype)
     assert p.descale is not None
-    if quant == "weight_int8":
-        return _weight_only(y.to(dtype), p.weight.to(y.dtype) * p.descale.to(y.dtype)[:, None], p.bias)
-    if quant == "weight_int4":
-        return _weight_only(y.to(dtype), dequantize_int4(p, y.shape[-1]).to(y.dtype), p.bias)
-    descale = p.descale.to(y.dtype)
-    if quant == "per_token":
-        q, s = quantize_rows(y)
-        return (_integer_product(q, p).to(y.dtype) * descale * s).to(dtype)
-    assert p.scale is not None
-    assert p.offset is not None
-    q = q8(y / p.scale.to(y.dtype) + p.offset.to(y.dtype))
-    return (_integer_product(q, p).to(y.dtype) * descale).to(dtype)
-
-
-def _integer_product(q: torch.Tensor, p: Projection) -> torch.Tensor:
-    """Sums of products of integers, and the integer bias: exact in float64 as they are in int32."""
+    q, s = p.integers(y)
+    # Products of integers and their sums are exact in float64 as they are in int32.
     sums = q.double() @ p.weight.double().t()
-    return sums if p.bias is None else sums + p.bias.double()
+    a = (sums if p.bias is None else sums + p.bias.double()).to(y.dtype) * p.descale.to(y.dtype)
+    return (a if s is None else a * s).to(dtype)
 
 
-def _weight_only(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    added = None if bias is None else bias.to(weight.dtype)
-    return F.linear(y.to(weight.dtype), weight, added).to(y.dtype)
-
-
-def dequantize_int4(p: Projection, k: int) -> torch.Tensor:
-    """The weight [N, k] in float32."""
+def dequantized(p: Projection, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, k] that integers alone stand for."""
     assert p.descale is not None
-    low, high = (p.weight & 15).to(torch.int8) - 8, (p.weight >> 4).to(torch.int8) - 8
-    values = torch.stack((low, high), -1).flatten(1).to(p.descale.dtype)
-    grouped: torch.Tensor = values.unflatten(1, (p.descale.shape[1], -1)) * p.descale[:, :, None]
+    if p.weight.dtype == torch.int8:
+        return p.weight.to(dtype) * p.descale.to(dtype)[:, None]
+    values = torch.stack((p.weight & 15, p.weight >> 4), -1).flatten(1).to(dtype) - 8
+    grouped: torch.Tensor = values.unflatten(1, (p.descale.shape[1], -1)) * p.descale.to(dtype)[:, :, None]
     return grouped.flatten(1)[:, :k]
-
-
-def eager_q8(v: torch.Tensor) -> torch.Tensor:
-    """As PyTorch rounds: to integers first."""
-    return v.round().clamp(-128, 127).to(torch.int8)
 
 
 def eager_projection(y: torch.Tensor, p: Projection, quant: str | None) -> torch.Tensor:
     """By PyTorch's operators, as a model would: rounded to y's dtype at every step."""
     if quant is None:
         return F.linear(y, p.weight, p.bias)
-    assert p.descale is not None
-    if quant == "weight_int8":
-        return F.linear(y, (p.weight * p.descale[:, None]).to(y.dtype), p.bias)
-    if quant == "weight_int4":
-        return F.linear(y, dequantize_int4(p, y.shape[1]).to(y.dtype), p.bias)
-    if p.scale is not None and p.offset is not None:
-        return integer_linear(eager_q8(y / p.scale + p.offset), None, p).to(y.dtype)
-    s = y.float().abs().amax(-1, keepdim=True) / 127 if y.shape[1] else y.new_zeros((y.shape[0], 1)).float()
-    q = eager_q8(y / torch.where(s > 0, s, 1.0))
-    return integer_linear(q, s, p).to(y.dtype)
+    if quant.startswith("weight"):
+        return F.linear(y, dequantized(p, y.shape[1], torch.float32).to(y.dtype), p.bias)
+    q, s = p.integers(y if quant == "per_tensor" else y.float())
+    return integer_linear(q.to(torch.int8), s, p).to(y.dtype)
 
 
 def integer_linear(q: torch.Tensor, s: torch.Tensor | None, p: Projection) -> torch.Tensor:
@@ -136,16 +117,12 @@ def normalize_and_project(
     eps: float,
 ) -> torch.Tensor:
     """A norm, where there is a gamma, and the projection behind it, in any form of quantization."""
-    if quant is None:
-        return linear(norm(x, gamma, beta, eps), p.weight, p.bias)
-    if quant.startswith("weight"):
-        return eager_projection(norm(x, gamma, beta, eps), p, quant)
-    if p.scale is not None:
-        q = rms_norm_quant(x, gamma, beta, eps, scale=p.scale, offset=p.offset)
-        assert isinstance(q, torch.Tensor)
-        return integer_linear(q, None, p).to(x.dtype)
-    q, s = rms_norm_quant(x, gamma, beta, eps)
-    return integer_linear(q, s.unsqueeze(-1), p).to(x.dtype)
+    if quant in ("per_tensor", "per_token"):
+        made = rms_norm_quant(x, gamma, beta, eps, scale=p.scale, offset=p.offset)
+        q, s = (made, None) if isinstance(made, torch.Tensor) else (made[0], made[1].unsqueeze(-1))
+        return integer_linear(q, s, p).to(x.dtype)
+    y = norm(x, gamma, beta, eps)
+    return linear(y, p.weight, p.bias) if quant is None else eager_projection(y, p, quant)
 
 
 def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -153,7 +130,7 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torc
     n, k = weight.shape
     weight = weight.detach()
     group = k if bits == 8 else next((g for g in _GROUPS if k % g == 0), _GROUPS[-1])
-    groups = -(-k // group) if group else 0
+    groups = 1 if bits == 8 else -(-k // group)
     padded = groups * group
     held = padded // 2 if bits == 4 else k
     packed = torch.empty((n, held), dtype=torch.int8 if bits == 8 else torch.uint8, device=weight.device)
@@ -178,24 +155,25 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torc
         else:
             nibbles = (values + 8).to(torch.uint8)
             packed[first : first + step] = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
-    return packed, scale[:, 0] if bits == 8 and groups else scale, (lost / total) ** 0.5 if total else 0.0
+    return packed, scale[:, 0] if bits == 8 else scale, (lost / total) ** 0.5 if total else 0.0
 
 
 def static_scale(
     op: str, i: int, scale: torch.Tensor | float, offset: torch.Tensor | float | None, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and the offset of a projection's inputs, as float32 scalars."""
-    found = []
-    for value in (scale, 0.0 if offset is None else offset):
+) -> dict[str, Any]:
+    """By their names, the scale and the offset of projection i's inputs, as float32 scalars."""
+    found = {}
+    for name, value in ((f"scale{i}", scale), (f"offset{i}", 0.0 if offset is None else offset)):
         t = torch.as_tensor(value, device=like.device)
         if t.numel() != 1:
             raise ValueError(
                 f"{op}: scales and offsets of activations must be one number, got {tuple(t.shape)}"
             )
-        found.append(t.detach().reshape(()).to(torch.float32))
-    if not like.is_meta and not (bool(found[0].isfinite()) and bool(found[0])):
-        raise ValueError(f"{op}: scale{i} must be finite and not 0, got {float(found[0])}")
-    return found[0], found[1]
+        found[name] = t.detach().reshape(()).to(torch.float32)
+    step = found[f"scale{i}"]
+    if not like.is_meta and not (bool(step.isfinite()) and bool(step)):
+        raise ValueError(f"{op}: scale{i} must be finite and not 0, got {float(step)}")
+    return found
 
 
 def quantize_projection(
@@ -204,8 +182,6 @@ def quantize_projection(
     """A floating-point projection in another form; `low` and `high` bound its inputs, for "per_tensor"."""
     bits = 4 if quant == "weight_int4" else 8
     weight, factor, error = quantize_weight(p.weight, bits)
-    if bits == 8 and factor.dim() == 2:  # K = 0: no column to take a scale from
-        factor = factor.new_zeros(p.weight.shape[0])
     bias = None if p.bias is None else p.bias.detach()
     if quant.startswith("weight"):
         return Projection(weight, bias, factor), error

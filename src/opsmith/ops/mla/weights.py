@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 
 from opsmith.call.arguments import check_number, short
 from opsmith.call.layouts import dense
+from opsmith.ops.mla.check import check_tensor
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import QUANTS, Projection, project, quantize_projection, static_scale
 from opsmith.ops.rms_norm.quant import normalize
+from opsmith.ops.rope import dense_rows
 
 _NAME = "MLAWeights"
 _STAND_IN_ROWS = 256
@@ -21,170 +24,152 @@ _FLOAT32 = ("descale0", "descale1", "scale0", "offset0", "scale1", "offset1")
 _DEEPSEEK = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim")
 
 Maybe = torch.Tensor | None
-
-
-class Sizes(NamedTuple):
-    """What the constructor is told."""
-
-    heads: int
-    nope: int
-    rope: int
-    kv_lora: int
-    q_lora: int | None
+Sizes = tuple[int, int, int, int, int | None]  # heads, nope, rope, kv_lora, q_lora
 
 
 class Parts(NamedTuple):
-    """The tensors of `MLAWeights` as the operators take them; every size is read off their shapes."""
+    """The tensors of `MLAWeights` in the order in which kernels take them; every size is read off their shapes."""
 
-    down: Projection  # wdqkv, bias0: to [ckv | k_pe | q]
-    up: Projection  # wuq, bias1: to the queries of all heads
-    k_up: torch.Tensor  # wuk
-    input_norm: Maybe  # gamma0
-    q_norm: Maybe  # gamma1
-    kv_norm: torch.Tensor  # gamma2
-    input_shift: Maybe = None  # beta0
-    q_shift: Maybe = None  # beta1
+    wdqkv: torch.Tensor  # to [ckv | k_pe | q]
+    wuq: torch.Tensor  # to the queries of all heads
+    wuk: torch.Tensor
+    gamma0: Maybe  # of the norm of the input,
+    gamma1: Maybe  # of the latent queries,
+    gamma2: torch.Tensor  # of the keys
+    beta0: Maybe = None
+    beta1: Maybe = None
+    bias0: Maybe = None
+    bias1: Maybe = None
+    descale0: Maybe = None
+    descale1: Maybe = None
+    scale0: Maybe = None
+    offset0: Maybe = None
+    scale1: Maybe = None
+    offset1: Maybe = None
     quant: str | None = None
     interleaved: bool = False
 
     @property
-    def heads(self) -> int:
-        return self.k_up.shape[0]
+    def tensors(self) -> tuple[Maybe, ...]:
+        return self[:-2]
 
     @property
-    def nope(self) -> int:
-        return self.k_up.shape[1]
+    def down(self) -> Projection:
+        return Projection(self.wdqkv, self.bias0, self.descale0, self.scale0, self.offset0)
 
     @property
-    def kv_lora(self) -> int:
-        return self.k_up.shape[2]
-
-    @property
-    def rope(self) -> int:
-        return self.up.weight.shape[0] // self.k_up.shape[0] - self.k_up.shape[1]
-
-    @property
-    def q_lora(self) -> int | None:
-        return None if self.q_norm is None else self.down.weight.shape[0] - self.kv_lora - self.rope
+    def up(self) -> Projection:
+        return Projection(self.wuq, self.bias1, self.descale1, self.scale1, self.offset1)
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.heads, self.nope, self.rope, self.kv_lora, self.q_lora)
+        heads, nope, kv_lora = self.wuk.shape
+        rope = self.wuq.shape[0] // heads - nope
+        q_lora = None if self.gamma1 is None else self.wdqkv.shape[0] - kv_lora - rope
+        return heads, nope, rope, kv_lora, q_lora
+
+    @property
+    def heads(self) -> int:
+        return self.wuk.shape[0]
+
+    @property
+    def nope(self) -> int:
+        return self.wuk.shape[1]
+
+    @property
+    def rope(self) -> int:
+        return self.sizes[2]
+
+    @property
+    def kv_lora(self) -> int:
+        return self.wuk.shape[2]
+
+    @property
+    def q_lora(self) -> int | None:
+        return self.sizes[4]
 
     def split(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the down-projection gives: [ckv | k_pe], and the latent queries."""
         keys = self.kv_lora + self.rope
         return a[:, :keys], a[:, keys:]
 
-    def as_rows(self) -> tuple[Maybe, ...]:
-        """What the kernels take of them, in their order: with contiguous last dimensions."""
-        down, up = self.down, self.up
-        weights = [p.weight if self.quant != "weight_int4" else p.weight.view(torch.int8) for p in (down, up)]
-        return (
-            *(w if w.shape[-1] < 2 or w.stride(-1) == 1 else w.contiguous() for w in weights),
-            self.k_up.contiguous(),
-            *(dense(t) for t in (self.input_norm, self.q_norm, self.kv_norm, self.input_shift, self.q_shift)),
-            *(dense(t) for t in (down.bias, up.bias, down.descale, up.descale)),
-            *(down.scale, down.offset, up.scale, up.offset),
-        )
+    def projecting(self, down: Projection, up: Projection, **changes: Any) -> Parts:
+        """With other projections, and other changes."""
+        for i, p in enumerate((down, up)):
+            changes |= {f"{name}{i}": t for name, t in zip(p._fields[1:], p[1:], strict=True)}
+        return self._replace(wdqkv=down.weight, wuq=up.weight, **changes)
 
-    @property
-    def tensors(self) -> tuple[Maybe, ...]:
-        return (*self.down, *self.up, *self[2:8])
+    def as_rows(self) -> tuple[Maybe, ...]:
+        """The tensors as kernels take them: contiguous, though rows of the projections may lie apart."""
+        weights = [w.view(torch.int8) if w.dtype == torch.uint8 else w for w in self[:2]]
+        return (*map(dense_rows, weights), *map(dense, self[2:-2]))
 
     def check(self, op: str, sizes: Sizes, wuv: Any = None) -> None:
         """Refuse tensors of other shapes or dtypes than these sizes and this form of quantization have."""
         heads, nope, rope, kv_lora, q_lora = sizes
-        check_number(op, "rope", rope, whole=True)
+        for name, value in zip(("heads", "nope", "rope", "kv_lora"), sizes, strict=False):
+            check_number(op, name, value, whole=True)
+            if value is not None and value < 1 and name != "rope":
+                raise ValueError(f"{op}: {name} must be positive, got {value}")
         if q_lora is not None:
             check_number(op, "q_lora", q_lora, whole=True)
-        for name, value in zip(("heads", "nope", "kv_lora"), (heads, nope, kv_lora), strict=True):
-            check_number(op, name, value, whole=True)
-            if value < 1:
-                raise ValueError(f"{op}: {name} must be positive, got {value}")
         if rope < 0 or rope % 2 or (q_lora is not None and q_lora < 1):
             raise ValueError(
                 f"{op}: rope must be even and not negative, q_lora positive or None, got {rope} and {q_lora}"
             )
-        down, up, wuk, quant = self.down, self.up, self.k_up, self.quant
-        if not isinstance(down.weight, torch.Tensor) or down.weight.dim() != 2:
-            raise ValueError(
-                f"{op}: wdqkv must be a tensor [kv_lora + rope + q_lora, D], got "
-                f"{tuple(down.weight.shape) if isinstance(down.weight, torch.Tensor) else type(down.weight).__name__}"
-            )
-        packed = quant == "weight_int4"
-        n0, n1 = kv_lora + rope + (q_lora or 0), heads * (nope + rope)
-        size = down.weight.shape[1]
-        inner = up.weight.shape[1] if packed else (size if q_lora is None else q_lora)
-        expected: dict[str, tuple[Any, tuple[int, ...], str]] = {
-            "wdqkv": (down.weight, (n0, size), "kv_lora + rope + q_lora, D"),
-            "wuq": (up.weight, (n1, inner), "heads * (nope + rope), q_lora (D, without q_lora)"),
-            "wuk": (wuk, (heads, nope, kv_lora), "heads, nope, kv_lora"),
-            "gamma2": (self.kv_norm, (kv_lora,), "kv_lora"),
-        }
-        if q_lora is None:
-            for name, t in (("gamma1", self.q_norm), ("beta1", self.q_shift)):
-                if t is not None:
-                    raise ValueError(f"{op}: {name} must be None without q_lora: x goes straight through wuq")
-        else:
-            expected["gamma1"] = (self.q_norm, (q_lora,), "q_lora")
-        if self.input_shift is not None and self.input_norm is None:
+        wdqkv = self.wdqkv
+        if not isinstance(wdqkv, torch.Tensor) or wdqkv.dim() != 2:
+            got = tuple(wdqkv.shape) if isinstance(wdqkv, torch.Tensor) else type(wdqkv).__name__
+            raise ValueError(f"{op}: wdqkv must be a tensor [kv_lora + rope + q_lora, D], got {got}")
+        if isinstance(self.wuk, torch.Tensor) and not self.wuk.is_floating_point():
+            raise TypeError(f"{op}: wuk must be floating-point, got {short(self.wuk.dtype)}")
+        for name in ("gamma1", "beta1"):
+            if q_lora is None and getattr(self, name) is not None:
+                raise ValueError(f"{op}: {name} must be None without q_lora: x goes straight through wuq")
+        if self.beta0 is not None and self.gamma0 is None:
             raise ValueError(f"{op}: beta0 belongs to the norm of gamma0, which is None: x comes normalized")
+        packed, size = self.quant == "weight_int4", wdqkv.shape[1]
+        inner = self.wuq.shape[1] if packed else (size if q_lora is None else q_lora)
+        n0, n1 = kv_lora + rope + (q_lora or 0), heads * (nope + rope)
+        channels = "one for each output channel"
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {
+            "wuk": ((heads, nope, kv_lora), "heads, nope, kv_lora"),
+            "wdqkv": ((n0, size), "kv_lora + rope + q_lora, D"),
+            "wuq": ((n1, inner), "heads * (nope + rope), q_lora (D, without q_lora)"),
+            "gamma2": ((kv_lora,), "kv_lora"),
+            "bias0": ((n0,), channels),
+            "bias1": ((n1,), channels),
+        }
+        needed = ["wuk", "wdqkv", "wuq", "gamma2"]
+        if q_lora is not None:
+            shapes |= dict.fromkeys(("gamma1", "beta1"), ((q_lora,), "q_lora"))
+            needed.append("gamma1")
+        if not packed:
+            shapes |= dict.fromkeys(("gamma0", "beta0"), ((size,), "D"))
+            shapes |= {"descale0": ((n0,), channels), "descale1": ((n1,), channels)}
+            needed += ["descale0", "descale1"] if self.quant else []
         if wuv is not None:
-            shape = tuple(wuv.shape) if isinstance(wuv, torch.Tensor) else ()
-            v = shape[1] if len(shape) == 3 else 0
-            expected["wuv"] = (wuv, (heads, v, kv_lora), "heads, v, kv_lora")
-        wide_size = None if packed else size
-        given = (
-            ("gamma0", self.input_norm, wide_size, "D"),
-            ("beta0", self.input_shift, wide_size, "D"),
-            ("beta1", self.q_shift, q_lora, "q_lora"),
-        )
-        for name, t, n, what in given:
-            if t is not None and n is not None:
-                expected[name] = (t, (n,), what)
-        for i, (p, n) in enumerate(((down, n0), (up, n1))):
-            if p.bias is not None:
-                expected[f"bias{i}"] = (p.bias, (n,), "one for each output channel")
-            if quant is not None and not packed:
-                expected[f"descale{i}"] = (p.descale, (n,), "one for each output channel")
-        for name, (t, shape, what) in expected.items():
-            if not isinstance(t, torch.Tensor):
-                raise TypeError(f"{op}: {name} must be a tensor {shape} ({what}), got {type(t).__name__}")
-            if tuple(t.shape) != shape:
-                raise ValueError(f"{op}: {name} must have shape {shape} ({what}), got {tuple(t.shape)}")
-            if t.device != wuk.device:
-                raise ValueError(f"{op}: {name} is on {t.device}, wuk on {wuk.device}; move one of them")
-            self._check_dtype(op, name, t)
+            v = wuv.shape[1] if isinstance(wuv, torch.Tensor) and wuv.dim() == 3 else 0
+            shapes["wuv"] = ((heads, v, kv_lora), "heads, v, kv_lora")
+        given = {**self._asdict(), "wuv": wuv}
+        for name, (shape, what) in shapes.items():
+            if given[name] is not None or name in needed:
+                allowed = self._dtypes(name)
+                check_tensor(op, name, given[name], shape, what, self.wuk, "wuk", *allowed)
 
-    def _check_dtype(self, op: str, name: str, t: torch.Tensor) -> None:
-        dtype, quant = self.k_up.dtype, self.quant
+    def _dtypes(self, name: str) -> tuple[torch.dtype, ...]:
+        """Those that one of the tensors may have, where it is not wuk's."""
         if name.startswith("descale"):
-            allowed: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
-        elif name in ("wdqkv", "wuq") and quant is not None:
-            allowed = (torch.uint8,) if quant == "weight_int4" else (torch.int8,)
-        elif name.startswith("bias") and quant == "per_tensor":
-            allowed = (torch.int32,)
-        elif name.startswith(("gamma", "beta")):
-            allowed = (dtype, torch.float32)
-        else:
-            allowed = (dtype,)
-        if not dtype.is_floating_point:
-            raise TypeError(f"{op}: wuk must be floating-point, got {short(dtype)}")
-        if t.dtype not in allowed:
-            known = " or ".join(dict.fromkeys(short(d) for d in allowed))
-            raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}; cast it first")
+            return torch.float32, torch.float64
+        if name in ("wdqkv", "wuq") and self.quant is not None:
+            return (torch.uint8 if self.quant == "weight_int4" else torch.int8,)
+        if name.startswith("bias") and self.quant == "per_tensor":
+            return (torch.int32,)
+        return (self.wuk.dtype, torch.float32) if name.startswith(("gamma", "beta")) else ()
 
 
-class Prepared(NamedTuple):
-    """What a call of the kernel takes from the weights, in one place: a module's attributes lie in many."""
-
-    rows: tuple[torch.Tensor | None, ...]
-    quant: str | None
-    interleaved: bool
-    q_out: tuple[int, int]  # heads and elements of a token's queries
-    q_rope: tuple[int, int]
-    q_lora: int | None
+TENSORS = Parts._fields[:-2]
+_IN_ORDER: Callable[[dict[str, Any]], Any] = itemgetter(*TENSORS)
 
 
 class MLAWeights(nn.Module):
@@ -252,9 +237,8 @@ class MLAWeights(nn.Module):
                     "MLAWeights.quantized takes quantized weights"
                 )
         norms = gamma0, gamma1, gamma2, beta0, beta1
-        down, up = Projection(wdqkv, bias0), Projection(wuq, bias1)
-        parts = Parts(down, up, wuk, *norms, None, bool(interleaved))
-        parts.check(_NAME, Sizes(heads, nope, rope, kv_lora, q_lora), wuv)
+        parts = Parts(wdqkv, wuq, wuk, *norms, bias0, bias1, interleaved=bool(interleaved))
+        parts.check(_NAME, (heads, nope, rope, kv_lora, q_lora), wuv)
         self._fill(parts, wuv)
 
     @classmethod
@@ -313,15 +297,13 @@ class MLAWeights(nn.Module):
             raise ValueError(
                 f"{_NAME}: per-token quantization has no offset and no bias; leave them out, or give scale0 and scale1"
             )
-        first, second = (
-            Projection(w, b, d, *(() if s is None else static_scale(_NAME, i, s, o, w)))
-            for i, (w, b, d, s, o) in enumerate(
-                ((wdqkv_int8, bias0, descale0, scale0, offset0), (wuq_int8, bias1, descale1, scale1, offset1))
-            )
-        )
         norms = gamma0, gamma1, gamma2, beta0, beta1
-        parts = Parts(first, second, wuk, *norms, quant, bool(interleaved))
-        parts.check(_NAME, Sizes(heads, nope, rope, kv_lora, q_lora), wuv)
+        made = Parts(wdqkv_int8, wuq_int8, wuk, *norms, bias0, bias1, descale0, descale1)
+        parts = made._replace(quant=quant, interleaved=bool(interleaved))
+        parts.check(_NAME, (heads, nope, rope, kv_lora, q_lora), wuv)
+        for i, (scale, offset) in enumerate(((scale0, offset0), (scale1, offset1))):
+            if scale is not None:
+                parts = parts._replace(**static_scale(_NAME, i, scale, offset, wuk))
         return cls._made(parts, wuv)
 
     @classmethod
@@ -368,9 +350,8 @@ class MLAWeights(nn.Module):
         ranges = self._ranges(calibration) if form == "per_tensor" else ((0.0, 0.0), (0.0, 0.0))
         down, error0 = quantize_projection(parts.down, form, *ranges[0])
         up, error1 = quantize_projection(parts.up, form, *ranges[1])
-        others: dict[str, Any] = {name: _detached(getattr(parts, name)) for name in Parts._fields[2:8]}
-        parts = parts._replace(down=down, up=up, quant=form, **others)
-        made = MLAWeights._made(parts, _detached(self.wuv))
+        detached = Parts._make((*map(_detached, parts.tensors), form, parts.interleaved))
+        made = MLAWeights._made(detached.projecting(down, up), _detached(self.wuv))
         made.error = {"wdqkv": error0, "wuq": error1}
         return made
 
@@ -381,51 +362,21 @@ class MLAWeights(nn.Module):
         """
         if not self.interleaved:
             return self
-        parts = self.parts()
-        s = parts.sizes
+        s = parts = self.parts()
         half = torch.arange(s.rope).view(-1, 2).t().reshape(-1)
         shared = torch.arange(self.wdqkv.shape[0])
         shared[s.kv_lora : s.kv_lora + s.rope] = s.kv_lora + half
         each = torch.cat((torch.arange(s.nope), s.nope + half))
         of_heads = (torch.arange(s.heads)[:, None] * (s.nope + s.rope) + each).reshape(-1)
-        device = parts.k_up.device
+        device = parts.wuk.device
         down, up = parts.down.rows(shared.to(device)), parts.up.rows(of_heads.to(device))
-        made = MLAWeights._made(parts._replace(down=down, up=up, interleaved=False), self.wuv)
+        made = MLAWeights._made(parts.projecting(down, up, interleaved=False), self.wuv)
         made.error = self.error
         return made
 
     def parts(self) -> Parts:
         """The tensors, as the operators take them."""
-        t = self._tensors()
-        down = Projection(t["wdqkv"], t["bias0"], t["descale0"], t["scale0"], t["offset0"])
-        up = Projection(t["wuq"], t["bias1"], t["descale1"], t["scale1"], t["offset1"])
-        norms = (t["gamma0"], t["gamma1"], t["gamma2"], t["beta0"], t["beta1"])
-        return Parts(down, up, t["wuk"], *norms, self.quant, self.interleaved)
-
-    def prepared(self) -> Prepared | None:
-        """What kernels on a CPU take, kept between calls; None where they would need a copy of something."""
-        held = self.__dict__.get("_prepared")
-        if held is None:
-            parts = self.parts()
-            rows = parts.as_rows()
-            given = {id(t) for t in parts.tensors}
-            usable = parts.quant != "weight_int4" and all(id(t) in given for t in rows)
-            sizes = (self.heads, self.kv_lora), (self.heads, self.rope), self.q_lora
-            found = Prepared(rows, parts.quant, parts.interleaved, *sizes)
-            held = self.__dict__["_prepared"] = found if usable and parts.k_up.is_cpu else ()
-        return held or None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__.pop("_prepared", None)
-        super().__setattr__(name, value)
-
-    def register_buffer(self, *args: Any, **options: Any) -> None:
-        self.__dict__.pop("_prepared", None)
-        super().register_buffer(*args, **options)
-
-    def register_parameter(self, *args: Any, **options: Any) -> None:
-        self.__dict__.pop("_prepared", None)
-        super().register_parameter(*args, **options)
+        return Parts._make((*_IN_ORDER(self._tensors()), self.quant, self.interleaved))
 
     @property
     def nbytes(self) -> int:
@@ -460,11 +411,7 @@ class MLAWeights(nn.Module):
     def _fill(self, parts: Parts, wuv: Maybe) -> None:
         self.interleaved, self.quant, self.error = parts.interleaved, parts.quant, None
         self.heads, self.nope, self.rope, self.kv_lora, self.q_lora = parts.sizes
-        names = ("wuk", "gamma0", "gamma1", "gamma2", "beta0", "beta1")
-        tensors = {"wdqkv": parts.down.weight, "wuq": parts.up.weight, "wuv": wuv}
-        tensors |= dict(zip(names, parts[2:8], strict=True))
-        for i, p in enumerate((parts.down, parts.up)):
-            tensors |= {f"{name}{i}": t for name, t in zip(p._fields, p, strict=True) if name != "weight"}
+        tensors = {**dict(zip(TENSORS, parts.tensors, strict=True)), "wuv": wuv}
         for name, t in tensors.items():
             if isinstance(t, nn.Parameter):
                 self.register_parameter(name, t)
@@ -488,11 +435,11 @@ class MLAWeights(nn.Module):
                 )
             with torch.no_grad():
                 x = rows.reshape(-1, size).to(self.wdqkv)
-                y = normalize(x, parts.input_norm, parts.input_shift)
+                y = normalize(x, parts.gamma0, parts.beta0)
                 z = y
                 if self.q_lora is not None:
                     _, latent = parts.split(project(y, parts.down, None, x.dtype))
-                    z = normalize(latent, parts.q_norm, parts.q_shift)
+                    z = normalize(latent, parts.gamma1, parts.beta1)
             for bounds, values in zip(seen, (y, z), strict=True):
                 if values.numel():
                     bounds[:] = min(bounds[0], float(values.min())), max(bounds[1], float(values.max()))
@@ -502,7 +449,6 @@ class MLAWeights(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MLAWeights:
         """`.to`, `.half()`, `.cuda()`: a dtype is the inputs', never that of scales."""
-        self.__dict__.pop("_prepared", None)
         before = {name: self._buffers[name] for name in _FLOAT32}
         super()._apply(fn, recurse)
         for name, t in before.items():

@@ -176,7 +176,7 @@ class LatentSite:
         a = normalize_and_project(x, None, None, p.down, p.quant, r.eps)
         mla_kv_epilogue(
             a,
-            p.kv_norm,
+            p.gamma2,
             cos,
             sin,
             step.slots,
@@ -185,8 +185,8 @@ class LatentSite:
             interleaved=p.interleaved,
             ctkv_scale=cache.ctkv_scale,
         )
-        latent_q = x if p.q_norm is None else a[:, r.kv_lora + r.rope :]
-        q = normalize_and_project(latent_q, p.q_norm, p.q_shift, p.up, p.quant, r.eps)
+        latent_q = x if p.gamma1 is None else a[:, r.kv_lora + r.rope :]
+        q = normalize_and_project(latent_q, p.gamma1, p.beta1, p.up, p.quant, r.eps)
         q = q.view(-1, r.heads, r.nope + r.rope)
         turned = rope_op(q[..., r.nope :], cos, sin, interleaved=p.interleaved)
         q = torch.cat((q[..., : r.nope], turned), -1).view(step.batch, step.tokens, r.heads, -1)

@@ -1,6 +1,6 @@
 """Attention in the latent space: some heads of a token meet a part of its keys, which are read once as keys and values.
 
-The parts of a sequence are put together in a second launch, and projected in a third.
+The parts of a sequence are put together in a second launch; values are projected by PyTorch's batched product.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def _parts(
     r_token,
     r_tile,
     r_width,
-    tables_row,
-    tables_column,
-    lens_step,
+    pages,
     BM: tl.constexpr,
     BN: tl.constexpr,
     KV: tl.constexpr,
@@ -62,7 +60,7 @@ def _parts(
     head = tl.program_id(1) * BM + tl.arange(0, BM)
     here = head < heads
     sequence = token // each
-    length = tl.load(lens + sequence * lens_step).to(tl.int32)
+    length = tl.load(lens + sequence).to(tl.int32)
     seen = tl.maximum(length - each + (token % each).to(tl.int32) + 1, 0)
     step = (seen + parts * BN - 1) // (parts * BN) * BN
     start = part * step
@@ -90,7 +88,7 @@ def _parts(
     for begin in range(start, stop, BN):
         key = begin + tl.arange(0, BN)
         there = key < stop
-        block = tl.load(tables + sequence * tables_row + key // size * tables_column, mask=there, other=0)
+        block = tl.load(tables + sequence * pages + key // size, mask=there, other=0)
         block = block.to(tl.int64)
         at = key % size
         k = tl.load(
@@ -153,29 +151,6 @@ def _join(found, highest, ctkv, y, parts, heads, kv_lora, KV: tl.constexpr, INT8
     tl.store(y + (token * heads + head) * kv_lora + lane, rounded(sums, y), mask=lane < kv_lora)
 
 
-@triton.jit
-def _values(
-    latent, wuv, y, tokens, heads, kv_lora, values, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
-    head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    value = tl.program_id(2) * BN + tl.arange(0, BN)
-    here = (token < tokens)[:, None]
-    there = (value < values)[:, None]
-    sums = tl.zeros((BM, BN), tl.float32)
-    for begin in range(0, kv_lora, BK):
-        k = begin + tl.arange(0, BK)[None, :]
-        a = tl.load(
-            latent + (token[:, None] * heads + head) * kv_lora + k, mask=here & (k < kv_lora), other=0.0
-        )
-        w = tl.load(
-            wuv + (head * values + value[:, None]) * kv_lora + k, mask=there & (k < kv_lora), other=0.0
-        )
-        sums = dot(a, tl.trans(w), sums)
-    to = y + (token[:, None] * heads + head) * values + value[None, :]
-    tl.store(to, rounded(sums, y), mask=here & (value < values)[None, :])
-
-
 def attend(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
@@ -196,8 +171,7 @@ def attend(
     if tokens == 0:
         return
     width, size = q_rope.shape[2], max(latent.shape[1], 1)
-    bm = _MOST_HEADS
-    groups = triton.cdiv(heads, bm)
+    groups = triton.cdiv(heads, _MOST_HEADS)
     # Enough programs for the device, none with less than a few blocks of the longest sequence there is room for.
     longest = block_tables.shape[1] * size
     parts = max(1, min(triton.cdiv(2 * processors(q_nope), tokens * groups), triton.cdiv(longest, 4 * _KEYS)))
@@ -208,13 +182,14 @@ def attend(
     launch(
         _parts,
         (tokens, groups, parts),
-        *(q_nope, q_rope, latent, rope, block_tables, seq_lens, ctkv_scale, q_nope_scale, found, highest),
+        *(q_nope, q_rope, latent, rope, block_tables.contiguous(), seq_lens.contiguous()),
+        *(ctkv_scale, q_nope_scale, found, highest),
         *(heads, kv_lora, width, tokens // seq_lens.shape[0], size, scale),
         *(*q_nope.stride()[:2], *q_rope.stride()[:2]),
         *latent_at,
         *rope_at,
-        *(*block_tables.stride(), seq_lens.stride(0)),
-        BM=bm,
+        block_tables.shape[1],
+        BM=_MOST_HEADS,
         BN=_KEYS,
         KV=power(kv_lora),
         ROPE=power(width),
@@ -231,20 +206,8 @@ def attend(
         INT8=q_nope_scale is not None,
         num_warps=4,
     )
-    if wuv is None or out is None:
-        return
-    values = wuv.shape[1]
-    bm, bn = min(power(tokens), 64), min(power(values), 64)
-    launch(
-        _values,
-        (triton.cdiv(tokens, bm), heads, triton.cdiv(values, bn)),
-        *(latent_out, wuv, out),
-        *(tokens, heads, kv_lora, values),
-        BM=bm,
-        BN=bn,
-        BK=min(power(kv_lora), 64),
-        num_warps=4,
-    )
+    if wuv is not None and out is not None:
+        out.copy_(torch.einsum("thk,hvk->thv", latent_out, wuv))
 
 
 KERNELS = {"mla_attention": attend}

@@ -14,6 +14,7 @@ import triton
 from opsmith.kernels.triton.common import block_of, launch, steps
 from opsmith.ops.mla.triton.rows import layout, power, table_of
 from opsmith.ops.mla.triton.stages import absorb_kernel, middle_kernel, project_kernel
+from opsmith.ops.mla.weights import TENSORS, Parts
 from opsmith.ops.rms_norm.triton_quant import normalize
 
 _FORMS = (0, 1, 2, 0, 0)  # what activations become, for each form of weights
@@ -126,41 +127,16 @@ def q_epilogue(
 
 def preprocess(
     x: torch.Tensor,
-    wdqkv: torch.Tensor,
-    wuq: torch.Tensor,
-    wuk: torch.Tensor,
-    gamma0: torch.Tensor | None,
-    gamma1: torch.Tensor | None,
-    gamma2: torch.Tensor,
-    beta0: torch.Tensor | None,
-    beta1: torch.Tensor | None,
-    bias0: torch.Tensor | None,
-    bias1: torch.Tensor | None,
-    descale0: torch.Tensor | None,
-    descale1: torch.Tensor | None,
-    scale0: torch.Tensor | None,
-    offset0: torch.Tensor | None,
-    scale1: torch.Tensor | None,
-    offset1: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slots: torch.Tensor,
-    quant: int,
-    interleaved: bool,
-    tiled: bool,
-    eps: float,
-    ctkv_scale: torch.Tensor | None,
-    q_nope_scale: torch.Tensor | None,
-    *,
+    *given: Any,
     q_out: torch.Tensor,
     q_rope: torch.Tensor | None,
     latent: torch.Tensor,
     rope: torch.Tensor | None = None,
     latent_q: torch.Tensor | None = None,
 ) -> None:
+    w = Parts(*given[: len(TENSORS)])
+    cos, sin, slots, quant, interleaved, tiled, eps, ctkv_scale, q_nope_scale = given[len(TENSORS) :]
     tokens, size = x.shape
-    heads = wuk.shape[0]
-    width = q_out.shape[2] - wuk.shape[2] if q_rope is None else q_rope.shape[2]
     form = _FORMS[quant]
     held = torch.int8 if form else x.dtype
 
@@ -169,28 +145,27 @@ def preprocess(
         return torch.empty((tokens, n), dtype=held, device=x.device), s
 
     def normalized_for(scale: torch.Tensor | None, offset: torch.Tensor | None) -> tuple[Any, Any]:
-        if form == 0 and gamma0 is None:
+        if form == 0 and w.gamma0 is None:
             return x, None
         y, s = activations(size)
-        normalize(x, gamma0, beta0, eps, y, s, scale, offset, form)
+        normalize(x, w.gamma0, w.beta0, eps, y, s, scale, offset, form)
         return y, s
 
-    y, s = normalized_for(scale0, offset0)
-    a = x.new_empty((tokens, wdqkv.shape[0]))
-    project(y, wdqkv, bias0, descale0, s, a, quant)
+    y, s = normalized_for(w.scale0, w.offset0)
+    a = x.new_empty((tokens, w.wdqkv.shape[0]))
+    project(y, w.wdqkv, w.bias0, w.descale0, s, a, quant)
     queries = None
-    if gamma1 is not None:
-        z, z_s = activations(a.shape[1] - gamma2.shape[0] - width)
-        queries = gamma1, beta1, z, z_s, scale1, offset1, latent_q, form
+    if w.q_lora is not None:
+        z, z_s = activations(w.q_lora)
+        queries = w.gamma1, w.beta1, z, z_s, w.scale1, w.offset1, latent_q, form
     else:
-        z, z_s = (y, s) if form != 1 else normalized_for(scale1, offset1)
-    turn = cos, sin, slots, width, interleaved, tiled, eps, ctkv_scale
-    kv_epilogue(a, gamma2, *turn, latent=latent, rope=rope, queries=queries)
-    q = x.new_empty((tokens, wuq.shape[0]))
-    project(z, wuq, bias1, descale1, z_s, q, quant)
-    q_epilogue(
-        q.view(tokens, heads, -1), wuk, cos, sin, interleaved, q_nope_scale, q_out=q_out, q_rope=q_rope
-    )
+        z, z_s = (y, s) if form != 1 else normalized_for(w.scale1, w.offset1)
+    turn = cos, sin, slots, w.rope, interleaved, tiled, eps, ctkv_scale
+    kv_epilogue(a, w.gamma2, *turn, latent=latent, rope=rope, queries=queries)
+    q = x.new_empty((tokens, w.wuq.shape[0]))
+    project(z, w.wuq, w.bias1, w.descale1, z_s, q, quant)
+    heads = q.view(tokens, w.heads, -1)
+    q_epilogue(heads, w.wuk, cos, sin, interleaved, q_nope_scale, q_out=q_out, q_rope=q_rope)
 
 
 KERNELS = {"mla_kv_epilogue": kv_epilogue, "mla_q_epilogue": q_epilogue, "mla_preprocess": preprocess}

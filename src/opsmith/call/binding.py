@@ -10,7 +10,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from opsmith.call.signature import IN_KERNELS, Dtype, Input, Kept, Made, Output, Parameter, Signature, Slope
+from opsmith.call.signature import (
+    IN_KERNELS,
+    Dtype,
+    Input,
+    Kept,
+    Made,
+    Number,
+    Output,
+    Parameter,
+    Signature,
+    Sizes,
+    Slope,
+)
 
 __all__ = ["declarations", "project", "rows"]
 
@@ -101,47 +113,98 @@ def _checked_as_rows(signature: Signature, kernel: str, parameters: Sequence[Par
     first = next(p for p in tensors if _is_rows(p) and not p.optional and not isinstance(p.source, Slope))
     least = 0 if signature.tensors[0].scalar else 1
     yield f'const Rows first(op, "{first.name}", {first.name});'
-    yield f'STD_TORCH_CHECK({first.name}.dim() >= {least}, op, ": {first.name} must have a dimension");'
+    yield _check(f"{first.name}.dim() >= {least}", f"{first.name} must have a dimension")
+    yield _check("is_floating(first.dtype())", f"{first.name} must be floating-point")
     views = []
     for p in parameters:
         name = p.name
+        views.append(f"view_of({name})" if p.type is torch.Tensor else name)
         if p.type is not torch.Tensor:
-            views.append(name)
+            if isinstance(p.of, Number) and p.of.within:
+                least, most = p.of.within
+                yield _check(f"{least} <= {name} && {name} <= {most}", f"no {name} ", name)
         elif p is first:
-            views.append("first.view()")
+            views[-1] = "first.view()"
         elif _is_rows(p):
-            yield f'const RowsLike rows_{name}(op, "{name}", {name}, first);'
-            if isinstance(p.of, Input) and not p.written and kernel == signature.name:
-                test = f"!{name} || same_sizes(*{name}, {first.name})"
-                if not p.optional:
-                    test = f"same_sizes({name}, {first.name})"
-                yield f'STD_TORCH_CHECK({test}, op, ": {name} must have the sizes of {first.name}");'
-            views.append(f"rows_{name}.view()")
+            yield from _row_checks(signature, p, first)
+            views[-1] = f"rows_{name}.view()"
         elif isinstance(p.of, Kept):
             yield f'check_vector(op, "{name}", {name}, first.rows(), true);'
-            views.append(f"view_of({name})")
-        else:
-            yield f'check_vector(op, "{name}", {name}, first.n(), false);'
-            yield from _vectors_dtype(p, first)
-            views.append(f"view_of({name})")
-        if isinstance(p.of, Output) and p.of.when and p.written:
-            yield f'STD_TORCH_CHECK(!{p.of.when} || {name}, op, ": with {p.of.when}, {name} must be given too");'
-        if isinstance(p.source, Made) and any(o.name == p.of.name and o.optional for o in tensors):
-            yield f'STD_TORCH_CHECK(!{name} || {p.of.name}, op, ": there is no {p.of.name} to have a gradient");'
+        elif isinstance(p.of, Input | Output):
+            yield from _few_checks(p.of.sizes, p, first)
+        yield from _company(p, tensors)
     yield f"{kernel}({_joined(views)});"
 
 
+def _row_checks(signature: Signature, p: Parameter, first: Parameter) -> Iterator[str]:
+    """Rows as those of the first, or half as wide where these hold two."""
+    name, like = p.name, "first"
+    if isinstance(p.of, Output) and p.of.halved_without:
+        other = p.of.halved_without
+        yield _check(
+            f"{other} || first.n() % 2 == 0", "packed rows must have an even size, got ", "first.n()"
+        )
+        like = f"{other} ? first : first.half(false)"
+    if isinstance(p.of, Output) and isinstance(p.of.dtype, torch.dtype):
+        dtype = f"DType::{IN_KERNELS[p.of.dtype]}"
+        yield f'const Rows rows_{name}(op, "{name}", {name});'
+        yield _check(
+            f"rows_{name}.rows() == first.rows() && rows_{name}.n() == first.n() && rows_{name}.dtype() == {dtype}",
+            f"{name} must be {str(p.of.dtype).removeprefix('torch.')}, of {first.name}'s size",
+        )
+        return
+    yield f'const RowsLike rows_{name}(op, "{name}", {name}, {like});'
+    if isinstance(p.of, Input) and not p.written and p.source is None:
+        test = f"!{name} || same_sizes(*{name}, {first.name})"
+        if not p.optional:
+            test = f"same_sizes({name}, {first.name})"
+        yield _check(test, f"{name} must have the sizes of {first.name}")
+
+
+def _company(p: Parameter, tensors: Sequence[Parameter]) -> Iterator[str]:
+    """What has to be there, or may not, where this parameter is."""
+    name = p.name
+    if isinstance(p.of, Output) and p.written:
+        if p.of.when:
+            yield _check(f"!{p.of.when} || {name}", f"with {p.of.when}, {name} must be given too")
+        if p.of.unless:
+            yield _check(f"bool({name}) != bool({p.of.unless})", f"either {p.of.unless} or {name}")
+    if isinstance(p.of, Input) and p.of.needs and p.source is None:
+        yield _check(f"!{name} || {p.of.needs}", f"there is no {p.of.needs} for {name}")
+    if isinstance(p.source, Made) and any(o.name == p.of.name and o.optional for o in tensors):
+        yield _check(f"!{name} || {p.of.name}", f"there is no {p.of.name} to have a gradient")
+        if p.source.always:
+            yield _check(f"{name} || !{p.of.name}", f"with {p.of.name}, {name} must be given too")
+
+
+def _check(test: str, *words: str) -> str:
+    """A line that refuses what fails a test; of the words, those after the first are C++."""
+    text, *values = words
+    return f"STD_TORCH_CHECK({_joined((test, 'op', _quoted(f': {text}'), *values))});"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
 def _is_rows(p: Parameter) -> bool:
-    return isinstance(p.of, Input | Output) and p.of.sizes[0] == "..."
+    return isinstance(p.of, Input | Output) and p.of.sizes[:1] == ("...",) and len(p.of.sizes) == 2
 
 
-def _vectors_dtype(p: Parameter, first: Parameter) -> Iterator[str]:
-    """A vector's dtype; and that x has a dimension for it."""
-    dtype = p.of.dtype if isinstance(p.of, Input | Output) else None
-    either = " || dtype_of(*{0}) == DType::f32" if dtype is Dtype.FIRST_OR_FLOAT32 else ""
-    words = "float32 or in the input's dtype" if either else "in the input's dtype"
-    test = f"!{p.name} || ({first.name}.dim() > 0 && (dtype_of(*{p.name}) == first.dtype(){either.format(p.name)}))"
-    yield f'STD_TORCH_CHECK({test}, op, ": {p.name} must be {words}");'
+def _few_checks(sizes: Sizes, p: Parameter, first: Parameter) -> Iterator[str]:
+    """A vector and its dtype, a number for each row, or one number."""
+    name = p.name
+    if sizes == ("...",):
+        yield f'check_number_each(op, "{name}", {name}, first.rows());'
+    elif not sizes:
+        yield _check(f"!{name} || is_number(*{name})", f"{name} must be one float32")
+    else:
+        yield f'check_vector(op, "{name}", {name}, first.n(), false);'
+        dtype = p.of.dtype if isinstance(p.of, Input | Output) else None
+        either = f" || dtype_of(*{name}) == DType::f32" if dtype is Dtype.FIRST_OR_FLOAT32 else ""
+        words = "float32 or in the input's dtype" if either else "in the input's dtype"
+        test = f"!{name} || ({first.name}.dim() > 0 && (dtype_of(*{name}) == first.dtype(){either}))"
+        yield _check(test, f"{name} must be {words}")
 
 
 def _taken(p: Parameter) -> str:

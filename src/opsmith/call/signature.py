@@ -84,6 +84,7 @@ class Input:
     dtype: Dtype | torch.dtype = Dtype.FIRST
     optional: bool = False
     scalar: bool = False  # whether a tensor without dimensions is a row of one number
+    needs: str | None = None  # the input without which it means nothing
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -97,6 +98,7 @@ class Number:
     name: str
     type: type
     optional: bool = False
+    within: tuple[int, int] | None = None  # the least and the greatest
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from opsmith.call.dispatch import native_library
+from opsmith.kernels import triton
 from opsmith.ops import softmax
 from opsmith.ops.softmax import CARD
 
@@ -141,3 +143,19 @@ def test_a_row_of_nan_is_nan_where_padding_is_hidden() -> None:
     y = softmax(x, mask=torch.arange(200) < 100)
     assert y[2].isnan().all()
     assert y[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.skipif(not native_library() or triton.INTERPRETED, reason="C++ kernels are not what runs here")
+def test_the_kernel_takes_no_tensors_of_other_sizes() -> None:
+    x, y = torch.randn(2, 3, 5), torch.empty(2, 3, 5)
+    kernel = torch.ops.opsmith.softmax
+    for wrong in (torch.empty(2, 3, 4), torch.empty(3, 5), torch.empty(2, 3, 5, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="softmax: x and y must have one shape and dtype"):
+            kernel(x, None, 1.0, False, 0, y=wrong)
+    with pytest.raises(RuntimeError, match="softmax: the mask must have the sizes of x"):
+        kernel(x, torch.ones(3, 5, dtype=torch.bool), 1.0, False, 0, y=y)
+    with pytest.raises(RuntimeError, match=r"softmax: with a mask or causality, x must be \[outer, L, S\]"):
+        kernel(x[0], None, 1.0, True, 0, y=y[0])
+    for given in ((y[:, :, :4], y, y), (y, y, torch.empty(2, 3, 6))):
+        with pytest.raises(RuntimeError, match="softmax: dy, y and dx must have one shape"):
+            torch.ops.opsmith.softmax_backward(*given[:2], 1.0, dx=given[2])

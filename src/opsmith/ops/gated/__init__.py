@@ -28,7 +28,11 @@ _NODES = {SILU: 2, GELU_TANH: 0}
 
 SIGNATURE = Signature(
     "gated",
-    (Input("gate", "... I"), Input("up", "... I", optional=True), Number("activation", int)),
+    (
+        Input("gate", "... I"),
+        Input("up", "... I", optional=True),
+        Number("activation", int, within=(SILU, GELU_TANH)),
+    ),
     (Output("y", "... I", halved_without="up", onto=("gate", "up")),),
     gradient=Gradient(
         "gated_backward",
@@ -172,7 +176,7 @@ SILU_CARD = _SILU.card(
     samples=_samples,
     workloads=_workloads,
     patterns=(Pattern("silu_mul(gate, up)", lambda gate, up: F.silu(gate) * up, _SHAPES),),
-    schemas=declare(SIGNATURE),
+    schemas=declare(SIGNATURE, bound=True),
     source=_SOURCE,
 )
 

@@ -20,9 +20,11 @@ SIGNATURE = Signature(
     "rms_norm_quant",
     (
         Input("x", "... N"),
-        *(Input(name, "N", Dtype.FIRST_OR_FLOAT32, optional=True) for name in ("weight", "bias")),
+        Input("weight", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
+        Input("bias", "N", Dtype.FIRST_OR_FLOAT32, optional=True, needs="weight"),
         Number("eps", float),
-        *(Input(name, "", torch.float32, optional=True) for name in ("scale", "offset")),
+        Input("scale", "", torch.float32, optional=True),
+        Input("offset", "", torch.float32, optional=True, needs="scale"),
     ),
     (Output("q", "... N", torch.int8), Output("s", "...", torch.float32, unless="scale")),
 )
@@ -234,6 +236,6 @@ CARD = _CALL.card(
     workloads=_workloads,
     tolerance=Steps(),
     domain=_finite,
-    schemas=declare(SIGNATURE),
+    schemas=declare(SIGNATURE, bound=True),
     source="DeepSeek-AI, 2024",
 )

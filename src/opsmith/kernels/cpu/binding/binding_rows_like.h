@@ -1,4 +1,4 @@
-// Rows that an operator may be given beside others, and that must then be like them.
+// What generated bindings check beside binding.h: rows that must be like others, and numbers.
 #pragma once
 
 #include "binding.h"
@@ -18,5 +18,17 @@ class RowsLike {
  private:
   std::optional<Rows> rows_;
 };
+
+inline bool is_floating(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+}
+
+inline bool is_number(const Tensor& t) { return t.numel() == 1 && dtype_of(t) == DType::f32; }
+
+inline void check_number_each(const char* op, const char* name, const std::optional<Tensor>& t,
+                              int64_t rows) {
+  STD_TORCH_CHECK(!t || (t->numel() == rows && t->is_contiguous() && dtype_of(*t) == DType::f32), op, ": ",
+                  name, " must be contiguous float32, one for each row");
+}
 
 }  // namespace opsmith

@@ -1,11 +1,24 @@
-// Gated activations: y = f(gate) * up in one pass, f the SiLU or a GELU; and their backward pass, also in one.
-#include "gated.h"
-
+// Gated activations: y = f(gate) * up in one pass, f the SiLU or a GELU; and their backward pass, also in one. All tensors are
+// [rows, n], contiguous in n; without `up` the gate is [rows, 2n] and holds both, as does its gradient.
 #include "curves.h"
 #include "schedules/element_walk.h"
 
 namespace opsmith {
 namespace {
+
+// Gate and up; where there is no up, the halves of the gate's rows.
+struct GateAndUp {
+  GateAndUp(const View& gate, const View& up)
+      : sizes{gate.sizes[0], gate.sizes[1] / 2}, first(gate), second(up) {
+    if (up.defined()) return;
+    first.sizes = sizes;
+    second = first;
+    second.data = static_cast<char*>(first.data) + sizes[1] * (first.dtype == DType::f32 ? 4 : 2);
+  }
+
+  const int64_t sizes[2];
+  View first, second;
+};
 
 template <class T, class F>
 void forward(const View& gate, const View& up, const View& y) {
@@ -61,17 +74,20 @@ void backward(const View& dy, const View& gate, const View& up, const View& dgat
 }  // namespace
 
 void gated(View gate, View up, int64_t activation, View y) {
+  const GateAndUp in(gate, up);
   with_float_type(y.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    with_curve<T>(activation, [&](auto* c) { forward<T, std::remove_pointer_t<decltype(c)>>(gate, up, y); });
+    with_curve<T>(activation,
+                  [&](auto* c) { forward<T, std::remove_pointer_t<decltype(c)>>(in.first, in.second, y); });
   });
 }
 
 void gated_backward(View dy, View gate, View up, int64_t activation, View dgate, View dup) {
+  const GateAndUp in(gate, up), out(dgate, dup);
   with_float_type(dy.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     with_curve<T>(activation, [&](auto* c) {
-      backward<T, std::remove_pointer_t<decltype(c)>>(dy, gate, up, dgate, dup);
+      backward<T, std::remove_pointer_t<decltype(c)>>(dy, in.first, in.second, out.first, out.second);
     });
   });
 }

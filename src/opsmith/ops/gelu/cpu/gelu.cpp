@@ -1,6 +1,4 @@
-// GELU, x * Phi(x), exact (erf) and in its tanh form, with the bias before it.
-#include "gelu/gelu.h"
-
+// GELU, x * Phi(x), exact (erf) and in its tanh form, with the bias before it. Tensors are [rows, n], contiguous in n; bias [n].
 #include "curves.h"
 #include "schedules/element_walk.h"
 

@@ -1,6 +1,4 @@
 // The slope of GELU, exact (erf) and in its tanh form, times a gradient, and the gradient of the bias.
-#include "gelu/gelu.h"
-
 #include "curves.h"
 #include "schedules/column_sums.h"
 

@@ -1,7 +1,7 @@
-// LayerNorm: each row is read from memory once, while the row before it, still in cache, is written.
+// LayerNorm: each row is read from memory once, while the row before it, still in cache, is written. x, residual, y and summed are
+// [rows, n], weight and bias [n], mean and rstd [rows] float32.
 #include <cmath>
 
-#include "layer_norm/layer_norm.h"
 #include "norm.h"
 
 namespace opsmith {

@@ -1,5 +1,4 @@
 // The gradients of LayerNorm.
-#include "layer_norm/layer_norm.h"
 #include "norm_backward.h"
 
 namespace opsmith {

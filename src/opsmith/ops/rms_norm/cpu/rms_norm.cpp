@@ -1,6 +1,5 @@
-// RMSNorm: each row is read from memory once, while the row before it, still in cache, is written.
-#include "rms_norm/rms_norm.h"
-
+// RMSNorm: each row is read from memory once, while the row before it, still in cache, is written. x, residual, y and summed are
+// [rows, n], weight [n], rstd [rows] float32.
 #include <cmath>
 
 #include "norm.h"

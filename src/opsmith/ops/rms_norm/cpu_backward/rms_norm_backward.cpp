@@ -1,5 +1,4 @@
 // The gradients of RMSNorm.
-#include "rms_norm/rms_norm.h"
 #include "norm_backward.h"
 
 namespace opsmith {

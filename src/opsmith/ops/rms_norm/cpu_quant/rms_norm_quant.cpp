@@ -1,6 +1,5 @@
-// RMSNorm whose result leaves as int8.
+// RMSNorm whose result leaves as int8. x, q [rows, n]; weight, bias [n]; one scale and offset for the whole tensor, or s [rows].
 #include "rms_norm/quantized_row.h"
-#include "rms_norm/rms_norm.h"
 
 namespace opsmith {
 namespace {
@@ -30,7 +29,9 @@ float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, fl
 
 }  // namespace
 
-void rms_norm_quant(View x, View weight, View bias, float eps, float scale, float offset, View q, View s) {
+void rms_norm_quant(View x, View weight, View bias, double eps, View scale, View offset, View q, View s) {
+  const float step = scale.defined() ? *scale.as<float>() : 1.0f;
+  const float shift = offset.defined() ? *offset.as<float>() : 0.0f;
   const FloatVector gamma(weight), beta(bias);
   const int64_t n = x.sizes[1];
   with_float_type(x.dtype, [&](auto* t) {
@@ -39,12 +40,13 @@ void rms_norm_quant(View x, View weight, View bias, float eps, float scale, floa
       float* const y = scratch(n + W);
       for (int64_t r = begin; r < end; ++r) {
         int8_t* const to = q.as<int8_t>() + r * q.strides[0];
-        norm_row(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), eps, y);
+        norm_row(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), float(eps), y);
         if (s.defined()) {
           quantize_row(y, n, to);
-          s.as<float>()[r] = row_scale(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), eps, y);
+          s.as<float>()[r] = row_scale(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), float(eps),
+                                       y);
         } else {
-          quantize_row(y, n, scale, offset, to);
+          quantize_row(y, n, step, shift, to);
         }
       }
     });

@@ -7,45 +7,51 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-// Rows of any number of dimensions as [1, rows, n], for a call in which nothing depends on the place of a row.
-struct Stacked {
-  explicit Stacked(const Rows& rows) {
-    const View v = rows.view();
-    sizes[1] = v.sizes[0], sizes[2] = v.sizes[1], strides[1] = v.strides[0];
-    data = v.data, dtype = v.dtype;
+// Scores [outer, L, S]; or rows of any number of dimensions as [1, rows, n], where nothing depends on the place of a row.
+class Scores {
+ public:
+  Scores(const char* name, const Tensor& t) : dtype_(dtype_of(t)), data_(t.data_ptr()) {
+    STD_TORCH_CHECK(t.dim() > 0, "softmax: ", name, " must have at least one dimension");
+    if (t.dim() == 3) {
+      STD_TORCH_CHECK(t.size(2) < 2 || t.stride(2) == 1 || t.numel() == 0, "softmax: the last dimension of ",
+                      name, " must be contiguous");
+      std::copy_n(t.sizes().data(), 3, sizes_);
+      std::copy_n(t.strides().data(), 3, strides_);
+      return;
+    }
+    const View rows = Rows("softmax", name, t).view();
+    sizes_[1] = rows.sizes[0], sizes_[2] = rows.sizes[1], strides_[1] = rows.strides[0];
   }
 
-  View view() const { return {data, dtype, 3, sizes, strides}; }
+  bool like(const Scores& other) const {
+    return dtype_ == other.dtype_ && std::equal(sizes_, sizes_ + 3, other.sizes_);
+  }
+  View view() const { return {data_, dtype_, 3, sizes_, strides_}; }
 
-  void* data;
-  DType dtype;
-  int64_t sizes[3] = {1, 1, 1}, strides[3] = {0, 1, 1};
+ private:
+  DType dtype_;
+  void* data_;
+  int64_t sizes_[3] = {1, 1, 1}, strides_[3] = {0, 1, 1};
 };
 
-void softmax_op(Tensor x, Optional mask, double scale, bool causal, int64_t method, Tensor y) {
-  STD_TORCH_CHECK(x.dim() > 0, "softmax: x must have at least one dimension");
-  if (x.dim() == 3) return softmax(view_of(x), view_of(mask), scale, causal, method, view_of(y));
-  const Rows in("softmax", "x", x), out("softmax", "y", y);
-  STD_TORCH_CHECK(!mask && !causal && out.like(in),
+void softmax_op(const Tensor& x, const Optional& mask, double scale, bool causal, int64_t method,
+                const Tensor& y) {
+  const Scores in("x", x), out("y", y);
+  STD_TORCH_CHECK(out.like(in), "softmax: x and y must have one shape and dtype");
+  STD_TORCH_CHECK(x.dim() == 3 || (!mask && !causal),
                   "softmax: with a mask or causality, x must be [outer, L, S]");
-  softmax(Stacked(in).view(), View{}, scale, false, method, Stacked(out).view());
+  const DType dtype = mask ? dtype_of(*mask) : DType::boolean;
+  STD_TORCH_CHECK(!mask || (same_sizes(*mask, x) &&
+                            (dtype == DType::boolean || dtype == DType::f32 || dtype == in.view().dtype)),
+                  "softmax: the mask must have the sizes of x, and be bool, float32 or in its dtype");
+  softmax(in.view(), view_of(mask), scale, causal, method, out.view());
 }
 
-void softmax_backward_op(Tensor dy, Tensor y, double scale, Tensor dx) {
-  if (y.dim() != 3) {
-    const Rows slope("softmax", "dy", dy), result("softmax", "y", y), out("softmax", "dx", dx);
-    STD_TORCH_CHECK(slope.like(result) && out.like(result),
-                    "softmax: dy, y and dx must have one shape and dtype");
-    return softmax_backward(Stacked(slope).view(), Stacked(result).view(), scale, Stacked(out).view());
-  }
-  for (const Tensor* t : {&dy, &y, &dx}) {
-    STD_TORCH_CHECK(
-        t->dim() == 3 && t->scalar_type() == y.scalar_type() && (t->size(2) < 2 || t->stride(2) == 1),
-        "softmax: dy, y and dx must be [outer, L, S] of one dtype, the last dimension contiguous");
-    for (int64_t d = 0; d < 3; ++d)
-      STD_TORCH_CHECK(t->size(d) == y.size(d), "softmax: dy, y and dx must have one shape");
-  }
-  softmax_backward(view_of(dy), view_of(y), scale, view_of(dx));
+void softmax_backward_op(const Tensor& dy, const Tensor& y, double scale, const Tensor& dx) {
+  const Scores slope("dy", dy), result("y", y), out("dx", dx);
+  STD_TORCH_CHECK(slope.like(result) && out.like(result),
+                  "softmax: dy, y and dx must have one shape and dtype");
+  softmax_backward(slope.view(), result.view(), scale, out.view());
 }
 
 }  // namespace

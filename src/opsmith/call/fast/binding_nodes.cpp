@@ -2,8 +2,9 @@
 //
 // One class serves all kernels. What it keeps and hands on is read from the signature, in nodes.py, and comes as a plan. PyTorch promises
 // nothing about nodes in C++, so this library is for the one version it was built with, as binding_direct.cpp is.
-#include "nodes.h"
+#include "direct.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -15,6 +16,7 @@
 #include <algorithm>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,6 +29,81 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;
 using torch::dynamo::autograd::SwapSavedVariables;
+
+// Where an argument of the backward comes from; `of` is an argument of the forward.
+enum class From : char {
+  gradient = 'g',  // of the result `of`
+  saved = 's',  // the tensor `of`, or `instead` where that is not there
+  number = 'n',  // `of`
+  constant = 'c',
+  made = 'm',  // a gradient like `of`, where it is wanted
+  always = 'a',  // the same, made wherever `of` is there
+};
+
+struct Argument {
+  From from;
+  char type;
+  int of, instead;
+  Value constant;
+};
+
+struct Gradient {
+  int of;  // an input of the forward
+  int argument;  // of the backward, which is its gradient
+};
+
+// A result that nobody but the backward reads, float32: r for each row, p a pair of such vectors, e two in each row.
+struct Kept {
+  int place;
+  char shape;
+};
+
+// A number that the forward must have been given.
+struct Required {
+  int place;
+  Value value;
+};
+
+struct Plan {
+  c10::OperatorHandle op;
+  Direct direct;
+  std::string name, types;  // a letter for each argument
+  std::vector<Argument> arguments;
+  std::vector<Gradient> gradients;
+  std::vector<Kept> kept;
+  std::vector<Required> required;
+  bool strided;  // whether the backward takes any tensor whose last dimension is contiguous
+};
+
+// What a tensor is made like.
+struct Like {
+  c10::SmallVector<int64_t, 4> sizes;
+  Strides strides;  // none where it is contiguous
+  at::ScalarType dtype;
+
+  Like(const c10::TensorImpl* t, bool strided)
+      : sizes(t->sizes().begin(), t->sizes().end()), dtype(c10::typeMetaToScalarType(t->dtype())) {
+    if (strided && !t->is_contiguous()) strides = layout_of(t);
+  }
+};
+
+// What a node keeps for an argument, beside saved tensors: a number, or which gradient arrives for it; and which of `likes` it is like.
+struct Held {
+  Value number = 0;
+  bool there = false;
+  int like = -1;
+};
+
+// Of all arguments. A node stays below 1 KB: for larger pieces of memory glibc first puts all small ones that are free in order.
+struct AllHeld {
+  c10::SmallVector<Held, 12> arguments;
+  c10::SmallVector<Like, 2> likes;
+
+  void like(Held& held, const c10::TensorImpl* t, bool strided) {
+    held.like = int(likes.size());
+    likes.emplace_back(t, strided);
+  }
+};
 
 c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
 
@@ -163,7 +240,8 @@ class KernelBackward final : public Node {
       add_next_edge(wanted ? torch::autograd::impl::gradient_edge(tensor_of(values[g.of])) : Edge());
     }
     for (int i = 0; i < made.count; ++i) torch::autograd::set_history(at::Tensor(made.tensors[i]), getptr());
-    saved_.reserve(std::count(plan_.from.begin(), plan_.from.end(), char(From::saved)));
+    saved_.reserve(std::count_if(plan_.arguments.begin(), plan_.arguments.end(),
+                                 [](const Argument& a) { return a.from == From::saved; }));
     for (size_t i = 0; i < plan_.arguments.size(); ++i)
       keep(plan_.arguments[i], values, made, held_.arguments[i]);
   }
@@ -346,7 +424,7 @@ extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
     PyErr_Format(PyExc_ValueError, "opsmith: there is no operator %s", name);
     return 0;
   }
-  Plan plan{*op, reinterpret_cast<Direct>(direct), name, {}, {}, {}, {}, {}, {}, strided != 0};
+  Plan plan{*op, reinterpret_cast<Direct>(direct), name, {}, {}, {}, {}, {}, strided != 0};
   const auto read = [](PyObject* all, const char* format, auto each, auto*... to) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); ++i) {
       if (!PyArg_ParseTuple(PyList_GET_ITEM(all, i), format, to...)) return false;
@@ -359,7 +437,6 @@ extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
   const bool fits = read(
                         arguments, "CCiiK",
                         [&] {
-                          plan.from += char(first);
                           plan.types += char(second);
                           plan.arguments.push_back({From(first), char(second), of, instead, value});
                         },

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call import dispatch
 from opsmith.call.arguments import check_device, check_float, check_number, one_of, short
-from opsmith.call.dispatch import Tensor, compiling, small, small_node
+from opsmith.call.dispatch import compiling, small, small_node
 from opsmith.call.layouts import as_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import (
@@ -30,9 +29,6 @@ from opsmith.operator import Kind, Pattern
 from opsmith.ops.cross_entropy.samples import cost, samples, workloads
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
-_OF_PYTORCH = {"none": 0, "mean": 1, "sum": 2}
-_FEW = 1024  # logits that PyTorch's two kernels have done with before one of ours has
-_loss = torch._C._nn.cross_entropy_loss  # what F.cross_entropy calls
 SIGNATURE = Signature(
     "cross_entropy",
     (
@@ -98,27 +94,6 @@ def cross_entropy(
     Source: Szegedy et al., "Rethinking the Inception Architecture", 2015 (label smoothing); Chowdhery et al.,
     "PaLM", 2022 (z-loss); Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    if (
-        z_loss == 0
-        and dtype is None
-        and reduction in _OF_PYTORCH
-        and not compiling()
-        and type(logits) is Tensor
-    ):
-        try:
-            if (
-                logits.numel() <= _FEW <= dispatch.limit
-                and logits.dim() < 3  # of more dimensions the second holds PyTorch's classes
-                and target.dtype is torch.int64
-                and logits.is_cpu
-                and target.is_cpu
-                and not overwrite
-                and 0.0 <= label_smoothing <= 1.0
-            ):
-                ways: Any = _OF_PYTORCH[reduction]
-                return _loss(logits, target, None, ways, ignore_index, label_smoothing)
-        except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):  # the checks say why
-            pass
     code = code_of(reduction)
     call = _CALL.fast.call if code in (1, 2) and not compiling() else _CALL.traced
     options = (ignore_index, label_smoothing, z_loss, code)

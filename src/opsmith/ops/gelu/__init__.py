@@ -87,12 +87,9 @@ _BIAS_GELU = Call(SIGNATURE, bias_gelu, definition, pytorchs=_pytorchs)
 _FLOPS = 20.0
 
 
-def _cost(x: torch.Tensor, *, tanh: bool = False) -> Cost:
-    return Cost(_FLOPS * x.numel(), 2 * x.numel() * x.element_size())
-
-
-def _bias_cost(x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False) -> Cost:
-    return Cost((_FLOPS + 1) * x.numel(), 2 * x.numel() * x.element_size() + nbytes(bias))
+def _cost(x: torch.Tensor, bias: torch.Tensor | None = None, *, tanh: bool = False) -> Cost:
+    each = _FLOPS + (bias is not None)
+    return Cost(each * x.numel(), 2 * x.numel() * x.element_size() + nbytes(bias))
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -156,7 +153,7 @@ CARD = _GELU.card(
 
 BIAS_CARD = _BIAS_GELU.card(
     kind=Kind.ACTIVATION,
-    cost=_bias_cost,
+    cost=_cost,
     samples=_bias_samples,
     workloads=_bias_workloads,
     patterns=(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.dispatch import compiling, small_node
+from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Kind, Make, Pattern, Sample
@@ -108,8 +109,7 @@ def _cost(
     x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, residual: Any = None
 ) -> Cost:
     tensors = 2 if residual is None else 4
-    vectors = sum(t.numel() * t.element_size() for t in (weight, bias) if t is not None)
-    return Cost(8.0 * x.numel(), tensors * x.numel() * x.element_size() + vectors)
+    return Cost(8.0 * x.numel(), tensors * x.numel() * x.element_size() + nbytes(weight, bias))
 
 
 def _samples(make: Make) -> Iterator[Sample]:

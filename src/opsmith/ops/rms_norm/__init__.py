@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.dispatch import compiling
+from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Kind, Make, Pattern, Sample
@@ -126,8 +127,7 @@ _CALL = Call(SIGNATURE, rms_norm, definition, eager=eager)
 
 def _cost(x: torch.Tensor, weight: Any = None, eps: float = 0.0, *, residual: Any = None, **_: Any) -> Cost:
     tensors = 2 if residual is None else 4
-    vector = 0 if weight is None else weight.numel() * weight.element_size()
-    return Cost(4.0 * x.numel(), tensors * x.numel() * x.element_size() + vector)
+    return Cost(4.0 * x.numel(), tensors * x.numel() * x.element_size() + nbytes(weight))
 
 
 def _samples(make: Make) -> Iterator[Sample]:

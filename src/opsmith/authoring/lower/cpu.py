@@ -28,7 +28,7 @@ class CpuKernel(CppKernel):
         finest = self.letters[0] if len(self.letters) == 1 else f"Finest<{', '.join(self.letters)}>"
         self.precision = f"<{finest}>"
         # Pair by pair where all tensors have one type, else vector by vector: pairs of other types have another order.
-        pairs = len(set(self.of.values())) == 1 and plan.rotation != "rotate_interleaved"
+        pairs = len(set(self.type_of.values())) == 1 and plan.rotation != "rotate_interleaved"
         pairs = pairs and not (self.sums and plan.rotation)  # whose columns are not in the order of their row
         self.walk = ("for_pairs<paired_block>" if self.sums else "for_pairs") if pairs else "for_lanes"
         self.summed = self.letters[0] if pairs else "float"  # the type in whose order columns are summed
@@ -54,7 +54,7 @@ class CpuKernel(CppKernel):
             count = "walk.total" if self.pieces else "rows * size"
             lines.append(
                 f"const bool past_cache = "
-                f"outlives_cache({count} * int64_t(sizeof({self.of[full[0].name]})), {tensors});"
+                f"outlives_cache({count} * int64_t(sizeof({self.type_of[full[0].name]})), {tensors});"
             )
         pointers = {n: self._pointer(n, self.plan.extent(n), self.rows.place(n)) for n in self.rows.read}
         inside = [text for n, text in pointers.items() if self.rows.place(n) is None]
@@ -79,7 +79,7 @@ class CpuKernel(CppKernel):
 
     def _pointer(self, name: str, extent: str, place: str | None, *, written: bool = False) -> str:
         """The declaration of a tensor's row pointer."""
-        kind = self.of[name]
+        kind = self.type_of[name]
         width = " * Walk::piece" if self.pieces else "" if extent == ROW else " * size"
         data = f"{name}.as<{kind}>(){f' + {place}{width}' if written else self.place(name, width)}"
         if name in self.optional:
@@ -102,7 +102,7 @@ class CpuKernel(CppKernel):
         return f"{statistic}.add({self._lane(text, node)}, lanes);"
 
     def store_row(self, o: Output, text: str) -> str:
-        store = f"*{o.name}_row = from_float<{self.of[o.name]}>({text});"
+        store = f"*{o.name}_row = from_float<{self.type_of[o.name]}>({text});"
         return f"if ({o.name}_row) {store}" if o.optional else store
 
     def statistic(self, kind: str) -> str:
@@ -169,7 +169,7 @@ class CpuKernel(CppKernel):
             return f"v_{name}_{place + 1}"
         if (name, place) not in self.loaded:
             kept = self.loaded[name, place] = f"v_{name}{f'_{place + 1}' if self.plan.rotation else ''}"
-            load = "truth" if self.of[name] == "bool" else "load" if shared else "read"
+            load = "truth" if self.type_of[name] == "bool" else "load" if shared else "read"
             self.body.append(f"const auto {kept} = {load}({name}_row + {self.at(place)}, lanes);")
         return self.loaded[name, place]
 

@@ -18,23 +18,24 @@ class CudaKernel(CppKernel):
 
     types: ClassVar = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half", "bool": "bool"}
     wide = "wide"
+    finish = "{0} = together({0});"
+    parameters = ("void* stream",)
+    arguments = ("static_cast<cudaStream_t>(stream)",)
 
     def text(self) -> str:
         """The kernel, and the function that launches it for the dtypes that it finds."""
-        arguments = [f"const {self.of[n]}* {n}" for n in self.rows.read]
+        arguments = [f"const {self.type_of[n]}* {n}" for n in self.rows.read]
         arguments += [
-            f"{'float' if o.extent == COLUMN else self.of[o.name]}* {o.name}" for o in self.plan.outputs
+            f"{'float' if o.extent == COLUMN else self.type_of[o.name]}* {o.name}" for o in self.plan.outputs
         ]
         arguments += ["int64_t rows", "int64_t size", *(f"int64_t {c}" for c in self.rows.counts)]
         head = f"__global__ void {self.name}_kernel({', '.join([*arguments, *self.numbers])}) {{"
         kernel = [self.template, head, *indented(self._body()), "}", ""]
-        return self.whole_text(
-            [*kernel, *self._launcher()], ("void* stream", "static_cast<cudaStream_t>(stream)")
-        )
+        return self.whole_text([*kernel, *self._launcher()])
 
     def declaration(self) -> str:
         """The launcher, as NAME.h says it."""
-        return f"{self.entry('void* stream').replace('View', 'opsmith::View')};"
+        return f"{self.entry().replace('View', 'opsmith::View')};"
 
     def binding(self, shapes: Mapping[str, Shape]) -> str:
         """The function that PyTorch calls: checks, the stream, the launcher, its errors."""
@@ -69,15 +70,15 @@ class CudaKernel(CppKernel):
         inside = ["const int64_t half = size / 2;"] if plan.rotation else []
         for n in self.rows.read:
             place = self.place(n, "" if plan.extent(n) == ROW else " * size")
-            inside.append(f"const {self.of[n]}* const {n}_row = {n}{place};")
+            inside.append(f"const {self.type_of[n]}* const {n}_row = {n}{place};")
         inside += [
-            f"{self.of[o.name]}* const {o.name}_row = {o.name} + row{' * size' if o.extent == FULL else ''};"
+            f"{self.type_of[o.name]}* const {o.name}_row = {o.name} + row{' * size' if o.extent == FULL else ''};"
             for o in plan.outputs
             if o.extent != COLUMN
         ]
         inside += [f"float* const {o.name}_row = {o.name} + blockIdx.x * size;" for o in self.sums]
         for i, stage in enumerate(plan.stages):
-            inside += self.gather(i, stage, "{0} = together({0});")
+            inside += self.gather(i, stage)
         inside += self.rows_out()
         inside += self.loop(self._write())
         first = "int64_t(blockIdx.x) * blockDim.y + threadIdx.y"
@@ -120,9 +121,9 @@ class CudaKernel(CppKernel):
 
     def _launcher(self) -> list[str]:
         plan, whole = self.plan, self.rows.whole
-        given = [f"{n}.as<{self.of[n]}>()" for n in self.rows.read]
+        given = [f"{n}.as<{self.type_of[n]}>()" for n in self.rows.read]
         given += [
-            f"{o.name}_sums.parts()" if o.extent == COLUMN else f"{o.name}.as<{self.of[o.name]}>()"
+            f"{o.name}_sums.parts()" if o.extent == COLUMN else f"{o.name}.as<{self.type_of[o.name]}>()"
             for o in plan.outputs
         ]
         parameters = [*(f"const View& {n}" for n in self.tensors), *self.numbers, "cudaStream_t stream"]
@@ -150,5 +151,5 @@ class CudaKernel(CppKernel):
         call = ", ".join([*given, "rows", "size", *counts, *plan.attributes])
         launch = f"{self.name}_kernel<<<tile.blocks, tile.threads, 0, stream>>>({call});"
         body.append(f"if (rows > 0 && size > 0) {launch}" if self.sums else launch)
-        body += [f"{o.name}_sums.write<{self.of[o.name]}>({o.name}.data);" for o in self.sums]
+        body += [f"{o.name}_sums.write<{self.type_of[o.name]}>({o.name}.data);" for o in self.sums]
         return [self.template, f"void {self.name}_of({', '.join(parameters)}) {{", *indented(body), "}"]

@@ -83,6 +83,9 @@ class CppKernel(Kernel):
     types: ClassVar[Mapping[str, str]]  # of a tensor's elements, by dtype
     wide: str  # the function that makes them float
     precision = ""  # what functions of one element take in angle brackets
+    finish = ""  # what is done with a statistic behind its pass
+    parameters: tuple[str, ...] = ()  # of the function that chooses types, behind the tensors
+    arguments: tuple[str, ...] = ()  # of the template, behind those and the numbers
 
     def __init__(self, plan: Plan, name: str, columns: Sequence[Mapping[str, str]], comment: str) -> None:
         super().__init__(plan, name, columns, comment)
@@ -93,7 +96,7 @@ class CppKernel(Kernel):
         keys = {n: tuple(c[n] for c in columns) for n in self.tensors}
         several = len({k for k in keys.values() if set(k) != {"bool"}}) > 1
         found: dict[tuple[str, ...], str] = {}
-        self.of = {
+        self.type_of = {
             n: "bool" if set(k) == {"bool"} else found.setdefault(k, f"T{len(found)}" if several else "T")
             for n, k in keys.items()
         }
@@ -146,7 +149,9 @@ class CppKernel(Kernel):
 
     def element(self, to: str, name: str, source: str) -> str:
         """The declaration of a tensor's element, made float."""
-        return f"bool {to} = {source}" if self.of[name] == "bool" else f"float {to} = {self.wide}({source})"
+        return (
+            f"bool {to} = {source}" if self.type_of[name] == "bool" else f"float {to} = {self.wide}({source})"
+        )
 
     def place(self, name: str, width: str) -> str:
         """Where an input's row begins, behind its first element."""
@@ -161,8 +166,8 @@ class CppKernel(Kernel):
             return f"2 * at + {place}" if place else "2 * at"
         return "half + at" if place else "at"
 
-    def gather(self, index: int, stage: Sequence[Statistic], finish: str = "") -> list[str]:
-        """One pass: its statistics, and what they answer; `finish` is done with each in between."""
+    def gather(self, index: int, stage: Sequence[Statistic]) -> list[str]:
+        """One pass: its statistics, and what they answer."""
         names = [f"r_{chr(97 + index)}{j + 1 if len(stage) > 1 else ''}" for j in range(len(stage))]
         emitter = self.begin([s.arg for s in stage])
         adds = [
@@ -173,10 +178,10 @@ class CppKernel(Kernel):
         lines = [f"{self.statistic(s.kind)} {name};" for name, s in zip(names, stage, strict=True)]
         lines += [*self.before, *self.loop([*self.body, *adds])]
         for name, s in zip(names, stage, strict=True):
-            lines += [finish.format(name)] if finish else []
+            lines += [self.finish.format(name)] if self.finish else []
             for answer, node in s.answers.items():
                 value = f"r_{answer}"
-                if value in self.known.values():
+                if value in self.known.values() or answer in self.plan.inputs:
                     self.named += 1
                     value += str(self.named)
                 self.known[id(node)] = value
@@ -200,22 +205,21 @@ class CppKernel(Kernel):
     def store_row(self, o: Output, text: str) -> str:
         """The statement that stores the result of a row."""
 
-    def entry(self, *more: str) -> str:
+    def entry(self) -> str:
         """The function that is called, in front of its body."""
         given = [f"View {n}" for n in self.plan.inputs]
         given += [f"{wide_type(v)} {n}" for n, v in self.plan.attributes.items()]
-        return (
-            f"void {self.name}({', '.join([*given, *(f'View {o.name}' for o in self.plan.outputs), *more])})"
-        )
+        given += [f"View {o.name}" for o in self.plan.outputs]
+        return f"void {self.name}({', '.join([*given, *self.parameters])})"
 
-    def choices(self, *more: str) -> list[str]:
+    def choices(self) -> list[str]:
         """Its body: the instance of the template for each combination of dtypes."""
         first = {
-            t: next(n for n in self.tensors if self.of[n] == t and n not in self.optional)
+            t: next(n for n in self.tensors if self.type_of[n] == t and n not in self.optional)
             for t in self.letters
         }
         numbers = [n if isinstance(v, bool) else f"float({n})" for n, v in self.plan.attributes.items()]
-        arguments = ", ".join([*self.tensors, *numbers, *more])
+        arguments = ", ".join([*self.tensors, *numbers, *self.arguments])
         lines = []
         for key in dict.fromkeys(tuple(c[first[t]] for t in self.letters) for c in self.columns):
             test = " && ".join(
@@ -225,10 +229,9 @@ class CppKernel(Kernel):
             lines.append(f"if ({test}) return {self.name}_of<{types}>({arguments});")
         return lines
 
-    def whole_text(self, lines: Sequence[str], *more: tuple[str, str]) -> str:
+    def whole_text(self, lines: Sequence[str]) -> str:
         """The file's part for this kernel: what is its own, then the function that is called."""
-        parameters, arguments = zip(*more, strict=True) if more else ((), ())
-        entry = [f"{self.entry(*parameters)} {{", *indented(self.choices(*arguments)), "}"]
+        entry = [f"{self.entry()} {{", *indented(self.choices()), "}"]
         return "\n".join(["namespace {", "", f"// {self.comment}", *lines, "", "}  // namespace", "", *entry])
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from opsmith.authoring import formula as language
 from opsmith.authoring.formula import gradient
-from opsmith.authoring.formula.nodes import Formula
+from opsmith.authoring.formula.nodes import Formula, Node
 from opsmith.authoring.formula.shapes import ANY, Shape, strides_of
 from opsmith.authoring.lower.cpu import CpuKernel
 from opsmith.authoring.lower.cuda import CudaKernel
@@ -92,18 +92,17 @@ class Contents:
     def to_write(self) -> list[str]:
         """The kernels that are the author's to write."""
         found = ["forward"] if self.prototype.formula is None else []
-        return [*found, *(["backward"] if self.gradients and self._underived is not None else [])]
+        return [*found, *(["backward"] if self.gradients and isinstance(self._derived, str) else [])]
 
     @cached_property
-    def _underived(self) -> str | None:
-        """Why no gradients can be derived; None where they can."""
+    def _derived(self) -> dict[str, Node] | str:
+        """The gradients of the kernels' inputs, or why none can be derived."""
         if self.prototype.formula is None:
             return f"nothing is known of {self.reference} but its results"
         try:
-            gradient.gradients(self.formula, list(self.kernel_inputs))
+            return gradient.gradients(self.formula, list(self.kernel_inputs))
         except gradient.NoDerivative as why:
             return str(why)
-        return None
 
     @cached_property
     def left_out(self) -> list[str]:
@@ -179,38 +178,34 @@ class Contents:
     @cached_property
     def backward(self) -> Plan | str:
         """The kernel of its gradients, or why autograd of the reference has to do."""
-        space = self.forward.space
-        extents = {
-            n: e
-            for n, s in self.kernel_inputs.items()
-            if (e := self._extent(s, space)) and n not in self.formula.truths
-        }
-        if self.forward.rotation == "rotate_interleaved":
-            extents = {n: e for n, e in extents.items() if e != COLUMN}
-        formula = self.formula
-        if self._underived is not None:
+        formula, found = self.formula, self._derived
+        if isinstance(found, str):
             if not self.by_hand:
-                return self._underived
+                return found
             stand_in = {name: self._stand_in() for name in formula.outputs}
             formula = language.parse(
                 stand_in, formula.inputs, formula.shapes, formula.attributes, formula.truths
             )
-        found = gradient.gradients(formula, list(extents))
-        outputs = [Output(f"d{n}", found[n], extents[n], True) for n in self.kernel_inputs if n in found]
+            found = gradient.gradients(formula, list(self.kernel_inputs))
+        outputs = [
+            Output(f"d{n}", found[n], extent, True)
+            for n, s in self.kernel_inputs.items()
+            if n in found and n not in formula.truths and (extent := self._extent(s))
+        ]
         if not outputs or not any(o.extent == FULL for o in outputs):
             return "no input has the shape of the whole"
         slopes = {f"d{n}": node.shape or () for n, node in self.formula.outputs.items()}
         return plan(formula, outputs, {**slopes, **self.kernel_inputs})
 
-    def _extent(self, shape: Shape, space: Shape) -> str | None:
+    def _extent(self, shape: Shape) -> str | None:
         """How an input's gradient is gathered; None where only autograd knows."""
+        space = self.forward.space
         if shape == space:
             return FULL
         if shape[:-1] == space[:-1] and shape[-1] == 1:
             return ROW
-        if strides_of(shape, space) == [] and shape[-1] == space[-1]:
-            return COLUMN
-        return None
+        columns = strides_of(shape, space) == [] and shape[-1] == space[-1]
+        return COLUMN if columns and self.forward.rotation != "rotate_interleaved" else None
 
     @cached_property
     def gradients(self) -> list[str]:

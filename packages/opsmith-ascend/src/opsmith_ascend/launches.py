@@ -73,6 +73,11 @@ def like(*vectors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return tuple(dense(t if t is None or len(types) == 1 else t.float()) for t in vectors)
 
 
+def number(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """A number as a tensor of one element, in float32."""
+    return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(1)
+
+
 def span(t: torch.Tensor) -> torch.Tensor:
     """The memory from a tensor's first element to its last, gaps included, as one vector."""
     last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
@@ -158,13 +163,8 @@ def rms_norm_quant(
     rows = x.numel() // max(columns, 1)
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     s = torch.empty(0 if fixed else x.shape[:-1], dtype=torch.float32, device=x.device)
-    step, shift = (
-        torch.as_tensor(0.0 if v is None else v, dtype=torch.float32, device=x.device).reshape(1)
-        if fixed
-        else None
-        for v in (scale, offset)
-    )
-    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
+    step, shift = (number(0.0 if v is None else v, x.device) if fixed else None for v in (scale, offset))
+    weight, bias = dense(weight), dense(bias)
     sizes = (rows, columns, columns, x.element_size(), weight is not None, bias is not None, fixed, eps)
     return Launch(
         "rms_norm_quant",
@@ -323,19 +323,13 @@ def mla_kv_epilogue(
     """
     kv_lora, tile = gamma2.shape[0], _TILES.get(cache.mode, 0)
     joint = cache.rope is None
-    rope = (
-        cache.latent.shape[3] - kv_lora
-        if joint
-        else cache.rope.shape[3] * (cache.rope.shape[1] if tile else 1)
-    )
+    rope = cache.latent.shape[3] - kv_lora
+    if not joint:
+        rope = cache.rope.shape[3] * (cache.rope.shape[1] if tile else 1)
     a = a if a.stride(-1) == 1 else a.contiguous()
     latent = span(cache.latent)
     behind = None if joint else span(cache.rope)
-    scale = (
-        None
-        if ctkv_scale is None
-        else torch.as_tensor(ctkv_scale, dtype=torch.float32, device=a.device).reshape(1)
-    )
+    scale = None if ctkv_scale is None else number(ctkv_scale, a.device)
     inputs = {
         "a": span(a),
         "gamma2": gamma2.contiguous(),

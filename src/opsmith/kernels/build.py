@@ -35,10 +35,6 @@ _BINDING_LEVEL = "-O2"
 _ATTEMPTS = 3
 
 
-class NoCompiler(BuildError):
-    """There is no C++ compiler, and no library that was built earlier."""
-
-
 class TooOld(BuildError):
     """The compiler, or its assembler, is older than the instructions of a tier."""
 
@@ -65,13 +61,12 @@ def build_library(
     *,
     include_dirs: Sequence[Path] = (),
     flags: Sequence[str] = (),
-    links: Sequence[str] = (),
     tier: str,
     force: bool = False,
     watch: Watch | None = None,
 ) -> Path:
-    """One library, as `build_libraries` gives several; its arguments are those of `Library`."""
-    library = Library(name, sources, include_dirs, flags, links, tier)
+    """One library, as `build_libraries` gives several; its arguments are some of `Library`'s."""
+    library = Library(name, sources, include_dirs, flags, tier=tier)
     return build_libraries([library], force=force, watch=watch)[0]
 
 
@@ -115,7 +110,7 @@ def build_libraries(
             missing = [job for job in jobs if job not in there]
             if missing:
                 if found is None:
-                    raise NoCompiler(no_compiler())
+                    raise BuildError(no_compiler())
                 store = cache.writable()
                 if not _build(missing, store, found, force, watch):
                     continue

@@ -11,7 +11,7 @@ import torch
 from opsmith import measure
 from opsmith.measure.pool import tensors_of, with_tensors
 from opsmith.operator import Cost, Kind, Operator, Sample
-from opsmith.proof.verify import with_leaves
+from opsmith.proof.verify import forward, with_leaves
 
 __all__ = ["Backward", "ColdData", "Forward"]
 
@@ -84,7 +84,7 @@ class Forward(_Pass):
         return self._card.cost(*self._sample.args, **self._sample.kwargs)
 
     def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
-        return _results(fn, args, kwargs)
+        return forward(fn, args, kwargs)
 
     def _computed(self, call: Callable[..., Any]) -> Any:
         args, kwargs, outs = self.inputs()
@@ -186,10 +186,6 @@ def _ready(fn: Callable[..., Any], args: Any, kwargs: Any, seeds: Any) -> Callab
 
 def _both(fn: Callable[..., Any], args: Any, kwargs: Any, seeds: Any) -> Any:
     return _ready(fn, args, kwargs, seeds)()
-
-
-def _results(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return list(tensors_of(fn(*args, **kwargs)))
 
 
 def _truth(

@@ -298,7 +298,6 @@ class Operator:
     tolerance: Tolerance = field(default_factory=Tolerance)
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     differentiable: bool = True
-    outputs: int = 1
     workloads: Callable[[Make], Iterator[Sample]] | None = None
     epilogue: Callable[..., str | None] | None = None
     domain: Callable[..., bool] | None = None
@@ -399,7 +398,7 @@ def as_pattern(
         bound.apply_defaults()
         calls.append(bound.arguments)
     ranks = [{k: v.dim() for k, v in call.items() if isinstance(v, torch.Tensor)} for call in calls]
-    alike = [c for c, r in zip(calls, ranks, strict=True) if r == ranks[0] and all(_sizes(c, n) for n in r)]
+    alike = [c for c, r in zip(calls, ranks, strict=True) if r == ranks[0] and all(c[n].numel() for n in r)]
     if not alike:
         return None
     symbols: dict[tuple[int, ...], str] = {}
@@ -416,10 +415,6 @@ def as_pattern(
         elif signature.parameters[key].default is inspect.Parameter.empty:
             return None  # a setting that no spelling implies
     return Pattern(name, reference, inputs, dtypes=dtypes)
-
-
-def _sizes(call: Mapping[str, Any], name: str) -> bool:
-    return bool(call[name].numel())
 
 
 def operator(

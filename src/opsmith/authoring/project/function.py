@@ -114,7 +114,6 @@ def card(
             or (() if (own := as_pattern(kernels.name, reference, samples)) is None else (own,)),
             tolerance=tolerance or Tolerance(),
             dtypes=tuple(dict.fromkeys(floats)),
-            outputs=len(kernels.signature.outputs),
             source=source,
         )
     )

@@ -375,7 +375,6 @@ CARD = _CALL.card(
     ],
     entries={"linear_rope": _entry},
     schemas=SIGNATURE.schemas(),
-    outputs=3,
     source="Su et al., 2021",
 )
 

@@ -357,7 +357,6 @@ CARD_KV = card(
         "bool interleaved, bool tiled, float eps, Tensor? ctkv_scale, *, Tensor(a!) latent, "
         "Tensor(b!)? rope=None) -> ()",
     ),
-    outputs=2,
 )
 
 CARD_Q = card(
@@ -371,7 +370,6 @@ CARD_Q = card(
         "mla_q_epilogue(Tensor q, Tensor wuk, Tensor? cos, Tensor? sin, bool interleaved, Tensor? q_nope_scale, *, "
         "Tensor(a!) q_out, Tensor(b!)? q_rope) -> ()",
     ),
-    outputs=2,
 )
 
 libraries.offer("mla", "mla_q_epilogue", "mla_kv_epilogue")

@@ -383,7 +383,6 @@ def _card(name: str, **more: Any) -> Operator:
             cost=_cost,
             domain=_promised,
             implementations=implementations(_OP, ours, eagers),
-            outputs=4,
             source="DeepSeek-AI, 2024",
             **more,
         )

@@ -271,7 +271,6 @@ CARD = register(
             "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
         ),
         differentiable=False,
-        outputs=2,
         source="Kwon et al., 2023",
     )
 )

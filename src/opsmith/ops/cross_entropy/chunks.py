@@ -82,9 +82,8 @@ class _Layer(NamedTuple):
         """What the float32 sums of hidden's gradient take of that, for each row."""
         sums, k = int(dhidden is not None), self.hidden.shape[1]
         if _onednn_multiplies(self.hidden, self.weight.shape[0]):
-            sums = 2 * sums + (
-                k > _ONEDNN_CHAIN
-            )  # each new sum has memory of its own, and so have pieces of hidden
+            # Each new sum has memory of its own, and so have pieces of hidden.
+            sums = 2 * sums + (k > _ONEDNN_CHAIN)
         return 4 * sums * k
 
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <new>
 
 namespace opsmith {
 
@@ -12,40 +11,36 @@ template <int slot>
 class Kept {
  public:
   explicit Kept(int64_t bytes) {
-    static thread_local Memory memory;
+    static thread_local std::unique_ptr<Line[]> memory;
     static thread_local int64_t capacity = 0;
-    if (bytes > kMost) {
-      own_ = allocate(bytes);
+    const int64_t lines = (bytes + 63) / 64;
+    if (lines > kMost) {
+      own_.reset(new Line[size_t(lines)]);
       data_ = own_.get();
       return;
     }
-    if (bytes > capacity) {
+    if (lines > capacity) {
       memory.reset();
       capacity = 0;
-      memory = allocate(bytes);
-      capacity = bytes;
+      memory.reset(new Line[size_t(lines)]);
+      capacity = lines;
     }
     data_ = memory.get();
   }
 
   template <class T>
   T* as() const {
-    return static_cast<T*>(data_);
+    return reinterpret_cast<T*>(data_);
   }
 
  private:
-  struct Free {
-    void operator()(void* p) const { ::operator delete(p, std::align_val_t(64)); }
+  struct alignas(64) Line {
+    char bytes[64];
   };
-  using Memory = std::unique_ptr<void, Free>;
-  static constexpr int64_t kMost = 32 << 20;  // more is given back at once
+  static constexpr int64_t kMost = (32 << 20) / 64;  // more is given back at once
 
-  static Memory allocate(int64_t bytes) {
-    return Memory(::operator new(size_t(bytes), std::align_val_t(64)));
-  }
-
-  Memory own_;
-  void* data_;
+  std::unique_ptr<Line[]> own_;
+  Line* data_;
 };
 
 }  // namespace opsmith

@@ -14,7 +14,7 @@ from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Kind, Make, Sample, Supports
-from opsmith.ops.linear import PACKED, entries
+from opsmith.ops.linear import PACKED, product_cost
 from opsmith.ops.packed_linear.weight import (
     FORMATS,
     GROUPS,
@@ -141,26 +141,25 @@ class _Packed(_Flat):
             raise ValueError(
                 f"{_OP}: group_size must be one of {GROUPS} for int4 and 0 otherwise, got {group_size!r}"
             )
+        if format == "bf16" and not (scale is None and zero is None):
+            raise ValueError(f"{_OP}: a bf16 weight has no scale and no zero; leave them out")
+        if format != "bf16" and scale is None:
+            raise ValueError(
+                f"{_OP}: an {format} weight needs its scale; PackedLinear.from_linear makes both"
+            )
+        if zero is not None and format != "int4":
+            raise ValueError(f"{_OP}: an {format} weight has no zero; leave it out")
         k = x.shape[-1]
-        if format == "bf16":
-            n = weight.shape[1] if weight.dim() == 3 else 0
-            _expect("weight", weight, packed_shape(format, n, k), (torch.bfloat16, torch.float64), format)
-            if scale is not None or zero is not None:
-                raise ValueError(f"{_OP}: a bf16 weight has no scale and no zero; leave them out")
-        else:
-            if scale is None:
-                raise ValueError(
-                    f"{_OP}: an {format} weight needs its scale; PackedLinear.from_linear makes both"
-                )
-            groups = -(-k // group_size) if group_size else 0
+        n = weight.shape[1] if scale is None and weight.dim() == 3 else 0
+        if scale is not None:
             n = scale.shape[-1] if scale.dim() else 0
-            wide = (torch.bfloat16 if group_size else torch.float32, torch.float64)
-            _expect("scale", scale, (groups, n) if group_size else (n,), wide, format)
-            _expect("weight", weight, packed_shape(format, n, k), (torch.uint8,), format)
+            groups = (-(-k // group_size), n) if group_size else (n,)
+            wide = torch.bfloat16 if group_size else torch.float32
+            _expect("scale", scale, groups, (wide, torch.float64), format)
             if zero is not None:
-                if not group_size:
-                    raise ValueError(f"{_OP}: an {format} weight has no zero; leave it out")
-                _expect("zero", zero, (groups, n), (torch.int8,), format)
+                _expect("zero", zero, groups, (torch.int8,), format)
+        numbers = (torch.bfloat16, torch.float64) if format == "bf16" else (torch.uint8,)
+        _expect("weight", weight, packed_shape(format, n, k), numbers, format)
         if bias is not None:
             check_like(_OP, bias, x, "bias", (n,), "the number of the weight's rows")
             check_dtype(_OP, bias, x, "bias")
@@ -297,7 +296,7 @@ CARD = _CALL.card(
     workloads=_workloads,
     domain=_promised,
     # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
-    entries={"packed_linear": entries.product},
+    entries={"packed_linear": product_cost},
     schemas=declare(SIGNATURE),
     differentiable=False,
     source="Jacob et al., 2018; Frantar et al., 2023",

@@ -182,10 +182,9 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
     follow = root is not None and marks.session is None and not hasattr(model, "_orig_mod")
     blocks: list[list[Watched]] = []
     plain: list[list[float]] = []
-    shaped: Watched | None = None
     calls: list[CallSequence] = []
     try:
-        shaped, calls = watch_shapes(work, marks, Modules(root), follow, found)
+        calls = watch_shapes(work, marks, Modules(root), follow, found)
         work.ready()
         seconds = once(work)
         count = int(min(max(budget_s / (2 * max(seconds, 1e-6)), LEAST), MOST))
@@ -196,14 +195,14 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
             plain.append([once(work) for _ in range(count // rounds)])
             blocks.append(recorded or block(work, marks, count // rounds))
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        if shaped is None:
-            shaped = work.left
-        if shaped is None:
+        if work.shaped is None:
             raise
         result.partial = f"{work.name}: {one_line(error)}"
     finally:
         work.close()
     found.cache_bytes = work.cache_bytes
+    shaped = work.shaped
+    assert shaped is not None
     wanted = names_of(shaped)
     same = [run for run in chain.from_iterable(blocks) if names_of(run) == wanted]
     if same:

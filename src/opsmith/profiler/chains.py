@@ -9,7 +9,6 @@ from opsmith.profiler.costs import bare, moves_nothing
 from opsmith.profiler.data import ACTIVATION, NORM, OTHER, ROPE, SOFTMAX, Chain, Row, sums
 from opsmith.profiler.entries import kind_of
 
-Group = tuple[str, int]  # a site of the sequence, or a call that belongs to none
 _FUSIBLE = {NORM, ACTIVATION, OTHER, ROPE, SOFTMAX}
 _LEAST_BYTES = 1 << 12  # of what is handed on: less than that is a statistic, not a tensor
 
@@ -31,34 +30,25 @@ def chains(rows: Sequence[Row], sequences: Sequence[CallSequence]) -> list[Chain
 
 def _of(sequence: CallSequence) -> list[tuple[tuple[str, ...], float, str]]:
     """(operators, bytes that would not move, the operator of ours that is all of them) for each chain."""
-    group: dict[int, Group] = {}
-    for i, owner in enumerate(sequence.owners):
-        group[i] = ("site", owner) if owner is not None else ("call", i)
 
-    def sources(call: int, seen: set[int]) -> set[int]:
+    def sources(call: int) -> set[int]:
         """The calls whose results a call reads, through views."""
         found: set[int] = set()
         for source in sequence.reads[call] if sequence.reads else ():
-            if (
-                sequence.owners[source] is None
-                and moves_nothing(sequence.names[source])
-                and source not in seen
-            ):
-                found |= sources(source, seen | {source})
-            else:
-                found.add(source)
+            view = sequence.owners[source] is None and moves_nothing(sequence.names[source])
+            found |= sources(source) if view else {source}
         return found
 
-    readers: dict[Group, set[Group]] = {}
-    handed: dict[tuple[Group, Group], int] = {}
+    readers: dict[int, set[int]] = {}
+    handed: dict[tuple[int, int], int] = {}
     for call in range(len(sequence.names)):
-        for source in sources(call, set()):
-            a, b = group[source], group[call]
+        for source in sources(call):
+            a, b = sequence.group(source), sequence.group(call)
             if a != b:
                 readers.setdefault(a, set()).add(b)
                 handed[a, b] = max(handed.get((a, b), 0), sequence.outputs[source])
-    follows: dict[Group, Group] = {}
-    taken: set[Group] = set()
+    follows: dict[int, int] = {}
+    taken: set[int] = set()
     for (a, b), size in sorted(handed.items(), key=lambda item: -item[1]):
         if size < _LEAST_BYTES or not (_fusible(sequence, a) and _fusible(sequence, b)):
             continue
@@ -72,27 +62,21 @@ def _of(sequence: CallSequence) -> list[tuple[tuple[str, ...], float, str]]:
             a, b = line[-1], follows[line[-1]]
             saved += handed[a, b] * (2 if len(readers[a]) == 1 else 1)
             line.append(b)
-        found.append((tuple(_name(sequence, g) for g in line), saved, _ours(sequence, line, group)))
+        found.append((tuple(_name(sequence, g) for g in line), saved, _ours(sequence, line)))
     return found
 
 
-def _fusible(sequence: CallSequence, group: Group) -> bool:
-    what, index = group
-    if what == "site":
-        return sequence.found[index].row.kind in _FUSIBLE
-    kind = kind_of(sequence.names[index])
-    return kind is not None and kind in _FUSIBLE and not moves_nothing(sequence.names[index])
+def _fusible(sequence: CallSequence, group: int) -> bool:
+    if group >= 0:
+        return sequence.found[group].row.kind in _FUSIBLE
+    return kind_of(sequence.names[~group]) in _FUSIBLE
 
 
-def _name(sequence: CallSequence, group: Group) -> str:
-    what, index = group
-    return sequence.found[index].row.operator if what == "site" else bare(sequence.names[index])
+def _name(sequence: CallSequence, group: int) -> str:
+    return sequence.found[group].row.operator if group >= 0 else bare(sequence.names[~group])
 
 
-def _ours(sequence: CallSequence, line: list[Group], group: dict[int, Group]) -> str:
+def _ours(sequence: CallSequence, line: list[int]) -> str:
     """The operator of ours that takes in the whole chain, as the compiler has found it."""
     wanted = set(line)
-    for name, places in sequence.grown:
-        if wanted <= {group[p] for p in places}:
-            return name
-    return ""
+    return next((name for name, places in sequence.grown if wanted <= {*map(sequence.group, places)}), "")

@@ -51,6 +51,11 @@ class CallSequence:
     sites: list[Site] = field(default_factory=list)
     run: int | None = None
 
+    def group(self, call: int) -> int:
+        """The operator that a call belongs to; of one that belongs to none, its complement."""
+        owner = self.owners[call]
+        return ~call if owner is None else owner
+
     def at(self, runs: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> list[Unit]:
         """The operators at the sizes of a run: its calls by their place in the sequence, and what each was given."""
         seen: dict[Any, Counter[int]] = {}
@@ -105,8 +110,7 @@ def read(graph: fx.Graph) -> CallSequence:
         _enter(sequence, site, place)
     for site in result.sites:
         parts = [p for s in (site.parts or (site,)) for p in _places(s.region, place)]
-        owners = {sequence.owners[p] if sequence.owners[p] is not None else -1 - p for p in parts}
-        if len(owners) > 1:
+        if len({*map(sequence.group, parts)}) > 1:
             sequence.grown.append((site.card.name, parts))
     return sequence
 

@@ -276,15 +276,6 @@ class Findings:
     optimized: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def phase(self, name: str) -> Phase:
-        """The phase of that name, or a KeyError that lists the names there are."""
-        for phase in self.phases:
-            if phase.name == name:
-                return phase
-        raise KeyError(
-            f"profile: no phase is called {name!r}; there are: {', '.join(p.name for p in self.phases)}"
-        )
-
     @property
     def advice(self) -> list[Advice]:
         """All advice, what gains most of its phase first."""

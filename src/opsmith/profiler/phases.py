@@ -28,7 +28,7 @@ class Work:
         traced, args, kwargs: the call whose graph says which operators there are; `fresh` gives arguments that a call
             changes, anew.
         tokens, facts: what the arguments say of the example.
-        left: the repetition that knows shapes, also where it stopped half way.
+        shaped: the repetition that knows shapes, also where it stopped half way.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Work:
     cache_bytes: int = 0
     tokens: int = field(init=False)
     facts: dict[str, float] = field(init=False)
-    left: Watched | None = None
+    shaped: Watched | None = None
 
     def __post_init__(self) -> None:
         self.tokens, self.facts = _tokens(self.args, self.kwargs), _facts(self.args, self.kwargs)

@@ -23,16 +23,16 @@ WARM = 3  # a compiled model may compile again at the second sizes that it sees
 
 def watch_shapes(
     work: Work, marks: Marks, modules: Modules, follow: bool, found: Phase
-) -> tuple[Watched, list[CallSequence]]:
-    """One repetition with shapes, and the sequences of calls that it is read by; warm before it counts."""
+) -> list[CallSequence]:
+    """One repetition with shapes, which `work` keeps, and the sequences of calls that it is read by."""
     try:
         work.ready()
         for _ in range(WARM if marks.session is not None or hasattr(work.traced, "_orig_mod") else 1):
             once(work)
         marks.keep_calls = True
-        shaped = _watch(work, marks, modules if follow else None)
+        _watch(work, marks, modules if follow else None)
     except (Exception, KeyboardInterrupt, SystemExit):
-        if not isinstance(work.left, Watched):
+        if work.shaped is None:
             # What it did until it stopped, at the second try: the first was a warm-up that nobody watched.
             with suppress(Exception, KeyboardInterrupt, SystemExit):
                 _watch(work, marks, modules if follow else None)
@@ -40,11 +40,9 @@ def watch_shapes(
     marks.keep_calls = False
     if marks.session is not None:
         # What the compiler left to PyTorch, because that is faster or more accurate, is still the operator it is.
-        calls = [of_sites(g.original.graph, list(g.sites.values())) for g in marks.session.graphs]
-    else:
-        traced = traced_call(work.traced, work.args, work.kwargs, found, work.fresh)
-        calls = [traced] if traced is not None else []
-    return shaped, calls
+        return [of_sites(g.original.graph, list(g.sites.values())) for g in marks.session.graphs]
+    traced = traced_call(work.traced, work.args, work.kwargs, found, work.fresh)
+    return [traced] if traced is not None else []
 
 
 def traced_call(
@@ -74,8 +72,8 @@ def once(work: Work) -> float:
         work.after()
 
 
-def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
-    """One repetition with shapes; `work.left` keeps it, were it to stop half way."""
+def _watch(work: Work, marks: Marks, modules: Modules | None) -> None:
+    """One repetition with shapes, warm; kept also where it stops half way."""
     with ExitStack() as stack:
         ops = stack.enter_context(session(shapes=True))
         stack.enter_context(marks.watched())
@@ -89,10 +87,8 @@ def _watch(work: Work, marks: Marks, modules: Modules | None) -> Watched:
         finally:
             stack.close()
             seen = watched(ops(), marks.known, marks.calls)
-            work.left = seen[0] if seen else None
+            work.shaped = seen[0] if seen else None
             work.after()
-    assert work.left is not None
-    return work.left
 
 
 def block(work: Work, marks: Marks, count: int) -> list[Watched]:

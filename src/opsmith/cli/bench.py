@@ -26,6 +26,7 @@ from opsmith.cli.common import (
     size_of,
     speedup,
     time_of,
+    told,
 )
 
 if TYPE_CHECKING:
@@ -78,10 +79,8 @@ def run(
     usual = (
         ("eager", "compile") if against is None else tuple(n.strip() for n in against.split(",") if n.strip())
     )
-    try:
+    with told("--against: "):
         baselines.choose(usual, device)
-    except ValueError as error:
-        raise CommandError(f"--against: {error}") from error
     if roofline is not None:
         from opsmith.cli.roofline import check_file
 
@@ -94,10 +93,8 @@ def run(
     if shape is not None:
         if len(cards) != 1:
             raise CommandError(f"--shape: is a call of one operator, and {len(cards)} are named; name one")
-        try:
+        with told("--shape: "):
             sample, of = sample_of(cards[0], shape, device)
-        except ValueError as error:
-            raise CommandError(f"--shape: {error}") from error
         dtype = dtype or [str(of).removeprefix("torch.")]
     projects, unfit = _projects(names, dtype, quick, output.console)
     faults += unfit.values()

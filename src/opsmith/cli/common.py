@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,6 +69,15 @@ class Output:
             raise CommandError(
                 f"--json: cannot write {self.json_to} ({error.strerror}); name another file"
             ) from error
+
+
+@contextlib.contextmanager
+def told(head: str = "", refusal: type[Exception] = ValueError) -> Iterator[None]:
+    """What is refused inside becomes the command's one line, behind `head`."""
+    try:
+        yield
+    except refusal as error:
+        raise CommandError(f"{head}{error}") from error
 
 
 def check_folder(option: str, file: Path) -> None:
@@ -145,10 +156,8 @@ def _project(folder: str) -> list[str]:
     """The names of a project's operators, which it registers."""
     from opsmith.authoring.project import cards_of, load
 
-    try:
+    with told():
         found = [card.name for card in cards_of(load(folder))]
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     if not found:
         raise CommandError(
             f"{folder}: operator.py registers no operator; make a card there, as `opsmith new` does"

@@ -9,9 +9,11 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
 from torch import nn
 
 from opsmith.cli import CommandError
+from opsmith.cli.models import Batch
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
@@ -43,14 +45,14 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
     try:
         import transformers
     except ImportError as error:
-        raise CommandError('optimize: transformers is not installed: pip install "opsmith[hf]"') from error
+        raise CommandError('transformers is not installed: pip install "opsmith[hf]"') from error
     _check(folder)
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
         try:
             config = transformers.AutoConfig.from_pretrained(folder, **local)
         except Exception as error:  # transformers raises whatever a damaged file leads to
-            raise CommandError(f"optimize: {folder / 'config.json'}: {_one_line(error)}") from error
+            raise CommandError(f"{folder / 'config.json'}: {_one_line(error)}") from error
         causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
         family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         try:
@@ -63,50 +65,73 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
                 **local,
             )
         except Exception as error:
-            raise CommandError(f"optimize: {folder} does not load: {_one_line(error)}") from error
+            raise CommandError(f"{folder} does not load: {_one_line(error)}") from error
     if info["mismatched_keys"]:
         name, there, wanted = min(info["mismatched_keys"])
         raise CommandError(
-            f"optimize: config.json and the weights in {folder} do not belong together: {name} is "
+            f"config.json and the weights in {folder} do not belong together: {name} is "
             f"{list(there)} in the file and {list(wanted)} by config.json"
         )
     if info["missing_keys"] and len(info["missing_keys"]) == len(model.state_dict()):
         raise CommandError(
-            f"optimize: no weight in {folder} belongs to a {type(model).__name__}; "
+            f"no weight in {folder} belongs to a {type(model).__name__}; "
             "are config.json and the weights of one model?"
         )
     return model.eval(), config
 
 
+def tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:
+    """Random tokens that this model takes: `[batch, length]`.
+
+    Raises:
+        CommandError: when it takes none, or fewer.
+    """
+    text = architecture.get_text_config()
+    vocabulary = getattr(text, "vocab_size", None)
+    if not vocabulary:
+        raise CommandError(
+            f"a {architecture.model_type} model takes no tokens (its configuration has no "
+            "vocab_size); call opsmith.optimize(model, example_inputs) with inputs of its own"
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest and length > longest:
+        raise CommandError(f"--length {length} is more than the model's {longest} positions")
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if architecture.is_encoder_decoder:
+        found["decoder_input_ids"] = ids
+    return found
+
+
 def _check(folder: Path) -> None:
     """What can be said of a folder before transformers looks at it."""
     if not folder.exists():
-        raise CommandError(f"optimize: there is no folder {folder}; name one that save_pretrained wrote")
+        raise CommandError(f"there is no folder {folder}; name one that save_pretrained wrote")
     if not folder.is_dir():
-        raise CommandError(f"optimize: {folder} is a file; name the folder it lies in")
+        raise CommandError(f"{folder} is a file; name the folder it lies in")
     config = folder / "config.json"
     if not config.is_file():
         raise CommandError(
-            f"optimize: {folder} holds no model: config.json is missing; name a folder that "
-            "save_pretrained wrote"
+            f"{folder} holds no model: config.json is missing; name a folder that save_pretrained wrote"
         )
     try:
         data = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CommandError(f"optimize: {config} is not readable JSON: {error}") from error
+        raise CommandError(f"{config} is not readable JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:
-        raise CommandError(f"optimize: {config} names no model_type, so what model it is stays unknown")
+        raise CommandError(f"{config} names no model_type, so what model it is stays unknown")
     known = _known_types()
     if data["model_type"] not in known:
         hint = "it runs code of its own, which is never loaded" if "auto_map" in data else "update it"
         raise CommandError(
-            f"optimize: model type {data['model_type']!r} is unknown to the installed transformers: {hint}, "
+            f"model type {data['model_type']!r} is unknown to the installed transformers: {hint}, "
             "or load the model yourself and call opsmith.optimize"
         )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise CommandError(
-            f"optimize: {folder} has no *.safetensors, the only weights that are read; "
+            f"{folder} has no *.safetensors, the only weights that are read; "
             "convert them with save_pretrained"
         )
     for file in weights:
@@ -127,9 +152,7 @@ def _check_weights(file: Path) -> None:
         with safe_open(file, framework="pt"):
             pass
     except (OSError, SafetensorError) as error:
-        raise CommandError(
-            f"optimize: {file} is damaged ({_one_line(error)}); copy or download it again"
-        ) from error
+        raise CommandError(f"{file} is damaged ({_one_line(error)}); copy or download it again") from error
 
 
 def _one_line(error: Exception) -> str:

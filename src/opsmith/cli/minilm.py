@@ -19,6 +19,7 @@ from torch import nn
 import opsmith.ops  # the cards register themselves
 from opsmith import measure
 from opsmith.cli import CommandError, models
+from opsmith.cli.common import told
 from opsmith.cli.hf import quiet
 from opsmith.cli.models import Batch
 from opsmith.compiler import Plan
@@ -251,10 +252,8 @@ class Demo:
         results: dict[str, measure.Comparison] = {}
         with self._phase(f"time {name}"):
             for shape, several in batches.items():
-                try:
+                with told(f"demo: {name}, {shape}: ", measure.WrongResult):
                     results[shape] = models.race(calls, several, exact.hidden(shape, several[0]), dtype)
-                except measure.WrongResult as wrong:
-                    raise CommandError(f"demo: {name}, {shape}: {wrong}") from wrong
         return results
 
     @contextlib.contextmanager

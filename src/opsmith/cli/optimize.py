@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import Json, Output, check_folder
+from opsmith.cli.common import Json, Output, check_folder, told
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +54,11 @@ def run(
     console = output.console
     if plan is not None:
         check_folder("--plan", plan)
-    try:
+    with told():
         settings = opsmith.Config.load(config) if config is not None else opsmith.Config()
-    except ValueError as refusal:
-        raise CommandError(str(refusal)) from refusal
-    with console.status("loading the model"):
+    with console.status("loading the model"), told("optimize: ", CommandError):
         model, architecture = hf.load(path)
-        examples = [_tokens(architecture, batch, length, seed) for seed in range(3)]
+        examples = [hf.tokens(architecture, batch, length, seed) for seed in range(3)]
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters", markup=False)
     with torch.no_grad():
@@ -69,10 +67,8 @@ def run(
             console.print(without, style="yellow", markup=False)
         original = _twin(model)
         start = time.perf_counter()
-        try:
+        with told():
             opsmith.optimize(model, dict(examples[0]), config=settings, dtype=dtype, quantize=quantize)
-        except ValueError as refusal:  # complete in itself: what was expected, and what came
-            raise CommandError(str(refusal)) from refusal
         seconds = time.perf_counter() - start
         session: Any = model.opsmith
         console.print(f"optimized in {seconds:.1f} s")
@@ -132,28 +128,6 @@ def _print_packed(console: Any, report: Any, format: str) -> None:
     for layer in report.quantized:
         if layer.status != "packed":
             console.print(f"not packed: {layer}", style="yellow", markup=False)
-
-
-def _tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:
-    """Random tokens that this model takes: `[batch, length]`."""
-    import torch
-
-    text = architecture.get_text_config()
-    vocabulary = getattr(text, "vocab_size", None)
-    if not vocabulary:
-        raise CommandError(
-            f"optimize: a {architecture.model_type} model takes no tokens (its configuration has no "
-            "vocab_size); call opsmith.optimize(model, example_inputs) with inputs of its own"
-        )
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest and length > longest:
-        raise CommandError(f"optimize: --length {length} is more than the model's {longest} positions")
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
-    tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if architecture.is_encoder_decoder:
-        tokens["decoder_input_ids"] = ids
-    return tokens
 
 
 def _exact(model: nn.Module, tokens: Batch, parameters: int) -> tuple[torch.Tensor | None, str]:

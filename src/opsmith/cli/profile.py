@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import Json, Output, check_folder
+from opsmith.cli.common import Json, Output, check_folder, told
 
 if TYPE_CHECKING:
     from opsmith.profiler import Profile
@@ -120,13 +120,10 @@ def _folder(
 ) -> Profile:
     import opsmith
     from opsmith.cli import hf
-    from opsmith.cli.optimize import _tokens
 
-    try:
+    with told("profile: ", CommandError):
         model, architecture = hf.load(folder)
-    except CommandError as error:
-        raise CommandError(str(error).replace("optimize:", "profile:", 1)) from error
-    tokens: dict[str, Any] = dict(_tokens(architecture, batch, length, 0))
+        tokens: dict[str, Any] = dict(hf.tokens(architecture, batch, length, 0))
     if dtype is not None and not optimized:
         import torch
 
@@ -134,15 +131,10 @@ def _folder(
         if not isinstance(found, torch.dtype):
             raise CommandError(f"profile: --dtype: PyTorch has no dtype {dtype!r}")
         model.to(found)
-    try:
+    with told(), told(refusal=TypeError):
         if optimized:
             opsmith.optimize(model, tokens, dtype=dtype, plan=plan)
         causal = "past_key_values" in model.forward.__code__.co_varnames
-        return opsmith.profile(  # type: ignore[no-any-return]
-            model,
-            tokens,
-            phase=phases or (["prefill", "decode"] if causal else ["forward"]),
-            name=folder.name,
-        )
-    except (ValueError, TypeError) as refusal:
-        raise CommandError(str(refusal)) from refusal
+        wanted = phases or (["prefill", "decode"] if causal else ["forward"])
+        result: Profile = opsmith.profile(model, tokens, phase=wanted, name=folder.name)
+    return result

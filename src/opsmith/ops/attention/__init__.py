@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from opsmith.call.arguments import check_fit, check_mask, check_number
 from opsmith.call.dispatch import compiling, small_node
 from opsmith.call.fast import direct
-from opsmith.call.layouts import spread
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, Pattern, Recognition
@@ -156,7 +155,7 @@ class Attend(Call):
         return is_last_dense(t)
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-        return t if t is None or t.dim() < 3 else last_dense(t)
+        return t if t is None or t.dtype in INTEGERS else last_dense(t)
 
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
         return t
@@ -182,7 +181,7 @@ class Attend(Call):
 
 
 class _Attention(Attend):
-    """With a mask that broadcasts, on the whole of it."""
+    """Of dense tensors, with a mask or without."""
 
     def check(self, values: Sequence[Any]) -> None:
         q, k, v, mask, _, _, scale, *_ = values
@@ -200,18 +199,6 @@ class _Attention(Attend):
         if training and small_node(q.numel() + k.numel()):
             return None
         return None if q.is_cuda and sdpa_supports(values) is True else "opsmith"
-
-    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
-        return super().native(backend, _whole(values), out)
-
-    def recorded(self, backend: str, values: Sequence[Any]) -> Any:
-        return super().recorded(backend, _whole(values))
-
-
-def _whole(values: Sequence[Any]) -> Sequence[Any]:
-    """The mask in the shape of the scores."""
-    q, k, v, mask, *rest = values
-    return q, k, v, None if mask is None else spread(mask, (*q.shape[:3], k.shape[2])), *rest
 
 
 _CALL = _Attention(SIGNATURE, attention, definition, eager=eager, converted=HOW)

@@ -57,25 +57,18 @@ struct MaskRow {
   }
 };
 
+// Its stride is 1, or 0 where it is broadcast.
 template <class M, class Lanes>
 inline Vec load_mask(const M* p, int64_t stride, Lanes lanes) {
-  if (stride == 1) return load(p, lanes);
-  float gathered[W] = {};
-  for (int i = 0; i < lanes.count; ++i) gathered[i] = to_float(p[i * stride]);
-  return load(gathered);
+  return stride ? load(p, lanes) : splat(to_float(*p));
 }
 
 template <class Lanes>
 inline IVec load_mask(const bool* p, int64_t stride, Lanes lanes) {
   typedef uint8_t Bytes __attribute__((vector_size(W)));
-  uint8_t gathered[W] = {};
-  if (stride == 1) {
-    std::memcpy(gathered, p, size_t(lanes.count));
-  } else {
-    for (int i = 0; i < lanes.count; ++i) gathered[i] = p[i * stride];
-  }
-  Bytes bytes;
-  std::memcpy(&bytes, gathered, W);
+  if (!stride) return IVec{} - int32_t(*p);
+  Bytes bytes{};
+  std::memcpy(&bytes, p, size_t(lanes.count));
   return __builtin_convertvector(bytes, IVec) != 0;
 }
 

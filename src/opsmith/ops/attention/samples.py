@@ -44,10 +44,16 @@ def cost(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Cost:
-    batch, heads, rows, dim = q.shape
-    pairs = batch * heads * visible_pairs(rows, k.shape[2], causal, window)
-    result = batch * heads * rows * v.shape[3] * q.element_size()
-    return Cost(2.0 * pairs * (dim + v.shape[3]), nbytes(q, k, v, mask) + result)
+    pairs = q.shape[:2].numel() * visible_pairs(q.shape[2], k.shape[2], causal, window)
+    return cost_of(pairs, q, k, v, mask)
+
+
+def cost_of(
+    pairs: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor | None
+) -> Cost:
+    """Of so many queries and keys that these see."""
+    result = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
+    return Cost(2.0 * pairs * (q.shape[-1] + v.shape[-1]), nbytes(q, k, v, *more) + result)
 
 
 def entry_cost(

@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opsmith.call.arguments import check_fit, check_number
 from opsmith.call.dispatch import compiling
-from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, GradientCost, Kind, Make, Sample
 from opsmith.ops.attention import HOW, INTEGERS, SIGNATURE, Attend, check_heads, numbers
 from opsmith.ops.attention.eager import definition, eager
-from opsmith.ops.attention.samples import promised, visible_pairs
+from opsmith.ops.attention.samples import cost_of, promised, visible_pairs
 
 _OP = "attention_varlen"
 
@@ -143,9 +142,7 @@ def _cost(
 ) -> Cost:
     spans = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     pairs = sum(visible_pairs(q1 - q0, k1 - k0, causal, window) for (q0, q1), (k0, k1) in spans)
-    result = q.shape[0] * q.shape[1] * v.shape[2] * q.element_size()
-    flops = 2.0 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
-    return Cost(flops, nbytes(q, k, v, cu_seqlens_q, cu_seqlens_k) + result)
+    return cost_of(q.shape[1] * pairs, q, k, v, cu_seqlens_q, cu_seqlens_k)
 
 
 def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Attention, dense and over packed sequences: a program a tile of queries, which meets one tile of keys after another.
 
-The tiles are `attention_scores.py`, the backward pass `attention_backward.py`.
+The tiles are `scores.py`, the backward pass `gradients.py`.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def attention(
     if not heads:
         return
     sizes = blocks(q, v, backward=False)
-    memory, mask_strides = mask_arguments(mask)
+    memory, mask_strides = mask_arguments(mask, q, k)
     launch(
         _forward,
         (sequences.tiles(queries, sizes["BM"]), batch * heads),

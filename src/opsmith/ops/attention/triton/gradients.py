@@ -7,19 +7,25 @@ every time.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import dot, inner, narrow
+from opsmith.kernels.triton.common import dot, inner, launch, narrow
 from opsmith.ops.attention.triton.scores import (
     LOG2E,
+    Sequences,
     against,
+    blocks,
     key_range,
     load_rows,
+    mask_arguments,
     masked,
+    options,
     place,
     saturate,
     store_rows,
+    strides,
     visible,
 )
 
@@ -291,3 +297,63 @@ def of_queries(
         )  # fmt: skip
         dq_sum = dot(narrow(ds, block), block, dq_sum)
     store_rows(dq + b * dq_b + h * dq_h + q0 * dq_l, i, dq_l, n, lanes, D, dq_sum * scale)
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    row_sums: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k)
+    dout, q, k, v, out, row_sums = map(sequences.dense, (dout, q, k, v, out, row_sums))
+    dq, dk, dv = map(sequences.dense, (dq, dk, dv))
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys, value_dim = v.shape[1:]
+    if not heads or not queries:
+        dk.zero_()
+        dv.zero_()
+        return
+    special = options(q, v, mask, scale, causal, window, softcap)
+    sizes = blocks(q, v, backward=True)
+    delta = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    rows = 16 if q.dtype == torch.float32 else sizes["BM"]  # of a product whose diagonal alone is wanted
+    launch(
+        deltas,
+        (triton.cdiv(queries, rows), batch * heads),
+        *(dout, out, delta, queries, heads, *strides(dout, out), value_dim),
+        BM=rows,
+        BDV=special["BDV"],
+    )
+    memory, mask_strides = mask_arguments(mask, q, k)
+    inputs = (dout, q, k, v, memory, row_sums, delta)
+    shape = (*sequences.arguments, queries, keys, heads)
+    steps = (*strides(dout, q, k, v), *mask_strides, *strides(row_sums))
+    numbers = (dim, value_dim, scale, window, softcap)
+    special |= {"GROUP": heads // kv_heads, **sizes}
+    launch(
+        of_keys,
+        (sequences.tiles(keys, sizes["BN"]), batch * kv_heads),
+        *inputs, dk, dv, *shape, *steps, *strides(dk, dv), *numbers, **special,
+    )  # fmt: skip
+    launch(
+        of_queries,
+        (sequences.tiles(queries, sizes["BM"]), batch * heads),
+        *inputs, dq, *shape, *steps, *strides(dq), *numbers, **special,
+    )  # fmt: skip
+
+
+KERNELS = {"attention_backward": attention_backward}

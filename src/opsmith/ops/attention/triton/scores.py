@@ -226,9 +226,11 @@ def strides(*tensors: torch.Tensor | None) -> list[int]:
     return [step for t in tensors for step in (t.stride()[:3] if t is not None else (0, 0, 0))]
 
 
-def mask_arguments(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int, int]]:
-    """The mask as memory that Triton reads, and its four strides."""
+def mask_arguments(
+    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+    """The mask as memory that Triton reads, and its four strides, 0 where it is broadcast."""
     if mask is None:
         return None, (0, 0, 0, 0)
-    b, h, l, s = mask.stride()
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, (b, h, l, s)
+    steps = mask.expand(*q.shape[:3], k.shape[2]).stride()
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, steps

@@ -73,7 +73,8 @@ def test_a_soft_cap_is_read_as_what_it_is() -> None:
     truth = Truth(model)
     q, k, v = numbers(2, 4, 7, 16), numbers(2, 4, 9, 16, seed=3), numbers(2, 4, 9, 16, seed=4)
     opsmith.optimize(model, (q, k, v), config=UNTIMED)
-    (site,) = model.opsmith.graphs[0].sites.values()
+    (known,) = model.opsmith.graphs[0].sites.values()
+    site = known.site
     assert site.card.name == "attention"
     assert site.arguments["softcap"] == pytest.approx(5.0)
     assert site.arguments["scale"] == pytest.approx(0.25)

@@ -222,7 +222,7 @@ def test_a_damaged_file_is_no_proof(
 
 def test_the_oldest_entries_go(tmp_path: Path) -> None:
     def kept() -> Kept[int]:
-        return Kept(tmp_path / "kept.json", 1, "here", lambda v: isinstance(v, int), 3)
+        return Kept(tmp_path / "kept.json", 1, "here", int, 3)
 
     for i in range(5):
         one = kept()

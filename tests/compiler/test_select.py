@@ -35,9 +35,9 @@ class _Measured:
         self.times = times
         monkeypatch.setattr(Selector, "_measure", self._measure)
 
-    def _measure(self, call: Any, accepted: list[Implementation], *_: Any) -> tuple[dict[str, float], bool]:
+    def _measure(self, call: Any, able: dict[str, Any], *_: Any) -> tuple[dict[str, float], bool]:
         self.calls += 1
-        return {c.name: self.times.get(c.name, 1.0) for c in accepted}, True
+        return {name: self.times.get(name, 1.0) for name in able}, True
 
 
 def _choose(selector: Selector, call: dict[str, Any], may_measure: bool = True) -> Any:

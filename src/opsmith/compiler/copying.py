@@ -33,11 +33,7 @@ class Copier:
         return self._again(twin, session)
 
     def __reduce__(self) -> Any:
-        return (_nothing, ())  # a pickled model is one that was never optimized
-
-
-def _nothing() -> None:
-    return None
+        return (type(None), ())  # a pickled model is one that was never optimized
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     # Dynamo builds its guards twice where somebody chooses among them.
     chosen = keep_input_guards if session.config.frozen else needed if session.config.quantize else None
     options: Any = chosen and {"guard_filter_fn": chosen}
-    compiled = torch.compile(forward, backend=_Backend(session), dynamic=True, options=options, **_UNLIMITED)
+    compiled = torch.compile(forward, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
     seen: set[tuple[Any, ...]] = set()
     general = True  # until a graph of this model turns out not to be
 
@@ -98,21 +98,21 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     return call
 
 
-class _Backend:
+def _backend(session: Session) -> Callable[..., Any]:
     """A session as Dynamo knows it. The model holds the session, and that its graphs: Dynamo keeps every backend and
     every graph that it was ever given, and would keep a model's weights with them.
     """
+    known = weakref.ref(session)
 
-    def __init__(self, session: Session):
-        self._session = weakref.ref(session)
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        session = self._session()
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        session = known()
         assert session is not None  # the model is being called, and holds it
         run = session.backend(gm, example_inputs)
         session.runs.append(run)
         held = weakref.ref(run)
         return lambda *args: held()(*args)  # type: ignore[misc]
+
+    return backend
 
 
 _MANY = 1 << 16

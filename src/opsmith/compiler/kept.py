@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import Field, TypeAdapter
 
 from opsmith import measure
 from opsmith.kernels import libraries
@@ -31,24 +31,20 @@ class Kept(Generic[T]):
     A file that is damaged, unreadable or of another scope counts as empty: it holds nothing that can't be found again.
     """
 
-    def __init__(
-        self, path: Path, schema: int, scope: str, valid: Callable[[Any], bool], most: int = 1 << 16
-    ):
+    def __init__(self, path: Path, schema: int, scope: str, entry: Any, most: int = 1 << 16):
         self._path, self._schema, self._scope = path, schema, scope
-        self._valid, self._most = valid, most
+        self._type: TypeAdapter[dict[str, T]] = TypeAdapter(dict[str, entry])
+        self._most = most
         self._entries: dict[str, T] = self._read()
         self._new: dict[str, T] = {}
 
     def _read(self) -> dict[str, T]:
         try:
             data = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            mine = (data["schema"], data["scope"]) == (self._schema, self._scope)
+            return self._type.validate_python(data["entries"]) if mine else {}
+        except (OSError, ValueError, TypeError, KeyError):
             return {}
-        mine = {"schema": self._schema, "scope": self._scope}
-        if not isinstance(data, dict) or {key: data.get(key) for key in mine} != mine:
-            return {}
-        entries = data.get("entries")
-        return {k: v for k, v in entries.items() if self._valid(v)} if isinstance(entries, dict) else {}
 
     def get(self, key: str) -> T | None:
         """The entry, where there is one."""
@@ -83,6 +79,9 @@ class Kept(Generic[T]):
 
 
 TIMES_SCHEMA = 2  # 2: times of calls as programs make them
+Times = Annotated[
+    dict[str, Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]], Field(min_length=1)
+]
 
 
 class TuningCache(Kept[dict[str, float]]):
@@ -90,7 +89,7 @@ class TuningCache(Kept[dict[str, float]]):
 
     def __init__(self, path: Path | None = None):
         scope = f"{measure.describe().fingerprint()}/{libraries.content()}"
-        super().__init__(path or directory() / f"{_named(scope)}.json", TIMES_SCHEMA, scope, _is_times)
+        super().__init__(path or directory() / f"{_named(scope)}.json", TIMES_SCHEMA, scope, Times)
 
     def settled(self, key: str, times: dict[str, float], steady: bool) -> dict[str, float]:
         """Enter a measurement. One that other work disturbed is a guess for its run only, which the next one repeats:
@@ -102,12 +101,6 @@ class TuningCache(Kept[dict[str, float]]):
             times = {name: min(t, before.get(name, t)) for name, t in times.items()}
         self.put(key if steady or before is not None else guess, times)
         return times
-
-
-def _is_times(value: Any) -> bool:
-    # Also refuses NaN, and True, which is an int.
-    some = isinstance(value, dict) and bool(value)
-    return some and all(isinstance(v, float) and 0.0 < v < math.inf for v in value.values())
 
 
 def _named(scope: str) -> str:

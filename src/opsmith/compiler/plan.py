@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,8 +128,3 @@ def checked(data: Any, found: Any, schema: int, form: TypeAdapter[T], where: str
         first = error.errors()[0]
         place = ".".join(str(p) for p in first["loc"])
         raise ValueError(f"{where} is damaged: {place}: {first['msg']}; {again}") from None
-
-
-def microseconds(times: Mapping[str, float]) -> dict[str, float]:
-    """Seconds as microseconds, with three digits."""
-    return {name: round(t * 1e6, 3) for name, t in times.items()}

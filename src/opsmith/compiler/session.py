@@ -19,7 +19,7 @@ from opsmith.compiler.modules.latent import Latent
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.program.graph import CompiledGraph
-from opsmith.compiler.program.sites import GraphReport, warn_left
+from opsmith.compiler.program.sites import GraphReport
 from opsmith.compiler.program.study import Progress
 from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
@@ -66,8 +66,8 @@ class Session:
         except NotGeneral:
             raise
         except Exception as error:  # of ours: the model has been read by Dynamo
-            self.unread.append(GraphReport(nodes=len(gm.graph.nodes), left=raised(error)))
-            warn_left(self.unread[-1])
+            self.unread.append(GraphReport(nodes=len(gm.graph.nodes)))
+            self.unread[-1].leave(raised(error))
             return gm.forward
         self.graphs.append(graph)
         return graph
@@ -103,16 +103,11 @@ class Session:
             graph.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or pickled model carries its plan, not its programs: it is optimized again where it lands.
-        return (_unpickled, (self.plan.to_json(),))
+        return (type(None), ())  # a pickled model is one that was never optimized
 
     def __repr__(self) -> str:
         sites = sum(len(g.sites) for g in self.graphs)
         return f"<opsmith: {len(self.graphs)} graph(s), {sites} sites, {len(self.plan.shapes)} shape(s)>"
-
-
-def _unpickled(plan: str) -> None:
-    return None
 
 
 def _progress() -> Progress | None:

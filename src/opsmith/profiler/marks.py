@@ -135,9 +135,9 @@ class Marks:
     def _labels(self, graph: CompiledGraph, program: Program, steps: Sequence[PlanStep]) -> dict[str, str]:
         labels = {}
         for step in steps:
-            site = graph.sites.get(step.site)
+            known = graph.sites.get(step.site)
             call = call_of(step.signature.partition(" ")[2])
-            module = _module_of(site.root) if site is not None else ""
+            module = _module_of(known.site.root) if known is not None else ""
             mark = Mark(registry()[step.operator], step.implementation, call, module, step)
             labels[step.site] = self._label((id(program), step.site), mark)
         return labels

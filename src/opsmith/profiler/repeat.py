@@ -40,7 +40,8 @@ def watch_shapes(
     marks.keep_calls = False
     if marks.session is not None:
         # What the compiler left to PyTorch, because that is faster or more accurate, is still the operator it is.
-        return [of_sites(g.original.graph, list(g.sites.values())) for g in marks.session.graphs]
+        graphs = marks.session.graphs
+        return [of_sites(g.original.graph, [known.site for known in g.sites.values()]) for g in graphs]
     traced = traced_call(work.traced, work.args, work.kwargs, found, work.fresh)
     return [traced] if traced is not None else []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -79,13 +80,15 @@ class Selector:
         `new` is a result that the caller gets: it has no buffer.
         """
         accepted, refused = card.candidates(**call)
+        able = {candidate.name: candidate for candidate in accepted}
         key, config = contest(card, call, new), self.config
         fixed = self.fixed.get(signature(card, call))
         pinned = config.pin.get(site) or config.pin.get(card.name)
         known = self._measured.get(key) or self.cache.get(key) or {}
         forbidden = (*config.forbid.get(card.name, ()), *config.forbid.get(site, ()))
+        out = {**unfit, **dict.fromkeys(forbidden, "forbidden by the configuration")}
         forced = "inductor" in (pinned, fixed)
-        if (pinned or fixed) in {c.name for c in accepted}.difference(forbidden, unfit):
+        if (pinned or fixed) in able.keys() - out.keys():
             refused["inductor"] = "not tried: the choice is made already"
         elif not forced and "inductor" in known and min(known, key=known.__getitem__) != "inductor":
             refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
@@ -94,35 +97,36 @@ class Selector:
             if isinstance(entered, str):
                 refused["inductor"] = entered
             else:
-                accepted.append(entered)
-        for name in forbidden:
-            _refuse(name, "forbidden by the configuration", accepted, refused)
-        for name, why in unfit.items():
-            _refuse(name, why, accepted, refused)
-        names = [c.name for c in accepted]
-        if pinned in names:
+                able["inductor"] = entered
+        for name, why in out.items():
+            _refuse(name, why, able, refused)
+        first = next(iter(able))
+        if pinned in able:
             return Choice(pinned, "pinned by the configuration", {}, refused)
         if pinned is not None:
             refused["pin"] = f"{pinned} can't run this call: {refused.get(pinned, 'not available')}"
-        if fixed in names:
+        if fixed in able:
             return Choice(fixed, "from the saved plan", {}, refused)
-        if len(accepted) > 1 and not config.tune:
-            return Choice(names[0], "first able in the card's order (tuning is off)", {}, refused)
-        times: Mapping[str, float] | None = known or None
-        if len(accepted) > 1 and (times is None or not set(names) <= set(times)):
+        if len(able) > 1 and not config.tune:
+            return Choice(first, "first able in the card's order (tuning is off)", {}, refused)
+        if len(able) > 1 and not able.keys() <= known.keys():
             if not may_measure:
-                return self._nearest(card, call, key, accepted, refused)
-            times, steady = self._measure(call, accepted, refused, weights, new)
-            times = self._measured[key] = self.cache.settled(key, times, steady)
-        if len(accepted) == 1 or times is None:
-            return Choice(accepted[0].name, "the only one able", {}, refused)
-        best = min((c.name for c in accepted), key=lambda n: times[n])
-        return Choice(best, _why(best, {c.name: times[c.name] for c in accepted}), times, refused)
+                nearest = self._nearest(key, able)
+                best = min(nearest, key=nearest.__getitem__, default=None)
+                if best is None:
+                    return Choice(first, "first able in the card's order (nothing measured yet)", {}, refused)
+                return Choice(best, "fastest at the nearest shape measured", {}, refused)
+            times = self._measure(call, able, refused, weights, new)
+            known = self._measured[key] = self.cache.settled(key, *times)
+        if len(able) == 1:
+            return Choice(next(iter(able)), "the only one able", {}, refused)
+        best = min(able, key=known.__getitem__)
+        return Choice(best, _why(best, {name: known[name] for name in able}), known, refused)
 
     def _measure(
         self,
         call: dict[str, Any],
-        accepted: list[Implementation],
+        able: dict[str, Implementation],
         refused: dict[str, str],
         weights: Weights,
         new: bool,
@@ -132,44 +136,33 @@ class Selector:
         An implementation that raises leaves the contest.
         """
         contestants = {}
-        for candidate in list(accepted):
+        for name, candidate in list(able.items()):
             try:
-                contestants[candidate.name] = alone(candidate, weights.swapped(candidate, call), new)
-                contestants[candidate.name]()
+                run = alone(candidate, weights.swapped(candidate, call), new)
+                run()
             except Exception as error:  # whatever it raises is its reason for not taking part
-                contestants.pop(candidate.name, None)
-                _refuse(candidate.name, raised(error), accepted, refused)
+                _refuse(name, raised(error), able, refused)
+            else:
+                contestants[name] = run
         # Each has just run. Where a call takes long, who loses two rounds by a third as much again has lost.
         result = measure.quick(contestants, budget_s=0.12, warmup=0, drop=1.33)
         steady = all(result.spread(name) <= measure.CONCLUDES_NOTHING for name in contestants)
-        if steady and set(contestants) == {c.name for c in accepted}:
+        if steady and contestants.keys() == able.keys():
             return {name: result.median(name) for name in contestants}, True
         # Other work disturbs the machine: the least disturbed sample of each is the best guess.
         return {name: min(result.samples[name]) for name in contestants}, False
 
-    def _nearest(
-        self,
-        card: Operator,
-        call: dict[str, Any],
-        contested: str,
-        accepted: list[Implementation],
-        refused: dict[str, str],
-    ) -> Choice:
-        """Of the calls measured before, the one closest in work and of the same kind decides."""
-        names, kind = {c.name for c in accepted}, _kind(contested)
-        work = sum(v.numel() for v in call.values() if isinstance(v, torch.Tensor))
-        nearest: tuple[float, dict[str, float]] | None = None
-        for key, times in {**dict(self.cache.items()), **self._measured}.items():
-            if not key.startswith(card.name + " ") or not names & set(times) or _kind(key) != kind:
-                continue
-            distance = abs(math.log(max(_numel(key), 1)) - math.log(max(work, 1)))
-            if nearest is None or distance < nearest[0]:
-                nearest = (distance, {n: t for n, t in times.items() if n in names})
-        if nearest is None:
-            why = "first able in the card's order (nothing measured yet)"
-            return Choice(accepted[0].name, why, {}, refused)
-        best = min(nearest[1], key=nearest[1].__getitem__)
-        return Choice(best, "fastest at the nearest shape measured", {}, refused)
+    def _nearest(self, contested: str, able: Mapping[str, Implementation]) -> dict[str, float]:
+        """Of the calls measured before, the times of the one closest in work and of the same kind."""
+        operator, kind, work = contested.partition(" ")[0], _kind(contested), _work(contested)
+        measured = {**dict(self.cache.items()), **self._measured}
+        alike = [
+            key
+            for key, times in measured.items()
+            if key.startswith(f"{operator} ") and able.keys() & times.keys() and _kind(key) == kind
+        ]
+        nearest = min(alike, key=lambda key: abs(math.log(_work(key) / work)), default=None)
+        return {} if nearest is None else {n: t for n, t in measured[nearest].items() if n in able}
 
     def implementation(self, card: Operator, name: str) -> Implementation:
         """An implementation by name, Inductor's included."""
@@ -197,11 +190,9 @@ def _check_names(config: Config) -> None:
                 )
 
 
-def _refuse(name: str, why: str, accepted: list[Implementation], refused: dict[str, str]) -> None:
+def _refuse(name: str, why: str, able: dict[str, Implementation], refused: dict[str, str]) -> None:
     """Take an implementation out of the contest; eager, which can't fail where the model does not, stays."""
-    found = next((c for c in accepted if c.name == name != "eager"), None)
-    if found is not None:
-        accepted.remove(found)
+    if name != "eager" and able.pop(name, None) is not None:
         refused[name] = why
 
 
@@ -213,22 +204,18 @@ def _why(best: str, times: Mapping[str, float]) -> str:
     return f"{others[second] / times[best]:.2f}x as fast as {second}"
 
 
-def _numel(key: str) -> int:
-    total = 0
-    for part in key.split(" "):
-        if "[" in part:
-            sizes = part.split("[")[1].split("]")[0]
-            total += math.prod(int(d) for d in sizes.split(",") if d) if sizes else 1
-    return total
+_SIZES = re.compile(r"\[([\d,]*)\](@[\d,]*)?")  # of a tensor, and its layout, in the text of a call
 
 
-def _kind(key: str) -> tuple[tuple[str, ...], ...]:
+def _work(key: str) -> int:
+    """The elements of all tensors of a call."""
+    sizes = (found[1].split(",") for found in _SIZES.finditer(key))
+    return max(1, sum(math.prod(int(size) for size in own if size) for own in sizes))
+
+
+def _kind(key: str) -> str:
     """What must agree for a measurement to speak for another shape: tensors present, dtypes, ranks, settings.
 
     Layouts need not: what stands before a site may give it another one than the model did when it was measured.
     """
-    kinds = []
-    for part in key.split(" "):
-        head, _, sizes = part.partition("@")[0].partition("[")
-        kinds.append((head, str(sizes.count(","))) if sizes else (head,))
-    return tuple(kinds)
+    return _SIZES.sub(lambda found: f"[{found[1].count(',')}]", key)

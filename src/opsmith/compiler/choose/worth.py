@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from opsmith import measure
-from opsmith.compiler.kept import TuningCache
-from opsmith.compiler.plan import Plan, PlanStep
+from opsmith.compiler.choose.select import Selector
+from opsmith.compiler.plan import PlanStep
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,22 @@ class Worth:
 
 
 def worth(
+    selector: Selector,
     code: str,
     steps: Sequence[PlanStep],
-    saved: Plan | None,
-    cache: TuningCache,
     ours: Callable[[], object],
     eager: Callable[[], object],
 ) -> Worth:
     """What a saved plan says of these very steps, what was measured of this graph with them, or else a measurement."""
-    choices = _choices(steps)
+    choices, saved = _choices(steps), selector.saved
     if saved is not None and saved.machine == measure.describe().fingerprint():
         for shape in saved.shapes:
             if _choices(shape.steps) == choices:
                 return Worth(shape.used, shape.note)
     key = f"program {hashlib.sha256(repr((code, choices)).encode()).hexdigest()}"
-    times = cache.get(key) or {}
+    times = selector.cache.get(key) or {}
     if not {"opsmith", "eager"} <= times.keys():
-        times, steady = _measure(ours, eager)
-        times = cache.settled(key, times, steady)
+        times = selector.cache.settled(key, *_measure(ours, eager))
     mine, theirs = times["opsmith"], times["eager"]
     note = f"opsmith {mine * 1e3:.3f} ms, eager {theirs * 1e3:.3f} ms"
     faster = mine <= theirs

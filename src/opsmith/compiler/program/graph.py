@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +14,11 @@ from opsmith.compiler.capture.mutation import Rehearsal
 from opsmith.compiler.choose.select import Selector, signature
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.choose.worth import Worth, worth
-from opsmith.compiler.find.site import Site
-from opsmith.compiler.plan import PlanStep, ShapePlan, microseconds
-from opsmith.compiler.program.program import Program, record
+from opsmith.compiler.plan import PlanStep, ShapePlan
+from opsmith.compiler.program.program import Program, Recorder
 from opsmith.compiler.program.programs import UNSEEN, Programs
 from opsmith.compiler.program.rewrite import rewrite
-from opsmith.compiler.program.sites import GraphReport, More, Sites, warn_left
+from opsmith.compiler.program.sites import More, Sites
 from opsmith.compiler.program.study import Progress, Study
 from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
@@ -44,29 +42,16 @@ class CompiledGraph:
     ):
         self.original = gm
         self._weights = Weights(examples, self.close)
-        self._found = Sites(gm, selector, self._weights, more)
+        self.sites = Sites(gm, selector, self._weights, more)
+        self.report = self.sites.report
         self.programs = Programs([n for n in gm.graph.nodes if n.op == "placeholder"])
+        self.plans = self.programs.plans
         self.rewritten: fx.GraphModule | None = None
         self._plain: Callable[..., Any] = gm  # what runs where no program does
         self._captured = captured
         self._selector, self._proofs, self._progress = selector, proofs, progress
-        self._changed = self._found.effects.inputs(gm.graph)
+        self._changed = self.sites.effects.inputs(gm.graph)
         self._lock = threading.RLock()
-
-    @property
-    def sites(self) -> Mapping[str, Site]:
-        """The sites by name."""
-        return self._found.named
-
-    @property
-    def plans(self) -> Mapping[Key, ShapePlan]:
-        """The plan of each set of sizes."""
-        return self.programs.plans
-
-    @property
-    def report(self) -> GraphReport:
-        """What was found in it, and what was proven of that."""
-        return self._found.report
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
@@ -79,10 +64,9 @@ class CompiledGraph:
 
     def _first(self, key: Key, args: Sequence[Any]) -> Any:
         with self._lock, torch.no_grad():
-            if self._weights.changed(args):
-                self._take(args)
+            self._look_at_weights(args)
             rehearsal = Rehearsal(args, self._changed)
-            if not self._changed and not self._found.effects.random:
+            if not self._changed and not self.sites.effects.random:
                 return self._prepare(key, rehearsal)
             # What a run changes, weights and random numbers included, must change once: all this is on copies.
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -93,11 +77,7 @@ class CompiledGraph:
     def _prepare(self, key: Key, rehearsal: Rehearsal) -> Any:
         tuning = self.rewritten is None or self._selector.learning
         if tuning and not self.report.left:
-            try:
-                self._study(rehearsal.again())
-            except Exception as error:
-                self._captured(*rehearsal.again())  # the model's own error is the one to see
-                self._leave(error)
+            self._study_or_leave(rehearsal)
         if self.report.left:
             return self._eagerly(key, rehearsal, self.report.left)
         try:
@@ -113,15 +93,10 @@ class CompiledGraph:
         self.programs.keep(key, None, ShapePlan(self.programs.named(key), [], 0, False, why))
         return result
 
-    def _leave(self, error: Exception) -> None:
-        """Run the graph as it was captured, from now on: what we cannot study must not stop the model."""
-        self._plain = self._captured
-        self._found.leave(raised(error))
-        warn_left(self.report)
-
-    def _take(self, args: Sequence[Any]) -> None:
-        self._weights.take(args)
-        self.programs.clear()
+    def _look_at_weights(self, args: Sequence[Any]) -> None:
+        if self._weights.changed(args):
+            self._weights.take(args)
+            self.programs.clear()
 
     def close(self) -> None:
         """Let go of the weights, whose model may be gone; called again, the graph begins anew."""
@@ -129,19 +104,28 @@ class CompiledGraph:
             self._weights.clear()
             self.programs.clear()
 
-    def _study(self, args: Sequence[Any], training: bool = False) -> None:
+    def _study_or_leave(self, rehearsal: Rehearsal, training: bool = False) -> None:
+        """Study the graph; what we cannot study must not stop the model, and runs from now on as it was captured."""
+        try:
+            self._study(rehearsal.again(), training)
+        except Exception as error:
+            self._captured(*rehearsal.again())  # the model's own error is the one to see
+            self._plain = self._captured
+            self.sites.clear()
+            self.report.leave(raised(error))
+
+    def _study(self, args: Sequence[Any], training: bool) -> None:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
-        if self._weights.changed(args):
-            self._take(args)
-        _load_kernels(self._found, args, training)
+        self._look_at_weights(args)
+        _load_kernels(self.sites, args, training)
         before = len(self.report.kept)
-        provable = self._selector.config.verify and not training and not self._found.effects.random
+        provable = self._selector.config.verify and not training and not self.sites.effects.random
         proved = self._proofs.of(self.original, args) if provable else None
         with torch.no_grad():
-            kept = Study(self._found, args, training, proved, self._progress).run()
+            kept = Study(self.sites, args, training, proved, self._progress).run()
         if len(self.report.kept) < before:
             self.programs.clear()  # those of examples seen earlier still have the site
-        self.rewritten, self._found.studied = rewrite(self.original, kept), True
+        self.rewritten, self.sites.studied = rewrite(self.original, kept), True
 
     def _save(self) -> None:
         """Keep for the next process what was found out."""
@@ -154,13 +138,14 @@ class CompiledGraph:
         steps: list[PlanStep] = []
 
         def choose(name: str, call: dict[str, Any]) -> tuple[Operator, Implementation]:
-            card = self.sites[name].card
-            choice = self._found.choice(name, call, may_measure=False)
-            found = (choice.implementation, choice.reason, microseconds(choice.times), dict(choice.refused))
+            card = self.sites[name].site.card
+            choice = self.sites.choice(name, call, may_measure=False)
+            times = {name: round(t * 1e6, 3) for name, t in choice.times.items()}
+            found = (choice.implementation, choice.reason, times, dict(choice.refused))
             steps.append(PlanStep(name, card.name, signature(card, call), *found))
             return card, self._selector.implementation(card, choice.implementation)
 
-        program, result = record(self.rewritten, rehearsal.again(), choose, self._weights, free)
+        program, result = Recorder(self.rewritten, rehearsal.again(), choose, self._weights, free).run()
         for step in steps:
             step.slot = program.taken.get(step.site)
         if tuning:
@@ -178,10 +163,9 @@ class CompiledGraph:
         if not self._selector.config.tune:
             return Worth(True, "not timed as a whole")
         return worth(
+            self._selector,
             self.original.code,
             steps,
-            self._selector.saved,
-            self._selector.cache,
             lambda: program(rehearsal.again(numbers=False)),
             lambda: self.original(*rehearsal.again(numbers=False)),
         )
@@ -190,33 +174,21 @@ class CompiledGraph:
         """With gradients: the rewritten graph on the public functions, which differentiate."""
         with self._lock:
             if self.rewritten is None and not self.report.left:
-                try:
-                    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _unwatched():
-                        self._study(Rehearsal(args, self._changed).again(), training=True)
-                    self._save()
-                except Exception as error:
-                    result = self._captured(*args)
-                    self._leave(error)
-                    return result
+                # Whoever counts what is saved for gradients (a checkpointed layer) does not count a study's.
+                unwatched = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())), unwatched:
+                    self._study_or_leave(Rehearsal(args, self._changed), training=True)
+                self._save()
         return self._plain(*args) if self.rewritten is None else self.rewritten(*args)
-
-
-def _unwatched() -> AbstractContextManager[None]:
-    """Whoever counts what is saved for the gradients (a checkpointed layer) does not count a study's."""
-    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
-
-
-def _itself(saved: torch.Tensor) -> torch.Tensor:
-    return saved
 
 
 def _load_kernels(sites: Sites, args: Sequence[Any], training: bool) -> None:
     """Build the native kernels of what was found in one run, where they are not there: not one after the other."""
     names = {
         schema.partition("(")[0]
-        for site in sites.named.values()
+        for known in sites.values()
         # The first one is the forward.
-        for schema in (site.card.schemas if training else site.card.schemas[:1])
+        for schema in known.site.card.schemas[: None if training else 1]
     }
     first = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
     if first is not None and (known := sorted(names & libraries.kernels().keys())):

@@ -12,7 +12,7 @@ depend on them stays as it was recorded, the rest is called with what the sizes 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,16 +74,13 @@ class Open:
     """A site whose sizes vary: what was chosen at the recorded ones where it is able, else the public function."""
 
     def __init__(self, card: Operator, implementation: Implementation, swapped: dict[str, torch.Tensor]):
-        self.card = card
-        self.implementation = implementation
-        self.fn = implementation.fn
-        self._swapped = swapped
+        self.card, self.implementation, self._swapped = card, implementation, swapped
 
     def __call__(self, *, out: Any = None, **call: Any) -> Any:
         """Run on these sizes."""
         if self.implementation.accepts(**call) is True:
             call.update(self._swapped)
-            return self.fn(**call) if out is None else self.fn(**call, out=out)
+            return self.implementation.fn(**call, **({} if out is None else {"out": out}))
         result = self.card.function(**call)
         if out is not None:
             several = isinstance(out, tuple)
@@ -92,28 +89,22 @@ class Open:
         return result
 
 
-def record(
-    gm: fx.GraphModule, args: Sequence[Any], choose: Chooser, weights: Weights, free: Collection[Any] = ()
-) -> tuple[Program, Any]:
-    """Run the graph once; the program for these sizes, whichever the symbols in `free` are, and the run's result."""
-    return _Recorder(gm, args, choose, weights, free).run()
+class Recorder:
+    """A run of a graph, of which a program is made for these sizes, whichever the symbols in `free` are."""
 
-
-class _Recorder:
     def __init__(
         self,
         gm: fx.GraphModule,
         args: Sequence[Any],
         choose: Chooser,
         weights: Weights,
-        free: Collection[Any],
+        free: Collection[Any] = (),
     ):
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.varies = varying(self.nodes, free) if free else set()
         self.lines: dict[str, range] = {}
-        self.choose = choose
-        self.weights = weights
+        self.choose, self.weights = choose, weights
         self.env = entering(gm, args)
         self.placed: dict[Node, int] = {}  # by result: its (first) slot
         self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
@@ -124,13 +115,14 @@ class _Recorder:
         self.slots = Slots()
 
     def run(self) -> tuple[Program, Any]:
+        """The program, and the run's result."""
         result = self._execute()
         self._fold()
         last = last_uses(self.nodes, self.env, result, self.candidates, self.varies)
         self.placed = self.slots.place(self.nodes, self.candidates, last)
-        needed = self._needed()
-        source, run = self._source(needed)
-        seen = {n: slot for n, slot in self.placed.items() if n in needed and n not in self.constant}
+        living = self._living()
+        source, run = self._source(living)
+        seen = {n: slot for n, slot in self.placed.items() if n in living and n not in self.constant}
         program = Program(
             {n.meta["site"]: slot for n, slot in seen.items() if n in self.calls},
             source,
@@ -216,15 +208,12 @@ class _Recorder:
             return f"buffers[{self.slots.buffer(value)}]"
         return None
 
-    def _source(self, needed: set[Node]) -> tuple[str, Callable[..., Any]]:
+    def _source(self, living: Mapping[Node, list[str]]) -> tuple[str, Callable[..., Any]]:
         writer = Writer({n.name for n in self.nodes}, self._stands)
-        dead = self._dead_after(needed)
         lines = []
         if placeholders := self.gm.graph.find_nodes(op="placeholder"):
             lines.append(f"    ({', '.join(n.name for n in placeholders)},) = args")
-        for node in self.nodes:
-            if node not in needed:
-                continue
+        for node in (n for n in self.nodes if n in living):
             if node.op == "get_attr" or node in self.constant:
                 lines.append(f"    {node.name} = {writer.bind(self.env[node], node.name + '_value')}")
             elif node in self.calls:
@@ -241,27 +230,26 @@ class _Recorder:
                 lines.append(f"    {node.name} = {call}")
             elif node.op == "output":
                 lines.append(f"    return {writer.text(node.args[0])}")
-            if dead.get(node):
-                lines.append(f"    del {', '.join(dead[node])}")
+            if node.op != "output" and living[node]:
+                lines.append(f"    del {', '.join(living[node])}")
         return writer.compile(lines)
 
     def _site(self, node: Node, writer: Writer) -> list[str]:
         """A site's lines: its kernels' calls, where it consists of these, or else the implementation's own."""
         implementation, swapped = self.calls[node]
-        opened = self.open.get(node)
+        label = f"{target_name(node.target)}_{implementation.name}"
         out = None
         if node in self.placed:
             results = self.candidates[node]
             out = results if isinstance(self.env[node], tuple) else results[0]
-        if out is not None and opened is None:
+        if node in self.open:
+            return writer.site(node.name, self.open[node], label, node.kwargs, out, {})
+        if out is not None:
             values = {**map_arg(node.kwargs, self.env.__getitem__), **swapped, "out": out}
             found = kernel_calls(implementation.fn, values, self._stays)
             if found is not None:
                 return writer.kernels(node.name, found, {**node.kwargs, **swapped}, values)
-        label = f"{target_name(node.target)}_{implementation.name}"
-        return writer.site(
-            node.name, opened or implementation.fn, label, node.kwargs, out, swapped if opened is None else {}
-        )
+        return writer.site(node.name, implementation.fn, label, node.kwargs, out, swapped)
 
     def _filled(self, node: Node, writer: Writer) -> str:
         """The kernel's call alone: what it fills is a buffer."""
@@ -269,18 +257,20 @@ class _Recorder:
         assert isinstance(kernel, torch._ops.OpOverload)
         return f"    {writer.call(direct.of(kernel), args, {**node.kwargs, str(out): node}, target_name(kernel))}"
 
-    def _needed(self) -> set[Node]:
-        """The nodes whose values the program reads, and those that do more than return one."""
-        needed: set[Node] = set()
+    def _living(self) -> dict[Node, list[str]]:
+        """The nodes whose values the program reads, and those that do more than return one; of each the names to
+        forget behind it, so that memory is given back as early as eager would.
+        """
+        read: set[Node] = set()
+        living: dict[Node, list[str]] = {}
         for node in reversed(self.nodes):
             acts = node.op == "call_function" and node not in self.calls and not is_pure(node)
-            if (
-                acts
-                or node.op in ("output", "placeholder")
-                or any(node in self._reads(u) for u in node.users if u in needed)
-            ):
-                needed.add(node)
-        return needed
+            if acts or node in read or node.op in ("output", "placeholder"):
+                last = {node, *self._reads(node)} - read  # what no later step reads
+                read |= last
+                named = (n for n in sorted(last) if not self._in_slot(n) and n not in self.placed)
+                living[node] = [n.name for n in named if n.op == "call_function"]
+        return living
 
     def _reads(self, node: Node) -> set[Node]:
         """What a node's line in the program mentions: not the weights that were packed."""
@@ -292,17 +282,3 @@ class _Recorder:
         read: set[Node] = set()
         map_arg({k: v for k, v in node.kwargs.items() if k not in swapped}, read.add)
         return read
-
-    def _dead_after(self, needed: set[Node]) -> dict[Node, list[str]]:
-        """Names to forget after each step, so that memory is given back as early as eager would."""
-        dead: dict[Node, list[str]] = {}
-        for node in self.nodes:
-            if node.op != "call_function" or node not in needed:
-                continue
-            users = [u for u in node.users if u in needed and node in self._reads(u)]
-            end = max(users, default=node)
-            if self._in_slot(node) or node in self.placed:
-                continue  # it has no name
-            if end.op != "output":
-                dead.setdefault(end, []).append(node.name)
-        return dead

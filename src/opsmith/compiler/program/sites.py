@@ -51,6 +51,16 @@ class GraphReport:
         """The sites that no proof has rolled back."""
         return [s for s in self.sites if s.status == "kept"]
 
+    def leave(self, why: str) -> None:
+        """Say that the graph is not optimized: a fault of ours, and not of the model's."""
+        self.sites.clear()
+        self.misses.clear()
+        self.left = why
+        warnings.warn(
+            f"opsmith: a graph of {self.nodes} operations runs as it was, since it could not be studied: {why}",
+            stacklevel=2,
+        )
+
 
 @dataclass
 class Known:
@@ -58,12 +68,11 @@ class Known:
 
     site: Site
     report: SiteReport
-    new: bool  # whether its result is new at every call, as the caller gets it
-    unfit: dict[str, str] = field(default_factory=dict)  # implementations that failed its proof, and why
+    unfit: dict[str, str] = field(default_factory=dict)  # why implementations failed its proof, at any sizes
     choices: dict[str, Choice] = field(default_factory=dict)  # by the signature of a call
 
 
-class Sites:
+class Sites(dict[str, Known]):
     """The sites of a captured graph by name, each with its choices."""
 
     def __init__(self, gm: fx.GraphModule, selector: Selector, weights: Weights, more: More) -> None:
@@ -73,21 +82,11 @@ class Sites:
         found = recognize(gm.graph, registry().values())
         self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
         results = gm.graph.find_nodes(op="output")[0].all_input_nodes
-        self._given = {self.effects.memory.get(n) for n in results} - {
-            None
-        }  # the memory that the caller gets
+        # The memory that the caller gets.
+        self._given = {self.effects.memory[n] for n in results if n in self.effects.memory}
         self._counts: Counter[str] = Counter()
-        self._known: dict[str, Known] = {}
         for site in (*found.sites, *more(gm, self.effects)):
             self._add(site)
-
-    def __getitem__(self, name: str) -> Known:
-        return self._known[name]
-
-    @property
-    def named(self) -> dict[str, Site]:
-        """The sites by name."""
-        return {name: known.site for name, known in self._known.items()}
 
     def _add(self, site: Site) -> str:
         """Enter a site under a name of its own."""
@@ -95,7 +94,7 @@ class Sites:
         name = f"{operator}_{self._counts[operator]}"
         self._counts[operator] += 1
         report = SiteReport(name, operator, site.pattern, where(site.root), site.composite)
-        self._known[name] = Known(site, report, self._new(site))
+        self[name] = Known(site, report)
         self.report.sites.append(report)
         return name
 
@@ -109,46 +108,26 @@ class Sites:
         site = known.site
         if not site.parts or self.studied:
             return [name]
-
-        def choose(part: Site, call: dict[str, Any]) -> Choice:
-            card = part.card
-            return self.selector.choose(
-                card, card.name, call, self.weights, may_measure=True, new=self._new(part)
-            )
-
         call = call_of(site, value)
         choice = self.choice(name, call, may_measure=True)
-        apart, known.choices[signature(site.card, call)] = settle(site, choice, choose, value, learn)
+        apart, known.choices[signature(site.card, call)] = settle(site, choice, self._choose, value, learn)
         if not apart:
             return [name]
-        del self._known[name]
+        del self[name]
         self.report.sites.remove(known.report)
         return [self._add(part) for part in site.parts]
 
+    def _choose(self, part: Site, call: dict[str, Any]) -> Choice:
+        card, new = part.card, self._new(part)
+        return self.selector.choose(card, card.name, call, self.weights, may_measure=True, new=new)
+
     def choice(self, name: str, call: dict[str, Any], *, may_measure: bool) -> Choice:
         """The choice for a site and a call; equal calls of one operator choose alike, where both or none is new."""
-        known, card = self[name], self[name].site.card
+        known = self[name]
+        card, new = known.site.card, self._new(known.site)
         key = signature(card, call)
         if key not in known.choices:
             known.choices[key] = self.selector.choose(
-                card, name, call, self.weights, may_measure=may_measure, unfit=known.unfit, new=known.new
+                card, name, call, self.weights, may_measure=may_measure, unfit=known.unfit, new=new
             )
         return known.choices[key]
-
-    def reject(self, name: str, implementation: str, why: str) -> None:
-        """Never again choose this implementation for this site, at whatever sizes."""
-        self[name].unfit[implementation] = why
-        self[name].choices.clear()
-
-    def leave(self, why: str) -> None:
-        """Forget them: the graph could not be studied."""
-        self.report = GraphReport(nodes=self.report.nodes, left=why)
-        self._known.clear()
-
-
-def warn_left(report: GraphReport) -> None:
-    """Say that a graph is not optimized: a fault of ours, and not of the model's."""
-    warnings.warn(
-        f"opsmith: a graph of {report.nodes} operations runs as it was, since it could not be studied: {report.left}",
-        stacklevel=2,
-    )

@@ -45,8 +45,8 @@ class Study:
         self.env = entering(sites.gm, args)
         self.at: dict[Node, list[str]] = {}
         self.last: dict[Node, Node] = {n: max(n.users, default=n) for n in self.nodes}
-        for name, site in sites.named.items():
-            end = max(site.outputs)
+        for name, known in sites.items():
+            site, end = known.site, max(known.site.outputs)
             self.at.setdefault(end, []).append(name)
             for node in (*site.region, *(n for r in site.region for n in r.all_input_nodes), *site.inputs):
                 self.last[node] = max(self.last[node], end)
@@ -107,7 +107,8 @@ class Study:
             if choice.implementation == "eager":
                 report.status = "rolled back"
                 return False
-            self.sites.reject(name, choice.implementation, verdict.why)
+            known.unfit[choice.implementation] = verdict.why
+            known.choices.clear()
 
     def _prove(self, site: Site, candidate: str, call: dict[str, Any], exact: Exact) -> Verdict:
         implementation = self.sites.selector.implementation(site.card, candidate)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import fx
 
 from opsmith import measure
@@ -24,18 +24,20 @@ from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Verdict
 
 SCHEMA = 1
+_Number = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 STUDIES = 256  # what a file keeps: an example of a graph each
+Verdicts = dict[str, tuple[_Number, _Number]]  # error and bound of each proof
 
 
 class Proofs:
     """Verdicts of the sites that passed, by study: a graph on given inputs."""
 
     @cached_property
-    def _file(self) -> Kept[dict[str, list[float]]]:
+    def _file(self) -> Kept[Verdicts]:
         machine = measure.describe().fingerprint()
         settings = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
         scope = f"{machine}/{libraries.content()}/{_code()}/{settings}"
-        return Kept(directory() / f"proofs-{machine}.json", SCHEMA, scope, _is_verdicts, STUDIES)
+        return Kept(directory() / f"proofs-{machine}.json", SCHEMA, scope, Verdicts, STUDIES)
 
     def of(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Proved | None:
         """What was proved of this graph on these inputs; None where that cannot be kept."""
@@ -52,19 +54,19 @@ class Proofs:
 class Proved:
     """The verdicts of one study."""
 
-    def __init__(self, file: Kept[dict[str, list[float]]], study: str):
+    def __init__(self, file: Kept[Verdicts], study: str):
         self._known = dict(file.get(study) or {})
         self._save = functools.partial(file.put, study, self._known)
 
     def get(self, site: Site, implementation: Implementation) -> Verdict | None:
         """The verdict of a proof; None where it has to be made."""
         known = self._known.get(_name(site, implementation))
-        return None if known is None else Verdict(True, known[0], known[1])
+        return None if known is None else Verdict(True, *known)
 
     def put(self, site: Site, implementation: Implementation, verdict: Verdict) -> None:
         """Enter a proof, but none that failed, is of what is not ours, or may come out otherwise next time."""
         if verdict.ok and implementation.repeatable and _ours(implementation.fn):
-            self._known[_name(site, implementation)] = [float(verdict.error), float(verdict.bound)]
+            self._known[_name(site, implementation)] = (float(verdict.error), float(verdict.bound))
             self._save()
 
 
@@ -112,10 +114,3 @@ def _code() -> str:
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _is_verdicts(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(v, list) and len(v) == 2 and all(isinstance(n, float) and 0.0 <= n < math.inf for n in v)
-        for v in value.values()
-    )

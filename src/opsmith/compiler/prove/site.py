@@ -60,37 +60,38 @@ def run_wide(site: Site, value: Value) -> dict[Node, torch.Tensor]:
     env: dict[Node, Any] = {}
 
     def operand(node: Node) -> Any:
-        if node not in env:
-            outside = value(node)
-            wide = isinstance(outside, torch.Tensor) and outside.is_floating_point()
-            env[node] = outside.double() if wide else outside
-        return env[node]
+        return env[node] if node in env else value(node)
 
     for node in sorted(site.region):
-        call: Callable[..., Any] = node.target  # type: ignore[assignment]
-        kwargs = widened(map_arg(node.kwargs, operand))
         if node.target is filled:
-            env[node] = in_float64(node, operand)
+            env[node] = in_float64(node, lambda n: widened(operand(n)))
             continue
-        if op_name(node) == "aten::embedding" and node.args[0] not in env:
+        call: Callable[..., Any] = node.target  # type: ignore[assignment]
+        args, kwargs = map_arg((node.args, node.kwargs), operand)
+        if op_name(node) == "aten::embedding":
             # Rows of a table are what they are in any dtype: widening them spares widening the table.
-            env[node] = widened(call(value(node.args[0]), *map_arg(node.args[1:], operand), **kwargs))  # type: ignore[arg-type]
-            continue
-        env[node] = call(*widened(map_arg(node.args, operand)), **kwargs)
+            env[node] = widened(call(*args, **kwargs))
+        else:
+            env[node] = call(*widened(args), **widened(kwargs))
     return {node: env[node] for node in site.outputs}
 
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_WIDE = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
 
 def widened(value: Any) -> Any:
-    """Arguments with every floating-point dtype replaced by float64."""
+    """Arguments with every dtype of fewer bits replaced by float64, or by that of complex numbers of such."""
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in _NARROW else value
+        return _WIDE.get(value, value)
     if isinstance(value, tuple | list):
         return type(value)(widened(v) for v in value)
     if isinstance(value, dict):
         return {k: widened(v) for k, v in value.items()}
-    if isinstance(value, torch.Tensor) and value.dtype in _NARROW:
-        return value.double()
+    if isinstance(value, torch.Tensor) and value.dtype in _WIDE:
+        return value.to(_WIDE[value.dtype])
     return value

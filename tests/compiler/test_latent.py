@@ -339,8 +339,8 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
     cos, sin = table.cos().to(torch.bfloat16), table.sin().to(torch.bfloat16)
     ((name, _, readings),) = candidates(module)
     given = {"hidden_states": x, "position_embeddings": (cos, sin)}
-    site = LatentSite(name, module, 0, Switch())
-    verdict = latent_prove.identify(site, readings, latent_prove.seen(HUGGING_FACE, given), new_cache)
+    site = LatentSite(name, module, readings, Switch())
+    verdict = latent_prove.identify(site, latent_prove.seen(HUGGING_FACE, given), new_cache)
     assert verdict.ok, verdict.why
     r = site.reading
     assert (r.heads, r.nope, r.rope, r.value, r.kv_lora) == (128, 128, 64, 128, 512)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from opsmith.compiler.modules.latent import LatentReport
+from opsmith.compiler.modules.latent.site import LatentReport
 from opsmith.compiler.modules.quantize import QuantizedLayer
 from opsmith.compiler.program.sites import GraphReport, SiteReport
 from opsmith.ops import mla_attention, mla_preprocess

@@ -48,15 +48,16 @@ class Standing(PackedLinear):
     """The packed weight that stands in for a layer's own. A pickled layer is one that was never packed."""
 
     _owner: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
+    record: QuantizedLayer
 
     @property
     def owner(self) -> Any:
         """The layer whose calls it takes over."""
         return self._owner[0]
 
-    def stand_in(self, owner: nn.Module) -> None:
+    def stand_in(self, owner: nn.Module, record: QuantizedLayer) -> None:
         """Take over the calls of a layer."""
-        self._owner = (owner,)
+        self._owner, self.record = (owner,), record
         owner.forward = self.forward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -88,7 +89,6 @@ class Packing:
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
         self._packed: dict[str, Standing] = {}
-        self._of: dict[int, Standing] = {}  # by a packed weight
 
     def pack(
         self, model: nn.Module, format: str, group_size: int, skip: Sequence[str], taken: Collection[str] = ()
@@ -117,26 +117,12 @@ class Packing:
                 record.status, record.nbytes = "packed", packed.nbytes
                 record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
                 self._packed[name] = packed
-                self._of[id(packed.weight)] = packed
-                packed.stand_in(module)
+                packed.stand_in(module, record)
 
     def join(self, graph: fx.GraphModule, effects: Effects, inputs: Sequence[Any]) -> list[Site]:
         """The groups of layers in a graph that one call can stand for; their packed weights then lie side by side."""
-        return join(graph, inputs, lambda t: self._of.get(id(t)), self._lay, effects)
-
-    def _lay(self, layers: Sequence[Standing]) -> bool:
-        """Whether layers' packed weights lie side by side now: not where one of them does so with others."""
-        names = {id(packed): name for name, packed in self._packed.items()}
-        if any(id(layer) not in names for layer in layers):
-            return False  # rolled back
-        group = tuple(names[id(layer)] for layer in layers)
-        records = [record for record in self.layers if record.name in group]
-        before = {record.joined for record in records}
-        if before == {()}:
-            side_by_side(layers)
-            for record in records:
-                record.joined = group
-        return before <= {(), group} and len(before) == 1
+        of = {id(packed.weight): packed for packed in self._packed.values()}
+        return join(graph, inputs, lambda t: of.get(id(t)), _lay, effects)
 
     def check(self, run: Callable[[], object]) -> None:
         """Hold each layer to the tolerance of its operator on the inputs that it gets while `run` runs the model.
@@ -144,29 +130,26 @@ class Packing:
         What it is held to is the float64 product with the weight as it was rounded: the rounding itself is the
         format's, and stands in the report.
         """
+        names = {packed.owner: name for name, packed in self._packed.items()}
         seen: dict[str, torch.Tensor] = {}
 
-        def keep(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-                if name not in seen and args and isinstance(args[0], torch.Tensor) and args[0].numel():
-                    seen[name] = args[0].detach().flatten(0, -2)[:_ROWS].clone()
+        def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+            name, x = names[module], args[0] if args else None
+            if name not in seen and isinstance(x, torch.Tensor) and x.numel():
+                seen[name] = x.detach().flatten(0, -2)[:_ROWS].clone()
 
-            return hook
-
-        hooks = [p.owner.register_forward_pre_hook(keep(name)) for name, p in self._packed.items()]
+        hooks = [owner.register_forward_pre_hook(keep) for owner in names]
         try:
             with torch.no_grad():
                 run()
         finally:
             for hook in hooks:
                 hook.remove()
-        for record in self.layers:
-            if record.name in seen:
-                packed = self._packed[record.name]
-                why = _wrong(packed, seen[record.name])
-                if why:
-                    record.status, record.why = "rolled back", why
-                    del packed.owner.forward, self._packed[record.name], self._of[id(packed.weight)]
+        for name, x in seen.items():
+            packed = self._packed[name]
+            if why := _wrong(packed, x):
+                packed.record.status, packed.record.why = "rolled back", why
+                del packed.owner.forward, self._packed[name]
 
     def release(self, model: nn.Module) -> None:
         """Give the packed layers' own weights back to the system: what stands there has their shapes and no numbers.
@@ -174,10 +157,8 @@ class Packing:
         A weight whose memory somebody else in the model uses too, as an embedding may, stays.
         """
         users = Counter(t.untyped_storage().data_ptr() for t in tensors(model).values() if not t.is_meta)
-        for record in self.layers:
-            if record.name not in self._packed:
-                continue
-            module = self._packed[record.name].owner
+        for packed in self._packed.values():
+            module, record = packed.owner, packed.record
             weight = module.weight
             if users[weight.untyped_storage().data_ptr()] > 1:
                 record.why = "its weight is kept: others in the model use it"
@@ -213,7 +194,18 @@ class Packing:
         for module in self.modules:
             vars(module).pop("forward", None)
         self._packed.clear()
-        self._of.clear()
+
+
+def _lay(layers: Sequence[Standing]) -> bool:
+    """Whether layers' packed weights lie side by side now: not where one of them does so with others."""
+    records = [layer.record for layer in layers]
+    group = tuple(record.name for record in records)
+    before = {record.joined for record in records}
+    if before == {()}:
+        side_by_side(layers)
+        for record in records:
+            record.joined = group
+    return before in ({()}, {group})
 
 
 def _replaced(module: nn.Module) -> bool:

@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,35 +21,9 @@ from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.latent import prove as latent_prove
 from opsmith.compiler.modules.latent.find import Reading, candidates
 from opsmith.compiler.modules.latent.pages import Pages
-from opsmith.compiler.modules.latent.site import FORMS, LatentSite, Switch, cheaper, operations
+from opsmith.compiler.modules.latent.site import FORMS, LatentReport, LatentSite, Switch, cheaper, operations
 
 Call = Callable[..., Any]
-
-
-@dataclass
-class LatentReport:
-    """One attention layer that keeps latent rows, or why it does not."""
-
-    name: str
-    status: str = "found"  # until it has been proved, then "kept" or "rolled back"
-    heads: int = 0
-    values: int = 0  # cached for a token
-    plain_values: int = 0  # that attention with keys and values of all heads would cache
-    token_bytes: int = 0
-    mode: str = ""
-    weights: str = ""  # how they are quantized
-    error: float = 0.0
-    bound: float = 0.0
-    lost: float = 0.0  # relative, by quantized weights or rows
-    why: str = ""
-
-    def __str__(self) -> str:
-        if self.status != "kept":
-            return f"{self.name} {self.status}: {self.why}"
-        return (
-            f"{self.name}: {self.values} values ({self.token_bytes} bytes) a token in mode {self.mode!r}, "
-            f"{self.plain_values} with keys and values of {self.heads} heads"
-        )
 
 
 class Latent:
@@ -62,7 +35,7 @@ class Latent:
         self.sites: list[LatentSite] = []
         self.reports: list[LatentReport] = []
         self.fallbacks: Counter[str] = Counter()
-        self._readings: dict[str, list[Reading]] = {}
+        self.waiting = False  # whether there is something to prove, which takes a first call
         self._lock = threading.RLock()
         self._whole = False
 
@@ -74,11 +47,10 @@ class Latent:
         taken: set[str] = set()
         for name, module, readings in candidates(model):
             self._check_mode(readings)
-            site = LatentSite(name, module, len(self.sites), self.switch)
-            self.sites.append(site)
-            self._readings[name] = readings
-            self.reports.append(LatentReport(name))
+            self.sites.append(LatentSite(name, module, readings, self.switch))
             taken |= {names[m] for r in readings for m in r.absorbed}
+        self.reports = [site.report for site in self.sites]
+        self.waiting = bool(self.sites)
         return taken
 
     def _check_mode(self, readings: list[Reading]) -> None:
@@ -91,27 +63,20 @@ class Latent:
                 if not last:
                     raise
 
-    @property
-    def waiting(self) -> bool:
-        """Whether there is something to prove, which takes a first call."""
-        return bool(self._readings)
-
     def study(self, model: nn.Module, run: Call) -> None:
         """Run the model once as it is, then settle and prove each layer on what it was given."""
+        sites = {site.module: site for site in self.sites}
         found: dict[str, latent_prove.Seen] = {}
 
-        def keep(site: LatentSite) -> Call:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-                given = dict(zip(site.names, args, strict=False)) | kwargs
-                known = self._readings[site.name]
-                roles = conventions.roles(given, result, known[0].kv_a.in_features, {r.rope for r in known})
-                if site.name not in found and roles is not None and given[roles.hidden].numel():
-                    site.roles = roles
-                    found[site.name] = latent_prove.seen(roles, given)
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            site = sites[module]
+            given, known = dict(zip(site.names, args, strict=False)) | kwargs, site.readings
+            roles = conventions.roles(given, result, known[0].kv_a.in_features, {r.rope for r in known})
+            if site.name not in found and roles is not None and given[roles.hidden].numel():
+                site.roles = roles
+                found[site.name] = latent_prove.seen(roles, given)
 
-            return hook
-
-        hooks = [s.module.register_forward_hook(keep(s), with_kwargs=True) for s in self.sites]
+        hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in sites]
         try:
             with torch.no_grad():
                 run()
@@ -119,18 +84,18 @@ class Latent:
             for hook in hooks:
                 hook.remove()
         kept: list[LatentSite] = []
-        for site, report in zip(self.sites, self.reports, strict=True):
+        for site in self.sites:
             if site.name not in found:
-                report.status, report.why = "rolled back", "the example did not reach it"
-            elif self._prove(site, report, found[site.name]):
+                site.report.status, site.report.why = "rolled back", "the example did not reach it"
+            elif self._prove(site, found[site.name]):
                 site.index = len(kept)
                 kept.append(site)
                 site.module.forward = site.forward
-        self.sites, self._readings = kept, {}
+        self.sites, self.waiting = kept, False
         self._whole = bool(kept) and len(kept) == conventions.layers(model)
 
-    def _prove(self, site: LatentSite, report: LatentReport, found: latent_prove.Seen) -> bool:
-        verdict = latent_prove.identify(site, self._readings[site.name], found, conventions.new_cache)
+    def _prove(self, site: LatentSite, found: latent_prove.Seen) -> bool:
+        report, verdict = site.report, latent_prove.identify(site, found, conventions.new_cache)
         report.error, report.bound, report.why = verdict.error, verdict.bound, verdict.why
         if not verdict.ok:
             report.status = "rolled back"
@@ -160,7 +125,7 @@ class Latent:
         for site in self.sites:
             site.module.__dict__.pop("forward", None)
             site.close()
-        self.sites, self._readings = [], {}
+        self.sites, self.waiting = [], False
 
     @contextmanager
     def step(
@@ -226,16 +191,15 @@ class Latent:
             size = self.config.mla_block
             pools = [s.cache(self.config.mla_cache, batch, size) for s in self.sites]
             pages = Pages(pools, batch, size, call.tokens.device)
-            _start(pages, starts)
-            at = {s: conventions.place(s.module) or 0 for s in self.sites}
-            places = [(at[s], s.reading.kv_lora, s.order) for s in self.sites]
+            pages.pad(starts)
+            places = [(conventions.place(s.module) or 0, s.order) for s in self.sites]
             latent_cache.adopt(call.cache, pages, places)
         if pages.batch != batch:
             raise ValueError(
                 f"opsmith: the cache is for a batch of {pages.batch}, the input has {batch} sequences"
             )
         if not past:
-            _start(pages, starts)
+            pages.pad(starts)
         elif starts is not None and not torch.equal(starts, pages.starts):
             return None, "the mask hides other columns than those of the padding at the left"
         return pages, None
@@ -243,14 +207,13 @@ class Latent:
     def lines(self) -> list[str]:
         """For the plan: what is cached, and when which form runs."""
         lines = []
-        groups: dict[tuple[Any, ...], list[tuple[LatentReport, LatentSite]]] = {}
-        reports = {report.name: report for report in self.reports}
+        groups: dict[tuple[int, ...], list[LatentSite]] = {}
         for site in self.sites:
-            report = reports[site.name]
+            report = site.report
             key = (report.values, report.plain_values, report.token_bytes)
-            groups.setdefault(key, []).append((report, site))
+            groups.setdefault(key, []).append(site)
         for alike in groups.values():
-            report, r = alike[0][0], alike[0][1].reading
+            report, r = alike[0].report, alike[0].reading
             first = next((n for n in _LENGTHS if cheaper(r, 1, n, n) == "expanded"), None)
             switch = (
                 "absorbed at every length"
@@ -269,11 +232,6 @@ class Latent:
 
 _LENGTHS: Sequence[int] = [2**i for i in range(1, 15)]
 _ROWS = 4096  # that a token sees, for the plan's example
-
-
-def _start(pages: Pages, starts: torch.Tensor | None) -> None:
-    if starts is not None:
-        pages.starts, pages.padded = starts.to(torch.int64), bool(starts.any())
 
 
 def _pages_of(cache: Any) -> Pages | None:

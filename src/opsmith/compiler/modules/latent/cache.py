@@ -19,8 +19,8 @@ from opsmith.compiler.modules.latent.pages import Pages
 class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """One layer's share of the pages; `order` takes the library's order of rope dimensions to ours."""
 
-    def __init__(self, pages: Pages, index: int, kv_lora: int, order: torch.Tensor | None) -> None:
-        self.pages, self.index, self.kv_lora, self.order = pages, index, kv_lora, order
+    def __init__(self, pages: Pages, index: int, order: torch.Tensor | None) -> None:
+        self.pages, self.index, self.order = pages, index, order
         self.is_initialized = True
 
     @property
@@ -32,9 +32,7 @@ class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         return self.pages.device
 
     def _rows(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        nope, rope = self.pages.read(
-            self.index, self.kv_lora, self.pages.slots_of(self.pages.tables, columns)
-        )
+        nope, rope = self.pages.read(self.index, columns)
         if self.order is not None:
             rope = rope[..., self.order.argsort()]
         return nope.unsqueeze(1), rope.unsqueeze(1)
@@ -57,16 +55,15 @@ class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The original attention goes on with this cache: its rows are written, and all rows are given back."""
-        expected = (1, self.kv_lora)
-        if (key_states.shape[1], key_states.shape[3]) != expected:
+        cache = self.pages.caches[self.index]
+        if (key_states.shape[1], key_states.shape[3]) != (1, cache.kv_lora):
             raise ValueError(
-                f"latent cache: expected latent rows [batch, 1, columns, {self.kv_lora}], got "
+                f"latent cache: expected latent rows [batch, 1, columns, {cache.kv_lora}], got "
                 f"{tuple(key_states.shape)}: this version of transformers caches keys of heads; call the model with "
                 "a cache of its own"
             )
         tokens = key_states.shape[2]
         step = self.pages.begin(tokens)
-        cache = self.pages.caches[self.index]
         nope, rope = key_states.flatten(0, 2), value_states.flatten(0, 2)
         if self.order is not None:
             rope = rope[:, self.order]
@@ -120,16 +117,16 @@ def unfit(cache: Any) -> str | None:
     return None if odd is None else f"the cache has a {type(odd).__name__}"
 
 
-def adopt(cache: Cache, pages: Pages, layers: Sequence[tuple[int, int, torch.Tensor | None]]) -> None:
+def adopt(cache: Cache, pages: Pages, layers: Sequence[tuple[int, torch.Tensor | None]]) -> None:
     """Put latent layers in the place of the library's; rows that these have move into the pages.
 
     Args:
-        layers: of each that the pages are for its place in the cache, the width of a row, and the order in it.
+        layers: of each that the pages are for its place in the cache, and the order in a row.
     """
     before = list(cache.layers)
-    while len(cache.layers) <= max(at for at, _, _ in layers):
+    while len(cache.layers) <= max(at for at, _ in layers):
         cache.layers.append(DynamicLayer())
-    for index, (at, kv_lora, order) in enumerate(layers):
-        cache.layers[at] = LatentLayer(pages, index, kv_lora, order)
+    for index, (at, order) in enumerate(layers):
+        cache.layers[at] = LatentLayer(pages, index, order)
         if at < len(before) and before[at].get_seq_length():
             cache.layers[at].update(before[at].keys, before[at].values)

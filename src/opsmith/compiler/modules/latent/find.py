@@ -81,24 +81,24 @@ def readings(module: nn.Module) -> list[Reading]:
     others = [m for m in module.children() if m not in linears and m not in norms]
     if any(True for m in others for _ in m.parameters()):
         return []
-    found = []
-    if (len(linears), len(norms)) == (4, 1):
-        for kv_a, kv_b, q, out in permutations(linears):
-            found.append(_read(kv_a, norms[0], kv_b, q, out, None, None))
-    elif (len(linears), len(norms)) == (5, 2):
-        for kv_a, kv_b, q, out, q_a in permutations(linears):
-            for kv_norm, q_norm in permutations(norms):
-                found.append(_read(kv_a, kv_norm, kv_b, q, out, q_a, q_norm))
+    if (len(linears), len(norms)) not in ((4, 1), (5, 2)):
+        return []
+    no_rank = (None,) * (2 - len(norms))  # of the queries
+    found = (
+        _read(*some, *no_rank, *those, *no_rank)
+        for some in permutations(linears)
+        for those in permutations(norms)
+    )
     return [reading for reading in found if reading is not None]
 
 
 def _read(
     kv_a: nn.Linear,
-    kv_norm: nn.Module,
     kv_b: nn.Linear,
     q: nn.Linear,
     out: nn.Linear,
     q_a: nn.Linear | None,
+    kv_norm: nn.Module,
     q_norm: nn.Module | None,
 ) -> Reading | None:
     hidden, kv_lora = kv_a.in_features, _width(kv_norm)

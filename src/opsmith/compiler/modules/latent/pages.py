@@ -7,15 +7,15 @@ blocks (beams do, after they were reordered); a shared block is copied before it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+import itertools
+from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
 from opsmith.ops import MLACache
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-Held = tuple[torch.Tensor, torch.Tensor]  # the slots of columns, and whether each has one
 
 
 @dataclass
@@ -23,19 +23,11 @@ class Step:
     """One call of the model: where the rows of its tokens go, and what each of them may see."""
 
     pages: Pages
-    batch: int
     tokens: int  # of each sequence
     slots: torch.Tensor  # [batch * tokens]
     tables: torch.Tensor
     lens: torch.Tensor  # [batch], the new tokens' rows included
     columns: int  # the same, padding included
-    padded: bool
-    table: tuple[torch.Tensor, Rows] | None = field(default=None, repr=False)  # the last one prepared
-
-    @cached_property
-    def held(self) -> Held:
-        """[batch, columns]: each column's slot, and whether it has one."""
-        return self.pages.slots_of(self.tables, self.columns)
 
 
 class Pages:
@@ -43,26 +35,28 @@ class Pages:
 
     def __init__(self, caches: list[MLACache], batch: int, block_size: int, device: torch.device):
         self.caches, self.batch, self.block_size, self.device = caches, batch, block_size, device
-        self.columns = 0
-        self.starts = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.padded = False
-        self.blocks: list[list[int]] = [[] for _ in range(batch)]
-        self.uses: list[int] = [0] * (caches[0].blocks if caches else 0)
-        self.free: list[int] = list(range(len(self.uses)))[::-1]
-        self._tables: torch.Tensor | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; the pools stay."""
+        self.columns, self.padded = 0, False
+        self.starts = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
+        self.blocks: list[list[int]] = [[] for _ in range(self.batch)]
+
+    def pad(self, starts: torch.Tensor | None) -> None:
+        """Before anything is written: how many columns at the left of each sequence are padding."""
+        if starts is not None:
+            self.starts, self.padded = starts.to(torch.int64), bool(starts.any())
 
     def begin(self, tokens: int) -> Step:
         """Slots for so many new columns; nothing counts as there before `commit`, so a step may be run again."""
         end = self.columns + tokens
-        starts = self.starts.tolist() if self.padded else [0] * self.batch
-        for s, start in enumerate(starts):
-            self._reserve(s, max(0, self.columns - start), max(0, end - start))
+        self._reserve(end)
         tables = self.tables
-        slots, there = self.slots_of(tables, end, self.columns)
+        slots, there = self._slots(tables, end, self.columns)
         if self.padded:
             slots = slots.masked_fill(~there, -1)
-        lens = (end - self.starts).clamp(min=0)
-        return Step(self, self.batch, tokens, slots.flatten(), tables, lens, end, self.padded)
+        return Step(self, tokens, slots.flatten(), tables, (end - self.starts).clamp(min=0), end)
 
     def commit(self, tokens: int) -> None:
         """The rows of these columns are there."""
@@ -71,24 +65,29 @@ class Pages:
     @property
     def tables(self) -> torch.Tensor:
         """[batch, blocks] of the longest sequence; the rest of a shorter one is not read."""
-        if self._tables is None:
-            longest = max(1, *(len(b) for b in self.blocks)) if self.blocks else 1
-            rows = [b + [0] * (longest - len(b)) for b in self.blocks]
-            self._tables = torch.tensor(rows, dtype=torch.int64, device=self.device).view(self.batch, longest)
-        return self._tables
+        longest = max([1, *map(len, self.blocks)])
+        rows = [b + [0] * (longest - len(b)) for b in self.blocks]
+        return torch.tensor(rows, dtype=torch.int64, device=self.device).view(self.batch, longest)
 
-    def slots_of(self, tables: torch.Tensor, columns: int, first: int = 0) -> Held:
+    def _slots(self, tables: torch.Tensor, columns: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[batch, columns - first]: the slot of each column, and whether it is one of the sequence's own."""
         row = torch.arange(first, columns, device=self.device) - self.starts[:, None]
         at = row.clamp(min=0)
         return tables.gather(1, at // self.block_size) * self.block_size + at % self.block_size, row >= 0
 
-    def read(self, layer: int, kv_lora: int, held: Held) -> Rows:
+    def there(self, columns: int) -> torch.Tensor | None:
+        """[batch, columns]: whether each column is one of the sequence's own; None where all of them are."""
+        if not self.padded:
+            return None
+        return torch.arange(columns, device=self.device) >= self.starts[:, None]
+
+    def read(self, layer: int, columns: int) -> Rows:
         """Rows [batch, columns, kv_lora] and [..., rope] as they were cached, zeros where there is padding."""
-        slots, there = held
         cache = self.caches[layer]
+        assert cache.kv_lora is not None
+        slots, there = self._slots(self.tables, columns, 0)
         block, offset = slots // self.block_size, slots % self.block_size
-        nope, rope = (view[block, offset].flatten(2) for view in cache.rows(kv_lora))
+        nope, rope = (view[block, offset].flatten(2) for view in cache.rows(cache.kv_lora))
         if cache.ctkv_scale is not None:
             nope = nope.float().mul_(cache.ctkv_scale).to(rope.dtype)
         if not self.padded:
@@ -98,71 +97,42 @@ class Pages:
 
     def select(self, order: list[int]) -> None:
         """Sequences `order` of the batch become the batch; some may be there twice, some no more."""
-        blocks = [list(self.blocks[i]) for i in order]
-        for chosen in blocks:
-            for b in chosen:
-                self.uses[b] += 1
-        self._release(self.blocks)
-        self.blocks, self.batch, self._tables = blocks, len(order), None
+        self.blocks, self.batch = [list(self.blocks[i]) for i in order], len(order)
         self.starts = self.starts[torch.tensor(order, dtype=torch.int64, device=self.device)]
 
     def crop(self, columns: int) -> None:
         """Forget the last so many columns."""
         self.columns = max(0, self.columns - columns)
-        for s, start in enumerate(self.starts.tolist()):
-            needed = -(-max(0, self.columns - start) // self.block_size)
-            self._release([self.blocks[s][needed:]])
-            del self.blocks[s][needed:]
-        self._tables = None
+        for mine, start in zip(self.blocks, self.starts.tolist(), strict=True):
+            del mine[-(-max(0, self.columns - start) // self.block_size) :]
 
-    def reset(self) -> None:
-        """Forget everything; the pools stay."""
-        self._release(self.blocks)
-        self.blocks, self._tables, self.columns, self.padded = [[] for _ in range(self.batch)], None, 0, False
-        self.starts = torch.zeros_like(self.starts)
-
-    def _release(self, rows: list[list[int]]) -> None:
-        for row in rows:
-            for b in row:
-                self.uses[b] -= 1
-                if not self.uses[b]:
-                    self.free.append(b)
-
-    def _reserve(self, sequence: int, first: int, end: int) -> None:
-        """Blocks of its own for a sequence's rows from `first` to `end`."""
-        mine = self.blocks[sequence]
-        at = first // self.block_size
-        if first < end and at < len(mine) and self.uses[mine[at]] > 1:
-            shared, mine[at] = mine[at], self._take()
-            self.uses[shared] -= 1
-            for cache in self.caches:
-                for pool in (cache.latent, cache.rope):
-                    if pool is not None:
-                        pool[mine[at]].copy_(pool[shared])
-            self._tables = None
-        while len(mine) * self.block_size < end:
-            mine.append(self._take())
-            self._tables = None
-
-    def _take(self) -> int:
-        if not self.free:
-            self._grow()
-        block = self.free.pop()
-        self.uses[block] = 1
-        return block
-
-    def _grow(self) -> None:
-        """Half as many blocks again, and at least one for each sequence: copies become rarer as a batch grows."""
-        before = len(self.uses)
-        after = before + max(self.batch, before // 2)
+    def _reserve(self, end: int) -> None:
+        """Blocks of its own for what each sequence writes up to this column, in pools that hold all of them."""
+        users = Counter(itertools.chain.from_iterable(self.blocks))
+        free = (b for b in itertools.count() if b not in users)
+        copies: dict[int, int] = {}  # of shared blocks, by the new one
+        starts = self.starts.tolist() if self.padded else [0] * self.batch
+        for mine, start in zip(self.blocks, starts, strict=True):
+            at = max(0, self.columns - start) // self.block_size
+            if start < end and at < len(mine) and users[mine[at]] > 1:
+                users[mine[at]] -= 1
+                new = next(free)
+                copies[new], mine[at] = mine[at], new
+            while len(mine) * self.block_size < end - start:
+                mine.append(next(free))
+        needed = 1 + max(itertools.chain.from_iterable(self.blocks), default=-1)
         for cache in self.caches:
-            cache.latent = _longer(cache.latent, after)
-            cache.rope = None if cache.rope is None else _longer(cache.rope, after)
-        self.uses += [0] * (after - before)
-        self.free += list(range(before, after))[::-1]
+            cache.latent = _grown(cache.latent, needed, copies)
+            cache.rope = None if cache.rope is None else _grown(cache.rope, needed, copies)
 
 
-def _longer(pool: torch.Tensor, blocks: int) -> torch.Tensor:
-    new = pool.new_zeros((blocks, *pool.shape[1:]))
-    new[: pool.shape[0]] = pool
-    return new
+def _grown(pool: torch.Tensor, blocks: int, copies: dict[int, int]) -> torch.Tensor:
+    """A pool that has so many blocks, some of them copied, in new memory that is half as large again if it must be."""
+    before = len(pool)
+    if blocks > before:
+        new = pool.new_zeros((max(blocks, before + before // 2), *pool.shape[1:]))
+        new[:before] = pool
+        pool = new
+    if copies:
+        pool[list(copies)] = pool[list(copies.values())]
+    return pool

@@ -1,14 +1,13 @@
 """Proof of a rewritten attention: against the module's own code in float64, on hidden states that the model gave it.
 
-The module's forward runs as it stands, on a copy whose weights are widened one by one and whose casts to lower
-precision are lifted. That settles two things at once: which reading of the module's children is the right one, since
+The module's forward runs as it stands, with every number that it reads widened and casts to lower precision lifted.
+That settles two things at once: which reading of the module's children is the right one, since
 no other computes the same, and that both forms of the rewritten one, through a cache, are accurate.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from opsmith.compiler.modules.conventions import Roles, alone, masked, place
-from opsmith.compiler.modules.latent.find import Reading
 from opsmith.compiler.modules.latent.pages import Pages
 from opsmith.compiler.modules.latent.site import LatentSite
 from opsmith.compiler.prove.site import widened, worst
@@ -52,19 +50,17 @@ def seen(roles: Roles, given: Mapping[str, Any]) -> Seen:
     return Seen(given[roles.hidden][:1, some].detach().clone(), table, alone(roles, given, some))
 
 
-def identify(
-    site: LatentSite, readings: list[Reading], found: Seen, make_cache: Callable[[], Any]
-) -> Verdict:
+def identify(site: LatentSite, found: Seen, make_cache: Callable[[], Any]) -> Verdict:
     """Give the site the reading that computes what its module does, or say why none does."""
     best = Verdict(False, math.inf, 0.0, "no reading of its layers computes what it does")
-    for out in {r.out for r in readings}:
+    for out in {r.out for r in site.readings}:
         try:
             exact, rows = _own(site, out, found, True, make_cache)
             eager, _ = _own(site, out, found, False, None)
         except Exception as error:  # a call that is not what it was taken for
             best = Verdict(False, math.inf, 0.0, f"called alone it {raised(error)}")
             continue
-        for reading in [r for r in readings if r.out is out]:
+        for reading in [r for r in site.readings if r.out is out]:
             for interleaved in (True, False):
                 site.reading, site.interleaved = reading, interleaved
                 site.close()
@@ -113,35 +109,23 @@ def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Te
     """[1, n, heads * value], all tokens but the last at once, the last by decoding; and the rotated rows."""
     tokens = found.x.shape[1]
     pages = Pages([site.cache(mode, 1, _BLOCK)], 1, _BLOCK, found.x.device)
-    index, site.index = site.index, 0
     results = []
-    try:
-        for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
-            n = some.stop - some.start
-            if n:
-                cos, *sin = (t[:, some] for t in found.table)
-                given = (found.x[:, some], cos, sin[0] if sin else None, pages.begin(n))
-                results.append(site.compute(*given, form if n > 1 else "absorbed"))
-                pages.commit(n)
-        rows = pages.read(0, site.reading.kv_lora, pages.slots_of(pages.tables, tokens))[1]
-    finally:
-        site.index = index
-    return torch.cat(results, 1), rows
+    for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
+        n = some.stop - some.start
+        if n:
+            cos, *sin = (t[:, some] for t in found.table)
+            given = (found.x[:, some], cos, sin[0] if sin else None, pages.begin(n))
+            results.append(site.compute(*given, form if n > 1 else "absorbed"))
+            pages.commit(n)
+    return torch.cat(results, 1), pages.read(0, tokens)[1]
 
 
 def _own(
     site: LatentSite, out: nn.Module, found: Seen, exact: bool, make_cache: Callable[[], Any] | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The module's own results before its output projection, and what it put into a cache as rotated rows."""
-    module = copy.copy(site.module)
-    module.__dict__ = dict(site.module.__dict__)
-    module.__dict__.pop("forward", None)
-    module._modules = {
-        name: nn.Identity() if child is out else _copied(child, exact)
-        for name, child in site.module._modules.items()
-    }
-    roles = site.roles
-    x, table = (found.x.double(), tuple(map(_doubled, found.table))) if exact else (found.x, found.table)
+    roles, module = site.roles, site.module
+    x, table = (widened(found.x), widened(found.table)) if exact else (found.x, found.table)
     several = len(table) > 1 and len(roles.table) == 1
     given = dict(zip(roles.table, (table,) if several else table, strict=True))
     call: dict[str, Any] = {**found.rest, **given, roles.hidden: x}
@@ -150,30 +134,30 @@ def _own(
     cache = make_cache() if make_cache is not None and roles.cache is not None else None
     if roles.cache is not None:
         call[roles.cache] = cache
-    with torch.no_grad(), _Exact() if exact else contextlib.nullcontext():
-        result = type(module).forward(module, **call)
+    hook = out.register_forward_pre_hook(_reach)
+    try:
+        with torch.no_grad(), _Exact() if exact else contextlib.nullcontext():
+            type(module).forward(module, **call)
+        raise RuntimeError("does not call its output projection")
+    except _Reached as reached:
+        result: torch.Tensor = reached.args[0]
+    finally:
+        hook.remove()
     layers = [] if cache is None else cache.layers
-    at = place(site.module)
-    rows = layers[at].values if at is not None and at < len(layers) else None
-    return result[0] if isinstance(result, tuple) else result, rows
+    at = place(module)
+    return result, layers[at].values if at is not None and at < len(layers) else None
 
 
-def _copied(child: nn.Module | None, exact: bool) -> nn.Module | None:
-    if child is None or not exact:
-        return child
-    wide = copy.copy(child)
-    wide.__dict__ = dict(child.__dict__)
-    for kind in ("_parameters", "_buffers"):
-        wide.__dict__[kind] = {
-            name: t.detach().double() if t is not None and t.is_floating_point() else t
-            for name, t in child.__dict__[kind].items()
-        }
-    wide._modules = {name: _copied(inner, exact) for name, inner in child._modules.items()}
-    return wide
+class _Reached(Exception):
+    """The output projection was called, with this."""
+
+
+def _reach(module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise _Reached(*args)
 
 
 class _Exact(TorchFunctionMode):
-    """Casts to lower precision are casts to float64, written as methods or as dtypes."""
+    """Every call is on numbers in float64, weights too; casts to less are casts to it, as methods or as dtypes."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -181,10 +165,6 @@ class _Exact(TorchFunctionMode):
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
         return func(*widened(args), **widened(kwargs or {}))
-
-
-def _doubled(table: torch.Tensor) -> torch.Tensor:
-    return table.to(torch.complex128) if table.is_complex() else table.double()
 
 
 def _order(site: LatentSite, mine: torch.Tensor, rows: torch.Tensor | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.modules.conventions import HUGGING_FACE
 from opsmith.compiler.modules.latent.find import Reading
 from opsmith.compiler.modules.latent.pages import Step
@@ -63,11 +64,39 @@ def cheaper(r: Reading, batch: int, tokens: int, columns: int) -> str:
     return min(counts, key=counts.__getitem__)
 
 
+@dataclass
+class LatentReport:
+    """One attention layer that keeps latent rows, or why it does not."""
+
+    name: str
+    status: str = "found"  # until it has been proved, then "kept" or "rolled back"
+    heads: int = 0
+    values: int = 0  # cached for a token
+    plain_values: int = 0  # that attention with keys and values of all heads would cache
+    token_bytes: int = 0
+    mode: str = ""
+    weights: str = ""  # how they are quantized
+    error: float = 0.0
+    bound: float = 0.0
+    lost: float = 0.0  # relative, by quantized weights or rows
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.status != "kept":
+            return f"{self.name} {self.status}: {self.why}"
+        return (
+            f"{self.name}: {self.values} values ({self.token_bytes} bytes) a token in mode {self.mode!r}, "
+            f"{self.plain_values} with keys and values of {self.heads} heads"
+        )
+
+
 class LatentSite:
     """An attention module whose call computes in the latent space."""
 
-    def __init__(self, name: str, module: nn.Module, index: int, switch: Switch) -> None:
-        self.name, self.module, self.index, self.switch = name, module, index, switch
+    def __init__(self, name: str, module: nn.Module, readings: list[Reading], switch: Switch) -> None:
+        self.name, self.module, self.readings, self.switch = name, module, readings, switch
+        self.report = LatentReport(name)
+        self.index = 0  # among the layers of a cache
         self.original = module.forward
         self.names = list(inspect.signature(self.original).parameters)
         self.key = f"{name}#{next(_NUMBERS)}"
@@ -79,8 +108,7 @@ class LatentSite:
         self.quantize: str | None = None
         # ctkv_scale, q_nope_scale of an int8 cache
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._weights: MLAWeights | None = None
-        self._stamps: list[Any] = []
+        self._weights: tuple[MLAWeights, Weights] | None = None  # and what they were made of
         _SITES[self.key] = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,49 +143,43 @@ class LatentSite:
     def cache(self, mode: str, blocks: int, block_size: int) -> MLACache:
         """An empty pool for this layer's rows."""
         made = self.reading.cache(mode, blocks, block_size, self.reading.kv_a.weight.device)
-        made.kv_lora = self.reading.kv_lora
         if mode == "int8_tiled" and self.scales is not None:
             made.ctkv_scale, made.q_nope_scale = self.scales
         return made
 
     def weights(self) -> MLAWeights:
         """Absorbed and packed from the module's own, which may have changed since."""
-        stamps = [
-            (id(p), p.data_ptr(), p.dtype, 0 if p.is_inference() else p._version)
-            for m in self.reading.absorbed
-            for p in m._parameters.values()
-            if p is not None
-        ]
-        if self._weights is None or stamps != self._stamps:
-            made = self.reading.weights(self.interleaved)
-            self._weights = made if self.quantize is None else made.quantize(self.quantize)
-            self._stamps = stamps
-        return self._weights
+        own = [p for m in self.reading.absorbed for p in m._parameters.values() if p is not None]
+        if self._weights is None or self._weights[1].changed(own):
+            made, source = self.reading.weights(self.interleaved), Weights(own)
+            source.take(own)
+            self._weights = made if self.quantize is None else made.quantize(self.quantize), source
+        return self._weights[0]
 
     def close(self) -> None:
         """Let go of the weights."""
-        self._weights, self._stamps = None, []
+        self._weights = None
 
     def heads(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, step: Step) -> torch.Tensor:
         """[batch, tokens, heads * value] of hidden states [batch, tokens, D]; their rows go into the cache."""
-        form = cheaper(self.reading, step.batch, step.tokens, step.columns)
+        form = cheaper(self.reading, step.pages.batch, step.tokens, step.columns)
         return self.compute(x, cos, sin, step, form)
 
     def compute(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, step: Step, form: str
     ) -> torch.Tensor:
         """In one of the two forms."""
-        if (x.shape[0], x.shape[1]) != (step.batch, step.tokens):
+        if (x.shape[0], x.shape[1]) != (step.pages.batch, step.tokens):
             raise ValueError(
-                f"opsmith: {self.name} was prepared for {step.batch} x {step.tokens} tokens, and got "
+                f"opsmith: {self.name} was prepared for {step.pages.batch} x {step.tokens} tokens, and got "
                 f"{x.shape[0]} x {x.shape[1]}"
             )
-        flat = x.reshape(-1, x.shape[2])
-        rows = _table(cos, sin, step)
+        # A row of cosines and one of sines for each token.
+        parts = (cos.real, cos.imag) if sin is None else (cos, sin)
+        cos, sin = (t.expand(*x.shape[:2], -1).reshape(-1, t.shape[-1]).contiguous() for t in parts)
+        compute = self._absorbed if form == "absorbed" else self._expanded
         with torch.no_grad():
-            if form == "absorbed":
-                return self._absorbed(flat, *rows, step).view(*x.shape[:2], self.width)
-            return self._expanded(flat, *rows, step)
+            return compute(x.reshape(-1, x.shape[2]), cos, sin, step).view(*x.shape[:2], self.width)
 
     def _absorbed(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step) -> torch.Tensor:
         cache, w = step.pages.caches[self.index], self.weights()
@@ -189,12 +211,13 @@ class LatentSite:
         q = normalize_and_project(latent_q, p.gamma1, p.beta1, p.up, p.quant, r.eps)
         q = q.view(-1, r.heads, r.nope + r.rope)
         turned = rope_op(q[..., r.nope :], cos, sin, interleaved=p.interleaved)
-        q = torch.cat((q[..., : r.nope], turned), -1).view(step.batch, step.tokens, r.heads, -1)
-        nope, rope = step.pages.read(self.index, r.kv_lora, step.held)
+        q = torch.cat((q[..., : r.nope], turned), -1).view(step.pages.batch, step.tokens, r.heads, -1)
+        nope, rope = step.pages.read(self.index, step.columns)
         made = linear(nope, r.kv_b.weight.detach()).view(*nope.shape[:2], r.heads, r.nope + r.value)
         shared = rope.unsqueeze(2).expand(-1, -1, r.heads, -1)
         keys = torch.cat((made[..., : r.nope], shared), -1)
-        mask = step.held[1][:, None, None, :] if step.padded else None
+        there = step.pages.there(step.columns)
+        mask = None if there is None else there[:, None, None, :]
         y = attention(
             q.transpose(1, 2),
             keys.transpose(1, 2),
@@ -203,16 +226,7 @@ class LatentSite:
             causal=True,
             scale=self.scale,
         )
-        return y.transpose(1, 2).reshape(step.batch, step.tokens, self.width)
-
-
-def _table(cos: torch.Tensor, sin: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row of cosines and sines for each token; every layer gets the same table, so it is made once a call."""
-    if step.table is None or step.table[0] is not cos:
-        parts = (cos.real, cos.imag) if sin is None else (cos, sin)
-        rows = [t.expand(step.batch, step.tokens, -1).reshape(-1, t.shape[-1]).contiguous() for t in parts]
-        step.table = (cos, (rows[0], rows[1]))
-    return step.table[1]
+        return y.transpose(1, 2).reshape(-1, self.width)
 
 
 _LIBRARY = torch.library.Library("opsmith", "FRAGMENT")

@@ -144,8 +144,6 @@ def restore(model: nn.Module) -> nn.Module:
     for name in OURS:
         model.__dict__.pop(name, None)
     session.close()
-    session.packing.take_out()
-    session.latent.take_out()
     if session.before is not None:
         own = tensors(model)
         for name, tensor in session.before.items():

@@ -98,7 +98,9 @@ class Session:
         return [*self.packing.modules, *(site.module for site in self.latent.sites)]
 
     def close(self) -> None:
-        """Let go of all weights; a graph that is called again begins anew."""
+        """Give modules their own calls back and let go of all weights; a graph that is called again begins anew."""
+        self.packing.take_out()
+        self.latent.take_out()
         for graph in self.graphs:
             graph.close()
 

@@ -64,7 +64,7 @@ class CompiledGraph:
 
     def _first(self, key: Key, args: Sequence[Any]) -> Any:
         with self._lock, torch.no_grad():
-            self._look_at_weights(args)
+            self._take_weights(args)
             rehearsal = Rehearsal(args, self._changed)
             if not self._changed and not self.sites.effects.random:
                 return self._prepare(key, rehearsal)
@@ -93,7 +93,8 @@ class CompiledGraph:
         self.programs.keep(key, None, ShapePlan(self.programs.named(key), [], 0, False, why))
         return result
 
-    def _look_at_weights(self, args: Sequence[Any]) -> None:
+    def _take_weights(self, args: Sequence[Any]) -> None:
+        """Begin anew where a weight is not what it was."""
         if self._weights.changed(args):
             self._weights.take(args)
             self.programs.clear()
@@ -116,7 +117,7 @@ class CompiledGraph:
 
     def _study(self, args: Sequence[Any], training: bool) -> None:
         """Run the captured graph on real inputs; at each site choose by measurement, and prove the choice."""
-        self._look_at_weights(args)
+        self._take_weights(args)
         _load_kernels(self.sites, args, training)
         before = len(self.report.kept)
         provable = self._selector.config.verify and not training and not self.sites.effects.random

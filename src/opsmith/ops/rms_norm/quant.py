@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.arguments import check_float, check_like, check_number, one_of, short
+from opsmith.call.arguments import check_number
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
@@ -83,19 +83,11 @@ class _Quantized(Call):
 
     def check(self, values: Sequence[Any]) -> None:
         x, weight, bias, eps, scale, offset = values
-        check_float(self.op, x)
-        for name, t in (("weight", weight), ("bias", bias)):
-            if t is None:
-                continue
-            check_like(self.op, t, x, name, x.shape[-1:], "the size of x's last dimension")
-            if t.dtype not in (x.dtype, torch.float32):
-                expected = one_of(x.dtype, torch.float32)
-                raise TypeError(f"{self.op}: {name} must be {expected}, got {short(t.dtype)}; cast it first")
+        super().check((x, weight, bias, eps, None, None))
         if bias is not None and weight is None:
             raise ValueError(f"{self.op}: a bias belongs to the norm, and weight is None: x comes normalized")
         if scale is None and offset is not None:
             raise ValueError(f"{self.op}: an offset needs a scale; without one each row's own is symmetric")
-        check_number(self.op, "eps", eps)
         for name, value in (("scale", scale), ("offset", offset)):
             if value is not None:
                 check_number(self.op, name, value)
@@ -105,9 +97,6 @@ class _Quantized(Call):
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
         x, *more, scale, offset = values
         return super().native(backend, (x, *more, _scalar(scale, x), _scalar(offset, x)), out)
-
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
-        return t.view(-1) if of.name == "s" else super().taken_result(of, t)
 
 
 def _scalar(value: torch.Tensor | float | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from opsmith.profiler import Profile as Profile
     from opsmith.profiler import profile as profile
 
-__version__ = VERSION
-__all__ = [
-    "Config",
-    "Operator",
-    "Plan",
-    "Profile",
-    "keep_input_guards",
-    "operator",
-    "ops",
-    "optimize",
-    "profile",
-    "restore",
-]
-
 _HOMES = {
     "Config": "opsmith.compiler",
     "Plan": "opsmith.compiler",
@@ -50,6 +36,9 @@ _HOMES = {
     "operator": "opsmith.operator",  # the module, which is callable: `@opsmith.operator(...)`
     "ops": "opsmith.ops",
 }
+
+__version__ = VERSION
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

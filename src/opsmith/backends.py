@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from opsmith.implementation import Implementation, Supports
 
-__all__ = ["OWN", "Backend", "add", "installed", "missing", "remove", "taking"]
+__all__ = ["OWN", "Backend", "add", "available", "installed", "missing", "remove", "taking"]
 
 OWN = ("cpu", "triton", "cuda")  # what the core writes, builds and runs for projects
 
@@ -40,11 +40,7 @@ class Backend:
 
     def here(self) -> Supports:
         """True where this machine has such a device, else the reason why not."""
-        import torch
-
-        module = getattr(torch, self.device, None)
-        found = module is not None and module.is_available()
-        return found or f"no {self.device} device that this PyTorch can use"
+        return available(self.device)
 
     def implementations(self, operator: str) -> Sequence[Implementation]:
         """What it adds to the card of that name; tried before the implementation "eager"."""
@@ -120,6 +116,15 @@ def remove(name: str) -> None:
 def taking(device: str) -> Backend | None:
     """The back end whose tensors are on that type of device."""
     return next((one for one in installed().values() if one.device == device), None)
+
+
+def available(device: str) -> Supports:
+    """True where PyTorch itself can use that type of device here, else the reason why not."""
+    import torch
+
+    module = getattr(torch, device, None)
+    found = module is not None and module.is_available()
+    return found or f"no {device} device that this PyTorch can use"
 
 
 def missing(name: str) -> str:

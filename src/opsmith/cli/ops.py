@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from opsmith import backends
 from opsmith.cli.common import Json, Names, Output, choose
 
 if TYPE_CHECKING:
@@ -59,10 +60,11 @@ def _accepts(card: Operator, implementation: Implementation, dtype: torch.dtype)
     """True when the implementation takes at least one of the card's samples, else its first refusal."""
     from opsmith.operator import Make
 
-    here = _device_here(implementation.device)
+    device = "cpu" if implementation.device == "any" else implementation.device
+    other = backends.taking(device)
+    here = other.here() if other else backends.available(device)
     if here is not True:
         return here
-    device = "cpu" if implementation.device == "any" else implementation.device
     first: bool | str = f"{card.name} has no samples in {dtype}"
     for i, sample in enumerate(card.samples(Make(dtype, device))):
         answer = implementation.accepts(*sample.args, **sample.kwargs)
@@ -71,18 +73,3 @@ def _accepts(card: Operator, implementation: Implementation, dtype: torch.dtype)
         if i == 0:
             first = answer
     return first
-
-
-def _device_here(device: str) -> bool | str:
-    """True when this machine has such a device, else why not."""
-    import torch
-
-    from opsmith import backends
-
-    if device in ("any", "cpu"):
-        return True
-    module = getattr(torch, device, None)
-    if module is not None and module.is_available():
-        return True
-    other = backends.taking(device)
-    return other.here() if other else f"no {device} device that this PyTorch can use"

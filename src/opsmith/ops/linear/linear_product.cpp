@@ -4,18 +4,9 @@
 namespace opsmith {
 namespace {
 
-template <class Lanes>
-Lanes lanes_of(int count) {
-  if constexpr (std::is_same_v<Lanes, Part>) {
-    return Part{count};
-  } else {
-    return Full{};
-  }
-}
-
-// M rows by N vectors, the last of them `last` lanes wide.
+// M rows by N vectors, the last of them `lanes` wide.
 template <class Format, int M, int N, class Lanes>
-__attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
+__attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
   // Few rows leave registers for several sums that alternate: they hide latency, and each is shorter.
   constexpr int spare = ROWS * VECS / (M * N), chains = spare >= 4 ? 4 : spare >= 2 ? 2 : 1;
   const typename Format::X* x[M];
@@ -23,7 +14,6 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, int last) {
   for (int r = 0; r < M; ++r) x[r] = t.x + r * t.x_stride;
   const auto* columns = t.columns;
   const char* ahead = t.ahead;
-  const auto lanes = lanes_of<Lanes>(last);
   bool first = t.first;
   for (int64_t k = 0; k < t.depth;) {
     Vec sum[chains][M][N];
@@ -100,21 +90,21 @@ inline void multiply_panel(int rows, const Tile<Format>& t) {
   if constexpr (M > 1) {
     if (rows < M) return multiply_panel<Format, M - 1>(rows, t);
   }
-  multiply<Format, M, VECS, Full>(t, W);
+  multiply<Format, M, VECS>(t, Full{});
 }
 
 // The last panel, of less than its width. Rows that do not make a whole tile go in twos: compiling every number of rows for
 // every width would take longer than that ever saves.
 template <class Format, int N>
-void multiply_last(int rows, Tile<Format> t, int last) {
-  if (rows == ROWS) return multiply<Format, ROWS, N, Part>(t, last);
+void multiply_last(int rows, Tile<Format> t, Part last) {
+  if (rows == ROWS) return multiply<Format, ROWS, N>(t, last);
   for (; rows >= 2; rows -= 2) {
-    multiply<Format, 2, N, Part>(t, last);
+    multiply<Format, 2, N>(t, last);
     t.x += 2 * t.x_stride;
     t.sums += 2 * kPanel;
     t.lines = 0;
   }
-  if (rows == 1) multiply<Format, 1, N, Part>(t, last);
+  if (rows == 1) multiply<Format, 1, N>(t, last);
 }
 
 }  // namespace
@@ -125,7 +115,7 @@ void multiply_block(int rows, int64_t width, Tile<Format>& t) {
     multiply_panel(rows, t);
     t.lines = 0;
   }
-  const int last = int((width - 1) % W + 1);
+  const Part last{int((width - 1) % W + 1)};
   switch (ceil_div(width, W)) {
     case 0: return;
     case 1: return multiply_last<Format, 1>(rows, t, last);

@@ -17,17 +17,14 @@ namespace opsmith {
 
 constexpr int64_t kSum = 64;  // units of K that one accumulator sums
 constexpr int64_t kBlock = 384;  // units of K of a panel, at most, that the rows share while they are in cache
-constexpr int64_t
-    kFewRows = 24;  // of x: memory and arithmetic take them about as long, and must not wait for each other,
-constexpr int64_t
-    kShortBlock = 64;  // so their block stays in the nearest cache, and what is fetched is close to its use
-constexpr int64_t kMostRows = 384;  // of x that do so, and that have sums in cache
+// Memory and arithmetic take so few rows of x about as long, and must not wait for each other: their block stays in the
+// nearest cache, and what is fetched is close to its use.
+constexpr int64_t kFewRows = 24, kShortBlock = 64;
+constexpr int64_t kMostRows = 384;  // of x that share a block, and that have sums in cache
 constexpr int kStep = 8;  // units of K in a turn of the loop
-constexpr int
-    kFetchStep = 2;  // units of K between two groups of prefetches: many at once would wait for each other
+constexpr int kFetchStep = 2;  // units of K from one group of prefetches to the next, which would wait for it
 constexpr int64_t kLine = 64;  // bytes
-constexpr int64_t
-    kAgain = 8192;  // bytes from where a line is asked for to where it is once more, should it have been dropped
+constexpr int64_t kAgain = 8192;  // bytes between the two times that a line is asked for, should it be dropped
 
 struct Couple {  // two bfloat16
   float bits;

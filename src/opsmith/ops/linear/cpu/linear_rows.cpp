@@ -10,7 +10,7 @@ namespace opsmith {
 namespace {
 
 constexpr int kTogether = W == 16 ? 4 : 2;  // rows of the weight
-constexpr int64_t kMost = 4;  // rows of x; of more, the others find the panel in a cache, if it is small
+constexpr int kMost = 4;  // rows of x; of more, the others find the panel in a cache, if it is small
 constexpr int64_t kAhead = 2048;  // bytes of a row from what is used to what is fetched
 constexpr int64_t kBlock = 32 * W;  // of K that one accumulator sums, as rounding errors grow with that
 constexpr int64_t kWork = 1 << 15;  // products that are worth a thread
@@ -50,26 +50,18 @@ inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride,
   }
 }
 
-template <int M, class T, class X>
-void panel(const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride, int64_t k,
-           float* sums) {
+template <int M = kMost, class T, class X>
+void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride,
+           int64_t k, float* sums) {
+  if constexpr (M > 1) {
+    if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, sums);
+  }
   int64_t n = 0;
   for (; n + kTogether <= columns; n += kTogether, weight += kTogether * stride) {
     dots<kTogether, M>(weight, stride, weight + kTogether * stride, x, x_stride, k, sums + n);
   }
   for (; n < columns; ++n, weight += stride)
     dots<1, M>(weight, stride, weight + stride, x, x_stride, k, sums + n);
-}
-
-template <class T, class X>
-void panel_of(int64_t rows, const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride,
-              int64_t k, float* sums) {
-  switch (rows) {
-    case 1: return panel<1>(weight, stride, columns, x, x_stride, k, sums);
-    case 2: return panel<2>(weight, stride, columns, x, x_stride, k, sums);
-    case 3: return panel<3>(weight, stride, columns, x, x_stride, k, sums);
-    default: return panel<4>(weight, stride, columns, x, x_stride, k, sums);
-  }
 }
 
 }  // namespace
@@ -87,10 +79,10 @@ void linear_rows(View x, View weight, View bias, View residual, Activation activ
       for (int64_t p = begin; p < end; ++p) {
         const int64_t column = p * kPanel, width = std::min(kPanel, n - column);
         for (int64_t row = 0; row < rows; row += kMost) {
-          const int64_t some = std::min(kMost, rows - row);
+          const int64_t some = std::min<int64_t>(kMost, rows - row);
           const T* const from = x.as<T>() + row * x.strides[0];
-          panel_of(some, weight.as<T>() + column * weight.strides[0], weight.strides[0], width, from,
-                   x.strides[0], k, sums);
+          panel(some, weight.as<T>() + column * weight.strides[0], weight.strides[0], width, from,
+                x.strides[0], k, sums);
           behind(row, int(some), column, width, sums, 0);
         }
       }

@@ -10,10 +10,8 @@
 namespace opsmith {
 namespace {
 
-constexpr int
-    kTogether = W == 16
-                    ? 4
-                    : 2;  // rows of a result; with so many factors for each row of a step, registers hold all
+// Rows of a result: registers hold the factors of so many for each row of a step.
+constexpr int kTogether = W == 16 ? 4 : 2;
 constexpr int kStep = 4;  // rows of the second matrix
 constexpr int kLongStep = 8;  // the same for a result of one row
 constexpr int64_t kWidth = 512;  // columns
@@ -96,22 +94,21 @@ void product(Factors<F> by, int64_t count, int64_t depth, const T* from, int64_t
   }
   const int64_t blocks = (count + kTogether - 1) / kTogether, panels = (columns + kWidth - 1) / kWidth;
   const int64_t work = std::min<int64_t>(count, kTogether) * depth * std::min(columns, kWidth);
-  parallel_shares(panels * blocks, std::max<int64_t>(1, kWork / std::max<int64_t>(1, work)),
-                  [&](int64_t begin, int64_t end) {
-                    for (int64_t task = begin; task < end; ++task) {
-                      const int64_t row = task % blocks * kTogether, column = task / blocks * kWidth;
-                      const int64_t some = std::min<int64_t>(kTogether, count - row),
-                                    width = std::min(kWidth, columns - column);
-                      const Factors<F> of{by.data + row * by.row, by.row, by.step};
-                      T* const at = to + row * to_stride + column;
-                      if (some == 1) {
-                        sum_rows<1, kLongStep>(of, depth, from + column, stride, width, at, to_stride, some);
-                      } else {
-                        sum_rows<kTogether, kStep>(of, depth, from + column, stride, width, at, to_stride,
-                                                   some);
-                      }
-                    }
-                  });
+  const int64_t grain = std::max<int64_t>(1, kWork / std::max<int64_t>(1, work));
+  parallel_shares(panels * blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t row = task % blocks * kTogether, column = task / blocks * kWidth;
+      const int64_t some = std::min<int64_t>(kTogether, count - row),
+                    width = std::min(kWidth, columns - column);
+      const Factors<F> of{by.data + row * by.row, by.row, by.step};
+      T* const at = to + row * to_stride + column;
+      if (some == 1) {
+        sum_rows<1, kLongStep>(of, depth, from + column, stride, width, at, to_stride, some);
+      } else {
+        sum_rows<kTogether, kStep>(of, depth, from + column, stride, width, at, to_stride, some);
+      }
+    }
+  });
 }
 
 }  // namespace

@@ -52,6 +52,16 @@ def flat_out(out: torch.Tensor) -> torch.Tensor:
     return out if out.is_contiguous() else out_rows(out)
 
 
+def is_dense(t: torch.Tensor) -> bool:
+    """True where the elements of each row, along the last dimension, are next to each other."""
+    return t.dim() == 0 or t.stride()[-1] == 1 or t.shape[-1] <= 1
+
+
+def dense_rows(t: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dimension contiguous; itself, where it is."""
+    return t if is_dense(t) else t.contiguous()
+
+
 def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
     """A vector of weights as the kernels read it: its elements next to each other."""
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()

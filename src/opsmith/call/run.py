@@ -342,18 +342,23 @@ class Call:
             return None
         if self.signature.contiguous:
             return t if t.is_contiguous() else t.contiguous()
+        if self.signature.strided:
+            return layouts.dense_rows(t)
         if isinstance(of, Input | Output) and (of.sizes[:1] == ("...",) or len(of.sizes) == 2):
             return layouts.as_rows(t) if t.dim() else t
         return layouts.dense(t)
 
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
         """A result as the kernel writes it."""
-        if self.signature.contiguous or not t.dim() or of.sizes[:1] != ("...",):
+        as_it_is = self.signature.contiguous or self.signature.strided
+        if as_it_is or not t.dim() or of.sizes[:1] != ("...",):
             return t
         return layouts.out_rows(t)
 
     def writable(self, t: torch.Tensor) -> bool:
         """Whether the kernel can write into this tensor."""
+        if self.signature.strided:
+            return layouts.is_dense(t)
         return t.is_contiguous() if self.signature.contiguous else layouts.writable(t)
 
     def fresh(

@@ -173,9 +173,6 @@ class Gradient:
     given: Sequence[Slope | Saved | Constant]
     made: Sequence[Made]
     only: Mapping[str, int] = field(default_factory=dict)  # numbers of the only calls whose gradient it is
-    strided: bool = (
-        False  # takes every tensor whose last dimension is contiguous; gradients lie as the inputs do
-    )
 
 
 @dataclass(frozen=True)
@@ -210,6 +207,7 @@ class Signature:
     ] = ()  # dtype combinations, where dtypes do not follow from the first
     attributes: Mapping[str, Scalar] = field(default_factory=dict)  # a project's numbers and their defaults
     contiguous: bool = False  # tensors are taken so; else rows may lie apart
+    strided: bool = False  # or any dimensions but the last; then gradients lie as the inputs do
     kernel: str = ""  # what the dispatcher calls it, where not by its name
     beside: tuple[str, ...] = ()  # what a call gives that the kernel does not take, such as a result's dtype
 

@@ -88,8 +88,9 @@ def _attach(found: ctypes.PyDLL, signature: Signature) -> bool:
     name = f"opsmith::{backward}".encode()
     getattr(direct, f"new_{signature.name}")
     for kernel in direct.making[signature.name]:
-        strided = signature.gradient.strided
-        found.opsmith_nodes_attach(ctypes.py_object(kernel), ctypes.c_void_p(boxed), name, *plan, strided)
+        found.opsmith_nodes_attach(
+            ctypes.py_object(kernel), ctypes.c_void_p(boxed), name, *plan, signature.strided
+        )
     return True
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from opsmith.call.arguments import check_fit, check_mask, check_number
 from opsmith.call.dispatch import compiling, small_node
 from opsmith.call.fast import direct
+from opsmith.call.layouts import dense_rows, is_dense
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.operator import GradientCost, Implementation, Kind, Pattern, Recognition
@@ -44,8 +45,8 @@ SIGNATURE = Signature(
             *(Saved("scale"), Saved("causal"), Saved("window"), Saved("softcap")),
         ),
         tuple(Made(name, optional=False) for name in "qkv"),
-        strided=True,
     ),
+    strided=True,
 )
 
 
@@ -131,15 +132,6 @@ HOW: dict[str, Callable[..., Any]] = {
 }
 
 
-def is_last_dense(t: torch.Tensor) -> bool:
-    return t.is_contiguous() or t.stride()[-1] == 1 or t.shape[-1] <= 1
-
-
-def last_dense(t: torch.Tensor) -> torch.Tensor:
-    """`t` with a contiguous last dimension."""
-    return t if is_last_dense(t) else t.contiguous()
-
-
 class Attend(Call):
     """Queries, keys and values of which only the rows are contiguous; gradients lie as they do.
 
@@ -151,17 +143,8 @@ class Attend(Call):
         q, v = values[0], values[2]
         return [(self.signature.results[0], [*q.shape[:-1], v.shape[-1]], q.dtype)]
 
-    def writable(self, t: torch.Tensor) -> bool:
-        return is_last_dense(t)
-
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-        return t if t is None or t.dtype in INTEGERS else last_dense(t)
-
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
-        return t
-
     def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
-        return torch.empty_like(last_dense(like))
+        return torch.empty_like(dense_rows(like))
 
     def fresh(
         self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -171,7 +154,7 @@ class Attend(Call):
         if shape[-1] == like.shape[-1]:
             # Keeps the order of the dimensions, and takes a third of the time of empty.
             y = torch.empty_like(like)
-            if is_last_dense(y):
+            if is_dense(y):
                 return y
         if len(shape) == 4 and like.stride(1) < like.stride(2):
             batch, heads, rows, dim = shape

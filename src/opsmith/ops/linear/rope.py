@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from opsmith.call.arguments import check_float, check_number
 from opsmith.call.dispatch import compiling, kernels, native, needs_grad
 from opsmith.call.fast import direct
-from opsmith.call.layouts import nbytes
+from opsmith.call.layouts import dense_rows, is_dense, nbytes
 from opsmith.call.run import Call
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Cost, Implementation, Kind, Make, Sample, Supports
 from opsmith.ops.linear import FEW_ROWS, check_weights, linear, pack_weight
-from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, dense_rows, rope_qk
+from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, rope_qk
 from opsmith.ops.rope.check import check_table, name_bad_position
 from opsmith.ops.rope.table import rope_table
 
@@ -251,7 +251,7 @@ class _LinearRope(Call):
         return t
 
     def writable(self, t: torch.Tensor) -> bool:
-        return dense_rows(t) is t
+        return is_dense(t)
 
     def explain(self, values: Sequence[Any]) -> None:
         name_bad_position(values[5], values[3], self.op)

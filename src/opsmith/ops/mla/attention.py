@@ -10,7 +10,7 @@ import torch
 
 from opsmith.call.arguments import check_float, check_number, short
 from opsmith.call.dispatch import native, needs_grad
-from opsmith.call.layouts import nbytes
+from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Make, Sample
@@ -21,7 +21,6 @@ from opsmith.ops.mla.check import check_inference, check_tensor
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.paged_attention.samples import rows_of_tables
 from opsmith.ops.rms_norm.quant import wide
-from opsmith.ops.rope import dense_rows
 
 
 @either_name

@@ -12,12 +12,12 @@ import torch
 from opsmith.call.arguments import check_float, check_number, short
 from opsmith.call.dispatch import compiling
 from opsmith.call.fast import direct
+from opsmith.call.layouts import dense_rows
 from opsmith.ops.mla.cache import MLACache, check_slots
 from opsmith.ops.mla.check import check_inference, check_tensor
 from opsmith.ops.mla.weights import Parts
 from opsmith.ops.rms_norm.quant import wide
 from opsmith.ops.rope import definition as rotated
-from opsmith.ops.rope import dense_rows
 
 # What a call that a kernel is given before its checks raises, where something is wrong with it.
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)

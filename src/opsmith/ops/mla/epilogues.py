@@ -13,7 +13,7 @@ import torch
 from opsmith.call.arguments import check_float
 from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct
-from opsmith.call.layouts import nbytes
+from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
@@ -22,7 +22,6 @@ from opsmith.ops.mla.cards import card, fresh_cache, fresh_rows, some_slots, tab
 from opsmith.ops.mla.check import check_inference, check_tensor
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.reference import keys, queries
-from opsmith.ops.rope import dense_rows
 
 
 @either_name

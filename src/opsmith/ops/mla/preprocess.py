@@ -14,7 +14,7 @@ import torch
 
 from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct
-from opsmith.call.layouts import nbytes
+from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Kind, Make, Operator, Sample, register
@@ -27,7 +27,6 @@ from opsmith.ops.mla.projection import quantize_weight, static_scale
 from opsmith.ops.mla.reference import define
 from opsmith.ops.mla.weights import TENSORS, MLAWeights, Parts
 from opsmith.ops.rms_norm.quant import Steps
-from opsmith.ops.rope import dense_rows
 
 # As kernels count them.
 _FORMS = {None: 0, "per_tensor": 1, "per_token": 2, "weight_int8": 3, "weight_int4": 4}

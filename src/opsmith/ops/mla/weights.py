@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from opsmith.call.arguments import check_number, short
-from opsmith.call.layouts import dense
+from opsmith.call.layouts import dense, dense_rows
 from opsmith.ops.mla.check import check_tensor
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import QUANTS, Projection, project, quantize_projection, static_scale
 from opsmith.ops.rms_norm.quant import normalize
-from opsmith.ops.rope import dense_rows
 
 _NAME = "MLAWeights"
 _STAND_IN_ROWS = 256

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 from opsmith.call.arguments import check_number
 from opsmith.call.dispatch import compiling
+from opsmith.call.layouts import dense_rows
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.implementation import Supports
 from opsmith.operator import Kind
-from opsmith.ops.attention import HOW, Attend, check_limits, last_dense
+from opsmith.ops.attention import HOW, Attend, check_limits
 from opsmith.ops.attention.eager import default_scale
 from opsmith.ops.paged_attention.check import check, check_blocks
 from opsmith.ops.paged_attention.samples import cost, entry_cost, promised, samples, workloads
@@ -32,6 +33,7 @@ SIGNATURE = Signature(
         *(Number("scale", float, optional=True), Number("window", int), Number("softcap", float)),
     ),
     (Output("y", "... Dv"),),
+    strided=True,
 )
 
 
@@ -194,7 +196,7 @@ class _Paged(Attend):
         return super().supported(values, *more)
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-        return last_dense(t) if t is not None and of.name in ("q", "k_cache", "v_cache") else t
+        return dense_rows(t) if t is not None and of.name in ("q", "k_cache", "v_cache") else t
 
 
 _CALL = _Paged(

@@ -11,10 +11,10 @@ import torch
 from opsmith.call.arguments import check_fit
 from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.fast import direct
-from opsmith.call.layouts import nbytes
+from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
-from opsmith.ops.attention import INTEGERS, last_dense
+from opsmith.ops.attention import INTEGERS
 from opsmith.ops.mla.cache import has_values
 from opsmith.ops.paged_attention.check import caches
 
@@ -148,8 +148,8 @@ def _native(
 ) -> None:
     """The kernel."""
     torch.ops.opsmith.reshape_and_cache.default(
-        last_dense(k),
-        last_dense(v),
+        dense_rows(k),
+        dense_rows(v),
         slots,
         k_cache=k_cache,
         v_cache=v_cache,

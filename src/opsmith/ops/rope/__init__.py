@@ -29,7 +29,8 @@ SIGNATURE = Signature(
     "rope",
     (Input("x", "... D"), *_TABLE, *_HOW),
     (Output("y", "... D", like="x", onto=("x",)),),
-    gradient=Gradient("rope", (Slope("y", "x"), *_BACK), (Made("x", "y", optional=False),), strided=True),
+    gradient=Gradient("rope", (Slope("y", "x"), *_BACK), (Made("x", "y", optional=False),)),
+    strided=True,
 )
 SIGNATURE_QK = Signature(
     "rope_qk",
@@ -39,8 +40,8 @@ SIGNATURE_QK = Signature(
         "rope_qk",
         (Slope("yq", "q"), Slope("yk", "k"), *_BACK),
         (Made("q", "yq", optional=False), Made("k", "yk", optional=False)),
-        strided=True,
     ),
+    strided=True,
 )
 
 
@@ -189,11 +190,6 @@ def _gather(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         raise bad_position(positions, table.shape[0]) from None
 
 
-def dense_rows(t: torch.Tensor) -> torch.Tensor:
-    """The tensor with its last dimension contiguous; itself, where it is."""
-    return t if t.stride()[-1] == 1 or t.shape[-1] <= 1 else t.contiguous()
-
-
 class Rotation(Call):
     """One tensor of heads, or two; a rotation is undone by the opposite one, so that neither is kept."""
 
@@ -215,15 +211,6 @@ class Rotation(Call):
     def explain(self, values: Sequence[Any]) -> None:
         cos, _, positions = values[self.heads :][:3]
         name_bad_position(positions, cos, self.op)
-
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-        return t if t is None else dense_rows(t)
-
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
-        return t
-
-    def writable(self, t: torch.Tensor) -> bool:
-        return dense_rows(t) is t
 
     def fresh(
         self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None

@@ -31,6 +31,7 @@ SIGNATURE = Signature(
         Output("y", "... D", torch.int8, like="x_q", onto=("x_q",)),
         Output("y_scale", "...", torch.float32, like="x_scale", onto=("x_scale",)),
     ),
+    strided=True,
 )
 
 

@@ -35,7 +35,7 @@ def test_an_operator_left_to_pytorch_has_the_sizes_of_the_run() -> None:
     model = optimized(seeded(Encoder), ids(2, 16))
     try:
         graphs = [g for g in model.opsmith.graphs if g.sites]
-        calls = [of_sites(g.original.graph, list(g.sites.values())) for g in graphs]
+        calls = [of_sites(g.original.graph, [known.site for known in g.sites.values()]) for g in graphs]
         one = next(c for c in calls if any(_symbols(shape) for call in c.shapes for shape in call))
         symbols = {d for call in one.shapes for shape in call for d in _symbols(shape)}
         sizes = {d: 37 + i for i, d in enumerate(sorted(symbols, key=str))}

@@ -112,7 +112,9 @@ class Marks:
         self.known: list[Mark] = []
         self.calls: list[dict[str, Any]] = []  # of the public functions, in order, while they are kept
         self.keep_calls = False
-        self._numbers: dict[tuple[int, str], int] = {}
+        # Annotated once: what is held keeps its id.
+        self._programs: dict[int, tuple[Program, Callable[..., Any]]] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -122,34 +124,36 @@ class Marks:
             for graph in self.session.graphs if self.session is not None else ():
                 for key, program in graph.programs.by_key.items():
                     if program is not None:
-                        labels = self._labels(graph, program, graph.plans[key].steps)
+                        if id(program) not in self._programs:
+                            labels = self._labels(graph, graph.plans[key].steps)
+                            self._programs[id(program)] = program, _annotated(program, labels)
                         stack.callback(setattr, program, "_run", program._run)
-                        program._run = _annotated(program, labels)
+                        program._run = self._programs[id(program)][1]
                 names = type(graph.rewritten).forward.__globals__ if graph.rewritten is not None else {}
                 for name, value in list(names.items()):
                     if (card := cards.get(id(value))) is not None:
                         stack.callback(names.__setitem__, name, value)
-                        names[name] = self._noting(value, card)
+                        if card.name not in self._functions:
+                            self._functions[card.name] = self._noting(value, card)
+                        names[name] = self._functions[card.name]
             yield
 
-    def _labels(self, graph: CompiledGraph, program: Program, steps: Sequence[PlanStep]) -> dict[str, str]:
+    def _labels(self, graph: CompiledGraph, steps: Sequence[PlanStep]) -> dict[str, str]:
         labels = {}
         for step in steps:
             known = graph.sites.get(step.site)
             call = call_of(step.signature.partition(" ")[2])
             module = _module_of(known.site.root) if known is not None else ""
             mark = Mark(registry()[step.operator], step.implementation, call, module, step)
-            labels[step.site] = self._label((id(program), step.site), mark)
+            labels[step.site] = self._label(mark)
         return labels
 
-    def _label(self, key: tuple[int, str], mark: Mark) -> str:
-        if key not in self._numbers:
-            self._numbers[key] = len(self.known)
-            self.known.append(mark)
-        return f"{SITE}{self._numbers[key]}"
+    def _label(self, mark: Mark) -> str:
+        self.known.append(mark)
+        return f"{SITE}{len(self.known) - 1}"
 
     def _noting(self, fn: Callable[..., Any], card: Operator) -> Callable[..., Any]:
-        label = self._label((id(card), ""), Mark(card, "opsmith"))
+        label = self._label(Mark(card, "opsmith"))
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             with _RecordFunctionFast(label):

@@ -96,40 +96,11 @@ class Canon:
 
     def leaf(self, node: Node) -> Poly:
         """The node as an opaque value; a complex one as its two parts."""
-        if node not in self.space.leaves:
-            self.space.leaves[node] = self._leaf(node)
-        return self.space.leaves[node]
-
-    def without(self, node: Node) -> Canon:
-        """The terms of the same graph where one more node is a leaf, whatever it computes.
-
-        What is not computed from that node has been read already.
-        """
-        assert self.root is not None
-        self(self.root)
-        leaf = self.space.leaf(node, shape_of(node))
-        if self.memo.get(node) is leaf:
-            return self
-        stale = {self.root}
-        queue = [node]
-        while queue:
-            users = [u for u in queue.pop().users if u in self.memo and u not in stale]
-            stale.update(users)
-            queue += users
-        known = {n: term for n, term in self.memo.items() if n not in stale}
-        return Canon(self.space, {**known, node: leaf}, self.root, self.opaque, self.keeps)
-
-    def _leaf(self, node: Node) -> Poly:
         leaf = self.space.leaf(node, shape_of(node))
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.is_complex():
             return leaf
         return self.space.fn("real", leaf) + self.space.i * self.space.fn("imag", leaf)
-
-    def node_of(self, poly: Poly) -> Node | None:
-        """The first node known to compute exactly this term."""
-        found = self.nodes.get(poly)
-        return found[0] if found else None
 
     def _read(self, node: Node) -> Poly:
         if node.op == "get_attr":

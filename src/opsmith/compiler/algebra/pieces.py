@@ -129,8 +129,6 @@ def components(s: Space, p: Poly, shape: Shape) -> list[Poly] | None:
     atom = p.atom
     if atom is None:
         return None
-    if atom.name == "stack" and atom.shape == shape and atom.attrs == (-1,):
-        return list(atom.args)
     if atom.name != "reshape" or atom.shape != shape:
         return None
     inner = atom.args[0]
@@ -140,16 +138,6 @@ def components(s: Space, p: Poly, shape: Shape) -> list[Poly] | None:
     if not isinstance(size, int) or not isinstance(turns, int) or size != turns * shape[-2]:
         return None
     return [take(s, inner, ("turn", i, turns), size) for i in range(turns)]
-
-
-def unstacked(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly | None:
-    """A stack whose last two axes become one: its values in turns, or in blocks."""
-    if atom.name != "stack" or atom.shape != old or len(new) != len(old) - 1 or new[:-1] != old[:-2]:
-        return None
-    count = len(atom.args)
-    if atom.attrs == (-1,):
-        return join(s, "zip", list(atom.args), (old[-2],) * count, new)
-    return join(s, "cat", list(atom.args), (old[-1],) * count, new)
 
 
 def parts(s: Space, p: Poly) -> tuple[Poly, Poly]:

@@ -25,13 +25,13 @@ _MORE_AXES = ("aten::unsqueeze", "aten::view", "aten::reshape")
 
 
 def pointwise(*names: str) -> Callable[[Pointwise], Pointwise]:
-    """Register an operator by what it makes of its arguments' terms; what is no node is given as it is."""
+    """Register an operator, and the one in place, by its arguments' terms; what is no node is given as it is."""
 
     def decorate(fn: Pointwise) -> Pointwise:
         def apply(c: Canon, node: Node, **given: Any) -> Poly:
             return fn(c.space, *[c(v) if isinstance(v, Node) else v for v in given.values()])
 
-        rule(*names)(apply)
+        rule(*names, *(f"{name}_" for name in names))(apply)
         return fn
 
     return decorate
@@ -89,13 +89,11 @@ def _normal_cdf(s: Space, x: Poly) -> Poly:
 
 _POINTWISE: dict[str, Pointwise] = {
     "add": lambda s, x, y, alpha: x + y * alpha,
-    "add_": lambda s, x, y, alpha: x + y * alpha,
     "sub": lambda s, x, y, alpha: x - y * alpha,
-    "sub_": lambda s, x, y, alpha: x - y * alpha,
     "rsub": lambda s, x, y, alpha: y - x * alpha,
     "mul": lambda s, x, y: x * y,
-    "mul_": lambda s, x, y: x * y,
     "addcmul": lambda s, x, a, b, value: x + a * b * value,
+    "ones_like": lambda s, x, *_: s.const(1),
     "neg": lambda s, x: -x,
     "square": lambda s, x: x * x,
     "sqrt": lambda s, x: x**0.5,
@@ -136,7 +134,7 @@ for _name, _fn in _POINTWISE.items():
     pointwise(_name)(_fn)
 
 
-@pointwise("div", "div_")
+@pointwise("div")
 def _div(s: Space, x: Poly, y: Value, rounding_mode: Any = None) -> Poly:
     if rounding_mode is not None:
         raise Unreadable
@@ -180,11 +178,6 @@ def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     if "cast" in c.keeps and torch.promote_types(source.dtype, dtype) != dtype:
         return c.space.fn("rounded", c(self), shape=shape_of(node), attrs=(str(dtype),))
     return c(self)
-
-
-@rule("ones_like")
-def _ones(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
-    return c.space.const(1)
 
 
 @rule("one_hot")
@@ -487,10 +480,12 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
     """A contraction of two operands over one index: permuted to a batched matmul, and back."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
-    if len(parts) != 2 or len(tensors) != 2 or not output:
+    if len(parts) != 2 or not output:
         raise Unreadable
-    ranks = [len(shape_of(t)) for t in tensors]
-    left, right, output = _name_ellipsis(parts[0], parts[1], output, ranks)
+    # Each `...` is spelled out with capital letters, aligned to the right as broadcasting does.
+    more = [len(shape_of(t)) - len(p.replace("...", "")) for p, t in zip(parts, tensors, strict=True)]
+    spelled = zip((*parts, output), (*more, max(more)), strict=True)
+    left, right, output = (p.replace("...", "ABCDEFGH"[8 - n :]) for p, n in spelled)
     if any(len(set(p)) != len(p) for p in (left, right, output)):
         raise Unreadable
     batch = [i for i in left if i in right and i in output]
@@ -512,17 +507,6 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
     sizes = dict(zip(output, shape_of(node), strict=True))
     product_ = s.matmul(a, b, tuple(sizes[i] for i in order))
     return views.permute(s, product_, tuple(order.index(i) for i in output))
-
-
-def _name_ellipsis(left: str, right: str, output: str, ranks: list[int]) -> tuple[str, str, str]:
-    """Each `...` spelled out with capital letters, aligned to the right as broadcasting does."""
-    first, second = (
-        rank - len(p.replace("...", "")) if "..." in p else 0
-        for p, rank in zip((left, right), ranks, strict=True)
-    )
-    parts = ((left, first), (right, second), (output, max(first, second)))
-    left, right, output = (p.replace("...", "ABCDEFGH"[8 - n :]) for p, n in parts)
-    return left, right, output
 
 
 @rule("scaled_dot_product_attention")
@@ -680,11 +664,20 @@ def _cat(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
 
 @rule("stack")
 def _stack(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
-    """Pairs in a new last axis, or halves in a new axis before it."""
+    """Pairs in a new last axis, or halves in a new axis before it: what is joined, seen with one axis more."""
     rank = len(shape_of(node))
-    if dim % rank < rank - 2:
+    if rank < 2 or dim % rank < rank - 2:
         raise Unreadable
-    return c.space.fn("stack", *[c(t) for t in tensors], shape=shape_of(node), attrs=(dim % rank - rank,))
+    return _stacked(c, node, [c(t) for t in tensors], "zip" if dim % rank == rank - 1 else "cat")
+
+
+def _stacked(c: Canon, node: Node, parts: list[Poly], kind: str) -> Poly:
+    *rows, count, size = shape_of(node)
+    if kind == "zip":
+        count, size = size, count
+    whole = (*rows, count * size)
+    joined = pieces.join(c.space, kind, parts, (size,) * count, whole)
+    return views.reshape(c.space, joined, whole, shape_of(node))
 
 
 @rule("repeat_interleave")
@@ -726,4 +719,4 @@ def _view_as_complex(c: Canon, node: Node, self: Any) -> Poly:
 
 @rule("view_as_real")
 def _view_as_real(c: Canon, node: Node, self: Any) -> Poly:
-    return c.space.fn("stack", *pieces.parts(c.space, c(self)), shape=shape_of(node), attrs=(-1,))
+    return _stacked(c, node, list(pieces.parts(c.space, c(self))), "zip")

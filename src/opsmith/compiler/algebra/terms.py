@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 Dim = Any  # an int, or a sympy expression for a symbolic size
@@ -50,6 +50,13 @@ class Mono:
     factors: tuple[tuple[Atom, float], ...]
     expo: Poly | None
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the functions in it; `exp` when it has an exponential."""
+        own = {a.name for a, _ in self.factors if a.leaf is None} | ({"exp"} if self.expo else set())
+        inner = [*(arg for a, _ in self.factors for arg in a.args), *([self.expo] if self.expo else [])]
+        return frozenset(own).union(*(p.names for p in inner))
+
     @property
     def shape(self) -> Shape:
         """The shape of the product."""
@@ -70,6 +77,11 @@ class Poly:
     terms: tuple[tuple[Mono, float], ...]
     shape: Shape
     space: Space
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the functions in it."""
+        return frozenset().union(*(m.names for m, _ in self.terms))
 
     def __add__(self, other: Poly | float) -> Poly:
         return self.space.add(self, self.space.of(other))
@@ -136,11 +148,6 @@ def _accumulate(terms: dict[Mono, float], mono: Mono, coef: float) -> None:
     terms[mono] = 0.0 if before and abs(total) < 1e-9 * abs(coef) else total
 
 
-def _rounded(coef: float) -> float:
-    """A coefficient to six digits."""
-    return coef if coef in (1.0, -1.0) else float(f"{coef:.6g}")
-
-
 class Space:
     """Interns terms, so that equal terms are one object and comparison is identity."""
 
@@ -148,7 +155,6 @@ class Space:
         # What equal terms come to is computed once: a model's layers are read from many nodes, again and again.
         for law in ("from_atom", "add", "scale", "mul", "power", "exp", "reduce", "matmul"):
             setattr(self, law, cache(getattr(self, law)))
-        self.leaves: dict[Any, Poly] = {}  # by graph node: its term as an opaque value
         self._atoms: dict[Any, Atom] = {}
         self._monos: dict[Any, Mono] = {}
         self._polys: dict[Any, Poly] = {}
@@ -187,7 +193,7 @@ class Space:
         factors = tuple(sorted(((a, p) for a, p in factors if p != 0), key=lambda f: (f[0].uid, f[1])))
         if expo is not None and not expo.terms:
             expo = None
-        key = (tuple((a.uid, p) for a, p in factors), expo.uid if expo else None)
+        key = (factors, expo)
         if key not in self._monos:
             self._monos[key] = Mono(len(self._monos), factors, expo)
         return self._monos[key]
@@ -196,7 +202,8 @@ class Space:
         kept = sorted(((m, c) for m, c in terms.items() if c != 0.0), key=lambda t: t[0].uid)
         if len(kept) > MAX_MONOMIALS:
             raise TooLarge
-        key = tuple([(m.uid, _rounded(c)) for m, c in kept])
+        # A coefficient to six digits.
+        key = tuple([(m, c if c in (1.0, -1.0) else float(f"{c:.6g}")) for m, c in kept])
         if key not in self._polys:
             shape = broadcast(m.shape for m, _ in kept)
             self._polys[key] = Poly(len(self._polys), tuple(kept), shape, self)

@@ -7,7 +7,7 @@ the same normal form.
 
 from __future__ import annotations
 
-from opsmith.compiler.algebra.pieces import join, unstacked
+from opsmith.compiler.algebra.pieces import join
 from opsmith.compiler.algebra.terms import Atom, Poly, Shape, Space
 
 
@@ -75,9 +75,6 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
             for part, size in zip(atom.args, sizes, strict=True)
         ]
         return join(s, kind, parts, sizes, new)
-    together = unstacked(s, atom, old, new)
-    if together is not None:
-        return together
     if atom.shape == old and (alone or same_last):
         return s.fn("reshape", s.from_atom(atom), shape=new, attrs=(new,))
     raise _Outside

@@ -7,8 +7,7 @@ call is made once, without memory, and what it casts before all else is seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,26 +35,27 @@ def spell_out(graph: fx.Graph, weights: Sequence[bool]) -> None:
         once = set(graph.nodes)
     made: dict[tuple[Node, torch.dtype], Node] = {}
     regions: dict[Node, Any] = {}
-    with _uncached():
-        try:
-            for node in list(graph.nodes):
-                if node.op != "call_function":
-                    continue
-                if node.target in _REGIONS:
-                    regions[node] = node.target(*map_arg(node.args, lambda n: regions.pop(n)))
-                    continue
-                for source, dtype in _casts(node).items():
-                    cast = made.get((source, dtype)) if source in once else None
-                    if cast is None:
-                        with graph.inserting_before(node):
-                            cast = graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
-                        cast.meta = dict(node.meta, val=source.meta["val"].to(dtype))
-                        made[source, dtype] = cast
-                    node.replace_input_with(source, cast)
-        finally:
-            for entered in regions.values():  # a region that raised half way
-                if entered is not None:
-                    torch.amp.autocast_mode._exit_autocast(entered)
+    # Autocast's cache would keep tensors without memory, and hide the second cast of a weight.
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        for node in (n for n in list(graph.nodes) if n.op == "call_function"):
+            if node.target in _REGIONS:
+                regions[node] = node.target(*map_arg(node.args, lambda n: regions.pop(n)))
+                continue
+            for source, dtype in _casts(node).items():
+                cast = made.get((source, dtype)) if source in once else None
+                if cast is None:
+                    with graph.inserting_before(node):
+                        cast = graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+                    cast.meta = dict(node.meta, val=source.meta["val"].to(dtype))
+                    made[source, dtype] = cast
+                node.replace_input_with(source, cast)
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for entered in regions.values():  # a region that raised half way
+            if entered is not None:
+                torch.amp.autocast_mode._exit_autocast(entered)
 
 
 def _casts(node: Node) -> dict[Node, torch.dtype]:
@@ -101,14 +101,3 @@ class _First(TorchDispatchMode):
         elif self.first and source is not None and dtype is not None:
             self.found[source] = dtype
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _uncached() -> Iterator[None]:
-    """Autocast's cache would keep tensors without memory, and hide the second cast of a weight."""
-    was = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was)

@@ -1,14 +1,15 @@
 """Changes in place: made into values where nobody else can see them, and otherwise kept in mind.
 
 A captured graph keeps the model's in-place operators. `x = a @ b; x += c` changes memory that only `x` knows,
-which is the same as a new value, so it is written as one. What is left (a cache, a counter, a write through a
-view) is a fact that recognition, the study and the timing of a graph have to respect.
+which is the same as a new value, so it is written as one; and so is a new tensor with the kernel of ours that fills it,
+as a packed linear layer is. What is left (a cache, a counter, a write through a view) is a fact that recognition, the
+study and the timing of a graph have to respect.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from opsmith.compiler.algebra.canon import arguments
+from opsmith.compiler.algebra.canon import arguments, op_name
 
 
 @dataclass
@@ -96,19 +97,34 @@ def _draws(node: Node) -> bool:
     return bool(arguments(node).get("dropout_p", 1.0) != 0.0)
 
 
+def filled(
+    kernel: torch._ops.OpOverload,
+    out: str,
+    make: torch._ops.OpOverload,
+    made_of: tuple[Sequence[Any], Mapping[str, Any]],
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The tensor that `make` allocates and the kernel writes to, as its argument `out`."""
+    sizes, options = made_of
+    y: torch.Tensor = make(*sizes, **options)
+    kernel(*args, **kwargs, **{out: y})
+    return y
+
+
 def localize(graph: fx.Graph) -> None:
-    """Write every in-place operator on memory that has one name only as the operator that returns a new value."""
+    """Write every change in place of memory that has one name only as a call that returns a new value."""
     memory = {n: _memory(n) for n in graph.nodes}
     for number, node in enumerate(list(memory)):
-        pure, target = _functional(node), node.args[0] if node.args else None
-        if pure is None or not isinstance(target, Node) or target.op != "call_function":
+        target, call = _as_value(node)
+        if call is None or target.op != "call_function":
             continue
         shared = [n for n, m in memory.items() if m is not None and m == memory[target]]
         if any(n < node and n is not target for n in shared):
             continue
         with graph.inserting_before(node):
-            value = graph.call_function(pure, node.args, node.kwargs)
-        value.meta = dict(node.meta)
+            value = graph.call_function(*call)
+        value.meta = dict(target.meta if value.target is filled else node.meta)
         # From here on the old name stands for the new value.
         target.replace_all_uses_with(value, partial(operator.lt, node))
         node.replace_all_uses_with(value)
@@ -154,13 +170,34 @@ def _written(node: Node) -> list[Node]:
     return written
 
 
+_EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty"}
+
+
+def _as_value(node: Node) -> tuple[Any, tuple[Any, tuple[Any, ...], dict[str, Any]] | None]:
+    """The one thing that a call changes, and the call that returns that as a new value, where there is one."""
+    changed = _written(node)
+    if len(changed) != 1:
+        return None, None
+    (new,) = changed
+    if not op_name(node).startswith("opsmith::") or node.target._schema.returns:  # type: ignore[union-attr]
+        pure = _functional(node) if new is node.args[0] else None
+        return new, None if pure is None else (pure, node.args, node.kwargs)
+    out = next((k for k, v in node.kwargs.items() if v is new), "")
+    given = {k: v for k, v in node.kwargs.items() if k != out}
+    read: list[Node] = []
+    map_arg((node.args, given), read.append)
+    if op_name(new) not in _EMPTY or new in read or any(u < node for u in new.users):
+        return new, None
+    return new, (filled, (node.target, out, new.target, (new.args, new.kwargs), *node.args), given)
+
+
 def _functional(node: Node) -> torch._ops.OpOverload | None:
     """The operator that returns what this one writes over its first argument."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.partition("::")[2]
-    if not name.endswith("_") or name.endswith("__") or _written(node) != [node.args[0]]:
+    if not name.endswith("_") or name.endswith("__"):
         return None
     dtype = node.meta["val"].dtype
     given = [n.meta.get("val") for n in node.all_input_nodes]

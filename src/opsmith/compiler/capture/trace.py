@@ -14,7 +14,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from opsmith.compiler.algebra.canon import arguments, op_name, shape_of
 from opsmith.compiler.capture.casts import spell_out
-from opsmith.compiler.capture.filled import join
 from opsmith.compiler.capture.mutation import effects, localize
 
 
@@ -38,10 +37,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], general: bool = F
                     value.shape, value.stride(), dtype=value.dtype, device=value.device
                 )
         symbolic = context.tensor_to_context.get(value) if context is not None else None
-        if symbolic is None:
-            return mode.from_tensor(value, static_shapes=True)
+        source = None if symbolic is None else symbolic.tensor_source
         return mode.from_tensor(
-            value, static_shapes=False, symbolic_context=symbolic, source=symbolic.tensor_source
+            value, static_shapes=symbolic is None, symbolic_context=symbolic, source=source
         )
 
     def run(*values: Any) -> Any:
@@ -97,7 +95,6 @@ def note_constants(gm: fx.GraphModule) -> None:
 
 def tidy(graph: fx.Graph) -> None:
     """Drop what gives its input: dropout out of training, casts and views to what a value is, joins with nothing."""
-    join(graph)
     localize(graph)
     changing = effects(graph).opaque()
     for node in list(graph.nodes):
@@ -111,24 +108,23 @@ def tidy(graph: fx.Graph) -> None:
 
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
+    """The first argument of a call that gives just that."""
     name = op_name(node)
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+    source: Any = node.args[0] if node.args else None
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
+    after = node.meta.get("val")
+    if not name or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None
+    given, same = arguments(node), shape_of(source) == shape_of(node)
     if name == "aten::dropout":
-        args = arguments(node)
-        return source if not args["train"] or args["p"] == 0 else None
-    before, after = source.meta["val"], node.meta.get("val")
-    if not isinstance(after, torch.Tensor):
+        same = not given["train"] or given["p"] == 0
+    elif name in ("aten::to", "aten::type_as"):
+        same = (before.dtype, before.device) == (after.dtype, after.device) and not given.get("copy")
+    elif name == "aten::slice":
+        same = same and given["step"] == 1
+    elif name not in ("aten::view", "aten::reshape", "aten::expand", "aten::alias"):
         return None
-    if name in ("aten::to", "aten::type_as"):
-        same = before.dtype == after.dtype and before.device == after.device
-        return source if same and not arguments(node).get("copy") else None
-    if name == "aten::slice":
-        return source if arguments(node)["step"] == 1 and shape_of(source) == shape_of(node) else None
-    if name in ("aten::view", "aten::reshape", "aten::expand", "aten::alias"):
-        return source if shape_of(source) == shape_of(node) else None
-    return None
+    return source if same else None
 
 
 def _alone(node: fx.Node) -> fx.Node | None:

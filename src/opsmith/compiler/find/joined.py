@@ -18,8 +18,7 @@ from torch.fx import Node
 
 from opsmith.call.layouts import in_huge_pages
 from opsmith.compiler.algebra.canon import op_name, shape_of
-from opsmith.compiler.capture.filled import filled
-from opsmith.compiler.capture.mutation import Effects
+from opsmith.compiler.capture.mutation import Effects, filled
 from opsmith.compiler.find.operands import Made
 from opsmith.compiler.find.recognize import LEFT_OPERAND
 from opsmith.compiler.find.site import Site
@@ -179,13 +178,13 @@ def _site(group: list[Part]) -> Site:
     return Site(_CARD, pattern, call, nodes, set(nodes), columns=columns)
 
 
-def packed_linears(x: torch.Tensor, *args: Any, columns: tuple[int, ...], **options: Any) -> torch.Tensor:
-    return packed_linear(x, *args, **options)
+def _at_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function of one layer makes of all of them."""
 
+    def packed_linears(*args: Any, columns: tuple[int, ...], **options: Any) -> Any:
+        return fn(*args, **options)
 
-def _at_once(x: torch.Tensor, *args: Any, columns: tuple[int, ...], **options: Any) -> torch.Tensor:
-    """One call for all layers."""
-    return _native.fn(x, *args, **options)  # type: ignore[no-any-return]
+    return packed_linears
 
 
 def _apart(
@@ -211,10 +210,6 @@ def _apart(
     return y
 
 
-def _supports(*args: Any, columns: tuple[int, ...], **options: Any) -> bool | str:
-    return _native.supports(*args, **options)
-
-
 def in_float64(node: Node, operand: Callable[[Node], Any]) -> torch.Tensor:
     """The result of a packed layer's call, each weight as it was rounded, all else in float64."""
     kernel, _, _, _, *args = node.args
@@ -229,9 +224,9 @@ def in_float64(node: Node, operand: Callable[[Node], Any]) -> torch.Tensor:
 _native = CARD.implementation("native")
 _CARD: Operator = replace(
     CARD,
-    function=packed_linears,
+    function=_at_once(packed_linear),
     implementations=[
-        Implementation("native", _at_once, "cpu", _supports, takes_out=True),
+        Implementation("native", _at_once(_native.fn), "cpu", _at_once(_native.supports), takes_out=True),
         Implementation("eager", _apart, takes_out=True),  # what the model does by itself
     ],
 )

@@ -9,8 +9,9 @@ it, a linear layer the activation behind it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from opsmith.compiler.find.operands import (
     without_axis,
 )
 from opsmith.compiler.find.site import Site, ancestors, between, check, cuts, where
-from opsmith.compiler.find.template import Template, function_names
+from opsmith.compiler.find.template import Template
 from opsmith.operator import Operator
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
@@ -88,9 +89,10 @@ class _Finder:
         templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
         # The richest pattern first: attention before softmax, an affine norm before a plain one. Of two alike, that of
         # an operator that somebody has added to ours.
-        self.templates = sorted(templates, key=lambda t: (-len(t.names), -_size(t.term), -len(t.variables)))
+        self.templates = sorted(
+            templates, key=lambda t: (-len(t.term.names), -_size(t.term), -len(t.variables))
+        )
         self.consumed: set[Node] = set()
-        self.names: dict[Poly, set[str]] = {}  # of the functions in a term
         self.near: dict[Node, tuple[tuple[int, int], Template, Mismatch, Canon]] = {}
 
     def run(self) -> Recognized:
@@ -109,63 +111,53 @@ class _Finder:
         return result
 
     def _site(self, root: Node) -> Site | None:
+        sites = (self._try(template, canon, root, known) for template, canon, known in self._readings(root))
+        return next((site for site in sites if site is not None), None)
+
+    def _readings(self, root: Node) -> Iterator[tuple[Template, Canon, Binding]]:
+        """The ways to read a node: by each template, with every value as its main input that could be that."""
         region = ancestors(root, self.consumed)
-        plain: dict[frozenset[str], Canon] = {}
-        cut: dict[frozenset[str], dict[Node, Canon]] = {}
+        candidates = cuts(root, region)
+
+        @cache
+        def read(keeps: frozenset[str], *cut: Node) -> Canon:
+            leaves = {n: self.space.leaf(n, shape_of(n)) for n in cut}
+            return Canon(self.space, leaves, root, self.opaque, keeps)
+
         for template in self.templates:
             keeps = template.pattern.recognition.keeps
-            if keeps not in plain:
-                plain[keeps] = Canon(self.space, None, root, self.opaque, keeps)
             if template.cut is None:
-                site = self._try(template, plain[keeps], root, {})
-                if site is not None:
-                    return site
-                continue
-            if keeps not in cut:
-                cut[keeps] = {n: plain[keeps].without(n) for n in cuts(root, region)}
-            for candidate, canon in cut[keeps].items():
-                site = self._try(template, canon, root, {template.cut: canon(candidate)})
-                if site is not None:
-                    return site
-        return self._shallow(root, region, plain.get(frozenset()))
-
-    def _shallow(self, root: Node, region: set[Node], plain: Canon | None) -> Site | None:
-        """A matmul whose left operand is taken as it is: a scale on it belongs to what computed it."""
-        for node in (root, *(n for n in root.all_input_nodes if n in region)):
-            position = LEFT_OPERAND.get(op_name(node))
-            left = node.args[position] if position is not None else None
-            if not isinstance(left, Node):
-                continue
-            plain = plain or Canon(self.space, None, root, self.opaque)
-            canon = plain.without(left)
+                yield template, read(keeps), {}
+            else:
+                for node in candidates:
+                    yield template, read(keeps, node), {template.cut: self.space.leaf(node, shape_of(node))}
+        # A matmul whose left operand is taken as it is: a scale on it belongs to what computed it.
+        products = [n for n in (root, *root.all_input_nodes) if n is root or n in region]
+        lefts = [n.args[LEFT_OPERAND[op_name(n)]] for n in products if op_name(n) in LEFT_OPERAND]
+        for left in (n for n in lefts if isinstance(n, Node)):
             for template in self.templates:
-                if "matmul" in template.names and "exp" not in template.names:
-                    site = self._try(template, canon, root, {})
-                    if site is not None:
-                        return site
-        return None
+                if "matmul" in template.term.names and "exp" not in template.term.names:
+                    yield template, read(template.pattern.recognition.keeps, left), {}
 
     def _try(self, template: Template, canon: Canon, root: Node, known: Binding) -> Site | None:
         term = canon(root)
-        if "join" in template.names:
+        if "join" in template.term.names:
             term = lower(self.space, term, shape_of(root))
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
-        if term not in self.names:
-            self.names[term] = function_names(term)
-        if not template.names - {"permute"} <= self.names[term]:
+        if not template.term.names - {"permute"} <= term.names:
             return None
         matcher = Matcher(self.space, template)
         binding = matcher.match(term, known)
-        problem: Mismatch | None = matcher.mismatch
+        problem = matcher.mismatch
         if binding is not None:
             outcome = self._bind(template, canon, root, binding)
             if isinstance(outcome, Site):
                 return outcome
             problem = Mismatch(4 * len(binding) + 100, *outcome)
-        if problem is not None and problem.score >= 0 and self._written_out(template, root, known):
+        if problem.score >= 0 and self._written_out(template, root, known):
             best = self.near.get(root)
             # Attention that failed says more than a matmul that did.
-            rank = (len(template.names), problem.score)
+            rank = (len(template.term.names), problem.score)
             if best is None or rank > best[0]:
                 self.near[root] = (rank, template, problem, canon)
         return None
@@ -181,21 +173,17 @@ class _Finder:
     ) -> Site | tuple[str, str, Any]:
         """The site, or (expected, got, where) of the reason why the operator can't stand here."""
         how = template.pattern.recognition
-        call: dict[str, Any] = dict(template.pattern.fixed)
+        terms = {name: value for name, value in binding.items() if isinstance(value, Poly)}
+        call: dict[str, Any] = {**template.pattern.fixed, **binding}
         layouts: dict[str, tuple[int, ...]] = {}
-        already: dict[str, float] = {}
-        for name, value in binding.items():
-            if isinstance(value, int | float):
-                call[name] = value
-                continue
+        for name, value in terms.items():
             operand = materialize(value, canon, root)
             if operand is None and name in how.shared:
                 operand = of_wider(value, canon, root)
             number = how.multiplies.get(name, "")
             factor = binding.get(number)
             if operand is None and isinstance(factor, float):
-                operand = materialize(self.space.scale(value, factor), canon, root)
-                already |= {number: 1.0} if operand is not None else {}
+                operand, call[number] = materialize(value * factor, canon, root), 1.0
             if operand is None:
                 return (f"{name} as a value of the graph", "an expression no node computes", value)
             call[name] = operand
@@ -206,7 +194,6 @@ class _Finder:
         if len(set(layouts.values())) > 1:
             text = ", ".join(f"{n}: {p}" for n, p in layouts.items())
             return ("inputs in one layout", f"axes permuted as {text}", root)
-        call |= already
         used: set[str] = set()
         for name, follows in how.numbers.items():
             of = inspect.signature(follows).parameters
@@ -307,10 +294,8 @@ def _node_at(at: Any, canon: Canon) -> Node | None:
     poly = canon.space.from_atom(at) if isinstance(at, Atom) else at
     if not isinstance(poly, Poly):
         return None
-    if poly.atom is not None and isinstance(poly.atom.leaf, Node):
-        return poly.atom.leaf
     parts = [canon.space.from_atom(atom) for mono, _ in poly.terms for atom, _p in mono.factors]
-    found = (canon.node_of(p) or (p.atom and p.atom.leaf) for p in (poly, *parts))
+    found = (node for p in (poly, *parts) for node in (*canon.nodes.get(p, ())[:1], p.atom and p.atom.leaf))
     return next((node for node in found if isinstance(node, Node)), None)
 
 
@@ -338,12 +323,9 @@ def _unrepeated(value: Any) -> Any:
     if not isinstance(node, Node):
         return value
     if node.target is torch.ops.aten.to.dtype and len(node.args) == 2:  # of all copies, or of what is copied
-        source = _unrepeated(node.args[0])
-        return (
-            value
-            if source is node.args[0]
-            else Made(node.target, (source, node.args[1]), shape_of_operand(source))
-        )
+        wide, dtype = node.args
+        source = _unrepeated(wide)
+        return value if source is wide else Made(node.target, (source, dtype), shape_of_operand(source))
     if op_name(node) == "aten::repeat_interleave" and arguments(node).get("dim") in (1, -3):
         return node.args[0]
     if op_name(node) not in ("aten::reshape", "aten::view", "aten::_unsafe_view"):
@@ -358,7 +340,4 @@ def _unrepeated(value: Any) -> Any:
     small, big = shape_of(narrow), shape_of(wide)
     if len(small) != 5 or small[2] != 1 or (*small[:2], *small[3:]) != (*big[:2], *big[3:]):
         return value
-    source, shape = narrow.args[0], (*small[:2], *small[3:])
-    if op_name(narrow) == "aten::unsqueeze" and shape_of(source) == shape:
-        return source
-    return Made(torch.ops.aten.squeeze.dim, (narrow, 2), shape)
+    return without_axis(narrow, 2)

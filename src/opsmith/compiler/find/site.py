@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from opsmith.compiler.algebra.canon import BOUNDARIES, dim_of, op_name, shape_of
-from opsmith.compiler.find.operands import Made, nodes_in
+from opsmith.compiler.find.operands import evaluate, nodes_in
 from opsmith.operator import Operator
 
 MAX_REGION = 64
@@ -41,14 +43,18 @@ class Site:
         """The nodes that the call reads."""
         return [node for value in self.arguments.values() for node in nodes_in(value)]
 
-    def results(self, result: Any) -> tuple[torch.Tensor, ...]:
-        """A call's results in the model's layout."""
-        results = result if isinstance(result, tuple) else (result,)
+    def results(self, result: Any) -> tuple[Any, ...]:
+        """A call's results in the model's layout: tensors, or proxies of a graph's nodes where it is one."""
+        results = [result]
         if self.columns:
-            results = result.split(self.columns, -1)
+            ends = accumulate(self.columns)
+            parts = [(end - n, end) for n, end in zip(self.columns, ends, strict=True)]
+            results = [torch.ops.aten.slice.Tensor(result, -1, *part) for part in parts]
+        elif len(self.outputs) > 1:
+            results = [result[i] for i in range(len(self.outputs))]
         for call, more in self.after:
-            results = tuple(call(r, *more) for r in results)
-        return results
+            results = [call(r, *more) for r in results]
+        return tuple(results)
 
     def grow(self, grown: Site) -> None:
         """Take over what a larger site of the same operator is called with, gives and replaces."""
@@ -62,13 +68,8 @@ class Site:
 
 def where(node: Node) -> str:
     """The model's source line of a node, as `file.py:12`, or an empty string."""
-    trace = (node.stack_trace or "").strip().splitlines()
-    for line in reversed(trace):
-        if line.strip().startswith("File "):
-            parts = line.strip().split('"')
-            number = line.split("line ")[1].split(",")[0] if "line " in line else "?"
-            return f"({parts[1].rsplit('/', 1)[-1]}:{number})"
-    return ""
+    lines = re.findall(r'File "(?:.*/)?(.*)", line (\d+)', node.stack_trace or "")
+    return "({}:{})".format(*lines[-1]) if lines else ""
 
 
 def ancestors(root: Node, stop: set[Node]) -> set[Node]:
@@ -115,14 +116,14 @@ def between(
 
 def hint(value: Any, known: Mapping[Any, int] | None = None) -> Any:
     """A value without storage and without symbols, for a dry run of an operator; of symbols what is `known`."""
-    if isinstance(value, Made):
-        return value.target(*[hint(a, known) for a in value.args])
-    if isinstance(value, Node):
-        value = value.meta["val"]
-    if isinstance(value, torch.Tensor):
-        sizes = [_number(d, known) for d in value.shape]
-        return torch.empty(sizes, dtype=value.dtype, device="meta")
-    return value
+
+    def without_storage(node: Node) -> Any:
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty([_number(d, known) for d in value.shape], dtype=value.dtype, device="meta")
+
+    return evaluate(value, without_storage)
 
 
 def _number(d: Any, known: Mapping[Any, int] | None = None) -> int:

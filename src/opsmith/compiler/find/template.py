@@ -34,7 +34,6 @@ class Template:
     pattern: Pattern
     term: Poly
     holes: dict[str, float]
-    names: frozenset[str]
     variables: tuple[str, ...]
     cut: str | None  # the variable to look for among the root's ancestors; None where that has another shape
 
@@ -51,9 +50,8 @@ class Template:
         for node, name in zip(graph.find_nodes(op="placeholder"), variables, strict=True):
             cut[node] = space.leaf(Var(name), shape_of(node))
         term = lower(space, Canon(space, cut, root, keeps=pattern.recognition.keeps)(root), shape_of(root))
-        names = frozenset(function_names(term))
-        other = names & {"matmul", "gather", "nll"} or shape_of(next(iter(cut))) != shape_of(root)
-        return cls(card, pattern, term, holes, names, variables, None if other else variables[0])
+        other = term.names & {"matmul", "gather", "nll"} or shape_of(next(iter(cut))) != shape_of(root)
+        return cls(card, pattern, term, holes, variables, None if other else variables[0])
 
 
 @functools.lru_cache(maxsize=256)
@@ -62,11 +60,11 @@ def _traced(
     shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
     dtypes: tuple[tuple[str, str], ...],
     holes: tuple[tuple[str, float], ...],
-    times: int = 1,
 ) -> fx.Graph:
     """A pattern's function as a graph; tracing takes longer than reading it, so once in a process."""
-    primes = iter(times * prime for prime in (3, 5, 7, 11, 13, 17, 19, 23))
-    sizes: defaultdict[str, int] = defaultdict(lambda: next(primes))
+    # Even, as some pair up the elements of an axis, and otherwise without common factors.
+    primes = iter((7, 11, 13, 17, 19, 23, 29, 31))
+    sizes: defaultdict[str, int] = defaultdict(lambda: 2 * next(primes))
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in shapes:
         dtype = {"ids": torch.int64, "bool": torch.bool}.get(dict(dtypes).get(name, ""), torch.float32)
@@ -75,27 +73,4 @@ def _traced(
     def call(*values: torch.Tensor) -> Any:
         return fn(**dict(zip(tensors, values, strict=True)), **dict(holes))
 
-    try:
-        return make_fx(call, pre_dispatch=True)(*tensors.values()).graph
-    except RuntimeError:  # what pairs up the elements of an axis takes no odd size
-        if times == 2:
-            raise
-        return _traced(fn, shapes, dtypes, holes, 2)
-
-
-def function_names(poly: Poly, seen: set[int] | None = None) -> set[str]:
-    """The names of the functions in a term; `exp` when it has an exponential."""
-    seen = set() if seen is None else seen
-    names: set[str] = set()
-    if poly.uid in seen:
-        return names
-    seen.add(poly.uid)
-    for mono, _ in poly.terms:
-        if mono.expo is not None:
-            names |= {"exp"} | function_names(mono.expo, seen)
-        for atom, _power in mono.factors:
-            if atom.leaf is None:
-                names.add(atom.name)
-            for arg in atom.args:
-                names |= function_names(arg, seen)
-    return names
+    return make_fx(call, pre_dispatch=True)(*tensors.values()).graph

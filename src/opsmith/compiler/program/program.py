@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from opsmith.call.fast import direct
-from opsmith.compiler.capture.filled import filled
+from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
 from opsmith.compiler.steps.bind import kernel_calls

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import fx
@@ -12,16 +10,15 @@ from torch.fx import Node
 
 from opsmith.compiler.find.operands import insert
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.steps.sizes import symbols
 from opsmith.compiler.steps.slots import may_be_view
 
 
 def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphModule:
     """A copy of the graph in which each named site is a call of its card's public function.
 
-    The call node carries `meta["site"]`, the site's name, and `meta["symbols"]`, those in the sizes of its results.
-    Since the functions are public ones, the graph still differentiates; the program for inference is made from the
-    same nodes with the chosen implementations.
+    The call node carries `meta["site"]`, the site's name, and as its value those of the nodes that it replaces. Since
+    the functions are public ones, the graph still differentiates; the program for inference is made from the same nodes
+    with the chosen implementations.
     """
     graph = fx.Graph()
     new: dict[Node, Node] = {}
@@ -35,18 +32,10 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
             call = {k: insert(v, graph, new.__getitem__, at, made) for k, v in site.arguments.items()}
             node = graph.call_function(site.card.function, (), call)
             node.meta["site"] = name
-            sizes = symbols([n.meta.get("val") for n in site.outputs])
-            node.meta["symbols"] = sizes
-            if site.columns:
-                results = _columns(graph, node, site.columns)
-            elif len(targets) == 1:
-                results = [node]
-            else:
-                results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(targets))]
-            for function, more in site.after:
-                results = [graph.call_function(function, (r, *more)) for r in results]
+            node.meta["val"] = [n.meta.get("val") for n in site.outputs]
+            results = [proxy.node for proxy in site.results(fx.Proxy(node))]
             for result in results:
-                result.meta["symbols"] = sizes
+                result.meta["val"] = node.meta["val"]
         for old, target, result in zip(site.outputs, targets, results, strict=True):
             target.replace_all_uses_with(result)
             if site.columns:
@@ -60,15 +49,6 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(gm, graph)
-
-
-def _columns(graph: fx.Graph, node: Node, columns: Sequence[int]) -> list[Node]:
-    """The parts of a result that stand side by side in its last dimension."""
-    ends = list(accumulate(columns))
-    return [
-        graph.call_function(torch.ops.aten.slice.Tensor, (node, -1, end - n, end))
-        for n, end in zip(columns, ends, strict=True)
-    ]
 
 
 def _by_any_stride(node: Node) -> None:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from opsmith.compiler.algebra.canon import op_name
-from opsmith.compiler.capture.filled import filled
+from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.find.joined import in_float64
 from opsmith.compiler.find.site import Site
 from opsmith.operator import Tolerance, Verdict

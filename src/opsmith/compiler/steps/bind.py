@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -62,12 +63,6 @@ def kernel_calls(
     found = rehearsal.found
     found.inputs = [k for k, v in arguments.items() if isinstance(v, torch.Tensor) and not still(v)]
     named = {id(arguments[k]) for k in found.inputs} | {id(view) for view, _ in found.views}
-    tensors = [v for _, args, kwargs in found.calls for v in (*args, *kwargs.values()) if _holds_tensor(v)]
-    known = all(isinstance(v, torch.Tensor) and (still(v) or id(v) in named) for v in tensors)
+    given = pytree.tree_leaves([call[1:] for call in found.calls])
+    known = all(still(v) or id(v) in named for v in given if isinstance(v, torch.Tensor))
     return found if known else None
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(_holds_tensor(v) for v in value)
-    return isinstance(value, torch.Tensor)

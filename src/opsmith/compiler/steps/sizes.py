@@ -24,16 +24,11 @@ def symbols(value: Any) -> frozenset[Any]:
 
 
 def varying(nodes: Sequence[Node], free: Collection[Any]) -> set[Node]:
-    """The nodes whose sizes, strides or number depend on these symbols.
-
-    Of a node that rewriting put in, `meta["symbols"]` says on which its results depend; of one without that, the
-    inputs do.
-    """
+    """The nodes whose sizes, strides or number depend on these symbols; of one without a value, the inputs do."""
     found: set[Node] = set()
     for node in nodes:
-        if "symbols" in node.meta or "val" in node.meta:
-            own = node.meta["symbols"] if "symbols" in node.meta else symbols(node.meta["val"])
-            varies = not own.isdisjoint(free)
+        if "val" in node.meta:
+            varies = not symbols(node.meta["val"]).isdisjoint(free)
         else:
             varies = any(source in found for source in node.all_input_nodes)
         if varies:

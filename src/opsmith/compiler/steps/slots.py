@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
-from opsmith.compiler.capture.filled import filled
+from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.find.joined import joined
 
 Layout = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]  # slot, bytes into it; sizes, strides
@@ -130,11 +131,8 @@ def is_pure(node: Node) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if value.layout == torch.strided and not value.is_mkldnn else []
-    if isinstance(value, list | tuple):
-        return [t for v in value for t in _tensors(v)]
-    return []
+    tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    return [t for t in tensors if t.layout == torch.strided and not t.is_mkldnn]
 
 
 def memory(value: Any) -> int:

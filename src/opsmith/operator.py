@@ -254,7 +254,7 @@ class Recognition:
     keeps: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pattern:
     """One way models write an operator, as a plain PyTorch function; the recognizer matches its arithmetic.
 

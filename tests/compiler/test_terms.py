@@ -306,3 +306,17 @@ def test_the_rewriting_above_finds_equal_pairs_and_unequal_ones() -> None:
     for left, right, equal in trees:
         a, b = _normal([left, right])
         assert (a is b) == equal
+
+
+def test_a_complex_number_has_two_parts_and_a_variance_along_another_axis_is_read_as_none() -> None:
+    def fn(x: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * 2j).imag, (c * 1j).real, x.var(0, keepdim=True)
+
+    example = torch.randn(3, 4)
+    graph = make_fx(fn, pre_dispatch=True)(example, example.to(torch.complex64)).graph
+    x, c = graph.find_nodes(op="placeholder")
+    canon = Canon(Space())
+    doubled, turned, variance = graph.find_nodes(op="output")[0].args[0]
+    assert canon(doubled) is canon(x) * 2
+    assert canon(turned) is -canon.space.fn("imag", canon.space.leaf(c, (3, 4)))
+    assert canon(variance) is canon.leaf(variance)

@@ -82,6 +82,8 @@ class Canon:
         if not isinstance(value, Node):
             if isinstance(value, bool | int | float):
                 return self.space.const(float(value))
+            if isinstance(value, complex):
+                return value.real + self.space.i * value.imag
             return self.space.leaf(value, ())
         if value not in self.memo:
             self._depth += 1

@@ -25,11 +25,11 @@ _MORE_AXES = ("aten::unsqueeze", "aten::view", "aten::reshape")
 
 
 def pointwise(*names: str) -> Callable[[Pointwise], Pointwise]:
-    """Register an operator, and the one in place, by its arguments' terms; what is no node is given as it is."""
+    """Register an operator, and the one in place, by its arguments' terms; real numbers are given as they are."""
 
     def decorate(fn: Pointwise) -> Pointwise:
         def apply(c: Canon, node: Node, **given: Any) -> Poly:
-            return fn(c.space, *[c(v) if isinstance(v, Node) else v for v in given.values()])
+            return fn(c.space, *[c(v) if isinstance(v, Node | complex) else v for v in given.values()])
 
         rule(*names, *(f"{name}_" for name in names))(apply)
         return fn

@@ -92,12 +92,10 @@ class _First(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        source = self.known.get(id(args[0])) if args else None
-        dtype = kwargs.get("dtype")
-        if func.namespace == "prim":  # a question about a tensor
-            return func(*args, **kwargs)
-        if func is not torch.ops.aten._to_copy.default:
+        if func is torch.ops.aten._to_copy.default:
+            source, dtype = self.known.get(id(args[0])), kwargs.get("dtype")
+            if self.first and source is not None and dtype is not None:
+                self.found[source] = dtype
+        elif func.namespace != "prim":  # which asks about a tensor
             self.first = False
-        elif self.first and source is not None and dtype is not None:
-            self.found[source] = dtype
         return func(*args, **kwargs)

@@ -223,7 +223,7 @@ class _Finder:
             if arranged is None:
                 continue
             after = squeezed
-            region = between(root, [n for v in arranged.values() for n in nodes_in(v)])
+            region = set(between(root, [n for v in arranged.values() for n in nodes_in(v)]))
             if layout != tuple(range(rank)):
                 after = (*squeezed, (torch.ops.aten.permute.default, (inverse(layout),)))
             site = Site(template.card, template.pattern.name, arranged, (root,), region, after)
@@ -254,7 +254,7 @@ class _Finder:
                 continue
             at = _node_at(problem.at, canon) or root
             region = ancestors(root, self.consumed)
-            covered |= region
+            covered.update(region)
             if any(found.get(source) is template.card for n in region for source in n.all_input_nodes):
                 continue
             misses.append(

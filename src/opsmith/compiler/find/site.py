@@ -72,46 +72,34 @@ def where(node: Node) -> str:
     return "({}:{})".format(*lines[-1]) if lines else ""
 
 
-def ancestors(root: Node, stop: set[Node]) -> set[Node]:
+def ancestors(root: Node, stop: set[Node]) -> list[Node]:
     """The call_function nodes that feed the root, up to boundaries, other sites and a size no operator reaches."""
     return between(root, stop, MAX_REGION, BOUNDARIES)
 
 
-def cuts(root: Node, region: set[Node]) -> list[Node]:
+def cuts(root: Node, region: Iterable[Node]) -> list[Node]:
     """The values that could be the operator's main input: of the root's shape and dtype, nearest first."""
-    shape, dtype = shape_of(root), root.meta["val"].dtype
-    near: dict[Node, None] = {}
-    queue = [root]
-    seen = {root}
-    while queue:
-        node = queue.pop(0)
-        for source in node.all_input_nodes:
-            value = source.meta.get("val")
-            if source in seen or not isinstance(value, torch.Tensor | list | tuple):
-                continue
-            seen.add(source)
-            if isinstance(value, torch.Tensor) and shape_of(source) == shape and value.dtype == dtype:
-                near[source] = None
-            if source in region:
-                queue.append(source)
-    return list(near)
+    sources = dict.fromkeys(source for node in region for source in node.all_input_nodes)
+    tensors = [(n, v) for n in sources if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    dtype = root.meta["val"].dtype
+    return [n for n, value in tensors if value.dtype == dtype and shape_of(n) == shape_of(root)]
 
 
 def between(
     root: Node, inputs: Iterable[Node], enough: float = math.inf, ends: Collection[str] = ()
-) -> set[Node]:
-    """The nodes from the inputs (excluded) to the root (included); no more than `enough` of them are looked for.
+) -> list[Node]:
+    """The nodes from the root (included) to the inputs (excluded), nearest first, as soon as there are `enough`.
 
     What feeds an operator that `ends` names is left out.
     """
-    stop, region, queue = set(inputs), {root}, [root]
+    stop, region, queue = set(inputs), {root: None}, [root]
     while queue and len(region) < enough:
         node = queue.pop(0)
         for source in node.all_input_nodes if node is root or op_name(node) not in ends else ():
             if source not in stop and source not in region and source.op == "call_function":
-                region.add(source)
+                region[source] = None
                 queue.append(source)
-    return region
+    return list(region)
 
 
 def hint(value: Any, known: Mapping[Any, int] | None = None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +40,10 @@ class Template:
     def trace(cls, space: Space, card: Operator, pattern: Pattern) -> Template:
         """Trace the pattern's function as the model is traced, and read it as a term."""
         holes = {n: float(spec) for n, spec in pattern.inputs.items() if isinstance(spec, int | float)}
-        shapes = tuple((n, spec) for n, spec in pattern.inputs.items() if not isinstance(spec, int | float))
-        graph = _traced(pattern.fn, shapes, tuple(pattern.dtypes.items()), tuple(holes.items()))
+        variables = tuple(n for n in pattern.inputs if n not in holes)
+        graph = _traced(pattern)
         output = graph.find_nodes(op="output")[0].args[0]
         root = output[0] if isinstance(output, list | tuple) else output
-        variables = tuple(name for name, _ in shapes)
         cut = {}
         for node, name in zip(graph.find_nodes(op="placeholder"), variables, strict=True):
             cut[node] = space.leaf(Var(name), shape_of(node))
@@ -55,22 +53,21 @@ class Template:
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(
-    fn: Callable[..., Any],
-    shapes: tuple[tuple[str, tuple[int | str, ...]], ...],
-    dtypes: tuple[tuple[str, str], ...],
-    holes: tuple[tuple[str, float], ...],
-) -> fx.Graph:
+def _traced(pattern: Pattern) -> fx.Graph:
     """A pattern's function as a graph; tracing takes longer than reading it, so once in a process."""
     # Even, as some pair up the elements of an axis, and otherwise without common factors.
     primes = iter((7, 11, 13, 17, 19, 23, 29, 31))
     sizes: defaultdict[str, int] = defaultdict(lambda: 2 * next(primes))
     tensors: dict[str, torch.Tensor] = {}
-    for name, spec in shapes:
-        dtype = {"ids": torch.int64, "bool": torch.bool}.get(dict(dtypes).get(name, ""), torch.float32)
+    numbers: dict[str, float] = {}
+    for name, spec in pattern.inputs.items():
+        if isinstance(spec, int | float):
+            numbers[name] = float(spec)
+            continue
+        dtype = {"ids": torch.int64, "bool": torch.bool}.get(pattern.dtypes.get(name, ""), torch.float32)
         tensors[name] = torch.zeros([d if isinstance(d, int) else sizes[d] for d in spec], dtype=dtype)
 
     def call(*values: torch.Tensor) -> Any:
-        return fn(**dict(zip(tensors, values, strict=True)), **dict(holes))
+        return pattern.fn(**dict(zip(tensors, values, strict=True)), **numbers)
 
     return make_fx(call, pre_dispatch=True)(*tensors.values()).graph

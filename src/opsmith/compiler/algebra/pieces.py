@@ -23,8 +23,9 @@ ELEMENTWISE = frozenset(
 )
 
 
-def join(s: Space, kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: Shape) -> Poly:
+def join(kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: Shape) -> Poly:
     """Values joined along the last axis: in blocks of these sizes (`cat`), or in turns (`zip`)."""
+    space = parts[0].space
     if kind == "cat":
         flat: list[Poly] = []
         lengths: list[int] = []
@@ -39,15 +40,15 @@ def join(s: Space, kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: 
         parts, sizes = flat, tuple(lengths)
     if len(parts) == 1:
         return parts[0]
-    return s.fn("join", *parts, shape=shape, attrs=(kind, sizes))
+    return space.fn("join", *parts, shape=shape, attrs=(kind, sizes))
 
 
-def take(s: Space, p: Poly, piece: Piece, size: int) -> Poly:
+def take(p: Poly, piece: Piece, size: int) -> Poly:
     """The piece of a value whose last axis has this size."""
     kind, first, second = piece
     if kind == "block" and (first, second) == (0, size):
         return p
-    return s.rebuilt(p, lambda a: _take_atom(s, a, piece, size), lambda e: take(s, e, piece, size))
+    return p.space.rebuilt(p, lambda a: _take_atom(p.space, a, piece, size), lambda e: take(e, piece, size))
 
 
 def _take_atom(s: Space, atom: Atom, piece: Piece, size: int) -> Poly:
@@ -56,19 +57,19 @@ def _take_atom(s: Space, atom: Atom, piece: Piece, size: int) -> Poly:
     kind, first, second = piece
     shape = (*atom.shape[:-1], _length(piece, size))
     if atom.name == "join":
-        found = _of_join(s, atom, piece)
+        found = _of_join(atom, piece)
         if found is not None:
             return found
     elif atom.name in ELEMENTWISE:
-        args = [take(s, a, piece, size) for a in atom.args]
+        args = [take(a, piece, size) for a in atom.args]
         return s.fn(atom.name, *args, shape=shape, attrs=atom.attrs)
     elif atom.name == "take" and atom.attrs[0][0] == kind == "block":
         _, start, _ = atom.attrs[0]
         inner = atom.args[0]
-        return take(s, inner, ("block", start + first, second), int(inner.shape[-1]))
+        return take(inner, ("block", start + first, second), int(inner.shape[-1]))
     elif atom.name in ("reshape", "expand") and atom.args[0].shape[-1:] == atom.shape[-1:]:
         # Through a view of the leading axes to a join inside; what nothing joins is taken outside.
-        inside = take(s, atom.args[0], piece, size)
+        inside = take(atom.args[0], piece, size)
         if not _taken(inside):
             return s.fn(atom.name, inside, shape=shape, attrs=(shape,))
     return s.fn("take", s.from_atom(atom), shape=shape, attrs=(piece,))
@@ -83,7 +84,7 @@ def _length(piece: Piece, size: int) -> int:
     return second if kind == "block" else len(range(first, size, second))
 
 
-def _of_join(s: Space, atom: Atom, piece: Piece) -> Poly | None:
+def _of_join(atom: Atom, piece: Piece) -> Poly | None:
     how, sizes = atom.attrs
     kind, first, second = piece
     if how == "zip":
@@ -93,14 +94,14 @@ def _of_join(s: Space, atom: Atom, piece: Piece) -> Poly | None:
     ends = list(accumulate(sizes, initial=0))
     for i, (start, end) in enumerate(pairwise(ends)):
         if start <= first and first + second <= end:
-            return take(s, atom.args[i], ("block", first - start, second), sizes[i])
+            return take(atom.args[i], ("block", first - start, second), sizes[i])
     if first in ends and first + second in ends:
         i, j = ends.index(first), ends.index(first + second)
-        return join(s, "cat", list(atom.args[i:j]), sizes[i:j], (*atom.shape[:-1], second))
+        return join("cat", list(atom.args[i:j]), sizes[i:j], (*atom.shape[:-1], second))
     return None
 
 
-def lower(s: Space, p: Poly, shape: Shape) -> Poly:
+def lower(p: Poly, shape: Shape) -> Poly:
     """A value that is joined somewhere as the join of its pieces; any other value as it is."""
     if not shape or not isinstance(shape[-1], int):
         return p
@@ -118,18 +119,14 @@ def lower(s: Space, p: Poly, shape: Shape) -> Poly:
             return p
         pieces = [("turn", i, turns) for i in range(turns)]
     sizes = tuple(_length(piece, size) for piece in pieces)
-    parts = [
-        lower(s, take(s, p, piece, size), (*shape[:-1], n)) for piece, n in zip(pieces, sizes, strict=True)
-    ]
-    return join(s, "cat" if blocks else "zip", parts, sizes, shape)
+    parts = [lower(take(p, piece, size), (*shape[:-1], n)) for piece, n in zip(pieces, sizes, strict=True)]
+    return join("cat" if blocks else "zip", parts, sizes, shape)
 
 
-def components(s: Space, p: Poly, shape: Shape) -> list[Poly] | None:
+def components(p: Poly, shape: Shape) -> list[Poly] | None:
     """The slices of a short last axis that views gave a value, as in `x.view(..., n, 2)`; None where it has none."""
     atom = p.atom
-    if atom is None:
-        return None
-    if atom.name != "reshape" or atom.shape != shape:
+    if atom is None or atom.name != "reshape" or atom.shape != shape:
         return None
     inner = atom.args[0]
     if len(inner.shape) != len(shape) - 1 or inner.shape[:-1] != shape[:-2]:
@@ -137,13 +134,13 @@ def components(s: Space, p: Poly, shape: Shape) -> list[Poly] | None:
     size, turns = inner.shape[-1], shape[-1]
     if not isinstance(size, int) or not isinstance(turns, int) or size != turns * shape[-2]:
         return None
-    return [take(s, inner, ("turn", i, turns), size) for i in range(turns)]
+    return [take(inner, ("turn", i, turns), size) for i in range(turns)]
 
 
-def parts(s: Space, p: Poly) -> tuple[Poly, Poly]:
+def parts(p: Poly) -> tuple[Poly, Poly]:
     """The real and the imaginary part."""
     real: dict[Mono, float] = {}
-    imag = s.zero
+    s, imag = p.space, p.space.zero
     for mono, coef in p.terms:
         if any(atom is s.i.atom for atom, _ in mono.factors):
             rest = tuple((a, power) for a, power in mono.factors if a is not s.i.atom)

@@ -127,8 +127,8 @@ _POINTWISE: dict[str, Pointwise] = {
     "leaky_relu": lambda s, x, slope: chosen(s, compared(s, "above", x), x, x * slope),
     "complex": lambda s, real, imag: real + s.i * imag,
     "polar": lambda s, size, angle: size * (s.fn("cos", angle) + s.i * s.fn("sin", angle)),
-    "real": lambda s, x: pieces.parts(s, x)[0],
-    "imag": lambda s, x: pieces.parts(s, x)[1],
+    "real": lambda s, x: pieces.parts(x)[0],
+    "imag": lambda s, x: pieces.parts(x)[1],
 }
 for _name, _fn in _POINTWISE.items():
     pointwise(_name)(_fn)
@@ -248,7 +248,7 @@ def _reduced(c: Canon, x: Any, dim: Any, keepdim: bool, of: Callable[[Poly, Dim]
         raise Unreadable
     rows = shape_of(x)[:-1]
     result = of(c(x), shape_of(x)[-1])
-    return result if keepdim else views.reshape(c.space, result, (*rows, 1), rows)
+    return result if keepdim else views.reshape(result, (*rows, 1), rows)
 
 
 @rule("amax", "amin")
@@ -262,12 +262,10 @@ def _extreme(c: Canon, node: Node, self: Any, dim: Any, keepdim: bool) -> Poly:
 
 
 @rule("max[]", "min[]")
-def _extreme_values(
-    c: Canon, node: Node, source: Node, index: int, self: Any, dim: Any = None, keepdim: bool = False
-) -> Poly:
-    if index != 0 or dim is None:
+def _extreme_values(c: Canon, node: Node, source: Node, index: int, **along: Any) -> Poly:
+    if index != 0:
         raise Unreadable
-    return _extreme(c, source, self, dim, keepdim)
+    return _extreme(c, source, **along)
 
 
 @rule("mean", "sum")
@@ -300,17 +298,10 @@ def _variance(s: Space, x: Poly, size: Dim) -> Poly:
 
 
 @rule("var", "std")
-def _var(
-    c: Canon,
-    node: Node,
-    self: Any,
-    dim: Any = None,
-    unbiased: Any = None,
-    correction: Any = None,
-    keepdim: bool = False,
-) -> Poly:
+def _var(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = False, **how: Any) -> Poly:
+    correction = how.get("correction")
     if correction is None:
-        correction = 1 if unbiased in (None, True) else 0
+        correction = 1 if how.get("unbiased") in (None, True) else 0
 
     def spread(x: Poly, size: Dim) -> Poly:
         if correction and (not isinstance(size, int) or size <= correction):
@@ -403,27 +394,18 @@ def _rms_norm(
 
 
 @rule("cross_entropy_loss", "nll_loss", "nll_loss_nd")
-def _loss(
-    c: Canon,
-    node: Node,
-    self: Any,
-    target: Any,
-    weight: Any,
-    reduction: int,
-    ignore_index: Any,
-    label_smoothing: float = 0.0,
-) -> Poly:
+def _loss(c: Canon, node: Node, self: Any, target: Any, weight: Any, **settings: Any) -> Poly:
     """The loss of class numbers under scores, or under logarithms of probabilities, with its settings."""
     ids, shape = target.meta["val"], shape_of(self)
     if weight is not None or len(shape) > 2 or ids.is_floating_point() or ids.dim() != len(shape) - 1:
         raise Unreadable
-    settings = (ignore_index, label_smoothing)
-    if not all(isinstance(v, int | float) for v in settings):
+    settings.setdefault("label_smoothing", 0.0)
+    if not all(isinstance(v, int | float) for v in settings.values()):
         raise Unreadable
     scores = c(self)
     if op_name(node) == "aten::cross_entropy_loss":
         scores = log_softmax(c.space, scores, shape[-1])
-    return c.space.fn("nll", scores, c(target), shape=shape_of(node), attrs=(reduction, *settings))
+    return c.space.fn("nll", scores, c(target), shape=shape_of(node), attrs=tuple(settings.values()))
 
 
 @rule("gather")
@@ -434,7 +416,7 @@ def _gather(c: Canon, node: Node, self: Any, dim: int, index: Any, **_: Any) -> 
     if not _is_last(self, dim) or shape_of(index) != (*rows, 1) or shape_of(ids) != rows:
         raise Unreadable
     losses = c.space.fn("nll", c(self), c(ids), shape=rows, attrs=(0, _NONE_IGNORED, 0.0))
-    return views.reshape(c.space, -losses, rows, (*rows, 1))
+    return views.reshape(-losses, rows, (*rows, 1))
 
 
 @rule("matmul", "mm", "bmm")
@@ -454,9 +436,9 @@ def product(c: Canon, a: Any, b: Any, shape: Shape) -> Poly:
         full = inner.shape
         if len(full) > len(atom.shape) and full[-1] == atom.shape[-1]:
             old = shape_of(b)
-            unfolded = views.reshape(s, right, old, (*full[:-2], *old[-2:]))
+            unfolded = views.reshape(right, old, (*full[:-2], *old[-2:]))
             wide = (*full[:-1], shape[-1])
-            return views.reshape(s, s.matmul(inner, unfolded, wide), wide, shape)
+            return views.reshape(s.matmul(inner, unfolded, wide), wide, shape)
     return s.matmul(left, right, shape)
 
 
@@ -471,7 +453,7 @@ def _addmm(c: Canon, node: Node, self: Any, beta: Any, alpha: Any, **matrices: A
 
 @rule("linear")
 def _linear(c: Canon, node: Node, input: Any, weight: Any, bias: Any) -> Poly:
-    result = c.space.matmul(c(input), views.permute(c.space, c(weight), (1, 0)), shape_of(node))
+    result = c.space.matmul(c(input), views.permute(c(weight), (1, 0)), shape_of(node))
     return result if bias is None else result + c(bias)
 
 
@@ -502,39 +484,29 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
     ):
         raise Unreadable
     s = c.space
-    a = views.permute(s, c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
-    b = views.permute(s, c(tensors[1]), tuple(right.index(i) for i in batch + inner + cols))
+    a = views.permute(c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
+    b = views.permute(c(tensors[1]), tuple(right.index(i) for i in batch + inner + cols))
     sizes = dict(zip(output, shape_of(node), strict=True))
     product_ = s.matmul(a, b, tuple(sizes[i] for i in order))
-    return views.permute(s, product_, tuple(order.index(i) for i in output))
+    return views.permute(product_, tuple(order.index(i) for i in output))
 
 
 @rule("scaled_dot_product_attention")
-def _sdpa(
-    c: Canon,
-    node: Node,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: Any,
-    enable_gqa: bool,
-) -> Poly:
+def _sdpa(c: Canon, node: Node, query: Any, key: Any, value: Any, attn_mask: Any, **how: Any) -> Poly:
     q, k, v = shape_of(query), shape_of(key), shape_of(value)
-    if dropout_p != 0 or len(q) != len(k):
+    if how["dropout_p"] != 0 or len(q) != len(k):
         raise Unreadable
+    scale = how["scale"]
     if scale is None:
         if not isinstance(q[-1], int):
             raise Unreadable
         scale = q[-1] ** -0.5
     # Fewer heads of keys serve groups of queries where that is asked for; a single one is broadcast anyway.
-    if len(q) > 3 and q[-3] != k[-3] and k[-3] != 1 and not enable_gqa:
+    if len(q) > 3 and q[-3] != k[-3] and k[-3] != 1 and not how["enable_gqa"]:
         raise Unreadable
     s, square = c.space, (q[-2], k[-2])
-    scores = s.matmul(c(query), views.transpose(s, c(key), len(k)), (*q[:-1], k[-2])) * float(scale)
-    if is_causal:
+    scores = s.matmul(c(query), views.transpose(c(key), len(k)), (*q[:-1], k[-2])) * float(scale)
+    if how["is_causal"]:
         # PyTorch aligns a rectangle to its upper left corner; only a square means what `causal` means here.
         causal = s.fn("causal" if q[-2] == k[-2] else "upper_left", shape=square)
         scores += s.fn("keep", causal, shape=square)
@@ -581,14 +553,14 @@ def _index_select(c: Canon, node: Node, self: Any, dim: int, index: Any) -> Poly
     source = index
     while op_name(source) in ("aten::view", "aten::reshape", "aten::flatten"):
         source = source.args[0]
-    ids = views.reshape(c.space, c(source), shape_of(source), shape_of(index))
+    ids = views.reshape(c(source), shape_of(source), shape_of(index))
     c.nodes.setdefault(ids, []).append(index)
     return c.space.fn("gather", c(self), ids, shape=shape_of(node))
 
 
 @rule("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
 def _reshape(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
-    return views.reshape(c.space, c(self), shape_of(self), shape_of(node))
+    return views.reshape(c(self), shape_of(self), shape_of(node))
 
 
 @rule("transpose", "t", "numpy_T", "mT", "adjoint")
@@ -597,13 +569,13 @@ def _transpose(c: Canon, node: Node, self: Any, dim0: int = -2, dim1: int = -1) 
     if len(perm) < 2 or (len(perm) > 2 and op_name(node) == "aten::numpy_T"):
         raise Unreadable
     perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
-    return views.permute(c.space, c(self), tuple(perm))
+    return views.permute(c(self), tuple(perm))
 
 
 @rule("permute")
 def _permute(c: Canon, node: Node, self: Any, dims: Any) -> Poly:
     rank = len(shape_of(self))
-    return views.permute(c.space, c(self), tuple(int(d) % rank for d in dims))
+    return views.permute(c(self), tuple(int(d) % rank for d in dims))
 
 
 @rule("expand", "expand_as", "broadcast_to")
@@ -629,10 +601,10 @@ def _slice(c: Canon, node: Node, self: Any, dim: int, start: Any, end: Any, step
         raise Unreadable
     first, stop, step = slice(start, end, step).indices(size)
     if step == 1:
-        return pieces.take(c.space, c(self), ("block", first, max(stop - first, 0)), size)
+        return pieces.take(c(self), ("block", first, max(stop - first, 0)), size)
     if stop < size or first >= step:
         raise Unreadable
-    return pieces.take(c.space, c(self), ("turn", first, step), size)
+    return pieces.take(c(self), ("turn", first, step), size)
 
 
 @rule("narrow")
@@ -659,7 +631,7 @@ def _cat(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
     sizes = tuple(shape_of(t)[-1] for t in tensors)
     if not all(isinstance(n, int) for n in sizes):
         raise Unreadable
-    return pieces.join(c.space, "cat", [c(t) for t in tensors], sizes, shape_of(node))
+    return pieces.join("cat", [c(t) for t in tensors], sizes, shape_of(node))
 
 
 @rule("stack")
@@ -676,8 +648,8 @@ def _stacked(c: Canon, node: Node, parts: list[Poly], kind: str) -> Poly:
     if kind == "zip":
         count, size = size, count
     whole = (*rows, count * size)
-    joined = pieces.join(c.space, kind, parts, (size,) * count, whole)
-    return views.reshape(c.space, joined, whole, shape_of(node))
+    joined = pieces.join(kind, parts, (size,) * count, whole)
+    return views.reshape(joined, whole, shape_of(node))
 
 
 @rule("repeat_interleave")
@@ -685,7 +657,7 @@ def _repeat_interleave(c: Canon, node: Node, self: Any, repeats: Any, dim: Any =
     size = _along_last(self, dim)
     if not isinstance(repeats, int):
         raise Unreadable
-    return pieces.join(c.space, "zip", [c(self)] * repeats, (size,) * repeats, shape_of(node))
+    return pieces.join("zip", [c(self)] * repeats, (size,) * repeats, shape_of(node))
 
 
 @rule("repeat", "tile")
@@ -694,13 +666,13 @@ def _repeat(c: Canon, node: Node, self: Any, **times: Any) -> Poly:
     size = _along_last(self, -1)
     if len(others) != len(shape_of(self)) - 1 or any(n != 1 for n in others) or not isinstance(last, int):
         raise Unreadable
-    return pieces.join(c.space, "cat", [c(self)] * last, (size,) * last, shape_of(node))
+    return pieces.join("cat", [c(self)] * last, (size,) * last, shape_of(node))
 
 
 @rule("select")
 def _component(c: Canon, node: Node, self: Any, dim: int, index: int) -> Poly:
     _along_last(self, dim)
-    found = pieces.components(c.space, c(self), shape_of(self))
+    found = pieces.components(c(self), shape_of(self))
     if found is None:
         raise Unreadable
     return found[index]
@@ -719,4 +691,4 @@ def _view_as_complex(c: Canon, node: Node, self: Any) -> Poly:
 
 @rule("view_as_real")
 def _view_as_real(c: Canon, node: Node, self: Any) -> Poly:
-    return _stacked(c, node, list(pieces.parts(c.space, c(self))), "zip")
+    return _stacked(c, node, list(pieces.parts(c(self))), "zip")

@@ -7,6 +7,8 @@ the same normal form.
 
 from __future__ import annotations
 
+from functools import partial
+
 from opsmith.compiler.algebra.pieces import join
 from opsmith.compiler.algebra.terms import Atom, Poly, Shape, Space
 
@@ -15,21 +17,22 @@ class _Outside(Exception):
     """What a view cannot move into."""
 
 
-def reshape(s: Space, p: Poly, old: Shape, new: Shape) -> Poly:
+def reshape(p: Poly, old: Shape, new: Shape) -> Poly:
     """`p`, whose value has shape `old`, viewed with shape `new`."""
     if old == new or p.constant is not None:
         return p
     try:
-        return _through(s, p, old, new)
+        return _through(p, old, new)
     except _Outside:
-        return s.fn("reshape", p, shape=new, attrs=(new,))
+        return p.space.fn("reshape", p, shape=new, attrs=(new,))
 
 
-def _through(s: Space, p: Poly, old: Shape, new: Shape) -> Poly:
+def _through(p: Poly, old: Shape, new: Shape) -> Poly:
     """Reshape of every atom, where each spans the leading dimensions wholly."""
     mono = p.terms[0][0] if len(p.terms) == 1 else None
     alone = mono is not None and len(mono.factors) == 1 and mono.expo is None
-    return s.rebuilt(p, lambda a: _atom(s, a, old, new, alone=alone), lambda e: _through(s, e, old, new))
+    inner = partial(_atom, p.space, old=old, new=new, alone=alone)
+    return p.space.rebuilt(p, inner, lambda e: _through(e, old, new))
 
 
 def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
@@ -40,63 +43,63 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
         inner = atom.args[0]
         if not inner.shape and new:
             raise _Outside
-        return reshape(s, inner, inner.shape, new)
+        return reshape(inner, inner.shape, new)
     if atom.name == "matmul" and atom.shape == old and same_last:
         a, b = atom.args
         if len(b.shape) == 2 and len(a.shape) == len(old):
-            return s.matmul(reshape(s, a, a.shape, (*new[:-1], a.shape[-1])), b, new)
+            return s.matmul(reshape(a, a.shape, (*new[:-1], a.shape[-1])), b, new)
         if old[-2:] == new[-2:] and a.shape[:-2] == b.shape[:-2] == old[:-2]:
-            left = reshape(s, a, a.shape, (*new[:-2], *a.shape[-2:]))
-            right = reshape(s, b, b.shape, (*new[:-2], *b.shape[-2:]))
+            left = reshape(a, a.shape, (*new[:-2], *a.shape[-2:]))
+            right = reshape(b, b.shape, (*new[:-2], *b.shape[-2:]))
             return s.matmul(left, right, new)
     swap = (*range(len(old) - 2), len(old) - 1, len(old) - 2)
     if atom.name == "permute" and atom.attrs == swap and atom.shape == old and old[-2:] == new[-2:]:
         inner = atom.args[0]
-        unfolded = reshape(s, inner, inner.shape, (*new[:-2], new[-1], new[-2]))
-        return transpose(s, unfolded, len(new))
+        unfolded = reshape(inner, inner.shape, (*new[:-2], new[-1], new[-2]))
+        return transpose(unfolded, len(new))
     if atom.name == "gather" and atom.shape == old and same_last:
         table, ids = atom.args
-        return s.fn("gather", table, reshape(s, ids, ids.shape, new[:-1]), shape=new)
+        return s.fn("gather", table, reshape(ids, ids.shape, new[:-1]), shape=new)
     if atom.name in ("sum", "mean", "max") and same_last and atom.shape == (*old[:-1], 1):
         wide = atom.args[0].shape
         if len(wide) != len(old):
             raise _Outside
-        inner = _through(s, atom.args[0], wide, (*new[:-1], wide[-1]))
+        inner = _through(atom.args[0], wide, (*new[:-1], wide[-1]))
         return s.fn(atom.name, inner, shape=(*new[:-1], 1))
     if atom.name == "base" and atom.shape in (old, (*old[:-1], 1)):
         target = new if atom.shape == old else (*new[:-1], 1)
         if not same_last and atom.shape != old:
             raise _Outside
-        return s.fn("base", _through(s, atom.args[0], atom.shape, target), shape=target)
+        return s.fn("base", _through(atom.args[0], atom.shape, target), shape=target)
     if atom.name == "join" and atom.shape == old and same_last:
         kind, sizes = atom.attrs
         parts = [
-            reshape(s, part, (*old[:-1], size), (*new[:-1], size))
+            reshape(part, (*old[:-1], size), (*new[:-1], size))
             for part, size in zip(atom.args, sizes, strict=True)
         ]
-        return join(s, kind, parts, sizes, new)
+        return join(kind, parts, sizes, new)
     if atom.shape == old and (alone or same_last):
         return s.fn("reshape", s.from_atom(atom), shape=new, attrs=(new,))
     raise _Outside
 
 
-def permute(s: Space, p: Poly, perm: tuple[int, ...]) -> Poly:
+def permute(p: Poly, perm: tuple[int, ...]) -> Poly:
     """`p` with its axes in another order."""
     if perm == tuple(range(len(perm))) or p.constant is not None:
         return p
     mono, coef = p.terms[0]
     atom = mono.atom if len(p.terms) == 1 else None
     if atom is not None and atom.name == "permute":
-        return permute(s, atom.args[0], tuple(int(atom.attrs[i]) for i in perm)) * coef
+        return permute(atom.args[0], tuple(int(atom.attrs[i]) for i in perm)) * coef
     if atom is not None and coef != 1:
-        return permute(s, s.from_atom(atom), perm) * coef
+        return permute(p.space.from_atom(atom), perm) * coef
     shape = tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape
-    return s.fn("permute", p, shape=shape, attrs=perm)
+    return p.space.fn("permute", p, shape=shape, attrs=perm)
 
 
-def transpose(s: Space, p: Poly, rank: int) -> Poly:
+def transpose(p: Poly, rank: int) -> Poly:
     """`p`, whose value has so many axes, with the last two in the other order."""
-    return permute(s, p, (*range(rank - 2), rank - 1, rank - 2))
+    return permute(p, (*range(rank - 2), rank - 1, rank - 2))
 
 
 def inverse(perm: tuple[int, ...]) -> tuple[int, ...]:

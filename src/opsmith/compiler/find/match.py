@@ -145,7 +145,7 @@ class Matcher:
             return env
         if p.name == "permute" and t.name != "permute" and self._may_transpose(p, t):
             # The model keeps the matrix the other way round (a Conv1D): the variable is its transpose.
-            return self._poly(p.args[0], permute(self.space, self.space.from_atom(t), inverse(p.attrs)), env)
+            return self._poly(p.args[0], permute(self.space.from_atom(t), inverse(p.attrs)), env)
         if p.name != t.name or len(p.args) != len(t.args) or p.leaf is not None:
             return self._fail(env, p, t)
         if p.name == "permute":
@@ -247,7 +247,7 @@ class Matcher:
         if len(p.attrs) != len(t.attrs):
             return self._fail(env, p, t)
         rest = tuple(t.attrs[i] for i in inverse(p.attrs))
-        return self._poly(p.args[0], permute(self.space, t.args[0], rest), env)
+        return self._poly(p.args[0], permute(t.args[0], rest), env)
 
 
 def _paired(

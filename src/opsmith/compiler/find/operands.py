@@ -117,12 +117,12 @@ def of_wider(poly: Poly, canon: Canon, root: Node) -> Operand | None:
 
 
 def _part_of(poly: Poly, term: Poly, node: Node, size: int, canon: Canon) -> Operand | None:
-    s, shape = canon.space, shape_of(node)
+    shape = shape_of(node)
     if not shape or shape[-1] not in (size, 2 * size):
         return None
     narrow = (*shape[:-1], size)
     if node.meta["val"].is_complex():
-        for i, part in enumerate(pieces.parts(s, term)):
+        for i, part in enumerate(pieces.parts(term)):
             if part is poly:
                 pair = Made(torch.ops.aten.view_as_real.default, (node,), (*shape, 2))
                 return _dense(Made(torch.ops.aten.select.int, (pair, -1, i), shape))
@@ -130,9 +130,9 @@ def _part_of(poly: Poly, term: Poly, node: Node, size: int, canon: Canon) -> Ope
     wide = 2 * size
     if shape[-1] != wide or not term.shape or term.shape[-1] != wide:
         return None
-    if all(pieces.take(s, term, ("block", i * size, size), wide) is poly for i in range(2)):
+    if all(pieces.take(term, ("block", i * size, size), wide) is poly for i in range(2)):
         return Made(torch.ops.aten.slice.Tensor, (node, -1, 0, size), narrow)
-    if all(pieces.take(s, term, ("turn", i, 2), wide) is poly for i in range(2)):
+    if all(pieces.take(term, ("turn", i, 2), wide) is poly for i in range(2)):
         return _dense(Made(torch.ops.aten.slice.Tensor, (node, -1, 0, wide, 2), narrow))
     return None
 

@@ -142,7 +142,7 @@ class _Finder:
     def _try(self, template: Template, canon: Canon, root: Node, known: Binding) -> Site | None:
         term = canon(root)
         if "join" in template.term.names:
-            term = lower(self.space, term, shape_of(root))
+            term = lower(term, shape_of(root))
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
         if not template.term.names - {"permute"} <= term.names:
             return None

@@ -47,7 +47,7 @@ class Template:
         cut = {}
         for node, name in zip(graph.find_nodes(op="placeholder"), variables, strict=True):
             cut[node] = space.leaf(Var(name), shape_of(node))
-        term = lower(space, Canon(space, cut, root, keeps=pattern.recognition.keeps)(root), shape_of(root))
+        term = lower(Canon(space, cut, root, keeps=pattern.recognition.keeps)(root), shape_of(root))
         other = term.names & {"matmul", "gather", "nll"} or shape_of(next(iter(cut))) != shape_of(root)
         return cls(card, pattern, term, holes, variables, None if other else variables[0])
 

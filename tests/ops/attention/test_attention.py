@@ -149,6 +149,16 @@ def test_out_of_any_layout_is_written_through() -> None:
         torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize(
+    "mask", [torch.arange(6)[:, None] % 3 > 0, torch.linspace(-9, 9, 6)[:, None], torch.ones(())]
+)
+def test_a_mask_may_be_one_number_for_all_keys_of_a_query(mask: torch.Tensor) -> None:
+    q, k, v = qkv()
+    torch.testing.assert_close(attention(q, k, v, mask=mask), reference(q, k, v, mask=mask))
+    whole = mask.expand(6, 9)
+    assert torch.equal(attention(q, k, v, mask=mask), attention(q, k, v, mask=whole))
+
+
 def test_queries_expanded_over_heads() -> None:
     q, k, v = qkv()
     shared = q[:, :1].expand(2, 2, 6, 8)

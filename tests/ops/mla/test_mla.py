@@ -135,7 +135,7 @@ def test_gradients_reach_what_the_epilogues_read() -> None:
     ("change", "message"),
     [
         ({"a": torch.zeros(3, 47)}, r"a must have shape \[T, 48 or more\]"),
-        ({"cos": torch.zeros(3, 12)}, "cos must have shape"),
+        ({"cos": torch.zeros(3, 12)}, r"sin must have shape \[3, 12\] to fit a, got \(3, 16\)"),
         ({"slot_mapping": torch.tensor([0, 1, 99])}, "slot_mapping must lie in"),
         ({"ctkv_scale": 0.1}, 'ctkv_scale is for cache mode "int8_tiled"'),
         ({"cache": None}, "cache must be an MLACache"),
@@ -155,9 +155,9 @@ def test_wrong_keys_are_named_and_nothing_is_written(change: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(3, 2, 24)}, r"q must be \[T, H, nope \+ rope\]"),
+        ({"q": torch.zeros(3, 2, 24)}, r"wuk must have shape \[2, nope, kv_lora\] to fit q"),
         ({"wuk": torch.zeros(3, 8, 32).half()}, "wuk must be float32"),
-        ({"sin": torch.zeros(3, 8)}, "cos and sin must be alike"),
+        ({"sin": torch.zeros(3, 8)}, r"sin must have shape \[3, 16\] to fit q, got \(3, 8\)"),
         ({"q_nope_scale": torch.ones(2)}, r"q_nope_scale must have shape \(3,\)"),
         ({"q_nope_scale": torch.ones(3), "joint": True}, "int8 queries and their rope part have two dtypes"),
     ],

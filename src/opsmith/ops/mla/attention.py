@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.arguments import check_float, check_number, short
+from opsmith.call.arguments import check_fit, check_float, check_number
 from opsmith.call.dispatch import native, needs_grad
 from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
@@ -17,7 +17,7 @@ from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.mla.cache import MLACache, check_cache_type, has_values, shapes
 from opsmith.ops.mla.call import Maybe, in_float32
 from opsmith.ops.mla.cards import card
-from opsmith.ops.mla.check import check_inference, check_tensor
+from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.paged_attention.samples import rows_of_tables
 from opsmith.ops.rms_norm.quant import wide
@@ -183,27 +183,14 @@ def _queries(
             raise ValueError(f"{op}: q_out must be [T, H, {kv_lora} + rope], got {tuple(q_out.shape)}")
         nope, rotated = q_out[..., :kv_lora], q_out[..., kv_lora:]
     else:
-        check_float(op, q_rope, "q_rope", least_dim=3)
         nope, rotated = q_out, q_rope
-        if nope.shape[:2] != rotated.shape[:2]:
-            raise ValueError(
-                f"{op}: q_out and q_rope must have the same tokens and heads, got {tuple(nope.shape)} and "
-                f"{tuple(rotated.shape)}"
-            )
-    kv_lora = nope.shape[2]
-    width = cache.rope_width(op, kv_lora)
-    if rotated.dim() != 3 or rotated.shape[2] != width:
+    held = torch.int8 if cache.mode == "int8_tiled" else None
+    values = () if wuv is None else (("wuv", wuv, "H v kv_lora"),)
+    check_fit(op, ("q_rope", rotated, "T H rope"), ("q_out", nope, "T H kv_lora", held), *values)
+    width = cache.rope_width(op, nope.shape[2])
+    if rotated.shape[2] != width:
         raise ValueError(f"{op}: q_rope must be [T, H, {width}] for this cache, got {tuple(rotated.shape)}")
-    cache.check(op, kv_lora, width, rotated)
-    expected = torch.int8 if cache.mode == "int8_tiled" else rotated.dtype
-    if nope.dtype != expected or rotated.device != q_out.device:
-        raise TypeError(
-            f"{op}: q_out must be {short(expected)} on {rotated.device}, got {short(nope.dtype)} on {nope.device}"
-        )
-    if wuv is not None:
-        values = wuv.shape[1] if isinstance(wuv, torch.Tensor) and wuv.dim() == 3 else 0
-        shape = nope.shape[1], values, kv_lora
-        check_tensor(op, "wuv", wuv, shape, "heads, v, kv_lora", rotated, "the queries")
+    cache.check(op, nope.shape[2], width, rotated)
     return nope, rotated
 
 
@@ -211,21 +198,10 @@ def check_pages(
     op: str, block_tables: Any, seq_lens: Any, tokens: int, cache: MLACache, *, values: bool = True
 ) -> None:
     """Refuse lengths and blocks that are not this cache's; without `values`, their shapes alone."""
-    for name, t, dims in (("block_tables", block_tables, 2), ("seq_lens", seq_lens, 1)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-        if t.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"{op}: {name} must be int64 or int32, got {short(t.dtype)}; cast it first")
-        if t.dim() != dims or t.device != cache.device:
-            what = "[S, n]" if dims == 2 else "[S]"
-            raise ValueError(
-                f"{op}: {name} must be {what} on {cache.device}, got {tuple(t.shape)} on {t.device}"
-            )
+    pages = ("block_tables", block_tables, "S n"), ("seq_lens", seq_lens, "S")
+    cached = "the cache", cache.latent if cache.rope is None else cache.rope, "blocks a b c"
+    check_fit(op, cached, *((*page, torch.int64, torch.int32) for page in pages))
     sequences = seq_lens.shape[0]
-    if block_tables.shape[0] != sequences:
-        raise ValueError(
-            f"{op}: block_tables must have a row for each of {sequences} sequences, got {tuple(block_tables.shape)}"
-        )
     if tokens % sequences if sequences else tokens:
         raise ValueError(f"{op}: {tokens} tokens cannot be shared out evenly among {sequences} sequences")
     if not values or not sequences or not has_values(seq_lens):

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from opsmith.call.arguments import check_float, check_number, short
+from opsmith.call.arguments import check_fit, check_float, check_number, short
 from opsmith.call.dispatch import compiling
 from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows
 from opsmith.ops.mla.cache import MLACache, check_slots
-from opsmith.ops.mla.check import check_inference, check_tensor
+from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.weights import Parts
 from opsmith.ops.rms_norm.quant import wide
 from opsmith.ops.rope import definition as rotated
@@ -33,21 +33,17 @@ class Rotation(NamedTuple):
     sin: Maybe
     interleaved: bool = False
 
-    def check(self, op: str, x: torch.Tensor, rope: int) -> None:
+    def check(self, op: str, name: str, x: torch.Tensor, rope: int) -> None:
         """Refuse cosines and sines that are not one row of `rope` (or half of it) for each token of x."""
         cos, sin, _ = self
         if cos is None and sin is None:
             return
-        for name, t in (("cos", cos), ("sin", sin)):
-            half = isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[1] == rope // 2 != rope
-            shape = x.shape[0], rope // 2 if half else rope
-            what = "[T, rope], a row for each token; both may be None"
-            check_tensor(op, name, t, shape, what, x, "the input", x.dtype, torch.float32)
-        if rope % 2:
-            raise ValueError(f"{op}: rope must be even where there are cos and sin, got {rope}")
-        if cos is not None and sin is not None and cos.shape != sin.shape:
+        words, either = "T H D" if x.dim() == 3 else "T D", (None, torch.float32)
+        check_fit(op, (name, x, words), ("cos", cos, "T R", *either), ("sin", sin, "T R", *either))
+        if cos is not None and (rope % 2 or cos.shape[1] not in (rope, rope // 2)):
             raise ValueError(
-                f"{op}: cos and sin must be alike, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+                f"{op}: cos and sin must have shape [T, {rope}], a row for each token (rope must be even), got "
+                f"{tuple(cos.shape)}"
             )
 
     def rows(self) -> tuple[Maybe, Maybe]:
@@ -135,7 +131,7 @@ class Call(NamedTuple):
             )
         if x.device != w.wuk.device:
             raise ValueError(f"{op}: x is on {x.device}, the weights on {w.wuk.device}; move one of them")
-        self.rotation.check(op, x, w.rope)
+        self.rotation.check(op, "x", x, w.rope)
         self.cache.check(op, w.kv_lora, w.rope, x)
         if self.return_latent_q and w.gamma1 is None:
             raise ValueError(

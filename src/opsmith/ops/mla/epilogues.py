@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.arguments import check_float
+from opsmith.call.arguments import check_fit
 from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, nbytes
@@ -19,7 +19,7 @@ from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
 from opsmith.ops.mla.call import REFUSALS, Maybe, Pair, Rotation, in_float32, join, new_queries
 from opsmith.ops.mla.cards import card, fresh_cache, fresh_rows, some_slots, table
-from opsmith.ops.mla.check import check_inference, check_tensor
+from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.reference import keys, queries
 
@@ -76,17 +76,15 @@ def mla_kv_epilogue(
                 return
         except REFUSALS:  # the checks say why
             pass
-    check_float(op, a, "a", least_dim=2)
-    check_float(op, gamma2, "gamma2")
+    check_fit(op, ("a", a, "T width"), ("gamma2", gamma2, "kv_lora", None, torch.float32))
     kv_lora = gamma2.shape[0]
     rope = cache.rope_width(op, kv_lora)
-    if a.dim() != 2 or a.shape[1] < kv_lora + rope:
+    if a.shape[1] < kv_lora + rope:
         raise ValueError(
             f"{op}: a must have shape [T, {kv_lora + rope} or more], kv_lora {kv_lora} and rope {rope}, "
             f"got {tuple(a.shape)}"
         )
-    check_tensor(op, "gamma2", gamma2, (kv_lora,), "kv_lora", a, "a", a.dtype, torch.float32)
-    rotation.check(op, a, rope)
+    rotation.check(op, "a", a, rope)
     cache.check(op, kv_lora, rope, a)
     scale = cache.check_scales(op, ctkv_scale)[0]
     check_slots(op, slot_mapping, a.shape[0], cache)
@@ -158,16 +156,14 @@ def mla_q_epilogue(
                 return pair
         except REFUSALS:  # the checks say why
             pass
-    check_float(op, q, "q", least_dim=3)
-    check_float(op, wuk, "wuk", least_dim=3)
-    rope, rotation = q.shape[-1] - wuk.shape[1], Rotation(cos, sin, interleaved)
-    if q.dim() != 3 or wuk.dim() != 3 or q.shape[1] != wuk.shape[0] or rope < 0:
+    check_fit(op, ("q", q, "T H width"), ("wuk", wuk, "H nope kv_lora"))
+    rope, rotation = q.shape[2] - wuk.shape[1], Rotation(cos, sin, interleaved)
+    if rope < 0:
         raise ValueError(
             f"{op}: q must be [T, H, nope + rope] and wuk [H, nope, kv_lora], got {tuple(q.shape)} "
             f"and {tuple(wuk.shape)}"
         )
-    check_tensor(op, "wuk", wuk, wuk.shape, "heads, nope, kv_lora", q, "q")
-    rotation.check(op, q, rope)
+    rotation.check(op, "q", q, rope)
     scale = head_scales(op, q_nope_scale, q.shape[1], q.device)
     if scale is not None:
         if joint:

@@ -10,14 +10,14 @@ using Optional = std::optional<Tensor>;
 
 constexpr int64_t kAny = -1;
 
-// Whether a tensor has these sizes, the numbers of its last dimension next to each other.
+// Whether a tensor has these sizes, the numbers of its last dimension next to each other, where there are any.
 bool fits(const Tensor& t, std::initializer_list<int64_t> sizes) {
   int64_t d = 0;
   if (t.dim() != int64_t(sizes.size())) return false;
   for (const int64_t n : sizes) {
     if (t.size(d++) != n && n != kAny) return false;
   }
-  return t.size(d - 1) < 2 || t.stride(d - 1) == 1;
+  return t.size(d - 1) < 2 || t.stride(d - 1) == 1 || t.numel() == 0;
 }
 
 void check(const char* name, const Optional& t, std::initializer_list<int64_t> sizes, DType dtype,

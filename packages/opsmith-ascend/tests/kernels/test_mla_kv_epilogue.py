@@ -7,8 +7,8 @@ from held_to_cards import check_samples
 from opsmith.operator import Make
 from opsmith.ops import MLACache
 from opsmith.ops.mla.call import Rotation
+from opsmith.ops.mla.cards import some_slots, table
 from opsmith.ops.mla.reference import keys
-from opsmith.ops.mla.samples import some_slots, table
 from opsmith_ascend.launches import mla_kv_epilogue as launch
 from opsmith_ascend.library import kv_form
 

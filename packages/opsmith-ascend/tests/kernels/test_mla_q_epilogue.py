@@ -6,8 +6,8 @@ from held_to_cards import check, check_samples
 
 from opsmith.operator import Make, Sample
 from opsmith.ops.mla.call import Rotation
+from opsmith.ops.mla.cards import table
 from opsmith.ops.mla.reference import queries
-from opsmith.ops.mla.samples import table
 from opsmith_ascend.launches import mla_q_epilogue as launch
 
 

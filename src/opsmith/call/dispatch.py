@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from opsmith.call.arguments import short
-from opsmith.call.fast import direct, nodes
+from opsmith.call.fast import nodes
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Implementation, Supports
 
@@ -146,8 +146,3 @@ def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
     else:
         nodes.begin()  # for the calls to come
     return function.apply(*args)
-
-
-def soonest(kernel: Any) -> Callable[..., Any]:
-    """A kernel, an operator of ours, as it is called soonest: directly, or PyTorch's way where a graph is captured."""
-    return kernel if compiling() else direct.of(kernel)

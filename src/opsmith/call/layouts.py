@@ -10,7 +10,7 @@ import torch
 from opsmith.call.fast import direct
 
 
-def fresh(x: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+def fresh(x: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
     """New contiguous memory for a result like x, or of another shape."""
     # empty_like takes a third of the time of empty with a shape.
     like = shape is None and x.is_contiguous()

@@ -210,12 +210,12 @@ class Call:
 
     def kernel(self, backend: str) -> Callable[..., Any]:
         """The kernel, as it is called soonest."""
-        return dispatch.soonest(getattr(torch.ops.opsmith, self.signature.name).default)
+        return direct.of(getattr(torch.ops.opsmith, self.signature.name).default)
 
     def kernel_of_gradients(self, backend: str) -> Callable[..., Any]:
         """The same of the backward."""
         assert self.signature.gradient is not None
-        return dispatch.soonest(getattr(torch.ops.opsmith, self.signature.gradient.kernel).default)
+        return direct.of(getattr(torch.ops.opsmith, self.signature.gradient.kernel).default)
 
     def gradients(
         self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]

@@ -206,59 +206,6 @@ def test_functorch_is_not_passed_by():
     assert seen == [None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_empty_is_new_memory_like_a_tensors(dtype):
-    like = torch.ones(3, 2, dtype=dtype).t()
-    for shape in ((), (0, 4), (5,), (2, 3, 4, 5, 6, 7, 1)):
-        made = direct.empty(like, shape)
-        assert (made.shape, made.dtype, made.is_contiguous()) == (shape, dtype, True)
-        assert not made.numel() or made.data_ptr() != like.data_ptr()
-    with torch.inference_mode():
-        assert direct.empty(like, (2,)).is_inference()
-
-
-def test_empty_of_what_is_not_plain_is_pytorchs():
-    assert direct.empty(torch.ones(2, device="meta"), (3,)).is_meta
-    with FakeTensorMode() as mode:
-        assert type(direct.empty(mode.from_tensor(torch.ones(2)), (3,))).__name__ == "FakeTensor"
-    for wrong in (("2",), (-1,), (1 << 62, 4)):
-        with pytest.raises((RuntimeError, TypeError)):
-            direct.empty(torch.ones(2), wrong)
-    with pytest.raises(TypeError, match="a tensor and a shape, got 1 arguments"):
-        direct.empty(torch.ones(2))
-
-
-def test_pieces_are_a_tensors_memory():
-    t = torch.arange(10.0)
-    pieces = direct.pieces(t, (1, 2, 3), (3,), ())
-    assert [p.tolist() for p in pieces] == [[[[0, 1, 2], [3, 4, 5]]], [6, 7, 8], 9]
-    assert all(p.is_contiguous() and p.untyped_storage().data_ptr() == t.data_ptr() for p in pieces)
-    assert [p.tolist() for p in direct._pieces(t, (1, 2, 3), (3,), ())] == [p.tolist() for p in pieces]
-    pieces[1].zero_()
-    assert t.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 9]
-    with torch.inference_mode():
-        assert all(p.is_inference() for p in direct.pieces(torch.ones(2), (1,), (1,)))
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        (torch.ones(4), (2,), (1,)),
-        (torch.ones(4), (2,), (3,)),
-        (torch.ones(4), (2,), (-2,)),
-        (torch.ones(4), (1 << 62, 4, 4), (4,)),
-        (torch.ones(4), (2,), [2]),
-        (torch.ones(4), (4,)),
-        (torch.ones(4, 2).t(), (4,), (4,)),
-        (torch.ones(4, requires_grad=True), (2,), (2,)),
-        (torch.ones(4, device="meta"), (2,), (2,)),
-    ],
-)
-def test_what_is_not_in_pieces_is_refused(args):
-    with pytest.raises(ValueError, match="pieces"):
-        direct.pieces(*args)
-
-
 @pytest.mark.parametrize("which", ["x", "weight"])
 def test_tangents_are_not_lost(which):
     given = {"x": torch.randn(3, 40), "weight": torch.nn.Parameter(torch.ones(40), requires_grad=False)}
@@ -403,16 +350,6 @@ def test_what_is_not_for_a_kernel_is_handed_on():
         assert seen.pop() is not None
     leaf = torch.randn(2, 8, requires_grad=True)
     assert isinstance(gelu(leaf, None, False, None), str) or gelu(leaf, None, False, None).requires_grad
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (0, 5), (2, 1 << 40)], ids=str)
-def test_sizes_are_a_tensors_shape(shape):
-    x = torch.empty(shape) if 0 in shape else torch.tensor(0.0).expand(shape)
-    assert direct.sizes(x) == x.shape
-    assert direct.sizes(torch.nn.Parameter(x)) == x.shape
-    assert direct.sizes(x.to("meta")) == x.shape
-    with pytest.raises(AttributeError):
-        direct.sizes(list(shape))
 
 
 def test_a_number_that_is_left_out_is_not_zero():

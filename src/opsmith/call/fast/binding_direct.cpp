@@ -113,19 +113,6 @@ bool is_floating(const c10::TensorImpl* t) {
 
 using Sizes = c10::SmallVector<int64_t, 6>;
 
-bool add_size(PyObject* given, Sizes& sizes) {
-  int overflow = 0;
-  sizes.push_back(PyLong_CheckExact(given) ? PyLong_AsLongLongAndOverflow(given, &overflow) : -1);
-  return sizes.back() >= 0 && overflow == 0;
-}
-
-bool add_shape(PyObject* given, Sizes& sizes) {
-  bool fits = PyTuple_CheckExact(given);
-  for (Py_ssize_t d = 0; fits && d < PyTuple_GET_SIZE(given); ++d)
-    fits = add_size(PyTuple_GET_ITEM(given, d), sizes);
-  return fits;
-}
-
 c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
 
 // A result as the signature declares it; the call may name another dtype.
@@ -273,33 +260,6 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   return nullptr;
 }
 
-// A tensor's shape. PyTorch's own answers read their arguments against a signature, and wait for that code when it is in no cache.
-PyObject* sizes(PyObject*, PyObject* given) {
-  const c10::TensorImpl* const t = plain(given);
-  if (!t) return PyObject_GetAttrString(given, "shape");
-  PyObject* const all = PyTuple_New(t->dim());
-  for (int64_t d = 0; all && d < t->dim(); ++d) {
-    PyObject* const size = PyLong_FromLongLong(t->size(d));
-    if (!size) {
-      Py_DECREF(all);
-      return nullptr;
-    }
-    PyTuple_SET_ITEM(all, d, size);
-  }
-  return all;
-}
-
-// A new tensor in the dtype of the first argument and of the shape that is the second.
-PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  const c10::TensorImpl* const like = count == 2 ? plain(args[0]) : nullptr;
-  Sizes sizes;
-  at::TensorBase y;
-  if (like && add_shape(args[1], sizes) && fresh(sizes, c10::typeMetaToScalarType(like->dtype()), y))
-    return THPVariable_Wrap(y);
-  if (count == 2) return PyObject_CallMethod(args[0], "new_empty", "(O)", args[1]);
-  return PyErr_Format(PyExc_TypeError, "empty takes a tensor and a shape, got %zd arguments", count);
-}
-
 // What it is given, its memory on huge pages where that is worth something.
 PyObject* in_huge_pages(PyObject*, PyObject* given) {
   if (c10::TensorImpl* const t = plain(given)) {
@@ -310,42 +270,7 @@ PyObject* in_huge_pages(PyObject*, PyObject* given) {
   return Py_NewRef(given);
 }
 
-// The memory of a tensor, the first argument, as contiguous tensors that follow each other, of the shapes that come after it. Autograd does
-// not know them for views, so the tensor has to be one that nobody else will see.
-PyObject* pieces(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  const c10::TensorImpl* const whole = count > 2 && count <= 1 + kMostMade ? plain(args[0]) : nullptr;
-  bool fits = whole && whole->is_contiguous() && !whole->requires_grad();
-  Made made;
-  int64_t begin = 0;
-  while (fits && made.count < count - 1) {
-    Sizes sizes;
-    fits = add_shape(args[1 + made.count], sizes);
-    int64_t end = 1;
-    for (const int64_t size : sizes) fits = fits && !__builtin_mul_overflow(end, size, &end);
-    fits = fits && !__builtin_add_overflow(begin, end, &end) && end <= whole->numel();
-    if (!fits) break;
-    at::TensorBase& piece = made.tensors[made.count++];
-    piece = at::detail::make_tensor_base<c10::TensorImpl>(
-        c10::TensorImpl::VIEW, c10::Storage(whole->storage()), whole->key_set(), whole->dtype());
-    piece.unsafeGetTensorImpl()->set_storage_offset(whole->storage_offset() + begin);
-    piece.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-    begin = end;
-  }
-  if (fits && begin == whole->numel()) return results(made);
-  PyErr_SetString(PyExc_ValueError,
-                  "opsmith: pieces are of a plain tensor, whose elements their shapes share out");
-  return nullptr;
-}
-
-PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-PyMethodDef functions[] = {{"sizes", sizes, METH_O, nullptr},
-                           {"in_huge_pages", in_huge_pages, METH_O, nullptr},
-                           {"empty", fast(empty), METH_FASTCALL, nullptr},
-                           {"pieces", fast(pieces), METH_FASTCALL, nullptr},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {{"in_huge_pages", in_huge_pages, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
 PyObject* text(PyObject* me) {
   return PyUnicode_FromFormat("<kernel %U>", reinterpret_cast<Kernel*>(me)->name);

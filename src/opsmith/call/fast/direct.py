@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
 import sys
 import sysconfig
@@ -104,32 +103,15 @@ def boxed(kernel: str) -> int | None:
     return next((at for kernels in loaded if (at := kernels.opsmith_kernel(kernel.encode()))), None)
 
 
-def sizes(t: Any) -> tuple[int, ...]:
-    """A tensor's shape, sooner than PyTorch says it."""
-    return t.shape  # type: ignore[no-any-return]
-
-
-def empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Memory for a result, sooner than PyTorch gives it."""
-    return like.new_empty(shape)
-
-
-def _pieces(t: torch.Tensor, *shapes: tuple[int, ...]) -> Any:
-    """The memory of a new tensor, which nobody else has, as two to four contiguous tensors that follow each other."""
-    flat = t.view(-1).split([math.prod(shape) for shape in shapes])
-    return tuple(part.view(shape) for part, shape in zip(flat, shapes, strict=True))
-
-
-pieces: Callable[..., Any] = _pieces
-
-
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
     return t
 
 
 def of(overload: Any) -> Callable[..., Any]:
-    """An operator of ours as a program calls it."""
+    """An operator as it is called soonest: one of ours directly, or PyTorch's way where a graph is captured."""
+    if torch.compiler.is_dynamo_compiling():
+        return overload  # type: ignore[no-any-return]
     if overload.namespace != "opsmith" or overload._overloadname != "default":
         return overload._op  # type: ignore[no-any-return]
     return globals().get(overload._opname) or __getattr__(overload._opname)  # type: ignore[no-any-return]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from opsmith.call.arguments import check_fit, check_mask, check_number
 from opsmith.call.dispatch import compiling, small_node
-from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, is_dense
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
@@ -118,7 +117,7 @@ def numbers(
         check_limits(op, window, softcap)
     if scale is None:
         try:
-            scale = default_scale(q) if compiling() else 1.0 / math.sqrt(direct.sizes(q)[-1] or 1)
+            scale = default_scale(q)
         except (AttributeError, IndexError):  # the checks say why
             scale = 1.0
     return scale, causal, window or 0, softcap or 0.0

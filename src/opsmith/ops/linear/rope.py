@@ -122,8 +122,7 @@ def _at_once(
         return None
     heads, kv_heads, head_dim = sizes
     row = (head_dim,) if x.dim() == 2 else (1, head_dim)
-    of_kv = (1, kv_heads, *row)
-    q, k, v = direct.pieces(y, (1, heads, *row), of_kv, of_kv)
+    q, k, v = (part.view(1, -1, *row) for part in y.view(-1, head_dim).split((heads, kv_heads, kv_heads)))
     direct.rope_qk(q, k, *rotation, False, yq=q, yk=k)
     return q, k, v
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from opsmith.call.dispatch import recorded, soonest
+from opsmith.call.dispatch import recorded
+from opsmith.call.fast import direct
 from opsmith.call.layouts import as_rows, dense, fresh
 from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
@@ -40,7 +41,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         y = fresh(x, torch.Size((*x.shape[:-1], weight.shape[0])))
         before = fresh(y) if gelu else None
-        soonest(torch.ops.opsmith.linear_unpacked.default)(
+        direct.of(torch.ops.opsmith.linear_unpacked.default)(
             as_rows(x),
             weight if 1 in weight.stride() else weight.contiguous(),
             dense(bias),
@@ -69,7 +70,7 @@ class _Linear(torch.autograd.Function):
             # Its memory is ours, unless there may be a second backward.
             again = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
             given, dz = dz, fresh(z) if again and rows is None else z
-            soonest(torch.ops.opsmith.gelu_backward.default)(given, z, None, ctx.tanh, dx=dz)
+            direct.of(torch.ops.opsmith.gelu_backward.default)(given, z, None, ctx.tanh, dx=dz)
         dx = dw = db = None
         few_rows = not torch.compiler.is_compiling() and dz.shape[0] <= ROWS and weight.stride(1) == 1
         if need_x:
@@ -78,16 +79,16 @@ class _Linear(torch.autograd.Function):
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_w else None
             db = dy.new_empty(weight.shape[:1]) if need_b else None
             gradients = {"dx": dx, "dweight": dw, "dbias": db}
-            soonest(torch.ops.opsmith.linear_rows_backward.default)(dz, taken, weight, **gradients)
+            direct.of(torch.ops.opsmith.linear_rows_backward.default)(dz, taken, weight, **gradients)
         elif need_w and not weight.is_contiguous() and weight.t().is_contiguous():
             # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
             dw = torch.empty_like(weight.t())
-            soonest(torch.ops.opsmith.linear_gradient.default)(taken, dz, few, dweight=dw)
+            direct.of(torch.ops.opsmith.linear_gradient.default)(taken, dz, few, dweight=dw)
             dw, db = dw.t(), dz.sum(0) if need_b else None
         elif need_w or need_b:
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
             db = dy.new_empty(weight.shape[:1]) if need_b else None
-            soonest(torch.ops.opsmith.linear_gradient.default)(dz, taken, few, dweight=dw, dbias=db)
+            direct.of(torch.ops.opsmith.linear_gradient.default)(dz, taken, few, dweight=dw, dbias=db)
         if dx is not None:
             dx = (dx if rows is None else among_zeros(dx, rows, m)).view(x.shape)
         return dx, dw if need_w else None, db, dy if need_r else None, None
@@ -97,7 +98,7 @@ def _times(dz: torch.Tensor, weight: torch.Tensor, *, few: bool) -> torch.Tensor
     """dz @ weight."""
     if few and 1 in weight.stride():  # oneDNN makes a kernel for each number of rows, and this one varies
         dx = dz.new_empty(dz.shape[0], weight.shape[1])
-        soonest(torch.ops.opsmith.linear_unpacked.default)(dz, weight.t(), None, None, 0, y=dx)
+        direct.of(torch.ops.opsmith.linear_unpacked.default)(dz, weight.t(), None, None, 0, y=dx)
         return dx
     by = weight.t() if weight.is_contiguous() else weight.t().contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(dz, by, None, "none", [], "")  # type: ignore[no-any-return]

@@ -10,9 +10,7 @@ from typing import NamedTuple
 import torch
 
 from opsmith.call.arguments import check_fit, check_float, check_number, short
-from opsmith.call.dispatch import compiling
-from opsmith.call.fast import direct
-from opsmith.call.layouts import dense_rows
+from opsmith.call.layouts import dense_rows, fresh
 from opsmith.ops.mla.cache import MLACache, check_slots
 from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.weights import Parts
@@ -157,13 +155,12 @@ def in_float32(scale: Maybe) -> Maybe:
 
 def new_queries(like: torch.Tensor, wuk: torch.Tensor, rope: int, joint: bool, int8: bool = False) -> Pair:
     """Memory for the queries of `like`, [T, ...]: two parts, or both as one and None."""
-    empty = torch.Tensor.new_empty if compiling() else direct.empty
     heads, _, kv_lora = wuk.shape
     shape = like.shape[0], heads
     if joint:
-        return empty(like, (*shape, kv_lora + rope)), None
-    q_out = like.new_empty((*shape, kv_lora), dtype=torch.int8) if int8 else empty(like, (*shape, kv_lora))
-    return q_out, empty(like, (*shape, rope))
+        return fresh(like, (*shape, kv_lora + rope)), None
+    q_out = like.new_empty((*shape, kv_lora), dtype=torch.int8) if int8 else fresh(like, (*shape, kv_lora))
+    return q_out, fresh(like, (*shape, rope))
 
 
 def join(q_out: torch.Tensor, q_rope: torch.Tensor, joint: bool) -> Pair:

@@ -68,7 +68,7 @@ def mla_kv_epilogue(
     check_cache_type(op, cache)
     if ctkv_scale is None and not compiling():
         try:
-            kv_lora = direct.sizes(gamma2)[0]
+            kv_lora = gamma2.shape[0]
             rope = cache.rope_width(op, kv_lora)
             how = rope, interleaved, cache.mode == "tiled", eps, None, cache.latent, cache.rope
             if direct.new_mla_kv_epilogue(a, gamma2, cos, sin, slot_mapping, *how):

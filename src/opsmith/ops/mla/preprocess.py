@@ -115,7 +115,7 @@ def _at_once(
     """
     mode = cache.mode
     try:
-        if w.quant is None and direct.sizes(x)[0] > _MOST_TOKENS:
+        if w.quant is None and x.shape[0] > _MOST_TOKENS:
             return None
         parts = w.parts()
         pair = new_queries(x, parts.wuk, w.rope, mode == "joint")

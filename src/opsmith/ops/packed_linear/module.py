@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from opsmith.call.arguments import check_count, short
-from opsmith.call.dispatch import compiling
-from opsmith.call.fast import direct
 from opsmith.ops.packed_linear import packed_linear
 from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, empty, quantize
 from opsmith.ops.rounding import RoundingError
@@ -137,7 +135,7 @@ class PackedLinear(nn.Module):
         weight, bias = held["weight"], held["bias"]
         assert weight is not None
         try:
-            fits = (input.shape if compiling() else direct.sizes(input))[-1] == self.in_features
+            fits = input.shape[-1] == self.in_features
         except (AttributeError, IndexError, TypeError):  # no tensor, or a number
             fits = False
         if not fits:  # a packed weight may be padded: its shape alone does not say how many columns it has

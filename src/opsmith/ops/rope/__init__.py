@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.dispatch import compiling, needs_grad
-from opsmith.call.fast import direct
 from opsmith.call.layouts import fresh_as
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Number, Output, Saved, Signature, Slope
@@ -128,7 +127,7 @@ def rotated(x: Any, rotary_dim: int | None) -> int:
     if rotary_dim is not None:
         return rotary_dim
     try:
-        return int(x.shape[-1] if compiling() else direct.sizes(x)[-1])
+        return int(x.shape[-1])
     except (AttributeError, IndexError):
         return 0
 

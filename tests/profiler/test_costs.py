@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from opsmith.profiler.costs import attention, bare, cost_of, moved, pairs
+from opsmith.call.layouts import nbytes
+from opsmith.profiler.costs import attention, bare, cost_of, pairs
 from opsmith.profiler.entries import card_of, kind_of
 
 
@@ -88,7 +89,7 @@ def test_a_mask_is_read() -> None:
 
 def test_what_is_broadcast_is_read_once() -> None:
     wide = torch.ones(8, device="meta").expand(4, 8)
-    assert moved(wide) == 32
+    assert nbytes(wide) == 32
     cost = cost_of("aten::add", [dense((4, 8), F32), wide])
     assert cost is not None
     assert cost.min_bytes == 4 * 32 + 32 + 4 * 32
@@ -125,4 +126,4 @@ def test_names_have_classes() -> None:
 
 
 def test_an_empty_tensor_costs_nothing() -> None:
-    assert moved(dense((0, 4), F32)) == 0
+    assert nbytes(dense((0, 4), F32)) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from opsmith import backends
 from opsmith.cli import CommandError
-from opsmith.cli.common import Json, Output
+from opsmith.cli.common import Json, Output, told
 
 
 def _targets() -> dict[str, backends.Backend]:
@@ -63,7 +65,6 @@ def run(
         raise CommandError(f"build: name the folder of a project, as `opsmith new` writes it{_without()}")
     from opsmith.authoring.project.compile import compile_backend, projects_kernels
     from opsmith.authoring.project.wheel import write_wheel
-    from opsmith.kernels.build import BuildError
 
     output = Output(json)
     results: list[dict[str, Any]] = []
@@ -79,10 +80,8 @@ def run(
             )
         for one in chosen:
             start = time.perf_counter()
-            try:
+            with _said(output.console):
                 made = compile_backend(kernels, one, _steps(output.console))
-            except BuildError as error:
-                raise _said(output.console, error) from error
             seconds = time.perf_counter() - start
             output.console.print(
                 f"{kernels.name}, {one}: {made} ({seconds:.1f} s)", markup=False, soft_wrap=True
@@ -90,33 +89,31 @@ def run(
             results.append({"operator": kernels.name, "backend": one, "made": made, "seconds": seconds})
     wheel = None
     if aot is not None:
-        try:
+        with _said(output.console), told():
             wheel = write_wheel(folder, aot, _steps(output.console))
-        except BuildError as error:
-            raise _said(output.console, error) from error
-        except ValueError as error:
-            raise CommandError(str(error)) from error
         output.console.print(f"wheel: {wheel}", markup=False, soft_wrap=True)
     output.finish({"built": results, "wheel": wheel})
 
 
 def _reach(target: str, folder: Path | None, output: Output) -> None:
     """What a back end builds of a project, or of the library, beside its kernels."""
-    from opsmith.kernels.build import BuildError
-
-    try:
+    with _said(output.console):
         text, data = _targets()[target].make(target, folder)
-    except BuildError as error:
-        raise _said(output.console, error) from error
     output.console.print(text, markup=False, soft_wrap=True)
     output.finish(data)
 
 
-def _said(console: Console, error: Exception) -> CommandError:
-    """The first line as the error; what the compiler shows below it, source line and caret, on the console."""
-    first, *below = str(error).splitlines()
-    console.print("\n".join(below), style="red", markup=False, soft_wrap=True)
-    return CommandError(first.removeprefix("opsmith: "))
+@contextlib.contextmanager
+def _said(console: Console) -> Iterator[None]:
+    """A failed build's first line as the error; what the compiler shows below it, source and caret, on the console."""
+    from opsmith.kernels.build import BuildError
+
+    try:
+        yield
+    except BuildError as error:
+        first, *below = str(error).splitlines()
+        console.print("\n".join(below), style="red", markup=False, soft_wrap=True)
+        raise CommandError(first.removeprefix("opsmith: ")) from error
 
 
 def _steps(console: Console) -> Any:

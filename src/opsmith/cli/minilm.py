@@ -20,7 +20,7 @@ import opsmith.ops  # the cards register themselves
 from opsmith import measure
 from opsmith.cli import CommandError, models
 from opsmith.cli.common import told
-from opsmith.cli.hf import quiet
+from opsmith.cli.hf import quiet, tokens
 from opsmith.cli.models import Batch
 from opsmith.compiler import Plan
 from opsmith.kernels import libraries
@@ -61,13 +61,6 @@ class MiniLM:
         """Token ids and attention mask of sentences, padded to the longest: both `[sentences, tokens]`."""
         encoded = self.tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt")
         return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
-
-    def random(self, batch: int, length: int, seed: int = 0) -> Batch:
-        """Random token ids without padding: `[batch, length]`."""
-        generator = torch.Generator().manual_seed(seed)
-        vocabulary = self.tokenizer.vocab_size
-        ids = torch.randint(min(1000, vocabulary // 2), vocabulary, (batch, length), generator=generator)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def load() -> MiniLM:
@@ -177,7 +170,8 @@ class Demo:
         dtype: torch.dtype = getattr(torch, name)
         eager = copy.deepcopy(mini.model).to(dtype)
         fast = copy.deepcopy(mini.model)
-        examples = [dict(exact.documents), *(dict(mini.random(*shape)) for shape in self.shapes)]
+        config = mini.model.config
+        examples = [dict(exact.documents), *(dict(tokens(config, *shape, 0)) for shape in self.shapes)]
         with self._phase(f"optimize {name}", show=False):
             opsmith.optimize(fast, examples, dtype=dtype)
         self.console.print(f"optimized in {self.seconds[f'optimize {name}']:.1f} s")
@@ -236,7 +230,8 @@ class Demo:
         """Whole models, interleaved, shape by shape; a wrong result prints no time."""
         name = str(dtype).removeprefix("torch.")
         batches = {
-            f"{b}×{length}": [mini.random(b, length, seed) for seed in range(3)] for b, length in self.shapes
+            f"{b}×{length}": [tokens(mini.model.config, b, length, seed) for seed in range(3)]
+            for b, length in self.shapes
         }
         contenders: dict[str, nn.Module] = {models.EAGER: eager, models.OPSMITH: fast}
         if self.compiled:

@@ -35,21 +35,8 @@ _SLOW = 1.5  # seconds of one call
 _ROUNDED = 0.5
 
 
-@dataclass(frozen=True)
-class Found:
-    """How often an operator stands in a model, and what was fused into it."""
-
-    operator: str
-    count: int
-    fused: dict[str, int]
-
-    def __str__(self) -> str:
-        fused = ", ".join(f"{n} with {what}" for what, n in self.fused.items())
-        return f"{self.count} {self.operator}" + (f" ({fused})" if fused else "")
-
-
-def found(session: Session) -> list[Found]:
-    """The operators of a model with what each took in; graphs of one model at other sizes count once."""
+def found(session: Session) -> dict[str, dict[str, Any]]:
+    """The operators of a model, how many sites each has and what these took in; graphs at other sizes count once."""
     everything = max(session.plan.shapes, key=lambda shape: len(shape.steps), default=None)
     steps = everything.steps if everything is not None else []
     fused: dict[str, Counter[str]] = {}
@@ -59,7 +46,7 @@ def found(session: Session) -> list[Found]:
             into["residual"] += 1
         if activation := re.search(r" activation=(\w+)", step.signature):
             into[activation[1]] += 1
-    return [Found(name, n, dict(fused.get(name, {}))) for name, n in session.report.found.items()]
+    return {name: {"sites": n, "with": dict(fused.get(name, {}))} for name, n in session.report.found.items()}
 
 
 @dataclass(frozen=True)
@@ -191,7 +178,11 @@ def _next(call: Call, batches: Iterator[Batch]) -> torch.Tensor:
 
 def print_sites(console: Console, session: Session) -> None:
     """What was found, what was chosen and why, what came close, and what was rolled back."""
-    console.print("found: " + (", ".join(map(str, found(session))) or "no operator of ours"), markup=False)
+    lines = []
+    for operator, one in found(session).items():
+        fused = ", ".join(f"{n} with {what}" for what, n in one["with"].items())
+        lines.append(f"{one['sites']} {operator}" + (f" ({fused})" if fused else ""))
+    console.print("found: " + (", ".join(lines) or "no operator of ours"), markup=False)
     every = {_sizes(shape.sizes) for shape in session.plan.shapes}
     table = Table("operator", "runs on", "sites", "at sizes", "why", box=None, pad_edge=False)
     for row in chosen(session.plan):
@@ -205,6 +196,8 @@ def print_sites(console: Console, session: Session) -> None:
         )
     console.print(table)
     report = session.report
+    for line in report.quantized_lines:
+        console.print(line, style="yellow" if line.startswith("not ") else "", markup=False)
     remarks = {
         "rolled back": report.rolled_back,
         "not the fastest": report.overruled,
@@ -252,7 +245,7 @@ def outcome(
     """What was found, chosen and planned, what it lost and gained, for machines; times are by shape."""
     bases = [name for name in next(iter(times.values())).names if name != OPSMITH]
     return {
-        "found": {f.operator: {"sites": f.count, "with": f.fused} for f in found(session)},
+        "found": found(session),
         "chosen": [asdict(row) for row in chosen(session.plan)],
         "report": session.report.to_dict(),
         "plan": asdict(session.plan),

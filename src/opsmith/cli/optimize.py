@@ -78,8 +78,6 @@ def run(
             models.OPSMITH: lambda tokens: _result(model, tokens),
         }
         format = session.config.quantize
-        if format is not None:
-            _print_packed(console, session.report, format)
         errors = {}
         if exact is not None:
             errors = {name: models.error_of(call(examples[0]), exact) for name, call in calls.items()}
@@ -114,20 +112,6 @@ def _twin(model: nn.Module) -> nn.Module:
     """The model as it is, for eager: modules of its own, in which nothing will be packed, on the same tensors."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(t): t for t in shared})
-
-
-def _print_packed(console: Any, report: Any, format: str) -> None:
-    """Which layers compute with rounded weights, and what the rounding took."""
-    packed = [layer for layer in report.quantized if layer.status == "packed"]
-    if packed:
-        worst = max(packed, key=lambda layer: layer.relative_error)
-        console.print(
-            f"{len(packed)} linear layers compute with {format} weights; the most was lost in {worst}",
-            markup=False,
-        )
-    for layer in report.quantized:
-        if layer.status != "packed":
-            console.print(f"not packed: {layer}", style="yellow", markup=False)
 
 
 def _exact(model: nn.Module, tokens: Batch, parameters: int) -> tuple[torch.Tensor | None, str]:

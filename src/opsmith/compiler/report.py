@@ -64,6 +64,23 @@ class Report:
         lines += [f"latent attention: {layer.name}: {layer.why}" for layer in kept if layer.why]
         return lines + [f"original attention in {n} calls: {why}" for why, n in self.fallbacks.items()]
 
+    @property
+    def quantized_lines(self) -> list[str]:
+        """Which layers compute with rounded weights, what that took, and which do not."""
+        packed = [layer for layer in self.quantized if layer.status == "packed"]
+        lines = []
+        if packed:
+            worst = max(packed, key=lambda layer: layer.relative_error)
+            count = f"{len(packed)} linear layers to {worst.format}"
+            lines.append(f"quantized: {count}; the most was lost in {worst}")
+        if groups := {layer.joined: None for layer in packed if layer.joined}:
+            first = ", ".join(next(iter(groups)))
+            lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")
+        if released := sum(layer.released for layer in self.quantized):
+            weights = f"{released / 2**20:.1f} MiB of weights"
+            lines.append(f"given back to the system: {weights}; restore is not possible")
+        return lines + [f"not quantized: {layer}" for layer in self.quantized if layer.status != "packed"]
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -77,18 +94,7 @@ class Report:
     def __str__(self) -> str:
         lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
         lines += self._latent_lines()
-        packed = [layer for layer in self.quantized if layer.status == "packed"]
-        if packed:
-            worst = max(packed, key=lambda layer: layer.relative_error)
-            count = f"{len(packed)} linear layers to {worst.format}"
-            lines.append(f"quantized: {count}; the most was lost in {worst}")
-        if groups := {layer.joined: None for layer in packed if layer.joined}:
-            first = ", ".join(next(iter(groups)))
-            lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")
-        if released := sum(layer.released for layer in self.quantized):
-            weights = f"{released / 2**20:.1f} MiB of weights"
-            lines.append(f"given back to the system: {weights}; restore is not possible")
-        lines += [f"not quantized: {layer}" for layer in self.quantized if layer.status != "packed"]
+        lines += self.quantized_lines
         lines += [f"rolled back: {line}" for line in self.rolled_back]
         lines += [f"not the fastest: {line}" for line in self.overruled]
         lines += [f"left as it was: a graph of {g.nodes} operations: {g.left}" for g in self.graphs if g.left]

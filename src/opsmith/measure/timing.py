@@ -160,7 +160,18 @@ def compare(
         WrongResult: a contestant computed something else; nothing was timed.
         ValueError: no contestants, or a combination of options that contradict each other.
     """
-    _validate(contestants, pool, warm, flush, rounds, roofs)
+    if not contestants and roofs is None:
+        raise ValueError("compare: expected at least one contestant, got none; pass {'name': callable}")
+    if rounds < 1:
+        raise ValueError(f"compare: expected rounds >= 1, got {rounds}")
+    if warm and flush is not None:
+        raise ValueError("compare: warm=True and flush contradict each other; choose one")
+    if warm and pool is None:
+        raise ValueError("compare: warm=True takes its inputs from a pool, got none; pass pool=Pool(make)")
+    if reserved := [name for name in contestants if name.startswith("roof: ")]:
+        raise ValueError(
+            f"compare: names that start with 'roof: ' are the probes' own, got {reserved}; rename them"
+        )
     now = clock or time.perf_counter
     started = now()
     threads = torch.get_num_threads()
@@ -273,28 +284,6 @@ def measure_roofs(
     )
     assert found.roofs is not None
     return found.roofs
-
-
-def _validate(
-    contestants: Mapping[str, Callable[..., object]],
-    pool: Pool | None,
-    warm: bool,
-    flush: Callable[[], object] | None,
-    rounds: int,
-    roofs: RoofProbes | None,
-) -> None:
-    if not contestants and roofs is None:
-        raise ValueError("compare: expected at least one contestant, got none; pass {'name': callable}")
-    if rounds < 1:
-        raise ValueError(f"compare: expected rounds >= 1, got {rounds}")
-    if warm and flush is not None:
-        raise ValueError("compare: warm=True and flush contradict each other; choose one")
-    if warm and pool is None:
-        raise ValueError("compare: warm=True takes its inputs from a pool, got none; pass pool=Pool(make)")
-    if reserved := [name for name in contestants if name.startswith("roof: ")]:
-        raise ValueError(
-            f"compare: names that start with 'roof: ' are the probes' own, got {reserved}; rename them"
-        )
 
 
 def _check(

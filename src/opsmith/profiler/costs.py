@@ -15,19 +15,9 @@ from typing import Any
 
 import torch
 
+from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost
-from opsmith.profiler.data import (
-    ACTIVATION,
-    ATTENTION,
-    COPIES,
-    EMBEDDING,
-    FRAMEWORK,
-    LOSS,
-    MATMUL,
-    NORM,
-    OTHER,
-    SOFTMAX,
-)
+from opsmith.profiler import data
 
 Tensor = torch.Tensor
 Inputs = Sequence[Any]  # tensors without memory, lists of them, numbers, None
@@ -63,7 +53,7 @@ def transparent(name: str) -> bool:
 
 def moves_nothing(name: str) -> bool:
     """True for views and questions about tensors."""
-    return class_of(name) == FRAMEWORK
+    return class_of(name) == data.FRAMEWORK
 
 
 def bare(name: str) -> str:
@@ -85,17 +75,6 @@ def sizes(t: Tensor) -> str:
     return "×".join(map(str, t.shape)) or "scalar"
 
 
-def moved(*given: Any) -> float:
-    """Bytes of memory behind the tensors among these, what is broadcast counted once."""
-    return float(sum(_held(t) for t in given if isinstance(t, Tensor)))
-
-
-def _held(t: Tensor) -> int:
-    if not t.numel():
-        return 0
-    return math.prod(n for n, step in zip(t.shape, t.stride(), strict=True) if step) * t.itemsize
-
-
 def pairs(queries: int, keys: int, causal: bool) -> int:
     """How many (query, key) pairs attention computes; causal aligned to the beginning, as PyTorch does.
 
@@ -112,7 +91,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     keys, wide = k.shape[-2], v.shape[-1]
     counted = math.prod(batch) * pairs(length, keys, causal)
     out = math.prod(batch) * length * wide * q.itemsize
-    return Cost(2.0 * counted * (width + wide), moved(q, k, v, mask) + out)
+    return Cost(2.0 * counted * (width + wide), nbytes(q, k, v, mask) + out)
 
 
 def _sdpa(i: Inputs, mask: int, causal: int) -> Cost:
@@ -126,36 +105,36 @@ def _flash_cpu_backward(i: Inputs) -> Cost:
     """Scores again, then one product each for dv, dp, dq and dk."""
     q, k, v = i[1], i[2], i[3]
     forward = attention(q, k, v, None, len(i) > 7 and bool(i[7]))
-    return Cost(2.5 * forward.flops, 2 * moved(q, k, v, i[0]))
+    return Cost(2.5 * forward.flops, 2 * nbytes(q, k, v, i[0]))
 
 
 def _product(a: Tensor, b: Tensor, more: Any = None) -> Cost:
     """a [..., M, K] times b [..., K, N], as `torch.matmul` broadcasts; `more` is added to it."""
     out = torch.matmul(a, b)
-    return Cost(2.0 * out.numel() * a.shape[-1], moved(a, b, more, out))
+    return Cost(2.0 * out.numel() * a.shape[-1], nbytes(a, b, more, out))
 
 
 def _int_mm(i: Inputs) -> Cost:
     out = torch._int_mm(i[0], i[1])
     flops = 2.0 * out.numel() * i[0].shape[-1]
-    return Cost(flops, moved(i[0], i[1], out), flops)
+    return Cost(flops, nbytes(i[0], i[1], out), flops)
 
 
 def _grouped_mm(i: Inputs) -> Cost:
     a, b = i[0], i[1]
     out = a.shape[0] * b.shape[-1] * a.itemsize
-    return Cost(2.0 * a.numel() * b.shape[-1], moved(a, b) + out)
+    return Cost(2.0 * a.numel() * b.shape[-1], nbytes(a, b) + out)
 
 
 def _embedding(i: Inputs) -> Cost:
     table, ids = i[0], i[1]
-    return Cost(0.0, 2 * ids.numel() * table.shape[1] * table.itemsize + moved(ids))
+    return Cost(0.0, 2 * ids.numel() * table.shape[1] * table.itemsize + nbytes(ids))
 
 
 def _embedding_backward(i: Inputs) -> Cost:
     grad, ids = i[0], i[1]
     rows = i[2] if isinstance(i[2], int) else ids.numel()  # events do not always tell how many the table has
-    return Cost(float(grad.numel()), moved(grad, ids) + rows * grad.shape[-1] * grad.itemsize)
+    return Cost(float(grad.numel()), nbytes(grad, ids) + rows * grad.shape[-1] * grad.itemsize)
 
 
 def _elements(given: Sequence[Tensor]) -> int:
@@ -171,23 +150,23 @@ def _elementwise(i: Inputs) -> Cost:
     # The dtype of a result: what has dimensions decides before scalars do.
     wide = [p.dtype for p in parts if p.dim()] or [p.dtype for p in parts]
     out = _elements(parts)
-    return Cost(float(out), moved(*parts) + out * functools.reduce(torch.promote_types, wide).itemsize)
+    return Cost(float(out), nbytes(*parts) + out * functools.reduce(torch.promote_types, wide).itemsize)
 
 
 def _comparison(i: Inputs) -> Cost:
     parts = tensors(i)
     out = _elements(parts)
-    return Cost(float(out), moved(*parts) + out)
+    return Cost(float(out), nbytes(*parts) + out)
 
 
 def _reduction(i: Inputs) -> Cost:
-    return Cost(float(i[0].numel()), moved(i[0]))
+    return Cost(float(i[0].numel()), nbytes(i[0]))
 
 
 def _foreach(i: Inputs) -> Cost:
     """Lists of tensors, elementwise: everything read, the first list written."""
     first = tensors(i[:1])
-    return Cost(float(sum(t.numel() for t in first)), moved(*tensors(i), *first))
+    return Cost(float(sum(t.numel() for t in first)), nbytes(*tensors(i), *first))
 
 
 def _rows(flops: float, times: float) -> Formula:
@@ -203,18 +182,18 @@ def _rows(flops: float, times: float) -> Formula:
 
 def _copy(i: Inputs) -> Cost:
     """Read, and written in its shape."""
-    return Cost(0.0, moved(i[0]) + i[0].nbytes)
+    return Cost(0.0, nbytes(i[0]) + i[0].nbytes)
 
 
 def _to_copy(i: Inputs) -> Cost:
-    return Cost(0.0, moved(i[0], torch.ops.aten._to_copy(i[0], dtype=i[1])))
+    return Cost(0.0, nbytes(i[0], torch.ops.aten._to_copy(i[0], dtype=i[1])))
 
 
 def _put(i: Inputs) -> Cost:
     """The values read and written at their places; the places read."""
     target, *rest = tensors(i)
-    values = rest[-1].numel() * target.itemsize if rest else moved(target)
-    return Cost(0.0, 2 * values + moved(*rest[:-1]))
+    values = rest[-1].numel() * target.itemsize if rest else nbytes(target)
+    return Cost(0.0, 2 * values + nbytes(*rest[:-1]))
 
 
 def _gathered(i: Inputs) -> Cost:
@@ -225,16 +204,16 @@ def _gathered(i: Inputs) -> Cost:
     if index[0].dtype == torch.bool:
         raise ValueError("how many are kept is not in the shapes")
     picked = _elements(index) * math.prod(source.shape[len(index) :])
-    return Cost(0.0, 2 * picked * source.itemsize + moved(*index))
+    return Cost(0.0, 2 * picked * source.itemsize + nbytes(*index))
 
 
 def _gather(i: Inputs) -> Cost:
     index = tensors(i)[1]
-    return Cost(0.0, 2 * index.numel() * i[0].itemsize + moved(index))
+    return Cost(0.0, 2 * index.numel() * i[0].itemsize + nbytes(index))
 
 
 def _index_select(i: Inputs) -> Cost:
-    return Cost(0.0, 2 * moved(i[0]) * i[2].numel() // max(i[0].shape[i[1]], 1))
+    return Cost(0.0, 2 * nbytes(i[0]) * i[2].numel() // max(i[0].shape[i[1]], 1))
 
 
 def _nll_loss(i: Inputs) -> Cost:
@@ -244,22 +223,22 @@ def _nll_loss(i: Inputs) -> Cost:
 
 def _made(i: Inputs) -> Cost:
     """What has no tensor to look at costs what it makes, which the event does not tell: next to nothing."""
-    return Cost(0.0, moved(*i[:1]))
+    return Cost(0.0, nbytes(*tensors(i[:1])))
 
 
 # By class: names, without namespace and trailing "_", and their formula. A gradient has its operator's class.
 _TABLE: dict[str, dict[str, Formula | None]] = {
-    MATMUL: {
+    data.MATMUL: {
         "linear _linear_pointwise mkldnn_linear": lambda i: _product(i[0], i[1].t(), *i[2:3]),
         "mm bmm matmul mv": lambda i: _product(i[0], i[1]),
         "addmm baddbmm addmv _addmm_activation": lambda i: _product(i[1], i[2], i[0]),
-        "dot": lambda i: Cost(2.0 * i[0].numel(), moved(i[0], i[1])),
+        "dot": lambda i: Cost(2.0 * i[0].numel(), nbytes(i[0], i[1])),
         "_int_mm": _int_mm,
         "_grouped_mm": _grouped_mm,
         "addbmm vdot ger addr _mkl_linear _weight_int8pack_mm _weight_int4pack_mm_for_cpu _weight_int4pack_mm "
         "_scaled_mm convolution _convolution conv1d conv2d mkldnn_convolution": None,
     },
-    ATTENTION: {
+    data.ATTENTION: {
         "scaled_dot_product_attention _scaled_dot_product_attention_math": lambda i: _sdpa(i, 3, 5),
         "_scaled_dot_product_flash_attention_for_cpu": lambda i: _sdpa(i, 5, 4),
         "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_cpu_backward,
@@ -267,31 +246,31 @@ _TABLE: dict[str, dict[str, Formula | None]] = {
         "_scaled_dot_product_cudnn_attention _flash_attention_forward _flash_attention _efficient_attention_forward "
         "_efficient_attention": None,
     },
-    NORM: {
+    data.NORM: {
         "layer_norm native_layer_norm": _rows(8.0, 2.0),
         "native_layer_norm_backward": _rows(16.0, 3.0),
         "rms_norm _fused_rms_norm": _rows(4.0, 2.0),
         "_fused_rms_norm_backward": _rows(8.0, 3.0),
         "group_norm native_group_norm batch_norm native_batch_norm": None,
     },
-    EMBEDDING: {
+    data.EMBEDDING: {
         "embedding": _embedding,
         "embedding_dense_backward": _embedding_backward,
         "embedding_bag embedding_renorm": None,
     },
-    SOFTMAX: {
+    data.SOFTMAX: {
         "softmax _softmax _safe_softmax log_softmax _log_softmax": _rows(5.0, 2.0),
         "_softmax_backward_data _log_softmax_backward_data": _rows(4.0, 3.0),
         "_masked_softmax": None,
     },
-    ACTIVATION: {
+    data.ACTIVATION: {
         "gelu silu relu sigmoid tanh elu leaky_relu hardtanh hardswish mish softplus gelu_backward silu_backward "
         "threshold_backward tanh_backward sigmoid_backward": _elementwise,
         "glu relu6 celu selu threshold logit log_sigmoid prelu": None,
     },
-    COPIES: {
+    data.COPIES: {
         "clone constant_pad_nd roll flip tril triu": _copy,
-        "copy": lambda i: Cost(0.0, moved(i[0], i[1])),
+        "copy": lambda i: Cost(0.0, nbytes(i[0], i[1])),
         "_to_copy": _to_copy,
         "cat stack": lambda i: Cost(0.0, 2.0 * sum(t.nbytes for t in tensors(i[:1]))),
         "index_put _index_put_impl index_copy index_add scatter scatter_add slice_scatter": _put,
@@ -304,16 +283,16 @@ _TABLE: dict[str, dict[str, Formula | None]] = {
         "select_scatter repeat repeat_interleave masked_select pad expand_copy concat concatenate pixel_shuffle "
         "_pad_circular": None,
     },
-    LOSS: {
-        "cross_entropy_loss nll_loss nll_loss_nd": lambda i: Cost(float(i[0].numel()), moved(i[0], i[1])),
+    data.LOSS: {
+        "cross_entropy_loss nll_loss nll_loss_nd": lambda i: Cost(float(i[0].numel()), nbytes(i[0], i[1])),
         "nll_loss_forward": _nll_loss,
-        "nll_loss_backward": lambda i: Cost(0.0, moved(i[1])),
+        "nll_loss_backward": lambda i: Cost(0.0, nbytes(i[1])),
         "mse_loss l1_loss uniform normal exponential bernoulli random": _elementwise,
         "argmax argmin topk sort argsort multinomial": _reduction,
         "nll_loss2d_forward binary_cross_entropy binary_cross_entropy_with_logits kl_div smooth_l1_loss huber_loss "
         "searchsorted bucketize one_hot": None,
     },
-    OTHER: {
+    data.OTHER: {
         "add sub rsub mul div pow rsqrt sqrt square abs neg exp exp2 expm1 log log2 log1p sin cos erf where "
         "masked_fill bitwise_and bitwise_or bitwise_not bitwise_xor clamp clamp_min clamp_max native_dropout "
         "reciprocal sign floor ceil round trunc remainder floor_divide maximum minimum addcmul addcdiv lerp "
@@ -329,7 +308,7 @@ _TABLE: dict[str, dict[str, Formula | None]] = {
         "norm_except_dim _weight_norm trace cdist": None,
     },
     # Views and questions: they move no data, and what they take is the framework's own.
-    FRAMEWORK: {
+    data.FRAMEWORK: {
         "view slice select transpose t permute expand unsqueeze squeeze narrow chunk split split_with_sizes unbind "
         "as_strided alias detach lift_fresh lift _unsafe_view _reshape_alias unflatten movedim moveaxis swapaxes empty "
         "empty_like empty_strided new_empty resize set item _local_scalar_dense is_nonzero result_type resolve_conj "

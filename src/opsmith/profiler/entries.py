@@ -17,36 +17,26 @@ from typing import Any
 
 import torch
 
+from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, Kind, Operator, registry
-from opsmith.profiler import costs
+from opsmith.profiler import costs, data
 from opsmith.profiler.costs import Inputs
-from opsmith.profiler.data import (
-    ACTIVATION,
-    ATTENTION,
-    COPIES,
-    EMBEDDING,
-    LOSS,
-    MATMUL,
-    NORM,
-    ROPE,
-    SOFTMAX,
-    Row,
-)
+from opsmith.profiler.data import Row
 from opsmith.proof.replay import spell
 
 Estimate = tuple[Cost | None, str]  # a cost where one is known, and what went wrong in a card's formula
 
 _OF_KIND = {
-    Kind.MATMUL: MATMUL,
-    Kind.ATTENTION: ATTENTION,
-    Kind.NORM: NORM,
-    Kind.ROPE: ROPE,
-    Kind.EMBEDDING: EMBEDDING,
-    Kind.SOFTMAX: SOFTMAX,
-    Kind.ACTIVATION: ACTIVATION,
-    Kind.CACHE: COPIES,
-    Kind.LOSS: LOSS,
-    Kind.MLA: ATTENTION,
+    Kind.MATMUL: data.MATMUL,
+    Kind.ATTENTION: data.ATTENTION,
+    Kind.NORM: data.NORM,
+    Kind.ROPE: data.ROPE,
+    Kind.EMBEDDING: data.EMBEDDING,
+    Kind.SOFTMAX: data.SOFTMAX,
+    Kind.ACTIVATION: data.ACTIVATION,
+    Kind.CACHE: data.COPIES,
+    Kind.LOSS: data.LOSS,
+    Kind.MLA: data.ATTENTION,
 }
 
 
@@ -144,9 +134,9 @@ def cost_of(name: str, inputs: Inputs) -> Estimate:
     kind = _OF_KIND[card.kind]
     if "backward" not in entry and (mine := _of_card(card, call)) is not None:
         return _estimate(card, card.cost, mine)
-    if kind in (ATTENTION, MATMUL) or not parts:
+    if kind in (data.ATTENTION, data.MATMUL) or not parts:
         return None, ""
-    return Cost(float(parts[0].numel()), costs.moved(*parts)), ""
+    return Cost(float(parts[0].numel()), nbytes(*parts)), ""
 
 
 def _of_card(card: Operator, call: dict[str, Any]) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import dot, inner, launch, rounded
-from opsmith.ops.rope.triton.rope import Table, entries, table_rows, with_batch
+from opsmith.ops.rope.triton import Table, entries, table_rows, with_batch
 
 _BAND = tl.constexpr(8)  # row tiles that pass one tile of the weight, while that is in the second cache
 

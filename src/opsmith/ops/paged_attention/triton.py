@@ -12,7 +12,7 @@ import triton.language as tl
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import check, dot, flag, integers_like, launch, narrow, processors, rounded
 from opsmith.ops.attention.triton.scores import LOG2E, against, saturate
-from opsmith.ops.rope.triton.int8 import integers, sizes
+from opsmith.ops.rope.triton import integers, sizes
 
 _LEAST = tl.constexpr(1e-30)
 

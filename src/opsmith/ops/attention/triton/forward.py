@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import dot, inner, launch, narrow
+from opsmith.kernels.triton.common import dot, launch, narrow
 from opsmith.ops.attention.triton.scores import (
     LOG2E,
     Sequences,
@@ -26,68 +26,6 @@ from opsmith.ops.attention.triton.scores import (
     strides,
     visible,
 )
-
-
-@inner
-def _meet(
-    acc,
-    largest,
-    total,
-    q,
-    k,
-    v,
-    mask,
-    i,
-    begin,
-    end,
-    n,
-    m,
-    k_l,
-    v_l,
-    m_l,
-    m_s,
-    D,
-    DV,
-    scale,
-    window,
-    softcap,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BDV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    PLAIN: tl.constexpr,
-    EVEN: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """A tile of queries and the keys from begin to end; without EDGE every query sees all of them."""
-    lanes = tl.arange(0, BD)
-    value_lanes = tl.arange(0, BDV)
-    for key in range(begin, end, BN):
-        j = key + tl.arange(0, BN).to(tl.int64)
-        s = against(q, load_rows(k, j, k_l, m, lanes, D, EVEN))
-        c = LOG2E
-        if PLAIN:  # the scale is part of the exponent
-            c = scale * LOG2E
-        else:
-            s *= scale
-            if SOFTCAP:
-                s = softcap * saturate(s / softcap)
-            s = masked(s, mask, i[:, None], j[None, :], n, m, m_l, m_s, MASK)
-        if EDGE:
-            s = tl.where(visible(i[:, None], j[None, :], n, m, window, CAUSAL, WINDOW), s, float("-inf"))
-        # A NaN among the scores must come out as one, and `max` may drop it: the weights keep it.
-        grown = tl.maximum(largest, tl.max(s, 1))
-        base = tl.where(grown == float("-inf"), 0.0, grown)
-        p = tl.exp2((s - base[:, None]) * c)
-        shrink = tl.exp2((largest - base) * c)
-        total = total * shrink + tl.sum(p, 1)
-        values = load_rows(v, j, v_l, m, value_lanes, DV, EVEN)
-        acc = dot(narrow(p, values), values, acc * shrink[:, None])
-        largest = grown
-    return acc, largest, total
 
 
 @triton.jit
@@ -154,7 +92,9 @@ def _forward(
     if MASK:
         mask += b * m_b + h * m_h
     i = first + tl.arange(0, BM).to(tl.int64)
-    block = load_rows(q + b * q_b + h * q_h + q0 * q_l, i, q_l, n, tl.arange(0, BD), D, EVEN)
+    lanes = tl.arange(0, BD)
+    value_lanes = tl.arange(0, BDV)
+    block = load_rows(q + b * q_b + h * q_h + q0 * q_l, i, q_l, n, lanes, D, EVEN)
     acc = tl.zeros((BM, BDV), tl.float32)
     largest = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -173,21 +113,41 @@ def _forward(
     until = tl.maximum(until, 0) // BN * BN
     whole = tl.minimum(whole, (tl.maximum(end, begin) + BN - 1) // BN * BN)
     until = tl.maximum(until, whole)
-    if WINDOW:
-        acc, largest, total = _meet(
-            acc, largest, total, block, k, v, mask, i, begin, tl.minimum(whole, end), n, m, k_l, v_l, m_l, m_s,
-            D, DV, scale, window, softcap, BN, BD, BDV, CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN, EVEN, True,
-        )  # fmt: skip
-    acc, largest, total = _meet(
-        acc, largest, total, block, k, v, mask, i, whole, tl.minimum(until, end), n, m, k_l, v_l, m_l, m_s,
-        D, DV, scale, window, softcap, BN, BD, BDV, CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN, EVEN, False,
-    )  # fmt: skip
-    acc, largest, total = _meet(
-        acc, largest, total, block, k, v, mask, i, until, end, n, m, k_l, v_l, m_l, m_s,
-        D, DV, scale, window, softcap, BN, BD, BDV, CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN, EVEN, True,
-    )  # fmt: skip
+    # Three stretches of keys; without a window there is none before those that all queries see.
+    for stretch in tl.static_range(0 if WINDOW else 1, 3):
+        low = begin
+        high = tl.minimum(whole, end)
+        if stretch == 1:
+            low = whole
+            high = tl.minimum(until, end)
+        if stretch == 2:
+            low = until
+            high = end
+        for key in range(low, high, BN):
+            j = key + tl.arange(0, BN).to(tl.int64)
+            s = against(block, load_rows(k, j, k_l, m, lanes, D, EVEN))
+            c = LOG2E
+            if PLAIN:  # the scale is part of the exponent
+                c = scale * LOG2E
+            else:
+                s *= scale
+                if SOFTCAP:
+                    s = softcap * saturate(s / softcap)
+                s = masked(s, mask, i[:, None], j[None, :], n, m, m_l, m_s, MASK)
+            if stretch != 1:
+                seen = visible(i[:, None], j[None, :], n, m, window, CAUSAL, WINDOW)
+                s = tl.where(seen, s, float("-inf"))
+            # A NaN among the scores must come out as one, and `max` may drop it: the weights keep it.
+            grown = tl.maximum(largest, tl.max(s, 1))
+            base = tl.where(grown == float("-inf"), 0.0, grown)
+            p = tl.exp2((s - base[:, None]) * c)
+            shrink = tl.exp2((largest - base) * c)
+            total = total * shrink + tl.sum(p, 1)
+            values = load_rows(v, j, v_l, m, value_lanes, DV, EVEN)
+            acc = dot(narrow(p, values), values, acc * shrink[:, None])
+            largest = grown
     acc = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
-    store_rows(y + b * y_b + h * y_h + q0 * y_l, i, y_l, n, tl.arange(0, BDV), DV, acc)
+    store_rows(y + b * y_b + h * y_h + q0 * y_l, i, y_l, n, value_lanes, DV, acc)
     if sums is not None:
         kept = sums + b * s_b + h * s_h + (q0 + i) * s_l
         tl.store(kept, largest, mask=i < n)

@@ -1,5 +1,8 @@
 """Rotary embedding: a program takes a block of tokens, loads their part of the table once and turns some heads.
 
+It turns whole rows in registers. So of int8 rows it knows the largest magnitude when it rounds them; the own scales of
+these do not touch the integers, but multiply the new scale.
+
 A position without a row is reported as an id without one is: nothing is read there, its tokens become NaN, and the call
 raises once the kernel is done.
 """
@@ -15,6 +18,21 @@ import triton.language as tl
 from opsmith.kernels.triton.common import check, flag, inner, launch, report, rounded
 
 _HEADS = 4  # of a program, at most
+_LARGEST = tl.constexpr(3.4e38)
+
+
+@inner
+def sizes(value, mask):
+    """Magnitudes, infinite for what is not finite: `max` may drop a NaN."""
+    size = tl.abs(value)
+    return tl.where(mask, tl.where(size <= _LARGEST, size, float("inf")), 0.0)
+
+
+@inner
+def integers(value):
+    """To nearest, ties to even: the sum with 3 * 2^22 has no bits behind the point."""
+    value = tl.where(tl.abs(value) <= 127.5, value, 0.0)
+    return ((value + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @inner
@@ -48,7 +66,9 @@ def entries(cos, sin, c_at, s_at, inside, pair, half, second):
 @triton.jit
 def _rotate(
     x,
+    scale,
     y,
+    y_scale,
     cos,
     sin,
     positions,
@@ -71,6 +91,12 @@ def _rotate(
     yb,
     yh,
     yl,
+    gb,
+    gh,
+    gl,
+    zb,
+    zh,
+    zl,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     HALF: tl.constexpr,
@@ -99,18 +125,38 @@ def _rotate(
     begin = tl.program_id(1).to(tl.int64) * HEADS
     source = x + batch * xb + begin * xh + (token * xl)[:, None]
     target = y + batch * yb + begin * yh + (token * yl)[:, None]
+    if scale is not None:
+        scale += batch * gb + begin * gh + token * gl
+        y_scale += batch * zb + begin * zh + token * zl
     for _ in range(tl.minimum(HEADS, heads - begin)):
-        x1 = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(source + first + apart, mask=mask, other=0.0).to(tl.float32)
+        x1 = tl.load(source + first, mask=mask, other=0).to(tl.float32)
+        x2 = tl.load(source + first + apart, mask=mask, other=0).to(tl.float32)
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
-        tl.store(target + first, rounded(y1, y), mask=mask)
-        tl.store(target + first + apart, rounded(y2, y), mask=mask)
         if REST > 0:
             at = tl.arange(0, REST)[None, :]
             left = here[:, None] & (at < rest)
-            kept = tl.load(source + 2 * half + at, mask=left, other=0.0)
-            tl.store(target + 2 * half + at, kept, mask=left)
+            kept = tl.load(source + 2 * half + at, mask=left, other=0)
+        if scale is None:
+            tl.store(target + first, rounded(y1, y), mask=mask)
+            tl.store(target + first + apart, rounded(y2, y), mask=mask)
+            if REST > 0:
+                tl.store(target + 2 * half + at, kept, mask=left)
+        else:
+            largest = tl.maximum(tl.max(sizes(y1, mask), 1), tl.max(sizes(y2, mask), 1))
+            if REST > 0:
+                largest = tl.maximum(largest, tl.max(tl.abs(kept.to(tl.float32)), 1))
+            largest = tl.where(largest <= _LARGEST, largest, float("nan"))
+            factor = tl.load(scale, mask=here, other=0.0)
+            sign = tl.where(factor > 0, 1.0, tl.where(factor < 0, -1.0, 0.0))
+            inverse = tl.where(largest > 0, 127.0 / tl.where(largest > 0, largest, 1.0) * sign, 0.0)[:, None]
+            tl.store(target + first, integers(y1 * inverse), mask=mask)
+            tl.store(target + first + apart, integers(y2 * inverse), mask=mask)
+            if REST > 0:
+                tl.store(target + 2 * half + at, integers(kept.to(tl.float32) * inverse), mask=left)
+            tl.store(y_scale, largest / 127.0 * tl.abs(factor), mask=here)
+            scale += gh
+            y_scale += zh
         source += xh
         target += yh
 
@@ -153,30 +199,43 @@ class Table(NamedTuple):
 
 
 def _turn(
-    x: torch.Tensor, table: Table, dims: int, interleaved: bool, inverse: bool, y: torch.Tensor
+    x: torch.Tensor,
+    table: Table,
+    dims: int,
+    interleaved: bool,
+    y: torch.Tensor,
+    *scales: torch.Tensor,
+    inverse: bool = False,
 ) -> None:
+    """Turn the heads of x; `scales` of int8 rows are x's and y's."""
     if not x.numel():
         return
     if x.dim() == 3:
         x, y = with_batch(x), with_batch(y)
+        scales = tuple(with_batch(t) for t in scales)
     batch, heads, tokens, size = x.shape
     half, rest = dims // 2, size - dims
     block = int(triton.next_power_of_2(half))
-    block_tokens = int(min(triton.next_power_of_2(tokens), max(1, 2048 // block)))
-    in_place = y.data_ptr() == x.data_ptr()
+    stays = not scales and y.data_ptr() == x.data_ptr()
+    block_rest = 0 if stays or not rest else int(triton.next_power_of_2(rest))
+    # Of int8 rows a program holds all numbers at once.
+    lanes = 2 * block + block_rest if scales else 2 * block
+    block_tokens = int(min(triton.next_power_of_2(tokens), max(1, 4096 // lanes)))
+    scale, y_scale = scales or (None, None)
     launch(
         _rotate,
         (triton.cdiv(tokens, block_tokens), triton.cdiv(heads, _HEADS), batch),
-        *(x, y, *table.tensors),
+        *(x, scale, y, y_scale, *table.tensors),
         *(heads, tokens, half, rest, table.rows, table.second, *table.steps),
         *(*x.stride()[:3], *y.stride()[:3]),
+        *(step for t in scales or (x, y) for step in t.stride()[:3]),
         HEADS=_HEADS,
         TOKENS=block_tokens,
         HALF=block,
-        REST=0 if in_place or not rest else int(triton.next_power_of_2(rest)),
+        REST=block_rest,
         INTERLEAVED=interleaved,
         INVERSE=inverse,
-        num_warps=4 if block * block_tokens >= 1024 else 1,
+        num_warps=4 if lanes * block_tokens >= 2048 else 1,
     )
 
 
@@ -192,7 +251,7 @@ def turn(
     y: torch.Tensor,
 ) -> None:
     table = Table.of(cos, sin, positions, dims // 2)
-    _turn(x, table, dims, interleaved, inverse, y)
+    _turn(x, table, dims, interleaved, y, inverse=inverse)
     table.check("rope")
 
 
@@ -211,8 +270,25 @@ def turn_qk(
 ) -> None:
     table = Table.of(cos, sin, positions, dims // 2)
     for source, target in ((q, yq), (k, yk)):
-        _turn(source, table, dims, interleaved, inverse, target)
+        _turn(source, table, dims, interleaved, target, inverse=inverse)
     table.check("rope_qk")
 
 
-KERNELS = {"rope": turn, "rope_qk": turn_qk}
+def turn_int8(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    dims: int,
+    interleaved: bool,
+    *,
+    y: torch.Tensor,
+    y_scale: torch.Tensor,
+) -> None:
+    table = Table.of(cos, sin, positions, dims // 2)
+    _turn(x, table, dims, interleaved, y, scale, y_scale)
+    table.check("rope_int8")
+
+
+KERNELS = {"rope": turn, "rope_qk": turn_qk, "rope_int8": turn_int8}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from opsmith.kernels import build, isa, libraries
+from opsmith.kernels import build, compiler, isa, libraries
 
 # Logs every compiler run. A test makes it misbehave with files: a compiler that finds "slow" waits while
 # "hold" is there, one that finds "full" runs into a full disk, one that finds "edit" replaces its source.
@@ -49,10 +49,10 @@ class Project:
         path.write_text(text)
         return path
 
-    def build(self, **options: Any) -> Path:
-        return build.build_library(
-            "fake", self.sources, include_dirs=[self.home / "src/cpu"], **{"tier": "portable", **options}
-        )
+    def build(self, *, force: bool = False, watch: compiler.Watch | None = None, **options: Any) -> Path:
+        options = {"include_dirs": [self.home / "src/cpu"], "tier": "portable", **options}
+        library = build.Library("fake", self.sources, **options)
+        return build.build_libraries([library], force=force, watch=watch)[0]
 
     def compiled(self) -> list[str]:
         """What the compiler was run on since the last call: names of sources, and ``link``."""
@@ -72,7 +72,8 @@ class Project:
             "import sys; from pathlib import Path; from opsmith.kernels import build;"
             "home = Path(sys.argv[1]) / 'src/cpu'; sources = sorted(home.glob('*.cpp'));"
             "print('ready', flush=True);"
-            "print(build.build_library('fake', sources, include_dirs=[home], tier='portable'))"
+            "fake = build.Library('fake', sources, include_dirs=[home], tier='portable');"
+            "print(*build.build_libraries([fake]))"
         )
         command = [sys.executable, "-c", code, str(self.home)]
         pipe = subprocess.PIPE

@@ -69,14 +69,15 @@ def test_names_that_a_shell_would_take_apart(project: Project, monkeypatch: pyte
     (folder / "three & four.cpp").write_text(text)
     monkeypatch.chdir(project.home)
     sources = [path.relative_to(project.home) for path in folder.iterdir()]
-    library = build.build_library("my lib", sources, include_dirs=[Path("src/cpu")], tier="portable")
-    assert call(library, "three") == 40
+    library = build.Library("my lib", sources, include_dirs=[Path("src/cpu")], tier="portable")
+    (built,) = build.build_libraries([library])
+    assert call(built, "three") == 40
 
 
 def test_flags_tier_and_compiler_version_count(project: Project) -> None:
     paths = {project.build(), project.build(flags=["-DX=1"]), project.build(tier="avx2")}
     project.flag("version", "logging g++ 2.0")
-    compiler._find_compiler.cache_clear()
+    compiler.first_that_runs.cache_clear()
     paths.add(project.build())
     assert len(paths) == 4
     assert project.compiled() == sorted(["link", "one.cpp", "two.cpp"] * 4)
@@ -202,7 +203,7 @@ def test_unknown_tier_and_equal_names(project: Project) -> None:
     with pytest.raises(ValueError, match="'sse9' is no tier: expected one of portable, avx2"):
         project.build(tier="sse9")
     with pytest.raises(ValueError, match="different names"):
-        build.build_library("fake", [project.sources[0]] * 2, tier="portable")
+        build.build_libraries([build.Library("fake", [project.sources[0]] * 2, tier="portable")])
 
 
 def test_progress_is_for_terminals(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

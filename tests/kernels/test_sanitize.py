@@ -64,7 +64,8 @@ def test_a_planted_fault_is_reported(fault: str, tmp_path: Path, monkeypatch: py
     source.write_text(HEAD + body)
     monkeypatch.setenv("OPSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OPSMITH_SANITIZE", sanitizers)
-    library = build.build_library("planted", [source], flags=["-pthread"], tier="portable")
+    planted = build.Library("planted", [source], flags=["-pthread"], tier="portable")
+    (library,) = build.build_libraries([planted])
     call = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).run(1000))"
     command = [str(SANITIZE), sanitizers, sys.executable, "-c", call, str(library)]
     done = subprocess.run(

@@ -1,8 +1,7 @@
 """Build shared libraries of C++ sources, and find what was built before.
 
-    build_library()    one
-    build_libraries()  several, in one run of the compiler
-    build_best()       several for this CPU, in the best tier that the compiler knows too
+    build_libraries()  some, in one run of the compiler
+    build_best()       the same for this CPU, in the best tier that the compiler knows too
 
 A library is named after the content of all that it was built from, so an edit gives another library and
 touching a file gives the same one. Objects are kept too: libraries share them, and an edit compiles what it changed.
@@ -26,7 +25,7 @@ from opsmith.kernels import cache, compiler, isa, nvcc
 from opsmith.kernels.compiler import BuildError, Compiler, Link, Unit, Watch
 from opsmith.kernels.progress import shown
 
-__all__ = ["BuildError", "Library", "build_best", "build_libraries", "build_library", "find"]
+__all__ = ["BuildError", "Library", "build_best", "build_libraries", "find"]
 
 # The oldest torch whose stable ABI a library asks for, so that one build serves many versions.
 _TORCH_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
@@ -53,21 +52,6 @@ class Library:
     flags: Sequence[str] = ()  # for the compiler, after those of every build and of the tier
     links: Sequence[str] = ()  # for the linker, likewise
     tier: str | None = None  # from ``opsmith.kernels.isa.TIERS``; None is for `build_best` to choose
-
-
-def build_library(
-    name: str,
-    sources: Sequence[Path],
-    *,
-    include_dirs: Sequence[Path] = (),
-    flags: Sequence[str] = (),
-    tier: str,
-    force: bool = False,
-    watch: Watch | None = None,
-) -> Path:
-    """One library, as `build_libraries` gives several; its arguments are some of `Library`'s."""
-    library = Library(name, sources, include_dirs, flags, tier=tier)
-    return build_libraries([library], force=force, watch=watch)[0]
 
 
 def build_best(wanted: Sequence[Library], *, watch: Watch | None = None) -> tuple[list[Path], str]:

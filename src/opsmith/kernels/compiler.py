@@ -115,22 +115,19 @@ class Link:
 
 def find_compiler() -> Compiler | None:
     """``$CXX`` if it is set, else the first of g++, c++ and clang++ on PATH; None if there is none."""
-    return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    chosen = os.environ.get("CXX", "").strip()
+    return first_that_runs((chosen,) if chosen else ("g++", "c++", "clang++"), os.environ.get("PATH", ""))
 
 
 @functools.lru_cache(maxsize=8)
-def _find_compiler(chosen: str, path: str) -> Compiler | None:
-    candidates = [shlex.split(chosen)] if chosen.strip() else [["g++"], ["c++"], ["clang++"]]
-    return first_that_runs(candidates, path)
-
-
-def first_that_runs(candidates: Iterable[Sequence[str]], path: str, line: int = 0) -> Compiler | None:
+def first_that_runs(candidates: tuple[str, ...], path: str, line: int = 0) -> Compiler | None:
     """The first of these commands that says its version, on this line of its answer; None if none does."""
     for candidate in candidates:
-        program = shutil.which(candidate[0], path=path)
+        name, *words = shlex.split(candidate)
+        program = shutil.which(name, path=path)
         if program is None:
             continue
-        command = (program, *candidate[1:])
+        command = (program, *words)
         try:
             done = subprocess.run(
                 [*command, "--version"], capture_output=True, text=True, timeout=60, check=True

@@ -29,14 +29,10 @@ FLAGS = (
 
 def find() -> Compiler | None:
     """``$NVCC``, or nvcc on PATH, in ``$CUDA_HOME`` or in /usr/local/cuda; None if there is none."""
-    folders = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
-    return _find(os.environ.get("NVCC", ""), os.environ.get("PATH", ""), folders)
-
-
-@functools.lru_cache(maxsize=8)
-def _find(chosen: str, path: str, folders: tuple[str, ...]) -> Compiler | None:
-    candidates = [shlex.split(chosen)] if chosen else [["nvcc"], *([f"{f}/bin/nvcc"] for f in folders if f)]
-    return first_that_runs(candidates, path, line=-1)
+    folders = filter(None, (os.environ.get("CUDA_HOME"), "/usr/local/cuda"))
+    usual = ("nvcc", *(shlex.quote(f"{folder}/bin/nvcc") for folder in folders))
+    chosen = os.environ.get("NVCC")
+    return first_that_runs((chosen,) if chosen else usual, os.environ.get("PATH", ""), line=-1)
 
 
 def require() -> Compiler:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.autograd.profiler import _run_on_profiler_start, _run_on_profiler_stop
 
-from opsmith.kernels.build import BuildError, build_library
+from opsmith.kernels.build import BuildError, Library, build_libraries
 
 SOURCE = Path(__file__).parent / "binding_recorder.cpp"
 # PyTorch's own headers, which a library that asks for the stable ABI may not include.
@@ -40,7 +40,8 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("OPSMITH_NATIVE") == "0":
         return None
     try:
-        found = ctypes.CDLL(str(build_library("recorder", [SOURCE], flags=FLAGS, tier="portable")))
+        (path,) = build_libraries([Library("recorder", [SOURCE], flags=FLAGS, tier="portable")])
+        found = ctypes.CDLL(str(path))
     except (BuildError, OSError):  # older compilers do not read PyTorch's headers: its profiler serves
         return None
     found.recorder_count.restype = found.recorder_name_bytes.restype = ctypes.c_int64

@@ -113,7 +113,7 @@ def _operator(p: Project) -> dict[str, object]:
     before += [n for n in p.kernel_inputs if n != "product"]
     strided = [p.strided[1] if p.strided and n == p.strided[0] else n for n in p.shapes]
     sizes = ["{'x'.join(map(str, lead))}" if s == "lead" else f"{{{s}}}" for s in p.symbols]
-    extra = [f'"{n}": {v}' for n, v in p.example_attributes.items()]
+    extra = [f'"{n}": 0.5' for n, default in p.formula.attributes.items() if default is None]
     return {
         "body": body,
         "rotations": ", ".join(r for r in ("rotate_half", "rotate_interleaved") if f"{r}(" in body),
@@ -148,10 +148,11 @@ def _notes(p: Project) -> list[str]:
     notes = []
     if p.to_write:
         notes.append(f"Yours to write, where the kernels say WRITE HERE: {' and '.join(p.to_write)}.")
-    if p.left_out:
-        notes.append(f"Left out, as the formula does not use it: {', '.join(p.left_out)}.")
-    if p.dropped_types:
-        notes.append(f"No kernels are generated for {', '.join(p.dropped_types)}.")
+    if unused := [a.name for a in p.prototype.attr if a.name not in p.formula.attributes]:
+        notes.append(f"Left out, as the formula does not use it: {', '.join(unused)}.")
+    taken = {t for column in p.columns for t in column.values()}
+    if dropped := {t for column in p.prototype.columns() for t in column} - taken:
+        notes.append(f"No kernels are generated for {', '.join(sorted(dropped))}.")
     return notes
 
 
@@ -192,14 +193,7 @@ def _wrapped(text: str, indent: int, limit: int = 118) -> str:
 
 def render(template: str, p: Project, templates: Path = _TEMPLATES, /, **more: object) -> str:
     """One file, of the template of that name in a folder."""
-    environment = _environment(templates)
-    environment.filters |= {"broken": _broken, "wrapped": _wrapped}
-    text = environment.get_template(f"{template}.j2").render(p=p, **more)
-    return text.rstrip("\n") + "\n"
-
-
-def _environment(templates: Path) -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -207,6 +201,9 @@ def _environment(templates: Path) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # code, not HTML; what a prototype may say is checked when it is read
     )
+    environment.filters |= {"broken": _broken, "wrapped": _wrapped}
+    text = environment.get_template(f"{template}.j2").render(p=p, **more)
+    return text.rstrip("\n") + "\n"
 
 
 def _write(target: Path, files: Mapping[str, str]) -> None:

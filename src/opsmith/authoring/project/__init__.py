@@ -104,7 +104,7 @@ class Kernels:
                 f"{self.name}::{defined.split('::')[-1]}", _nothing, lib=self._library
             )
         self._answers: dict[str, bool | str] = {}
-        self.stand_ins: dict[str, Callable[..., None]] = {}  # what answers for a back end: an emulation
+        self.stand_ins: dict[str, Callable[..., Any]] = {}  # what answers for a back end: an emulation
 
     def source(self, backend: str) -> Path:
         """The file with the kernels of a back end: named like the operator, or the only one of its kind there."""

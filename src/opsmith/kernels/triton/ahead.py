@@ -6,12 +6,10 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -42,19 +40,6 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.kernel.__module__}.{self.kernel.__name__}"
-
-    def described(self) -> dict[str, Any]:
-        """What another environment needs to find this kernel and to compile it; plain data."""
-        return {
-            "module": self.kernel.__module__,
-            "kernel": self.kernel.__name__,
-            "file": str(Path(inspect.getsourcefile(self.kernel.fn) or "").resolve()),
-            "signature": self.signature,
-            "constants": {
-                name: {"dtype": value.name} if isinstance(value, tl.dtype) else value
-                for name, value in self.constants.items()
-            },
-        }
 
 
 def machine_code(variant: Variant, target: GPUTarget) -> str | None:

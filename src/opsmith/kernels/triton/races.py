@@ -67,33 +67,22 @@ def watched() -> Iterator[list[str]]:
 
 def _conflicts(loads: list[tuple[int, Any]], stores: list[tuple[int, Any]]) -> Iterator[str]:
     written, writers = _flat(stores)
-    twice = _shared(written, writers, written, writers)
-    if twice:
+    places, at = np.unique(written, return_inverse=True)
+    first, last = np.full(places.size, np.iinfo(np.int64).max), np.full(places.size, -1)
+    np.minimum.at(first, at, writers)
+    np.maximum.at(last, at, writers)
+    if twice := np.count_nonzero(first != last):
         yield f"{twice} places are stored by several programs"
     read, readers = _flat(loads)
-    crossed = _shared(read, readers, written, writers)
-    if crossed:
+    both = np.isin(read, places)
+    read, readers = read[both], readers[both]
+    at = np.searchsorted(places, read)
+    if crossed := np.unique(read[(first[at] != readers) | (last[at] != readers)]).size:
         yield f"{crossed} places are loaded by one program and stored by another"
 
 
 def _flat(touches: list[tuple[int, Any]]) -> tuple[Any, Any]:
-    """Addresses, and the program of each, every pair once, by address."""
-    if not touches:
-        return np.empty(0, np.uint64), np.empty(0, np.int64)
-    addresses = np.concatenate([a.ravel().astype(np.uint64) for _, a in touches])
-    programs = np.concatenate([np.full(a.size, p, np.int64) for p, a in touches])
-    order = np.lexsort((programs, addresses))
-    addresses, programs = addresses[order], programs[order]
-    new = np.ones(addresses.size, bool)
-    new[1:] = (addresses[1:] != addresses[:-1]) | (programs[1:] != programs[:-1])
-    return addresses[new], programs[new]
-
-
-def _shared(some: Any, by: Any, others: Any, by_others: Any) -> int:
-    """How many of the addresses are among the others with another program."""
-    first, last = np.searchsorted(others, some, "left"), np.searchsorted(others, some, "right")
-    several = last - first > 1
-    one = last - first == 1
-    differs = np.zeros(some.size, bool)
-    differs[one] = by_others[first[one]] != by[one]
-    return int(np.unique(some[several | differs]).size)
+    """Addresses, and the program of each."""
+    addresses = [np.empty(0, np.uint64), *(a.ravel().astype(np.uint64) for _, a in touches)]
+    programs = [np.full(a.size, p, np.int64) for p, a in touches]
+    return np.concatenate(addresses), np.concatenate([np.empty(0, np.int64), *programs])

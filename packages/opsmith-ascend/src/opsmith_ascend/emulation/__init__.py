@@ -278,7 +278,8 @@ def _built(
         name = f"emulated_{entry}_{hashlib.sha256(' '.join(defines).encode()).hexdigest()[:6]}"
         # The core is one object for all kernels: its key has nothing of theirs.
         units = [host, HEADERS / "core.cpp"]
-        return _opened(build.build_library(name, units, include_dirs=folders, flags=_FLAGS, tier="portable"))
+        emulated = build.Library(name, units, include_dirs=folders, flags=_FLAGS, tier="portable")
+        return _opened(*build.build_libraries([emulated]))
 
 
 def _tile(

@@ -7,11 +7,14 @@ Nothing is compiled: what another environment's Triton makes of the kernels is f
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from opsmith.authoring.project.triton_check import take_the_cpus_place, walk
 from opsmith.kernels.triton.ahead import TARGETS, Ahead, Variant
@@ -40,7 +43,22 @@ def main(folder: str | None = None) -> None:
             }
             walk([card], ahead, targets)
     for variant in launched:
-        print(json.dumps(variant.described()))
+        print(json.dumps(_described(variant)))
+
+
+def _described(variant: Variant) -> dict[str, Any]:
+    """What another environment needs to find this kernel and to compile it; plain data."""
+    kernel, signature, constants, _ = variant
+    return {
+        "module": kernel.__module__,
+        "kernel": kernel.__name__,
+        "file": str(Path(inspect.getsourcefile(kernel.fn) or "").resolve()),
+        "signature": signature,
+        "constants": {
+            name: {"dtype": value.name} if isinstance(value, tl.dtype) else value
+            for name, value in constants.items()
+        },
+    }
 
 
 if __name__ == "__main__":

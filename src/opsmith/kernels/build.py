@@ -10,20 +10,18 @@ touching a file gives the same one. Objects are kept too: libraries share them, 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from opsmith.kernels import cache, compiler, isa, nvcc
 from opsmith.kernels.compiler import BuildError, Compiler, Link, Unit, Watch
-from opsmith.kernels.progress import shown
 
 __all__ = ["BuildError", "Library", "build_best", "build_libraries", "find"]
 
@@ -64,7 +62,8 @@ def build_best(wanted: Sequence[Library], *, watch: Watch | None = None) -> tupl
     tiers = [best] if os.environ.get("OPSMITH_ISA") else isa.supported()[::-1]
     for tier in tiers:
         try:
-            return build_libraries([_in_tier(library, tier) for library in wanted], watch=watch), tier
+            chosen = [replace(library, tier=library.tier or tier) for library in wanted]
+            return build_libraries(chosen, watch=watch), tier
         except TooOld:
             if tier == tiers[-1]:
                 raise
@@ -119,10 +118,6 @@ def find(library: Library) -> Path | None:
 def content(library: Library) -> str:
     """What a library is named after, built or not."""
     return _Job.of(library).key
-
-
-def _in_tier(library: Library, tier: str) -> Library:
-    return library if library.tier else dataclasses.replace(library, tier=tier)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +251,7 @@ def _run(
     what = f"{jobs[0].name} kernels" if len(jobs) == 1 else f"{len(jobs)} libraries of kernels"
     title = f"building {what} ({jobs[0].tier})"
     try:
-        with shown(title, len(todo) + len(links), watch) as told:
+        with _shown(title, len(todo) + len(links), watch) as told:
             compiler.compile_and_link(built_by, folder, todo, links, told)
     finally:
         done = compiler.finished(folder)
@@ -271,6 +266,21 @@ def _run(
         store.seal(folder / final.name, final, _facts(job.name, job.tier, built_by, job.binds), 0o700)
     store.prune()
     return True
+
+
+@contextlib.contextmanager
+def _shown(title: str, steps: int, watch: Watch | None) -> Iterator[Watch]:
+    """The one who watches, or a line on the terminal; nothing where nobody does."""
+    if watch is not None or not sys.stderr.isatty():
+        yield watch or (lambda done, total, file: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=steps)
+        yield lambda done, total, file: bar.update(task, completed=done, total=total)
 
 
 def _facts(name: str, tier: str, built_by: Compiler, binds: bool) -> dict[str, Any]:

@@ -269,16 +269,13 @@ def clean() -> int:
     return cache.configured().clean() + cache.fallback().clean()
 
 
-def _name(folder: Path) -> str:
-    return folder.parent.name + folder.name.removeprefix("cpu")
-
-
 def _names() -> set[str]:
     return set(_folders(SOURCES))
 
 
 def _folders(sources: Path) -> dict[str, Path]:
-    return {_name(source.parent): source.parent for source in sources.glob("*/cpu*/*.cpp")}
+    folders = {source.parent for source in sources.glob("*/cpu*/*.cpp")}
+    return {folder.parent.name + folder.name.removeprefix("cpu"): folder for folder in folders}
 
 
 def _library(name: str, tier: str | None) -> Library:

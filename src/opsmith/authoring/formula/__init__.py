@@ -40,15 +40,8 @@ _POWERS: dict[object, str] = {
     2.0: "x * x", 3.0: "x * x * x", 4.0: "x * x * x * x", 0.5: "sqrt(x)",
     -1.0: "1 / x", -2.0: "1 / (x * x)", -0.5: "rsqrt(x)",
 }  # fmt: skip
-_BINARY: dict[type[ast.operator], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
-_COMPARE: dict[type[ast.cmpop], str] = {
-    ast.Lt: "lt",
-    ast.LtE: "le",
-    ast.Gt: "gt",
-    ast.GtE: "ge",
-    ast.Eq: "eq",
-    ast.NotEq: "ne",
-}
+_OPERATORS: dict[type[ast.AST], str] = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
+_OPERATORS |= {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
 
 
 class FormulaError(ValueError):
@@ -208,10 +201,12 @@ class _Parser:
                 return self.make(tree, "neg", inside) if isinstance(op, ast.USub) else inside
             case ast.BinOp(op=ast.Pow(), left=left, right=right):
                 return self.power(tree, self.value(left, depth), self.value(right, depth))
-            case ast.BinOp(op=op, left=left, right=right) if type(op) in _BINARY:
-                return self.make(tree, _BINARY[type(op)], self.value(left, depth), self.value(right, depth))
-            case ast.Compare(ops=[op], left=left, comparators=[right]) if type(op) in _COMPARE:
-                return self.make(tree, _COMPARE[type(op)], self.value(left, depth), self.value(right, depth))
+            case (
+                ast.BinOp(op=op, left=left, right=right)
+                | ast.Compare(ops=[op], left=left, comparators=[right])
+            ) if type(op) in _OPERATORS:
+                kind = _OPERATORS[type(op)]
+                return self.make(tree, kind, self.value(left, depth), self.value(right, depth))
             case ast.Compare():
                 self.wrong(tree, "one comparison at a time, of <, <=, >, >=, == and !=")
             case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
@@ -270,9 +265,8 @@ class _Parser:
             return self.make(tree, name, self.value(args[0], depth), self.value(args[1], depth))
         if name in (*REDUCTIONS, *ROTATIONS, "softmax"):
             return self.along_rows(tree, name, self.tensor(args[0], depth, name))
-        x = self.value(args[0], depth)
-        if x.number and name not in ("sqrt", "exp", "log", "tanh"):
-            self.wrong(tree, f"{name} takes a tensor, and this is a number")
+        of_numbers = name in ("sqrt", "exp", "log", "tanh")
+        x = self.value(args[0], depth) if of_numbers else self.tensor(args[0], depth, name)
         return self.make(tree, name, x)
 
     def along_rows(self, tree: ast.expr, name: str, x: Node) -> Node:

@@ -20,20 +20,8 @@ TYPES: dict[str, str] = {
     **{name: name for name in ("qint8", "qint16", "qint32", "quint8", "quint16")},
     **{name: name for name in ("complex32", "complex64", "complex128", "string", "resource")},
 }
-_REAL = (
-    "float32",
-    "float16",
-    "bfloat16",
-    "float64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-)
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+_REAL = (*_FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _QUANTIZED = ("qint8", "qint16", "qint32", "quint8", "quint16")
 GROUPS: dict[str, tuple[str, ...]] = {
     "realnumbertype": _REAL,

@@ -118,6 +118,8 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
     best = isa.supported()[-1]
     lower = f"OPSMITH_ISA asks for less than this processor can do ({best}); unset it for full speed"
     no_compiler = "needed to build kernels for other sources, flags or torch versions: install g++ or clang++"
+    # A failure of the build is told with the kernels already.
+    on_its_way = " ".join(str(said[0].message).split()) if loaded and said else ""
     lines = [
         Line("kernel tier", state.tier, lower if state.tier != best else ""),
         Line("compiler", state.compiler or "none", "" if state.compiler else no_compiler),
@@ -141,7 +143,7 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
             if recorded or not loaded
             else "a C++20 compiler and Python's headers (python3-dev) spare small ones 15 to 40 µs",
         ),
-        Line("kernel cache", f"{state.cache}, {size_of(state.bytes)}", _cache_advice(loaded, said)),
+        Line("kernel cache", f"{state.cache}, {size_of(state.bytes)}", on_its_way),
     ]
     return lines, {**asdict(state), "direct_calls": directly, "recorded_calls": recorded}
 
@@ -150,10 +152,9 @@ def _backends() -> list[Line]:
     """Those beyond the core's own, and whether their devices are here."""
     from opsmith import backends
 
-    answers = {one.name: one.here() for one in backends.installed().values()}
     return [
-        Line(f"back end {name}", "its device is here" if why is True else str(why))
-        for name, why in answers.items()
+        Line(f"back end {one.name}", "its device is here" if (why := one.here()) is True else str(why))
+        for one in backends.installed().values()
     ]
 
 
@@ -164,8 +165,3 @@ def _libraries(state: Status) -> str:
     missing = sorted(set(state.libraries) - set(state.loaded))
     found = f"{len(state.loaded)} of {len(state.libraries)} libraries loaded"
     return f"{found}, in plain PyTorch: {', '.join(missing)}" if missing else found
-
-
-def _cache_advice(loaded: bool, said: list[warnings.WarningMessage]) -> str:
-    """What the build had to say on its way; a failure is told with the kernels already."""
-    return " ".join(str(said[0].message).split()) if loaded and said else ""

@@ -106,6 +106,9 @@ def tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:
 
 def _check(folder: Path) -> None:
     """What can be said of a folder before transformers looks at it."""
+    from safetensors import SafetensorError, safe_open
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     if not folder.exists():
         raise CommandError(f"there is no folder {folder}; name one that save_pretrained wrote")
     if not folder.is_dir():
@@ -121,8 +124,7 @@ def _check(folder: Path) -> None:
         raise CommandError(f"{config} is not readable JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:
         raise CommandError(f"{config} names no model_type, so what model it is stays unknown")
-    known = _known_types()
-    if data["model_type"] not in known:
+    if data["model_type"] not in CONFIG_MAPPING:
         hint = "it runs code of its own, which is never loaded" if "auto_map" in data else "update it"
         raise CommandError(
             f"model type {data['model_type']!r} is unknown to the installed transformers: {hint}, "
@@ -134,25 +136,14 @@ def _check(folder: Path) -> None:
             f"{folder} has no *.safetensors, the only weights that are read; "
             "convert them with save_pretrained"
         )
-    for file in weights:
-        _check_weights(file)
-
-
-def _known_types() -> Any:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return CONFIG_MAPPING
-
-
-def _check_weights(file: Path) -> None:
-    """A damaged file is named before the model is built; only its header is read here."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise CommandError(f"{file} is damaged ({_one_line(error)}); copy or download it again") from error
+    for file in weights:  # a damaged one is named before the model is built; only headers are read here
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CommandError(
+                f"{file} is damaged ({_one_line(error)}); copy or download it again"
+            ) from error
 
 
 def _one_line(error: Exception) -> str:

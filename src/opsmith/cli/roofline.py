@@ -35,7 +35,8 @@ def draw(results: list[Benchmark], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     shown = [point for result in results if (point := _point(result)) is not None]
     roofs = _roofs(results)
-    lowest, highest = _range([x for x, *_ in shown])
+    lowest = min([0.1, *(x for x, *_ in shown)]) / 2
+    highest = max([100.0, *(x for x, *_ in shown)]) * 2
     bandwidth = roofs.pop("copy", None)
     for kind, rate in roofs.items():
         ridge = rate / bandwidth if bandwidth else lowest
@@ -92,10 +93,6 @@ def _roofs(results: list[Benchmark]) -> dict[str, float]:
                 if kind == "copy" or kind.startswith("matmul"):
                     rates.setdefault(kind, []).append(roof.rate)
     return {kind: statistics.median(found) for kind, found in rates.items()}
-
-
-def _range(intensities: list[float]) -> tuple[float, float]:
-    return min([0.1, *intensities]) / 2, max([100.0, *intensities]) * 2
 
 
 def _title(results: list[Benchmark]) -> str:

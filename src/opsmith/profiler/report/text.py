@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,9 +11,6 @@ from rich.panel import Panel
 from rich.table import Table
 
 from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, Bill, Findings, Phase, bill, by_shape, sums
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _SHAPES, _CHAINS, _LAYERS = 12, 6, 40
 HEADS = (
@@ -42,31 +38,29 @@ def text(profile: Findings, width: int = 150) -> str:
 
 def show(profile: Findings, console: Console) -> None:
     """Print the report."""
-    for part in parts(profile):
-        console.print(part)
-
-
-def parts(profile: Findings) -> Iterable[RenderableType]:
-    """The report, piece by piece."""
-    yield Panel("\n".join(escape(line) for line in trust(profile)), title="trust", title_align="left")
+    console.print(
+        Panel("\n".join(escape(line) for line in trust(profile)), title="trust", title_align="left")
+    )
     for phase in profile.phases:
-        yield ""
-        yield _bill_table(phase)
+        console.print()
+        console.print(_bill_table(phase))
         if phase.tokens:
-            yield escape(per_token(profile, phase))
-        yield _shapes_table(phase)
+            console.print(escape(per_token(profile, phase)))
+        console.print(_shapes_table(phase))
         if len({row.layer for row in phase.rows}) > 1:
-            yield _layers_table(phase)
+            console.print(_layers_table(phase))
         if phase.chains:
-            yield _chains_table(phase)
-    yield ""
+            console.print(_chains_table(phase))
+    console.print()
     advice = profile.advice
     if not advice:
-        yield "advice: none; no rule finds a gain above the noise"
+        console.print("advice: none; no rule finds a gain above the noise")
     for i, one in enumerate(advice, 1):
-        yield escape(
-            f"{i}. {one.phase}: {one.title}: up to {one.gain * 1e3:.3g} ms, {one.speedup:.2f}x\n"
-            f"   seen:   {one.evidence}\n   do:     {one.action}\n   verify: {one.verify}"
+        console.print(
+            escape(
+                f"{i}. {one.phase}: {one.title}: up to {one.gain * 1e3:.3g} ms, {one.speedup:.2f}x\n"
+                f"   seen:   {one.evidence}\n   do:     {one.action}\n   verify: {one.verify}"
+            )
         )
 
 
@@ -114,7 +108,8 @@ def per_token(profile: Findings, phase: Phase) -> str:
     """A phase per token: time, memory, and how much of the machine it uses."""
     least = sum(row.least for row in phase.rows)
     flops, moved = sum(r.flops for r in phase.rows), sum(r.bytes for r in phase.rows)
-    rate, band = utilization(profile, phase)
+    dtype = next(iter(sums(phase.rows, "dtype", "flops")), "")  # that most operations run in
+    rate, band = profile.roofs.get(f"matmul {dtype}"), profile.roofs.get("memory")
     return (
         f"{phase.name} per token ({phase.tokens} tokens): {phase.wall / phase.tokens * 1e6:.3g} µs, weights "
         f"{phase.weight_bytes / 1e6:.1f} MB, cache {phase.cache_bytes / 1e6:.2f} MB, MFU "
@@ -122,12 +117,6 @@ def per_token(profile: Findings, phase: Phase) -> str:
         f"{phase.tokens / phase.wall:,.0f} tokens/s now"
         + (f", {phase.tokens / least:,.0f} at the roof" if least else "")
     )
-
-
-def utilization(profile: Findings, phase: Phase) -> tuple[float | None, float | None]:
-    """The matmul roof of the dtype that most operations run in, and the bandwidth of memory."""
-    dtype = next(iter(sums(phase.rows, "dtype", "flops")), "")
-    return profile.roofs.get(f"matmul {dtype}"), profile.roofs.get("memory")
 
 
 def _part(rate: float, roof: float | None) -> str:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from opsmith.ops.linear import linear
 from opsmith.ops.rms_norm import rms_norm
 from opsmith.ops.rms_norm.quant import q8, quantize_rows, rms_norm_quant
+from opsmith.ops.rounding import TINY, round_in_parts
 
 Quant = Literal["per_tensor", "per_token", "weight_int8", "weight_int4"]
 QUANTS: tuple[str, ...] = get_args(Quant)
@@ -128,34 +129,29 @@ def normalize_and_project(
 def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Integers and float32 scales of a weight, symmetric, and the error relative to it (root of summed squares)."""
     n, k = weight.shape
-    weight = weight.detach()
     group = k if bits == 8 else next((g for g in _GROUPS if k % g == 0), _GROUPS[-1])
     groups = 1 if bits == 8 else -(-k // group)
     padded = groups * group
     held = padded // 2 if bits == 4 else k
     packed = torch.empty((n, held), dtype=torch.int8 if bits == 8 else torch.uint8, device=weight.device)
     scale = torch.zeros((n, groups), dtype=torch.float32, device=weight.device)
-    step = max(1, _ROWS_AT_ONCE // max(1, k))
-    lost, total = 0.0, 0.0
-    for first in range(0, n if k else 0, step):
-        part = F.pad(weight[first : first + step].float(), (0, padded - k)).unflatten(1, (groups, group))
-        top = part.abs().amax(-1, keepdim=True)
-        if not bool(top.isfinite().all()):
-            raise ValueError(
-                "MLAWeights.quantize: every weight must be finite, found NaN or an infinity; no scale represents it"
-            )
-        factor = (top / _LEVELS[bits]).clamp_(min=torch.finfo(torch.float32).tiny)
+
+    def keep(here: slice, part: torch.Tensor) -> torch.Tensor:
+        part = F.pad(part, (0, padded - k)).unflatten(1, (groups, group))
+        factor = (part.abs().amax(-1, keepdim=True) / _LEVELS[bits]).clamp_(min=TINY)
         rounded = (part / factor).round_().clamp_(-_LEVELS[bits], _LEVELS[bits])
-        lost += float((part - rounded * factor).double().square().sum())
-        total += float(part.double().square().sum())
-        scale[first : first + step] = factor.squeeze(-1)
+        scale[here] = factor.squeeze(-1)
         values = rounded.flatten(1).to(torch.int8)
         if bits == 8:
-            packed[first : first + step] = values
+            packed[here] = values
         else:
             nibbles = (values + 8).to(torch.uint8)
-            packed[first : first + step] = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
-    return packed, scale[:, 0] if bits == 8 else scale, (lost / total) ** 0.5 if total else 0.0
+            packed[here] = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+        return (rounded * factor).flatten(1)[:, :k]
+
+    rows = max(1, _ROWS_AT_ONCE // max(1, k))
+    error = round_in_parts(weight.detach(), rows, keep, "MLAWeights.quantize: every weight")
+    return packed, scale[:, 0] if bits == 8 else scale, error.relative
 
 
 def static_scale(

@@ -195,26 +195,27 @@ _CALL = _LinearCrossEntropy(
 
 
 def _cost(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: Any = None, **options: Any
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: Any = None,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Cost:
-    dtype = options.get("dtype") or hidden.dtype
-    results = (target.numel() if options.get("reduction") == "none" else 1) * (torch.finfo(dtype).bits // 8)
-    flops, moved = _logits(hidden, weight, target)
-    return Cost(flops, moved + nbytes(bias) + results)
-
-
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
-    """Operations and bytes of the logits and of what becomes of them."""
-    classes, k = weight.shape
-    return (2.0 * k + 9.0) * target.numel() * classes, nbytes(hidden, weight, target)
+    shape = target.shape if reduction == "none" else ()
+    loss = hidden.new_empty(shape, dtype=dtype, device="meta")
+    return _entry(hidden, weight, target, bias=bias, loss=loss)
 
 
 def _entry(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **rest: Any) -> Cost:
     """An entry of the dispatcher: the logits, and a product of their size for each gradient that is asked for."""
-    flops, moved = _logits(hidden, weight, target)
     wanted = sum(rest.get(name) is not None for name in ("dhidden", "dweight"))
-    products = 2.0 * target.numel() * weight.numel() * wanted
-    return Cost(flops + products, moved + nbytes(*(t for t in rest.values() if isinstance(t, torch.Tensor))))
+    flops = target.numel() * (2.0 * (1 + wanted) * weight.numel() + 9.0 * weight.shape[0])
+    return Cost(
+        flops, nbytes(hidden, weight, target, *(t for t in rest.values() if isinstance(t, torch.Tensor)))
+    )
 
 
 def _samples(make: Make) -> Iterator[Sample]:

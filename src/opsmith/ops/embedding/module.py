@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -258,8 +260,7 @@ class QuantizedEmbedding(nn.Module):
 
     def _twin(self, prefetch: int, cache_rows: int) -> QuantizedEmbedding:
         """The same table, not copied, in other settings."""
-        twin = QuantizedEmbedding(0, self.embedding_dim, dtype=self.dtype)
-        twin.num_embeddings, twin.table, twin.scale = self.num_embeddings, self.table, self.scale
+        twin = copy.copy(self)
         twin.prefetch, twin.cache_rows = prefetch, cache_rows
         return twin
 
@@ -287,11 +288,5 @@ class QuantizedEmbedding(nn.Module):
 
 def _in_turn(module: QuantizedEmbedding, calls: list[torch.Tensor]) -> Callable[[], object]:
     """A function that gathers the next of the calls each time."""
-    turn = 0
-
-    def run() -> object:
-        nonlocal turn
-        turn = (turn + 1) % len(calls)
-        return module(calls[turn])
-
-    return run
+    turns = itertools.cycle(calls)
+    return lambda: module(next(turns))

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import check, flag, in_registers, launch, report, steps
+from opsmith.kernels.triton.common import as_rows, check, flag, in_registers, launch, report, steps
 
 _CHUNK = 32  # sorted positions that one program adds up
 
@@ -131,11 +131,6 @@ def _long_runs(
         tl.store(dtable + row * ts + at, total.to(dtable.dtype.element_ty), mask=mask)
 
 
-def _pitch(y: torch.Tensor, n: int) -> int:
-    """Elements from one row to the next of a tensor that is contiguous or a matrix."""
-    return y.stride(0) if y.dim() == 2 else n
-
-
 def _gathered(
     op: str, ids: torch.Tensor, table: torch.Tensor, y: torch.Tensor, **quantized: torch.Tensor | None
 ) -> None:
@@ -150,7 +145,7 @@ def _gathered(
         (ids.numel(), max(triton.cdiv(n, how["BLOCK"]), 1)),
         *(ids, table, scale, slots, rows, counts, stats, y, bad),
         *(total, 0 if rows is None else rows.shape[0], n),
-        *(ids.stride(0) if ids.dim() == 1 else 1, *steps(table, scale, rows), _pitch(y, n)),
+        *(ids.stride(0) if ids.dim() == 1 else 1, *steps(table, scale, rows, as_rows(y))),
         **how,
     )
     check(bad, op, ids, total)
@@ -203,7 +198,7 @@ def embedding_backward(
         _chunk_sums,
         grid,
         *(dy, ordered, order, dtable, heads, tails),
-        *(*sizes, _pitch(dy, n), *steps(dtable)),
+        *(*sizes, *steps(as_rows(dy), dtable)),
         CHUNK=_CHUNK,
         **how,
     )

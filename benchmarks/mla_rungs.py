@@ -17,6 +17,7 @@ from opsmith.ops.mla.call import Call, Result
 from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.preprocess import call_of
 from opsmith.ops.mla.projection import norm, normalize_and_project
+from opsmith.ops.pages import check_slots
 
 
 def thirteen_in_pytorch(*args: Any, **options: Any) -> Result:
@@ -78,7 +79,9 @@ def _checked(
     q_nope_scale: Any = None,
 ) -> Call:
     options = eps, return_latent_q, ctkv_scale, q_nope_scale
-    return call_of(x, w, cos, sin, slot_mapping, cache, *options).checked("mla_preprocess")
+    call = call_of(x, w, cos, sin, slot_mapping, cache, *options).checked("mla_preprocess")
+    check_slots("mla_preprocess", slot_mapping, cache.blocks, cache.block_size)
+    return call
 
 
 RUNGS: dict[str, Callable[..., Result]] = {

@@ -14,12 +14,13 @@ from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Make, Sample
-from opsmith.ops.mla.cache import MLACache, check_cache_type, has_values, shapes
+from opsmith.ops.mla.cache import MLACache, check_cache_type, shapes
 from opsmith.ops.mla.call import Maybe, in_float32
 from opsmith.ops.mla.cards import card
 from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.paged_attention.samples import rows_of_tables
+from opsmith.ops.pages import check_pages, has_values
 from opsmith.ops.rms_norm.quant import wide
 
 
@@ -77,13 +78,16 @@ def mla_attention(
     by_kernel = native(rotated, op) is True and not needs_grad(nope, rotated, cache.latent, cache.rope, wuv)
     # The kernel looks at every length and block before it reads, so that a look from here would only cost time.
     looks = by_kernel and nope.is_cpu and DEVICE != "cpu"
-    check_pages(op, block_tables, seq_lens, q_out.shape[0], cache, values=not looks)
+    _check_tables(op, block_tables, seq_lens, q_out.shape[0], cache)
+    pages = block_tables, seq_lens, cache.blocks, cache.block_size
+    if not looks:
+        check_pages(op, *pages)
     if not by_kernel:
         return define(*call)
     try:
         return _kernel(*call)
     except RuntimeError:
-        check_pages(op, block_tables, seq_lens, q_out.shape[0], cache)  # names what is wrong
+        check_pages(op, *pages)  # names what is wrong
         raise
 
 
@@ -194,34 +198,14 @@ def _queries(
     return nope, rotated
 
 
-def check_pages(
-    op: str, block_tables: Any, seq_lens: Any, tokens: int, cache: MLACache, *, values: bool = True
-) -> None:
-    """Refuse lengths and blocks that are not this cache's; without `values`, their shapes alone."""
+def _check_tables(op: str, block_tables: Any, seq_lens: Any, tokens: int, cache: MLACache) -> None:
+    """Refuse tables and lengths that are not for this cache and as many tokens, whatever their numbers."""
     pages = ("block_tables", block_tables, "S n"), ("seq_lens", seq_lens, "S")
     cached = "the cache", cache.latent if cache.rope is None else cache.rope, "blocks a b c"
     check_fit(op, cached, *((*page, torch.int64, torch.int32) for page in pages))
     sequences = seq_lens.shape[0]
     if tokens % sequences if sequences else tokens:
         raise ValueError(f"{op}: {tokens} tokens cannot be shared out evenly among {sequences} sequences")
-    if not values or not sequences or not has_values(seq_lens):
-        return
-    size = cache.block_size
-    most, least = int(seq_lens.max()), int(seq_lens.min())
-    if least < 0 or most > block_tables.shape[1] * size:
-        raise ValueError(
-            f"{op}: seq_lens must lie in [0, {block_tables.shape[1] * size}], the table's {block_tables.shape[1]} "
-            f"blocks of {size}, got {least if least < 0 else most}"
-        )
-    start = torch.arange(block_tables.shape[1], device=seq_lens.device) * size
-    used = start < seq_lens.view(-1, 1)
-    bad = (used & ((block_tables < 0) | (block_tables >= cache.blocks))).nonzero()
-    if bad.numel():
-        row, column = (int(i) for i in bad[0])
-        raise ValueError(
-            f"{op}: block_tables must lie in [0, {cache.blocks}), got {int(block_tables[row, column])} for "
-            f"sequence {row}, block {column}"
-        )
 
 
 def attention_form(
@@ -251,48 +235,26 @@ def attention_form(
 
 
 def _cost(
-    q_out: torch.Tensor,
+    q_nope: torch.Tensor,
     q_rope: Maybe,
     latent: torch.Tensor,
     rope: Maybe,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     wuv: Maybe = None,
-    **options: Any,
-) -> Cost:
-    tokens, heads, width = q_out.shape
-    if q_rope is not None:
-        width += q_rope.shape[2]
-    kv_lora = q_out.shape[2] if wuv is None else wuv.shape[2]
-    written = q_out.new_empty((tokens, heads, kv_lora if wuv is None else wuv.shape[1]), device="meta")
-    rows = int(seq_lens.sum()) if has_values(seq_lens) else rows_of_tables(block_tables, latent.shape[1])
-    row = width * q_out.element_size()
-    read = nbytes(q_out, q_rope, block_tables, seq_lens, wuv, written)
-    return _work(q_out, len(seq_lens), rows, width + kv_lora, wuv, rows * row + read)
-
-
-def _entry_cost(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    block_tables: torch.Tensor,
     **rest: Any,
 ) -> Cost:
-    """Latent rows as long as the tables say, once for all heads; then the up-projection, where it is fused."""
-    kv_lora, turned, wuv = q_nope.shape[2], q_rope.shape[2], rest["wuv"]
-    rows = rows_of_tables(block_tables, latent.shape[1])
-    row = kv_lora * latent.element_size() + turned * rope.element_size()
-    written = rest["latent_out"] if rest["out"] is None else rest["out"]
-    read = nbytes(q_nope, q_rope, block_tables, rest["seq_lens"], wuv, written)
-    return _work(q_nope, len(block_tables), rows, 2 * kv_lora + turned, wuv, rows * row + read)
-
-
-def _work(q: torch.Tensor, sequences: int, rows: int, width: int, wuv: Maybe, moved: int) -> Cost:
-    """Of all tokens' heads with the rows that they see, `width` products each."""
-    tokens, heads = q.shape[:2]
-    flops = 2.0 * heads * (tokens // max(1, sequences)) * rows * width
-    return Cost(flops + (0.0 if wuv is None else 2.0 * tokens * wuv.numel()), moved)
+    """Latent rows once for all heads, as the tables say where lengths have no values; then the up-projection."""
+    tokens, heads, width = q_nope.shape
+    like = q_nope if q_rope is None else q_rope  # one is in the other in mode "joint"
+    kv_lora = width if wuv is None else wuv.shape[2]
+    turned = width - kv_lora if q_rope is None else q_rope.shape[2]
+    rows = int(seq_lens.sum()) if has_values(seq_lens) else rows_of_tables(block_tables, latent.shape[1])
+    row = kv_lora * latent.element_size() + turned * like.element_size()
+    written = tokens * heads * (kv_lora if wuv is None else wuv.shape[1]) * like.element_size()
+    products = heads * (tokens // max(1, len(seq_lens))) * rows * (2 * kv_lora + turned)
+    products += 0 if wuv is None else tokens * wuv.numel()
+    return Cost(2.0 * products, rows * row + nbytes(q_nope, q_rope, block_tables, seq_lens, wuv) + written)
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -358,7 +320,7 @@ CARD = card(
     cost=_cost,
     samples=_samples,
     workloads=_workloads,
-    entries={"mla_attention": _entry_cost},
+    entries={"mla_attention": _cost},
     schemas=(
         "mla_attention(Tensor q_nope, Tensor q_rope, Tensor latent, Tensor rope, Tensor block_tables, "
         "Tensor seq_lens, float scale, Tensor? ctkv_scale, Tensor? q_nope_scale, Tensor? wuv, *, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from opsmith.call.arguments import check_number, short
 from opsmith.ops.mla.check import check_tensor
@@ -252,13 +251,6 @@ def _everyone(
     return at, torch.where(keep.view(-1, 1, 1), new, same)
 
 
-def has_values(t: torch.Tensor) -> bool:
-    """False where values cannot be looked at: while a graph is captured, and on the meta device."""
-    if torch.compiler.is_compiling() or t.is_meta or isinstance(t, FakeTensor):
-        return False
-    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 def check_cache_type(op: str, cache: Any) -> None:
     if not isinstance(cache, MLACache):
         raise TypeError(
@@ -266,23 +258,10 @@ def check_cache_type(op: str, cache: Any) -> None:
         )
 
 
-def check_slots(op: str, slots: Any, tokens: int, cache: MLACache, *, values: bool = True) -> None:
-    """Refuse slots that are not one for each token, -1 or within the cache, before anything is written.
-
-    Without `values`, what their numbers are is left to the kernel, which looks before it writes.
-    """
+def check_mapping(op: str, slots: Any, tokens: int, cache: MLACache) -> None:
+    """Refuse what is not one number for each token; which numbers is for `check_slots`."""
     what, integers = "one slot for each token", (torch.int64, torch.int32)
     check_tensor(op, "slot_mapping", slots, (tokens,), what, cache.latent, "the cache", *integers)
-    if not values or not tokens or not has_values(slots):
-        return
-    end = cache.blocks * cache.block_size
-    low, high = (int(v) for v in torch.aminmax(slots))
-    if low < -1 or high >= end:
-        bad = int(((slots < -1) | (slots >= end)).nonzero()[0])
-        raise ValueError(
-            f"{op}: slot_mapping must lie in [0, {end}) ({cache.blocks} blocks of {cache.block_size}) or be -1, got "
-            f"{int(slots[bad])} for token {bad}; nothing was written"
-        )
 
 
 def head_scales(op: str, value: Any, heads: int, device: torch.device) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ import torch
 
 from opsmith.call.arguments import check_fit, check_float, check_number, short
 from opsmith.call.layouts import dense_rows, fresh
-from opsmith.ops.mla.cache import MLACache, check_slots
+from opsmith.ops.mla.cache import MLACache, check_mapping
 from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.weights import Parts
 from opsmith.ops.rms_norm.quant import wide
@@ -102,10 +102,10 @@ class Call(NamedTuple):
         pair = join(q_out, q_rope, self.joint)
         return (*pair, latent_q) if self.return_latent_q and latent_q is not None else pair
 
-    def checked(self, op: str, *, values: bool = True) -> Call:
+    def checked(self, op: str) -> Call:
         """The same, its scales tensors; refused where an argument is wrong, before anything is written.
 
-        Without `values` not the numbers of the slots, which whoever runs the call looks at.
+        But for the numbers of the slots, which whoever runs the call looks at.
         """
         x, w = self.x, self.w
         check_float(op, x, "x", least_dim=2)
@@ -136,7 +136,7 @@ class Call(NamedTuple):
                 f"{op}: return_latent_q asks for latent queries, and these weights have no q_lora"
             )
         scales = self.cache.check_scales(op, self.latent_scale, w.heads, self.query_scale)
-        check_slots(op, self.slots, x.shape[0], self.cache, values=values)
+        check_mapping(op, self.slots, x.shape[0], self.cache)
         if w.quant is not None or self.cache.mode == "int8_tiled":
             check_inference(op, *self.tensors)
         check_number(op, "eps", self.eps)

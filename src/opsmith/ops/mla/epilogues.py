@@ -16,12 +16,13 @@ from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Make, Sample
-from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots, head_scales
+from opsmith.ops.mla.cache import MLACache, check_cache_type, check_mapping, head_scales
 from opsmith.ops.mla.call import REFUSALS, Maybe, Pair, Rotation, in_float32, join, new_queries
 from opsmith.ops.mla.cards import card, fresh_cache, fresh_rows, some_slots, table
 from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.reference import keys, queries
+from opsmith.ops.pages import check_slots
 
 
 @either_name
@@ -87,7 +88,8 @@ def mla_kv_epilogue(
     rotation.check(op, "a", a, rope)
     cache.check(op, kv_lora, rope, a)
     scale = cache.check_scales(op, ctkv_scale)[0]
-    check_slots(op, slot_mapping, a.shape[0], cache)
+    check_mapping(op, slot_mapping, a.shape[0], cache)
+    check_slots(op, slot_mapping, cache.blocks, cache.block_size)
     if scale is not None:
         check_inference(op, a, gamma2, cos, sin)
     if native(a, op) is True and not needs_grad(a, gamma2, cos, sin):

@@ -18,7 +18,7 @@ from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Kind, Make, Operator, Sample, register
-from opsmith.ops.mla.cache import MLACache, check_cache_type, check_slots
+from opsmith.ops.mla.cache import MLACache, check_cache_type
 from opsmith.ops.mla.call import REFUSALS, Call, Maybe, Result, Rotation, in_float32, new_queries
 from opsmith.ops.mla.cards import fresh_cache, fresh_rows, implementations, some_slots, table
 from opsmith.ops.mla.eager import eager
@@ -26,6 +26,7 @@ from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import quantize_weight, static_scale
 from opsmith.ops.mla.reference import define
 from opsmith.ops.mla.weights import TENSORS, MLAWeights, Parts
+from opsmith.ops.pages import check_slots
 from opsmith.ops.rms_norm.quant import Steps
 
 # As kernels count them.
@@ -92,7 +93,7 @@ def mla_preprocess(
         if done is not None:
             return done
     call = call_of(x, w, cos, sin, slot_mapping, cache, eps, return_latent_q, ctkv_scale, q_nope_scale)
-    return compute(call.checked(_OP, values=False))
+    return compute(call.checked(_OP))
 
 
 def call_of(x: Any, w: Any, cos: Any, sin: Any, slot_mapping: Any, cache: Any, *options: Any) -> Call:
@@ -135,13 +136,15 @@ def compute(c: Call) -> Result:
     # The kernel looks at all slots before it writes, so that a look from here would only cost time.
     looks = c.x.is_cpu and DEVICE != "cpu"
     by_kernel = not compiling() and supports(c) is True and not needs_grad(*c.tensors)
-    check_slots(_OP, c.slots, c.x.shape[0], c.cache, values=not (by_kernel and looks))
+    held = c.slots, c.cache.blocks, c.cache.block_size
+    if not (by_kernel and looks):
+        check_slots(_OP, *held)
     if not by_kernel:
         return run(c)
     try:
         return kernel(c)
     except RuntimeError:
-        check_slots(_OP, c.slots, c.x.shape[0], c.cache)  # names what is wrong
+        check_slots(_OP, *held)  # names what is wrong
         raise
 
 
@@ -218,7 +221,7 @@ def preprocess_form(
     # An implementation is called by those who have checked; weights are checked once, and no benchmark should time it.
     if by is None:
         w.check(op, w.sizes)
-        call = call.checked(op, values=False)
+        call = call.checked(op)
     return (*(t for t in (by or compute)(call) if t is not None), *fresh_rows(cache))
 
 

@@ -18,8 +18,9 @@ from opsmith.implementation import Supports
 from opsmith.operator import Kind
 from opsmith.ops.attention import HOW, Attend, check_limits
 from opsmith.ops.attention.eager import default_scale
-from opsmith.ops.paged_attention.check import check, check_blocks
+from opsmith.ops.paged_attention.check import check
 from opsmith.ops.paged_attention.samples import cost, entry_cost, promised, samples, workloads
+from opsmith.ops.pages import check_pages
 
 _OP = "paged_attention"
 Maybe = torch.Tensor | None
@@ -187,7 +188,9 @@ class _Paged(Attend):
         if scale is not None:
             check_number(_OP, "scale", scale)
         if not (q.is_cuda or compiling()):
-            check_blocks(q, k_cache, block_tables, seq_lens, window)
+            (blocks, size), queries = k_cache.shape[:2], q.shape[1] if q.dim() == 4 else 1
+            seen = queries + window - 1 if window else None
+            check_pages(_OP, block_tables, seq_lens, blocks, size, seen)
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         k_scale = values[5]

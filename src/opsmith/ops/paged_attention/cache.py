@@ -15,8 +15,8 @@ from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.attention import INTEGERS
-from opsmith.ops.mla.cache import has_values
 from opsmith.ops.paged_attention.check import caches
+from opsmith.ops.pages import check_slots
 
 _OP = "reshape_and_cache"
 LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32
@@ -83,15 +83,8 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any,
         *caches(_OP, k_cache, v_cache, k_scale, v_scale),
         ("slot_mapping", slots, "T", *INTEGERS),
     )
-    if slots.numel() and has_values(slots) and not compiling() and not slots.is_cuda:
-        end = k_cache.shape[0] * k_cache.shape[1]
-        bad = ((slots < -1) | (slots >= end)).nonzero()
-        if len(bad):
-            at = int(bad[0])
-            raise ValueError(
-                f"{_OP}: slot_mapping must lie in [0, {end}), the slots of the cache, or be -1, "
-                f"got {int(slots[at])} for token {at}; nothing was written"
-            )
+    if not slots.is_cuda:
+        check_slots(_OP, slots, *k_cache.shape[:2])
 
 
 def _reference(

@@ -8,7 +8,6 @@ import torch
 
 from opsmith.call.arguments import check_fit, short
 from opsmith.ops.attention import INTEGERS, check_heads
-from opsmith.ops.mla.cache import has_values
 
 
 def check(
@@ -41,31 +40,3 @@ def caches(op: str, k: Any, v: Any, k_scale: Any, v_scale: Any) -> list[tuple[An
         elif scale is not None and of_one is not None:
             raise ValueError(f"{op}: {name} is for int8 caches, these are {short(of_one)}")
     return found
-
-
-def check_blocks(
-    q: torch.Tensor, k_cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, window: int
-) -> None:
-    """Refuse lengths that the tables cannot hold, and blocks that are not there among those that a query sees."""
-    if not has_values(lengths) or not has_values(tables):
-        return
-    blocks, size = k_cache.shape[:2]
-    most = tables.shape[1] * size
-    queries = q.shape[1] if q.dim() == 4 else 1
-    for b, length in enumerate(lengths.tolist()):
-        if not 0 <= length <= most:
-            raise ValueError(
-                f"paged_attention: seq_lens must lie in [0, {most}], what {tables.shape[1]} blocks of {size} hold, got "
-                f"{length} for sequence {b}"
-            )
-        if not length:
-            continue
-        first = max(0, length - queries - window + 1) if window else 0
-        used = tables[b, first // size : -(-length // size)]
-        bad = ((used < 0) | (used >= blocks)).nonzero()
-        if len(bad):
-            at = int(bad[0])
-            raise ValueError(
-                f"paged_attention: block_tables must lie in [0, {blocks}), the blocks of the cache, got "
-                f"{int(used[at])} for block {first // size + at} of sequence {b}"
-            )

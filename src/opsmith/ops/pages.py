@@ -1,0 +1,57 @@
+"""What a cache in blocks refuses by its numbers: slots and blocks that are not there, lengths that no table holds."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def has_values(*tensors: torch.Tensor) -> bool:
+    """False where values cannot be looked at: while a graph is captured, and on the meta device."""
+    if torch.compiler.is_compiling() or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+        return False
+    return not (any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing())
+
+
+def check_slots(op: str, slots: torch.Tensor, blocks: int, size: int) -> None:
+    """Refuse slots that are neither -1 nor within so many blocks of this size."""
+    if not slots.numel() or not has_values(slots):
+        return
+    end = blocks * size
+    bad = ((slots < -1) | (slots >= end)).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        raise ValueError(
+            f"{op}: slot_mapping must lie in [0, {end}) ({blocks} blocks of {size}) or be -1, got {int(slots[at])} "
+            f"for token {at}; nothing was written"
+        )
+
+
+def check_pages(
+    op: str, tables: torch.Tensor, lengths: torch.Tensor, blocks: int, size: int, seen: int | None = None
+) -> None:
+    """Refuse lengths [S] that the tables [S, n] cannot hold, and blocks that are not there among those that are read.
+
+    With `seen`, so many of the last numbers of a sequence are read, and else all.
+    """
+    if not lengths.numel() or not has_values(tables, lengths):
+        return
+    pages = tables.shape[1]
+    bad = ((lengths < 0) | (lengths > pages * size)).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        raise ValueError(
+            f"{op}: seq_lens must lie in [0, {pages * size}], what {pages} blocks of {size} hold, got "
+            f"{int(lengths[at])} for sequence {at}"
+        )
+    start, end = torch.arange(pages, device=lengths.device) * size, lengths.view(-1, 1)
+    used = start < end
+    if seen is not None:
+        used &= start + size > end - seen
+    bad = (used & ((tables < 0) | (tables >= blocks))).nonzero()
+    if len(bad):
+        at, page = bad[0].tolist()
+        raise ValueError(
+            f"{op}: block_tables must lie in [0, {blocks}), the blocks of the cache, got {int(tables[at, page])} for "
+            f"block {page} of sequence {at}"
+        )

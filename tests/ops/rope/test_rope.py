@@ -207,7 +207,7 @@ def test_a_position_without_a_row_is_refused(bad: int, dtype: torch.dtype) -> No
         (
             lambda x, c, s: rope_qk(x, x[:, :, :2], c, s),
             ValueError,
-            r"k must have q's shape .*got \(2, 3, 2, 8\)",
+            r"k must have shape \[2, Hkv, 4, 8\] to fit q, got \(2, 3, 2, 8\)",
         ),
         (lambda x, c, s: rope_qk(x, x.half(), c, s), TypeError, "k must be float32 .*got float16"),
     ],

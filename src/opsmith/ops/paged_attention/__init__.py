@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from opsmith.call.arguments import check_number
 from opsmith.call.dispatch import compiling
@@ -17,7 +16,7 @@ from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.implementation import Supports
 from opsmith.operator import Kind
 from opsmith.ops.attention import HOW, Attend, check_limits
-from opsmith.ops.attention.eager import default_scale
+from opsmith.ops.attention.eager import default_scale, definition, eager
 from opsmith.ops.paged_attention.check import check
 from opsmith.ops.paged_attention.samples import cost, entry_cost, promised, samples, workloads
 from opsmith.ops.pages import check_pages
@@ -90,7 +89,8 @@ def paged_attention(
     return call(q, k_cache, v_cache, block_tables, seq_lens, *how, out)  # type: ignore[no-any-return]
 
 
-def definition(
+def _padded(
+    attend: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -102,41 +102,13 @@ def definition(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """The definition, in plain PyTorch: the blocks gathered, then attention under a mask."""
+    """Attention on the blocks gathered to padded keys and values, under a mask: what PyTorch offers."""
     new = q.unsqueeze(1) if q.dim() == 3 else q  # [B, L, H, D]
     seen = _visible(new, k_cache, block_tables, seq_lens, window)  # [B, L, S]
-    k, v = _gathered(new, k_cache, v_cache, block_tables, k_scale, v_scale, seen)  # [B, S, H, D]
-    s = torch.einsum("blhd,bshd->bhls", new, k) * (default_scale(q) if scale is None else scale)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~seen[:, None], -math.inf)
-    dead = ~seen.any(-1)[:, None, :, None]
-    p = torch.softmax(s.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-    y = torch.einsum("bhls,bshd->blhd", p, v).contiguous()
-    return y.squeeze(1) if q.dim() == 3 else y
-
-
-def eager(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: Maybe,
-    v_scale: Maybe,
-    scale: float | None,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    """What PyTorch offers: the blocks gathered to padded keys and values, then its fused attention."""
-    if softcap:
-        how = k_scale, v_scale, scale, window, softcap
-        return definition(q, k_cache, v_cache, block_tables, seq_lens, *how)
-    new = q.unsqueeze(1) if q.dim() == 3 else q
-    seen = _visible(new, k_cache, block_tables, seq_lens, window)
-    k, v = _gathered(new, k_cache, v_cache, block_tables, k_scale, v_scale, seen)
+    k, v = _gathered(q.dtype, k_cache, v_cache, block_tables, k_scale, v_scale, seen)  # [B, S, Hkv, D]
     new, k, v = (t.transpose(1, 2) for t in (new, k, v))
-    y = F.scaled_dot_product_attention(new, k, v, attn_mask=seen[:, None], scale=scale).transpose(1, 2)
+    scale = default_scale(q) if scale is None else scale
+    y = attend(new, k, v, seen[:, None], None, None, scale, False, 0, softcap).transpose(1, 2)
     y = y.masked_fill(~seen.any(-1)[:, :, None, None], 0.0).contiguous()
     return y.squeeze(1) if q.dim() == 3 else y
 
@@ -153,7 +125,7 @@ def _visible(
 
 
 def _gathered(
-    new: torch.Tensor,
+    dtype: torch.dtype,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -161,9 +133,9 @@ def _gathered(
     v_scale: Maybe,
     seen: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [B, S, H, D] in q's dtype, zeros where nobody sees them."""
+    """Keys and values [B, S, Hkv, D] in q's dtype, zeros where nobody sees them."""
     used = seen.any(1)  # [B, S]
-    size, heads = k_cache.shape[1], new.shape[2]
+    size = k_cache.shape[1]
     blocks = block_tables.long()
     if size:
         entry = used.unflatten(1, (-1, size)).any(-1) if used.shape[1] else used
@@ -173,9 +145,8 @@ def _gathered(
         rows = cache[blocks] if cache.shape[0] else cache.new_zeros((*blocks.shape, *cache.shape[1:]))
         if scale is not None:
             factors = scale[blocks] if scale.shape[0] else scale.new_zeros(rows.shape[:-1])
-            rows = (rows.to(scale.dtype) * factors.unsqueeze(-1)).to(new.dtype)
-        rows = rows.flatten(1, 2).masked_fill(~used[:, :, None, None], 0)
-        found.append(rows.repeat_interleave(heads // max(rows.shape[2], 1), 2))
+            rows = (rows.to(scale.dtype) * factors.unsqueeze(-1)).to(dtype)
+        found.append(rows.flatten(1, 2).masked_fill(~used[:, :, None, None], 0))
     return found[0], found[1]
 
 
@@ -205,8 +176,8 @@ class _Paged(Attend):
 _CALL = _Paged(
     SIGNATURE,
     paged_attention,
-    definition,
-    eager=eager,
+    partial(_padded, definition),
+    eager=partial(_padded, eager),
     converted={"window": HOW["window"], "softcap": HOW["softcap"]},
 )
 

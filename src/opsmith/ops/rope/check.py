@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.arguments import check_float, check_number, one_of, short
+from opsmith.call.arguments import check_fit, check_float, check_number, one_of, short
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -116,15 +116,9 @@ def _check_positions(op: str, positions: Any, x: torch.Tensor, batch: int, token
 
 
 def check_key(q: torch.Tensor, k: Any) -> None:
-    check_float("rope_qk", k, "k", least_dim=3)
-    if k.dim() != q.dim() or any(k.shape[d] != q.shape[d] for d in range(q.dim()) if d != 1):
-        raise ValueError(
-            f"rope_qk: k must have q's shape {tuple(q.shape)} but for the number of heads, got {tuple(k.shape)}"
-        )
-    if k.dtype != q.dtype or k.device != q.device:
-        raise TypeError(
-            f"rope_qk: k must be {short(q.dtype)} on {q.device} like q, got {short(k.dtype)} on {k.device}"
-        )
+    """Refuse keys that are not as the queries, but for the number of heads."""
+    rest = "D" if q.dim() == 3 else "L D"
+    check_fit("rope_qk", ("q", q, f"B H {rest}"), ("k", k, f"B Hkv {rest}"))
 
 
 def name_bad_position(positions: torch.Tensor | None, table: torch.Tensor, op: str = "rope") -> None:

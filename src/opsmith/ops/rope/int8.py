@@ -151,29 +151,19 @@ def _cost(
 
 
 def _samples(make: Make) -> Iterator[Sample]:
-    def rows(*shape: int) -> Pair:
-        x = make(*shape).float()
-        scale = x.abs().amax(-1) / 127 if x.numel() else x.new_zeros(shape[:-1])
+    """Those of `rope`, quantized."""
+
+    def rows(x: torch.Tensor) -> Pair:
+        scale = x.abs().amax(-1) / 127 if x.numel() else x.new_zeros(x.shape[:-1])
         return (x / scale.unsqueeze(-1)).round().to(torch.int8), scale
 
-    def table(dim: int, length: int) -> Pair:
-        return rope_table(dim, length, dtype=make.dtype, device=make.device)
-
-    for shape in ((1, 2, 1, 2), (2, 3, 7, 6), (1, 4, 33, 64), (2, 2, 9, 34), (2, 5, 70, 130)):
-        yield Sample("x".join(map(str, shape)), (*rows(*shape), *table(shape[-1], shape[2])))
-    x, full = rows(2, 4, 9, 40), table(40, 50)
-    yield Sample("interleaved", (*x, *full), {"interleaved": True})
-    yield Sample("half a table", (*x, full[0][:, :20], full[1][:, :20]))
-    yield Sample("positions", (*x, *full), {"positions": make.ids(2, 9, high=50)})
-    yield Sample("unrelated columns", (*x, make(9, 40), make(9, 40)))
-    yield Sample("partial", (*x, *table(12, 9)), {"rotary_dim": 12})
-    yield Sample("partial, interleaved", (*x, *table(12, 9)), {"rotary_dim": 12, "interleaved": True})
-    yield Sample("packed", (*rows(9, 3, 24), *table(24, 9)))
-    moved = [t.transpose(1, 2) for t in rows(2, 9, 3, 24)]
-    yield Sample("transposed", (*moved, *table(24, 9)))
-    zeros = torch.zeros_like(x[0])
-    yield Sample("rows of zeros", (zeros, x[1], *full))
-    yield Sample("empty", (*rows(2, 3, 0, 40), *full))
+    for sample in FLOATING.samples(make):
+        x, *table = sample.args
+        yield Sample(sample.name, (*rows(x.detach().float()), *table), sample.kwargs)
+    x_q, x_scale = rows(make(2, 9, 3, 24).float())
+    cos_sin = rope_table(24, 9, dtype=make.dtype, device=make.device)
+    yield Sample("transposed scales", (x_q.transpose(1, 2), x_scale.transpose(1, 2), *cos_sin))
+    yield Sample("rows of zeros", (torch.zeros_like(x_q), x_scale, *cos_sin))
 
 
 def _workloads(make: Make) -> Iterator[Sample]:

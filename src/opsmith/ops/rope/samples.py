@@ -40,74 +40,52 @@ def _cost_of(
     )
 
 
-# Name, (H, Hkv), (B, L, D), the table, the options.
-_Variant = tuple[str, tuple[int, int], tuple[int, int, int], Pair, dict[str, Any]]
-
-
-def _variants(make: Make) -> Iterator[_Variant]:
-    """What both operators are tried on."""
-
+def samples(make: Make) -> Iterator[Sample]:
     def table(dim: int, rows: int) -> Pair:
         return rope_table(dim, rows, dtype=make.dtype, device=make.device)
 
-    for heads, batch, tokens, size in (
-        (2, 1, 1, 2),
-        (3, 2, 7, 6),
-        (4, 1, 33, 64),
-        (2, 2, 9, 34),
-        (5, 2, 70, 130),
-    ):
-        yield f"{batch}x{heads}x{tokens}x{size}", (heads, 2), (batch, tokens, size), table(size, tokens), {}
-    shape, grouped = (2, 9, 40), (4, 2)
-    cos, sin = table(40, 50)
-    chosen = make.ids(2, 9, high=50)
-    half = (cos[:, :20], sin[:, :20])
-    yield "longer table", grouped, shape, (cos, sin), {}
-    yield "half a table", grouped, shape, half, {}
-    yield "interleaved", grouped, shape, (cos, sin), {"interleaved": True}
-    yield "interleaved, half a table", grouped, shape, half, {"interleaved": True}
-    yield "positions", grouped, shape, (cos, sin), {"positions": chosen}
-    yield "positions of all", grouped, shape, (cos, sin), {"positions": chosen[1].int()}
-    yield "a table each", grouped, shape, (cos[chosen], sin[chosen]), {}
-    yield "unrelated columns", grouped, shape, (make(9, 40), make(9, 40)), {}
-    yield "unrelated, interleaved", grouped, shape, (make(9, 40), make(9, 40)), {"interleaved": True}
-    few = table(12, 50)
-    yield "partial", grouped, shape, few, {"rotary_dim": 12}
-    yield (
-        "partial, interleaved",
-        grouped,
-        shape,
-        few,
-        {"rotary_dim": 12, "interleaved": True, "positions": chosen},
+    for shape in ((1, 2, 1, 2), (2, 3, 7, 6), (1, 4, 33, 64), (2, 2, 9, 34), (2, 5, 70, 130)):
+        name = "x".join(map(str, shape))
+        yield Sample(name, (make(*shape).requires_grad_(), *table(shape[-1], shape[2])))
+    cos, sin = full = table(40, 50)
+    half, few = (cos[:, :20], sin[:, :20]), table(12, 50)
+    chosen, interleaved = make.ids(2, 9, high=50), {"interleaved": True}
+    tables: tuple[tuple[str, Pair, dict[str, Any]], ...] = (
+        ("longer table", full, {}),
+        ("half a table", half, {}),
+        ("interleaved", full, interleaved),
+        ("interleaved, half a table", half, interleaved),
+        ("positions", full, {"positions": chosen}),
+        ("positions of all", full, {"positions": chosen[1].int()}),
+        ("a table each", (cos[chosen], sin[chosen]), {}),
+        ("unrelated columns", (make(9, 40), make(9, 40)), {}),
+        ("unrelated, interleaved", (make(9, 40), make(9, 40)), interleaved),
+        ("partial", few, {"rotary_dim": 12}),
+        ("partial, interleaved", few, {"rotary_dim": 12, "positions": chosen} | interleaved),
+        ("strided table", (cos.t().contiguous().t(), sin.t().contiguous().t()), {}),
     )
-    yield "strided table", grouped, shape, (cos.t().contiguous().t(), sin.t().contiguous().t()), {}
-    yield "empty", grouped, (2, 0, 40), (cos, sin), {}
-
-
-def samples(make: Make) -> Iterator[Sample]:
-    for name, (heads, _), (batch, tokens, size), table, options in _variants(make):
-        yield Sample(name, (make(batch, heads, tokens, size).requires_grad_(), *table), options)
-    table = rope_table(24, 9, dtype=make.dtype, device=make.device)
+    for name, given, options in tables:
+        yield Sample(name, (make(2, 4, 9, 40).requires_grad_(), *given), options)
+    yield Sample("empty", (make(2, 4, 0, 40).requires_grad_(), *full))
     transposed = make(2, 9, 3, 24).transpose(1, 2)
-    yield Sample("transposed", (transposed.requires_grad_(), *table))
-    yield Sample("strided dimensions", (make(2, 3, 9, 48)[..., ::2].requires_grad_(), *table))
-    yield Sample("packed", (make(9, 3, 24).requires_grad_(), *table))
-    yield Sample(
-        "packed, positions", (make(5, 3, 24).requires_grad_(), *table), {"positions": make.ids(5, high=9)}
-    )
+    yield Sample("transposed", (transposed.requires_grad_(), *table(24, 9)))
+    yield Sample("strided dimensions", (make(2, 3, 9, 48)[..., ::2].requires_grad_(), *table(24, 9)))
+    packed = make(9, 3, 24).requires_grad_()
+    yield Sample("packed", (packed, *table(24, 9)))
+    yield Sample("packed, positions", (packed, *table(24, 9)), {"positions": make.ids(9, high=9)})
     wide = rope_table(24, 9, dtype=torch.float32, device=make.device)
     yield Sample("float32 table", (make(2, 3, 9, 24).requires_grad_(), *wide))
 
 
 def samples_qk(make: Make) -> Iterator[Sample]:
-    for name, (heads, kv_heads), (batch, tokens, size), table, options in _variants(make):
-        q, k = make(batch, heads, tokens, size), make(batch, kv_heads, tokens, size)
-        yield Sample(name, (q.requires_grad_(), k.requires_grad_(), *table), options)
-    table = rope_table(24, 9, dtype=make.dtype, device=make.device)
+    """Those of one tensor, each with keys of two heads."""
+    for sample in samples(make):
+        q, *table = sample.args
+        k = make(q.shape[0], 2, *q.shape[2:]).requires_grad_()
+        yield Sample(sample.name, (q, k, *table), sample.kwargs)
     fused = make(2, 9, 5 * 24).unflatten(-1, (5, 24)).transpose(1, 2).requires_grad_()
-    yield Sample("slices of one projection", (*fused.split((3, 2), dim=1), *table))
-    q, k = make(9, 3, 24).requires_grad_(), make(9, 1, 24).requires_grad_()
-    yield Sample("packed", (q, k, *table))
+    table_of_all = rope_table(24, 9, dtype=make.dtype, device=make.device)
+    yield Sample("slices of one projection", (*fused.split((3, 2), dim=1), *table_of_all))
 
 
 def workloads(make: Make) -> Iterator[Sample]:

@@ -1,4 +1,8 @@
-"""Cross-entropy: forward a program a row, maximum and sum in one scan; backward a program a block of a row."""
+"""Cross-entropy: forward a program a row, maximum and sum in one scan; backward a program a block of a row.
+
+The forward is that of logits which come in parts (`linear_cross_entropy`): one part, then all rows' losses from a few
+numbers each, which takes no time to speak of.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import triton.language as tl
 from opsmith.kernels.triton.common import block_of, in_registers, launch, steps, warps_of
 
 _MEAN = 2
+_STATE = 6  # float32 numbers a row, see `_part`
 
 
 @triton.jit
@@ -39,42 +44,6 @@ def _loss(top, log_total, z, shift, values, classes, smoothing, z_loss, SMOOTHED
         loss = (1.0 - smoothing) * loss + smoothing * ((top - shift) - values / classes + log_total)
     lse = top + log_total
     return loss + z_loss * lse * lse
-
-
-@triton.jit
-def _forward(
-    logits,
-    target,
-    losses,
-    pivots,
-    log_totals,
-    n,
-    row_stride,
-    target_stride,
-    ignore_index,
-    smoothing,
-    z_loss,
-    BLOCK: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    t = tl.load(target + row * target_stride).to(tl.int64)
-    x = logits + row * row_stride
-    loss = tl.zeros((), tl.float64)
-    log_total = tl.zeros((), tl.float64)
-    top = 0.0
-    if t != ignore_index:
-        shift = tl.load(x).to(tl.float32)
-        lowest = -3.4028234663852886e38  # not -inf: -inf - -inf would be NaN
-        top, total, values = _scan(x, n, lowest, shift, BLOCK, SMOOTHED)
-        log_total = tl.log(total)
-        # A target outside the classes reads nothing and gives NaN; where the host can look, it has refused it.
-        z = tl.load(x + t, mask=(t >= 0) & (t < n), other=float("nan")).to(tl.float32)
-        loss = _loss(top, log_total, z, shift, values, n, smoothing, z_loss, SMOOTHED)
-    tl.store(losses + row, loss)
-    if pivots is not None:
-        tl.store(pivots + row, top)
-        tl.store(log_totals + row, log_total.to(tl.float32))
 
 
 @triton.jit
@@ -217,32 +186,16 @@ def cross_entropy(
     loss: torch.Tensor,
     stats: torch.Tensor | None = None,
 ) -> None:
+    """All of the logits as one part."""
     rows, n = logits.shape
-    _refuse_bad(target, n, ignore_index)
-    losses = torch.empty(rows, dtype=torch.float64, device=logits.device)
-    launch(
-        _forward,
-        (rows,),
-        *(logits, target, losses, *_kept(stats)),
-        *(n, *steps(logits, target), ignore_index, label_smoothing, z_loss),
-        SMOOTHED=label_smoothing != 0,
-        **in_registers(n, 8192),
-    )
-    _reduce(losses, target, ignore_index, reduction, loss)
+    state = torch.empty(_STATE, rows, dtype=torch.float32, device=logits.device)
+    cross_entropy_part(logits, target, ignore_index, label_smoothing, 0, n, state=state)
+    how = (ignore_index, label_smoothing, z_loss, reduction, n)
+    cross_entropy_finish(state, target, *how, loss=loss, stats=stats)
 
 
 def _kept(stats: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return (None, None) if stats is None else (stats[0], stats[1])
-
-
-def _reduce(
-    losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: int, loss: torch.Tensor
-) -> None:
-    if reduction:
-        total = losses.sum()
-        loss.copy_(total / (target != ignore_index).sum() if reduction == _MEAN else total)
-    else:
-        loss.copy_(losses)
 
 
 def cross_entropy_part(
@@ -290,7 +243,11 @@ def cross_entropy_finish(
         BLOCK=block,
         SMOOTHED=label_smoothing != 0,
     )
-    _reduce(losses, target, ignore_index, reduction, loss)
+    if reduction:
+        total = losses.sum()
+        loss.copy_(total / (target != ignore_index).sum() if reduction == _MEAN else total)
+    else:
+        loss.copy_(losses)
 
 
 def cross_entropy_backward(

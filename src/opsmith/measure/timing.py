@@ -87,10 +87,6 @@ class _Runner:
             self._after()
         return seconds / (self.inner * self._times)
 
-    def warm_up(self, calls: int) -> None:
-        for _ in range(calls):
-            self.call(*self._inputs())
-
     def settle(self, min_time: float) -> float:
         """Finds how many calls make a sample, and returns the first of that many: seconds per call."""
         seconds = self.sample()
@@ -189,7 +185,8 @@ def compare(
     dropped: list[str] = []
     with no_collection():
         for runner in runners.values():
-            runner.warm_up(warmup)
+            for _ in range(warmup):
+                runner.call(*inputs())
         active = list(runners)
         while len(orders) < rounds:
             round_started = now()

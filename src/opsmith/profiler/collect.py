@@ -137,7 +137,7 @@ def settle() -> None:
 def in_order(found: Recorded) -> list[Op]:
     """The operators of a recording, each right behind what it began in, as a walk through the tree meets them."""
     ops: list[Op] = []
-    for name, start, end in zip(found.names, found.starts, found.ends, strict=True):
+    for name, start, end in found:
         inside = ops and ops[-1].name == REPETITION and start < ops[-1].end
         (ops[-1].children if inside else ops).append(Op(name, start, end))
     return ops

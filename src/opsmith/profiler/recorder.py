@@ -11,7 +11,6 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +23,8 @@ SOURCE = Path(__file__).parent / "binding_recorder.cpp"
 # PyTorch's own headers, which a library that asks for the stable ABI may not include.
 FLAGS = ("-std=c++20", "-UTORCH_TARGET_VERSION", f'-DOPSMITH_TORCH="{torch.__version__}"')
 
-
-@dataclass
-class Recorded:
-    """What ran, in the order in which it began: nanoseconds since 1970."""
-
-    names: list[str] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
+# What ran, in the order in which it began: name, start and end in nanoseconds since 1970.
+Recorded = list[tuple[str, int, int]]
 
 
 @functools.cache
@@ -56,7 +49,7 @@ def recording() -> Iterator[Recorded | None]:
     if recorder is None or recorder.recorder_start() != 0:
         yield None
         return
-    found = Recorded()
+    found: Recorded = []
     _run_on_profiler_start()  # compiled code annotates itself only where it is told of a profiler
     try:
         yield found
@@ -67,6 +60,7 @@ def recording() -> Iterator[Recorded | None]:
         if count:
             bytes_of = ctypes.string_at(recorder.recorder_names(), recorder.recorder_name_bytes())
             events = np.frombuffer(ctypes.string_at(recorder.recorder_events(), 24 * count), np.int64)
-            found.names = bytes_of.decode(errors="replace").split("\0")[:-1]
-            found.starts, found.ends, _ = events.reshape(count, 3).T.tolist()
+            names = bytes_of.decode(errors="replace").split("\0")[:-1]
+            starts, ends, _ = events.reshape(count, 3).T.tolist()
+            found.extend(zip(names, starts, ends, strict=True))
         recorder.recorder_release()

@@ -18,7 +18,7 @@ from opsmith.operator import Kind
 from opsmith.ops.attention import HOW, Attend, check_limits
 from opsmith.ops.attention.eager import default_scale, definition, eager
 from opsmith.ops.paged_attention.check import check
-from opsmith.ops.paged_attention.samples import cost, entry_cost, promised, samples, workloads
+from opsmith.ops.paged_attention.samples import cost, promised, samples, workloads
 from opsmith.ops.pages import check_pages
 
 _OP = "paged_attention"
@@ -189,7 +189,7 @@ CARD = _CALL.card(
     domain=promised,
     # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
     patterns=(),
-    entries={"paged_attention": entry_cost},
+    entries={"paged_attention": cost},
     schemas=declare(SIGNATURE),
     differentiable=False,
     source="Kwon et al., 2023; Dao et al., 2023",

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.attention.samples import visible_pairs
+from opsmith.ops.pages import has_values
 
 
 def cost(
@@ -21,48 +22,37 @@ def cost(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    scale: float | None = None,
     window: int | None = None,
-    softcap: float | None = None,
     k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    **rest: Any,
 ) -> Cost:
-    """Each key and value that a query sees is read once."""
+    """Each key and value that a query sees is read once, for all heads that share it.
+
+    Sequences are as long as the tables say where lengths have no values, as in a profile of the dispatcher's entry.
+    """
     queries = q.shape[1] if q.dim() == 4 else 1
     heads, kv_heads = q.shape[-2], k_cache.shape[2]
     dims = k_cache.shape[3] + v_cache.shape[3]
-    pairs = keys = 0
-    for length in seq_lens.tolist():
-        pairs += visible_pairs(queries, length, True, window)
-        keys += length if window is None else min(length, window + queries - 1)
+    window = window or None
+    most = None if window is None else window + queries - 1  # keys of a sequence that are seen
+    if has_values(seq_lens):
+        lengths = seq_lens.tolist()
+        pairs = sum(visible_pairs(queries, length, True, window) for length in lengths)
+        keys = sum(length if most is None else min(length, most) for length in lengths)
+    else:
+        keys = rows_of_tables(block_tables, k_cache.shape[1])
+        keys = keys if most is None else min(keys, block_tables.shape[0] * most)
+        pairs = queries * keys
     row = dims * k_cache.element_size() + (0 if k_scale is None else 8)
-    result = q.numel() // max(q.shape[-1], 1) * v_cache.shape[3]
-    touched = keys * kv_heads * row + (q.numel() + result) * q.element_size()
-    tables = block_tables.numel() * block_tables.element_size() + seq_lens.numel() * seq_lens.element_size()
-    return Cost(2.0 * heads * pairs * dims, touched + tables)
+    result = q.numel() // max(q.shape[-1], 1) * v_cache.shape[3] * q.element_size()
+    moved = keys * kv_heads * row + nbytes(q, block_tables, seq_lens) + result
+    return Cost(2.0 * heads * pairs * dims, moved)
 
 
 def rows_of_tables(block_tables: torch.Tensor, block_size: int) -> int:
     """The rows that tables stand for, where lengths are not known: every block but the last is full, that has one."""
     sequences, columns = block_tables.shape
     return sequences * (max(columns - 1, 0) * block_size + min(columns, 1))
-
-
-def entry_cost(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, **rest: Any
-) -> Cost:
-    """Of a call of the dispatcher's entry, as a profile has it.
-
-    Keys and values as long as the tables say, once, for all heads that share them.
-    """
-    queries = q.shape[1] if q.dim() == 4 else 1
-    heads, kv_heads, dims = q.shape[-2], k_cache.shape[2], k_cache.shape[3] + v_cache.shape[3]
-    rows, window = rows_of_tables(block_tables, k_cache.shape[1]), rest["window"] or 0
-    if window > 0:
-        rows = min(rows, block_tables.shape[0] * (window + queries - 1))
-    row = dims * k_cache.element_size() + (0 if rest["k_scale"] is None else 8)
-    moved = rows * kv_heads * row + nbytes(q, block_tables, rest["seq_lens"], rest["y"])
-    return Cost(2.0 * heads * queries * rows * dims, moved)
 
 
 def promised(

@@ -112,7 +112,7 @@ class Canon:
             return self.leaf(node)
         if node.target is operator.getitem:
             source: Any = node.args[0]
-            return self._apply(f"{op_name(source)}[]", node, source, source, node.args[1])
+            return self._apply(f"{op_name(source)}[]", node, source, source=source, index=node.args[1])
         name = op_name(node)
         if self._depth > MAX_DEPTH or (name in BOUNDARIES and node is not self.root):
             return self.leaf(node)
@@ -123,9 +123,9 @@ class Canon:
                 return self.leaf(node)
         return self._apply(name, node, node)
 
-    def _apply(self, name: str, node: Node, call: Node, *which: Any) -> Poly:
+    def _apply(self, name: str, node: Node, call: Node, **which: Any) -> Poly:
         try:
-            return RULES[name](self, node, *which, **arguments(call)) if name in RULES else self.leaf(node)
+            return RULES[name](self, node, **which, **arguments(call)) if name in RULES else self.leaf(node)
         except Unreadable:
             return self.leaf(node)
 

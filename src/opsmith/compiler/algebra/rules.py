@@ -1,7 +1,8 @@
 """What each ATen operator means in the algebra; see `canon`.
 
 Rules are written as a person would write the operator. One that needs only its arguments' terms is `pointwise`; the
-others are given the nodes, whose shapes they ask, and `c`, which reads a node as a term.
+others are given the nodes, whose shapes they ask, and `c`, which reads a node as a term; that of one of several
+results also the call, as `source`, and which of them it is, as `index`.
 """
 
 from __future__ import annotations
@@ -83,6 +84,12 @@ def chosen(s: Space, condition: Poly, a: Value, b: Value) -> Poly:
     return s.fn("where", condition, a, b)
 
 
+def negated(s: Space, condition: Poly) -> Poly:
+    """The opposite of a condition."""
+    atom = condition.atom
+    return atom.args[0] if atom is not None and atom.name == "not" else s.fn("not", condition)
+
+
 def _normal_cdf(s: Space, x: Poly) -> Poly:
     return (1 + s.erf(x * math.sqrt(0.5))) * 0.5
 
@@ -127,6 +134,8 @@ _POINTWISE: dict[str, Pointwise] = {
     "leaky_relu": lambda s, x, slope: chosen(s, compared(s, "above", x), x, x * slope),
     "complex": lambda s, real, imag: real + s.i * imag,
     "polar": lambda s, size, angle: size * (s.fn("cos", angle) + s.i * s.fn("sin", angle)),
+    "logical_not": negated,
+    "bitwise_not": negated,
     "real": lambda s, x: pieces.parts(x)[0],
     "imag": lambda s, x: pieces.parts(x)[1],
 }
@@ -187,22 +196,9 @@ def _one_hot(c: Canon, node: Node, self: Any, num_classes: int) -> Poly:
 
 def boolean_mask(c: Canon, keep: Any, inverted: bool, fill: float) -> Poly:
     """What is added to scores to mask them: zero where kept, `fill` elsewhere; -inf is a boolean mask."""
-    mask = negated(c, keep) if inverted else c(keep)
+    mask = negated(c.space, c(keep)) if inverted else c(keep)
     name, attrs = ("keep", ()) if fill == -math.inf else ("fill", (fill,))
     return c.space.fn(name, mask, shape=shape_of(keep), attrs=attrs)
-
-
-def negated(c: Canon, condition: Any) -> Poly:
-    """The opposite of a condition."""
-    value = c(condition)
-    if value.atom is not None and value.atom.name == "not":
-        return value.atom.args[0]
-    return c.space.fn("not", value, shape=shape_of(condition))
-
-
-@rule("logical_not", "bitwise_not")
-def _not(c: Canon, node: Node, self: Any) -> Poly:
-    return negated(c, self)
 
 
 @rule("where")
@@ -233,7 +229,7 @@ def _compare(c: Canon, node: Node, self: Any, other: Any) -> Poly:
         return compared(c.space, what, difference * sign)
     # Either way round it is the same question: so is its square.
     equal = compared(c.space, "equal", difference * difference)
-    return equal if name == "eq" else c.space.fn("not", equal)
+    return equal if name == "eq" else negated(c.space, equal)
 
 
 def _is_last(x: Any, dim: Any) -> bool:
@@ -251,21 +247,18 @@ def _reduced(c: Canon, x: Any, dim: Any, keepdim: bool, of: Callable[[Poly, Dim]
     return result if keepdim else views.reshape(result, (*rows, 1), rows)
 
 
-@rule("amax", "amin")
-def _extreme(c: Canon, node: Node, self: Any, dim: Any, keepdim: bool) -> Poly:
+@rule("amax", "amin", "max[]", "min[]")
+def _extreme(
+    c: Canon, node: Node, self: Any, dim: Any, keepdim: bool, source: Node | None = None, index: int = 0
+) -> Poly:
     """The maximum along the last axis is an atom that a softmax cancels; the minimum is minus that of the negative."""
-    sign = -1 if op_name(node) in ("aten::amin", "aten::min") else 1
+    if index != 0:
+        raise Unreadable
+    sign = -1 if op_name(source or node) in ("aten::amin", "aten::min") else 1
     if not _is_last(self, dim):
         return c.space.fn("max", c(self) * sign, shape=shape_of(node), attrs=("dim", str(dim))) * sign
     shape = (*shape_of(self)[:-1], 1)
     return _reduced(c, self, dim, keepdim, lambda x, _: c.space.fn("max", x * sign, shape=shape) * sign)
-
-
-@rule("max[]", "min[]")
-def _extreme_values(c: Canon, node: Node, source: Node, index: int, **along: Any) -> Poly:
-    if index != 0:
-        raise Unreadable
-    return _extreme(c, source, **along)
 
 
 @rule("mean", "sum")
@@ -314,14 +307,7 @@ def _var(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = False
 
 @rule("var_mean[]")
 def _var_mean(
-    c: Canon,
-    node: Node,
-    source: Node,
-    index: int,
-    self: Any,
-    keepdim: bool = False,
-    dim: Any = None,
-    **how: Any,
+    c: Canon, node: Node, index: int, self: Any, keepdim: bool = False, dim: Any = None, **how: Any
 ) -> Poly:
     if index == 0:
         return _var(c, node, self, dim, keepdim=keepdim, **how)
@@ -362,22 +348,15 @@ def _affine(c: Canon, x: Poly, weight: Any, bias: Any = None) -> Poly:
     return x if bias is None else x + c(bias)
 
 
-@rule("layer_norm")
+@rule("layer_norm", "native_layer_norm[]")
 def _layer_norm(
-    c: Canon, node: Node, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, **_: Any
+    c: Canon, node: Node, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, **which: Any
 ) -> Poly:
-    if len(normalized_shape) != 1:
+    if len(normalized_shape) != 1 or which.get("index", 0) != 0:
         raise Unreadable
     x, s, size = c(input), c.space, shape_of(input)[-1]
     y = (x - s.reduce("mean", x, size)) * (_variance(s, x, size) + eps) ** -0.5
     return _affine(c, y, weight, bias)
-
-
-@rule("native_layer_norm[]")
-def _normalized(c: Canon, node: Node, source: Node, index: int, **arguments: Any) -> Poly:
-    if index != 0:
-        raise Unreadable
-    return _layer_norm(c, source, **arguments)
 
 
 @rule("rms_norm")
@@ -669,18 +648,13 @@ def _repeat(c: Canon, node: Node, self: Any, **times: Any) -> Poly:
     return pieces.join("cat", [c(self)] * last, (size,) * last, shape_of(node))
 
 
-@rule("select")
-def _component(c: Canon, node: Node, self: Any, dim: int, index: int) -> Poly:
+@rule("select", "unbind[]")
+def _component(c: Canon, node: Node, self: Any, dim: int, index: int, **_: Any) -> Poly:
     _along_last(self, dim)
     found = pieces.components(c(self), shape_of(self))
     if found is None:
         raise Unreadable
     return found[index]
-
-
-@rule("unbind[]")
-def _unbind(c: Canon, node: Node, source: Node, index: int, self: Any, dim: int) -> Poly:
-    return _component(c, node, self, dim, index)
 
 
 @rule("view_as_complex")

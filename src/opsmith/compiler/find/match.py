@@ -143,13 +143,12 @@ class Matcher:
             return self._bind(env, p.leaf.name, self.space.from_atom(t), t)
         if p is t:
             return env
-        if p.name == "permute" and t.name != "permute" and self._may_transpose(p, t):
-            # The model keeps the matrix the other way round (a Conv1D): the variable is its transpose.
+        if p.name == "permute" and self._may_permute(p, t):
+            # The variable takes the permutation that remains. Where the model keeps a matrix the other way round (a
+            # Conv1D), it is the transpose.
             return self._poly(p.args[0], permute(self.space.from_atom(t), inverse(p.attrs)), env)
         if p.name != t.name or len(p.args) != len(t.args) or p.leaf is not None:
             return self._fail(env, p, t)
-        if p.name == "permute":
-            return self._permuted(p, t, env)
         if p.name == "join":
             return self._joined(p, t, env)
         agreed = self._attrs(p, t, env)
@@ -237,17 +236,12 @@ class Matcher:
             return False
         return self.blocks.get(p.attrs[0], p.attrs[0]) == t.attrs[0] and self._is_piece(inner, other, env)
 
-    def _may_transpose(self, p: Atom, t: Atom) -> bool:
-        """True for a matrix that need not reach the operator in the layout of other inputs."""
+    def _may_permute(self, p: Atom, t: Atom) -> bool:
+        """True for a permutation, and for a matrix that need not reach the operator in the layout of other inputs."""
+        if t.name == "permute":
+            return len(t.attrs) == len(p.attrs)
         name, aligned = _variable(p.args[0].atom), self.template.pattern.recognition.aligned
         return name is not None and name not in aligned and len(t.shape) == len(p.attrs) == 2
-
-    def _permuted(self, p: Atom, t: Atom, env: Binding) -> Binding | None:
-        """A pattern's transposed variable against any permutation: the variable takes the remaining permutation."""
-        if len(p.attrs) != len(t.attrs):
-            return self._fail(env, p, t)
-        rest = tuple(t.attrs[i] for i in inverse(p.attrs))
-        return self._poly(p.args[0], permute(t.args[0], rest), env)
 
 
 def _paired(

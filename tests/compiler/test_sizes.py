@@ -11,8 +11,10 @@ import transformers
 from torch import nn
 
 import opsmith
+from opsmith.compiler.plan import ShapePlan
 from opsmith.compiler.program.program import Open
-from opsmith.compiler.steps.sizes import differing, named, span, symbols, varying, within
+from opsmith.compiler.program.programs import Programs
+from opsmith.compiler.steps.sizes import differing, symbols, varying
 from opsmith.compiler.steps.slots import last_uses
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, llama, numbers, padding, seeded
@@ -174,14 +176,16 @@ def test_spans_end_at_powers_of_two() -> None:
     symbol = shapes.create_symbol(20, source)
     size = shapes.create_symintnode(symbol, hint=20, source=source)
     held: Any = [Holder(4), Holder(size)]
-    sizes, free = span((4, 20), {0, 1}, held)
+    programs, plan = Programs(held), ShapePlan("", [], 0, False, "")
+    programs.keep((3, 10), None, plan)
+    sizes, free = programs.span((4, 20), example=False)
     assert sizes == (4, range(16, 32))  # the first is no symbol: it is the same in every call of this graph
     assert free == {symbol}
-    assert within((4, 31), sizes)
-    assert not within((4, 32), sizes)
+    assert not differing((4, 31), sizes)
+    assert differing((4, 32), sizes) == {1}
     assert differing((5, 32), sizes) == {0, 1}
-    assert named(["a", "n"], sizes) == "a=4, n=16 to 31"
-    assert named(["n", "n"], (3, 3)) == "n=3"  # two inputs of one size
+    assert programs.named(sizes) == f"4=4, {symbol}=16 to 31"
+    assert Programs([held[1], held[1]]).named((3, 3)) == f"{symbol}=3"  # two inputs of one size
     assert symbols([size + 1, 3]) == {symbol}
     assert varying([], free) == set()
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from opsmith.compiler.choose.worth import Worth
 from opsmith.compiler.plan import ShapePlan
 from opsmith.compiler.program.program import Program
-from opsmith.compiler.steps.sizes import Key, differing, named, span, within
+from opsmith.compiler.steps.sizes import Key, differing, symbols
 
 MAX_PROGRAMS = 64
 MAX_STRAYS = 8
@@ -45,7 +45,7 @@ class Programs:
     def _spanning(self, key: Key) -> Any:
         """The program that serves these sizes among others, until they come again and deserve one of their own."""
         for sizes, fresh in list(self._spans.items()):  # another thread may record meanwhile
-            if within(key, sizes):
+            if not differing(key, sizes):
                 if fresh and key in self._seen and len(self.by_key) < MAX_PROGRAMS:
                     return UNSEEN
                 if fresh and len(self._seen) < 1 << 16:
@@ -54,7 +54,11 @@ class Programs:
         return UNSEEN
 
     def span(self, key: Key, example: bool) -> tuple[Key, frozenset[Any]]:
-        """The sizes to record a program for: those of an example alone, else with all that has been seen to vary."""
+        """The sizes to record a program for: those of an example alone, else with all that has been seen to vary.
+
+        What varies may be anything between the same two powers of two; its symbols come with the sizes. What is no
+        symbolic size stays as it is.
+        """
         if example or key in self._seen or not self.by_key:
             return key, frozenset()
         new = differing(key, next(reversed(self.by_key))) - self._varies
@@ -62,7 +66,14 @@ class Programs:
         # What changes now and then (the size of a batch) has programs of its own, what does so all the time has not.
         if not self._varies or self._strays > MAX_STRAYS:
             self._varies, self._strays = self._varies | new, 0
-        return span(key, self._varies, self._numbers)
+        numbers = list(key)
+        free: frozenset[Any] = frozenset()
+        for i in self._varies:
+            own = symbols(self._numbers[i].meta.get("val"))
+            if type(key[i]) is int and key[i] > 0 and own:
+                low = 1 << (key[i].bit_length() - 1)
+                numbers[i], free = range(low, 2 * low), free | own
+        return tuple(numbers), free
 
     def keep(self, sizes: Key, program: Program | None, plan: ShapePlan) -> None:
         """Enter what runs at these sizes; the oldest gives way."""
@@ -80,8 +91,10 @@ class Programs:
         self._spans.clear()
 
     def named(self, sizes: Key) -> str:
-        """Sizes as people read them."""
-        return named([str(n.meta.get("val")) for n in self._numbers], sizes)
+        """Sizes as people read them, each once: `s0=4, s1=512 to 1023`."""
+        texts = [f"{s.start} to {s.stop - 1}" if type(s) is range else str(s) for s in sizes]
+        given = zip(self._numbers, texts, strict=True)
+        return ", ".join(dict.fromkeys(f"{n.meta.get('val')}={t}" for n, t in given))
 
     def worth(self, key: Key) -> Worth | None:
         """What was found at the nearest sizes measured: only an example is worth the time of measuring."""

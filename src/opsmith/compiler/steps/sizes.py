@@ -36,36 +36,7 @@ def varying(nodes: Sequence[Node], free: Collection[Any]) -> set[Node]:
     return found
 
 
-def span(key: Key, positions: Collection[int], placeholders: Sequence[Node]) -> tuple[Key, frozenset[Any]]:
-    """The sizes like `key` in which the numbers at these positions are any between the same two powers of two.
-
-    With it come the symbols that vary then. What is no symbolic size stays as it is.
-    """
-    numbers = list(key)
-    free: frozenset[Any] = frozenset()
-    for i in positions:
-        own = symbols(placeholders[i].meta.get("val"))
-        if type(key[i]) is int and key[i] > 0 and own:
-            low = 1 << (key[i].bit_length() - 1)
-            numbers[i], free = range(low, 2 * low), free | own
-    return tuple(numbers), free
-
-
-def _serves(size: Any, number: Any) -> bool:
-    return number in size if type(size) is range else bool(number == size)
-
-
 def differing(key: Key, sizes: Key) -> set[int]:
-    """The positions at which a key is not one of these sizes."""
-    return {i for i, (k, s) in enumerate(zip(key, sizes, strict=True)) if not _serves(s, k)}
-
-
-def within(key: Key, sizes: Key) -> bool:
-    """True when a program for these sizes, some of them ranges, serves a call of this key."""
-    return all(map(_serves, sizes, key))
-
-
-def named(names: Sequence[str], sizes: Key) -> str:
-    """Sizes as people read them, each once: `s0=4, s1=512 to 1023`."""
-    texts = [f"{s.start} to {s.stop - 1}" if type(s) is range else str(s) for s in sizes]
-    return ", ".join(dict.fromkeys(f"{n}={t}" for n, t in zip(names, texts, strict=True)))
+    """The positions at which a key is not one of these sizes, some of which may be ranges."""
+    pairs = enumerate(zip(key, sizes, strict=True))
+    return {i for i, (k, s) in pairs if (k not in s if type(s) is range else k != s)}

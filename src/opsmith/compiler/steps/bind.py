@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,36 +12,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass
-class Kernels:
-    """The calls of kernels that a function makes, and what they read that is new at every call."""
-
-    calls: list[Call] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)  # the function's arguments
-    views: list[tuple[torch.Tensor, Call]] = field(default_factory=list)  # of these
-
-
 class _Unbound(Exception):
     """The function computes something that is no kernel."""
 
 
-class _Rehearsal(TorchDispatchMode):
-    """Keeps the calls of kernels, which only write to what they are given, and makes none of them."""
+class Kernels(TorchDispatchMode):
+    """The calls of kernels that a function makes, and what they read that is new at every call.
+
+    While it listens, none of them is made: they only write to what they are given.
+    """
 
     def __init__(self, still: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
-        self.found = Kernels()
+        self.calls: list[Call] = []
+        self.inputs: list[str] = []  # the function's arguments
+        self.views: list[tuple[torch.Tensor, Call]] = []  # of these
         self._still = still
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "opsmith" and not func._schema.returns:
-            self.found.calls.append((func, tuple(args), dict(kwargs or {})))
+            self.calls.append((func, tuple(args), dict(kwargs or {})))
             return None
         if not func.is_view:
             raise _Unbound
         view = func(*args, **(kwargs or {}))
         if isinstance(view, torch.Tensor) and not self._still(view):
-            self.found.views.append((view, (func, tuple(args), dict(kwargs or {}))))
+            self.views.append((view, (func, tuple(args), dict(kwargs or {}))))
         return view
 
 
@@ -54,13 +49,12 @@ def kernel_calls(
     A tensor is `still` when it is at the same place at every call; the others come anew. All have the same sizes and
     strides at every call, so the function would take the same way through its Python.
     """
-    rehearsal = _Rehearsal(still)
+    found = Kernels(still)
     try:
-        with rehearsal:
+        with found:
             fn(**arguments)
     except _Unbound:
         return None
-    found = rehearsal.found
     found.inputs = [k for k, v in arguments.items() if isinstance(v, torch.Tensor) and not still(v)]
     named = {id(arguments[k]) for k in found.inputs} | {id(view) for view, _ in found.views}
     given = pytree.tree_leaves([call[1:] for call in found.calls])

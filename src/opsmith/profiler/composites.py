@@ -155,7 +155,7 @@ def _is_tensor(value: Any) -> bool:
 
 def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = None) -> Unit:
     """A site as the bill names it, at sizes that are known where they are symbols."""
-    call = {name: hint(value, known) for name, value in site.arguments.items()}
+    call = site.call(lambda node: hint(node, known))
     written = [p for p in pieces if not moves_nothing(p)]
     row = entries.described(site.card, call)
     source = where(site.root).strip("()")

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from opsmith import measure
 from opsmith.compiler.choose.select import Choice
-from opsmith.compiler.find.operands import evaluate, nodes_in
+from opsmith.compiler.find.operands import nodes_in
 from opsmith.compiler.find.site import Site
 
 Choose = Callable[[Site, dict[str, Any]], Choice]
@@ -38,7 +38,7 @@ def settle(
     else:
         total = 0.0
         for part in site.parts:
-            best = choose(part, call_of(part, value))
+            best = choose(part, part.call(value))
             if best.implementation not in best.times:
                 return False, choice
             total += best.times[best.implementation]
@@ -58,7 +58,7 @@ def _steps(site: Site, value: Callable[[Node], Any], learn: Collection[Node]) ->
 
 def _step(site: Site, value: Callable[[Node], Any], learn: Collection[Node]) -> Callable[[], object]:
     """A call of the public function, and its gradients."""
-    call = call_of(site, value)
+    call = site.call(value)
     leaves = {name: call[name].detach().requires_grad_() for name in _learning_arguments(site, learn)}
     call |= leaves
 
@@ -80,11 +80,6 @@ def _step(site: Site, value: Callable[[Node], Any], learn: Collection[Node]) -> 
 
 def _learning_arguments(site: Site, learn: Collection[Node]) -> list[str]:
     return [n for n, v in site.arguments.items() if any(node in learn for node in nodes_in(v))]
-
-
-def call_of(site: Site, value: Callable[[Node], Any]) -> dict[str, Any]:
-    """The call of a site on the values of its inputs."""
-    return {k: evaluate(v, value) for k, v in site.arguments.items()}
 
 
 def learning(nodes: Sequence[Node], args: Sequence[Any]) -> set[Node]:

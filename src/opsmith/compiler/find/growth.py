@@ -20,9 +20,8 @@ from opsmith.compiler.find.operands import Made, Operand, nodes_in, shape_of_ope
 from opsmith.compiler.find.site import Site, check
 from opsmith.operator import Kind, MergedCalls, MergedChain, Operator
 
-Fits = Callable[
-    [Site], bool
-]  # whether the operator accepts the call, and nothing changed in place is in the way
+# Whether the operator accepts the call, and nothing changed in place is in the way.
+Fits = Callable[[Site], bool]
 
 
 def grow(sites: list[Site], cards: Mapping[str, Operator], disturbed: Callable[[Site], bool]) -> list[Site]:

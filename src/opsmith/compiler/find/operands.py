@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import Node
 
 from opsmith.compiler.algebra import pieces
@@ -41,25 +40,18 @@ def shape_of_operand(value: Any) -> Shape:
     return value.shape if isinstance(value, Made) else shape_of(value)
 
 
-def evaluate(value: Any, env: Callable[[Node], Any]) -> Any:
-    """The value of an operand, given the values of nodes."""
+def _call(made: Made, args: tuple[Any, ...]) -> Any:
+    return made.target(*args)
+
+
+def evaluate(
+    value: Any, env: Callable[[Node], Any], call: Callable[[Made, tuple[Any, ...]], Any] = _call
+) -> Any:
+    """The value of an operand, given the values of nodes, and what becomes of the calls that it is made by."""
     if isinstance(value, Node):
         return env(value)
     if isinstance(value, Made):
-        return value.target(*[evaluate(a, env) for a in value.args])
-    return value
-
-
-def insert(value: Any, graph: fx.Graph, env: Callable[[Node], Node], at: Node, made: dict[str, Node]) -> Any:
-    """The operand as a node of `graph` before `at`: one that was `made` for another site, or a new one."""
-    if isinstance(value, Node):
-        return env(value)
-    if isinstance(value, Made):
-        known = made.get(repr(value))
-        if known is None or not known < at:
-            args = tuple(insert(a, graph, env, at, made) for a in value.args)
-            known = made[repr(value)] = graph.call_function(value.target, args)
-        return known
+        return call(value, tuple(evaluate(a, env, call) for a in value.args))
     return value
 
 

@@ -43,6 +43,10 @@ class Site:
         """The nodes that the call reads."""
         return [node for value in self.arguments.values() for node in nodes_in(value)]
 
+    def call(self, value: Callable[[Node], Any]) -> dict[str, Any]:
+        """The call on these values of its inputs."""
+        return {k: evaluate(v, value) for k, v in self.arguments.items()}
+
     def results(self, result: Any) -> tuple[Any, ...]:
         """A call's results in the model's layout: tensors, or proxies of a graph's nodes where it is one."""
         results = [result]
@@ -102,16 +106,12 @@ def between(
     return list(region)
 
 
-def hint(value: Any, known: Mapping[Any, int] | None = None) -> Any:
+def hint(node: Node, known: Mapping[Any, int] | None = None) -> Any:
     """A value without storage and without symbols, for a dry run of an operator; of symbols what is `known`."""
-
-    def without_storage(node: Node) -> Any:
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty([_number(d, known) for d in value.shape], dtype=value.dtype, device="meta")
-
-    return evaluate(value, without_storage)
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty([_number(d, known) for d in value.shape], dtype=value.dtype, device="meta")
 
 
 def _number(d: Any, known: Mapping[Any, int] | None = None) -> int:
@@ -125,9 +125,8 @@ def _number(d: Any, known: Mapping[Any, int] | None = None) -> int:
 
 def check(site: Site) -> tuple[str, str] | None:
     """A dry run on the operator's own checks: None, or what it expected and what came."""
-    call = {n: hint(v) for n, v in site.arguments.items()}
     try:
-        result = site.card.function(**call)
+        result = site.card.function(**site.call(hint))
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         return ("a call that the operator accepts", str(error).splitlines()[0])
     for got, node in zip(site.results(result), site.outputs, strict=True):

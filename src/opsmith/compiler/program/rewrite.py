@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from opsmith.compiler.find.operands import insert
+from opsmith.compiler.find.operands import Made, evaluate
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.steps.slots import may_be_view
 
@@ -25,11 +26,19 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
     output = graph.graph_copy(gm.graph, new)
     graph.output(output).meta = dict(gm.graph.find_nodes(op="output")[0].meta)
     made: dict[str, Node] = {}
+
+    def insert(operand: Made, args: tuple[Any, ...]) -> Node:
+        """An operand as a node before the call: one that was made for another site, or a new one."""
+        known = made.get(repr(operand))
+        if known is None or not known < at:
+            known = made[repr(operand)] = graph.call_function(operand.target, args)
+        return known
+
     for name, site in sites:
         targets = [new[n] for n in site.outputs]
         at = min(targets)
         with graph.inserting_before(at):
-            call = {k: insert(v, graph, new.__getitem__, at, made) for k, v in site.arguments.items()}
+            call = {k: evaluate(v, new.__getitem__, insert) for k, v in site.arguments.items()}
             node = graph.call_function(site.card.function, (), call)
             node.meta["site"] = name
             node.meta["val"] = [n.meta.get("val") for n in site.outputs]

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from opsmith.compiler.capture.mutation import Effects, effects
 from opsmith.compiler.choose.select import Choice, Selector, signature
-from opsmith.compiler.choose.settle import call_of, settle
+from opsmith.compiler.choose.settle import settle
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.recognize import Miss, recognize
 from opsmith.compiler.find.site import Site, where
@@ -108,7 +108,7 @@ class Sites(dict[str, Known]):
         site = known.site
         if not site.parts or self.studied:
             return [name]
-        call = call_of(site, value)
+        call = site.call(value)
         choice = self.choice(name, call, may_measure=True)
         apart, known.choices[signature(site.card, call)] = settle(site, choice, self._choose, value, learn)
         if not apart:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from opsmith.compiler.choose.settle import call_of, learning
+from opsmith.compiler.choose.settle import learning
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.program.sites import Known, Sites
 from opsmith.compiler.prove.proofs import Proved
@@ -91,7 +91,7 @@ class Study:
         False rolls the site back to the model's own nodes.
         """
         site, report = known.site, known.report
-        call = call_of(site, self.value)
+        call = site.call(self.value)
         exact = functools.cache(partial(run_wide, site, self.value))
         failures = [report.why] if report.why else []  # of examples before this one
         while True:

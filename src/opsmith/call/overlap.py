@@ -73,7 +73,7 @@ def _same_place(out: torch.Tensor, t: torch.Tensor) -> bool:
 def _share(out: torch.Tensor, t: torch.Tensor) -> bool:
     """Whether they have a byte in common: columns of one matrix reach into each other's span, and have none."""
     try:
-        return bool(np.shares_memory(_array(out), _array(t), max_work=_MOST_WORK))  # type: ignore[arg-type]
+        return bool(np.shares_memory(_Memory(out), _Memory(t), max_work=_MOST_WORK))  # type: ignore[arg-type]
     except RuntimeError:  # TooHardError
         return True
 
@@ -90,7 +90,3 @@ class _Memory:
             "typestr": f"|V{size}",
             "version": 3,
         }
-
-
-def _array(t: torch.Tensor) -> Any:
-    return np.asarray(_Memory(t))

@@ -18,7 +18,7 @@ from opsmith.ops.rope.patterns import PATTERNS
 from opsmith.ops.rope.samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
 
 # A rotation is undone by the opposite one.
-_TABLE = (Input("cos", "... C"), Input("sin", "... C"), Input("positions", "... L", optional=True))
+TABLE = (Input("cos", "... C"), Input("sin", "... C"), Input("positions", "... L", optional=True))
 _HOW = (Number("dims", int), Number("interleaved", bool), Number("inverse", bool))
 _BACK: tuple[Saved | Constant, ...] = (
     *map(Saved, ("cos", "sin", "positions", "dims", "interleaved")),
@@ -26,14 +26,14 @@ _BACK: tuple[Saved | Constant, ...] = (
 )
 SIGNATURE = Signature(
     "rope",
-    (Input("x", "... D"), *_TABLE, *_HOW),
+    (Input("x", "... D"), *TABLE, *_HOW),
     (Output("y", "... D", like="x", onto=("x",)),),
     gradient=Gradient("rope", (Slope("y", "x"), *_BACK), (Made("x", "y", optional=False),)),
     strided=True,
 )
 SIGNATURE_QK = Signature(
     "rope_qk",
-    (Input("q", "... D"), Input("k", "... D"), *_TABLE, *_HOW),
+    (Input("q", "... D"), Input("k", "... D"), *TABLE, *_HOW),
     (Output("yq", "... D", like="q", onto=("q",)), Output("yk", "... D", like="k", onto=("k",))),
     gradient=Gradient(
         "rope_qk",

@@ -15,7 +15,7 @@ from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Kind, Make, Sample, Supports
 from opsmith.ops.rms_norm.quant import Steps
 from opsmith.ops.rope import CARD as FLOATING
-from opsmith.ops.rope import Rotation, fits, rotated
+from opsmith.ops.rope import TABLE, Rotation, fits, rotated
 from opsmith.ops.rope import definition as rope_definition
 from opsmith.ops.rope.check import Pair, check_heads, check_table
 from opsmith.ops.rope.table import rope_table
@@ -24,8 +24,7 @@ SIGNATURE = Signature(
     "rope_int8",
     (
         *(Input("x_q", "... D", torch.int8), Input("x_scale", "...", torch.float32)),
-        *(Input("cos", "... C"), Input("sin", "... C"), Input("positions", "... L", optional=True)),
-        *(Number("dims", int), Number("interleaved", bool)),
+        *(*TABLE, Number("dims", int), Number("interleaved", bool)),
     ),
     (
         Output("y", "... D", torch.int8, like="x_q", onto=("x_q",)),

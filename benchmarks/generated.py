@@ -112,7 +112,7 @@ def contestants(
     def named(args: Sequence[Any]) -> list[Any]:
         return [t[a] if isinstance(a, str) else a for a in args]
 
-    forward, backward = made.ops("cpu")
+    forward, backward = made.op("cpu"), made.op("cpu", "backward")
     own = run(forward, given, ["y"], {})
     hand = run(by_hand[0], named(case.forward), ["y"], {n: t[n] for n in case.kept})
     yield "forward", hand, own

@@ -37,7 +37,7 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float 
 
 def run(backend: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    KERNELS.ops(backend)[0](x.contiguous(), cos.contiguous(), sin.contiguous(), eps, y=y)
+    KERNELS.op(backend)(x.contiguous(), cos.contiguous(), sin.contiguous(), eps, y=y)
     return y
 
 

@@ -55,9 +55,9 @@ def test_builds_with_steps_once_and_computes(tmp_path: Path, capsys: pytest.Capt
         ((x, cos[None], sin), r"cos must have 1 dimension\(s\), got 2"),
     ):
         with pytest.raises(RuntimeError, match=why):
-            kernels.ops("cpu")[0](*wrong, 1e-5, y=y)
+            kernels.op("cpu")(*wrong, 1e-5, y=y)
     with pytest.raises(RuntimeError, match=r"y has 3 where \.\.\. is 12"):
-        kernels.ops("cpu")[0](x, cos, sin, 1e-5, y=y[0, :3])
+        kernels.op("cpu")(x, cos, sin, 1e-5, y=y[0, :3])
 
 
 @compiler
@@ -118,9 +118,7 @@ void forward(opsmith::View x, opsmith::View y) { twice<<<1, 32>>>(x.as<float>(),
     out = capsys.readouterr().out
     assert "sm_80, sm_90a and newer" in out
     assert project.load(folder).KERNELS.backends() == ("cuda",)
-    assert [op._schema.name for op in project.load(folder).KERNELS.ops("cuda")[:1]] == [
-        "scaled::forward_cuda"
-    ]
+    assert [project.load(folder).KERNELS.op("cuda")._schema.name] == ["scaled::forward_cuda"]
     kernel.write_text(text.replace("2 * x[i]", "2 * z[i]"))
     assert main(["build", str(folder)]) == 1
     assert f'{kernel}:4: identifier "z" is undefined' in capsys.readouterr().err

@@ -30,16 +30,13 @@ limit = SMALL  # the same, or what `small_up_to` says; read as `dispatch.limit`,
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@triton.constant
 def native_library(*kernels: str) -> bool:
     """True once the native libraries of these kernels, or all, are loaded (built first if need be).
 
     A constant in a compiled graph.
     """
     return libraries.load(*kernels)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import Dynamo, a second at every start.
-native_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def native(x: torch.Tensor, op: str, *more: str) -> bool | str:

@@ -27,11 +27,6 @@ class Rows:
                 self._count(run, len(behind))
         self.whole = self._widest()
 
-    @property
-    def keys(self) -> list[tuple[int, int | None]]:
-        """The dimensions behind each count, in order."""
-        return list(self.counts.values())
-
     def _count(self, dims: Shape, offset: int) -> None:
         key = (2 + offset, 1 + offset + len(dims))
         if dims and key not in self._names:

@@ -191,7 +191,7 @@ class TritonKernel(Kernel):
                 body += [f"{o.name}_parts = parts_of({o.name}, programs)"]
         grid = f"({grid0}, {'1 if size else 0' if plan.stages else 'triton.cdiv(size, block)'})"
         given = [f"{t}_parts" if any(o.name == t for o in self.sums) else t for t in self.tensors]
-        counts = [f"max({self._count(key)}, 1)" for key in self.rows.keys]
+        counts = [f"max({self._count(key)}, 1)" for key in self.rows.counts.values()]
         body += ["launch(", f"    _{self.name},", f"    {grid},"]
         body += [f"    {a}," for a in (*given, "rows", "size", *counts, *numbers)]
         body += ["    ROWS=width,", "    BLOCK=block,"]

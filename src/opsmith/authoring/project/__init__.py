@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -33,16 +33,6 @@ __all__ = ["Kernels", "answer_of", "cards_of", "imported", "kernels", "kernels_o
 
 _OWN = {"cpu": "*.cpp", "triton": "*.py", "cuda": "*.cu"}
 _RESERVED = ("std", "torch", "opsmith", "at", "c10", "aten")
-_OPS = ("forward", "backward")
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _constant(fn: _F) -> _F:
-    """A constant in a compiled graph; torch.compiler's own mark would import Dynamo, a second at every start."""
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
 
 
 def _patterns() -> dict[str, str]:
@@ -117,26 +107,21 @@ class Kernels:
         """Those with a file of kernels, or with a library that was built from one."""
         return tuple(b for b in _patterns() if self.source(b).exists() or self.prebuilt(b))
 
-    def ops(self, backend: str) -> tuple[Any, Any]:
-        """The dispatcher's entries of a back end: forward, and backward or None."""
-        if backend in self.stand_ins:
-            return self.stand_ins[backend], None
-        suffix = "_cuda" if backend == "cuda" else ""
-        space = getattr(torch.ops, self.name)
-        forward, backward = (
-            getattr(space, op + suffix).default if op == "forward" or self.signature.gradients else None
-            for op in _OPS
-        )
-        return forward, backward
+    def op(self, backend: str, name: str = "forward") -> Callable[..., Any]:
+        """The dispatcher's entry of a back end: forward or, where the operator has gradients, backward."""
+        if backend in self.stand_ins and name == "forward":
+            return self.stand_ins[backend]
+        entry = getattr(getattr(torch.ops, self.name), f"{name}_cuda" if backend == "cuda" else name)
+        return entry.default  # type: ignore[no-any-return]
 
-    @_constant
+    @triton.constant
     def offers(self, backend: str) -> bool | str:
         """True once the kernels of a back end are built and loaded, else the reason why they are not."""
         if backend not in self._answers:
             self._answers[backend] = self._load(backend)
         return self._answers[backend]
 
-    @_constant
+    @triton.constant
     def backend(self, device: torch.device) -> str | None:
         """The back end that takes tensors of this device, None where none can."""
         other = backends.taking(device.type)
@@ -147,7 +132,7 @@ class Kernels:
             wanted = ("triton",)
         return next((b for b in wanted if b in self.backends() and self.offers(b) is True), None)
 
-    @_constant
+    @triton.constant
     def ready(self, device: torch.device) -> bool | str:
         """True when kernels take tensors of this device, else the reason why not."""
         if self.backend(device) is not None:

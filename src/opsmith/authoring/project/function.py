@@ -165,10 +165,10 @@ class ProjectCall(Call):
         return backend
 
     def kernel(self, backend: str) -> Callable[..., Any]:
-        return self.kernels.ops(backend)[0]  # type: ignore[no-any-return]
+        return self.kernels.op(backend)
 
     def kernel_of_gradients(self, backend: str) -> Callable[..., Any]:
-        return self.kernels.ops(backend)[1]  # type: ignore[no-any-return]
+        return self.kernels.op(backend, "backward")
 
     def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
         return self.dtypes(values[: self.read])[self.read :]

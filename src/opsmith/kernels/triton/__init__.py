@@ -14,17 +14,29 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["DEVICE", "INTERPRETED", "installed", "load", "offers"]
+__all__ = ["DEVICE", "INTERPRETED", "constant", "installed", "load", "offers"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"  # whose tensors these kernels take
 
 _FAMILIES = Path(__file__).resolve().parents[2] / "ops"
 _LIBRARY = torch.library.Library("opsmith", "IMPL")
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def constant(fn: _F) -> _F:
+    """What a function says is a constant in a compiled graph: as torch.compiler.assume_constant_result, which would
+    import Dynamo, a second at every start."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
 
 
 @functools.cache
@@ -48,13 +60,10 @@ def load() -> frozenset[str]:
     return frozenset(names)
 
 
+@constant
 def offers(name: str) -> bool | str:
     """True when a Triton kernel implements this operator here, else the reason why not."""
     found = installed()
     if found is not True:
         return found
     return name in load() or f"{name} has no Triton kernel"
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import Dynamo, a second at every start.
-offers._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,9 +1,13 @@
-"""What a cache in blocks refuses by its numbers: slots and blocks that are not there, lengths that no table holds."""
+"""What a cache in blocks refuses: tensors that do not fit, slots and blocks that are not there, lengths that are none."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from opsmith.call.arguments import short
 
 
 def has_values(*tensors: torch.Tensor) -> bool:
@@ -55,3 +59,20 @@ def check_pages(
             f"{op}: block_tables must lie in [0, {blocks}), the blocks of the cache, got {int(tables[at, page])} for "
             f"block {page} of sequence {at}"
         )
+
+
+def caches(op: str, k: Any, v: Any, k_scale: Any, v_scale: Any) -> list[tuple[Any, ...]]:
+    """Caches that are alike, int8 with scales or in the dtype of what they are used with, as `check_fit` takes them."""
+    of_one = getattr(k, "dtype", None)
+    found: list[tuple[Any, ...]] = [
+        ("k_cache", k, "blocks block_size Hkv D", None, torch.int8),
+        ("v_cache", v, "blocks block_size Hkv Dv", of_one),
+    ]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if of_one == torch.int8:
+            if scale is None:
+                raise TypeError(f"{op}: int8 caches need {name}, float32 {tuple(k.shape[:3])}, got NoneType")
+            found.append((name, scale, "blocks block_size Hkv", torch.float32, torch.float64))
+        elif scale is not None and of_one is not None:
+            raise ValueError(f"{op}: {name} is for int8 caches, these are {short(of_one)}")
+    return found

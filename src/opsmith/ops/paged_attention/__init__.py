@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 
-from opsmith.call.arguments import check_number
+from opsmith.call.arguments import check_fit, check_number
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import dense_rows
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.implementation import Supports
 from opsmith.operator import Kind
-from opsmith.ops.attention import HOW, Attend, check_limits
+from opsmith.ops.attention import HOW, INTEGERS, Attend, check_heads, check_limits
 from opsmith.ops.attention.eager import default_scale, definition, eager
-from opsmith.ops.paged_attention.check import check
 from opsmith.ops.paged_attention.samples import cost, promised, samples, workloads
-from opsmith.ops.pages import check_pages
+from opsmith.ops.pages import caches, check_pages
 
 _OP = "paged_attention"
 Maybe = torch.Tensor | None
@@ -154,8 +153,15 @@ class _Paged(Attend):
     """On caches; a gradient passes through none."""
 
     def check(self, values: Sequence[Any]) -> None:
-        q, k_cache, _, block_tables, seq_lens, _, _, scale, window, _ = values
-        check(*values[:7])
+        q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, scale, window, _ = values
+        check_fit(
+            _OP,
+            ("q", q, "B H D" if getattr(q, "ndim", 4) == 3 else "B L H D"),
+            *caches(_OP, k_cache, v_cache, k_scale, v_scale),
+            ("block_tables", block_tables, "B blocks_each", *INTEGERS),
+            ("seq_lens", seq_lens, "B", *INTEGERS),
+        )
+        check_heads(_OP, q.shape[-2], k_cache.shape[2], "the caches")
         if scale is not None:
             check_number(_OP, "scale", scale)
         if not (q.is_cuda or compiling()):

@@ -15,8 +15,7 @@ from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.attention import INTEGERS
-from opsmith.ops.paged_attention.check import caches
-from opsmith.ops.pages import check_slots
+from opsmith.ops.pages import caches, check_slots
 
 _OP = "reshape_and_cache"
 LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32

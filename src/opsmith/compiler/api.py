@@ -12,9 +12,10 @@ import torch
 from torch import fx, nn
 
 import opsmith.ops  # noqa: F401  the cards register themselves
+from opsmith import measure
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
-from opsmith.compiler.entry import entry, uncollected
+from opsmith.compiler.entry import entry
 from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.session import Session
@@ -39,7 +40,7 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -
     return Session(config).backend(gm, example_inputs)
 
 
-@uncollected()
+@measure.no_collection()
 def optimize(
     model: nn.Module,
     example_inputs: Any = None,

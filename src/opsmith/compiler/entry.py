@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import itertools
 import weakref
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from opsmith import measure
 from opsmith.call.dispatch import carries_tangents
 from opsmith.compiler.capture.trace import NotGeneral
 from opsmith.compiler.frozen import keep_input_guards
@@ -139,9 +139,10 @@ def _capturing(general: bool) -> Iterator[None]:
     Recompilations are no sign of trouble here: there is one for each kind of sizes. Sizes that are
     equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
     A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size.
+    Python's garbage collector would look through all objects of all libraries again and again, a tenth of the time.
     """
     with (
-        uncollected(),
+        measure.no_collection(),
         torch._dynamo.config.patch(
             specialize_float=True,
             recompile_limit=_MANY,
@@ -153,17 +154,3 @@ def _capturing(general: bool) -> Iterator[None]:
         ),
     ):
         yield
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Python's garbage collector rests: while a graph is captured it would look through all objects of all libraries,
-    again and again, for a tenth of the time.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

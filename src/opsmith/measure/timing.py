@@ -314,7 +314,7 @@ def _column(pool: Pool | None, warm: bool, flush: Callable[[], object] | None) -
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collector waits until the timing is over."""
+    """Python's garbage collector waits until this is over."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -89,7 +89,7 @@ class TuningCache(Kept[dict[str, float]]):
 
     def __init__(self, path: Path | None = None):
         scope = f"{measure.describe().fingerprint()}/{libraries.content()}"
-        super().__init__(path or directory() / f"{_named(scope)}.json", TIMES_SCHEMA, scope, Times)
+        super().__init__(path or directory() / f"{scope.replace('/', '_')}.json", TIMES_SCHEMA, scope, Times)
 
     def settled(self, key: str, times: dict[str, float], steady: bool) -> dict[str, float]:
         """Enter a measurement. One that other work disturbed is a guess for its run only, which the next one repeats:
@@ -101,8 +101,3 @@ class TuningCache(Kept[dict[str, float]]):
             times = {name: min(t, before.get(name, t)) for name, t in times.items()}
         self.put(key if steady or before is not None else guess, times)
         return times
-
-
-def _named(scope: str) -> str:
-    """A scope as part of a file's name."""
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in scope)

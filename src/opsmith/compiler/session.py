@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.program.graph import CompiledGraph
 from opsmith.compiler.program.sites import GraphReport
-from opsmith.compiler.program.study import Progress
 from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.report import Report
@@ -60,7 +58,6 @@ class Session:
                 example_inputs,
                 self.selector,
                 self.proofs,
-                _progress(),
                 partial(self.packing.join, inputs=example_inputs),
             )
         except NotGeneral:
@@ -110,16 +107,3 @@ class Session:
     def __repr__(self) -> str:
         sites = sum(len(g.sites) for g in self.graphs)
         return f"<opsmith: {len(self.graphs)} graph(s), {sites} sites, {len(self.plan.shapes)} shape(s)>"
-
-
-def _progress() -> Progress | None:
-    """A line on the terminal while sites are measured and proven; None elsewhere."""
-    if not sys.stderr.isatty():
-        return None
-
-    def show(name: str, done: int, total: int) -> None:
-        end = "\r" + " " * 60 + "\r" if done == total else ""
-        sys.stderr.write(f"\ropsmith: measuring and proving {name} ({done}/{total})".ljust(60) + end)
-        sys.stderr.flush()
-
-    return show

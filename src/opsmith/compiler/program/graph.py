@@ -19,7 +19,7 @@ from opsmith.compiler.program.program import Program, Recorder
 from opsmith.compiler.program.programs import UNSEEN, Programs
 from opsmith.compiler.program.rewrite import rewrite
 from opsmith.compiler.program.sites import More, Sites
-from opsmith.compiler.program.study import Progress, Study
+from opsmith.compiler.program.study import Study
 from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.sizes import Key
@@ -37,7 +37,6 @@ class CompiledGraph:
         examples: Sequence[Any],
         selector: Selector,
         proofs: Proofs,
-        progress: Progress | None = None,
         more: More = lambda gm, effects: (),
     ):
         self.original = gm
@@ -49,7 +48,7 @@ class CompiledGraph:
         self.rewritten: fx.GraphModule | None = None
         self._plain: Callable[..., Any] = gm  # what runs where no program does
         self._captured = captured
-        self._selector, self._proofs, self._progress = selector, proofs, progress
+        self._selector, self._proofs = selector, proofs
         self._changed = self.sites.effects.inputs(gm.graph)
         self._lock = threading.RLock()
 
@@ -123,7 +122,7 @@ class CompiledGraph:
         provable = self._selector.config.verify and not training and not self.sites.effects.random
         proved = self._proofs.of(self.original, args) if provable else None
         with torch.no_grad():
-            kept = Study(self.sites, args, training, proved, self._progress).run()
+            kept = Study(self.sites, args, training, proved).run()
         if len(self.report.kept) < before:
             self.programs.clear()  # those of examples seen earlier still have the site
         self.rewritten, self.sites.studied = rewrite(self.original, kept), True

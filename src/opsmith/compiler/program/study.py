@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,6 @@ from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.slots import entering
 from opsmith.operator import Verdict
 
-Progress = Callable[[str, int, int], None]
 # A model that computes something under no_grad turns recording on again behind it: not while its values are studied.
 _SET_GRAD = torch._C._set_grad_enabled
 
@@ -29,20 +29,14 @@ _SET_GRAD = torch._C._set_grad_enabled
 class Study:
     """One run of the captured graph that stops at every site."""
 
-    def __init__(
-        self,
-        sites: Sites,
-        args: Sequence[Any],
-        training: bool,
-        proved: Proved | None,
-        progress: Progress | None = None,
-    ):
-        self.sites, self.progress = sites, progress
+    def __init__(self, sites: Sites, args: Sequence[Any], training: bool, proved: Proved | None):
+        self.sites = sites
         self.nodes = list(sites.gm.graph.nodes)
         self.training = training
         self.proved = proved
         self.learn = learning(self.nodes, args) if training else set()
         self.env = entering(sites.gm, args)
+        self.value = self.env.__getitem__
         self.at: dict[Node, list[str]] = {}
         self.last: dict[Node, Node] = {n: max(n.users, default=n) for n in self.nodes}
         for name, known in sites.items():
@@ -57,8 +51,7 @@ class Study:
         walk = (name for ending in self._walk() for name in ending)
         names = (n for name in walk for n in self.sites.divided(name, self.value, self.learn))
         for done, name in enumerate(names, 1):
-            if self.progress is not None:
-                self.progress(name, done, len(self.sites.report.sites))
+            _show(name, done, len(self.sites.report.sites))
             known = self.sites[name]
             # What failed at other sizes stays out: one rewritten graph serves all.
             if known.report.status == "kept" and self._settled(name, known):
@@ -81,9 +74,6 @@ class Study:
         args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
         cast = None if self.training else self.sites.weights.cast(node, args)
         self.env[node] = node.target(*args, **kwargs) if cast is None else cast  # type: ignore[operator]
-
-    def value(self, node: Node) -> Any:
-        return self.env[node]
 
     def _settled(self, name: str, known: Known) -> bool:
         """Choose and prove one site: what is not accurate enough gives way to the next fastest that is.
@@ -123,3 +113,11 @@ class Study:
         if self.proved is not None:
             self.proved.put(site, implementation, verdict)
         return verdict
+
+
+def _show(name: str, done: int, total: int) -> None:
+    """Where there is a terminal, a line on it while sites are measured and proven."""
+    if sys.stderr.isatty():
+        end = "\r" + " " * 60 + "\r" if done == total else ""
+        sys.stderr.write(f"\ropsmith: measuring and proving {name} ({done}/{total})".ljust(60) + end)
+        sys.stderr.flush()

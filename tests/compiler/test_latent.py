@@ -340,7 +340,7 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
     ((name, _, readings),) = candidates(module)
     given = {"hidden_states": x, "position_embeddings": (cos, sin)}
     site = LatentSite(name, module, readings, Switch())
-    verdict = latent_prove.identify(site, latent_prove.seen(HUGGING_FACE, given), new_cache)
+    verdict = latent_prove.identify(site, latent_prove.seen(HUGGING_FACE, given))
     assert verdict.ok, verdict.why
     r = site.reading
     assert (r.heads, r.nope, r.rope, r.value, r.kv_lora) == (128, 128, 64, 128, 512)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -138,13 +139,10 @@ class Packing:
             if name not in seen and isinstance(x, torch.Tensor) and x.numel():
                 seen[name] = x.detach().flatten(0, -2)[:_ROWS].clone()
 
-        hooks = [owner.register_forward_pre_hook(keep) for owner in names]
-        try:
-            with torch.no_grad():
-                run()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for owner in names:
+                hooks.enter_context(owner.register_forward_pre_hook(keep))
+            run()
         for name, x in seen.items():
             packed = self._packed[name]
             if why := _wrong(packed, x):

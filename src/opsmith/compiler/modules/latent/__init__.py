@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,8 +22,6 @@ from opsmith.compiler.modules.latent import prove as latent_prove
 from opsmith.compiler.modules.latent.find import Reading, candidates
 from opsmith.compiler.modules.latent.pages import Pages
 from opsmith.compiler.modules.latent.site import FORMS, LatentReport, LatentSite, Switch, cheaper, operations
-
-Call = Callable[..., Any]
 
 
 class Latent:
@@ -63,7 +61,7 @@ class Latent:
                 if not last:
                     raise
 
-    def study(self, model: nn.Module, run: Call) -> None:
+    def study(self, model: nn.Module, run: Callable[[], object]) -> None:
         """Run the model once as it is, then settle and prove each layer on what it was given."""
         sites = {site.module: site for site in self.sites}
         found: dict[str, latent_prove.Seen] = {}
@@ -76,13 +74,10 @@ class Latent:
                 site.roles = roles
                 found[site.name] = latent_prove.seen(roles, given)
 
-        hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in sites]
-        try:
-            with torch.no_grad():
-                run()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for module in sites:
+                hooks.enter_context(module.register_forward_hook(keep, with_kwargs=True))
+            run()
         kept: list[LatentSite] = []
         for site in self.sites:
             if site.name not in found:
@@ -95,7 +90,7 @@ class Latent:
         self._whole = bool(kept) and len(kept) == conventions.layers(model)
 
     def _prove(self, site: LatentSite, found: latent_prove.Seen) -> bool:
-        report, verdict = site.report, latent_prove.identify(site, found, conventions.new_cache)
+        report, verdict = site.report, latent_prove.identify(site, found)
         report.error, report.bound, report.why = verdict.error, verdict.bound, verdict.why
         if not verdict.ok:
             report.status = "rolled back"

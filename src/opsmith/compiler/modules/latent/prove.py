@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from opsmith.compiler.modules.conventions import Roles, alone, masked, place
+from opsmith.compiler.modules.conventions import Roles, alone, masked, new_cache, place
 from opsmith.compiler.modules.latent.pages import Pages
 from opsmith.compiler.modules.latent.site import LatentSite
 from opsmith.compiler.prove.site import widened, worst
@@ -50,13 +50,13 @@ def seen(roles: Roles, given: Mapping[str, Any]) -> Seen:
     return Seen(given[roles.hidden][:1, some].detach().clone(), table, alone(roles, given, some))
 
 
-def identify(site: LatentSite, found: Seen, make_cache: Callable[[], Any]) -> Verdict:
+def identify(site: LatentSite, found: Seen) -> Verdict:
     """Give the site the reading that computes what its module does, or say why none does."""
     best = Verdict(False, math.inf, 0.0, "no reading of its layers computes what it does")
     for out in {r.out for r in site.readings}:
         try:
-            exact, rows = _own(site, out, found, True, make_cache)
-            eager, _ = _own(site, out, found, False, None)
+            exact, rows = _own(site, out, found, exact=True)
+            eager, _ = _own(site, out, found, exact=False)
         except Exception as error:  # a call that is not what it was taken for
             best = Verdict(False, math.inf, 0.0, f"called alone it {raised(error)}")
             continue
@@ -88,7 +88,7 @@ def calibrate(site: LatentSite, found: Seen) -> None:
 
 def lost(site: LatentSite, found: Seen, mode: str) -> float:
     """How far the results are from the exact ones, relative to these: what rounding weights or rows took."""
-    exact, _ = _own(site, site.reading.out, found, True, None)
+    exact, _ = _own(site, site.reading.out, found, exact=True)
     got = _ours(site, found, mode, "absorbed")[0].double()
     return float((got - exact).norm() / exact.norm().clamp(min=1e-300))
 
@@ -121,7 +121,7 @@ def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Te
 
 
 def _own(
-    site: LatentSite, out: nn.Module, found: Seen, exact: bool, make_cache: Callable[[], Any] | None
+    site: LatentSite, out: nn.Module, found: Seen, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The module's own results before its output projection, and what it put into a cache as rotated rows."""
     roles, module = site.roles, site.module
@@ -131,18 +131,16 @@ def _own(
     call: dict[str, Any] = {**found.rest, **given, roles.hidden: x}
     if roles.mask is not None:
         call[roles.mask] = masked(found.rest.get(roles.mask), x)
-    cache = make_cache() if make_cache is not None and roles.cache is not None else None
+    cache = new_cache() if exact and roles.cache is not None else None
     if roles.cache is not None:
         call[roles.cache] = cache
-    hook = out.register_forward_pre_hook(_reach)
+    widening = _Exact() if exact else contextlib.nullcontext()
     try:
-        with torch.no_grad(), _Exact() if exact else contextlib.nullcontext():
+        with out.register_forward_pre_hook(_reach), torch.no_grad(), widening:
             type(module).forward(module, **call)
         raise RuntimeError("does not call its output projection")
     except _Reached as reached:
         result: torch.Tensor = reached.args[0]
-    finally:
-        hook.remove()
     layers = [] if cache is None else cache.layers
     at = place(module)
     return result, layers[at].values if at is not None and at < len(layers) else None

@@ -78,15 +78,10 @@ class Open:
 
     def __call__(self, *, out: Any = None, **call: Any) -> Any:
         """Run on these sizes."""
+        given = {} if out is None else {"out": out}
         if self.implementation.accepts(**call) is True:
-            call.update(self._swapped)
-            return self.implementation.fn(**call, **({} if out is None else {"out": out}))
-        result = self.card.function(**call)
-        if out is not None:
-            several = isinstance(out, tuple)
-            for mine, value in zip(out if several else (out,), result if several else (result,), strict=True):
-                mine.copy_(value)
-        return result
+            return self.implementation.fn(**{**call, **self._swapped}, **given)
+        return self.card.function(**call, **given)
 
 
 class Recorder:

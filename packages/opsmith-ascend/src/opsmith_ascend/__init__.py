@@ -7,9 +7,10 @@ import functools
 import importlib.util
 from pathlib import Path
 
-__all__ = ["SOURCES", "torch_npu"]
+__all__ = ["SHARED", "SOURCES", "torch_npu"]
 
 SOURCES = Path(__file__).parent / "kernels"
+SHARED = SOURCES / "shared"  # headers
 
 
 @functools.cache

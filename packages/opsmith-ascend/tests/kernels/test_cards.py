@@ -9,7 +9,7 @@ import torch
 import opsmith.ops  # noqa: F401  registers the cards
 from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import registry
-from opsmith_ascend import SOURCES, launches
+from opsmith_ascend import SHARED, SOURCES, launches
 from opsmith_ascend.library import NAMESPACE
 
 STEMS = sorted(file.stem for file in SOURCES.glob("*.cpp"))
@@ -31,8 +31,8 @@ def test_a_tiling_header_includes_what_it_uses() -> None:
     assert compiler
     headers = sorted(SOURCES.glob("*_tiling.h"))
     assert len(headers) >= len(STEMS)
-    command = [*compiler.command, "-std=c++17", "-w", "-fsyntax-only", "-x", "c++", *map(str, headers)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [*compiler.command, "-std=c++17", "-w", "-fsyntax-only", f"-I{SHARED}", "-x", "c++"]
+    done = subprocess.run([*command, *map(str, headers)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from opsmith.kernels import build
-from opsmith_ascend import SOURCES
+from opsmith_ascend import SHARED
 
 __all__ = ["CORES", "LOCAL_MEMORY", "Emulation", "EmulationError", "Issued", "emulate"]
 
@@ -145,6 +145,7 @@ def emulate(
     msopgen, `DTYPE_<NAME>` is the C++ type of each tensor. Beside `STEM.cpp`, `STEM_tiling.h` may define
     `<Stem>TilingData` with a member `blocks`, and `<Stem>Tiling(sizes..., opsmith::Platform)`, which computes it.
 
+    >>> from opsmith_ascend import SOURCES
     >>> gate, up, y = torch.randn(3, 2, 11008).unbind()
     >>> done = emulate(SOURCES / "silu_mul.cpp", {"gate": gate, "up": up}, {"y": y}, (1, y.numel(), 0, 4))
     >>> done.blocks, done.traffic == 3 * y.nbytes
@@ -241,7 +242,7 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 def _folders(source: Path) -> tuple[Path, ...]:
-    return tuple(dict.fromkeys([HEADERS, source.parent.absolute(), SOURCES]))
+    return tuple(dict.fromkeys([HEADERS, source.parent.absolute(), SHARED]))
 
 
 def _load(source: Path, entry: str, defines: tuple[str, ...], parameters: int) -> ctypes.CDLL:

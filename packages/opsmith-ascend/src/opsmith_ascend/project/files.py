@@ -13,7 +13,7 @@ from opsmith.authoring.lower.plan import FULL, ROW
 from opsmith.authoring.new import render
 from opsmith.authoring.new.generate import Project
 from opsmith.authoring.prototype import PrototypeError
-from opsmith_ascend import SOURCES
+from opsmith_ascend import SHARED
 from opsmith_ascend.project.lower import (
     COLUMNS,
     FUNCTIONS,
@@ -29,7 +29,7 @@ from opsmith_ascend.project.lower import (
 __all__ = ["write"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
-COPIED = [*sorted(SOURCES.glob("formula*.h")), SOURCES / "tiling.h"]
+COPIED = [*sorted(SHARED.glob("formula*.h")), SHARED / "tiling.h"]
 _DT = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16", "float16": "DT_FLOAT16", "bool": "DT_BOOL"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
 _ROW_BYTES = 1024  # of a value of each row: 256 floats

@@ -1,4 +1,4 @@
-"""What a cache in blocks refuses: tensors that do not fit, slots and blocks that are not there, lengths that are none."""
+"""What a cache in blocks refuses: tensors that do not fit, slots and blocks that are not there, wrong lengths."""
 
 from __future__ import annotations
 

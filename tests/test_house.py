@@ -11,7 +11,7 @@ PACKAGE = ROOT / "src" / "opsmith"
 
 MOST_SOURCES = 25  # in one folder: what a person takes in at a look
 # Lines of Python and C++ of the core, and of everything: these numbers only go down.
-CORE, WHOLE = 58_900, 66_200
+CORE, WHOLE = 53_500, 60_450
 NO_KERNEL = {"rope_table"}  # a table, made once by PyTorch's own arithmetic
 
 

@@ -1,6 +1,7 @@
 """How the project is laid out: no circles among files, operators found by their names, no crowded folder, a budget."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,3 +191,12 @@ def test_an_operator_that_lacks_something_is_found(tmp_path: Path, gone: str, co
     assert lacking(tmp_path) == []
     (tmp_path / gone).unlink()
     assert lacking(tmp_path) == [complaint]
+
+
+def test_the_walks_lead_along_files_that_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    walks = re.findall(r"^\d\. .*$", text[text.index("From `opsmith") : text.index("| folder |")], re.M)
+    named = [name for line in walks for name in re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|cpp))`", line)]
+    assert len(named) > 15
+    assert [name for name in named if not (PACKAGE / name).is_file()] == []
+    assert len(set(named)) == len(named)

@@ -106,10 +106,10 @@ class Study:
         if known is not None:
             return known
         try:
-            result = implementation.fn(**self.sites.weights.swapped(implementation, call))
+            results = site.results(implementation.fn(**self.sites.weights.swapped(implementation, call)))
         except Exception as error:  # the model itself has run: an implementation that can't is refused
             return Verdict(False, math.inf, 0.0, raised(error))
-        verdict = prove(site, self.value, site.results(result), exact)
+        verdict = prove(site, self.value, results, exact)
         if self.proved is not None:
             self.proved.put(site, implementation, verdict)
         return verdict

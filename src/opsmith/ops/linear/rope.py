@@ -122,7 +122,11 @@ def _at_once(
         return None
     heads, kv_heads, head_dim = sizes
     row = (head_dim,) if x.dim() == 2 else (1, head_dim)
-    q, k, v = (part.view(1, -1, *row) for part in y.view(-1, head_dim).split((heads, kv_heads, kv_heads)))
+    lie = (y.numel(), *(head_dim for _ in row), 1)
+    shape = 1, kv_heads, *row
+    q = y.as_strided((1, heads, *row), lie)
+    k = y.as_strided(shape, lie, heads * head_dim)
+    v = y.as_strided(shape, lie, (heads + kv_heads) * head_dim)
     direct.rope_qk(q, k, *rotation, False, yq=q, yk=k)
     return q, k, v
 

@@ -79,16 +79,16 @@ def test_a_linear_layers_gradients(keep: float, activation: str | None) -> None:
 
 
 def test_gradients_of_a_transposed_weight() -> None:
-    x, w, b = torch.randn(800, 64), torch.randn(64, 70) * 0.1, torch.randn(70)
+    x, w, b = torch.randn(1600, 64), torch.randn(64, 70) * 0.1, torch.randn(70)
     _check(
-        lambda x, w, b: linear(x, w.t(), b), lambda x, w, b: F.linear(x, w.t(), b), _some(800, 70), x, w, b
+        lambda x, w, b: linear(x, w.t(), b), lambda x, w, b: F.linear(x, w.t(), b), _some(1600, 70), x, w, b
     )
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_a_second_backward_finds_what_the_first_one_did(activation: str | None) -> None:
-    x, w = torch.randn(100, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True)
-    y, dy = linear(x, w, activation=activation), _some(100, 48)
+    x, w = torch.randn(1600, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True)
+    y, dy = linear(x, w, activation=activation), _some(1600, 48)
     first = torch.autograd.grad(y, (x, w), dy, retain_graph=True)
     second = torch.autograd.grad(y, (x, w), dy)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -17,6 +17,7 @@ from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
 ROWS = 8  # of x, at most, for which there are kernels that take a weight as it is
 _TANH = 2  # the kernel's number of the GELU with tanh
+_LOOK = 1 << 22  # multiplications of a product, from which on a look for rows of zeros costs little beside it
 
 
 def with_gradients(
@@ -61,7 +62,7 @@ class _Linear(torch.autograd.Function):
         need_x, need_w, need_b, need_r, _ = ctx.needs_input_grad
         dz, taken, z = as_rows(dy), as_rows(x), None if before is None else as_rows(before)
         m = dz.shape[0]
-        rows = nonzero_rows(dz)
+        rows = nonzero_rows(dz) if dz.numel() * taken.shape[1] > _LOOK else None
         few = rows is not None
         if rows is not None:
             dz, taken = dz.index_select(0, rows), taken.index_select(0, rows)

@@ -54,7 +54,7 @@ class Site:
             ends = accumulate(self.columns)
             parts = [(end - n, end) for n, end in zip(self.columns, ends, strict=True)]
             results = [torch.ops.aten.slice.Tensor(result, -1, *part) for part in parts]
-        elif len(self.outputs) > 1:
+        elif len(self.outputs) > 1 and not isinstance(result, torch.Tensor):  # one tensor alone is wrong
             results = [result[i] for i in range(len(self.outputs))]
         for call, more in self.after:
             results = [call(r, *more) for r in results]

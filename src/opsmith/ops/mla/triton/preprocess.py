@@ -164,7 +164,7 @@ def preprocess(
     kv_epilogue(a, w.gamma2, *turn, latent=latent, rope=rope, queries=queries)
     q = x.new_empty((tokens, w.wuq.shape[0]))
     project(z, w.wuq, w.bias1, w.descale1, z_s, q, quant)
-    heads = q.view(tokens, w.heads, -1)
+    heads = q.unflatten(1, (w.heads, -1))
     q_epilogue(heads, w.wuk, cos, sin, interleaved, q_nope_scale, q_out=q_out, q_rope=q_rope)
 
 

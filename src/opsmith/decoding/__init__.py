@@ -1,0 +1,49 @@
+"""Decoding in Hugging Face models: `PagedCache`, and opsmith's attention for `model.set_attn_implementation`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opsmith.decoding.cache import PagedCache as PagedCache
+
+NAME = "opsmith"  # of the attention and its masks
+
+
+def attention(*args: Any, **kwargs: Any) -> Any:
+    """What transformers calls: see `opsmith.decoding.attention.attend`."""
+    from opsmith.decoding.attention import attend
+
+    return attend(*args, **kwargs)
+
+
+def mask(*args: Any, **kwargs: Any) -> Any:
+    """What transformers calls: see `opsmith.decoding.attention.mask`."""
+    from opsmith.decoding.attention import mask as made
+
+    return made(*args, **kwargs)
+
+
+def register(wanted: bool = False) -> None:
+    """Tell transformers of opsmith's attention: where it is loaded already, or wanted. Loading it takes seconds."""
+    if not wanted and "transformers" not in sys.modules:
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PagedCache":
+        raise AttributeError(f"module 'opsmith.decoding' has no attribute {name!r}")
+    try:
+        register(wanted=True)
+    except ImportError as error:
+        raise ImportError(
+            "opsmith.PagedCache is a cache for models of transformers: pip install opsmith[hf]"
+        ) from error
+    from opsmith.decoding.cache import PagedCache
+
+    return PagedCache

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"ops"},
     "proof": {"operator", "measure", "kernels", "call", "ops"},
     "compiler": {"version", "operator", "measure", "kernels", "call", "ops", "decoding", "proof"},
+    "evaluation": {"compiler"},
     "profiler": {"version", "operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
     "authoring": {"version", "operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
     "integrations": {

@@ -1,7 +1,7 @@
 """opsmith: fused operators for language models, and the compiler that puts them to use.
 
-The public face: `optimize`, `restore`, `keep_input_guards`, `Config`, `Plan`, `PagedCache`, `profile`, `Profile`,
-`Operator`, `operator`, and the library in `opsmith.ops`.
+The public face: `optimize`, `restore`, `keep_input_guards`, `Config`, `Plan`, `PagedCache`, `evaluate`, `Evaluation`,
+`profile`, `Profile`, `Operator`, `operator`, and the library in `opsmith.ops`.
 Names are imported when they are first used, so that the command line starts without loading PyTorch. transformers
 learns of opsmith's attention when opsmith is imported after it, and when such a name is used for the first time.
 """
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from opsmith.compiler import optimize as optimize
     from opsmith.compiler import restore as restore
     from opsmith.decoding import PagedCache as PagedCache
+    from opsmith.evaluation import Evaluation as Evaluation
+    from opsmith.evaluation import evaluate as evaluate
     from opsmith.operator import Operator as Operator
     from opsmith.profiler import Profile as Profile
     from opsmith.profiler import profile as profile
@@ -34,6 +36,8 @@ _HOMES = {
     "optimize": "opsmith.compiler",
     "restore": "opsmith.compiler",
     "PagedCache": "opsmith.decoding",
+    "Evaluation": "opsmith.evaluation",
+    "evaluate": "opsmith.evaluation",
     "Profile": "opsmith.profiler",
     "profile": "opsmith.profiler",
     "Operator": "opsmith.operator",

@@ -121,12 +121,16 @@ class Make:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one comparison: passed or not, the error, the bound it was held to, and why."""
+    """The outcome of one comparison: passed or not, the error, the bound it was held to, and why.
+
+    `eager` is eager's own error relative to the largest exact magnitude, NaN where that was not found.
+    """
 
     ok: bool
     error: float
     bound: float
     why: str = ""
+    eager: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -165,10 +169,34 @@ class Tolerance:
             scale = _largest(exact)
         error = _max_error(got, exact)
         eager_error = _max_error(eager, exact, finite=True)
-        unit = torch.finfo(got.dtype).eps * 2.0 ** math.floor(math.log2(max(scale, 1e-300)))
-        bound = self.factor * eager_error + self.ulps * max(unit, torch.finfo(got.dtype).tiny)
+        bound = self.factor * eager_error + self.ulps * _unit(got.dtype, scale)
         ok = error <= bound  # NaN compares false, so it fails
-        return Verdict(ok, error, bound, "" if ok else f"error {error:.3g} above the bound {bound:.3g}")
+        why = "" if ok else f"error {error:.3g} above the bound {bound:.3g}"
+        return Verdict(ok, error, bound, why, eager_error / scale if scale else 0.0)
+
+    def near(self, got: torch.Tensor, eager: torch.Tensor, relative: float) -> Verdict:
+        """Hold `got` to the policy without a reference: eager's error is taken for `relative` to the largest magnitude.
+
+        With eager's error e, a distance of at most (factor - 1) e + ulps units from eager's result is an error of at
+        most factor e + ulps units. What is further away, or not finite, does not pass here, and may yet be right.
+        """
+        if got.shape != eager.shape or got.dtype != eager.dtype:
+            return Verdict(False, math.inf, 0.0, "another shape or dtype")
+        if not got.dtype.is_floating_point or not got.numel():
+            same = torch.equal(got, eager)
+            return Verdict(same, 0.0 if same else math.inf, 0.0, "" if same else "values differ")
+        scale = _largest(eager)
+        if not scale <= torch.finfo(got.dtype).max:  # NaN included
+            return Verdict(False, math.inf, 0.0, "infinities or NaN")
+        error = _max_error(got, eager)
+        bound = (self.factor - 1) * relative * scale + self.ulps * _unit(got.dtype, scale)
+        return Verdict(error <= bound, error, bound, "" if error <= bound else "too far from eager")
+
+
+def _unit(dtype: torch.dtype, scale: float) -> float:
+    """A unit in the last place of numbers as large as `scale`."""
+    info = torch.finfo(dtype)
+    return max(info.eps * 2.0 ** math.floor(math.log2(max(scale, 1e-300))), info.tiny)
 
 
 # Numbers whose differences are computed at a time: they stay in the caches, where differences of a large result at once
@@ -180,7 +208,7 @@ def _max_error(got: torch.Tensor, exact: torch.Tensor, finite: bool = False) -> 
     """The largest difference to a float64 tensor, NaN where one is; or the largest of the `finite` ones."""
     largest = []
     for some, truth in zip(got.flatten().split(_BLOCK), exact.flatten().split(_BLOCK), strict=True):
-        difference = (some.double() - truth).abs_()
+        difference = (some.double() - truth.double()).abs_()
         largest.append((difference.nan_to_num_(0.0, 0.0, 0.0) if finite else difference).max())
     return float(torch.stack(largest).max())
 

@@ -8,7 +8,7 @@ from .memory import can_reuse_memory, peak_bytes, reused_memory
 from .pool import CacheFlush, Pool, cold_bytes
 from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs
 from .stats import CONCLUDES_NOTHING, Ratio, paired_ratio, spread
-from .timing import compare, measure_roofs, no_collection, quick
+from .timing import by_clock, compare, measure_roofs, no_collection, quick
 
 __all__ = [
     "CONCLUDES_NOTHING",
@@ -28,6 +28,7 @@ __all__ = [
     "RoofProbes",
     "Roofs",
     "WrongResult",
+    "by_clock",
     "can_reuse_memory",
     "captured",
     "check_call",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,13 @@ class Weights:
             rows = x.numel() // max(x.shape[-1], 1)
             self._packed[key] = implementation.prepack(weight.detach(), rows)
         return {**call, "weight": self._packed[key]}
+
+    def drop(self, call: Mapping[str, Any], chosen: str) -> None:
+        """Let go of the weight as other implementations than the chosen one pack it: they have lost."""
+        weight = call.get("weight")
+        if isinstance(weight, torch.Tensor):
+            at = weight.data_ptr()
+            self._packed = {k: v for k, v in self._packed.items() if k[0] != at or k[-1] == chosen}
 
     def cast(self, node: Node, args: Sequence[Any]) -> torch.Tensor | None:
         """A weight in the dtype that this call of a graph casts it to, itself a weight then; None for other calls."""

@@ -24,7 +24,7 @@ More = Callable[[fx.GraphModule, Effects], Sequence[Site]]
 
 @dataclass
 class SiteReport:
-    """What became of one site."""
+    """What became of one site; `error` is against float64, or against eager where a site `like` it was proved."""
 
     name: str
     operator: str
@@ -35,6 +35,12 @@ class SiteReport:
     error: float = 0.0
     bound: float = 0.0
     why: str = ""
+    like: str = ""  # the site with the same arithmetic whose proof in float64 is the yardstick
+
+    def __str__(self) -> str:
+        proved = f"as near to eager as {self.like}" if self.like else "against float64"
+        error = f"error {self.error:.3g}, bound {self.bound:.3g} {proved}" if self.bound else "not proved"
+        return f"{self.name} {self.where}: {self.status}, {error}" + (f"; {self.why}" if self.why else "")
 
 
 @dataclass

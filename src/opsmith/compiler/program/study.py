@@ -16,8 +16,9 @@ from torch.fx.node import map_arg
 from opsmith.compiler.choose.settle import learning
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.program.sites import Known, Sites
+from opsmith.compiler.prove.alike import Alike, form
 from opsmith.compiler.prove.proofs import Proved
-from opsmith.compiler.prove.site import Exact, prove, run_wide
+from opsmith.compiler.prove.site import Exact, prove, run_wide, worst
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.slots import entering
 from opsmith.operator import Verdict
@@ -34,6 +35,7 @@ class Study:
         self.nodes = list(sites.gm.graph.nodes)
         self.training = training
         self.proved = proved
+        self.alike = Alike()
         self.learn = learning(self.nodes, args) if training else set()
         self.env = entering(sites.gm, args)
         self.value = self.env.__getitem__
@@ -88,7 +90,7 @@ class Study:
             choice = self.sites.choice(name, call, may_measure=True)
             if not self.sites.selector.config.verify:
                 return True
-            verdict = self._prove(site, choice.implementation, call, exact)
+            verdict = self._prove(known, choice.implementation, call, exact)
             report.error, report.bound = verdict.error, verdict.bound
             if verdict.ok:
                 return True
@@ -100,18 +102,26 @@ class Study:
             known.unfit[choice.implementation] = verdict.why
             known.choices.clear()
 
-    def _prove(self, site: Site, candidate: str, call: dict[str, Any], exact: Exact) -> Verdict:
+    def _prove(self, of: Known, candidate: str, call: dict[str, Any], exact: Exact) -> Verdict:
+        site, report = of.site, of.report
         implementation = self.sites.selector.implementation(site.card, candidate)
         known = None if self.proved is None else self.proved.get(site, implementation)
         if known is not None:
-            return known
+            verdict, report.like = known
+            return verdict
         try:
             results = site.results(implementation.fn(**self.sites.weights.swapped(implementation, call)))
         except Exception as error:  # the model itself has run: an implementation that can't is refused
             return Verdict(False, math.inf, 0.0, raised(error))
-        verdict = prove(site, self.value, results, exact)
+        written = form(site, self.value)
+        found = self.alike.check(written, candidate, site, self.value, results)
+        if found is None:
+            verdicts = prove(site, self.value, results, exact)
+            self.alike.put(written, candidate, report.name, verdicts)
+            found = "", worst(verdicts)
+        report.like, verdict = found
         if self.proved is not None:
-            self.proved.put(site, implementation, verdict)
+            self.proved.put(site, implementation, verdict, report.like)
         return verdict
 
 

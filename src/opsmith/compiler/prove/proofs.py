@@ -23,10 +23,10 @@ from opsmith.compiler.kept import Kept, directory
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Verdict
 
-SCHEMA = 1
+SCHEMA = 2
 _Number = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 STUDIES = 256  # what a file keeps: an example of a graph each
-Verdicts = dict[str, tuple[_Number, _Number]]  # error and bound of each proof
+Verdicts = dict[str, tuple[_Number, _Number, str]]  # of each proof error, bound, and the site that it is like
 
 
 class Proofs:
@@ -58,15 +58,15 @@ class Proved:
         self._known = dict(file.get(study) or {})
         self._save = functools.partial(file.put, study, self._known)
 
-    def get(self, site: Site, implementation: Implementation) -> Verdict | None:
-        """The verdict of a proof; None where it has to be made."""
+    def get(self, site: Site, implementation: Implementation) -> tuple[Verdict, str] | None:
+        """The verdict of a proof, and the site that it is like; None where it has to be made."""
         known = self._known.get(_name(site, implementation))
-        return None if known is None else Verdict(True, *known)
+        return None if known is None else (Verdict(True, *known[:2]), known[2])
 
-    def put(self, site: Site, implementation: Implementation, verdict: Verdict) -> None:
+    def put(self, site: Site, implementation: Implementation, verdict: Verdict, like: str = "") -> None:
         """Enter a proof, but none that failed, is of what is not ours, or may come out otherwise next time."""
         if verdict.ok and implementation.repeatable and _ours(implementation.fn):
-            self._known[_name(site, implementation)] = (float(verdict.error), float(verdict.bound))
+            self._known[_name(site, implementation)] = (float(verdict.error), float(verdict.bound), like)
             self._save()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -25,16 +26,19 @@ Value = Callable[[Node], Any]
 Exact = Callable[[], Mapping[Node, torch.Tensor]]  # what `run_wide` finds
 
 
-def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactly: Exact) -> Verdict:
-    """Hold the operator's results to the card's tolerance; `value` gives what eager computed at a node."""
+def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactly: Exact) -> list[Verdict]:
+    """Hold each of the operator's results to the card's tolerance; `value` gives what eager computed at a node."""
     # Layers that one kernel does together stay what each was by itself, which is proved where it was packed.
     if site.columns and all(
         r is not None and r.equal(value(n)) for r, n in zip(got, site.outputs, strict=True)
     ):
-        return Verdict(True, 0.0, 0.0)
-    exact = exactly()
-    results = zip(got, site.outputs, strict=True)
-    return worst(_check(site.card.tolerance, r, value(n), exact[n]) for r, n in results if r is not None)
+        return [Verdict(True, 0.0, 0.0)]
+    exact, results = exactly(), zip(got, site.outputs, strict=False)
+    verdicts = [_check(site.card.tolerance, r, value(n), exact[n]) for r, n in results if r is not None]
+    if len(got) != len(site.outputs):
+        why = f"{len(got)} results, expected {len(site.outputs)}"
+        verdicts.append(Verdict(False, math.inf, 0.0, why))
+    return verdicts
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -71,9 +75,25 @@ def run_wide(site: Site, value: Value) -> dict[Node, torch.Tensor]:
         if op_name(node) == "aten::embedding":
             # Rows of a table are what they are in any dtype: widening them spares widening the table.
             env[node] = widened(call(*args, **kwargs))
+        elif op_name(node) == "aten::linear":
+            env[node] = _product(*args, **kwargs)  # type: ignore[arg-type]
         else:
             env[node] = call(*widened(args), **widened(kwargs))
     return {node: env[node] for node in site.outputs}
+
+
+_BLOCK = (
+    1 << 24
+)  # numbers of a weight that are in float64 at a time: an output layer's may be most of a model
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer in float64, so many columns at a time."""
+    x, columns = widened(x), max(1, _BLOCK // max(weight.shape[-1], 1))
+    if weight.dim() < 2 or len(weight) <= columns:
+        return F.linear(x, widened(weight), widened(bias))
+    parts = [F.linear(x, widened(w)) for w in weight.split(columns)]
+    return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1).add_(widened(bias))
 
 
 _WIDE = {

@@ -96,6 +96,8 @@ def optimize(
     taken = session.latent.find(model)
     if settings.quantize is not None:
         session.packing.pack(model, settings.quantize, settings.quantize_group, settings.quantize_skip, taken)
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and "forward" not in vars(m)]
+    session.unpacked = sum(layer.weight.nbytes for layer in layers)
     model._compiled_call_impl = entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
     model.__dict__["__deepcopy__"] = Copier(model, _like)

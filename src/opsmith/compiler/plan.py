@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 SCHEMA = 1
+_HEADS = 3  # sets of sizes that a table names, of those at which the same runs
 T = TypeVar("T")
 
 
@@ -37,6 +39,10 @@ class ShapePlan:
     used: bool  # False where eager was faster as a whole, and runs
     note: str
     source: str = ""
+
+    def head(self) -> str:
+        """The line above its steps."""
+        return f"{self.sizes or 'fixed sizes'}  ({self.buffer_bytes / 1e6:.1f} MB of buffers; {self.note})"
 
 
 @dataclass
@@ -85,14 +91,18 @@ class Plan:
         return "\n".join(f"# {s.sizes or 'fixed sizes'}: {s.note}\n{s.source}" for s in self.shapes)
 
     def table(self) -> str:
-        """The plan as text, equal steps together."""
+        """The plan as text: equal steps together, and sizes at which the same runs."""
         lines: list[str] = list(self.latent)
+        alike: dict[Any, list[ShapePlan]] = {}
         for shape in self.shapes:
-            lines.append(
-                f"{shape.sizes or 'fixed sizes'}  ({shape.buffer_bytes / 1e6:.1f} MB of buffers; {shape.note})"
-            )
+            runs = Counter((step.operator, step.implementation) for step in shape.steps)
+            alike.setdefault((frozenset(runs.items()), shape.used), []).append(shape)
+        for shapes in alike.values():
+            lines += [shape.head() for shape in shapes[:_HEADS]]
+            if more := shapes[_HEADS:]:
+                lines.append(f"and at {len(more)} other sets of sizes, to {more[-1].sizes or 'fixed sizes'}")
             groups: dict[tuple[str, str, str], list[PlanStep]] = {}
-            for step in shape.steps:
+            for step in shapes[0].steps:
                 groups.setdefault((step.operator, step.implementation, step.signature), []).append(step)
             for (operator, implementation, _), steps in groups.items():
                 measured = sorted(steps[0].microseconds.items(), key=lambda i: i[1])

@@ -1,8 +1,12 @@
-"""What the compiler found in a model, proved, rolled back and missed, for people and for machines."""
+"""What the compiler found in a model, proved, rolled back and missed, for people and for machines.
+
+Printed, a report is thirty lines at most, whatever the model: alike sites are one line. `details()` is all of it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +27,8 @@ class Report:
     latent: list[LatentReport] = field(default_factory=list)
     # Calls that ran the original attention, by reason.
     fallbacks: dict[str, int] = field(default_factory=dict)
+    slower: list[str] = field(default_factory=list)  # at which sizes eager runs as a whole, and why
+    advice: list[str] = field(default_factory=list)  # what its session would do next
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -91,12 +97,87 @@ class Report:
             **asdict(self),
         }
 
-    def __str__(self) -> str:
-        lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
-        lines += self._latent_lines()
-        lines += self.quantized_lines
-        lines += [f"rolled back: {line}" for line in self.rolled_back]
-        lines += [f"not the fastest: {line}" for line in self.overruled]
-        lines += [f"left as it was: a graph of {g.nodes} operations: {g.left}" for g in self.graphs if g.left]
+    def details(self) -> str:
+        """All that is known, a line each: every site with its error and bound, every near miss, every layer left alone.
+
+        >>> print(model.opsmith.report.details())
+        """
+        lines = [*self._summary(), *self._latent_lines(), *self.quantized_lines]
+        for graph in self.graphs:
+            lines += [f"graph of {graph.nodes} operations: {graph.left or f'{len(graph.sites)} sites'}"]
+            lines += [f"  {site}" for site in graph.sites]
         lines += [f"near miss: {line}" for line in self.misses]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.slower, *self.hints()])
+
+    def _summary(self) -> list[str]:
+        lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
+        kept = [s for s in self.sites if s.status == "kept" and s.bound]
+        if alike := sum(bool(s.like) for s in kept):
+            worst = max(kept, key=lambda s: s.error / s.bound)
+            lines.append(
+                f"proved: {len(kept) - alike} sites in float64, {alike} as near to eager as one of these; "
+                f"the most is {worst.error / worst.bound:.2f} of the bound ({worst.name} {worst.where})"
+            )
+        return lines
+
+    def hints(self) -> list[str]:
+        """What to do next, a line each."""
+        lines = list(self.advice)
+        if self.rolled_back:
+            lines.append("rolled back sites run as the model wrote them: nothing is lost but speed")
+        if self.misses:
+            lines.append(
+                "a near miss that was meant to be the operator becomes one where it is written as expected"
+            )
+        if any(g.left for g in self.graphs):
+            lines.append(
+                "a graph that could not be studied is a fault of opsmith: please report it with the line above"
+            )
+        return [f"next: {line}" for line in lines]
+
+    def __str__(self) -> str:
+        lines = self._summary()
+        lines += _few("", ((line.partition(":")[0], line) for line in self._latent_lines()))
+        lines += [line for line in self.quantized_lines if not line.startswith("not ")]
+        unpacked = ((q.why, str(q)) for q in self.quantized if q.status != "packed")
+        lines += _few("not quantized: ", unpacked)
+        sites = [s for s in self.sites if s.why]
+        for what, kept in (("rolled back", False), ("not the fastest", True)):
+            of = ((s.operator, f"{s.name} {s.where}: {s.why}") for s in sites if (s.status == "kept") == kept)
+            lines += _few(f"{what}: ", of)
+        lines += _few(
+            "rolled back: ", ((1, f"mla {m.name}: {m.why}") for m in self.latent if m.status == "rolled back")
+        )
+        left = ((g.left, f"a graph of {g.nodes} operations: {g.left}") for g in self.graphs if g.left)
+        lines += _few("left as it was: ", left)
+        lines += _few("", ((line, line) for line in self.slower))
+        seen = {str(m): (m.operator, m.where) for g in self.graphs for m in g.misses}
+        lines += _few("near miss: ", ((key, line) for line, key in seen.items()))
+        hints = self.hints()
+        if len(lines) + len(hints) > LINES:
+            lines[LINES - len(hints) - 1 :] = [f"more: {_DETAILS}"]
+        return "\n".join([*lines, *hints])
+
+
+LINES = 30  # of a report as it prints, at most
+_KINDS = 3  # of one sort of line that it shows
+_DETAILS = "print(model.opsmith.report.details())"
+
+
+def _few(what: str, items: Iterable[tuple[Hashable, str]]) -> list[str]:
+    """Lines of one sort: the first of each kind, with how many are like it; of many kinds the commonest."""
+    kinds: dict[Hashable, list[str]] = {}
+    for kind, line in items:
+        kinds.setdefault(kind, []).append(line)
+    shown = sorted(kinds.values(), key=len, reverse=True)
+    lines = [
+        f"{what}{shorten(k[0])}" + (f" (and {len(k) - 1} more)" if k[1:] else "") for k in shown[:_KINDS]
+    ]
+    if rest := sum(map(len, shown[_KINDS:])):
+        lines.append(f"{what}{rest} of other kinds: {_DETAILS}")
+    return lines
+
+
+def shorten(line: str, most: int = 300) -> str:
+    """A line of so many letters at most."""
+    return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -16,7 +16,7 @@ from opsmith.compiler.choose.select import Selector
 from opsmith.compiler.config import Config
 from opsmith.compiler.modules.latent import Latent
 from opsmith.compiler.modules.quantize import Packing
-from opsmith.compiler.plan import Plan
+from opsmith.compiler.plan import Plan, ShapePlan
 from opsmith.compiler.program.graph import CompiledGraph
 from opsmith.compiler.program.sites import GraphReport
 from opsmith.compiler.prove.proofs import Proofs
@@ -24,6 +24,8 @@ from opsmith.compiler.reasons import raised
 from opsmith.compiler.report import Report
 from opsmith.installed import load_installed
 from opsmith.version import VERSION
+
+_MUCH = 1 << 26  # bytes of weights that are more than what caches hold
 
 
 class Session:
@@ -40,6 +42,7 @@ class Session:
         self.packing = Packing()
         self.latent = Latent(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
+        self.unpacked = 0  # bytes of weights in linear layers that are not packed
         self.general = False  # whether what is captured is to serve sizes of one too
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -73,11 +76,15 @@ class Session:
     def plan(self) -> Plan:
         """The plan as it stands; shapes seen since are in it."""
         return Plan(
-            [shape for graph in self.graphs for shape in graph.plans.values()],
+            self._shapes,
             measure.describe().fingerprint(),
             {"torch": torch.__version__, "opsmith": VERSION},
             self.latent.lines(),
         )
+
+    @property
+    def _shapes(self) -> list[ShapePlan]:
+        return [shape for graph in self.graphs for shape in graph.plans.values()]
 
     @property
     def report(self) -> Report:
@@ -87,7 +94,23 @@ class Session:
             self.packing.layers,
             self.latent.reports,
             dict(self.latent.fallbacks),
+            [
+                f"eager runs at {s.sizes or 'fixed sizes'}: {s.note}"
+                for s in self._shapes
+                if not s.used and s.steps
+            ],
+            self._advice(),
         )
+
+    def _advice(self) -> list[str]:
+        """What is left to gain."""
+        config, lines = self.config, []
+        if self.unpacked >= _MUCH and config.quantize is None:
+            size = f"{self.unpacked / 1e9:.2g} GB of weights in linear layers are read for every token"
+            lines.append(f'{size}: quantize="int8" rounds them to 1 byte a number')
+        if not config.verify:
+            lines.append("nothing was proved: leave out verify=False")
+        return lines
 
     @property
     def rewritten(self) -> list[nn.Module]:

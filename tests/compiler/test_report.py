@@ -1,0 +1,119 @@
+"""A report as it prints: short for any model, what is alike together, what to do next; all of it when asked."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+
+import opsmith
+from opsmith.compiler.find.recognize import Miss
+from opsmith.compiler.modules.quantize import QuantizedLayer
+from opsmith.compiler.program.sites import GraphReport, SiteReport
+from opsmith.compiler.report import LINES, Report
+from tests.compiler.models import UNTIMED, numbers
+
+
+def _site(i: int, **more: str) -> SiteReport:
+    operator = ("linear", "attention", "rms_norm", "rope", "gelu")[i % 5]
+    return SiteReport(f"{operator}_{i}", operator, operator, f"(model.py:{i % 7})", False, **more)  # type: ignore[arg-type]
+
+
+def _large() -> Report:
+    """All that can be said, hundreds of times."""
+    sites = [_site(i) for i in range(300)]
+    sites += [_site(i, status="rolled back", why=f"native: error {i} above the bound 1") for i in range(300)]
+    sites += [_site(i, why=f"native: error {i} above the bound 1") for i in range(300)]
+    misses = [Miss("rms_norm", f"mul_{i}", "x", "y", f"add_{i}", f"(model.py:{i})") for i in range(300)]
+    graphs = [GraphReport(sites, misses, 900), *(GraphReport(left=f"reason {i}") for i in range(50))]
+    layers = [QuantizedLayer(f"layer.{i}", "int8", "left", why=f"reason {i % 40}") for i in range(300)]
+    packed = [QuantizedLayer(f"packed.{i}", "int8", "packed", 0.01) for i in range(300)]
+    slower = [f"eager runs at s0={i}: as it was timed" for i in range(50)]
+    return Report(graphs, [*layers, *packed], slower=slower, advice=["one thing", "another"])
+
+
+def test_thirty_lines_say_the_most_of_any_model() -> None:
+    report = _large()
+    lines = str(report).splitlines()
+    assert len(lines) <= LINES == 30
+    assert all(len(line) <= 330 for line in lines)
+    starts = (
+        "found",
+        "quantized",
+        "not quantized",
+        "rolled back",
+        "not the fastest",
+        "left",
+        "eager runs",
+        "near",
+    )
+    for start in starts:
+        assert any(line.startswith(start) for line in lines), start
+    assert "(and 59 more)" in str(report)
+    assert lines[-1].startswith("next: ")
+    assert "report.details()" in str(report)
+
+
+def test_details_and_json_are_complete() -> None:
+    report = _large()
+    text = report.details()
+    for site in report.sites:
+        assert f"{site.name} {site.where}: {site.status}" in text
+        assert site.why in text
+    for line in (*report.misses, *report.quantized_lines, *report.slower):
+        assert line in text
+    data = json.loads(json.dumps(report.to_dict()))
+    assert sum(len(graph["sites"]) for graph in data["graphs"]) == 900
+    assert len(data["rolled_back"]) == len(data["overruled"]) == 300
+    assert len(data["quantized"]) == 600
+
+
+def test_one_of_a_kind_is_told_in_full() -> None:
+    report = Report([GraphReport([_site(3, status="rolled back", why="eager: error 2 above the bound 1")])])
+    assert f"rolled back: {report.rolled_back[0]}" in str(report).splitlines()
+    assert "and" not in str(report).splitlines()[1]
+
+
+class Deep(nn.Module):
+    """Eighteen layers of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(18)])
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(18)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x
+
+
+def test_a_deep_model_prints_as_a_shallow_one() -> None:
+    model = opsmith.optimize(Deep(), numbers(2, 3, 16), config=UNTIMED)
+    with torch.no_grad():
+        for n in range(4, 12):
+            model(numbers(2, n, 16))
+    session = model.opsmith
+    assert len(str(session.report).splitlines()) <= 6
+    assert session.report.details().count("linear_") >= 18
+    plan = session.plan
+    assert len(plan.shapes) > 2
+    assert len(str(plan).splitlines()) <= 30
+    assert sum(len(shape.steps) for shape in plan.shapes) >= 18 * 2 * len(
+        plan.shapes
+    )  # none left out of the file
+
+
+def test_what_to_do_next() -> None:
+    wide = nn.Linear(4096, 4200, bias=False)
+    model = opsmith.optimize(wide, numbers(1, 4096), config=UNTIMED, verify=False)
+    (weights, unproved) = (
+        line for line in str(model.opsmith.report).splitlines() if line.startswith("next: ")
+    )
+    assert 'quantize="int8"' in weights
+    assert "0.069 GB" in weights
+    assert "verify=False" in unproved
+    opsmith.restore(model)
+    model = opsmith.optimize(wide, numbers(1, 4096), config=UNTIMED, quantize="int8")
+    assert "next: " not in str(model.opsmith.report)

@@ -58,9 +58,9 @@ MAY_IMPORT["__main__"] = {"cli"}
 
 # The compiler is one street: each part may import those before it.
 STAGES = (
-    *("config", "plan", "kept", "reasons"),
+    *("config", "plan", "kept", "reasons", "progress"),
     *("algebra", "capture", "find", "steps", "choose", "prove", "program", "modules"),
-    *("report", "session", "frozen", "entry", "copying", "api", "__init__"),
+    *("report", "session", "frozen", "entry", "copying", "warmup", "api", "__init__"),
 )
 
 # What may see torch, by how its name begins: it registers the kernels with PyTorch's stable ABI.

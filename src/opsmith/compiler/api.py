@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,9 @@ from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.entry import entry
 from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.plan import Plan
+from opsmith.compiler.progress import show
 from opsmith.compiler.session import Session
+from opsmith.compiler.warmup import Warmup, check
 from opsmith.ops.packed_linear.weight import FORMATS
 
 
@@ -50,6 +54,8 @@ def optimize(
     quantize: str | None = None,
     plan: Plan | str | Path | None = None,
     verify: bool = True,
+    warmup: Mapping[str, Any] | None = None,
+    budget: float | None = None,
 ) -> nn.Module:
     """Make a model faster in place: recognize its operators, choose the fastest implementations, prove each.
 
@@ -72,6 +78,10 @@ def optimize(
         plan: a plan, or the path of a saved one, whose choices are taken over.
         verify: prove every site on the example inputs against float64, and roll back what fails; what passed on these
             inputs and weights before, by this code, is not proved again.
+        warmup: sizes at which `generate` is called ahead, on random tokens, so that its first call captures nothing:
+            `{"prompt": (1, 512), "new_tokens": 4, "batch": (1, 4)}`, each a number or the least and the most.
+        budget: seconds for all this. Once they are spent no step begins, and the rest runs as it was; the report says
+            what. What has begun is finished.
 
     Returns:
         The same model.
@@ -81,9 +91,15 @@ def optimize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize: model must be a torch.nn.Module, got {type(model).__name__}")
+    started = time.monotonic()
     settings = _settings(config, dtype, quantize, verify)
     saved = Plan.load(plan) if isinstance(plan, str | Path) else plan
     calls = _calls(example_inputs)
+    warm = None if warmup is None else Warmup.parse(warmup)
+    if warm is not None:
+        check(model)
+    if budget is not None and not budget > 0:
+        raise ValueError(f"optimize: budget must be a number of seconds above 0, got {budget!r}")
     if saved is not None and not isinstance(saved, Plan):
         raise TypeError(f"optimize: plan must be an opsmith.Plan or a path, got {type(saved).__name__}")
     session = Session(settings, saved)
@@ -102,12 +118,16 @@ def optimize(
     model.opsmith = session  # type: ignore[assignment]
     model.__dict__["__deepcopy__"] = Copier(model, _like)
     session.selector.learning = True
+    session.selector.deadline = math.inf if budget is None else started + budget
+    show("capturing the model")
     try:
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:
                 session.packing.check(partial(model._call_impl, *args, **kwargs))
             with torch.no_grad():
                 model(*args, **kwargs)
+        if warm is not None:
+            session.skipped = list(warm.run(model, session.selector))
         if calls and not session.graphs and not session.unread:
             raise RuntimeError(
                 "optimize: PyTorch captured no graph of this model; run with TORCH_LOGS=dynamo to see why"
@@ -124,7 +144,8 @@ def optimize(
             ) from error
         raise
     finally:
-        session.selector.learning = False
+        session.selector.learning, session.selector.deadline = False, math.inf
+        show()
     if settings.quantize_release:
         session.packing.release(model)
         for name in session.packing.released:

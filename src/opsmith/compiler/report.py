@@ -52,7 +52,7 @@ class Report:
     @property
     def rolled_back(self) -> list[str]:
         """Sites whose result was not accurate enough, with error and bound."""
-        return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status != "kept"] + [
+        return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status == "rolled back"] + [
             f"mla {layer.name}: {layer.why}" for layer in self.latent if layer.status == "rolled back"
         ]
 
@@ -129,7 +129,7 @@ class Report:
             lines.append(
                 "a near miss that was meant to be the operator becomes one where it is written as expected"
             )
-        if any(g.left for g in self.graphs):
+        if any(g.fault for g in self.graphs):
             lines.append(
                 "a graph that could not be studied is a fault of opsmith: please report it with the line above"
             )
@@ -142,8 +142,12 @@ class Report:
         unpacked = ((q.why, str(q)) for q in self.quantized if q.status != "packed")
         lines += _few("not quantized: ", unpacked)
         sites = [s for s in self.sites if s.why]
-        for what, kept in (("rolled back", False), ("not the fastest", True)):
-            of = ((s.operator, f"{s.name} {s.where}: {s.why}") for s in sites if (s.status == "kept") == kept)
+        for what, status in (
+            ("rolled back", "rolled back"),
+            ("left as it was", "left"),
+            ("not the fastest", "kept"),
+        ):
+            of = ((s.operator, f"{s.name} {s.where}: {s.why}") for s in sites if s.status == status)
             lines += _few(f"{what}: ", of)
         lines += _few(
             "rolled back: ", ((1, f"mla {m.name}: {m.why}") for m in self.latent if m.status == "rolled back")

@@ -19,6 +19,7 @@ from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan, ShapePlan
 from opsmith.compiler.program.graph import CompiledGraph
 from opsmith.compiler.program.sites import GraphReport
+from opsmith.compiler.progress import show
 from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.report import Report
@@ -42,6 +43,7 @@ class Session:
         self.packing = Packing()
         self.latent = Latent(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
+        self.skipped: list[str] = []  # sizes that the budget was too small to warm up
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
         self.general = False  # whether what is captured is to serve sizes of one too
 
@@ -54,6 +56,10 @@ class Session:
         return run
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.selector.spent:
+            self.unread.append(GraphReport(nodes=len(gm.graph.nodes), left="the budget was spent"))
+            return gm.forward
+        show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
         try:
             graph = CompiledGraph(
                 capture(gm, example_inputs, self.general),
@@ -69,6 +75,8 @@ class Session:
             self.unread.append(GraphReport(nodes=len(gm.graph.nodes)))
             self.unread[-1].leave(raised(error))
             return gm.forward
+        finally:
+            show()
         self.graphs.append(graph)
         return graph
 
@@ -105,6 +113,13 @@ class Session:
     def _advice(self) -> list[str]:
         """What is left to gain."""
         config, lines = self.config, []
+        left = sum(s.status == "left" for graph in self.graphs for s in graph.report.sites)
+        if left or self.skipped or any(not g.fault for g in self.unread):
+            what = [f"{left} sites"] * bool(left) + [f"{len(self.skipped)} warmups"] * bool(self.skipped)
+            lines.append(
+                f"the budget was spent before {' and '.join(what) or 'a graph'}, which run as they were: "
+                "optimize again with a larger one; what was measured and proved is remembered"
+            )
         if self.unpacked >= _MUCH and config.quantize is None:
             size = f"{self.unpacked / 1e9:.2g} GB of weights in linear layers are read for every token"
             lines.append(f'{size}: quantize="int8" rounds them to 1 byte a number')

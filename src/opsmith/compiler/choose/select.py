@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -62,9 +63,15 @@ class Selector:
         self.cache = cache if cache is not None else TuningCache()
         self.saved = saved
         self.fixed = saved.choices() if saved is not None else {}  # implementation by signature
+        self.deadline = math.inf  # by the clock of `spent`: then no more is measured, and nothing proved
         self.learning = False  # while `optimize` shows its examples: each one is studied
         self._measured: dict[str, dict[str, float]] = {}
         self.inductor = inductor.Inductor(config.inductor_seconds)
+
+    @property
+    def spent(self) -> bool:
+        """Whether the time that measuring and proving may take is over."""
+        return time.monotonic() > self.deadline
 
     def choose(
         self,

@@ -158,9 +158,9 @@ class CompiledGraph:
 
     def _worth(self, program: Program, rehearsal: Rehearsal, steps: Sequence[PlanStep]) -> Worth:
         """Whether the program as a whole runs."""
-        if not self.sites:
-            return Worth(False, "no operator of ours in this graph")
-        if not self._selector.config.tune:
+        if not self.report.kept:
+            return Worth(False, f"no operator of ours {'runs' if self.sites else 'is'} in this graph")
+        if not self._selector.config.tune or self._selector.spent:
             return Worth(True, "not timed as a whole")
         return worth(
             self._selector,

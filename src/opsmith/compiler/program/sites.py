@@ -31,7 +31,7 @@ class SiteReport:
     pattern: str
     where: str
     composite: bool
-    status: str = "kept"  # or "rolled back"
+    status: str = "kept"  # or "rolled back", or "left" where the budget was spent
     error: float = 0.0
     bound: float = 0.0
     why: str = ""
@@ -50,7 +50,8 @@ class GraphReport:
     sites: list[SiteReport] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     nodes: int = 0
-    left: str = ""  # why the graph runs as it was captured, where it could not be studied
+    left: str = ""  # why the graph runs as it was captured, where it was not or could not be studied
+    fault: bool = False  # whether that is ours
 
     @property
     def kept(self) -> list[SiteReport]:
@@ -61,7 +62,7 @@ class GraphReport:
         """Say that the graph is not optimized: a fault of ours, and not of the model's."""
         self.sites.clear()
         self.misses.clear()
-        self.left = why
+        self.left, self.fault = why, True
         warnings.warn(
             f"opsmith: a graph of {self.nodes} operations runs as it was, since it could not be studied: {why}",
             stacklevel=2,
@@ -112,7 +113,7 @@ class Sites(dict[str, Known]):
         """The names under which a site runs: its own, or, where they are faster together, those of its parts."""
         known = self[name]
         site = known.site
-        if not site.parts or self.studied:
+        if not site.parts or self.studied or self.selector.spent:
             return [name]
         call = site.call(value)
         choice = self.choice(name, call, may_measure=True)

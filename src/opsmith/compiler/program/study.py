@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.fx.node import map_arg
 from opsmith.compiler.choose.settle import learning
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.program.sites import Known, Sites
+from opsmith.compiler.progress import show
 from opsmith.compiler.prove.alike import Alike, form
 from opsmith.compiler.prove.proofs import Proved
 from opsmith.compiler.prove.site import Exact, prove, run_wide, worst
@@ -53,11 +53,14 @@ class Study:
         walk = (name for ending in self._walk() for name in ending)
         names = (n for name in walk for n in self.sites.divided(name, self.value, self.learn))
         for done, name in enumerate(names, 1):
-            _show(name, done, len(self.sites.report.sites))
+            show(f"measuring and proving {name} ({done}/{len(self.sites.report.sites)})")
             known = self.sites[name]
+            if known.report.status == "kept" and self.sites.selector.spent:
+                known.report.status, known.report.why = "left", "the budget was spent"
             # What failed at other sizes stays out: one rewritten graph serves all.
             if known.report.status == "kept" and self._settled(name, known):
                 kept.append((name, known.site))
+        show()
         return kept
 
     def _walk(self) -> Iterator[list[str]]:
@@ -123,11 +126,3 @@ class Study:
         if self.proved is not None:
             self.proved.put(site, implementation, verdict, report.like)
         return verdict
-
-
-def _show(name: str, done: int, total: int) -> None:
-    """Where there is a terminal, a line on it while sites are measured and proven."""
-    if sys.stderr.isatty():
-        end = "\r" + " " * 60 + "\r" if done == total else ""
-        sys.stderr.write(f"\ropsmith: measuring and proving {name} ({done}/{total})".ljust(60) + end)
-        sys.stderr.flush()

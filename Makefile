@@ -68,9 +68,15 @@ ASCEND := .venv-ascend
 ascend-lower: $(VENV)/.installed $(ASCEND)/.installed  ## Lower the Triton kernels for Ascend NPUs: no NPU takes part
 	$(call timed,OPSMITH_ASCEND_PYTHON=$(CURDIR)/$(ASCEND)/bin/python $(BIN)/opsmith build --backend ascend-triton $(ARGS))
 
+# Its own environment too: it brings other versions of what ours has, and compiles llama.cpp for this machine.
+LLAMACPP := .venv-llamacpp
+.PHONY: llamacpp
+llamacpp: $(LLAMACPP)/.installed  ## llama.cpp, for opsmith bench-llm --against llamacpp
+	$(call timed,$(LLAMACPP)/bin/python -c 'import llama_cpp')
+
 .PHONY: clean
 clean:  ## Remove the environment, caches and build outputs
-	$(call timed,rm -rf $(VENV) $(ASCEND) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
+	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
 	  packages/*/src/*.egg-info && find src tests packages -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
@@ -117,4 +123,10 @@ $(ASCEND)/.installed: constraints.txt
 	@$(ASCEND)/bin/python -m pip install --quiet -c constraints.txt torch numpy pybind11
 	@$(ASCEND)/bin/python -m pip uninstall --quiet --yes triton
 	@$(ASCEND)/bin/python -m pip install --quiet triton-ascend==3.2.0
+	@touch $@
+
+$(LLAMACPP)/.installed: constraints.txt
+	@test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
+	@echo "compiling llama.cpp into $(LLAMACPP), ten minutes on two cores ..."
+	@$(LLAMACPP)/bin/python -m pip install --quiet -c constraints.txt llama-cpp-python
 	@touch $@

@@ -25,6 +25,8 @@ VERBS = {
     "verify": "Hold operators to their definition.",
     "build": "Compile the kernels of a project, or pack them into a wheel.",
     "bench": "Verify operators, then time them.",
+    "demo-llm": "A real decoder, made faster and proved equal.",
+    "bench-llm": "Tokens a second of a decoder, beside other ways to run it.",
 }
 
 
@@ -48,7 +50,7 @@ class _Verbs(TyperGroup):
 
 def _load(verb: str) -> Any:
     """The command behind a verb: the function `run` of the module of that name."""
-    module = importlib.import_module(f"opsmith.cli.{verb}")
+    module = importlib.import_module(f"opsmith.cli.{verb.replace('-', '_')}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(verb)(module.run)
     return typer.main.get_command(app)

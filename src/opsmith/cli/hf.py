@@ -46,13 +46,13 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
         import transformers
     except ImportError as error:
         raise CommandError('transformers is not installed: pip install "opsmith[hf]"') from error
-    _check(folder)
+    check(folder)
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
         try:
             config = transformers.AutoConfig.from_pretrained(folder, **local)
         except Exception as error:  # transformers raises whatever a damaged file leads to
-            raise CommandError(f"{folder / 'config.json'}: {_one_line(error)}") from error
+            raise CommandError(f"{folder / 'config.json'}: {one_line(error)}") from error
         causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
         family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         try:
@@ -65,7 +65,7 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
                 **local,
             )
         except Exception as error:
-            raise CommandError(f"{folder} does not load: {_one_line(error)}") from error
+            raise CommandError(f"{folder} does not load: {one_line(error)}") from error
     if info["mismatched_keys"]:
         name, there, wanted = min(info["mismatched_keys"])
         raise CommandError(
@@ -104,7 +104,7 @@ def tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:
     return found
 
 
-def _check(folder: Path) -> None:
+def check(folder: Path) -> None:
     """What can be said of a folder before transformers looks at it."""
     from safetensors import SafetensorError, safe_open
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -141,10 +141,8 @@ def _check(folder: Path) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            raise CommandError(
-                f"{file} is damaged ({_one_line(error)}); copy or download it again"
-            ) from error
+            raise CommandError(f"{file} is damaged ({one_line(error)}); copy or download it again") from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return shorten(str(error), 240) or type(error).__name__

@@ -24,8 +24,15 @@ from opsmith.cli.hf import quiet, tokens
 from opsmith.cli.models import Batch
 from opsmith.compiler import Plan
 from opsmith.kernels import libraries
-from opsmith.operator import Kind, registry
+from opsmith.operator import Kind
 
+KINDS = (
+    Kind.EMBEDDING,
+    Kind.NORM,
+    Kind.MATMUL,
+    Kind.ACTIVATION,
+    Kind.ATTENTION,
+)  # what an encoder is made of
 COSINE = 0.999999  # what float32 embeddings keep to the exact ones
 
 DOCUMENTS = (
@@ -118,7 +125,7 @@ class Demo:
         """Everything, in order; what is returned is the JSON."""
         started = time.perf_counter()
         with ThreadPoolExecutor(1) as beside:
-            kernels = beside.submit(_load_kernels)
+            kernels = beside.submit(models.load_kernels, *KINDS)
             with self._phase("load the model"):
                 mini = load()
             with self._phase("build and load the kernels"):
@@ -273,10 +280,3 @@ class _Exact:
         if shape not in self._hidden:
             self._hidden[shape] = hidden(self.model, batch)
         return self._hidden[shape]
-
-
-def _load_kernels() -> bool:
-    """Load the kernels of what an encoder may be made of; what has to be built first is built in one run."""
-    kinds = (Kind.EMBEDDING, Kind.NORM, Kind.MATMUL, Kind.ACTIVATION, Kind.ATTENTION)
-    cards = [card for card in registry().values() if card.patterns and card.kind in kinds]
-    return libraries.load(*(card.schemas[0].partition("(")[0] for card in cards if card.schemas))

@@ -19,6 +19,8 @@ from rich.table import Table
 
 from opsmith import measure
 from opsmith.cli.common import speedup, time_of
+from opsmith.kernels import libraries
+from opsmith.operator import Kind, registry
 
 if TYPE_CHECKING:
     from opsmith.compiler.plan import Plan
@@ -32,7 +34,13 @@ EAGER, COMPILED, OPSMITH = "eager", "torch.compile", "opsmith"
 _LINES, _WIDTH = 8, 220
 _SLOW = 1.5  # seconds of one call
 # Where weights are rounded, a relative error above this is no longer the model's result with noise, but another result.
-_ROUNDED = 0.5
+ROUNDED = 0.5
+
+
+def load_kernels(*kinds: Kind) -> bool:
+    """Load the kernels of what a model may be made of; what has to be built first is built in one run."""
+    cards = [card for card in registry().values() if card.patterns and card.kind in kinds]
+    return libraries.load(*(card.schemas[0].partition("(")[0] for card in cards if card.schemas))
 
 
 def found(session: Session) -> dict[str, dict[str, Any]]:
@@ -143,7 +151,7 @@ def race(
         dtype: the dtype that the models compute in.
         rounds: samples of each, at most.
         budget_s: seconds after which no further round starts; five rounds at least, three where a call is slow.
-        rounded: the weights of a contestant were rounded: its error may be `_ROUNDED` of the result.
+        rounded: the weights of a contestant were rounded: its error may be `ROUNDED` of the result.
 
     Raises:
         WrongResult: a contestant computed something else; nothing was timed.
@@ -153,7 +161,7 @@ def race(
     slow = time.perf_counter() - start > _SLOW
     check = None
     if exact is not None:
-        bound = 2 * error_of(first, exact).rms + torch.finfo(dtype).eps + _ROUNDED * rounded
+        bound = 2 * error_of(first, exact).rms + torch.finfo(dtype).eps + ROUNDED * rounded
         wide = exact
 
         def check(got: torch.Tensor) -> str | None:

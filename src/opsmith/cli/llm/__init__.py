@@ -1,1 +1,11 @@
 """Generating text: the real decoder of the demo, and what decoding costs, ours beside others'."""
+
+AGAINST = ("hf", "compile", "llamacpp")  # other ways to run a decoder
+DTYPES = ("float32", "bfloat16", "float16")
+FORMATS = (
+    *DTYPES,
+    "bf16",
+    "int8",
+    "int8_dynamic",
+    "int4",
+)  # ours: computing in a dtype, or with packed weights

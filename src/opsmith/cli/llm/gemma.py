@@ -98,9 +98,19 @@ def load(place: Path, dtype: Any = None) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
+def save_plain(read: Any, config: Any, place: Path) -> None:
+    """Save a model that transformers read from a GGUF file, which it refuses to save, as one that knows of no file."""
+    import torch
+
+    with torch.device("meta"):
+        model = type(read)(config)
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
+    model.save_pretrained(place)
+
+
 def _convert(place: Path) -> None:
     """Write the folder's files."""
-    import torch
     import transformers
 
     package: Any = importlib.import_module(PACKAGE)
@@ -112,11 +122,7 @@ def _convert(place: Path) -> None:
         config = transformers.Gemma3TextConfig(**_ARCHITECTURE)
         read = transformers.Gemma3ForCausalLM.from_pretrained(file.parent, config=config, **options)
         tokenizer = transformers.GemmaTokenizer.from_pretrained(file.parent, **options)
-        with torch.device("meta"):
-            model = transformers.Gemma3ForCausalLM(config)  # one that knows nothing of the GGUF file
-        model.load_state_dict(read.state_dict(), assign=True)
-        model.tie_weights()
-        model.save_pretrained(place)
+        save_plain(read, config, place)
         tokenizer.save_pretrained(place)
 
 

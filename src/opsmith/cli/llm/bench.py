@@ -1,0 +1,191 @@
+"""One benchmark of a decoder: the exact model first, then contestants, each checked and then timed in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from opsmith import measure
+from opsmith.cli import CommandError, models
+from opsmith.cli.common import size_of
+from opsmith.cli.llm import AGAINST, DTYPES, contestant, generator, source
+
+_CHECKED = 8  # tokens whose logits are held to the exact ones
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a contestant said of a text: the tokens the text went on with, its logits `[batch, tokens, vocabulary]`, and
+    the tokens that it would have taken."""
+
+    forced: list[list[int]]
+    logits: torch.Tensor
+    chosen: list[list[int]]
+
+
+class Bench:
+    """One benchmark: the exact model first, then the contestants, cell by cell."""
+
+    def __init__(
+        self, console: Console, model: source.Source, workspace: Path, dtype: str, new: int, rounds: int
+    ) -> None:
+        self.console, self.model, self.workspace = console, model, workspace
+        self.dtype, self.new, self.rounds = dtype, new, rounds
+        self.longest = 0
+        self.about: dict[str, str] = {}
+
+    def run(
+        self, cells: list[tuple[int, int]], others: list[str], formats: list[str], python: str | None
+    ) -> list[dict[str, Any]]:
+        """The cells' results: (batch, prompt) each."""
+        self.longest = self.new + max(length for _, length in cells)
+        ids = {cell: source.prompts(self.model, *cell).tolist() for cell in cells}
+        exact = {}
+        with self._started("exact", self._wider(), None) as one:
+            for cell in cells:
+                with self.console.status(f"the exact model, {title(*cell)}"):
+                    exact[cell] = self._check(one, ids[cell], None)
+        results = []
+        with contextlib.ExitStack() as stack:
+            contestants: dict[str, contestant.Contestant] = {}
+            for name in [*others, *formats]:
+                with self.console.status(f"starting {name}"):
+                    contestants[name] = stack.enter_context(self._started(name, self.dtype, python))
+                    self.about |= {name: contestants[name].hello["about"]} if name == "llamacpp" else {}
+            for cell in cells:
+                # llama.cpp's Python binding evaluates one sequence at a time.
+                able = {n: c for n, c in contestants.items() if n != "llamacpp" or cell[0] == 1}
+                results.append(self._cell(cell, ids[cell], able, exact[cell]))
+        return results
+
+    def _check(
+        self, one: contestant.Contestant, ids: list[list[int]], forced: list[list[int]] | None
+    ) -> Said:
+        """The tokens that a contestant would take, and its logits, while the text goes on with the tokens given."""
+        file, new = self.workspace / "logits.npy", min(self.new, _CHECKED)
+        answer = one.ask(ids=ids, new=new, forced=forced, logits=str(file))
+        logits = torch.from_numpy(np.load(file))
+        return Said(answer["tokens"] if forced is None else forced, logits, logits.argmax(-1).tolist())
+
+    def _cell(
+        self,
+        cell: tuple[int, int],
+        ids: list[list[int]],
+        contestants: dict[str, contestant.Contestant],
+        exact: Said,
+    ) -> dict[str, Any]:
+        """One batch and length: everyone checked, then timed in turns."""
+        batch, length = cell
+        rows: dict[str, dict[str, Any]] = {}
+        own = {}
+        for name, one in contestants.items():
+            start = time.perf_counter()
+            with self.console.status(f"checking {name}, {title(*cell)}"):
+                own[name] = self._check(one, ids, exact.forced)
+                one.ask(ids=ids, new=self.new)  # where a longer cache needs other code, that is made now
+            error = models.error_of(own[name].logits, exact.logits.double()).rms
+            allowed = (
+                2 * rows.get("hf", {"error": error})["error"] + torch.finfo(getattr(torch, self.dtype)).eps
+            )
+            allowed += models.ROUNDED * (name not in ("hf", "compile", self.dtype))
+            if not error <= allowed:
+                detail = f"relative error of the logits {error:.2e}, allowed {allowed:.2e}"
+                raise measure.WrongResult(name, "wrong value", detail, error, allowed)
+            rows[name] = {"error": error, "prepare_seconds": time.perf_counter() - start}
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
+        reads = []
+        names = list(contestants)
+        for turn in range(self.rounds):
+            with self.console.status(f"timing {title(*cell)}, round {turn + 1} of {self.rounds}"):
+                reads.append(measure.measure_roofs(kinds=("read",)).bandwidth("read"))
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    answer = contestants[name].ask(ids=ids, new=self.new)
+                    _same(name, answer["tokens"], own[name])
+                    answers[name].append(answer)
+        read = statistics.median(reads)
+        for name, runs in answers.items():
+            hello = contestants[name].hello
+            middle = length + self.new // 2
+            cache = generator.cache_bytes(self.model.config, batch, middle, hello["cache_element"])
+            bytes_read = ({**hello, **runs[-1]})["weight_bytes"] + cache
+            firsts, tokens = [run["first"] for run in runs], [statistics.median(run["steps"]) for run in runs]
+            token = statistics.median(tokens)
+            rows[name] |= {
+                "first_seconds": statistics.median(firsts),
+                "token_seconds": token,
+                "tokens_per_second": batch / token,
+                "spread": measure.spread(tokens),
+                "bytes_read": bytes_read,
+                "of_read_roof": bytes_read / token / read,
+                "peak_bytes": max(run["peak_bytes"] for run in runs),
+                "samples": {"first": firsts, "token": tokens},
+            }
+        for name, row in rows.items():
+            row["ratios"] = {
+                base: {
+                    what: measure.paired_ratio(name, base, row["samples"][what], rows[base]["samples"][what])
+                    for what in ("first", "token")
+                }
+                for base in rows
+                if base in AGAINST and base != name
+            }
+        return {"batch": batch, "prompt": length, "read_bandwidth": read, "reads": reads, "contestants": rows}
+
+    def _wider(self) -> str:
+        """The dtype of the exact model, which has to have room."""
+        wider = "float64" if self.dtype == "float32" else "float32"
+        files = sum(file.stat().st_size for file in self.model.folder.glob("*.safetensors"))
+        size = files // self.model.dtype.itemsize * (8 if wider == "float64" else 4)
+        memory = measure.describe().memory_bytes
+        if memory and size > 0.6 * memory:
+            raise CommandError(
+                f"bench-llm: the model in {wider}, which all are held to, takes {size_of(size)} of the machine's "
+                f"{size_of(memory)}; compute in bfloat16 (--dtype), or take a smaller model"
+            )
+        return wider
+
+    @contextlib.contextmanager
+    def _started(self, name: str, dtype: str, python: str | None) -> Iterator[contestant.Contestant]:
+        """A contestant's process, ended afterwards."""
+        spec: dict[str, Any] = {"threads": torch.get_num_threads()}
+        if name == "llamacpp":
+            assert python is not None
+            # A file and no module: opsmith need not be installed there.
+            command = [python, str(Path(contestant.__file__).with_name("llamacpp.py"))]
+            spec |= {"gguf": str(self.model.gguf), "longest": self.longest}
+        else:
+            command = [sys.executable, "-m", contestant.__name__]
+            kind = {"exact": "hf", "hf": "hf", "compile": "compile"}.get(name, "opsmith")
+            quantize = name if kind == "opsmith" and name not in DTYPES else None
+            spec |= {"folder": str(self.model.folder), "kind": kind, "quantize": quantize}
+            spec["dtype"] = name if name in DTYPES else dtype
+        one = contestant.Contestant(name, command, spec, self.workspace / f"{name}.log")
+        try:
+            yield one
+        finally:
+            one.close()
+
+
+def _same(name: str, tokens: list[list[int]], said: Said) -> None:
+    """A timed run has to say what the checked one did: as long as it took the same tokens, and one token further."""
+    for row, forced, chosen in zip(tokens, said.forced, said.chosen, strict=True):
+        apart = (i + 1 for i, (one, other) in enumerate(zip(forced, chosen, strict=True)) if one != other)
+        known = next(apart, len(chosen))
+        if row[:known] != chosen[:known]:
+            detail = f"timed, it generated {row[:known]}, checked, {chosen[:known]}"
+            raise measure.WrongResult(name, "wrong value", detail, math.inf, 0.0)
+
+
+def title(batch: int, length: int) -> str:
+    return f"batch {batch}, prompt {length}"

@@ -1,0 +1,143 @@
+"""A process that holds one model and generates on request, so that contestants share neither memory nor compiled code.
+
+`python -m opsmith.cli.llm.contestant SPEC`: requests come on stdin and answers go to stdout, a line of JSON each;
+logits go into files. `Contestant` is the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from opsmith.cli import CommandError
+
+
+class Contestant:
+    """The parent's end: starts the process, which loads the model; every answer is a dictionary.
+
+    Attributes:
+        hello: what it said of itself: the bytes of weights that a token reads, and of an element of its cache.
+    """
+
+    def __init__(self, name: str, command: list[str], spec: dict[str, Any], log: Path) -> None:
+        self.name, self._log = name, log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        try:
+            self.hello = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Ask for a run, and wait for it.
+
+        Raises:
+            CommandError: it could not, or it is no longer there.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its log says why
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            said = [one for one in self._log.read_text(errors="replace").splitlines() if one.strip()]
+            status = self._process.wait()
+            raise CommandError(
+                f"{self.name} ended with status {status}: {said[-1] if said else 'it said nothing'}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise CommandError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def main() -> None:
+    """The process's end."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    spec = json.loads(sys.argv[1])
+
+    def answer(what: dict[str, Any]) -> None:
+        print(json.dumps(what), file=answers, flush=True)
+
+    import torch
+
+    import opsmith
+    from opsmith.cli import hf
+    from opsmith.cli.llm import generator
+
+    torch.set_num_threads(spec["threads"])
+    start = time.perf_counter()
+    try:
+        model, _ = hf.load(Path(spec["folder"]))
+        model = model.to(getattr(torch, spec["dtype"]))
+        if spec["kind"] == "compile":
+            model.forward = torch.compile(model.forward)
+        elif spec["kind"] == "opsmith":
+            opsmith.optimize(model, quantize=spec["quantize"])
+    except Exception as error:  # whatever it is, the parent says it
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return
+    element = getattr(torch, spec["dtype"]).itemsize
+    answer(
+        {
+            "cache_element": element,
+            "about": f"torch {torch.__version__}",
+            "seconds": time.perf_counter() - start,
+        }
+    )
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            forced, logits = request.get("forced"), request.get("logits")
+            if not logits:
+                generator.forget_peak()
+            found = generator.generate(
+                model,
+                torch.tensor(request["ids"]),
+                request["new"],
+                forced=None if forced is None else torch.tensor(forced),
+                check=bool(logits),
+            )
+            if found.logits is not None:
+                import numpy as np
+
+                np.save(logits, found.logits.numpy())
+            answer(
+                {
+                    "tokens": found.tokens.tolist(),
+                    "first": found.first,
+                    "steps": found.steps,
+                    "weight_bytes": generator.weight_bytes(model),
+                    "peak_bytes": generator.peak_bytes(),
+                }
+            )
+        except Exception as error:  # whatever it is, the parent says it
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

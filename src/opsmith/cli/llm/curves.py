@@ -1,0 +1,57 @@
+"""The curves of `opsmith bench-llm --svg`: tokens a second and seconds to the first token, over context and batch."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from opsmith.cli import CommandError
+
+_KINDS = (".svg", ".png")
+
+
+def check_file(file: Path) -> None:
+    """Refuse what cannot be drawn before the work is done, not after it."""
+    if file.suffix not in _KINDS:
+        raise CommandError(f"--svg: {file} is no {' or '.join(_KINDS)} file; name one")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--svg: matplotlib draws the picture; pip install 'opsmith[plots]'")
+
+
+def draw(data: dict[str, Any], file: Path) -> None:
+    """Draw what `bench-llm` found: a column for the lengths at the first batch, and one for the batches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9})
+    from matplotlib import pyplot
+
+    cells = data["cells"]
+    batch, prompt = cells[0]["batch"], cells[0]["prompt"]
+    columns = {
+        f"tokens before, batch {batch}": ("prompt", [c for c in cells if c["batch"] == batch]),
+        f"sequences, prompt {prompt}": ("batch", [c for c in cells if c["prompt"] == prompt]),
+    }
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained", squeeze=False)
+    rows = {"tokens/s": "tokens_per_second", "seconds to the first token": "first_seconds"}
+    for column, (label, (over, some)) in enumerate(columns.items()):
+        some = sorted(some, key=lambda cell: cell[over])
+        for row, (title, value) in enumerate(rows.items()):
+            panel = axes[row][column]
+            for i, name in enumerate(cells[0]["contestants"]):
+                points = [(c[over], c["contestants"][name][value]) for c in some if name in c["contestants"]]
+                panel.plot(*zip(*points, strict=True), "o-", color=f"C{i % 10}", label=name, markersize=4)
+            panel.set(xlabel=label, ylabel=title, ylim=(0, None), xticks=[cell[over] for cell in some])
+            panel.grid(color="0.9")
+    axes[0][1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    machine = data["machine"]
+    figure.suptitle(
+        f"{data['model']}, {data['dtype']}: {machine['cpu']}, {machine['threads']} threads", fontsize=9
+    )
+    try:
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    except OSError as error:
+        raise CommandError(f"--svg: cannot write {file} ({error.strerror}); name another file") from error
+    finally:
+        pyplot.close(figure)

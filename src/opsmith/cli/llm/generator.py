@@ -1,0 +1,165 @@
+"""A Hugging Face decoder that generates, step by step: what it said, when, and what each token had to read."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One run of `generate`.
+
+    Attributes:
+        tokens: `[batch, new]`.
+        first: seconds until the first token was there.
+        steps: seconds for each token after it.
+        logits: float32 `[batch, new, vocabulary]`, where they were asked for.
+    """
+
+    tokens: torch.Tensor
+    first: float
+    steps: list[float]
+    logits: torch.Tensor | None = None
+
+
+class Clock:
+    """A streamer for `generate`: notes when each token comes, and hands it to another streamer."""
+
+    def __init__(self, text: Any = None) -> None:
+        self.text = text
+        self.started = time.perf_counter()
+        self.times: list[float] = []
+        self._prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt:  # what generate puts first
+            self._prompt = False
+        else:
+            self.times.append(time.perf_counter() - self.started)
+        if self.text is not None:
+            self.text.put(value)
+
+    def end(self) -> None:
+        if self.text is not None:
+            self.text.end()
+
+
+class Forced:
+    """A logits processor that keeps what the model said, and lets it go on with the tokens given `[batch, new]`."""
+
+    def __init__(self, tokens: torch.Tensor | None) -> None:
+        self.tokens = tokens
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.logits.append(scores.float())
+        if self.tokens is None:
+            return scores
+        chosen = self.tokens[:, len(self.logits) - 1, None].to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    ids: torch.Tensor,
+    new: int,
+    *,
+    forced: torch.Tensor | None = None,
+    check: bool = False,
+    text: Any = None,
+) -> Generated:
+    """Generate `new` tokens greedily, as a user does: by `model.generate`, whatever cache that takes.
+
+    Args:
+        model: a causal model of Hugging Face, optimized or not.
+        ids: the prompts, `[batch, tokens]`, without padding.
+        new: how many tokens; the model's end of text does not end it.
+        forced: `[batch, new]`: go on with these tokens, whatever the model says.
+        check: keep the logits.
+        text: a streamer of transformers that prints the text.
+    """
+    clock = Clock(text)
+    processor = Forced(forced) if check or forced is not None else None
+    with _without_end(model):
+        clock.started = time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            use_cache=True,
+            streamer=clock,
+            logits_processor=[processor] if processor is not None else None,
+        )
+    steps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    logits = torch.stack(processor.logits, 1) if processor is not None and check else None
+    return Generated(out[:, ids.shape[1] :], clock.times[0], steps, logits)
+
+
+@contextlib.contextmanager
+def _without_end(model: Any) -> Iterator[None]:
+    """An end of text would end it early."""
+    config = model.generation_config
+    was, config.eos_token_id = config.eos_token_id, None
+    try:
+        yield
+    finally:
+        config.eos_token_id = was
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that one token reads: all but the rows of embeddings, packed ones as they are packed."""
+    session: Any = getattr(model, "opsmith", None)
+    layers = session.report.quantized if session is not None else []
+    packed = {layer.name: layer.nbytes for layer in layers if layer.status == "packed"}
+    own = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):  # tied to the output layer, it is counted there
+            continue
+        for key, weight in module.named_parameters(recurse=False):
+            if key != "weight" or name not in packed:
+                own[weight.data_ptr()] = weight.nbytes
+    return int(sum(own.values()) + sum(packed.values()))
+
+
+def cache_bytes(config: Any, batch: int, tokens: int, element: int) -> int:
+    """Bytes of keys and values that one token of each sequence reads, behind so many others.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+    >>> cache_bytes(config, batch=1, tokens=10, element=2) == 3 * 10 * 2 * 2 * 16 * 2
+    True
+    """
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None) or tokens
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    rows = sum(min(tokens, window) if kind == "sliding_attention" else tokens for kind in kinds)
+    return int(batch * rows * 2 * heads * size * element)
+
+
+def forget_peak() -> None:
+    """From now on `peak_bytes` counts anew, where the system can (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had in use, in bytes: its own, and what it mapped of files."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) << (0 if sys.platform == "darwin" else 10)

@@ -1,0 +1,130 @@
+"""What a decoder is benchmarked on: its weights in a folder, its GGUF file where it has one, and prompts for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opsmith.cli import CommandError, hf
+from opsmith.cli.llm import gemma
+
+# TinyLlama's sizes.
+LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A decoder: a folder that `from_pretrained` reads, the configuration there, and its GGUF file if it has one."""
+
+    folder: Path
+    config: Any
+    gguf: Path | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its weights are saved in."""
+        dtype: torch.dtype = self.config.dtype or torch.float32
+        return dtype
+
+
+def resolve(name: str, workspace: Path) -> Source:
+    """`gemma`, `llama-1b`, a `.gguf` file or a folder; what has to be written first goes into the workspace.
+
+    Raises:
+        CommandError: it is none of these, or cannot be read.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise CommandError('transformers is not installed: pip install "opsmith[hf]"') from error
+    path, gguf = Path(name), None
+    if name == "gemma":
+        path = gemma.folder()
+        gguf = path / gemma.GGUF
+    elif name == "llama-1b":
+        path = workspace / "model"
+        _random_llama(path)
+    elif path.suffix == ".gguf":
+        path, gguf = workspace / "model", path
+        _unpack(gguf, path)
+    elif not path.is_dir():
+        raise CommandError(
+            f"{name} is no folder, no .gguf file, and neither gemma nor llama-1b; name one of these"
+        )
+    hf.check(path)
+    return Source(path, AutoConfig.from_pretrained(path, local_files_only=True), gguf)
+
+
+def prompts(source: Source, batch: int, length: int) -> torch.Tensor:
+    """`[batch, length]`: English where the model has a tokenizer, another stretch of it in each row; else random."""
+    vocabulary = source.config.get_text_config().vocab_size
+    ids = None
+    with (
+        hf.quiet(),
+        contextlib.suppress(Exception),
+    ):  # transformers raises whatever a folder without one leads to
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+        ids = tokenizer(text(), add_special_tokens=False).input_ids
+    if not ids:
+        return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+    start = tokenizer.bos_token_id
+    rows = []
+    for row in range(batch):
+        endless = itertools.islice(itertools.cycle(ids), 97 * row, None)
+        first = [] if start is None else [start]
+        rows.append(first + list(itertools.islice(endless, length - len(first))))
+    return torch.tensor(rows)
+
+
+def text() -> str:
+    """Plain English prose that no model was trained on: a part of opsmith's own course."""
+    return (importlib.resources.files("opsmith.cli.llm") / "text.txt").read_text(encoding="utf-8")
+
+
+@torch.no_grad()
+def _random_llama(place: Path) -> None:
+    """1.1 billion random weights in bfloat16, others in each layer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA, dtype="bfloat16"))
+    finally:
+        torch.set_default_dtype(before)
+    with hf.quiet():
+        model.save_pretrained(place)
+
+
+def _unpack(file: Path, place: Path) -> None:
+    """The exact values of a GGUF file, and its tokenizer, as a folder."""
+    import transformers
+
+    if not file.is_file():
+        raise CommandError(f"there is no file {file}; name a .gguf file")
+    options = {"gguf_file": file.name, "local_files_only": True}
+    with hf.quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(file.parent, **options)
+            read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, config=config, **options)
+            gemma.save_plain(read, config, place)
+            transformers.AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(place)
+        except Exception as error:  # transformers raises whatever a file leads to
+            raise CommandError(f"{file} does not load: {hf.one_line(error)}") from error

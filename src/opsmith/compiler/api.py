@@ -114,6 +114,7 @@ def optimize(
         session.packing.pack(model, settings.quantize, settings.quantize_group, settings.quantize_skip, taken)
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and "forward" not in vars(m)]
     session.unpacked = sum(layer.weight.nbytes for layer in layers)
+    session.adjacent.of(model)
     model._compiled_call_impl = entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
     model.__dict__["__deepcopy__"] = Copier(model, _like)

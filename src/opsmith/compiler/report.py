@@ -37,12 +37,21 @@ class Report:
 
     @property
     def found(self) -> dict[str, int]:
-        """How many sites of each operator were kept; graphs of one model at other sizes count once."""
+        """How many calls of each operator were kept; graphs of one model at other sizes count once."""
         most: Counter[str] = Counter()
         for graph in self.graphs:
-            most |= Counter(s.operator for s in graph.kept)  # of two counts the larger
+            calls = (s.operator for s in graph.kept for _ in range(s.layers))
+            most |= Counter(calls)  # of two counts the larger
         latent = sum(layer.status == "kept" for layer in self.latent)
         return dict(most) | dict.fromkeys(_LATENT if latent else (), latent)
+
+    @property
+    def together(self) -> dict[str, int]:
+        """How many products are of several layers that keep their own weights; graphs of one model count once."""
+        most: Counter[str] = Counter()
+        for graph in self.graphs:
+            most |= Counter(s.pattern for s in graph.kept if s.layers > 1)
+        return dict(most)
 
     @property
     def misses(self) -> list[str]:
@@ -91,6 +100,7 @@ class Report:
         """For JSON."""
         return {
             "found": self.found,
+            "together": self.together,
             "misses": self.misses,
             "rolled_back": self.rolled_back,
             "overruled": self.overruled,
@@ -111,6 +121,7 @@ class Report:
 
     def _summary(self) -> list[str]:
         lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
+        lines += [f"as one product: {n} times {what}" for what, n in self.together.items()]
         kept = [s for s in self.sites if s.status == "kept" and s.bound]
         if alike := sum(bool(s.like) for s in kept):
             worst = max(kept, key=lambda s: s.error / s.bound)

@@ -10,10 +10,14 @@ import torch
 from torch import fx, nn
 
 from opsmith import measure
+from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
 from opsmith.compiler.capture.trace import NotGeneral, capture
 from opsmith.compiler.choose.select import Selector
 from opsmith.compiler.config import Config
+from opsmith.compiler.find.products import together
+from opsmith.compiler.find.site import Site
+from opsmith.compiler.modules.adjacent import Adjacent
 from opsmith.compiler.modules.latent import Latent
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan, ShapePlan
@@ -41,6 +45,7 @@ class Session:
         self.runs: list[Callable[..., Any]] = []  # what Dynamo calls of an optimized model
         self.unread: list[GraphReport] = []
         self.packing = Packing()
+        self.adjacent = Adjacent()
         self.latent = Latent(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
         self.skipped: list[str] = []  # sizes that the budget was too small to warm up
@@ -67,7 +72,8 @@ class Session:
                 example_inputs,
                 self.selector,
                 self.proofs,
-                partial(self.packing.join, inputs=example_inputs),
+                partial(self._sites, example_inputs),
+                self.adjacent.lay,
             )
         except NotGeneral:
             raise
@@ -79,6 +85,17 @@ class Session:
             show()
         self.graphs.append(graph)
         return graph
+
+    def _sites(
+        self, inputs: Sequence[Any], gm: fx.GraphModule, effects: Effects, found: Sequence[Site]
+    ) -> list[Site]:
+        """A graph's sites, with the layers of one input as one call."""
+        # Gradients of one product would have to be taken apart again, which costs more than it saves.
+        learning = torch.is_grad_enabled() and any(
+            isinstance(t, nn.Parameter) and t.requires_grad for t in inputs
+        )
+        plain = found if learning else together(found, gm.graph, inputs, self.adjacent.lay, effects)
+        return [*plain, *self.packing.join(gm, effects, inputs)]
 
     @property
     def plan(self) -> Plan:
@@ -135,6 +152,7 @@ class Session:
     def close(self) -> None:
         """Give modules their own calls back and let go of all weights; a graph that is called again begins anew."""
         self.packing.take_out()
+        self.adjacent.take_out()
         self.latent.take_out()
         for graph in self.graphs:
             graph.close()

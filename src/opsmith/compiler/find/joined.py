@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from opsmith.call.dispatch import needs_grad
 from opsmith.call.layouts import in_huge_pages
 from opsmith.compiler.algebra.canon import op_name, shape_of
 from opsmith.compiler.capture.mutation import Effects, filled
@@ -45,7 +46,7 @@ class Part:
     def kind(self) -> tuple[Any, ...]:
         """What is the same for parts of one call."""
         layer, without_zero = self.layer, self.tensors["zero"] is None
-        return (_source(self.x), shape_of(self.x), layer.format, layer.group_size, without_zero)
+        return (source(self.x), shape_of(self.x), layer.format, layer.group_size, without_zero)
 
     @property
     def columns(self) -> int:
@@ -56,23 +57,39 @@ class Part:
 def joined(axis: int, *parts: torch.Tensor | int) -> torch.Tensor:
     """Tensors side by side: as one view of the memory that they share where they lie so in it, else as a copy.
 
-    A number stands for so many zeros.
+    A number stands for so many zeros. Gradients are recorded of a copy only.
     """
     tensors = [p for p in parts if isinstance(p, torch.Tensor)]
+    if len(tensors) == len(parts) and not needs_grad(*tensors):
+        view = adjacent(axis, tensors)
+        if view is not None:
+            return view
+    return torch.cat([tensors[0].new_zeros(p) if isinstance(p, int) else p for p in parts], axis)
+
+
+def adjacent(axis: int, tensors: Sequence[Any]) -> torch.Tensor | None:
+    """The view of all tensors where they lie side by side in one memory, else None."""
     first = tensors[0]
     axis %= first.dim()
     end, size = first.storage_offset(), list(first.shape)
     size[axis] = 0
-    for t in parts:
-        if isinstance(t, int) or t.storage_offset() != end or t.stride() != first.stride():
-            break
+    for t in tensors:
+        if t.storage_offset() != end or t.stride() != first.stride():
+            return None
         if t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            break
+            return None
         end += t.shape[axis] * t.stride(axis)
         size[axis] += t.shape[axis]
-    else:
-        return first.as_strided(size, first.stride(), first.storage_offset())
-    return torch.cat([first.new_zeros(p) if isinstance(p, int) else p for p in parts], axis)
+    return first.as_strided(size, first.stride(), first.storage_offset())  # type: ignore[no-any-return]
+
+
+def lay(axis: int, tensors: Sequence[torch.Tensor]) -> None:
+    """Lay tensors side by side in one memory, of which they become views."""
+    size = list(tensors[0].shape)
+    size[axis] = sum(t.shape[axis] for t in tensors)
+    whole = torch.cat([t.data for t in tensors], axis, out=in_huge_pages(tensors[0].data.new_empty(size)))
+    for t, part in zip(tensors, whole.split([t.shape[axis] for t in tensors], axis), strict=True):
+        t.data = part
 
 
 def side_by_side(layers: Sequence[Any]) -> None:
@@ -81,15 +98,12 @@ def side_by_side(layers: Sequence[Any]) -> None:
         own = [getattr(layer, name) for layer in layers]
         if any(t is None for t in own):
             continue  # scales that a format has not, or biases that some have not: those are small
-        axis = own[0].dim() - 2 if name == "weight" else axis
-        size = list(own[0].shape)
-        size[axis] = sum(t.shape[axis] for t in own)
-        whole = torch.cat(own, axis, out=in_huge_pages(own[0].new_empty(size)))
-        for t, part in zip(own, whole.split([t.shape[axis] for t in own], axis), strict=True):
-            t.data = part
+        lay(own[0].dim() - 2 if name == "weight" else axis, own)
 
 
-def join(gm: fx.GraphModule, inputs: Sequence[Any], owner: Owner, lay: Lay, effects: Effects) -> list[Site]:
+def join(
+    gm: fx.GraphModule, inputs: Sequence[Any], owner: Owner, may_lay: Lay, effects: Effects
+) -> list[Site]:
     """The groups of packed layers in a graph that one call can stand for."""
     values = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     sites: list[Site] = []
@@ -97,10 +111,12 @@ def join(gm: fx.GraphModule, inputs: Sequence[Any], owner: Owner, lay: Lay, effe
         # A layer's columns end where the next one's panel starts.
         panel = _PANEL[group[0].layer.format]
         group = sorted(group, key=lambda p: p.columns % panel != 0)
-        if any(p.columns % panel for p in group[:-1]) or not _private(group, gm.graph, effects):
+        if any(p.columns % panel for p in group[:-1]) or not private(
+            [p.node for p in group], gm.graph, effects
+        ):
             continue
         site = _site(group)
-        if not effects.disturbed(site.region, site.inputs) and lay([p.layer for p in group]):
+        if not effects.disturbed(site.region, site.inputs) and may_lay([p.layer for p in group]):
             sites.append(site)
     return sites
 
@@ -141,7 +157,7 @@ def _part(node: Node, owner: Callable[[Node | None], Any]) -> Part | None:
     return Part(node, x, tensors, layer)
 
 
-def _source(x: Node) -> Node:
+def source(x: Node) -> Node:
     """What rows are the rows of: each layer may have made its own view of them."""
     while op_name(x) in ("aten::view", "aten::reshape") and isinstance(x.args[0], Node):
         if shape_of(x.args[0])[-1:] != shape_of(x)[-1:]:
@@ -150,14 +166,14 @@ def _source(x: Node) -> Node:
     return x
 
 
-def _private(group: list[Part], graph: fx.Graph, effects: Effects) -> bool:
+def private(results: Sequence[Node], graph: fx.Graph, effects: Effects) -> bool:
     """Whether results can be columns of a larger one: none is returned, changed, or read by its strides."""
-    memory = {effects.memory[p.node] for p in group if p.node in effects.memory}
+    memory = {effects.memory[n] for n in results if n in effects.memory}
     returned = {effects.memory.get(n) for o in graph.nodes if o.op == "output" for n in o.all_input_nodes}
     by_strides = any(
         op_name(n) == "aten::as_strided" and effects.memory.get(n) in memory for n in graph.nodes
     )
-    return len(memory) == len(group) and not by_strides and not memory & (returned | effects.changed)
+    return len(memory) == len(results) and not by_strides and not memory & (returned | effects.changed)
 
 
 def _site(group: list[Part]) -> Site:

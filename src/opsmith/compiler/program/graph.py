@@ -14,6 +14,7 @@ from opsmith.compiler.capture.mutation import Rehearsal
 from opsmith.compiler.choose.select import Selector, signature
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.choose.worth import Worth, worth
+from opsmith.compiler.find.products import Lay, weights
 from opsmith.compiler.plan import PlanStep, ShapePlan
 from opsmith.compiler.program.program import Program, Recorder
 from opsmith.compiler.program.programs import UNSEEN, Programs
@@ -37,7 +38,8 @@ class CompiledGraph:
         examples: Sequence[Any],
         selector: Selector,
         proofs: Proofs,
-        more: More = lambda gm, effects: (),
+        more: More = lambda gm, effects, sites: sites,
+        lay: Lay = lambda weights: False,
     ):
         self.original = gm
         self._weights = Weights(examples, self.close)
@@ -49,6 +51,7 @@ class CompiledGraph:
         self._plain: Callable[..., Any] = gm  # what runs where no program does
         self._captured = captured
         self._selector, self._proofs = selector, proofs
+        self._lay = lay
         self._changed = self.sites.effects.inputs(gm.graph)
         self._lock = threading.RLock()
 
@@ -95,6 +98,10 @@ class CompiledGraph:
     def _take_weights(self, args: Sequence[Any]) -> None:
         """Begin anew where a weight is not what it was."""
         if self._weights.changed(args):
+            given = dict(zip(self.original.graph.find_nodes(op="placeholder"), args, strict=True))
+            for known in self.sites.values():
+                if side_by_side := weights(known.site):  # which other memory than before may have parted
+                    self._lay([given[n] for n in side_by_side])
             self._weights.take(args)
             self.programs.clear()
 

@@ -19,7 +19,8 @@ from opsmith.compiler.find.recognize import Miss, recognize
 from opsmith.compiler.find.site import Site, where
 from opsmith.operator import registry
 
-More = Callable[[fx.GraphModule, Effects], Sequence[Site]]
+# A graph's sites, those that were recognized given, with what only the model's modules tell.
+More = Callable[[fx.GraphModule, Effects, Sequence[Site]], Sequence[Site]]
 
 
 @dataclass
@@ -36,6 +37,7 @@ class SiteReport:
     bound: float = 0.0
     why: str = ""
     like: str = ""  # the site with the same arithmetic whose proof in float64 is the yardstick
+    layers: int = 1  # how many calls of the model this one is
 
     def __str__(self) -> str:
         proved = f"as near to eager as {self.like}" if self.like else "against float64"
@@ -92,7 +94,7 @@ class Sites(dict[str, Known]):
         # The memory that the caller gets.
         self._given = {self.effects.memory[n] for n in results if n in self.effects.memory}
         self._counts: Counter[str] = Counter()
-        for site in (*found.sites, *more(gm, self.effects)):
+        for site in more(gm, self.effects, found.sites):
             self._add(site)
 
     def _add(self, site: Site) -> str:
@@ -101,6 +103,8 @@ class Sites(dict[str, Known]):
         name = f"{operator}_{self._counts[operator]}"
         self._counts[operator] += 1
         report = SiteReport(name, operator, site.pattern, where(site.root), site.composite)
+        if site.columns and site.parts:
+            report.layers = len(site.parts)
         self[name] = Known(site, report)
         self.report.sites.append(report)
         return name

@@ -1,0 +1,94 @@
+"""Linear layers that read one input, as one product: queries, keys and values, or a gate and what it multiplies.
+
+As of packed layers (`joined`), each call starts all threads and waits for them, and reads its input once more. The
+layers' own weights lie side by side in one memory, so that the product of all reads them as they are; what each layer
+gives are columns of its result. Whether that is faster than a call for each is measured, as for any merged site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from opsmith.compiler.algebra.canon import op_name, shape_of
+from opsmith.compiler.capture.mutation import Effects, filled
+from opsmith.compiler.find.joined import joined, private, source
+from opsmith.compiler.find.operands import Made, nodes_in
+from opsmith.compiler.find.recognize import LEFT_OPERAND
+from opsmith.compiler.find.site import Site
+from opsmith.ops.linear import CARD
+
+Lay = Callable[[Sequence[torch.nn.Parameter]], bool]  # lays weights side by side in one memory, where it may
+
+
+def together(
+    sites: Sequence[Site], graph: fx.Graph, inputs: Sequence[Any], lay: Lay, effects: Effects
+) -> list[Site]:
+    """The sites of a graph, those of linear layers with one input as one that is made of them, where that may be."""
+    values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    merged: dict[int, Site] = {}  # by a part: what it became part of
+    for group in _groups(sites, graph, values):
+        if private([s.root for s in group], graph, effects):
+            site = _site(group)
+            weights = [values[s.arguments["weight"]] for s in group]
+            if not effects.disturbed(site.region, site.inputs) and lay(weights):
+                merged |= dict.fromkeys(map(id, group), site)
+    return list({id(s): s for s in (merged.get(id(s), s) for s in sites)}.values())
+
+
+def weights(site: Site) -> list[Node]:
+    """The inputs of a graph that a site reads side by side; none of a site of another kind."""
+    weight = site.arguments.get("weight")
+    if site.card is not CARD or not isinstance(weight, Made) or weight.target is not joined:
+        return []
+    return list(nodes_in(weight))
+
+
+def _groups(sites: Sequence[Site], graph: fx.Graph, values: dict[Node, Any]) -> list[list[Site]]:
+    """Linear layers of one input, between which stands no other product."""
+    of = {s.root: s for s in sites if _plain(s, values)}
+    groups: list[list[Site]] = [[]]
+    for node in graph.nodes:
+        site, group = of.get(node), groups[-1]
+        if site is not None and group and _alike(site, group):
+            group.append(site)
+        elif site is not None or op_name(node) in LEFT_OPERAND or node.target is filled:
+            groups.append([] if site is None else [site])
+    return [group for group in groups if len(group) > 1]
+
+
+def _plain(site: Site, values: dict[Node, Any]) -> bool:
+    """Whether a site is a layer with parameters of its own and nothing behind its product."""
+    call = dict(site.arguments)
+    x, weight, bias = call.pop("x", None), call.pop("weight", None), call.pop("bias", None)
+    own = [values.get(n) if isinstance(n, Node) else None for n in (weight, bias) if n is not None]
+    parameters = all(isinstance(p, torch.nn.Parameter) and not p.is_inference() for p in own)
+    return site.card is CARD and not call and not site.after and isinstance(x, Node) and parameters
+
+
+def _alike(site: Site, group: list[Site]) -> bool:
+    """Whether one call can stand where the group's first does, and is one product of one input."""
+    first = group[0]
+    same = [
+        (source(s.arguments["x"]), shape_of(s.arguments["x"]), s.arguments.get("bias") is None)
+        for s in (site, first)
+    ]
+    others = {s.arguments["weight"] for s in group}
+    return same[0] == same[1] and site.arguments["weight"] not in others
+
+
+def _site(group: list[Site]) -> Site:
+    call: dict[str, Any] = {"x": min(s.arguments["x"] for s in group)}
+    for name in ("weight", "bias"):
+        if group[0].arguments.get(name) is not None:
+            call[name] = Made(joined, (0, *(s.arguments[name] for s in group)), ())
+    roots = tuple(s.root for s in group)
+    region = set().union(*(s.region for s in group))
+    columns = tuple(int(shape_of(n)[-1]) for n in roots)
+    return Site(
+        CARD, f"{len(group)} layers of one input", call, roots, region, parts=tuple(group), columns=columns
+    )

@@ -1,0 +1,62 @@
+"""Weights of a model laid side by side, so that one product reads those of all layers of one input as they are.
+
+The parameters stay the objects that they were and become views of the shared memory: nothing is held twice, and an
+optimizer's steps, `load_state_dict` and `state_dict` find in each what they always did. One that gets other memory
+(`to`, `load_state_dict(assign=True)`) is laid beside its neighbors again when its graph is next called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from opsmith.compiler.find.joined import adjacent, lay
+from opsmith.compiler.modules.linear_layers import tensors
+from opsmith.compiler.steps.slots import memory
+
+
+class Adjacent:
+    """The weights of one model that lie side by side."""
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+        self._laid: list[tuple[weakref.ref[nn.Parameter], int]] = []  # with the memory where each was laid
+
+    def of(self, model: nn.Module) -> None:
+        """From now on the weights of this model may be laid side by side; before that, nobody's are."""
+        self._model = weakref.ref(model)
+
+    def lay(self, weights: Sequence[nn.Parameter]) -> bool:
+        """Whether weights lie side by side now: not where one's memory is somebody else's too."""
+        if adjacent(0, weights) is not None:
+            return True
+        model = None if self._model is None else self._model()
+        before = {id(w) for w in self._still_laid()}
+        if model is None or not all(id(w) in before or _alone_in_memory(w) for w in weights):
+            return False
+        own, places = {id(w) for w in weights}, set(map(memory, weights))
+        if any(id(t) not in own and memory(t) in places for t in tensors(model).values()):
+            return False
+        lay(0, weights)
+        self._laid += [(weakref.ref(w), memory(w)) for w in weights]
+        return True
+
+    def take_out(self) -> None:
+        """Give each weight memory of its own again."""
+        for weight in self._still_laid():
+            weight.data = weight.data.clone()
+        self._laid.clear()
+
+    def _still_laid(self) -> list[nn.Parameter]:
+        """The weights that are where they were laid."""
+        laid = [(ref(), place) for ref, place in self._laid]
+        return [weight for weight, place in laid if weight is not None and memory(weight) == place]
+
+
+def _alone_in_memory(weight: torch.Tensor) -> bool:
+    """Whether a weight is all of its memory, and that no other process's: a part of a larger one is its owner's."""
+    whole = weight.is_contiguous() and weight.untyped_storage().nbytes() == weight.nbytes
+    return whole and not weight.is_shared()

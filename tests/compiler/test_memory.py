@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import opsmith
 from opsmith.compiler import Config
+from opsmith.compiler.choose import weights
+from opsmith.operator import Implementation, registry
 from tests.compiler.models import WIDTH, Encoder, Feed, Truth, ids, numbers, optimized, seeded
 
 
@@ -336,3 +339,41 @@ def test_a_compiled_model_that_nobody_holds_takes_its_weights_along(x: torch.Ten
         assert [tuple(t.shape) for ref in made if (t := ref()) is not None] == []
         counts.append(len(held()))
     assert counts[1] == counts[2]
+
+
+def test_graphs_of_one_model_share_what_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt with a cache is another graph than the example, on the same weights."""
+    card = registry()["linear"]
+    packed: list[tuple[int, ...]] = []
+
+    def pack(weight: torch.Tensor, rows: int) -> torch.Tensor:
+        packed.append(tuple(weight.shape))
+        return weight.clone()
+
+    mine = Implementation("mine", card.implementation("eager").fn, prepack=pack)
+    monkeypatch.setattr(card, "implementations", [mine, *card.implementations])
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+            y: torch.Tensor = self.layer(x)
+            return y if scale is None else y * scale
+
+    model, x = seeded(Twice), numbers(3, 4, WIDTH)
+    address = model.layer.weight.data_ptr()
+    optimized(model, x)
+    with torch.no_grad():
+        for times in (1, 2):
+            for _ in range(2):
+                y = F.linear(x, model.layer.weight, model.layer.bias)
+                assert torch.equal(model(x), y)
+                assert torch.equal(model(x, 2.0), y * 2.0)
+            assert len(model.opsmith.graphs) == 2
+            assert len(packed) == times
+            model.layer.weight.mul_(2.0)  # both notice, and share again
+    assert any(key[0] == address for key in weights._SHARED)
+    opsmith.restore(model)
+    assert not any(key[0] == address for key in weights._SHARED)

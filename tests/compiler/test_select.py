@@ -237,6 +237,23 @@ def test_every_example_is_measured_and_other_sizes_are_not(monkeypatch: pytest.M
     assert model.opsmith.plan.shapes[2].note.startswith("as at ")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine takes for calls as small as these, Inductor competes."""
+    monkeypatch.setattr(inductor, "CALL", 0.0)
+
+
+def test_inductor_competes_with_nothing_that_is_over_before_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inductor, "CALL", 10.0)
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: lambda **call: fn(**call))
+    refused = _choose(Selector(Config(inductor=True)), _call()).refused["inductor"]
+    assert refused.startswith("not tried: another takes less than the ")
+    pinned = Config(inductor=True, pin={"layer_norm": "inductor"})
+    assert _choose(Selector(pinned), _call()).implementation == "inductor"
+
+
 def test_inductor_competes() -> None:
     """With a real compilation; the operators that it has no code of its own for say so."""
     model, x = seeded(Feed), numbers(3, 4, WIDTH)

@@ -58,7 +58,7 @@ class Config(BaseModel):
     pin: dict[str, str] = Field(default_factory=dict)
     forbid: dict[str, list[str]] = Field(default_factory=dict)
     inductor: bool = Field(default_factory=lambda: os.environ.get("OPSMITH_INDUCTOR") != "0")
-    inductor_seconds: float = 20.0
+    inductor_seconds: float = 10.0
     tune: bool = True
     verify: bool = True
     frozen: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from opsmith.operator import Implementation, Kind, Operator
 
 # Inductor generates code of its own for these; for the rest it calls the library that eager calls.
 KINDS = (Kind.NORM, Kind.SOFTMAX, Kind.ACTIVATION)
+# Seconds, at the least, in which its code is called by itself: the guards. Here it was 45 microseconds.
+CALL = 20e-6
 
 
 class Inductor:
@@ -25,11 +27,18 @@ class Inductor:
         self._ran: set[str] = set()
 
     def enter(
-        self, card: Operator, call: Mapping[str, Any], key: str, may_compile: bool, forced: bool
+        self,
+        card: Operator,
+        call: Mapping[str, Any],
+        key: str,
+        may_compile: bool,
+        forced: bool,
+        short: Callable[[], bool] = lambda: False,
     ) -> Implementation | str:
         """The contestant for this call, or why there is none: a model at work never waits for a compilation.
 
-        The budget is looked at before each one; whoever asked for Inductor by name, `forced`, is not held to it.
+        The budget is looked at before each one, and whether another one is so `short` that it can't be beaten; whoever
+        asked for Inductor by name, `forced`, is held to neither.
         """
         if card.kind not in KINDS:
             return "Inductor calls the same library as eager for this operator"
@@ -39,6 +48,10 @@ class Inductor:
             return "not tried at sizes that were no example"
         if self._left <= 0 and not forced:
             return "not tried: the time for Inductor's compilations is spent"
+        if not forced and short():
+            return (
+                f"not tried: another takes less than the {CALL * 1e6:.0f} us in which compiled code is called"
+            )
         if card.name not in self._compiled:
             compiled = torch.compile(card.reference, dynamic=True)
             self._compiled[card.name] = Implementation("inductor", compiled)

@@ -17,6 +17,12 @@ _version = torch._C.TensorBase.__dict__["_version"].__get__
 _address = torch.Tensor.data_ptr
 
 
+# What graphs packed of weights that they hold: those of one model, a prompt's and that of its example, pack alike. Few
+# rows may want another layout than many.
+_SHARED: weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor] = weakref.WeakValueDictionary()
+_FEW = 64
+
+
 class Weights:
     """The weights among a graph's inputs, and what was packed or cast of them, once for each use.
 
@@ -72,7 +78,13 @@ class Weights:
         if key not in self._packed:
             x = call["x"]
             rows = x.numel() // max(x.shape[-1], 1)
-            self._packed[key] = implementation.prepack(weight.detach(), rows)
+            # No other weight can stand at this address while this one is held, as it is for as long as what is packed.
+            version = None if weight.is_inference() else _version(weight)
+            shared = (*key, weight.dtype, version, rows > _FEW)
+            packed = _SHARED.get(shared) if version is not None else None
+            if packed is None:
+                packed = _SHARED[shared] = implementation.prepack(weight.detach(), rows)
+            self._packed[key] = packed
         return {**call, "weight": self._packed[key]}
 
     def drop(self, call: Mapping[str, Any], chosen: str) -> None:

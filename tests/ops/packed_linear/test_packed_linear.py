@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from opsmith.kernels import libraries
+from opsmith.kernels import isa, libraries
 from opsmith.operator import registry
 from opsmith.ops import PackedLinear, packed_linear
 from opsmith.ops.linear import pack_weight
@@ -102,13 +102,15 @@ def test_every_depth_and_width(format: str, k: int) -> None:
 @pytest.mark.parametrize("format", ["int8", "int8_dynamic", "int4"])
 @by_dtype
 def test_a_row_has_one_result_however_many_others_there_are(format: str, dtype: torch.dtype) -> None:
-    """Sums of integers are exact, so tiles, threads and neighbors leave no trace."""
+    """Sums of integers are exact, so tiles, threads and neighbors leave no trace; those of floats keep their order."""
     module = layer(700, 80, format)
     x = torch.randn(65, 700).to(dtype)
+    floats = dtype == torch.float32 and format != "int8_dynamic" and isa.tier() != "avx512_bf16"
+    some = 4 if floats else 1  # fewer rows are numbers in fixed point, as everywhere else
     with torch.no_grad():
         together = module(x)
-        for r in (0, 7, 64):
-            assert module(x[r]).equal(together[r])
+        for r in (0, 7, 65 - some):
+            assert module(x[r : r + some]).equal(together[r : r + some])
 
 
 @native

@@ -21,6 +21,7 @@ constexpr int64_t kMostRows = 384;  // of x that do so
 constexpr int64_t kTilesThatUnpack = kPairsPay ? INT64_MAX : 4;
 constexpr int64_t kAhead = 24576;  // bytes from what is used to what is fetched to the second-level cache,
 constexpr int64_t kNear = 3072;  // and from there to the nearest one
+constexpr int64_t kManyFloats = 4;  // rows of x that are worth a weight in float32 (packed_linear_floats.cpp)
 constexpr int64_t kBlock = 128;  // of K that share a factor, where the weight names no groups
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -310,6 +311,9 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
 void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, View y) {
   const int64_t n = y.sizes[1];
   if (y.sizes[0] == 0 || n == 0) return;
+  if (!kPairsPay && !dynamic && x.dtype == DType::f32 && y.sizes[0] >= kManyFloats) {
+    return packed_linear_floats(x, weight, bias, y);
+  }
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     auto run = [&](auto digits, auto nibbles, int64_t block) {

@@ -21,5 +21,7 @@ struct PackedWeight {
 
 // x [M, K], y [M, N], any row stride; bias [N]. y = x weight^T + bias; `dynamic` rounds each row of x to int8 first.
 void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, View y);
+// The same of rows of float32, none of them rounded; packed_linear calls it where it is faster.
+void packed_linear_floats(View x, const PackedWeight& weight, View bias, View y);
 
 }  // namespace opsmith

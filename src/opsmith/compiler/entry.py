@@ -79,18 +79,18 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             if t.is_floating_point() and t.dim() > 1:
                 torch._dynamo.mark_static(t, t.dim() - 1)
         # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
-        session.general = general and plain and all(size > 1 for t in tensors for size in t.shape)
+        session.capturing.general = general and plain and all(size > 1 for t in tensors for size in t.shape)
         try:
-            with _capturing(session.general):
+            with _capturing(session.capturing.general):
                 result = compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, NotGeneral):
                 raise
-            general = session.general = False
+            general = session.capturing.general = False
             with _capturing(False):
                 result = compiled(*args, **kwargs)
         finally:
-            session.general = False
+            session.capturing.general = False
         if plain:
             seen.add(key)
         return result

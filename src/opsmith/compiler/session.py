@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +34,12 @@ from opsmith.version import VERSION
 _MUCH = 1 << 26  # bytes of weights that are more than what caches hold
 
 
+class Capturing(threading.local):
+    """How a thread captures; several may generate with one model at a time."""
+
+    general = False  # whether what is captured is to serve sizes of one too
+
+
 class Session:
     """Everything one optimized model holds: its graphs, its choices, and how to give the model back."""
 
@@ -50,14 +57,14 @@ class Session:
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
         self.skipped: list[str] = []  # sizes that the budget was too small to warm up
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
-        self.general = False  # whether what is captured is to serve sizes of one too
+        self.capturing = Capturing()
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's call: one captured graph in, one callable out."""
         run = by_parts(gm, example_inputs, self._graph)
-        if self.general:
+        if self.capturing.general:
             # What is captured behind a break could not be captured anew: the model has run up to there.
-            self.general = torch.fx.experimental._config.backed_size_oblivious = False
+            self.capturing.general = torch.fx.experimental._config.backed_size_oblivious = False
         return run
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -67,7 +74,7 @@ class Session:
         show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
         try:
             graph = CompiledGraph(
-                capture(gm, example_inputs, self.general),
+                capture(gm, example_inputs, self.capturing.general),
                 gm,
                 example_inputs,
                 self.selector,

@@ -102,7 +102,7 @@ class Selector:
             refused["inductor"] = "not tried: the choice is made already"
         elif not forced and "inductor" in known and min(known, key=known.__getitem__) != "inductor":
             refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
-        elif config.inductor or forced:
+        elif (config.inductor and config.tune) or forced:
             short = partial(_short, call, able, weights, new)
             entered = self.inductor.enter(card, call, key, may_measure, forced, short)
             if isinstance(entered, str):

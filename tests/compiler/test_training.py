@@ -12,6 +12,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler import Config
+from opsmith.compiler.choose import worth
 from tests.compiler.models import (
     UNTIMED,
     WHOLE_MODEL,
@@ -198,3 +199,45 @@ def test_configuration_for_training_and_for_inference_is_one() -> None:
     assert {
         s.implementation for p in model.opsmith.plan.shapes for s in p.steps if s.operator == "layer_norm"
     } == {"eager"}
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_step_is_timed_as_a_whole_and_the_slower_way_does_not_run(
+    faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+
+    def measured(ours: Callable[[], Any], eager: Callable[[], Any]) -> tuple[dict[str, float], bool]:
+        mine, theirs = ours(), eager()
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        timed.append(len(mine))
+        return {"opsmith": 1.0 if faster else 3.0, "eager": 2.0}, True
+
+    monkeypatch.setattr(worth, "_measure", measured)
+    model = seeded(Feed).train()
+    truth = Truth(model)
+    opsmith.optimize(model, config=Config(inductor=False))
+    for batch in (3, 5):
+        got = _gradients(model, model, numbers(batch, 4, WIDTH))
+        _check_gradients(truth, got, numbers(batch, 4, WIDTH))
+        if not faster:
+            eager = _gradients(truth.eager, truth.eager, numbers(batch, 4, WIDTH))
+            assert all(torch.equal(got[name], gradient) for name, gradient in eager.items())
+    assert timed == [len(list(model.parameters()))]  # once, and for all of them
+    (shape,) = model.opsmith.plan.shapes
+    assert (shape.used, shape.training) == (faster, True)
+    assert "forward and backward: opsmith" in str(model.opsmith.plan)
+    assert ("eager is faster and runs" in str(model.opsmith.report)) == (not faster)
+
+
+def test_a_step_that_cannot_be_timed_by_itself_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(worth, "_measure", fail)
+    model = seeded(Feed).train()
+    truth = Truth(model)
+    opsmith.optimize(model, config=Config(inductor=False))
+    _check_gradients(truth, _gradients(model, model, numbers(3, 4, WIDTH)), numbers(3, 4, WIDTH))
+    assert "forward and backward were not timed: raised RuntimeError: no such luck" in str(model.opsmith.plan)

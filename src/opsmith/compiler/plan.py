@@ -39,9 +39,12 @@ class ShapePlan:
     used: bool  # False where eager was faster as a whole, and runs
     note: str
     source: str = ""
+    training: bool = False  # with gradients the public functions run, at all sizes as was measured at these
 
     def head(self) -> str:
         """The line above its steps."""
+        if self.training:
+            return f"{self.sizes or 'fixed sizes'}, training  ({self.note}; other sizes as these)"
         return f"{self.sizes or 'fixed sizes'}  ({self.buffer_bytes / 1e6:.1f} MB of buffers; {self.note})"
 
 
@@ -96,7 +99,7 @@ class Plan:
         alike: dict[Any, list[ShapePlan]] = {}
         for shape in self.shapes:
             runs = Counter((step.operator, step.implementation) for step in shape.steps)
-            alike.setdefault((frozenset(runs.items()), shape.used), []).append(shape)
+            alike.setdefault((frozenset(runs.items()), shape.used, shape.training), []).append(shape)
         for shapes in alike.values():
             lines += [shape.head() for shape in shapes[:_HEADS]]
             if more := shapes[_HEADS:]:

@@ -127,9 +127,9 @@ class Session:
             self.latent.reports,
             dict(self.latent.fallbacks),
             [
-                f"eager runs at {s.sizes or 'fixed sizes'}: {s.note}"
+                f"eager runs at {s.sizes or 'fixed sizes'}{', training' * s.training}: {s.note}"
                 for s in self._shapes
-                if not s.used and s.steps
+                if not s.used and (s.steps or s.training)
             ],
             self._advice(),
         )

@@ -1,4 +1,4 @@
-"""Whether a program as a whole is faster than the graph as it was captured: measured once, and eager keeps a tie."""
+"""Whether a graph as a whole is faster than it was when it was captured: measured once, and eager keeps a tie."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from opsmith import measure
 from opsmith.compiler.choose.select import Selector
 from opsmith.compiler.plan import PlanStep
+from opsmith.compiler.reasons import raised
+
+Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,39 @@ def worth(
         for shape in saved.shapes:
             if _choices(shape.steps) == choices:
                 return Worth(shape.used, shape.note)
-    key = f"program {hashlib.sha256(repr((code, choices)).encode()).hexdigest()}"
+    return _timed(selector, (code, choices), ours, eager)
+
+
+def learning_worth(selector: Selector, code: str, args: Sequence[Any], ours: Run, eager: Run) -> Worth:
+    """The same of forward and backward on these inputs, where a model learns."""
+    sizes = [(a.shape, a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+    try:
+        found = _timed(selector, (code, sizes), _step(ours, args), _step(eager, args))
+    except (
+        Exception
+    ) as error:  # not every graph can be run by itself: one that writes into what has a gradient, say
+        return Worth(True, f"forward and backward were not timed: {raised(error)}")
+    return Worth(found.used, f"forward and backward: {found.note}")
+
+
+def _step(run: Run, args: Sequence[Any]) -> Callable[[], object]:
+    """A run of a graph and its gradients, of which its inputs notice nothing."""
+    given = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+    leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
+
+    def step() -> object:
+        with torch.enable_grad():
+            results = [r for r in run(*given) if isinstance(r, torch.Tensor) and r.requires_grad]
+            upstream = [torch.ones_like(r) for r in results]
+            return torch.autograd.grad(results, leaves, upstream, allow_unused=True)
+
+    return step
+
+
+def _timed(
+    selector: Selector, what: object, ours: Callable[[], object], eager: Callable[[], object]
+) -> Worth:
+    key = f"program {hashlib.sha256(repr(what).encode()).hexdigest()}"
     times = selector.cache.get(key) or {}
     if not {"opsmith", "eager"} <= times.keys():
         times = selector.cache.settled(key, *_measure(ours, eager))

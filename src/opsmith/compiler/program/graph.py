@@ -13,7 +13,7 @@ from opsmith.call.dispatch import native
 from opsmith.compiler.capture.mutation import Rehearsal
 from opsmith.compiler.choose.select import Selector, signature
 from opsmith.compiler.choose.weights import Weights
-from opsmith.compiler.choose.worth import Worth, worth
+from opsmith.compiler.choose.worth import Worth, learning_worth, worth
 from opsmith.compiler.find.products import Lay, weights
 from opsmith.compiler.plan import PlanStep, ShapePlan
 from opsmith.compiler.program.program import Program, Recorder
@@ -53,6 +53,7 @@ class CompiledGraph:
         self._selector, self._proofs = selector, proofs
         self._lay = lay
         self._changed = self.sites.effects.inputs(gm.graph)
+        self._learning: Worth | None = None  # once gradients were asked for: whether it runs rewritten then
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any) -> Any:
@@ -178,15 +179,29 @@ class CompiledGraph:
         )
 
     def _training(self, args: Sequence[Any]) -> Any:
-        """With gradients: the rewritten graph on the public functions, which differentiate."""
+        """With gradients: the rewritten graph on the public functions, which differentiate, where that is faster."""
         with self._lock:
-            if self.rewritten is None and not self.report.left:
+            if self._learning is None:
                 # Whoever counts what is saved for gradients (a checkpointed layer) does not count a study's.
                 unwatched = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
                 with torch.random.fork_rng(devices=range(torch.cuda.device_count())), unwatched:
-                    self._study_or_leave(Rehearsal(args, self._changed), training=True)
+                    self._learning = self._begin_learning(Rehearsal(args, self._changed))
                 self._save()
-        return self._plain(*args) if self.rewritten is None else self.rewritten(*args)
+                name = self.programs.named(self.programs.key(args))
+                worth = self._learning
+                self.plans["training",] = ShapePlan(name, [], 0, worth.used, worth.note, training=True)
+        rewritten = self.rewritten if self._learning.used else None
+        return self._captured(*args) if rewritten is None else rewritten(*args)
+
+    def _begin_learning(self, rehearsal: Rehearsal) -> Worth:
+        if self.rewritten is None and not self.report.left:
+            self._study_or_leave(rehearsal, training=True)
+        if self.rewritten is None or not self.report.kept:
+            return Worth(False, self.report.left or "no operator of ours runs in this graph")
+        if not self._selector.config.tune or self._selector.spent or self._changed:
+            return Worth(True, "forward and backward were not timed")
+        given = rehearsal.again()
+        return learning_worth(self._selector, self.original.code, given, self.rewritten, self._captured)
 
 
 def _load_kernels(sites: Sites, args: Sequence[Any], training: bool) -> None:

@@ -106,4 +106,4 @@ class Programs:
         if nearest is None:
             return None
         found = self.worths[nearest]
-        return found if nearest == key else Worth(found.used, f"as at {self.named(nearest)}")
+        return found if nearest == key else Worth(found.used, f"not measured, as at {self.named(nearest)}")

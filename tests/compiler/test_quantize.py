@@ -57,7 +57,11 @@ def test_a_model_computes_with_packed_weights_and_gets_its_own_back(format: str)
     assert 0 < lost < bound
     change = float((call(model, x) - before).norm() / before.norm())
     assert 0 < change < 3 * bound
-    assert "quantized: 3 linear layers to " + format in str(report)
+    assert (
+        f"quantized: 3 linear layers to {format}; rounding took {100 * lost:.2g} % of the weight of "
+        in str(report)
+    )
+    assert ("opsmith.evaluate(model, text, against=original) measures" in str(report)) == (format == "int4")
     assert report.to_dict()["quantized"][0]["format"] == format
     assert {k: v.dtype for k, v in model.state_dict().items()} == {k: v.dtype for k, v in state.items()}
     opsmith.restore(model)
@@ -148,7 +152,7 @@ def test_the_layers_of_gpt2_are_packed() -> None:
 def test_a_wrong_product_is_found_and_rolled_back() -> None:
     model, x = net(), torch.randn(3, 48)
     packing = Packing()
-    packing.pack(model, "int8", 128, [])
+    packing.pack(model, opsmith.Config(quantize="int8"))
     packed = packing._packed["up"]
     module = packed.owner
 

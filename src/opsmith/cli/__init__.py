@@ -18,6 +18,7 @@ __all__ = ["CommandError", "main"]
 VERBS = {
     "demo": "A real model, made faster and proved equal.",
     "optimize": "Make a local Hugging Face model faster.",
+    "evaluate": "What a format takes from a model's predictions of a text.",
     "profile": "Where a model's time goes, and what to do.",
     "ops": "Operators, and what computes them here.",
     "doctor": "The machine, and what is amiss with it.",

@@ -80,6 +80,37 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
     return model.eval(), config
 
 
+def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
+    """The causal model in a folder or a GGUF file, and its tokenizer; of the latter the weights are float32, with the
+    values of the file's few bits.
+
+    Raises:
+        CommandError: when there is no such model, or no tokenizer beside it.
+    """
+    if path.suffix != ".gguf":
+        model, where, options = load(path)[0], path, {}
+    elif not path.is_file():
+        raise CommandError(f"there is no file {path}; name a GGUF file")
+    else:
+        where, options = path.parent, {"gguf_file": path.name}
+        try:
+            import transformers
+
+            with quiet():
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    where, local_files_only=True, dtype="float32", **options
+                )
+        except Exception as error:  # gguf or accelerate are missing, or the file is damaged
+            raise CommandError(f"{path} does not load: {one_line(error)}") from error
+    try:
+        from transformers import AutoTokenizer
+
+        with quiet():
+            return model.eval(), AutoTokenizer.from_pretrained(where, local_files_only=True, **options)
+    except Exception as error:
+        raise CommandError(f"{path} has no tokenizer that loads: {one_line(error)}") from error
+
+
 def tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:
     """Random tokens that this model takes: `[batch, length]`.
 

@@ -18,6 +18,7 @@ from opsmith import measure
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.entry import entry
+from opsmith.compiler.modules.calibrate import calls_of
 from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.progress import show
@@ -56,6 +57,7 @@ def optimize(
     verify: bool = True,
     warmup: Mapping[str, Any] | None = None,
     budget: float | None = None,
+    calibration: Any = None,
 ) -> nn.Module:
     """Make a model faster in place: recognize its operators, choose the fastest implementations, prove each.
 
@@ -82,6 +84,8 @@ def optimize(
             `{"prompt": (1, 512), "new_tokens": 4, "batch": (1, 4)}`, each a number or the least and the most.
         budget: seconds for all this. Once they are spent no step begins, and the rest runs as it was; the report says
             what. What has begun is finished.
+        calibration: of "int4", what weights are rounded for: a text, ids `[tokens]`, a dictionary of inputs, or a list
+            of such; some thousand tokens of what the model is used for. Layers' results then change least on these.
 
     Returns:
         The same model.
@@ -102,7 +106,12 @@ def optimize(
         raise ValueError(f"optimize: budget must be a number of seconds above 0, got {budget!r}")
     if saved is not None and not isinstance(saved, Plan):
         raise TypeError(f"optimize: plan must be an opsmith.Plan or a path, got {type(saved).__name__}")
-    session = Session(settings, saved)
+    read = None if calibration is None else calls_of(model, calibration)
+    if read is not None and "int4" not in (settings.quantize, *settings.quantize_formats.values()):
+        raise ValueError(
+            'optimize: calibration is what int4 weights are rounded for; say quantize="int4", or leave it out'
+        )
+    session = Session(settings, saved, read)
     if isinstance(getattr(model, "opsmith", None), Session):
         restore(model)
     if settings.device is not None:
@@ -110,18 +119,18 @@ def optimize(
     if settings.torch_dtype is not None:
         session.before = _cast(model, settings.torch_dtype)
     taken = session.latent.find(model)
-    if settings.quantize is not None:
-        session.packing.pack(model, settings.quantize, settings.quantize_group, settings.quantize_skip, taken)
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and "forward" not in vars(m)]
-    session.unpacked = sum(layer.weight.nbytes for layer in layers)
-    session.adjacent.of(model)
     model._compiled_call_impl = entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
     model.__dict__["__deepcopy__"] = Copier(model, _like)
     session.selector.learning = True
     session.selector.deadline = math.inf if budget is None else started + budget
-    show("capturing the model")
     try:
+        if settings.quantize is not None:
+            session.packing.pack(model, settings, taken, session.calibration)
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear) and "forward" not in vars(m)]
+        session.unpacked = sum(layer.weight.nbytes for layer in layers)
+        session.adjacent.of(model)
+        show("capturing the model")
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:
                 session.packing.check(partial(model._call_impl, *args, **kwargs))
@@ -178,7 +187,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 def _like(model: nn.Module, session: Session) -> nn.Module:
     """A copy of an optimized model, optimized as that one is."""
-    optimize(model, config=session.config, plan=session.plan)
+    optimize(model, config=session.config, plan=session.plan, calibration=session.calibration)
     if session.before is not None:
         model.opsmith.before = copy.deepcopy(session.before)  # type: ignore[union-attr]
     return model
@@ -200,7 +209,12 @@ def _settings(
         if quantize not in FORMATS:
             raise ValueError(f"optimize: quantize must be one of {', '.join(FORMATS)}, got {quantize!r}")
         changes["quantize"] = quantize
-    return settings.model_copy(update=changes)
+    settings = settings.model_copy(update=changes)
+    if settings.quantize_formats and settings.quantize is None:
+        raise ValueError(
+            "optimize: quantize_formats names the formats of some layers, quantize that of the others; say both"
+        )
+    return settings
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -16,6 +16,8 @@ except ModuleNotFoundError:  # Python 3.10
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+Format = Literal["bf16", "int8", "int8_dynamic", "int4"]
+
 
 class Config(BaseModel):
     """Choices for `opsmith.optimize`; see `docs/guide/optimize.md`.
@@ -27,6 +29,9 @@ class Config(BaseModel):
         device: where the model is to run; None leaves it where it is.
         quantize: pack the weights of linear layers: "bf16", "int8", "int8_dynamic" or "int4"; see `packed_linear`.
         quantize_group: of int4, how many numbers share a scale: 32, 64 or 128.
+        quantize_symmetric: of int4, whether 0 lies in the middle of a group's range, or each group has its own zero.
+        quantize_formats: the format of some layers, by patterns of their names: `{"*v_proj": "int8"}`; the first that
+            matches holds. Of a model that `quantize="int4"` packs, the output layer is int8 unless it is named here.
         quantize_release: give the packed layers' own weights back to the system once everything is proved; the model
             then cannot be restored, copied or saved, only used.
         quantize_skip: names of layers to leave alone; patterns such as "*lm_head" are allowed.
@@ -49,8 +54,10 @@ class Config(BaseModel):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None
-    quantize: Literal["bf16", "int8", "int8_dynamic", "int4"] | None = None
-    quantize_group: Literal[32, 64, 128] = 128
+    quantize: Format | None = None
+    quantize_group: Literal[32, 64, 128] = 32
+    quantize_symmetric: bool = True
+    quantize_formats: dict[str, Format] = Field(default_factory=dict)
     quantize_release: bool = False
     quantize_skip: list[str] = Field(default_factory=list)
     mla_cache: Literal["split", "joint", "tiled", "int8_tiled", "off"] = "split"

@@ -18,6 +18,24 @@ from opsmith.ops import mla_attention, mla_preprocess
 _LATENT = (mla_preprocess.__name__, mla_attention.__name__)  # what a layer that keeps latent rows is made of
 
 
+def _rounded(packed: list[QuantizedLayer]) -> list[str]:
+    """How many layers of each format, and what rounding took from those that lost the most."""
+    counts = Counter(layer.format for layer in packed)
+    worst = max(packed, key=lambda layer: layer.lost)
+    mean = sum(layer.lost for layer in packed) / len(packed)
+    what = "weight" if worst.result_error is None else "results on the calibration text"
+    lines = [
+        f"quantized: {' and '.join(f'{n} linear layers to {name}' for name, n in counts.most_common())}; rounding "
+        f"took {100 * worst.lost:.2g} % of the {what} of {worst.name}, the most, {100 * mean:.2g} % on average"
+    ]
+    if "int4" in counts:
+        lines.append(
+            "four bits change what a model predicts: how much, opsmith.evaluate(model, text, against=original) "
+            "measures on a text of yours"
+        )
+    return lines
+
+
 @dataclass
 class Report:
     """The reports of all graphs of a model."""
@@ -85,9 +103,7 @@ class Report:
         packed = [layer for layer in self.quantized if layer.status == "packed"]
         lines = []
         if packed:
-            worst = max(packed, key=lambda layer: layer.relative_error)
-            count = f"{len(packed)} linear layers to {worst.format}"
-            lines.append(f"quantized: {count}; the most was lost in {worst}")
+            lines += _rounded(packed)
         if groups := {layer.joined: None for layer in packed if layer.joined}:
             first = ", ".join(next(iter(groups)))
             lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")

@@ -19,6 +19,7 @@ from opsmith.compiler.config import Config
 from opsmith.compiler.find.products import together
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.modules.adjacent import Adjacent
+from opsmith.compiler.modules.calibrate import Calls
 from opsmith.compiler.modules.latent import Latent
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan, ShapePlan
@@ -43,7 +44,7 @@ class Capturing(threading.local):
 class Session:
     """Everything one optimized model holds: its graphs, its choices, and how to give the model back."""
 
-    def __init__(self, config: Config, plan: Plan | None = None):
+    def __init__(self, config: Config, plan: Plan | None = None, calibration: Calls | None = None):
         load_installed("operators")
         self.config = config
         self.selector = Selector(config, saved=plan)
@@ -53,6 +54,7 @@ class Session:
         self.unread: list[GraphReport] = []
         self.packing = Packing()
         self.adjacent = Adjacent()
+        self.calibration = calibration
         self.latent = Latent(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
         self.skipped: list[str] = []  # sizes that the budget was too small to warm up

@@ -12,10 +12,14 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class RoundingError:
-    """What rounding took from a matrix: `relative` is the root of the summed squares, over the matrix's."""
+    """What rounding took from a matrix: `relative` is the root of the summed squares, over the matrix's.
+
+    `result` is the same of the products with the inputs that a matrix was rounded for; None without any.
+    """
 
     largest: float
     relative: float
+    result: float | None = None
 
 
 def round_in_parts(
@@ -54,6 +58,11 @@ def round_rows(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     scale = (part.abs().amax(1) / 127).clamp_(min=TINY)
     return (part / scale[:, None]).round_().clamp_(-127, 127), scale
+
+
+def on_grid(numbers: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor | float) -> torch.Tensor:
+    """The nearest of 0..15 for each number, which stands for `(it - middle) scale`."""
+    return (numbers / scale).round_().add_(middle).clamp_(0, 15)
 
 
 def _squared(t: torch.Tensor) -> float:

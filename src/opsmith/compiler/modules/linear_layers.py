@@ -18,6 +18,13 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """The layer that makes logits, where a model says which one that is, as Hugging Face's do."""
+    ask = getattr(model, "get_output_embeddings", None)
+    layer = ask() if callable(ask) else None
+    return layer if isinstance(layer, nn.Module) else None
+
+
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers of a model by name, those that several modules share once for each."""
     parameters = model.named_parameters(remove_duplicate=False)

@@ -16,10 +16,13 @@ from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
+from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, tensors
+from opsmith.compiler.modules.calibrate import Calibration, Calls
+from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, output_layer, tensors
 from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
+from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.packed_linear.module import PackedLinear
 
 _ROWS = 8  # of a layer's input that prove it
@@ -34,6 +37,7 @@ class QuantizedLayer:
     status: str  # "packed", "left" or "rolled back"
     relative_error: float = 0.0
     largest_error: float = 0.0
+    result_error: float | None = None  # relative, of its results on the calibration text
     nbytes: int = 0
     why: str = ""
     released: int = 0  # bytes of its own weight that went back to the system
@@ -43,6 +47,11 @@ class QuantizedLayer:
         if self.status != "packed":
             return f"{self.name} {self.status}: {self.why}"
         return f"{self.name}: {self.format}, relative error {self.relative_error:.2g}"
+
+    @property
+    def lost(self) -> float:
+        """What rounding took: of its results, where these were looked at, or of the weight."""
+        return self.relative_error if self.result_error is None else self.result_error
 
 
 class Standing(PackedLinear):
@@ -92,15 +101,22 @@ class Packing:
         self._packed: dict[str, Standing] = {}
 
     def pack(
-        self, model: nn.Module, format: str, group_size: int, skip: Sequence[str], taken: Collection[str] = ()
+        self, model: nn.Module, config: Config, taken: Collection[str] = (), calibration: Calls | None = None
     ) -> None:
-        """Pack every linear layer whose name matches none of the patterns; those taken are another rewrite's."""
+        """Pack every linear layer but those whose name is to be skipped; those taken are another rewrite's.
+
+        With calls for calibration, the layers of int4 are rounded for the inputs that they then get, in the model's
+        order.
+        """
+        head = output_layer(model)
+        linear: dict[str, nn.Linear] = {}
+        modules: dict[str, nn.Module] = {}
         for name, module in linear_layers(model):
             if name in taken:
                 continue
-            record = QuantizedLayer(name, format, "left")
+            record = QuantizedLayer(name, _format(name, module is head, config), "left")
             self.layers.append(record)
-            pattern = next((p for p in skip if fnmatchcase(name, p)), None)
+            pattern = next((p for p in config.quantize_skip if fnmatchcase(name, p)), None)
             if pattern is not None:
                 record.why = f"its name matches {pattern!r} of quantize_skip"
             elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
@@ -108,17 +124,38 @@ class Packing:
             elif _replaced(module):
                 record.why = "its forward is replaced already"
             else:
-                try:
-                    packed = Standing.from_linear(as_linear(module), format=format, group_size=group_size)
-                except (TypeError, ValueError) as error:
-                    record.why = str(error)
-                    continue
-                assert isinstance(packed, Standing)
-                assert packed.error is not None
-                record.status, record.nbytes = "packed", packed.nbytes
-                record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
-                self._packed[name] = packed
-                packed.stand_in(module, record)
+                modules[name], linear[name] = module, as_linear(module)
+        records = {record.name: record for record in self.layers}
+
+        def stand_in(name: str, inputs: Inputs | None = None) -> None:
+            record = records[name]
+            options: dict[str, Any] = {
+                "group_size": config.quantize_group,
+                "symmetric": config.quantize_symmetric,
+            }
+            try:
+                packed = Standing.from_linear(linear[name], format=record.format, inputs=inputs, **options)
+            except (TypeError, ValueError) as error:
+                record.why = str(error)
+                return
+            assert isinstance(packed, Standing)
+            assert packed.error is not None
+            record.status, record.nbytes = "packed", packed.nbytes
+            record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
+            record.result_error = packed.error.result
+            self._packed[name] = packed
+            packed.stand_in(modules[name], record)
+
+        rounded = [
+            n for n in modules if calibration and records[n].format == "int4" and modules[n] is not head
+        ]
+        widths = {name: linear[name].in_features for name in rounded}
+        for found in Calibration(model, calibration or []).gathered({n: modules[n] for n in rounded}, widths):
+            for name, inputs in found.items():
+                stand_in(name, inputs)
+        for name in modules:
+            if name not in self._packed:
+                stand_in(name)
 
     def join(self, graph: fx.GraphModule, effects: Effects, inputs: Sequence[Any]) -> list[Site]:
         """The groups of layers in a graph that one call can stand for; their packed weights then lie side by side."""
@@ -192,6 +229,16 @@ class Packing:
         for module in self.modules:
             vars(module).pop("forward", None)
         self._packed.clear()
+
+
+def _format(name: str, last: bool, config: Config) -> str:
+    """The format of a layer: by its name, and of the output layer int8 where others are int4.
+
+    Four bits of it cost as much quality as those of all other layers together (docs/decisions/024-four-bits.md).
+    """
+    named = next((f for pattern, f in config.quantize_formats.items() if fnmatchcase(name, pattern)), None)
+    assert config.quantize is not None
+    return named or ("int8" if last and config.quantize == "int4" else config.quantize)
 
 
 def _lay(layers: Sequence[Standing]) -> bool:

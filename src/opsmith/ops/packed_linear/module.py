@@ -10,6 +10,7 @@ from torch import nn
 
 from opsmith.call.arguments import check_count, short
 from opsmith.ops.packed_linear import packed_linear
+from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, empty, quantize
 from opsmith.ops.rounding import RoundingError
 
@@ -80,11 +81,13 @@ class PackedLinear(nn.Module):
         group_size: int = 128,
         symmetric: bool = True,
         release: bool = False,
+        inputs: Inputs | None = None,
     ) -> PackedLinear:
         """Pack the weight of a linear layer, some rows at a time.
 
         int8: `scale = max|row| / 127`, so a weight is off by at most half its row's scale. int4: sixteen steps for each
-        group of K; a weight is off by at most one of them. What was lost in total is in `.error`.
+        group of K; a weight is off by at most one of them, or, rounded for the layer's inputs, by so much that results
+        change least. What was lost in total is in `.error`.
 
         >>> PackedLinear.from_linear(torch.nn.Linear(64, 48), format="int8").error.relative < 0.01
         True
@@ -93,6 +96,7 @@ class PackedLinear(nn.Module):
             layer: an `nn.Linear`; any floating-point dtype.
             format, group_size, symmetric: as for the class.
             release: give the layer's own weight back to the system; the layer can't be used afterwards.
+            inputs: of int4, what the layer's inputs are like (`opsmith.ops.packed_linear.inputs.Inputs`).
 
         Raises:
             TypeError, ValueError: for what is no linear layer, a wrong format, and a weight that is not finite.
@@ -104,6 +108,11 @@ class PackedLinear(nn.Module):
         if not weight.is_floating_point():
             raise TypeError(f"{_NAME}: the weight must be floating-point, got {short(weight.dtype)}")
         n, k = weight.shape
+        if inputs is not None and (format != "int4" or inputs.sum.shape != (k, k)):
+            raise ValueError(
+                f"{_NAME}: inputs are for int4 and must be of {k} numbers, "
+                f"got {format} and {len(inputs.sum)}; leave them out, or make Inputs({k})"
+            )
         made = cls(
             k,
             n,
@@ -114,7 +123,7 @@ class PackedLinear(nn.Module):
             dtype=weight.dtype,
             device=weight.device,
         )
-        made.error = quantize(weight, format, made.group_size, (made.weight, made.scale, made.zero))
+        made.error = quantize(weight, format, made.group_size, (made.weight, made.scale, made.zero), inputs)
         if made.bias is not None:
             made.bias.copy_(layer.bias.detach())
         made.train(layer.training)

@@ -8,11 +8,14 @@ K the first four are the low nibbles. bfloat16 is packed as `linear` packs it: p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
 from opsmith.call.layouts import in_huge_pages
-from opsmith.ops.rounding import TINY, RoundingError, round_in_parts, round_rows
+from opsmith.ops.packed_linear.inputs import Inputs
+from opsmith.ops.rounding import TINY, RoundingError, on_grid, round_in_parts, round_rows
 
 # The bits of a number in each format, and whether activations are rounded too.
 FORMATS = {"bf16": (16, False), "int8": (8, False), "int8_dynamic": (8, True), "int4": (4, False)}
@@ -20,6 +23,7 @@ GROUPS = (32, 64, 128)
 _PANEL, _LEAST, _DEPTH = 32, 16, 8
 _PAIRS = 64  # rows of a panel of bfloat16
 _AT_ONCE = 1 << 21  # numbers that are rounded at a time
+_AT_ONCE_BY_COLUMNS = 1 << 24  # the same, where each column is a step of its own
 
 Packed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # weight, scale, zero
 
@@ -105,39 +109,46 @@ def _spread(groups: torch.Tensor, group_size: int, k: int) -> torch.Tensor:
     return groups.t().repeat_interleave(group_size, 1)[:, :k]
 
 
+def _grid(blocks: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales, as bfloat16 holds them, and middles [rows, groups] for weights [rows, groups, group].
+
+    The steps reach from a group's least number to its largest (asymmetric), or, with 8 in the middle, either over both
+    ends in 15 or over the larger one in 16, by the sum of squared errors. Clipping the ends makes that sum smaller, and
+    models worse: docs/decisions/024-four-bits.md.
+    """
+    top, low = blocks.amax(2), blocks.amin(2)
+    if not symmetric:
+        top, low = top.clamp_(min=0), low.clamp_(max=0)
+        scale = _stored((top - low) / 15)
+        return scale, (-low / scale).round_().clamp_(0, 15)
+    extreme = torch.where(top.abs() >= low.abs(), top, low)
+    middle = torch.full_like(top, 8)
+    first, second = (_stored(wanted) for wanted in (extreme.abs() / 7, extreme / -8))
+    error, error2 = (
+        (on_grid(blocks, scale[..., None], 8).sub_(8).mul_(scale[..., None]).sub_(blocks)).square_().sum(2)
+        for scale in (first, second)
+    )
+    return torch.where(error2 < error, second, first), middle
+
+
 def round_groups(
-    part: torch.Tensor, group_size: int, symmetric: bool
+    part: torch.Tensor, group_size: int, symmetric: bool, inputs: Inputs | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Rows rounded to 0..15 by groups: the numbers, scales [groups, rows] in bfloat16, and zeros where asymmetric.
 
-    Numbers are rounded with the scale as it is stored, so that rounding the scale itself costs next to nothing.
-    Symmetric scales are chosen of two, by the sum of squared errors: 15 steps that hold both ends, or 16 that hold the
-    larger one.
+    Numbers are rounded with the scale as it is stored, so that rounding the scale itself costs next to nothing. Each
+    goes to the nearest; or, where something is known of the layer's inputs, to where the rows' results change least.
     """
     n, k = part.shape
     groups = -(-k // group_size)
     blocks = F.pad(part, (0, groups * group_size - k)).view(n, groups, group_size)
-    zero = None
-    if symmetric:
-        top, low = blocks.amax(2), blocks.amin(2)
-        extreme = torch.where(top.abs() >= low.abs(), top, low)
-        found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for wanted in (extreme.abs() / 7, extreme / -8):
-            scale = _stored(wanted)
-            q = (blocks / scale[..., None]).round_().clamp_(-8, 7)
-            found.append((scale, q, (blocks - q * scale[..., None]).square_().sum(2)))
-        (first, q, error), (second, q2, error2) = found
-        better = error2 < error
-        scale = torch.where(better, second, first)
-        q = torch.where(better[..., None], q2, q).add_(8)
+    scale, middle = _grid(blocks, symmetric)
+    if inputs is None:
+        q = on_grid(blocks, scale[..., None], middle[..., None]).view(n, groups * group_size)[:, :k]
     else:
-        top, low = blocks.amax(2).clamp_(min=0), blocks.amin(2).clamp_(max=0)
-        scale = _stored((top - low) / 15)
-        middle = (-low / scale).round_().clamp_(0, 15)
-        q = (blocks / scale[..., None]).round_().add_(middle[..., None]).clamp_(0, 15)
-        zero = middle.t().to(torch.int8).contiguous()
-    numbers = q.view(n, groups * group_size)[:, :k].to(torch.uint8)
-    return numbers, scale.t().to(torch.bfloat16).contiguous(), zero
+        q = inputs.round(part, scale, middle, group_size)
+    zero = None if symmetric else middle.t().to(torch.int8).contiguous()
+    return q.to(torch.uint8), scale.t().to(torch.bfloat16).contiguous(), zero
 
 
 def _stored(scale: torch.Tensor) -> torch.Tensor:
@@ -161,21 +172,26 @@ def empty(
     return weight, torch.zeros(shape, dtype=torch.bfloat16, device=device), zero
 
 
-def quantize(weight: torch.Tensor, format: str, group_size: int, to: Packed) -> RoundingError:
-    """Round a weight [n, k] into its packed form; of int4 to groups around their zeros where there is memory for these.
+def quantize(
+    weight: torch.Tensor, format: str, group_size: int, to: Packed, inputs: Inputs | None = None
+) -> RoundingError:
+    """Round a weight [n, k] into its packed form; of int4 to groups around their zeros where there is memory for these,
+    and for the inputs that are given.
 
     Raises:
         ValueError: a number that is not finite, and that no scale represents.
     """
     k, (packed, scale, zero) = weight.shape[1], to
+    changed, results = 0.0, 0.0  # of the results, squared
 
     def keep(here: slice, part: torch.Tensor) -> torch.Tensor:
+        nonlocal changed, results
         if scale is None:
             half = part.to(torch.bfloat16)
             packed[0, here] = pack_pairs(half)[0]
             return half.float()
         if format == "int4":
-            q, scales, zeros = round_groups(part, group_size, zero is None)
+            q, scales, zeros = round_groups(part, group_size, zero is None, inputs)
             scale[:, here] = scales
             if zero is not None and zeros is not None:
                 zero[:, here] = zeros
@@ -187,7 +203,12 @@ def quantize(weight: torch.Tensor, format: str, group_size: int, to: Packed) -> 
             q, back = (numbers + 128).to(torch.uint8), numbers * scales[:, None]
         block = pack_integers(q, format)
         packed[here.start : here.start + block.shape[0]] = block
+        if inputs is not None:
+            changed += inputs.change(part - back)
+            results += inputs.change(part)
         return back
 
-    rows = max(1, _AT_ONCE // max(1, k) // _PAIRS) * _PAIRS
-    return round_in_parts(weight, rows, keep, "PackedLinear: every weight" if scale is not None else "")
+    at_once = _AT_ONCE if inputs is None else _AT_ONCE_BY_COLUMNS
+    rows = max(1, at_once // max(1, k) // _PAIRS) * _PAIRS
+    error = round_in_parts(weight, rows, keep, "PackedLinear: every weight" if scale is not None else "")
+    return error if inputs is None else replace(error, result=(changed / results) ** 0.5 if results else 0.0)

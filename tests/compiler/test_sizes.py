@@ -20,6 +20,7 @@ from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, llama, numbers, padding, seeded
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GROWING = UNTIMED.model_copy(update={"cache": "off"})  # the library's caches, whose sizes are in the graph
 
 
 def _programs(model: Any) -> dict[Any, Any]:
@@ -35,7 +36,7 @@ def _spans(model: Any) -> dict[Any, Any]:
 def test_a_growing_cache_is_served_by_few_programs() -> None:
     model = seeded(llama)
     want = model.generate(ids(2, 7), max_new_tokens=50, **GREEDY)
-    opsmith.optimize(model, config=UNTIMED)
+    opsmith.optimize(model, config=GROWING)
     assert torch.equal(model.generate(ids(2, 7), max_new_tokens=50, **GREEDY), want)
     # The prompt, its first token, and one program for each power of two that the cache grows into.
     assert len(_programs(model)) <= 7
@@ -50,7 +51,7 @@ def test_a_growing_cache_is_served_by_few_programs() -> None:
 
 def test_a_cache_captured_anew_keeps_its_constants() -> None:
     model = seeded(llama)
-    opsmith.optimize(model, config=UNTIMED)
+    opsmith.optimize(model, config=GROWING)
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         for _ in range(3):  # the same arguments from outside, and first an empty cache, then a filled one
@@ -62,7 +63,7 @@ def test_a_cache_captured_anew_keeps_its_constants() -> None:
 
 def test_sizes_that_are_equal_once_are_captured_once() -> None:
     model = seeded(lambda: llama(layers=1))
-    opsmith.optimize(model, config=UNTIMED)
+    opsmith.optimize(model, config=GROWING)
     model.generate(ids(2, 2), max_new_tokens=6, **GREEDY)
     assert len(model.opsmith.graphs) == 2  # the prompt's and the tokens'
 

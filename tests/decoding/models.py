@@ -26,7 +26,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
-    "gemma3_text": {"sliding_window": WINDOW, "num_hidden_layers": 7, "num_key_value_heads": 1},
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_key_value_heads": 1,
+    },
     "mistral": {"sliding_window": WINDOW},
     "phi3": {"num_key_value_heads": 4},
     "gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0},

@@ -20,6 +20,7 @@ from opsmith.compiler.capture.trace import NotGeneral
 from opsmith.compiler.frozen import keep_input_guards
 from opsmith.compiler.modules.conventions import rehearse
 from opsmith.compiler.modules.quantize import needed
+from opsmith.decoding import NoState
 
 if TYPE_CHECKING:
     from opsmith.compiler.session import Session
@@ -50,7 +51,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         if session.latent.waiting:
             session.latent.study(model, partial(rehearse, model, args, kwargs))
         if not session.latent.sites:
-            return captured(*args, **kwargs)
+            return session.paged.call(model, args, kwargs, captured)
         with session.latent.step(model, args, kwargs) as (args, kwargs, through):
             return captured(*args, **kwargs) if through else model._call_impl(*args, **kwargs)
 
@@ -70,7 +71,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             *[v if v is None or isinstance(v, bool | str) else type(v) for v in values],
             *[(t.shape, t.dtype, t.requires_grad) for t in tensors],
         )
-        plain = all(v is None or isinstance(v, torch.Tensor | bool | int | float | str) for v in values)
+        plain = all(v is None or isinstance(v, _PLAIN) for v in values)
         if plain and key in seen:
             return compiled(*args, **kwargs)
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
@@ -115,6 +116,8 @@ def _backend(session: Session) -> Callable[..., Any]:
     return backend
 
 
+# What a key says all of. A cache without state is always the same.
+_PLAIN = (torch.Tensor, bool, int, float, str, NoState)
 _MANY = 1 << 16
 # A size seen before may be captured anew too, after a change of the model; PyTorch 2.13 has a limit for each function.
 _UNLIMITED: dict[str, Any] = (

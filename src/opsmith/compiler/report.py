@@ -13,7 +13,7 @@ from typing import Any
 from opsmith.compiler.modules.latent.site import LatentReport
 from opsmith.compiler.modules.quantize import QuantizedLayer
 from opsmith.compiler.program.sites import GraphReport, SiteReport
-from opsmith.ops import mla_attention, mla_preprocess
+from opsmith.ops import mla_attention, mla_preprocess, paged_attention
 
 _LATENT = (mla_preprocess.__name__, mla_attention.__name__)  # what a layer that keeps latent rows is made of
 
@@ -47,6 +47,7 @@ class Report:
     fallbacks: dict[str, int] = field(default_factory=dict)
     slower: list[str] = field(default_factory=list)  # at which sizes eager runs as a whole, and why
     advice: list[str] = field(default_factory=list)  # what its session would do next
+    paged: int = 0  # layers of attention that are served from pages
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -61,7 +62,8 @@ class Report:
             calls = (s.operator for s in graph.kept for _ in range(s.layers))
             most |= Counter(calls)  # of two counts the larger
         latent = sum(layer.status == "kept" for layer in self.latent)
-        return dict(most) | dict.fromkeys(_LATENT if latent else (), latent)
+        paged = {paged_attention.__name__: self.paged} if self.paged else {}
+        return dict(most) | dict.fromkeys(_LATENT if latent else (), latent) | paged
 
     @property
     def together(self) -> dict[str, int]:

@@ -21,6 +21,7 @@ from opsmith.compiler.find.site import Site
 from opsmith.compiler.modules.adjacent import Adjacent
 from opsmith.compiler.modules.calibrate import Calls
 from opsmith.compiler.modules.latent import Latent
+from opsmith.compiler.modules.paged import Paged
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan, ShapePlan
 from opsmith.compiler.program.graph import CompiledGraph
@@ -56,6 +57,7 @@ class Session:
         self.adjacent = Adjacent()
         self.calibration = calibration
         self.latent = Latent(config)
+        self.paged = Paged(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
         self.skipped: list[str] = []  # sizes that the budget was too small to warm up
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
@@ -113,7 +115,7 @@ class Session:
             self._shapes,
             measure.describe().fingerprint(),
             {"torch": torch.__version__, "opsmith": VERSION},
-            self.latent.lines(),
+            [*self.latent.lines(), *self.paged.lines()],
         )
 
     @property
@@ -127,13 +129,14 @@ class Session:
             [*(graph.report for graph in self.graphs), *self.unread],
             self.packing.layers,
             self.latent.reports,
-            dict(self.latent.fallbacks),
+            dict(self.latent.fallbacks + self.paged.fallbacks),
             [
                 f"eager runs at {s.sizes or 'fixed sizes'}{', training' * s.training}: {s.note}"
                 for s in self._shapes
                 if not s.used and (s.steps or s.training)
             ],
             self._advice(),
+            0 if self.paged.why else len(self.paged.windows),
         )
 
     def _advice(self) -> list[str]:

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
 NAME = "opsmith"  # of the attention and its masks
 
 
+class Unserved(Exception):
+    """A model asks its cache for more than to hold keys and values."""
+
+
+class NoState:
+    """A cache that is the same at each call."""
+
+
 def attention(*args: Any, **kwargs: Any) -> Any:
     """What transformers calls: see `opsmith.decoding.attention.attend`."""
     from opsmith.decoding.attention import attend

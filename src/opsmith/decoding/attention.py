@@ -6,7 +6,6 @@ kernels do without its numbers; and where somebody changed them on the way, thes
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +44,13 @@ def mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    always: bool = False,
     **options: Any,
 ) -> torch.Tensor | None:
     """PyTorch's mask [batch, 1, q_length, kv_length], True where a key is seen; None for a plain causal one.
 
-    Where it is causal, within a window perhaps, and hides nothing but padding, it has these words with it.
+    Where it is causal, within a window perhaps, and hides nothing but padding, it has these words with it. With
+    `always`, a plain one is made, too.
     """
     made: torch.Tensor | None = sdpa_mask(
         batch_size,
@@ -60,7 +61,7 @@ def mask(
         mask_function,
         attention_mask,
         local_size,
-        allow_is_causal_skip,
+        allow_is_causal_skip and not always,
         **options,
     )
     if made is None or not allow_is_causal_skip or torch.compiler.is_compiling():
@@ -146,13 +147,7 @@ def _step(
 ) -> Step | None:
     """The step that a call on pages takes, if what its mask hides is what the pages leave out."""
     layer, step = update.layer, update.step
-    owner = layer.owner and layer.owner()
-    if owner is None or not step.past:
-        layer.owner = weakref.ref(module)
-    elif owner is not module:
-        raise ValueError(
-            "PagedCache: what it holds came from another model; a cache serves one model until it is reset()"
-        )
+    layer.belong(module)
     if attention_mask is None:
         starts: list[int] | None = [0] * len(update.key)
     else:

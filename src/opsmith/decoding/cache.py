@@ -157,11 +157,24 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no typ
                 f"PagedCache: it holds keys and values of heads and widths {shape[0]} and {shape[1]}, got "
                 f"{(key.shape[1], key.shape[3])} and {(value.shape[1], value.shape[3])}: a cache serves one model"
             )
-        end = self.columns + key.shape[2]
-        if self.max_tokens is not None and end > self.max_tokens:
+        self.check_room(key.shape[2])
+
+    def check_room(self, tokens: int) -> None:
+        """Refuse more tokens than there may be."""
+        if self.max_tokens is not None and self.columns + tokens > self.max_tokens:
             raise ValueError(
-                f"PagedCache: {self.columns} tokens are there, and {key.shape[2]} more do not fit into "
+                f"PagedCache: {self.columns} tokens are there, and {tokens} more do not fit into "
                 f"max_tokens={self.max_tokens}; make it with a larger one, or with None for no limit"
+            )
+
+    def belong(self, module: nn.Module) -> None:
+        """Refuse another attention module than that whose keys and values are held."""
+        owner = self.owner and self.owner()
+        if owner is None or not self.columns:
+            self.owner = weakref.ref(module)
+        elif owner is not module:
+            raise ValueError(
+                "PagedCache: what it holds came from another model; a cache serves one model until it is reset()"
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -319,3 +332,15 @@ def paged(
             pages[window] = Pages(block_size, window)
         made.append(PagedLayer(pages[window], dtype, max_tokens))
     return made
+
+
+def unfit(cache: Any) -> str | None:
+    """Why a cache cannot be given pages; None for an empty one of the library's that grows."""
+    if type(cache) is not DynamicCache:
+        return f"a {type(cache).__name__} is not a DynamicCache"
+    if cache.offloading:
+        return "the cache is offloaded"
+    odd = next((x for x in cache.layers if type(x) not in KINDS), None)
+    if odd is not None:
+        return f"the cache has a {type(odd).__name__}"
+    return "the cache holds tokens already" if cache.get_seq_length() else None

@@ -68,7 +68,7 @@ class Pages:
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         self._users: Counter[int] = Counter()
         self._free: list[int] = list(range(self.capacity))[::-1]
-        self._tables = torch.full((batch, 8), 0, dtype=torch.int32, device=self.device)
+        self._tables = self._new(torch.zeros((batch, 8), dtype=torch.int32, device=device))
 
     def pad(self, starts: Sequence[int]) -> None:
         """Before anything is there: how many columns at the left of each sequence are padding."""
@@ -131,7 +131,7 @@ class Pages:
         """Sequences `order` of the batch become the batch; some may be there twice, some no more."""
         self.blocks, self.batch = [list(self.blocks[i]) for i in order], len(order)
         self.starts = [self.starts[i] for i in order]
-        self._tables = self._tables[torch.tensor(list(order), dtype=torch.int64, device=self.device)]
+        self._tables = self._new(self._tables[torch.tensor(list(order), device=self.device)])
         self._users = Counter(itertools.chain.from_iterable(self.blocks))
         del self._users[_LEFT]
         self._free = [b for b in range(self.capacity) if b not in self._users][::-1]
@@ -155,6 +155,12 @@ class Pages:
                 self._release(mine[kept:])
                 del mine[kept:]
         self._drop(self.oldest(self.columns))
+
+    @staticmethod
+    def _new(made: torch.Tensor) -> torch.Tensor:
+        """A tensor that is written later, out of inference mode too."""
+        with torch.inference_mode(False):
+            return made.clone() if made.is_inference() else made
 
     def _drop(self, first: int) -> None:
         """Give back the blocks before this column."""
@@ -205,8 +211,6 @@ class Pages:
 
     def _put(self, sequence: int, entry: int, block: int) -> None:
         self.blocks[sequence][entry] = block
-        if entry >= self._tables.shape[1]:
-            more = self._tables.new_full((self.batch, max(entry + 1, 2 * self._tables.shape[1])), 0)
-            more[:, : self._tables.shape[1]] = self._tables
-            self._tables = more
+        while entry >= self._tables.shape[1]:
+            self._tables = self._new(self._tables.repeat(1, 2))  # what is there twice is not looked at
         self._tables[sequence, entry] = block

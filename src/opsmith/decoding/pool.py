@@ -49,9 +49,10 @@ class KeyValuePool:
         held = len(self.parts["k_cache"])
         if blocks > held:
             size = max(blocks, 2 * held, self._ahead)
-            for name, t in self.parts.items():
-                self.parts[name] = t.new_empty((size, *t.shape[1:]))
-                self.parts[name][: self._blocks] = t[: self._blocks]
+            with torch.inference_mode(False):  # what was made in it could not be written out of it
+                for name, t in self.parts.items():
+                    self.parts[name] = t.new_empty((size, *t.shape[1:]))
+                    self.parts[name][: self._blocks] = t[: self._blocks]
         self._blocks = max(self._blocks, blocks)
 
     def fits(self, key: torch.Tensor, value: torch.Tensor) -> bool:

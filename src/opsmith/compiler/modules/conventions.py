@@ -6,9 +6,12 @@ An attention module of somebody else has other names. What its arguments are, th
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import inspect
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,13 @@ from torch import nn
 _CACHE = "past_key_values"
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
+_PLAIN = (
+    "input_ids",
+    "inputs_embeds",
+    _MASK,
+    _POSITIONS,
+    "logits_to_keep",
+)  # that a step of decoding may have
 
 
 @dataclass(frozen=True)
@@ -140,13 +150,65 @@ def layers(model: nn.Module) -> int | None:
     return getattr(getattr(model, "config", None), "num_hidden_layers", None)
 
 
-def new_cache() -> Any:
-    """An empty cache of the library's, where there is the library."""
+def new_cache(model: nn.Module | None = None) -> Any:
+    """An empty cache of the library's, for the layers of a model if there is one, where there is the library."""
     if importlib.util.find_spec("transformers") is None:
         return None
     from transformers.cache_utils import DynamicCache
 
-    return DynamicCache()
+    return DynamicCache(config=getattr(model, "config", None))
+
+
+def with_cache(result: Any, given: Any, cache: Any) -> Any:
+    """What a model returned, with a cache in the place of the one that it was given."""
+    if isinstance(result, tuple):
+        return tuple(cache if value is given else value for value in result)
+    if isinstance(result, dict):  # a ModelOutput
+        for name in [name for name, value in result.items() if value is given]:
+            result[name] = cache
+    return result
+
+
+def configs(model: nn.Module) -> Iterator[Any]:
+    """The configurations of a model and of the models in it that choose an attention."""
+    found = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), ATTENTION)}
+    return iter(found.values())
+
+
+ATTENTION = "_attn_implementation"  # how a configuration calls what it chose; the library's users set it, too
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """The name of the attention that a model uses, if it asks the library's registry for it."""
+    names = {getattr(config, ATTENTION) for config in configs(model)}
+    return names.pop() if len(names) == 1 else None
+
+
+@contextmanager
+def attending(chosen: Collection[Any], name: str) -> Iterator[None]:
+    """Models with another attention, for a while."""
+    before = [getattr(config, ATTENTION) for config in chosen]
+    try:
+        for config in chosen:
+            setattr(config, ATTENTION, name)
+        yield
+    finally:
+        for config, its in zip(chosen, before, strict=True):
+            setattr(config, ATTENTION, its)
+
+
+def own_attention(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """The function behind a name: the library's, or the one beside an attention module's class."""
+    from transformers import AttentionInterface
+
+    if name == "eager":
+        return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return AttentionInterface().get(name)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=256)
+def _names(forward: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(forward).parameters)
 
 
 class ModelCall:
@@ -154,7 +216,10 @@ class ModelCall:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model = model
-        self.names = list(inspect.signature(model.forward).parameters)
+        forward = model.forward
+        function = getattr(forward, "__func__", None)
+        # A method is another object each time, its function is not; `self` comes first there.
+        self.names = _names(forward) if function is None else _names(function)[1:]
         self.given = dict(zip(self.names, args, strict=False)) | dict(kwargs)
 
     @property
@@ -186,6 +251,16 @@ class ModelCall:
             if not (getattr(config, "use_cache", False) if use is None else use):
                 return "no cache is asked for"
         return None
+
+    @property
+    def caches(self) -> bool:
+        """Whether the caller says that the model is to use a cache: by giving one, or in a word."""
+        return _CACHE in self.names and (self.cache is not None or self.given.get("use_cache") is True)
+
+    def beside(self) -> str | None:
+        """Why the call is more than tokens, a mask, positions and a cache."""
+        more = [k for k, v in self.given.items() if isinstance(v, torch.Tensor) and k not in _PLAIN]
+        return f"{more[0]} is given" if more else None
 
     def padding(self, columns: int) -> torch.Tensor | str | None:
         """[batch]: how many columns at the left are padding; None without a mask; a text where it is another mask."""

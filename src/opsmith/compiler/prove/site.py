@@ -20,6 +20,7 @@ from opsmith.compiler.algebra.canon import op_name
 from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.find.joined import in_float64
 from opsmith.compiler.find.site import Site
+from opsmith.compiler.prove.wide import widened
 from opsmith.operator import Tolerance, Verdict
 
 Value = Callable[[Node], Any]
@@ -94,24 +95,3 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
         return F.linear(x, widened(weight), widened(bias))
     parts = [F.linear(x, widened(w)) for w in weight.split(columns)]
     return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1).add_(widened(bias))
-
-
-_WIDE = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float16: torch.float64,
-    torch.complex64: torch.complex128,
-}
-
-
-def widened(value: Any) -> Any:
-    """Arguments with every dtype of fewer bits replaced by float64, or by that of complex numbers of such."""
-    if isinstance(value, torch.dtype):
-        return _WIDE.get(value, value)
-    if isinstance(value, tuple | list):
-        return type(value)(widened(v) for v in value)
-    if isinstance(value, dict):
-        return {k: widened(v) for k, v in value.items()}
-    if isinstance(value, torch.Tensor) and value.dtype in _WIDE:
-        return value.to(_WIDE[value.dtype])
-    return value

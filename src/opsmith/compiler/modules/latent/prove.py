@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from opsmith.compiler.modules.conventions import Roles, alone, masked, new_cache, place
 from opsmith.compiler.modules.latent.pages import Pages
 from opsmith.compiler.modules.latent.site import LatentSite
-from opsmith.compiler.prove.site import widened, worst
+from opsmith.compiler.prove.site import worst
+from opsmith.compiler.prove.wide import Exact, widened
 from opsmith.compiler.reasons import raised
 from opsmith.operator import Tolerance, Verdict
 from opsmith.ops.mla.call import Rotation
@@ -134,7 +134,7 @@ def _own(
     cache = new_cache() if exact and roles.cache is not None else None
     if roles.cache is not None:
         call[roles.cache] = cache
-    widening = _Exact() if exact else contextlib.nullcontext()
+    widening = Exact() if exact else contextlib.nullcontext()
     try:
         with out.register_forward_pre_hook(_reach), torch.no_grad(), widening:
             type(module).forward(module, **call)
@@ -152,17 +152,6 @@ class _Reached(Exception):
 
 def _reach(module: nn.Module, args: tuple[Any, ...]) -> None:
     raise _Reached(*args)
-
-
-class _Exact(TorchFunctionMode):
-    """Every call is on numbers in float64, weights too; casts to less are casts to it, as methods or as dtypes."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
-            func = torch.Tensor.double
-        return func(*widened(args), **widened(kwargs or {}))
 
 
 def _order(site: LatentSite, mine: torch.Tensor, rows: torch.Tensor | None) -> None:

@@ -1,0 +1,159 @@
+"""A decoder's calls with a cache, served from pages: prepared before the captured graph runs, counted when it is done.
+
+A call that cannot be served runs as it came, and the report says why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from opsmith.compiler.config import Config
+from opsmith.compiler.modules import conventions
+from opsmith.decoding import Unserved
+
+if TYPE_CHECKING:
+    from opsmith.decoding.cache import PagedLayer
+
+BLOCK = 16  # tokens in a block
+Run = Callable[..., Any]
+
+
+class Paged:
+    """The decoding of one model."""
+
+    def __init__(self, config: Config) -> None:
+        self.int8 = config.cache == "paged_int8"
+        self.verify = config.verify
+        self.fallbacks: Counter[str] = Counter()
+        self.windows: list[int | None] = []  # of each layer, once they are known
+        self.why: str | None = None  # nothing is served
+        if config.cache == "off":
+            self.why = "Config.cache is off"
+        elif importlib.util.find_spec("transformers") is None:
+            self.why = "transformers is not installed"
+        self._first: nn.Module | None = None  # of its attentions
+        self._configs: list[Any] = []  # of the models whose attention is exchanged for a call
+        self._lock = threading.RLock()
+
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+        """The model's call: by `run` on pages, where these serve it."""
+        if self.why is not None and not self.windows:  # none of its caches has pages
+            return run(*args, **kwargs)
+        call = conventions.ModelCall(model, args, kwargs)
+        if not call.caches:
+            return run(*args, **kwargs)
+        with self._lock:
+            why = self._refusal(model, call) or self._take_over(model, call)
+            if why is None:
+                try:
+                    return self._on_pages(model, call, run)
+                except Unserved as error:
+                    self.why = why = str(error)
+        self.fallbacks[why] += 1
+        # Pages change in place, so studying a graph would write to them several times, and elsewhere.
+        return model._call_impl(*args, **kwargs) if _has_pages(call.cache) else run(*args, **kwargs)
+
+    def _refusal(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
+        if self.why is not None:
+            return self.why
+        if model.training:
+            return "the model is in training mode"
+        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+            return "gradients are recorded"
+        if (why := call.refusal() or call.beside()) is not None:
+            return why
+        if torch.is_autocast_enabled(call.tokens.device.type):
+            return "autocast is on"
+        return None
+
+    def _take_over(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
+        """Give the call's cache pages, where it is an empty one of the library's own; or why not."""
+        from opsmith.compiler.modules.paged import prove
+        from opsmith.decoding import cache as paged
+
+        cache = call.cache
+        if cache is None:
+            cache = conventions.new_cache(model)
+        layers = cache.layers
+        if not _has_pages(cache):
+            if (why := paged.unfit(cache)) is not None:
+                return why
+            layers = layers or conventions.new_cache(model).layers
+            layers = paged.paged(layers, BLOCK, torch.int8 if self.int8 else None)
+        if not all(isinstance(layer, paged.PagedLayer) for layer in layers):
+            return "the cache has other layers than such of keys and values of heads"
+        windows = [layer.pages.window for layer in layers]
+        if self._first is None:
+            found = prove.study(model, call.tokens, windows, self.verify)
+            if isinstance(found, str):
+                self.why = found
+                return found
+            self.windows, self._first, self._configs = windows, found, list(conventions.configs(model))
+        if windows != self.windows:
+            return "the cache has other layers than the model"
+        if (why := _places(call, layers)) is not None:
+            return why
+        layers[0].check_room(call.tokens.shape[1])
+        layers[0].belong(self._first)
+        call.cache, cache.layers = cache, layers
+        cache.layer_class_to_replicate = None
+        return None
+
+    def _on_pages(self, model: nn.Module, call: conventions.ModelCall, run: Run) -> Any:
+        from opsmith.decoding import step
+
+        cache, tokens = call.cache, call.tokens.shape[1]
+        call.say_positions(cache.layers[0].columns)
+        call.drop_mask()
+        prepared = step.Calling.begin(cache.layers, tokens)
+        call.cache = stateless = step.Stateless(len(cache.layers))
+        with ExitStack() as stack:
+            stack.enter_context(step.calling(prepared))
+            stack.enter_context(conventions.attending(self._configs, step.NAME))
+            result = run(**call.given)
+        prepared.commit()
+        return conventions.with_cache(result, stateless, cache)
+
+    def lines(self) -> list[str]:
+        """For the plan: what is cached, and which operators read it."""
+        if not self.windows or self.why is not None:
+            return []
+        windows = Counter(w for w in self.windows if w is not None)
+        seen = ", ".join(f"{n} of them the last {w} tokens" for w, n in windows.items())
+        held = "int8" if self.int8 else "the model's dtype"
+        return [
+            f"  {len(self.windows):3d} x paged_attention  keys and values in {held}, in blocks of {BLOCK} tokens"
+            f"{seen and '; ' + seen}; a prompt by attention"
+        ]
+
+
+def _has_pages(cache: Any) -> bool:
+    return any(hasattr(layer, "pages") for layer in getattr(cache, "layers", ()))
+
+
+def _places(call: conventions.ModelCall, layers: list[PagedLayer]) -> str | None:
+    """Say which columns are padding, where a prompt begins; or why the pages cannot leave out what the mask hides."""
+    (batch, tokens), past = call.tokens.shape[:2], layers[0].columns
+    starts = call.padding(past + tokens)
+    if isinstance(starts, str):
+        return starts
+    columns = [0] * batch if starts is None else starts.tolist()
+    for pages in {id(layer.pages): layer.pages for layer in layers}.values():
+        if past and pages.batch != batch:
+            raise ValueError(
+                f"opsmith: the cache is for a batch of {pages.batch}, the input has {batch} sequences"
+            )
+        if not past:
+            pages.reset(batch, call.tokens.device)
+            pages.starts = columns
+        elif pages.starts != columns:
+            return "the mask hides other columns than those of the padding at the left"
+    return None

@@ -1,0 +1,236 @@
+"""Proof that a model's attention is what the pages compute: layer by layer in float64, and the whole on a few tokens.
+
+The model runs once with its own attention, on the first call's tokens twice, once padded. What each layer asks of its
+mask is noted; its queries, keys and values go through the blocks, a prompt and a token, and are held to the model's own
+function in float64. Then the model runs as it will: without a mask, and with a cache that has no state.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from opsmith.compiler.modules import conventions
+from opsmith.compiler.prove.wide import Exact, widened
+from opsmith.compiler.reasons import raised
+from opsmith.decoding import Unserved
+from opsmith.ops.attention import CARD
+
+_TOKENS = 48  # of a sequence
+_PADDING = 3
+_BLOCK = 8  # so that they fill several
+_NAME = "opsmith_watch"
+# Of the largest logit: another position, or another key, moves them by far more than rounding in any order does.
+_SAME = 0.05
+_MORE = (
+    "position_bias",
+    "s_aux",
+    "head_mask",
+    "alibi",
+    "is_causal",
+)  # what changes an attention, and pages have not
+
+
+@dataclass
+class Seen:
+    """What one layer's attention was called with: the sequence without padding."""
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor  # [1, 1, n, n], True where a key is seen
+    plain: bool  # whether it is causal, in a window perhaps, and hides nothing but padding
+    window: int | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class _Watching(threading.local):
+    name = ""  # of the model's own attention
+    seen: list[Seen]
+
+
+_watching = _Watching()
+
+
+def study(model: nn.Module, tokens: torch.Tensor, windows: list[int | None], verify: bool) -> str | nn.Module:
+    """Why a model's attention is not served from pages with these windows; or that of its first layer, where it is."""
+    from opsmith.decoding import step
+
+    _register()
+    name = conventions.attention_of(model)
+    if name not in ("sdpa", "eager", "opsmith"):
+        return "its attention is not chosen by name" if name is None else f"its attention is {name}"
+    inputs = _inputs(tokens)
+    chosen = list(conventions.configs(model))
+    _watching.name, _watching.seen = name, []
+    try:
+        with torch.no_grad(), conventions.attending(chosen, _NAME):
+            cache = conventions.new_cache(model)
+            own = model._call_impl(**inputs, past_key_values=cache, use_cache=True)
+        by_layer = {conventions.place(seen.module): seen for seen in _watching.seen}
+        used = {at for at, layer in enumerate(cache.layers) if layer.get_seq_length()}
+        if not by_layer or set(by_layer) != used or used != set(range(len(windows))):
+            return "its attention is not reached by the library's registry"
+        for at, window in enumerate(windows):
+            seen = by_layer[at]
+            if not seen.plain or seen.window not in (None, window):
+                return f"the mask of layer {at} is more than causality, a window and padding"
+            if seen.window is None and window is not None:
+                return f"layer {at} sees all tokens, and its cache holds a window"
+            if (odd := _odd(seen.options)) is not None:
+                return f"layer {at} gives its attention {odd}"
+            if verify and (why := _wrong(seen, window)):
+                return f"layer {at}: {why}"
+        with torch.no_grad(), conventions.attending(chosen, step.NAME):
+            ours = _stepwise(model, inputs, windows)
+    except Unserved as error:
+        return str(error)
+    except Exception as error:  # whatever the model does with such a call, it is served as it was
+        return f"called alone it {raised(error)}"
+    finally:
+        _watching.seen = []
+    expected, got = (next(v for v in _values(r) if isinstance(v, torch.Tensor))[:, -1] for r in (own, ours))
+    if expected.shape != got.shape or not bool((expected - got).abs().max() <= _SAME * expected.abs().max()):
+        return "without its mask and with another cache it computes something else"
+    return by_layer[0].module
+
+
+def _values(result: Any) -> Any:
+    return result.values() if isinstance(result, dict) else result
+
+
+def _inputs(tokens: torch.Tensor) -> dict[str, Any]:
+    """The first sequence's last tokens twice, once with padding at the left."""
+    n = min(max(tokens.shape[1], 2 * _PADDING), _TOKENS)
+    times = -(-n // tokens.shape[1])
+    one = tokens[:1, -n:].repeat(1, times, *[1] * (tokens.dim() - 2))[:, -n:]
+    mask = torch.ones((2, n), dtype=torch.int64, device=tokens.device)
+    mask[1, :_PADDING] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+    return {name: one.repeat(2, *[1] * (one.dim() - 1)), "attention_mask": mask, "position_ids": positions}
+
+
+def _stepwise(model: nn.Module, inputs: dict[str, Any], windows: list[int | None]) -> Any:
+    """The model on pages, all tokens but the last at once, then the last."""
+    from opsmith.decoding import step
+
+    layers = _layers(windows)
+    mask = inputs["attention_mask"]
+    for pages in {id(layer.pages): layer.pages for layer in layers}.values():
+        pages.reset(len(mask), mask.device)
+        pages.starts = (mask.shape[1] - mask.sum(1)).tolist()
+    for some in (slice(0, -1), slice(-1, None)):
+        given = {name: t[:, some] for name, t in inputs.items()}
+        call = conventions.ModelCall(model, (), given | {"use_cache": True})
+        call.cache = step.Stateless(len(layers))
+        call.drop_mask()
+        prepared = step.Calling.begin(layers, call.tokens.shape[1])
+        with step.calling(prepared):
+            result = model._call_impl(**call.given)
+        prepared.commit()
+    return result
+
+
+def _layers(windows: list[int | None]) -> list[Any]:
+    from opsmith.decoding.cache import PagedLayer
+    from opsmith.decoding.pages import Pages
+
+    pages = {window: Pages(_BLOCK, window) for window in windows}
+    return [PagedLayer(pages[window]) for window in windows]
+
+
+def _odd(options: dict[str, Any]) -> str | None:
+    """An argument that changes what an attention computes, and that the pages' does not have."""
+    return next((name for name in _MORE if options.get(name) is not None), None)
+
+
+def _wrong(seen: Seen, window: int | None) -> str:
+    """Why the pages' attention is not accurate enough beside the model's own function, or nothing."""
+    own = conventions.own_attention(seen.module, _watching.name)
+    assert own is not None  # it ran
+    given = (seen.query, seen.key, seen.value)
+    with torch.no_grad():
+        eager = own(seen.module, *given, _mask_for(seen, seen.query.dtype), **seen.options)[0]
+        with Exact():
+            wide = widened(given)
+            exact = own(seen.module, *wide, _mask_for(seen, torch.float64), **widened(seen.options))[0]
+        ours = _by_pages(seen, window)
+    return CARD.tolerance.check(ours, eager, exact).why
+
+
+def _by_pages(seen: Seen, window: int | None) -> torch.Tensor:
+    """[1, n, heads, width] through blocks: all tokens but the last as a prompt, the last by decoding."""
+    from opsmith.decoding.step import Calling, attend, calling
+
+    tokens, layers, results = seen.query.shape[2], _layers([window]), []
+    layers[0].pages.reset(1, seen.query.device)
+    for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
+        prepared = Calling.begin(layers, some.stop - some.start)
+        with calling(prepared):
+            q, k, v = (t[:, :, some] for t in (seen.query, seen.key, seen.value))
+            results.append(attend(_First(), q, k, v, None, **seen.options)[0])
+        prepared.commit()
+    return torch.cat(results, 1)
+
+
+class _First(nn.Module):
+    layer_idx = 0
+
+
+def _mask_for(seen: Seen, dtype: torch.dtype) -> torch.Tensor:
+    """As the model's own attention takes it."""
+    return seen.mask if _watching.name != "eager" else _added(seen.mask, dtype)
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> Any:
+    """The model's own attention, whose arguments are noted."""
+    words = getattr(attention_mask, "opsmith", None)
+    q, k, v = (t[:1].detach() for t in (query, key, value))
+    _watching.seen.append(
+        Seen(
+            *(module, q, k, v, attention_mask[:1]),
+            plain=words is not None and words.aligned and words.starts is not None,
+            window=None if words is None else words.window,
+            options={name: v for name, v in options.items() if name in ("scaling", "softcap", *_MORE)},
+        )
+    )
+    if _watching.name == "eager":
+        attention_mask = _added(attention_mask, query.dtype)
+    own = conventions.own_attention(module, _watching.name)
+    if own is None:
+        raise ValueError("has no function of its own for attention")
+    return own(module, query, key, value, attention_mask, **options)
+
+
+def _mask(**options: Any) -> Any:
+    """Every mask in numbers, with what it says in words where it says no more."""
+    from opsmith.decoding.attention import mask
+
+    return mask(**options, always=True)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from opsmith.decoding import step
+
+    AttentionInterface.register(step.NAME, step.attend)
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, _mask)

@@ -1,0 +1,145 @@
+"""Attention on pages in a captured graph: one opaque operator a layer, which depends on nothing that grows.
+
+What belongs to a call of the model (slots, tables, lengths, what is held) does not pass through the graph. Whoever
+calls the model lays it down before, as `Calling`, for the thread that calls; the cache that the graph sees has no
+state. So a step of decoding is the same graph at every length, and run again it writes the same rows again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from opsmith.decoding import NoState, Unserved
+from opsmith.decoding.attention import on_pages
+from opsmith.decoding.cache import PagedLayer
+from opsmith.decoding.pages import Step
+
+NAME = "opsmith_step"  # of this attention in transformers' registry
+
+
+class _Stateless(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
+    """A layer that gives new keys and values back as they came; the attention knows where the others are."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to prepare."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise Unserved("its masks are made by the sizes of its cache")
+
+    def get_seq_length(self) -> int:
+        raise Unserved("it asks its cache for a length")
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class Stateless(Cache, NoState):  # type: ignore[misc]  # transformers has no types
+    """The cache that a captured graph sees."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=[_Stateless() for _ in range(layers)])
+
+
+@dataclass
+class Calling:
+    """A call of a model: its layers, and the step that the pages of each take."""
+
+    layers: Sequence[PagedLayer]
+    steps: dict[int, Step]  # by the identity of the pages
+
+    @classmethod
+    def begin(cls, layers: Sequence[PagedLayer], tokens: int) -> Calling:
+        """Make room for so many new columns. Nothing counts as there before `commit`."""
+        pages = {id(layer.pages): layer.pages for layer in layers}
+        return cls(layers, {key: p.begin(tokens) for key, p in pages.items()})
+
+    def commit(self) -> None:
+        """The new rows are there."""
+        done: set[int] = set()
+        for layer in self.layers:
+            step = self.steps[id(layer.pages)]
+            if id(layer.pages) not in done:
+                done.add(id(layer.pages))
+                layer.pages.commit(step.tokens)
+            layer.columns = step.columns
+
+
+class _Current(threading.local):
+    calling: Calling | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def calling(call: Calling) -> Iterator[None]:
+    """Lay down what the layers find when the model runs."""
+    before, _current.calling = _current.calling, call
+    try:
+        yield
+    finally:
+        _current.calling = before
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a layer whose keys and values lie in pages, as transformers calls it."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    at: int = module.layer_idx  # type: ignore[assignment]
+    return torch.ops.opsmith.paged_layer.default(query, key, value, at, scale, softcap or 0.0), None
+
+
+_LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
+_LIBRARY.define("paged_layer(Tensor q, Tensor k, Tensor v, int layer, float scale, float softcap) -> Tensor")
+
+
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, softcap: float
+) -> torch.Tensor:
+    call = _current.calling
+    if call is None:
+        raise RuntimeError("opsmith: a model was called on pages, and nothing was prepared for the call")
+    held = call.layers[layer]
+    step = call.steps[id(held.pages)]
+    if (q.shape[0], q.shape[2]) != (held.pages.batch, step.tokens):
+        raise ValueError(
+            f"opsmith: a call was prepared for {held.pages.batch} x {step.tokens} tokens, and got "
+            f"{q.shape[0]} x {q.shape[2]}"
+        )
+    if held.pool is None:
+        held.lazy_initialization(k, v)
+    held.held.fit(held.pages.capacity)
+    held.held.write(k, v, step.slots)
+    how = {"scale": scale, "softcap": softcap or None}
+    return on_pages(held, step, q, k, v, held.pages.window, how).contiguous()
+
+
+def _shape(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, softcap: float
+) -> torch.Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+_LIBRARY.impl("paged_layer", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("opsmith::paged_layer", _shape, lib=_LIBRARY)

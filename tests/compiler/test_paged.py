@@ -1,0 +1,259 @@
+"""`optimize` on decoders: `generate` runs on pages, with the tokens of eager, and one graph for all lengths."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opsmith
+from opsmith.compiler import Config
+from tests.decoding.models import MODELS, VOCABULARY, WINDOW, decoder, prompts
+
+transformers = pytest.importorskip("transformers")
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 2 * WINDOW, "do_sample": False}
+# Sites have tests of their own; here it is about calls.
+QUICK = Config(tune=False, inductor=False, verify=False)
+
+
+def optimized(kind: str, config: Config = QUICK, **more: Any) -> tuple[Any, Any]:
+    """A decoder, and a copy of it that is optimized."""
+    model = decoder(kind, **more)
+    return model, opsmith.optimize(copy.deepcopy(model), config=config)
+
+
+def on_pages(model: Any) -> bool:
+    """Whether the model is served from pages."""
+    return any("paged_attention" in line for line in model.opsmith.plan.latent)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_tokens_are_eagers(kind: str) -> None:
+    plain, model = optimized(kind, Config(tune=False, inductor=False))
+    for inputs in (prompts(3, 9, padded=True), prompts(1, 20, padded=False)):
+        assert torch.equal(model.generate(**inputs, **GREEDY), plain.generate(**inputs, **GREEDY))
+    assert on_pages(model)
+    assert not model.opsmith.report.fallbacks
+    assert model.opsmith.report.found["paged_attention"] == plain.config.num_hidden_layers
+
+
+def test_a_step_is_one_graph_for_all_lengths() -> None:
+    plain, model = optimized("gemma3_text")
+    inputs = prompts(1, 9, padded=False)
+    model.generate(**inputs, **GREEDY | {"max_new_tokens": 3})
+    graphs = len(model.opsmith.graphs)
+    assert graphs == 2  # a prompt, a token
+    recorded = len(model.opsmith.plan.shapes)
+    got = model.generate(**inputs, **GREEDY | {"max_new_tokens": 60})
+    assert torch.equal(got, plain.generate(**inputs, **GREEDY | {"max_new_tokens": 60}))
+    assert len(model.opsmith.graphs) == graphs
+    assert len(model.opsmith.plan.shapes) == recorded
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_every_way_to_generate(kind: str) -> None:
+    plain, model = optimized(kind)
+    two, one = prompts(2, 15, padded=True), prompts(1, 15, padded=False)
+    small = decoder("llama", num_hidden_layers=1)
+    for inputs, how in (
+        (two, {"num_beams": 3}),
+        (two, {"num_beams": 4, "num_return_sequences": 2}),
+        (two, {"do_sample": True, "top_k": 20}),
+        (one, {"prompt_lookup_num_tokens": 3}),
+        (one, {"assistant_model": small}),
+        (two, {"cache_implementation": "static"}),
+        (two, {"return_dict_in_generate": True, "output_scores": True}),
+    ):
+        results = []
+        for each in (plain, model):
+            torch.manual_seed(3)
+            result = each.generate(**inputs, **GREEDY | {"max_new_tokens": 14} | how)
+            results.append(result if isinstance(result, torch.Tensor) else result.sequences)
+        assert torch.equal(*results), how
+    assert on_pages(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_chat_goes_on_with_what_was_returned(kind: str) -> None:
+    plain, model = optimized(kind)
+    caches: list[Any] = [None, None]
+    with torch.no_grad():
+        for turn in (14, 1, 40, 3):
+            ids = prompts(2, turn, padded=False)["input_ids"]
+            logits = []
+            for i, each in enumerate((plain, model)):
+                result = each(ids, past_key_values=caches[i], use_cache=True)
+                caches[i] = result.past_key_values
+                logits.append(result.logits)
+            assert type(caches[1]) is transformers.DynamicCache
+            assert caches[1].get_seq_length() == caches[0].get_seq_length()
+            torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+        # The library's own attention goes on with it, too.
+        opsmith.restore(model)
+        expected = plain(ids, past_key_values=caches[0]).logits
+        got = model(ids, past_key_values=caches[1]).logits
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_of_the_callers_own() -> None:
+    plain, model = optimized("gemma3_text")
+    inputs = prompts(2, 15, padded=True)
+    want = plain.generate(**inputs, **GREEDY)
+    for cache in (
+        opsmith.PagedCache(plain),
+        opsmith.PagedCache(plain, block_size=4, max_tokens=64),
+        transformers.DynamicCache(config=plain.config),
+        transformers.DynamicCache(),
+    ):
+        assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), want)
+    assert not model.opsmith.report.fallbacks
+    static = transformers.StaticCache(config=plain.config, max_cache_len=64)
+    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=static), want)
+    assert "a StaticCache is not a DynamicCache" in model.opsmith.report.fallbacks
+
+
+def test_what_pages_do_not_serve_runs_as_it_was() -> None:
+    plain, model = optimized("llama")
+    inputs = prompts(2, 12, padded=True)
+    holes = inputs | {"attention_mask": inputs["attention_mask"].clone()}
+    holes["attention_mask"][0, 5] = 0
+    seen = holes["attention_mask"].bool()
+    with torch.no_grad():
+        for each in (inputs, holes):
+            got = model(**each, use_cache=True).logits
+            torch.testing.assert_close(
+                got[seen], plain(**each, use_cache=True).logits[seen], rtol=1e-4, atol=1e-5
+            )
+    assert list(model.opsmith.report.fallbacks) == [
+        "the mask hides other columns than those of the padding at the left"
+    ]
+    loss = model(**inputs, labels=inputs["input_ids"], use_cache=True).loss
+    loss.backward()
+    assert "gradients are recorded" in model.opsmith.report.fallbacks
+    assert model.config._attn_implementation == plain.config._attn_implementation
+
+
+def test_it_can_be_turned_off() -> None:
+    plain, model = optimized("llama", QUICK.model_copy(update={"cache": "off"}))
+    inputs = prompts(2, 9, padded=True)
+    assert torch.equal(model.generate(**inputs, **GREEDY), plain.generate(**inputs, **GREEDY))
+    assert not on_pages(model)
+
+
+def test_int8_pages() -> None:
+    plain, model = optimized("llama", QUICK.model_copy(update={"cache": "paged_int8"}))
+    ids = prompts(2, 30, padded=False)["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        got = model(ids[:, -1:], past_key_values=cache).logits
+        want = plain(ids).logits[:, -1:]
+    assert cache.layers[0].pool.dtype == torch.int8
+    # Each key and value is off by at most 1 / 254 of the largest in its row.
+    assert 0 < float((got - want).abs().max()) < 0.02 * float(want.abs().max())
+
+
+def test_a_frozen_model() -> None:
+    plain, model = optimized("llama", QUICK.model_copy(update={"frozen": True}))
+    inputs = prompts(2, 9, padded=True)
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **GREEDY), plain.generate(**inputs, **GREEDY))
+        with torch.no_grad():
+            got, want = (each(**inputs, use_cache=False).logits for each in (model, plain))
+        seen = inputs["attention_mask"].bool()
+        torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=1e-5)
+
+
+def test_inference_mode_and_beams_after_it() -> None:
+    plain, model = optimized("gemma3_text")
+    inputs = prompts(2, 15, padded=False)
+    with torch.inference_mode():
+        cache = model(**inputs, use_cache=True).past_key_values
+    with torch.no_grad():
+        theirs = plain(**inputs, use_cache=True).past_key_values
+        for each in (cache, theirs):
+            each.reorder_cache(torch.tensor([1, 1]))
+        ids = prompts(2, 4, padded=False)["input_ids"]
+        got, want = model(ids, past_key_values=cache).logits, plain(ids, past_key_values=theirs).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_threads() -> None:
+    plain, model = optimized("gemma3_text")
+    inputs = [prompts(1, n, padded=False) for n in (9, 12, 15)]
+    want = [plain.generate(**one, **GREEDY) for one in inputs]
+    model.generate(**inputs[0], **GREEDY)
+    found: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        found[i] = model.generate(**inputs[i], **GREEDY)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, tokens in enumerate(want):
+        assert torch.equal(found[i], tokens)
+
+
+def test_wrong_calls_are_clear_and_write_nothing() -> None:
+    plain, model = optimized("llama")
+    ids = prompts(2, 9, padded=False)["input_ids"]
+    with torch.no_grad():
+        cache = opsmith.PagedCache(plain, max_tokens=10)
+        model(ids, past_key_values=cache)
+        before = [layer.keys.clone() for layer in cache.layers]
+        for wrong, message in ((ids[:1, :1], "batch of 2"), (ids[:, :2], "max_tokens=10")):
+            with pytest.raises(ValueError, match=message):
+                model(wrong, past_key_values=cache)
+        other = opsmith.optimize(decoder("llama"), config=QUICK)
+        with pytest.raises(ValueError, match="came from another model"):
+            other(ids[:, :1], past_key_values=cache)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert layer.get_seq_length() == 9
+        assert torch.equal(layer.keys, keys)
+
+
+class Odd(nn.Module):
+    """A decoder whose cache is asked how long it is while it computes."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = None,
+    ) -> Any:
+        bias = 0 if past_key_values is None else past_key_values.get_seq_length()
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
+        result = self.inner(input_ids, past_key_values=past_key_values, **given)
+        result.logits = result.logits + bias
+        return result
+
+
+def test_a_model_that_asks_more_of_its_cache_is_left_alone() -> None:
+    model = opsmith.optimize(Odd(decoder("llama")).eval(), config=QUICK)
+    ids = torch.randint(2, VOCABULARY, (2, 6))
+    with torch.no_grad():
+        model(ids, use_cache=True)
+    assert not on_pages(model)
+    assert any("asks its cache" in why for why in model.opsmith.report.fallbacks)
+
+
+def test_a_mask_that_is_more_than_a_window_is_left_alone() -> None:
+    plain, model = optimized("gemma3_text", use_bidirectional_attention=True)
+    ids = prompts(2, 9, padded=False)["input_ids"]
+    with torch.no_grad():
+        got, want = model(ids, use_cache=True).logits, plain(ids, use_cache=True).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert not on_pages(model)

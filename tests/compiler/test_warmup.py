@@ -49,7 +49,7 @@ def test_nothing_is_captured_after_a_warmup(decoder: Any) -> None:
     session = decoder.opsmith
     captured = len(session.graphs)
     assert 2 <= captured <= 4
-    assert session.report.found["attention"] == 2
+    assert session.report.found["paged_attention"] == 2
     for size, tokens in zip(sizes, expected, strict=True):
         assert torch.equal(_generated(decoder, *size), tokens)
     assert len(session.graphs) == captured

@@ -263,6 +263,7 @@ class Recognition:
         repeats: inputs that the operator itself repeats over heads, so a copy can be spared.
         layouts: orders in which models keep the first input's axes: permutations to the operator's own order.
         shared: inputs that are the same along this axis of the first input, and that the operator takes without it.
+        vectors: inputs that the operator takes as a vector, whose numbers stand along this axis, counted from the last.
         converted: inputs that the operator takes in another form, and what makes it.
         sizes: arguments that are the size of an input's last axis, times a number.
         multiplies: numbers by the input that they multiply, which the model may have multiplied already.
@@ -275,6 +276,7 @@ class Recognition:
     repeats: tuple[str, ...] = ()
     layouts: tuple[tuple[int, ...], ...] = ()
     shared: Mapping[str, int] = field(default_factory=dict)
+    vectors: Mapping[str, int] = field(default_factory=dict)
     converted: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     multiplies: Mapping[str, str] = field(default_factory=dict)

@@ -114,3 +114,22 @@ def test_a_graph_that_cannot_be_studied_runs_as_it_was(
             assert torch.equal(mine.grad, theirs.grad)
     assert "left as it was" in str(model.opsmith.report)
     torch._dynamo.reset()
+
+
+def test_sinks_are_a_column_of_the_scores_in_gpt_oss() -> None:
+    """In a window and without one; in float32, as PyTorch's grouped products have no float64 to be proved against."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = SIZES | {"num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model("gpt_oss", **sizes, sliding_window=4, attn_implementation="eager")
+    model = seeded(lambda: AutoModelForCausalLM.from_config(config))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    inputs = {"input_ids": ids(2, 9), "attention_mask": padding(2, 9).long()}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        opsmith.optimize(model, inputs, config=UNTIMED)
+        got = model(**inputs).logits
+    assert model.opsmith.report.found["attention"] == 2, model.opsmith.report
+    shown = inputs["attention_mask"].bool()
+    torch.testing.assert_close(got[shown], expected[shown], rtol=1e-5, atol=1e-5)

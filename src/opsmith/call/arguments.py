@@ -91,7 +91,9 @@ def check_fit(op: str, *tensors: tuple[Any, ...]) -> None:
             check_float(op, x, first, least_dim=0)
         wanted = [x.dtype if dtype is None else dtype for dtype in dtypes or (None,)]
         if t.dtype not in wanted:
-            names = " or ".join(short(d) + (f" like {first}" if d == x.dtype else "") for d in wanted)
+            names = " or ".join(
+                short(d) + (f" like {first}" if d == x.dtype else "") for d in dict.fromkeys(wanted)
+            )
             raise TypeError(f"{op}: {name} must be {names}, got {short(t.dtype)}; cast it first")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} is on {t.device}, {first} on {x.device}; move one of them")

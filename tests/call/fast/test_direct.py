@@ -117,7 +117,7 @@ def test_results_lie_as_what_they_are_like(shape):
     order = (0, 2, 1, 3)
     packed = torch.randn(*(shape[i] for i in order), 3).permute(4, *order).contiguous()
     for t in (torch.randn(shape), torch.randn(*(shape[i] for i in order)).permute(order), packed[0]):
-        y = direct.new_attention(t, t, t, None, None, None, 1.0, False, 0, 0.0)
+        y = direct.new_attention(t, t, t, None, None, None, None, None, 1.0, False, 0, 0.0)
         assert y.stride() == torch.empty_like(t).stride()
         expected = torch.nn.functional.scaled_dot_product_attention(t, t, t, scale=1.0)
         torch.testing.assert_close(y, expected)
@@ -358,11 +358,11 @@ def test_a_number_that_is_left_out_is_not_zero():
     tables = torch.zeros(1, 1, dtype=torch.int32)
 
     def attend(scale):
-        return direct.new_paged_attention(q, k, v, tables, lengths, None, None, scale, 0, 0.0)
+        return direct.new_paged_attention(q, k, v, tables, lengths, None, None, None, None, scale, 0, 0.0)
 
     assert torch.equal(attend(None), attend(0.25))
     torch.testing.assert_close(attend(0.0), v.mean(1))
     y = torch.empty_like(q)
-    torch.ops.opsmith.paged_attention(q, k, v, tables, lengths, None, None, None, 0, 0.0, y=y)
+    torch.ops.opsmith.paged_attention(q, k, v, tables, lengths, None, None, None, None, None, 0, 0.0, y=y)
     assert torch.equal(y, attend(None))
     assert attend(1) is None  # an int is PyTorch's to convert

@@ -108,4 +108,6 @@ def test_the_kernel_itself_refuses_offsets_that_lead_astray(bad: list[int]) -> N
     at, good = torch.tensor(bad), torch.tensor([0] * (len(bad) - 1) + [51])
     for pair in ((at, good), (good, at)):
         with pytest.raises(RuntimeError, match=r"attention_varlen: cu_seqlens_[qk] must"):
-            torch.ops.opsmith.attention(q, k, v, None, *pair, 1.0, False, 0, 0.0, y=torch.empty(51, 4, 5))
+            torch.ops.opsmith.attention(
+                q, k, v, None, *pair, None, None, 1.0, False, 0, 0.0, y=torch.empty(51, 4, 5)
+            )

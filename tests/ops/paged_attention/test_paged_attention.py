@@ -355,3 +355,65 @@ def test_a_cache_of_empty_blocks_holds_nothing() -> None:
     empty = torch.zeros(2, 0, 2, 8)
     tables = torch.zeros(1, 1, dtype=torch.int32)
     assert not paged_attention(torch.ones(1, 4, 8), empty, empty, tables, torch.tensor([0])).any()
+
+
+def biased_weights(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, alibi: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    """One query a head, at the last key, head by head, in float64; q [H, D], k and v [S, Hkv, D]."""
+    group, at = q.shape[0] // k.shape[1], torch.arange(k.shape[0])
+    found = []
+    for h in range(q.shape[0]):
+        s = k[:, h // group].double() @ q[h].double() / math.sqrt(q.shape[1])
+        s = s + float(alibi[h]) * (at - k.shape[0] + 1)
+        if how.get("window"):
+            s = s[-how["window"] :]
+        p = torch.cat((s, sinks[h : h + 1].double())).softmax(0)[:-1]
+        found.append(p @ v[-len(p) :, h // group].double())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 32), (2, 64), (4, 128), (8, 24)])
+def test_sinks_and_alibi_count_from_each_sequences_own_end(
+    kv_heads: int, dim: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Pieces of many threads, of one vector lane and of several: a sink counts once."""
+    lengths = torch.tensor([700, 3, 161])
+    q = torch.randn(3, 8, dim).to(dtype)
+    k, v = (torch.randn(3, kv_heads, 700, dim).to(dtype) for _ in range(2))
+    k_cache, v_cache, tables = cache_of(k, v, 16)
+    sinks, alibi = torch.linspace(-4, 8, 8).to(dtype), torch.linspace(-0.02, 0.3, 8)
+    got = paged_attention(q, k_cache, v_cache, tables, lengths, sinks=sinks, alibi=alibi, window=window)
+    for b, n in enumerate(lengths.tolist()):
+        rows = (t[b, :, :n].transpose(0, 1) for t in (k, v))
+        exact = biased_weights(q[b], *rows, sinks, alibi, window=window)
+        torch.testing.assert_close(got[b].double(), exact, rtol=0.0, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_sinks_of_minus_infinity_are_none_and_nan_spoils_its_own_head() -> None:
+    q, k, v = torch.randn(2, 8, 32), *(torch.randn(2, 2, 300, 32) for _ in range(2))
+    k_cache, v_cache, tables = cache_of(k, v, 16)
+    lengths = torch.tensor([300, 70])
+    plain = paged_attention(q, k_cache, v_cache, tables, lengths)
+    none = paged_attention(q, k_cache, v_cache, tables, lengths, sinks=torch.full((8,), -torch.inf))
+    torch.testing.assert_close(none, plain)
+    sinks = torch.full((8,), -torch.inf)
+    sinks[3], sinks[5] = torch.nan, torch.inf
+    y = paged_attention(q, k_cache, v_cache, tables, lengths, sinks=sinks)
+    assert y[:, [3, 5]].isnan().all()
+    torch.testing.assert_close(y[:, [0, 1, 2, 4, 6, 7]], plain[:, [0, 1, 2, 4, 6, 7]])
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi"])
+def test_what_is_no_number_for_each_head(name: str) -> None:
+    q, k, v = torch.randn(1, 4, 8), *(torch.randn(1, 2, 5, 8) for _ in range(2))
+    k_cache, v_cache, tables = cache_of(k, v, 16)
+    for wrong, error, message in (
+        (torch.randn(2), ValueError, r"must have shape \[4\] to fit q, got \(2,\)"),
+        (torch.randn(4).half(), TypeError, "must be float32 like q, got float16; cast it first"),
+        (torch.empty(4, device="meta"), ValueError, "is on meta, q on cpu; move one of them"),
+    ):
+        with pytest.raises(error, match=f"paged_attention: {name} {message}"):
+            paged_attention(q, k_cache, v_cache, tables, torch.tensor([5]), **{name: wrong})

@@ -92,12 +92,13 @@ def _of_join(atom: Atom, piece: Piece) -> Poly | None:
     if kind != "block":
         return None
     ends = list(accumulate(sizes, initial=0))
-    for i, (start, end) in enumerate(pairwise(ends)):
-        if start <= first and first + second <= end:
-            return take(atom.args[i], ("block", first - start, second), sizes[i])
-    if first in ends and first + second in ends:
+    if first in ends and first + second in ends:  # of symbolic sizes too
         i, j = ends.index(first), ends.index(first + second)
         return join("cat", list(atom.args[i:j]), sizes[i:j], (*atom.shape[:-1], second))
+    for i, (start, end) in enumerate(pairwise(ends)):
+        known = all(isinstance(n, int) for n in (start, end, first, second))
+        if known and start <= first and first + second <= end:
+            return take(atom.args[i], ("block", first - start, second), sizes[i])
     return None
 
 

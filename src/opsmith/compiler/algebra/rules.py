@@ -189,6 +189,11 @@ def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     return c(self)
 
 
+@rule("zeros", "zeros_like", "new_zeros")
+def _zeros(c: Canon, node: Node, **_: Any) -> Poly:
+    return c.space.zero
+
+
 @rule("one_hot")
 def _one_hot(c: Canon, node: Node, self: Any, num_classes: int) -> Poly:
     return c.space.fn("one_hot", c(self), shape=shape_of(node))
@@ -575,6 +580,9 @@ def _along_last(x: Any, dim: Any) -> int:
 
 @rule("slice")
 def _slice(c: Canon, node: Node, self: Any, dim: int, start: Any, end: Any, step: Any = 1) -> Poly:
+    whole = shape_of(self)[-1] if _is_last(self, dim) else 0
+    if not isinstance(whole, int) and start in (None, 0) and isinstance(end, int) and end < 0 and step == 1:
+        return pieces.take(c(self), ("block", 0, whole + end), whole)
     size = _along_last(self, dim)
     if not all(v is None or isinstance(v, int) for v in (start, end, step)):
         raise Unreadable
@@ -606,10 +614,9 @@ def _split(c: Canon, node: Node, source: Node, index: int, self: Any, dim: int, 
 
 @rule("cat", "concat", "concatenate")
 def _cat(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
-    _along_last(node, dim)
-    sizes = tuple(shape_of(t)[-1] for t in tensors)
-    if not all(isinstance(n, int) for n in sizes):
+    if not _is_last(node, dim):
         raise Unreadable
+    sizes = tuple(shape_of(t)[-1] for t in tensors)
     return pieces.join("cat", [c(t) for t in tensors], sizes, shape_of(node))
 
 

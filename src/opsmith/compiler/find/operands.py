@@ -90,6 +90,8 @@ def _made(atom: Atom, canon: Canon, root: Node) -> Operand | None:
         return None
     if atom.name == "permute":
         return Made(torch.ops.aten.permute.default, (inner, list(atom.attrs)), atom.shape)
+    if atom.name == "reshape" and all(isinstance(n, int) for n in atom.shape):
+        return Made(torch.ops.aten.reshape.default, (inner, list(atom.shape)), atom.shape)
     if atom.name == "not":
         return Made(torch.ops.aten.logical_not.default, (inner,), atom.shape)
     if atom.name in ("fill", "keep"):
@@ -132,6 +134,26 @@ def _part_of(poly: Poly, term: Poly, node: Node, size: int, canon: Canon) -> Ope
 def _dense(value: Made) -> Made:
     """A copy without gaps, which the plan makes once for all that read it."""
     return Made(torch.ops.aten.contiguous.default, (value,), value.shape)
+
+
+_VIEWS = ("aten::view", "aten::reshape", "aten::unsqueeze")
+_EXPANDED = ("aten::expand", "aten::expand_as", "aten::broadcast_to")
+
+
+def vector_of(value: Operand, axis: int) -> Node | None:
+    """The vector whose numbers an operand has along an axis, counted from the last; None where others differ too."""
+    while isinstance(value, Node) and len(shape := shape_of(value)) > 1:
+        source = value.args[0] if value.args else None
+        if not isinstance(source, Node):
+            return None
+        inner = shape_of(source)
+        alone = all(n == 1 for i, n in enumerate(shape) if i != len(shape) + axis)
+        if op_name(value) in _VIEWS and alone:
+            axis = next((i for i, n in enumerate(inner) if n != 1), 0) - len(inner)
+        elif op_name(value) not in _EXPANDED or len(inner) < -axis or inner[axis] != shape[axis]:
+            return None
+        value = source
+    return value if isinstance(value, Node) and len(shape_of(value)) == 1 else None
 
 
 # Calls that leave every axis but the last ones as it is.

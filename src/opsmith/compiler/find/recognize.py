@@ -31,6 +31,7 @@ from opsmith.compiler.find.operands import (
     nodes_in,
     of_wider,
     shape_of_operand,
+    vector_of,
     without_axis,
 )
 from opsmith.compiler.find.site import Site, ancestors, between, check, cuts, where
@@ -202,7 +203,15 @@ class _Finder:
         call = {name: value for name, value in call.items() if name not in used}
         for name in how.repeats:
             call[name] = _unrepeated(call[name])
-        ranks = {n: len(s) for n, s in template.pattern.inputs.items() if isinstance(s, tuple)}
+        for name, axis in how.vectors.items():
+            call[name] = vector_of(operand := call[name], axis)
+            if call[name] is None:
+                return (f"{name} as a vector", "values that differ along other axes", operand)
+        ranks = {
+            n: len(s)
+            for n, s in template.pattern.inputs.items()
+            if isinstance(s, tuple) and n not in how.vectors
+        }
         squeezed: tuple[Any, ...] = ()
         main = template.variables[0]
         if len(shape_of_operand(call[main])) == ranks[main] - 1 and how.aligned:

@@ -14,7 +14,19 @@ from opsmith.call.arguments import check_fit, check_mask, check_number
 from opsmith.call.dispatch import compiling, small_node
 from opsmith.call.layouts import dense_rows, is_dense
 from opsmith.call.run import Call, declare
-from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
+from opsmith.call.signature import (
+    Dtype,
+    Gradient,
+    Input,
+    Kept,
+    Made,
+    Number,
+    Output,
+    Rows,
+    Saved,
+    Signature,
+    Slope,
+)
 from opsmith.operator import GradientCost, Implementation, Kind, Pattern, Recognition
 from opsmith.ops.attention.eager import default_scale, definition, eager, has_gpu, sdpa, sdpa_supports
 from opsmith.ops.attention.samples import cost, entry_cost, promised, samples, workloads
@@ -31,6 +43,8 @@ SIGNATURE = Signature(
             Input("mask", "... S", optional=True),
             Input("cu_seqlens_q", "B", torch.int32, optional=True),
             Input("cu_seqlens_k", "B", torch.int32, optional=True),
+            Input("sinks", "H", Dtype.FIRST_OR_FLOAT32, optional=True),
+            Input("alibi", "H", Dtype.FIRST_OR_FLOAT32, optional=True),
         ),
         *(Number("scale", float), Number("causal", bool), Number("window", int), Number("softcap", float)),
     ),
@@ -40,10 +54,10 @@ SIGNATURE = Signature(
         "attention_backward",
         (
             *(Slope("y", "dout"), Saved("q"), Saved("k"), Saved("v"), Saved("y", "out"), Saved("row_sums")),
-            *(Saved("mask"), Saved("cu_seqlens_q"), Saved("cu_seqlens_k")),
+            *(Saved("mask"), Saved("cu_seqlens_q"), Saved("cu_seqlens_k"), Saved("sinks"), Saved("alibi")),
             *(Saved("scale"), Saved("causal"), Saved("window"), Saved("softcap")),
         ),
-        tuple(Made(name, optional=False) for name in "qkv"),
+        (*(Made(name, optional=False) for name in "qkv"), Made("sinks")),
     ),
     strided=True,
 )
@@ -59,12 +73,14 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weigh the values by how well each key fits the query; no L x S matrix in memory.
 
     `y = softmax(scale * q @ k.T + mask) @ v`, by an online softmax over tiles. A query that may see no key
-    gives zeros.
+    gives zeros. With `sinks` each softmax has one term more, `exp(sink)`, without a value.
 
     >>> q, kv = torch.randn(2, 8, 128, 64), torch.randn(2, 2, 128, 64)  # 4 query heads share each key head
     >>> attention(q, kv, kv, causal=True).shape
@@ -79,22 +95,33 @@ def attention(
         scale: of the scores; `D ** -0.5` by default.
         window: query i sees only the keys less than `window` positions from its own, i + S - L.
         softcap: scores become `softcap * tanh(score / softcap)`, before the mask.
+        sinks: [H], in q's dtype or float32: a logit for each query head, compared with its scaled scores. It takes its
+            share of the weights and gives no value; -inf takes none.
+        alibi: [H], in q's dtype or float32: slopes. The score of query i and key j becomes
+            `score + alibi * (j - (i + S - L))`, after the softcap: 0 for the key at the query's own position, less
+            for those before it. Slopes that want a gradient get it from plain PyTorch, with L x S in memory.
         out: [B, H, L, Dv] in q's dtype to write into.
 
     Raises:
         TypeError, ValueError: for a wrong dtype, shape, device, window or softcap.
 
     Source: Vaswani et al., 2017; Dao et al., "FlashAttention", 2022; Beltagy et al., 2020 (window);
-    Gemma 2, 2024 (softcap).
+    Gemma 2, 2024 (softcap); Xiao et al., 2023, and gpt-oss, 2025 (sinks); Press et al., 2022 (ALiBi).
     """
     how = numbers("attention", q, causal, scale, window, softcap)
     call = _CALL.traced if compiling() else _CALL.fast.call
-    return call(q, k, v, mask, None, None, *how, out)  # type: ignore[no-any-return]
+    return call(q, k, v, mask, None, None, sinks, alibi, *how, out)  # type: ignore[no-any-return]
 
 
 def check_heads(op: str, heads: int, kv_heads: int, of: str = "k and v") -> None:
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"{op}: q's {heads} heads must be a multiple of the {kv_heads} heads of {of}")
+
+
+def of_heads(sinks: Any, alibi: Any) -> list[tuple[Any, ...]]:
+    """Those that are given, as `check_fit` has them: a number for each query head."""
+    given = (("sinks", sinks), ("alibi", alibi))
+    return [(name, t, "H", None, torch.float32) for name, t in given if t is not None]
 
 
 def check_limits(op: str, window: Any, softcap: Any) -> None:
@@ -138,6 +165,11 @@ class Attend(Call):
     of the sum: added to a mask of -3e38 it would vanish, and every weight feels its rounding.
     """
 
+    def backend(self, values: Sequence[Any], training: bool) -> str | None:
+        alibi = self.named(values)["alibi"]
+        learned = training and alibi is not None and alibi.requires_grad
+        return None if learned else super().backend(values, training)
+
     def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
         q, v = values[0], values[2]
         return [(self.signature.results[0], [*q.shape[:-1], v.shape[-1]], q.dtype)]
@@ -166,9 +198,13 @@ class _Attention(Attend):
     """Of dense tensors, with a mask or without."""
 
     def check(self, values: Sequence[Any]) -> None:
-        q, k, v, mask, _, _, scale, *_ = values
+        q, k, v, mask, _, _, sinks, alibi, scale, *_ = values
         check_number("attention", "scale", scale)
-        check_fit("attention", ("q", q, "B H L D"), ("k", k, "B Hkv S D"), ("v", v, "B Hkv S Dv"))
+        check_fit(
+            "attention",
+            *(("q", q, "B H L D"), ("k", k, "B Hkv S D"), ("v", v, "B Hkv S Dv")),
+            *of_heads(sinks, alibi),
+        )
         check_heads("attention", q.shape[1], k.shape[1])
         if mask is not None:
             check_mask("attention", mask, q, (*q.shape[:3], k.shape[2]), "[B, H, L, S]")
@@ -194,6 +230,8 @@ def _written(how: str, fn: Callable[..., torch.Tensor]) -> Pattern:
     inputs: dict[str, Any] = {"q": _Q, "k": _KV, "v": _KV}
     if "mask" in how:
         inputs["mask"] = ("B", "H", "L", "S")
+    if "sinks" in how:
+        inputs["sinks"] = ("B", "H", "L", 1)
     numbers = {"twice": 0.7, "rate": 0.3} if "cap" in how else {"scale": 0.3}
     return Pattern(
         f"attention(q, k, v{how and ', '}{how})",
@@ -203,6 +241,7 @@ def _written(how: str, fn: Callable[..., torch.Tensor]) -> Pattern:
         recognition=Recognition(
             aligned=("q", "k", "v"),
             repeats=("k", "v"),
+            vectors={"sinks": -3} if "sinks" in how else {},
             multiplies={} if "cap" in how else {"q": "scale"},
             numbers=_OF_CAPPED if "cap" in how else {},
         ),
@@ -220,9 +259,26 @@ def _capped(
 ) -> torch.Tensor:
     """With `c tanh(s / c)` as `2 c sigmoid(2 s / c)`: the constant between them changes no softmax."""
     s = twice * torch.sigmoid(rate * (q @ k.transpose(-1, -2)))
-    if mask is not None:
-        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
-    return torch.softmax(s, -1) @ v
+    return torch.softmax(_hidden(s, mask), -1) @ v
+
+
+def _sunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The sinks as a column of the scores, which the weights lose again."""
+    s = _hidden(scale * (q @ k.transpose(-1, -2)), mask)
+    return torch.softmax(torch.cat((s, sinks), -1), -1)[..., :-1] @ v
+
+
+def _hidden(s: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is None:
+        return s
+    return s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
 
 
 _OF_CAPPED: dict[str, Callable[..., float]] = {
@@ -257,6 +313,9 @@ CARD = _CALL.card(
         _written("soft cap", lambda q, k, v, twice, rate: _capped(q, k, v, None, twice, rate)),
         _written("soft cap, additive mask", _capped),
         _written("soft cap, boolean mask", _capped),
+        _written("sinks", lambda q, k, v, sinks, scale: _sunk(q, k, v, None, sinks, scale)),
+        _written("additive mask, sinks", _sunk),
+        _written("boolean mask, sinks", _sunk),
     ),
     entries=dict.fromkeys(("attention", "attention_backward"), entry_cost),
     gradient=GradientCost(flops=2.5, bytes=2.0),  # the scores once more

@@ -3,7 +3,8 @@
 // q [B, H, L, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], out [B, H, L, Dv]; mask boolean (true: attend) or additive
 // [B, H, L, S], or undefined; row_sums float32 [B, H, L, 2], or undefined: what each row's weights are made with again,
 // the score that their exponents count from and their sum; any strides, the last dimension of all but the mask
-// contiguous. Query i stands at key position i + S - L. Packed sequences are one batch whose L and S are all their tokens.
+// contiguous. Query i stands at key position i + S - L, from which ALiBi counts. Packed sequences are one batch whose L and
+// S are all their tokens.
 #pragma once
 
 #include "types.h"
@@ -15,6 +16,17 @@ struct AttentionOptions {
   bool causal;
   int64_t window;  // keys at a distance below it are visible; 0 or less: all
   float softcap;  // 0 or less: none
+  View sinks, alibi;  // a number for each query head, or undefined
+
+  float sink(int64_t head) const { return of_head(sinks, head); }
+  float alibi_slope(int64_t head) const { return of_head(alibi, head); }
+
+ private:
+  static float of_head(const View& x, int64_t head) {
+    const int64_t at = head * x.strides[0];
+    if (x.dtype == DType::f32) return x.as<float>()[at];
+    return x.dtype == DType::bf16 ? to_float(x.as<bfloat16>()[at]) : to_float(x.as<float16>()[at]);
+  }
 };
 
 // Where packed sequences begin: two lists of count + 1 offsets, from 0 to the length, not decreasing.
@@ -36,6 +48,7 @@ struct AttentionCall {
 
 struct AttentionGradients {
   View dout, dq, dk, dv;
+  View dsinks;  // as the sinks are, or undefined
 };
 
 void attention(const AttentionCall& call);

@@ -2,6 +2,7 @@
 // and its backward pass.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -72,6 +73,33 @@ inline IVec load_mask(const bool* p, int64_t stride, Lanes lanes) {
   return __builtin_convertvector(bytes, IVec) != 0;
 }
 
+// ALiBi's bias, in place; the first of these keys stands `distance` keys behind the query.
+inline void add_alibi(float* s, int64_t n, float slope, int64_t distance) {
+  for (int64_t j = 0; j < n; j += W) {
+    const Vec behind = __builtin_convertvector(lane_index() + int32_t(distance + j), Vec);
+    store(s + j, fma(behind, splat(slope), load(s + j)));
+  }
+}
+
+// Where the softmax of a row with a sink begins, before any key: at a key without a value.
+struct Start {
+  float largest = -kInfinity, total = 0;
+
+  // `exponent` is what turns scores into powers of 2, which the sink, as a scaled score, becomes by log2(e).
+  Start(const AttentionOptions& options, int64_t head, float exponent) {
+    const float sink = options.sink(head), score = sink * (log2_e / exponent);
+    if (score == -kInfinity) return;
+    largest = score;
+    total = float(weight(sink, score, exponent));
+  }
+
+  // What a sink weighs where the largest score weighs 1: in float64, since either may be far from 0.
+  static double weight(float sink, float largest, float exponent) {
+    constexpr double log2_e = 1.4426950408889634;
+    return std::exp2(double(sink) * log2_e - double(largest) * double(exponent));
+  }
+};
+
 // Sizes, and everything that depends on where a query row stands. The rows of a key head are those of its
 // `group` query heads, one head after the other, so that they share its packed keys and values.
 struct Problem : AttentionCall {
@@ -83,7 +111,7 @@ struct Problem : AttentionCall {
       : AttentionCall(x), batch(q.sizes[0]), heads(q.sizes[1]), kv_heads(k.sizes[1]),
         group(kv_heads ? heads / kv_heads : 0), queries(q.sizes[2]), keys(k.sizes[2]), dim(q.sizes[3]),
         value_dim(v.sizes[3]), plain(!(mask.defined() && mask.dtype != DType::boolean) &&
-                                     !(options.softcap > 0) && options.scale > 0),
+                                     !(options.softcap > 0) && !options.alibi.defined() && options.scale > 0),
         exponent(plain ? options.scale * log2_e : log2_e) {}
 
   int64_t rows() const { return group * queries; }
@@ -106,6 +134,11 @@ struct Problem : AttentionCall {
                        query(row) * mask.strides[2];
     const int64_t bytes = mask.dtype == DType::f32 ? 4 : mask.dtype == DType::boolean ? 1 : 2;
     return {static_cast<const char*>(mask.data) + at * bytes, mask.dtype, mask.strides[3]};
+  }
+
+  // On the scores of keys key..key+n-1, in place.
+  void add_alibi(float* scores, int64_t n, int64_t kv_head, int64_t row, int64_t key) const {
+    opsmith::add_alibi(scores, n, options.alibi_slope(head(kv_head, row)), key - position(query(row)));
   }
 
   // Whether rows `row` to `row + n - 1` have the same boolean mask: that of padding, in most models.

@@ -89,6 +89,16 @@ inline View starts_of(const char* name, const Tensor& t, int64_t length) {
   return starts;
 }
 
+// A number for each query head, or none.
+inline View of_heads(const char* op, const char* name, const std::optional<Tensor>& t, int64_t heads,
+                     DType dtype) {
+  if (!t) return {};
+  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == heads && is_float(dtype_of(*t)) &&
+                      (dtype_of(*t) == DType::f32 || dtype_of(*t) == dtype),
+                  op, ": ", name, " must be a number for each of ", heads, " heads, float32 or in q's dtype");
+  return view_of(*t);
+}
+
 // The tensors of a call, which must outlive it.
 struct Attended {
   const char* op;
@@ -97,15 +107,18 @@ struct Attended {
   Heads q, k, v, out;
   std::optional<Heads> row_sums;
   Mask mask;
+  View sinks, alibi;
   Sequences sequences;
 
   Attended(const char* name, const Tensor& q_, const Tensor& k_, const Tensor& v_,
            const std::optional<Tensor>& mask_, const std::optional<Tensor>& query_starts,
-           const std::optional<Tensor>& key_starts, const Tensor& out_,
-           const std::optional<Tensor>& row_sums_)
+           const std::optional<Tensor>& key_starts, const std::optional<Tensor>& sinks_,
+           const std::optional<Tensor>& alibi_, const Tensor& out_, const std::optional<Tensor>& row_sums_)
       : op(name), layout(query_starts ? Layout::packed : Layout::dense), dtype(dtype_of(q_)),
         q(op, q_, layout, dtype), k(op, k_, layout, dtype), v(op, v_, layout, dtype),
-        out(op, out_, layout, dtype), mask(op, mask_, q, k) {
+        out(op, out_, layout, dtype), mask(op, mask_, q, k),
+        sinks(of_heads(op, "sinks", sinks_, q.sizes[1], dtype)),
+        alibi(of_heads(op, "alibi", alibi_, q.sizes[1], dtype)) {
     STD_TORCH_CHECK(is_float(dtype), op, ": q must be floating-point");
     STD_TORCH_CHECK(q.like(out, 3) && k.like(v, 3) && q.sizes[0] == k.sizes[0] && q.sizes[3] == k.sizes[3] &&
                         v.sizes[3] == out.sizes[3],
@@ -128,7 +141,7 @@ struct Attended {
   AttentionCall call(double scale, bool causal, int64_t window, double softcap) const {
     return {q.view,    k.view,
             v.view,    mask.view(),
-            sequences, {float(scale), causal, window, float(softcap)},
+            sequences, {float(scale), causal, window, float(softcap), sinks, alibi},
             out.view,  row_sums ? row_sums->view : View{}};
   }
 };

@@ -22,6 +22,8 @@ def definition(
     mask: Maybe,
     at: Maybe,
     keys_at: Maybe,
+    sinks: Maybe,
+    alibi: Maybe,
     scale: float,
     causal: bool,
     window: int,
@@ -33,15 +35,35 @@ def definition(
     s = (q @ k.mT) * scale  # [B, H, L, S]
     if softcap:
         s = softcap * torch.tanh(s / softcap)
+    if alibi is not None:
+        mask = biased(mask, alibi, distances(q, k))
     if mask is not None:
         s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
     seen = visible(q, k, causal, window)
     if seen is not None:
         s = s.masked_fill(~seen, -math.inf)
+    if sinks is not None:  # as one key more, without a value
+        s = torch.cat((s, sinks.view(-1, 1, 1).expand(*s.shape[:-1], 1)), -1)
     # A query that sees nothing is set to zeros before and after, so that no NaN reaches the gradient either.
     dead = (s == -math.inf).all(-1, keepdim=True)
     p = torch.softmax(s.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-    return p.to(v.dtype) @ v
+    return p[..., : k.shape[-2]].to(v.dtype) @ v
+
+
+def distances(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[L, S]: how far behind a query's position a key stands, less than 0 in front of it."""
+    rows, columns = q.shape[-2], k.shape[-2]
+    here = torch.arange(rows, device=q.device)[:, None] + (columns - rows)
+    return torch.arange(columns, device=q.device) - here
+
+
+def biased(mask: Maybe, alibi: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+    """ALiBi as an additive mask [..., H, L, S], together with the mask there is; in float32 at least."""
+    slopes = alibi.to(torch.promote_types(alibi.dtype, torch.float32))
+    bias = slopes.view(-1, 1, 1) * distances
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
 
 
 def visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int) -> Maybe:
@@ -69,14 +91,18 @@ def eager(
     mask: Maybe,
     at: Maybe,
     keys_at: Maybe,
+    sinks: Maybe,
+    alibi: Maybe,
     scale: float,
     causal: bool,
     window: int,
     softcap: float,
 ) -> torch.Tensor:
     """PyTorch's fused attention where it can express the call, else the definition."""
-    if softcap:
-        return definition(q, k, v, mask, at, keys_at, scale, causal, window, softcap)
+    if softcap or sinks is not None:
+        return definition(q, k, v, mask, at, keys_at, sinks, alibi, scale, causal, window, softcap)
+    if alibi is not None:
+        mask = biased(mask, alibi, distances(q, k))
     grouped = q.shape[1] != k.shape[1]
     causal = causal and q.shape[2] != 1  # the last query sees every key
     if mask is None and not window and not causal and not grouped:
@@ -94,7 +120,7 @@ def eager(
 
 def sdpa(values: Sequence[Any]) -> torch.Tensor:
     """PyTorch's fused attention on a GPU, for the calls that `sdpa_supports`."""
-    q, k, v, _, _, _, scale, causal, *_ = values
+    q, k, v, _, _, _, _, _, scale, causal, *_ = values
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=causal and q.shape[2] > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -102,7 +128,9 @@ def sdpa(values: Sequence[Any]) -> torch.Tensor:
 
 def sdpa_supports(values: Sequence[Any]) -> bool | str:
     """True where PyTorch's flash, cuDNN or memory-efficient kernel computes this very call on a GPU."""
-    q, k, v, mask, _, _, _, causal, window, softcap = values
+    q, k, v, mask, _, _, sinks, alibi, _, causal, window, softcap = values
+    if not (sinks is None and alibi is None):
+        return "PyTorch's fused kernels know neither sinks nor ALiBi"
     if mask is not None:
         return "PyTorch does not promise zeros for a row that a mask hides wholly"
     if window or softcap:

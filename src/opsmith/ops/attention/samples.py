@@ -43,9 +43,11 @@ def cost(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
 ) -> Cost:
     pairs = q.shape[:2].numel() * visible_pairs(q.shape[2], k.shape[2], causal, window)
-    return cost_of(pairs, q, k, v, mask)
+    return cost_of(pairs, q, k, v, mask, sinks, alibi)
 
 
 def cost_of(
@@ -78,6 +80,10 @@ def promised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **op
     """What a mask hides is not looked at, while in the reference its NaN or infinity shows through the mask."""
     hides = options.get("causal") or any(options.get(name) is not None for name in ("mask", "window"))
     return not hides or all(bool(t.isfinite().all()) for t in (k, v))
+
+
+def at_least_float32(t: torch.Tensor) -> torch.Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def _qkv(
@@ -122,6 +128,24 @@ def samples(make: Make) -> Iterator[Sample]:
     yield Sample("strided", tuple(make(1, 2, 16, 9).mT for _ in range(3)))
     yield Sample("no queries", qkv(1, 2, 2, 0, 7, 16))
     yield Sample("no keys", qkv(1, 2, 2, 5, 0, 16))
+    x = qkv(2, 8, 2, 33, 50, 32)
+    sinks, slopes = make(8, scale=2.0), make(8).abs() / 4
+    yield Sample("sinks", x, {"sinks": sinks})
+    yield Sample(
+        "sinks, causal window", qkv(1, 8, 4, 70, 300, 64), {"sinks": sinks, "causal": True, "window": 40}
+    )
+    yield Sample("sinks and mask", x, {"sinks": sinks, "mask": make.mask(2, 1, 33, 50)})
+    yield Sample("sinks where all is masked", x, {"sinks": sinks, "mask": make.mask(1, 1, 33, 50, keep=0.0)})
+    more = {"sinks": at_least_float32(make(8)), "softcap": 2.0}
+    yield Sample("sinks in float32", qkv(1, 8, 4, 40, 20, 16), more)
+    yield Sample(
+        "sinks of a query and a long cache", qkv(1, 8, 2, 1, 700, 64), {"sinks": make(8), "alibi": slopes}
+    )
+    yield Sample("slopes", x, {"alibi": slopes, "causal": True})
+    yield Sample("slopes, not causal", qkv(2, 8, 8, 9, 140, 16), {"alibi": make(8) / 8, "window": 30})
+    learned = tuple(t.requires_grad_() for t in (*qkv(1, 8, 4, 40, 150, 32), make(8)))
+    more = {"alibi": slopes, "causal": True, "softcap": 3.0, "mask": make.mask(1, 1, 40, 150)}
+    yield Sample("sinks and slopes, not learned", learned[:3], {"sinks": learned[3], **more})
 
 
 def workloads(make: Make) -> Iterator[Sample]:

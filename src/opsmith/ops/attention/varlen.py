@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from opsmith.call.arguments import check_fit, check_number
 from opsmith.call.dispatch import compiling
 from opsmith.operator import Cost, GradientCost, Kind, Make, Sample
-from opsmith.ops.attention import HOW, INTEGERS, SIGNATURE, Attend, check_heads, numbers
+from opsmith.ops.attention import HOW, INTEGERS, SIGNATURE, Attend, check_heads, numbers, of_heads
 from opsmith.ops.attention.eager import definition, eager
 from opsmith.ops.attention.samples import cost_of, promised, visible_pairs
 
@@ -31,6 +31,8 @@ def attention_varlen(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within each of several sequences packed into one tensor; no padding, no L x S matrix in memory.
@@ -53,6 +55,10 @@ def attention_varlen(
         scale: of the scores; `D ** -0.5` by default.
         window: a query sees only the keys less than `window` positions from its own, i + s - l.
         softcap: scores become `softcap * tanh(score / softcap)`.
+        sinks: [H], in q's dtype or float32: a logit for each query head that takes its share of the weights and gives
+            no value, as in `attention`.
+        alibi: [H], in q's dtype or float32: slopes, by which a score grows with `j - (i + s - l)`. Slopes that want
+            a gradient get it from plain PyTorch, one sequence after the other.
         out: [T, H, Dv] in q's dtype to write into.
 
     Raises:
@@ -64,19 +70,21 @@ def attention_varlen(
     """
     how = numbers(_OP, q, causal, scale, window, softcap)
     call = _CALL.traced if compiling() else _CALL.fast.call
-    return call(q, k, v, None, cu_seqlens_q, cu_seqlens_k, *how, out)  # type: ignore[no-any-return]
+    given = q, k, v, None, cu_seqlens_q, cu_seqlens_k, sinks, alibi
+    return call(*given, *how, out)  # type: ignore[no-any-return]
 
 
 class _Varlen(Attend):
     """Of sequences that lie packed one after the other."""
 
     def check(self, values: Sequence[Any]) -> None:
-        q, k, v, _, at, keys_at, scale, *_ = values
+        q, k, v, _, at, keys_at, sinks, alibi, scale, *_ = values
         check_fit(
             _OP,
             *(("q", q, "T H D"), ("k", k, "S Hkv D"), ("v", v, "S Hkv Dv")),
             ("cu_seqlens_q", at, "sequences+1", *INTEGERS),
             ("cu_seqlens_k", keys_at, "sequences+1", *INTEGERS),
+            *of_heads(sinks, alibi),
         )
         check_heads(_OP, q.shape[1], k.shape[1])
         _check_starts("cu_seqlens_q", at, q.shape[0])
@@ -139,10 +147,12 @@ def _cost(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
 ) -> Cost:
     spans = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     pairs = sum(visible_pairs(q1 - q0, k1 - k0, causal, window) for (q0, q1), (k0, k1) in spans)
-    return cost_of(q.shape[1] * pairs, q, k, v, cu_seqlens_q, cu_seqlens_k)
+    return cost_of(q.shape[1] * pairs, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi)
 
 
 def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -187,6 +197,12 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("strided", (*(make(19, 16, 2).mT for _ in range(3)), starts, starts))
     yield Sample("no tokens", packed((0, 0), (0, 0), 2, 2, 16))
     yield Sample("no sequences", packed((), (), 2, 2, 16))
+    yield Sample("sinks", packed((70, 0, 9), (170, 3, 12), 8, 2, 16), {"sinks": make(8)})
+    learned = packed((30, 9, 4), (41, 9, 0), 8, 4, 32)
+    for t in learned[:3]:
+        t.requires_grad_()
+    more = {"alibi": make(8).abs() / 4, "window": 20, "causal": True}
+    yield Sample("sinks and slopes", learned, {"sinks": make(8).requires_grad_(), **more})
 
 
 def _workloads(make: Make) -> Iterator[Sample]:

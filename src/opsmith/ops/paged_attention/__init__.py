@@ -12,11 +12,11 @@ from opsmith.call.arguments import check_fit, check_number
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import dense_rows
 from opsmith.call.run import declare
-from opsmith.call.signature import Input, Number, Output, Signature
+from opsmith.call.signature import Dtype, Input, Number, Output, Signature
 from opsmith.implementation import Supports
 from opsmith.operator import Kind
-from opsmith.ops.attention import HOW, INTEGERS, Attend, check_heads, check_limits
-from opsmith.ops.attention.eager import default_scale, definition, eager
+from opsmith.ops.attention import HOW, INTEGERS, Attend, check_heads, check_limits, of_heads
+from opsmith.ops.attention.eager import biased, default_scale, definition, eager
 from opsmith.ops.paged_attention.samples import cost, promised, samples, workloads
 from opsmith.ops.pages import caches, check_pages
 
@@ -29,6 +29,7 @@ SIGNATURE = Signature(
         *(Input("q", "... D"), Input("k_cache", "... D"), Input("v_cache", "... Dv")),
         *(Input("block_tables", "B T", torch.int32), Input("seq_lens", "B", torch.int32)),
         *(Input("k_scale", "... H", torch.float32, True), Input("v_scale", "... H", torch.float32, True)),
+        *(Input(name, "H", Dtype.FIRST_OR_FLOAT32, True) for name in ("sinks", "alibi")),
         *(Number("scale", float, optional=True), Number("window", int), Number("softcap", float)),
     ),
     (Output("y", "... Dv"),),
@@ -46,6 +47,8 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -70,6 +73,10 @@ def paged_attention(
         scale: of the scores; `D ** -0.5` by default.
         window: a query sees only the keys less than `window` positions before its own.
         softcap: scores become `softcap * tanh(score / softcap)`.
+        sinks: [H], in q's dtype or float32: a logit for each query head, compared with its scaled scores. It takes its
+            share of the weights and gives no value.
+        alibi: [H], in q's dtype or float32: slopes. The score of a query at position i of its sequence and of key j
+            becomes `score + alibi * (j - i)`, after the softcap.
         k_scale, v_scale: [blocks, block_size, Hkv] float32, of int8 caches: what their rows are multiplied by.
         out: [B, H, Dv] or [B, L, H, Dv] in q's dtype to write into.
 
@@ -79,11 +86,11 @@ def paged_attention(
             would wait for the device; nothing is read out of bounds.
 
     Source: Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023; Dao et al.,
-    "Flash-Decoding", 2023.
+    "Flash-Decoding", 2023; Xiao et al., 2023, and gpt-oss, 2025 (sinks); Press et al., 2022 (ALiBi).
     """
     if not (window is None and softcap is None):
         check_limits(_OP, window, softcap)
-    how = k_scale, v_scale, scale, window or 0, softcap or 0.0
+    how = k_scale, v_scale, sinks, alibi, scale, window or 0, softcap or 0.0
     call = _CALL.traced if compiling() else _CALL.fast.call
     return call(q, k_cache, v_cache, block_tables, seq_lens, *how, out)  # type: ignore[no-any-return]
 
@@ -97,30 +104,37 @@ def _padded(
     seq_lens: torch.Tensor,
     k_scale: Maybe,
     v_scale: Maybe,
+    sinks: Maybe,
+    alibi: Maybe,
     scale: float | None,
     window: int,
     softcap: float,
 ) -> torch.Tensor:
     """Attention on the blocks gathered to padded keys and values, under a mask: what PyTorch offers."""
     new = q.unsqueeze(1) if q.dim() == 3 else q  # [B, L, H, D]
-    seen = _visible(new, k_cache, block_tables, seq_lens, window)  # [B, L, S]
+    distances = _distances(new, k_cache, block_tables, seq_lens)  # [B, L, S]
+    seen = distances <= 0
+    if window:
+        seen &= distances > -window
     k, v = _gathered(q.dtype, k_cache, v_cache, block_tables, k_scale, v_scale, seen)  # [B, S, Hkv, D]
     new, k, v = (t.transpose(1, 2) for t in (new, k, v))
     scale = default_scale(q) if scale is None else scale
-    y = attend(new, k, v, seen[:, None], None, None, scale, False, 0, softcap).transpose(1, 2)
+    mask = seen[:, None]
+    if alibi is not None:  # positions are those in each sequence, which may end before the padding does
+        mask = biased(mask, alibi, distances[:, None])
+    y = attend(new, k, v, mask, None, None, sinks, None, scale, False, 0, softcap).transpose(1, 2)
     y = y.masked_fill(~seen.any(-1)[:, :, None, None], 0.0).contiguous()
     return y.squeeze(1) if q.dim() == 3 else y
 
 
-def _visible(
-    new: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int
+def _distances(
+    new: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor
 ) -> torch.Tensor:
-    """[B, L, S]: whether a query sees a key of the blocks in its row of the table."""
+    """[B, L, S]: how far behind a query's position a key of the blocks in its row of the table stands."""
     queries, size = new.shape[1], k_cache.shape[1]
     keys = torch.arange(block_tables.shape[1] * size, device=new.device)
     here = seq_lens.long()[:, None] - queries + torch.arange(queries, device=new.device)  # [B, L]
-    seen = keys <= here[:, :, None]
-    return seen & (here[:, :, None] - keys < window) if window else seen
+    return keys - here[:, :, None]
 
 
 def _gathered(
@@ -153,13 +167,14 @@ class _Paged(Attend):
     """On caches; a gradient passes through none."""
 
     def check(self, values: Sequence[Any]) -> None:
-        q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, scale, window, _ = values
+        q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, sinks, alibi, scale, window, _ = values
         check_fit(
             _OP,
             ("q", q, "B H D" if getattr(q, "ndim", 4) == 3 else "B L H D"),
             *caches(_OP, k_cache, v_cache, k_scale, v_scale),
             ("block_tables", block_tables, "B blocks_each", *INTEGERS),
             ("seq_lens", seq_lens, "B", *INTEGERS),
+            *of_heads(sinks, alibi),
         )
         check_heads(_OP, q.shape[-2], k_cache.shape[2], "the caches")
         if scale is not None:

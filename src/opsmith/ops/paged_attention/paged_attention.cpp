@@ -166,10 +166,11 @@ struct Buffers {
   float* step = nullptr;  // of the digits of each row of q, then of each row of weights
   int32_t* start = nullptr;  // of sums of digits
   int64_t* offset = nullptr;  // of the head of each row, in a token's keys
+  float *slope = nullptr, *position = nullptr;  // ALiBi's, of the lanes of a token
   int64_t floats = 0;
 
   Buffers() = default;
-  Buffers(float* base, int64_t rows, int64_t depth, int64_t scores_of_tile, bool quantized) {
+  Buffers(float* base, int64_t rows, int64_t depth, int64_t scores_of_tile, bool quantized, bool alibi) {
     Carver carve{base};
     q = carve.take(rows * depth);
     offset = reinterpret_cast<int64_t*>(carve.take(2 * rows));
@@ -179,6 +180,10 @@ struct Buffers {
       digits = reinterpret_cast<int8_t*>(carve.take(ceil_div(rows * depth, 2)));
       step = carve.take(2 * round_up(rows, W));
       start = reinterpret_cast<int32_t*>(carve.take(round_up(rows, W)));
+    }
+    if (alibi) {
+      slope = carve.take(round_up(rows, W));
+      position = carve.take(round_up(rows, W));
     }
     floats = carve.used;
   }
@@ -198,7 +203,8 @@ class Paged {
         value_dim_(out.sizes[3]),
         rows_(cache.keys.sizes[2] ? q.sizes[2] / cache.keys.sizes[2] * queries_ : 0),
         slots_(rows_ < 3 ? rows_ : round_up(rows_, 4)), depth_(round_up(ceil_div(dim_, Units::per_unit), W)),
-        width_(round_up(value_dim_, group)), plain_(!(options.softcap > 0) && options.scale > 0),
+        width_(round_up(value_dim_, group)),
+        plain_(!(options.softcap > 0) && !options.alibi.defined() && options.scale > 0),
         exponent_(plain_ ? options.scale * log2_e : log2_e), precise_(q.dtype == DType::f32),
         plan_(memory.plan), kept_(memory.sums) {
     plan_.make(cache, q.sizes[0], queries_, options.window, (dim_ + value_dim_) * int64_t(sizeof(T)), slots_,
@@ -278,11 +284,14 @@ class Paged {
     walk.first = piece;
     const int64_t rows = std::max(lanes_, slots_ * plan_.heads_at_once);
     const int64_t scores = round_up(plan_.tile + 2 * apart_, 2 * W) * std::max<int64_t>(lanes_, 1);
-    walk.to = Buffers(scratch(Buffers(nullptr, rows, depth_, scores, quantized).floats), rows, depth_, scores,
-                      quantized);
+    const bool alibi = options_.alibi.defined();
+    walk.to = Buffers(scratch(Buffers(nullptr, rows, depth_, scores, quantized, alibi).floats), rows, depth_,
+                      scores, quantized, alibi);
     walk.sums = sums_of(piece);
     std::fill(walk.sums.data, walk.sums.largest(), 0.0f);
     std::fill_n(walk.sums.largest(), walk.sums.lanes, -kInfinity);
+    if (options_.sinks.defined() && piece == whole.piece) start_at_sinks(walk);
+    if (alibi) place_rows(walk);
     for (int64_t r = 0; r < whole.heads * slots_ / unit(); ++r) {
       walk.to.offset[r] = (whole.head + r * unit() / slots_) * c_.keys.strides[2];
     }
@@ -306,6 +315,36 @@ class Paged {
                 walk.to.start + r);
     }
 #endif
+  }
+
+  // f(row of a token's scores, query head, query).
+  template <class F>
+  void for_rows(const Whole& whole, const F& f) const {
+    for (int64_t h = 0; h < whole.heads; ++h) {
+      for (int64_t i = 0; i < rows_; ++i) f(h * slots_ + i, query_head(whole.head + h, i), i % queries_);
+    }
+  }
+
+  // Sinks come before the first key. Of lanes that have several tokens the first one's hold their weights.
+  void start_at_sinks(const Walk& walk) const {
+    for_rows(*walk.whole, [&](int64_t r, int64_t head, int64_t) {
+      const Start start(options_, head, exponent_);
+      walk.sums.totals()[r] = start.total;
+      for (int64_t lane = r; lane < walk.sums.lanes; lane += lanes_)
+        walk.sums.largest()[lane] = start.largest;
+    });
+  }
+
+  void place_rows(const Walk& walk) const {
+    const int64_t first_query = c_.length(walk.whole->sequence) - queries_;
+    std::fill_n(walk.to.slope, walk.sums.lanes, 0.0f);
+    std::fill_n(walk.to.position, walk.sums.lanes, 0.0f);
+    for_rows(*walk.whole, [&](int64_t r, int64_t head, int64_t query) {
+      for (int64_t token = 0, lane = r; lane < walk.sums.lanes; ++token, lane += lanes_) {
+        walk.to.slope[lane] = options_.alibi_slope(head);
+        walk.to.position[lane] = float(first_query + query - token);
+      }
+    });
   }
 
   void finish(Walk& walk) {
@@ -435,6 +474,7 @@ class Paged {
       scale(scores, walk.tiles.key_scale, c_.key_scale, whole, keys);
     }
     if (!plain_) transform_scores(scores, tokens * lanes_, options_);
+    if (options_.alibi.defined()) add_alibi(walk, at, tokens);
     std::fill(scores + keys * lanes_, scores + tokens * lanes_, -kInfinity);
     const int64_t length = c_.length(whole.sequence), first_query = length - queries_;
     if (at + keys - 1 <= first_query && !(options_.window > 0 && at <= length - 1 - options_.window)) return;
@@ -444,6 +484,15 @@ class Paged {
         if (distance < 0 || (options_.window > 0 && distance >= options_.window))
           scores[j * lanes_ + r] = -kInfinity;
       }
+    }
+  }
+
+  void add_alibi(const Walk& walk, int64_t at, int64_t tokens) const {
+    for (int64_t v = 0; v < walk.sums.lanes; v += W) {
+      const Vec slope = load(walk.to.slope + v), position = load(walk.to.position + v);
+      float* s = walk.to.scores + v;
+      for (int64_t j = 0; j < tokens; j += apart_, s += walk.sums.lanes)
+        store(s, fma(splat(float(at + j)) - position, slope, load(s)));
     }
   }
 

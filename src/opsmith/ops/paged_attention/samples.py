@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, Make, Sample
-from opsmith.ops.attention.samples import visible_pairs
+from opsmith.ops.attention.samples import at_least_float32, visible_pairs
 from opsmith.ops.pages import has_values
 
 
@@ -23,6 +23,8 @@ def cost(
     seq_lens: torch.Tensor,
     *,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     **rest: Any,
 ) -> Cost:
@@ -45,7 +47,7 @@ def cost(
         pairs = queries * keys
     row = dims * k_cache.element_size() + (0 if k_scale is None else 8)
     result = q.numel() // max(q.shape[-1], 1) * v_cache.shape[3] * q.element_size()
-    moved = keys * kv_heads * row + nbytes(q, block_tables, seq_lens) + result
+    moved = keys * kv_heads * row + nbytes(q, block_tables, seq_lens, sinks, alibi) + result
     return Cost(2.0 * heads * pairs * dims, moved)
 
 
@@ -156,6 +158,18 @@ def samples(make: Make) -> Iterator[Sample]:
     q, k, v, *rest = call((50, 33, 70, 20, 64, 9, 80, 41), 8, 4, 64, new=4)
     yield Sample("sharp", (q * 8, k * 4, v, *rest))
     yield Sample("no sequences", call((), 4, 2, 16))
+    sinks, slopes = make(8, scale=2.0), make(8).abs() / 8
+    for name, given in (("sinks", {"sinks": sinks}), ("slopes", {"alibi": slopes})):
+        yield Sample(name, call((300, 0, 18), 8, 4, 32), given)
+        yield Sample(f"{name}, window", call((150, 9, 40), 8, 1, 32), {"window": 37, **given})
+        yield Sample(f"{name}, new tokens", call((150, 2, 40), 8, 4, 24, new=3), {"softcap": 3.0, **given})
+        yield Sample(f"{name}, as many key heads", call((300, 20), 8, 8, 64), given)
+    both = {"sinks": sinks, "alibi": at_least_float32(slopes)}
+    yield Sample("sinks and slopes", call((700,), 8, 2, 64), both)
+    for hkv, d, dv in ((4, 40, 40), (2, 128, 64)):
+        args, scales = int8(call((60, 33, 7, 80, 20, 100, 11, 48), 8, hkv, d, dv=dv))
+        yield Sample(f"int8, sinks and slopes, 8/{hkv}x{d}x{dv}", args, {**scales, **both})
+        yield Sample(f"int8, sinks, 8/{hkv}x{d}x{dv}", args, {**scales, "sinks": sinks})
 
 
 def workloads(make: Make) -> Iterator[Sample]:

@@ -26,6 +26,7 @@ def _pieces(
     lengths,
     k_scale,
     v_scale,
+    alibi,
     parts,
     kept,
     blocks,
@@ -83,6 +84,9 @@ def _pieces(
     mine = (i < rows)[:, None]
     at = (i % queries) * q_l + (h * group + i // queries) * q_h
     x = tl.load(q + b * q_b + at[:, None] + d[None, :], mask=mine & (d < D)[None, :], other=0.0)
+    slope = tl.zeros((BM,), tl.float32)[:, None]
+    if alibi is not None:
+        slope = tl.load(alibi + h * group + i // queries, mask=i < rows, other=0.0).to(tl.float32)[:, None]
     acc = tl.zeros((BM, BDV), tl.float32)
     largest = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -103,6 +107,8 @@ def _pieces(
             s *= tl.load(k_scale + block * ks_b + slot * ks_s + h * ks_h, mask=there, other=0.0)[None, :]
         if SOFTCAP:
             s = softcap * saturate(s / softcap)
+        if alibi is not None:
+            s += slope * (j[None, :] - here).to(tl.float32)
         seen = (j < end)[None, :] & (j[None, :] <= here)
         if WINDOW:
             seen &= here - j[None, :] < window
@@ -123,7 +129,9 @@ def _pieces(
 
 
 @triton.jit
-def _merge(parts, kept, y, queries, rows, pieces, y_b, y_l, y_h, DV, PIECES: tl.constexpr, BDV: tl.constexpr):
+def _merge(
+    parts, kept, sinks, y, queries, rows, pieces, y_b, y_l, y_h, DV, PIECES: tl.constexpr, BDV: tl.constexpr
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     i = tl.program_id(2)
@@ -132,12 +140,19 @@ def _merge(parts, kept, y, queries, rows, pieces, y_b, y_l, y_h, DV, PIECES: tl.
     row = ((b * tl.num_programs(1) + h) * pieces + piece) * rows + i
     largest = tl.load(kept + row * 2, mask=piece < pieces, other=float("-inf"))
     most = tl.max(largest, 0)
+    head = h * (rows // queries) + i // queries
+    sink = float("-inf")
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        most = tl.maximum(most, sink)
     factor = tl.exp2((largest - tl.where(most == float("-inf"), 0.0, most)) * LOG2E)
     total = tl.sum(factor * tl.load(kept + row * 2 + 1, mask=piece < pieces, other=0.0), 0)
+    if sinks is not None:  # a key more, without a value
+        total += tl.where(sink == float("-inf"), 0.0, tl.exp2((sink - most) * LOG2E))
     there = (piece < pieces)[:, None] & (dv < DV)[None, :]
     acc = tl.load(parts + row[:, None] * DV + dv[None, :], mask=there, other=0.0)
     value = tl.sum(acc * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    to = y + b * y_b + i % queries * y_l + (h * (rows // queries) + i // queries) * y_h
+    to = y + b * y_b + i % queries * y_l + head * y_h
     tl.store(to + dv, rounded(value, y), mask=dv < DV)
 
 
@@ -149,6 +164,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi: torch.Tensor | None,
     scale: float | None,
     window: int,
     softcap: float,
@@ -173,7 +190,7 @@ def paged_attention(
     launch(
         _pieces,
         (batch, kv_heads, pieces),
-        *(q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, parts, kept),
+        *(q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale, alibi, parts, kept),
         *(blocks, max(size, 1), most, queries, rows, pieces),
         *(*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3]),
         *(*block_tables.stride(), seq_lens.stride(0), *steps),
@@ -190,7 +207,7 @@ def paged_attention(
     launch(
         _merge,
         (batch, kv_heads, rows),
-        *(parts, kept, y, queries, rows, pieces, *y.stride()[:3], value_dim),
+        *(parts, kept, sinks, y, queries, rows, pieces, *y.stride()[:3], value_dim),
         PIECES=max(triton.next_power_of_2(pieces), 2),
         BDV=wide_values,
         num_warps=4,

@@ -185,6 +185,7 @@ class Attention {
     for (int i = 0; i < s.rows; ++i) {
       float* scores = to.scores + i * kScoreStride;
       if (!p_.plain) transform_scores(scores, s.keys, p_.options);
+      if (p_.options.alibi.defined()) p_.add_alibi(scores, s.keys, at.kv_head, at.row + r + i, key);
       if (masked) mask_scores(scores, s.keys, key, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
       if (s.first[i] > 0 || s.last[i] < vecs * W - 1) hide(scores, vecs, s.first[i], s.last[i]);
       weigh(scores, reinterpret_cast<Element*>(to.weights + i * kScoreStride), vecs, to, r + i);
@@ -236,14 +237,30 @@ class Attention {
     store(totals, total);
   }
 
+  // The sink as the last key of a row, without a value. Returns what the row's sums are to be divided by.
+  float add_sink(int64_t head, float& total, float& largest) const {
+    const Start sink(p_.options, head, p_.exponent);
+    if (sink.largest == -kInfinity) return total;
+    if (!(sink.largest > largest)) {
+      total += float(Start::weight(p_.options.sink(head), largest, p_.exponent));
+      return total;
+    }
+    const float shrink = std::exp2((largest - sink.largest) * p_.exponent);
+    total = total * shrink + sink.total;
+    largest = sink.largest;
+    return total / shrink;
+  }
+
   void write_row(int64_t b, int64_t kv_head, int64_t row, const float* sums, float total,
                  float largest) const {
     const int64_t head = p_.head(kv_head, row), query = p_.query(row);
     T* out = row_of<T>(p_.out, b, head, query);
-    if (total == 0) {
+    const float divisor = p_.options.sinks.defined() ? add_sink(head, total, largest) : total;
+    if (divisor == 0) {
       std::fill(out, out + p_.value_dim, T{});
     } else {
-      for_lanes(p_.value_dim, [&](int64_t c, auto lanes) { store(out + c, load(sums + c) / total, lanes); });
+      for_lanes(p_.value_dim,
+                [&](int64_t c, auto lanes) { store(out + c, load(sums + c) / divisor, lanes); });
     }
     if (p_.row_sums.defined()) {
       float* kept = row_of<float>(p_.row_sums, b, head, query);

@@ -46,11 +46,12 @@ class AttentionBackward {
       parts_ = std::clamp<int64_t>(std::min(ceil_div(2 * threads, like), ceil_div(p_.rows(), kBlock)), 1, 16);
     }
     if (parts_ > 1) shared_.reset(new float[size_t(items() * tiles_ * sums_)]);
+    if (to_.dsinks.defined()) of_sinks_.assign(size_t(items() * p_.group), 0.0);
   }
 
   int64_t items() const { return heads() * parts_; }
 
-  void run(int64_t i) const { item(i); }
+  void run(int64_t i) { item(i); }
 
   void finish() const {
     if (parts_ == 1) return;
@@ -58,6 +59,14 @@ class AttentionBackward {
     parallel_for(n, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) gather(i / tiles_, i % tiles_);
     });
+  }
+
+  // The gradients of the sinks, added to those of each query head.
+  void add_sinks(std::vector<double>& sums) const {
+    for (size_t i = 0; i < of_sinks_.size(); ++i) {
+      const int64_t kv_head = int64_t(i) / p_.group / parts_ % p_.kv_heads;
+      sums[size_t(kv_head * p_.group + int64_t(i) % p_.group)] += of_sinks_[i];
+    }
   }
 
  private:
@@ -74,6 +83,7 @@ class AttentionBackward {
   struct Buffers {
     float *q, *dout, *q_rows, *dout_rows, *dq, *largest, *inverse, *delta, *k, *k_rows, *v, *outs, *scores,
         *gradients, *slope, *p, *ds, *p_rows, *ds_rows, *sums;
+    float* weighted;  // sums of the weights times dout . v, which sinks take for delta where out is rounded
     int64_t floats;
 
     Buffers(float* base, const AttentionBackward& a) {
@@ -98,6 +108,7 @@ class AttentionBackward {
       p_rows = carve.take(a.block_ / pack * a.tile_);
       ds_rows = carve.take(a.block_ / pack * a.tile_);
       sums = a.shared_ ? nullptr : carve.take(a.tiles_ * a.sums_);
+      weighted = !precise && a.to_.dsinks.defined() ? carve.take(a.block_) : nullptr;
       floats = carve.used;
     }
   };
@@ -106,7 +117,7 @@ class AttentionBackward {
     int64_t batch, kv_head, row, rows;
   };
 
-  void item(int64_t i) const {
+  void item(int64_t i) {
     Buffers to(scratch(Buffers(nullptr, *this).floats), *this);
     if (shared_) to.sums = shared_.get() + i * tiles_ * sums_;
     set_lanes(to.sums, 0, tiles_ * sums_);
@@ -117,7 +128,9 @@ class AttentionBackward {
     const int64_t head = i / parts_, part = i % parts_, blocks = ceil_div(p_.rows(), kBlock);
     for (int64_t n = blocks * part / parts_; n < blocks * (part + 1) / parts_; ++n) {
       const int64_t row = n * kBlock;
-      block({head / p_.kv_heads, head % p_.kv_heads, row, std::min(kBlock, p_.rows() - row)}, to);
+      const Block at{head / p_.kv_heads, head % p_.kv_heads, row, std::min(kBlock, p_.rows() - row)};
+      block(at, to);
+      if (to_.dsinks.defined()) sum_sinks(at, to, of_sinks_.data() + i * p_.group);
     }
     if (shared_) return;
     for (int64_t t = 0; t < tiles_; ++t) write_tile(head, t, to.sums + t * sums_);
@@ -132,6 +145,24 @@ class AttentionBackward {
       for_lanes(p_.dim,
                 [&](int64_t c, auto lanes) { store(dq + c, load(sum + c) * p_.options.scale, lanes); });
     }
+  }
+
+  // Each row's sink loses what its weight takes from the others: it has no value of its own.
+  void sum_sinks(const Block& at, const Buffers& to, double* sums) const {
+    for (int64_t r = 0; r < at.rows; ++r) {
+      if (to.inverse[r] == kInfinity) continue;  // the row has neither key nor sink
+      const int64_t member = (at.row + r) / p_.queries, head = at.kv_head * p_.group + member;
+      const double share = Start::weight(p_.options.sink(head), to.largest[r], p_.exponent) * to.inverse[r];
+      sums[member] -= share * (precise ? exact_delta(at.batch, head, p_.query(at.row + r)) : to.weighted[r]);
+    }
+  }
+
+  double exact_delta(int64_t batch, int64_t head, int64_t query) const {
+    const T* out = row_of<T>(p_.out, batch, head, query);
+    const T* dout = row_of<T>(to_.dout, batch, head, query);
+    double sum = 0;
+    for (int64_t c = 0; c < p_.value_dim; ++c) sum += double(to_float(out[c])) * double(to_float(dout[c]));
+    return sum;
   }
 
   void pack_queries(const Block& at, const Buffers& to) const {
@@ -151,6 +182,7 @@ class AttentionBackward {
     std::fill(q + at.rows * length, q + padded * length, Element{});
     std::fill(dout + at.rows * value_length, dout + padded * value_length, Element{});
     set_lanes(to.dq, 0, padded * width_);
+    if (to.weighted) set_lanes(to.weighted, 0, at.rows);
     pack_rows<Units>(q, length, at.rows, p_.dim, to.q_rows, width_);
     pack_rows<Units>(dout, value_length, at.rows, p_.value_dim, to.dout_rows, value_width_);
     if (whole_rows()) return;
@@ -239,6 +271,7 @@ class AttentionBackward {
     for (int i = 0; i < s.rows; ++i) {
       float* scores = to.scores + i * kStride;
       if (!p_.plain) transform_scores(scores, s.keys, p_.options, to.slope);
+      if (p_.options.alibi.defined()) p_.add_alibi(scores, s.keys, at.kv_head, at.row + r + i, key);
       if (p_.mask.defined())
         mask_scores(scores, s.keys, key, p_.mask_row(at.batch, at.kv_head, at.row + r + i));
       if (s.first[i] > 0 || s.last[i] < vecs * W - 1) hide(scores, vecs, s.first[i], s.last[i]);
@@ -272,6 +305,11 @@ class AttentionBackward {
         sum = fma(weight, load(gradients + j), sum);
       }
       delta = reduce_add(sum);
+    }
+    if (to.weighted) {
+      Vec sum{};
+      for (int64_t j = 0; j < vecs * W; j += W) sum = fma(weigh(j), load(gradients + j), sum);
+      to.weighted[row] += reduce_add(sum);
     }
     for (int64_t j = 0; j < vecs * W; j += W) {
       const Vec weight = whole_rows() ? load(scores + j) : weigh(j);
@@ -317,6 +355,7 @@ class AttentionBackward {
   AttentionGradients to_;
   int64_t depth_, value_depth_, width_, value_width_, tile_, tiles_, block_, sums_, parts_ = 1;
   std::unique_ptr<float[]> shared_;
+  std::vector<double> of_sinks_;  // [items, group]: what the rows of an item add to the gradients of their sinks
 };
 
 template <class T>
@@ -325,16 +364,25 @@ void run(const AttentionCall& x, const AttentionGradients& to) {
   for_problems<T>(x, [&](const Problem& p, int64_t query, int64_t key) {
     if (p.queries + p.keys == 0) return;
     const AttentionGradients mine{from<T>(to.dout, query), from<T>(to.dq, query), from<T>(to.dk, key),
-                                  from<T>(to.dv, key)};
+                                  from<T>(to.dv, key), to.dsinks};
     parts.emplace_back(p, mine);
   });
   run_all(parts);
+  if (!to.dsinks.defined()) return;
+  std::vector<double> sums(size_t(x.q.sizes[1]));
+  for (const AttentionBackward<T>& part : parts) part.add_sinks(sums);
+  with_float_type(to.dsinks.dtype, [&](auto* t) {
+    using S = std::remove_pointer_t<decltype(t)>;
+    for (size_t h = 0; h < sums.size(); ++h) {
+      to.dsinks.as<S>()[int64_t(h) * to.dsinks.strides[0]] = from_float<S>(float(sums[h]));
+    }
+  });
 }
 
 }  // namespace
 
 void attention_backward(const AttentionCall& x, const AttentionGradients& to) {
-  if (x.k.sizes[0] * x.k.sizes[1] == 0) return;
+  if (x.k.sizes[1] == 0) return;
   with_float_type(x.q.dtype, [&](auto* t) { run<std::remove_pointer_t<decltype(t)>>(x, to); });
 }
 

@@ -14,6 +14,7 @@ from opsmith.ops.attention.triton.scores import (
     LOG2E,
     Sequences,
     against,
+    biased,
     blocks,
     key_range,
     load_rows,
@@ -39,6 +40,8 @@ def _forward(
     q_starts,
     k_starts,
     sequences,
+    sinks,
+    alibi,
     queries,
     keys,
     H,
@@ -98,6 +101,14 @@ def _forward(
     acc = tl.zeros((BM, BDV), tl.float32)
     largest = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
+    if sinks is not None:  # a softmax begins at its sink, as a key without a value
+        sink = tl.load(sinks + h).to(tl.float32)
+        if PLAIN:
+            sink /= scale
+        largest = tl.full((BM,), 0.0, tl.float32) + sink
+        total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - sink))
+    if alibi is not None:
+        slope = tl.load(alibi + h).to(tl.float32)
     begin, end = key_range(first, n, m, window, BM, CAUSAL, WINDOW)
     begin = begin // BN * BN
     # In the middle every query of the tile sees every key: no comparison is needed there.
@@ -133,6 +144,8 @@ def _forward(
                 s *= scale
                 if SOFTCAP:
                     s = softcap * saturate(s / softcap)
+                if alibi is not None:
+                    s = biased(s, slope, i[:, None], j[None, :], n, m)
                 s = masked(s, mask, i[:, None], j[None, :], n, m, m_l, m_s, MASK)
             if stretch != 1:
                 seen = visible(i[:, None], j[None, :], n, m, window, CAUSAL, WINDOW)
@@ -161,6 +174,8 @@ def attention(
     mask: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi: torch.Tensor | None,
     scale: float,
     causal: bool,
     window: int,
@@ -179,12 +194,12 @@ def attention(
     launch(
         _forward,
         (sequences.tiles(queries, sizes["BM"]), batch * heads),
-        *(q, k, v, memory, y, row_sums, *sequences.arguments),
+        *(q, k, v, memory, y, row_sums, *sequences.arguments, sinks, alibi),
         *(queries, k.shape[2], heads),
         *(*strides(q, k, v), *mask_strides, *strides(y, row_sums)),
         *(dim, v.shape[3], scale, window, softcap),
         GROUP=heads // max(k.shape[1], 1),
-        **options(q, v, mask, scale, causal, window, softcap),
+        **options(q, v, mask, alibi, scale, causal, window, softcap),
         **sizes,
     )
 

@@ -16,6 +16,7 @@ from opsmith.ops.attention.triton.scores import (
     LOG2E,
     Sequences,
     against,
+    biased,
     blocks,
     key_range,
     load_rows,
@@ -69,6 +70,7 @@ def _weights(
     scale,
     window,
     softcap,
+    alibi,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -89,6 +91,8 @@ def _weights(
             t = saturate(s / softcap)
             slope = 1.0 - t * t
             s = softcap * t
+        if alibi is not None:
+            s = biased(s, tl.load(alibi).to(tl.float32), i, j, n, m)
         s = masked(s, mask, i, j, n, m, m_l, m_s, MASK)
     s = tl.where(visible(i, j, n, m, window, CAUSAL, WINDOW), s, float("-inf"))
     base = tl.where(largest == float("-inf"), 0.0, largest)
@@ -110,6 +114,7 @@ def of_keys(
     q_starts,
     k_starts,
     sequences,
+    alibi,
     queries,
     keys,
     H,
@@ -189,6 +194,9 @@ def of_keys(
         shown = mask
         if MASK:
             shown += b * m_b + head * m_h
+        slope = alibi
+        if alibi is not None:
+            slope += head
         for row in range(begin, end, BM):
             i = row + tl.arange(0, BM).to(tl.int64)
             x = load_rows(rows, i, q_l, n, lanes, D, EVEN)
@@ -199,7 +207,7 @@ def of_keys(
                 tl.load(kept + i * s_l, mask=i < n, other=0.0)[None, :],
                 tl.load(kept + i * s_l + 1, mask=i < n, other=0.0)[None, :],
                 tl.load(deltas + i, mask=i < n, other=0.0)[None, :],
-                shown, i[None, :], j[:, None], n, m, m_l, m_s, scale, window, softcap,
+                shown, i[None, :], j[:, None], n, m, m_l, m_s, scale, window, softcap, slope,
                 CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN,
             )  # fmt: skip
             dv_sum = dot(narrow(p, g), g, dv_sum)
@@ -217,10 +225,12 @@ def of_queries(
     mask,
     sums,
     delta,
+    weighted,
     dq,
     q_starts,
     k_starts,
     sequences,
+    alibi,
     queries,
     keys,
     H,
@@ -277,6 +287,9 @@ def of_queries(
     v += b * v_b + h // GROUP * v_h + k0 * v_l
     if MASK:
         mask += b * m_b + h * m_h
+    slope = alibi
+    if alibi is not None:
+        slope += h
     i = first + tl.arange(0, BM).to(tl.int64)
     x = load_rows(q + b * q_b + h * q_h + q0 * q_l, i, q_l, n, lanes, D, EVEN)
     g = load_rows(dout + b * g_b + h * g_h + q0 * g_l, i, g_l, n, value_lanes, DV, EVEN)
@@ -285,18 +298,34 @@ def of_queries(
     total = tl.load(kept + 1, mask=i < n, other=0.0)[:, None]
     row_delta = tl.load(delta + (b * H + h) * queries + q0 + i, mask=i < n, other=0.0)[:, None]
     dq_sum = tl.zeros((BM, BD), tl.float32)
+    row_weighted = tl.zeros((BM,), tl.float32)
     begin, end = key_range(first, n, m, window, BM, CAUSAL, WINDOW)
     for key in range(begin // BN * BN, end, BN):
         j = key + tl.arange(0, BN).to(tl.int64)
         block = load_rows(k, j, k_l, m, lanes, D, EVEN)
         values = load_rows(v, j, v_l, m, value_lanes, DV, EVEN)
-        _, ds = _weights(
-            against(x, block), against(g, values), largest, total, row_delta,
-            mask, i[:, None], j[None, :], n, m, m_l, m_s, scale, window, softcap,
+        dp = against(g, values)
+        p, ds = _weights(
+            against(x, block), dp, largest, total, row_delta,
+            mask, i[:, None], j[None, :], n, m, m_l, m_s, scale, window, softcap, slope,
             CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN,
         )  # fmt: skip
         dq_sum = dot(narrow(ds, block), block, dq_sum)
+        if weighted is not None:
+            row_weighted += tl.sum(p * dp, 1)
+    if weighted is not None:  # delta, but not of a rounded out
+        tl.store(weighted + (b * H + h) * queries + q0 + i, row_weighted, mask=i < n)
     store_rows(dq + b * dq_b + h * dq_h + q0 * dq_l, i, dq_l, n, lanes, D, dq_sum * scale)
+
+
+def _of_sinks(
+    sinks: torch.Tensor, sums: torch.Tensor, weighted: torch.Tensor, scale: float, dsinks: torch.Tensor
+) -> None:
+    """Each row's sink loses what its weight takes from the others; it has no value of its own."""
+    largest, total = sums.unbind(-1)  # [B, H, L], the largest as scores are before `scale`
+    weight = torch.exp(sinks.float()[:, None] - largest * scale) / total
+    weight = weight.where(total != 0, 0.0)  # a row with neither key nor sink
+    dsinks.copy_(-(weight * weighted).sum((0, 2)))
 
 
 def attention_backward(
@@ -309,6 +338,8 @@ def attention_backward(
     mask: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi: torch.Tensor | None,
     scale: float,
     causal: bool,
     window: int,
@@ -317,6 +348,7 @@ def attention_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    dsinks: torch.Tensor | None = None,
 ) -> None:
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k)
     dout, q, k, v, out, row_sums = map(sequences.dense, (dout, q, k, v, out, row_sums))
@@ -324,10 +356,11 @@ def attention_backward(
     batch, heads, queries, dim = q.shape
     kv_heads, keys, value_dim = v.shape[1:]
     if not heads or not queries:
-        dk.zero_()
-        dv.zero_()
+        for made in (dk, dv, dsinks):
+            if made is not None:
+                made.zero_()
         return
-    special = options(q, v, mask, scale, causal, window, softcap)
+    special = options(q, v, mask, alibi, scale, causal, window, softcap)
     sizes = blocks(q, v, backward=True)
     delta = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     rows = 16 if q.dtype == torch.float32 else sizes["BM"]  # of a product whose diagonal alone is wanted
@@ -340,7 +373,8 @@ def attention_backward(
     )
     memory, mask_strides = mask_arguments(mask, q, k)
     inputs = (dout, q, k, v, memory, row_sums, delta)
-    shape = (*sequences.arguments, queries, keys, heads)
+    weighted = None if dsinks is None else torch.zeros_like(delta)
+    shape = (*sequences.arguments, alibi, queries, keys, heads)
     steps = (*strides(dout, q, k, v), *mask_strides, *strides(row_sums))
     numbers = (dim, value_dim, scale, window, softcap)
     special |= {"GROUP": heads // kv_heads, **sizes}
@@ -352,8 +386,10 @@ def attention_backward(
     launch(
         of_queries,
         (sequences.tiles(queries, sizes["BM"]), batch * heads),
-        *inputs, dq, *shape, *steps, *strides(dq), *numbers, **special,
+        *inputs, weighted, dq, *shape, *steps, *strides(dq), *numbers, **special,
     )  # fmt: skip
+    if dsinks is not None and sinks is not None and weighted is not None:
+        _of_sinks(sinks, row_sums, weighted, scale if special["PLAIN"] else 1.0, dsinks)
 
 
 KERNELS = {"attention_backward": attention_backward}

@@ -98,6 +98,12 @@ def visible(i, j, n, m, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @inner
+def biased(s, slope, i, j, n, m):
+    """Scores with ALiBi's bias: query i of n stands at the position of key i + m - n."""
+    return s + slope * (j - i - (m - n)).to(tl.float32)
+
+
+@inner
 def masked(s, mask, i, j, n, m, m_l, m_s, MASK: tl.constexpr):
     """Scores under a mask: 1 is boolean, 2 additive. i and j are broadcast against each other."""
     if MASK == 1:
@@ -176,6 +182,7 @@ def options(
     q: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
+    alibi: torch.Tensor | None,
     scale: float,
     causal: bool,
     window: int,
@@ -192,7 +199,7 @@ def options(
         "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
         "MASK": 0 if mask is None else 2 if additive else 1,
-        "PLAIN": mask is None and softcap <= 0 and scale > 0,
+        "PLAIN": mask is None and alibi is None and softcap <= 0 and scale > 0,
         "EVEN": wide == dim and wide_values == value_dim,
     }
 

@@ -30,7 +30,8 @@ void check_cache(const char* op, const Tensor& keys, const Tensor& values, const
 
 void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& table,
                         const Tensor& lengths, const Optional& key_scale, const Optional& value_scale,
-                        std::optional<double> scale, int64_t window, double softcap, const Tensor& out) {
+                        const Optional& sinks, const Optional& alibi, std::optional<double> scale,
+                        int64_t window, double softcap, const Tensor& out) {
   const char* const op = "paged_attention";
   const DType dtype = dtype_of(q);
   check_cache(op, keys, values, key_scale, value_scale, dtype);
@@ -60,7 +61,11 @@ void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& value
     }
   }
   const double factor = scale ? *scale : 1 / std::sqrt(double(std::max<int64_t>(queries.sizes[3], 1)));
-  paged_attention(queries.view, cache, {float(factor), true, window, float(softcap)}, outs.view);
+  paged_attention(
+      queries.view, cache,
+      {float(factor), true, window, float(softcap), of_heads(op, "sinks", sinks, queries.sizes[2], dtype),
+       of_heads(op, "alibi", alibi, queries.sizes[2], dtype)},
+      outs.view);
 }
 
 void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots, const Tensor& keys,

@@ -161,6 +161,23 @@ def _attn_repeat(q: Any, k: Any, v: Any) -> Any:
     return (q @ wide[0].transpose(-1, -2) * 0.5).softmax(-1) @ wide[1]
 
 
+def _attn_positions(q: Any, k: Any, v: Any, m: Any) -> Any:
+    """More scores are added to those of q and k while all heads are one axis with the batch (DeBERTa)."""
+    b, n, _ = q.shape
+    q, k, v = (t.view(b, n, 3, 8).transpose(1, 2).contiguous().view(-1, n, 8) for t in (q, k, v))
+    more = torch.cos(torch.bmm(k, q.mT))
+    scores = torch.bmm(q, k.transpose(1, 2) / math.sqrt(24)) + (more * 0.5 + more.mT * 0.25)
+    scores = scores.view(-1, 3, n, n).masked_fill(~m, torch.finfo(q.dtype).min)
+    return torch.bmm(scores.softmax(-1).view(-1, n, n), v).view(b, 3, n, 8)
+
+
+def _attn_cached(q: Any, k: Any, v: Any) -> Any:
+    """Queries with heads behind tokens, keys as a cache has them, copied for each of the queries' heads."""
+    b, h, n, d = k.shape
+    wide = [t[:, :, None].expand(b, h, 3, n, d).reshape(b, 3 * h, n, d) for t in (k, v)]
+    return F.scaled_dot_product_attention(q.transpose(1, 2), wide[0], wide[1])
+
+
 SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("layer_norm", "definition", _ln_definition, (_X, _W, _W)),
     ("layer_norm", "rsqrt", _ln_rsqrt, (_X, _W, _W)),
@@ -169,6 +186,7 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("layer_norm", "var", _ln_std, (_X, _W, _W)),
     ("layer_norm", "upcast", _ln_upcast, (_X, _W, _W)),
     ("layer_norm", "residual", _ln_residual, (_X, _X, _W, _W)),
+    ("layer_norm", "weight kept less one", lambda x, w, b: F.layer_norm(x, (N,), w + 1.0, b), (_X, _W, _W)),
     ("layer_norm", "no bias", lambda x, w: F.layer_norm(x, (N,), w), (_X, _W)),
     ("rms_norm", "Llama", _rms_llama, (_X, _W)),
     ("rms_norm", "Gemma", _rms_gemma, (_X, _W)),
@@ -254,6 +272,8 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "masked_fill", _attn_fill, (_Q, _Q, _Q, "mask")),
     ("attention", "where", _attn_where, (_Q, _Q, _Q, "mask")),
     ("attention", "tril", _attn_tril, (_Q, _Q, _Q)),
+    ("attention", "positions", _attn_positions, ((2, 6, N), (2, 6, N), (2, 6, N), "mask")),
+    ("attention", "one head", _attn_cached, ((2, 6, 3, 8), (2, 1, 6, 8), (2, 1, 6, 8))),
     ("attention", "repeated heads", _attn_repeat, ((2, 6, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))),
 ]
 

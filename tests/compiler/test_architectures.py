@@ -12,7 +12,8 @@ from torch import nn
 import opsmith
 from opsmith.compiler import session
 from opsmith.compiler.program import graph, sites
-from tests.compiler.models import UNTIMED, Feed, Truth, ids, numbers, padding, seeded
+from tests.compiler.chatglm import ChatGLM
+from tests.compiler.models import UNTIMED, WHOLE_MODEL, Feed, Truth, ids, numbers, padding, seeded
 
 SIZES = {
     "vocab_size": 61,
@@ -27,40 +28,154 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# What is particular to each, and what has to be found in one layer of it.
-ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    # All features are rotated, and the none that are left are joined to them.
-    "phi3": ({}, {"rms_norm": 3, "rope_qk": 1, "attention": 1, "silu_mul": 1, "linear": 5, "embedding": 1}),
+GPT2 = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+BART = {
+    **{
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 1), ("ffn_dim", 128))
+    },
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    "d_model": 64,
+}
+GROUPED = ("num_key_value_heads", "head_dim")  # which those with as many keys as queries do not have
+SDPA = {"attention": 1, "embedding": 1}
+LLAMA = SDPA | {"rms_norm": 3, "rope_qk": 1, "silu_mul": 1, "linear": 8}
+# What is particular to each family, and all that is found in one layer of it.
+DECODERS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "llama": ({}, LLAMA),
+    # All features are rotated, and the none that are left are joined to them; packed products.
+    "phi3": ({}, LLAMA | {"linear": 5}),
     # A norm of what was rotated: its addition is the rotation's own.
-    "hunyuan_v1_dense": ({}, {"rms_norm": 5, "rope_qk": 1, "attention": 1, "silu_mul": 1, "linear": 8}),
-    # Queries are scaled before their heads are told apart.
-    "opt": ({"ffn_dim": 128, "word_embed_proj_dim": 64}, {"layer_norm": 3, "attention": 1, "linear": 7}),
-    # One head of keys and values, broadcast over those of the queries.
-    "falcon": ({}, {"layer_norm": 2, "rope_qk": 1, "attention": 1, "linear": 5}),
+    "hunyuan_v1_dense": ({}, LLAMA | {"rms_norm": 5}),
+    # Norms of queries and keys, before they are rotated.
+    "qwen3": ({}, LLAMA | {"rms_norm": 5}),
+    # Half of each head is rotated, neighbor by neighbor; a norm behind each block, too.
+    "glm4": ({}, LLAMA | {"rms_norm": 5, "linear": 7}),
+    # One norm for attention and feed-forward; only the sliding layer is rotated.
+    "cohere2": (
+        {"num_hidden_layers": 2, "sliding_window": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        {"layer_norm": 3, "attention": 2, "rope_qk": 1, "silu_mul": 2, "linear": 15, "embedding": 1},
+    ),
     # Scores between -softcap and softcap, written out.
     "gemma2": (
         {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "sliding_window": 4},
-        {"rms_norm": 5, "rope_qk": 1, "attention": 1, "gelu_mul": 1, "linear": 8},
+        SDPA | {"rms_norm": 5, "rope_qk": 1, "gelu_mul": 1, "linear": 8},
     ),
+    # Norms of weights that are kept less one, of queries and keys too.
+    "gemma3_text": (
+        {"query_pre_attn_scalar": 16, "sliding_window": 4},
+        SDPA | {"rms_norm": 7, "rope_qk": 1, "gelu_mul": 1, "linear": 8},
+    ),
+    # A layer norm whose weight is kept less one.
+    "nemotron": ({}, SDPA | {"layer_norm": 3, "rope_qk": 1, "linear": 7}),
+    "starcoder2": ({}, SDPA | {"layer_norm": 3, "rope_qk": 1, "linear": 7}),
+    # A quarter of each head is rotated; queries, keys and values of a head lie side by side.
+    "gpt_neox": ({}, SDPA | {"layer_norm": 3, "rope_qk": 1, "linear": 5}),
+    # Weights that lie the other way round.
+    "gpt2": (GPT2, {"layer_norm": 3, "attention": 1, "linear": 5, "embedding": 2}),
+    # One head of keys and values, copied for each of the queries'.
+    "gpt_bigcode": (GPT2, {"layer_norm": 3, "attention": 1, "linear": 5, "embedding": 2}),
+    # Neighbors are rotated, and heads are behind tokens.
+    "gptj": (GPT2 | {"rotary_dim": 8}, SDPA | {"layer_norm": 2, "rope_qk": 1, "linear": 7}),
+    # Queries are scaled before their heads are told apart.
+    "opt": (
+        {"ffn_dim": 128, "word_embed_proj_dim": 64},
+        {"layer_norm": 3, "attention": 1, "linear": 7, "embedding": 2},
+    ),
+    # One head of keys and values, broadcast over those of the queries.
+    "falcon": ({}, SDPA | {"layer_norm": 2, "rope_qk": 1, "linear": 5}),
+    # Biases by distance, added as a mask.
+    "mpt": (
+        {"d_model": 64, "n_heads": 4, "n_layers": 1, "max_seq_len": 64},
+        SDPA | {"layer_norm": 3, "linear": 5},
+    ),
+    # Convolutions beside attention.
+    "lfm2": (
+        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+        SDPA | {"rms_norm": 7, "rope_qk": 1, "silu_mul": 2, "linear": 13},
+    ),
+}
+ENCODERS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "bert": ({}, {"layer_norm": 3, "attention": 1, "linear": 7, "embedding": 3}),
+    # Scores of content and position are added to those of the content alone, over merged heads.
+    "deberta-v2": (
+        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16},
+        {"layer_norm": 3, "attention": 1, "linear": 8, "embedding": 2},
+    ),
+    # Gate and up are halves of one product.
+    "modernbert": (
+        {"local_attention": 8, "cls_token_id": 1},
+        SDPA | {"layer_norm": 3, "rope_qk": 1, "gelu_mul": 1, "linear": 4},
+    ),
+}
+BOTH: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    # Scores are not scaled, and have biases by distance.
+    "t5": (T5, {"rms_norm": 7, "attention": 3, "linear": 17, "embedding": 4}),
+    "bart": (BART, {"layer_norm": 7, "attention": 3, "linear": 17, "embedding": 4}),
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_what_is_particular_to_an_architecture_is_read(name: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS, *BOTH])
+def test_a_family_is_found_and_says_the_same(name: str) -> None:
+    import transformers
 
-    particular, expected = ARCHITECTURES[name]
-    sizes = {k: v for k, v in SIZES.items() if name != "falcon" or k != "head_dim"}  # it has none to set
-    config = AutoConfig.for_model(name, **sizes | particular)
-    model = seeded(lambda: AutoModelForCausalLM.from_config(config))
+    particular, expected = (DECODERS | ENCODERS | BOTH)[name]
+    config = transformers.AutoConfig.for_model(name)
+    sizes = {k: v for k, v in SIZES.items() if k not in GROUPED or hasattr(config, k)}
+    if name == "falcon":  # its size of heads is computed
+        del sizes["head_dim"]
+    auto = transformers.AutoModelForCausalLM
+    if name not in DECODERS:
+        auto = transformers.AutoModel if name in ENCODERS else transformers.AutoModelForSeq2SeqLM
+    config = transformers.AutoConfig.for_model(name, **sizes | particular)
+    model: Any = seeded(lambda: auto.from_config(config))
     truth = Truth(model)
-    inputs = {"input_ids": ids(2, 9), "attention_mask": padding(2, 9).long()}
-    opsmith.optimize(model, inputs, config=UNTIMED)
+    mask = padding(2, 9).long()
+    inputs = {"input_ids": ids(2, 9), "attention_mask": mask.flip(1) if name in DECODERS else mask}
+    fixed = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
+    before: Any = truth.eager
+    said = None if name in ENCODERS else before.generate(**inputs, **fixed)
+    call = inputs | ({"decoder_input_ids": ids(2, 5)} if name in BOTH else {})
+    opsmith.optimize(model, call, config=UNTIMED)
     report = model.opsmith.report
-    assert report.found.items() >= expected.items(), report
+    assert report.found == expected, report
     assert report.rolled_back == []
+    kept = inputs["attention_mask"].bool() if name not in BOTH else ...
     with torch.no_grad():
-        truth.check(model(**inputs), **inputs)
+        got, eager, exact = (m(**call)[0][kept] for m in (model, truth.eager, truth.exact))
+    verdict = WHOLE_MODEL.check(got, eager, exact)
+    assert verdict.ok, verdict.why
+    if said is not None:
+        assert torch.equal(model.generate(**inputs, **fixed), said)
+
+
+def test_the_modeling_of_chatglm_is_found_and_says_the_same() -> None:
+    model: Any = seeded(ChatGLM)
+    truth = Truth(model)
+    prompt = ids(2, 9)
+    opsmith.optimize(model, {"ids": prompt}, config=UNTIMED)
+    expected = {"rms_norm": 5, "rope_qk": 2, "attention": 2, "silu_mul": 2, "linear": 9, "embedding": 1}
+    assert model.opsmith.report.found == expected
+    sites = [s for s in model.opsmith.graphs[0].sites.values() if s.site.card.name == "attention"]
+    assert all(
+        s.site.arguments["k"].shape[1] == 2 for s in sites
+    )  # as many heads as there are, not copies of them
+    with torch.no_grad():
+        truth.check(model(prompt), prompt)
+        assert greedy(model, prompt) == greedy(truth.eager, prompt)
+
+
+def greedy(model: Any, prompt: torch.Tensor, tokens: int = 6) -> list[list[int]]:
+    """So many tokens of ChatGLM, with its cache."""
+    (logits, past), said = model(prompt), []
+    for at in range(prompt.shape[1], prompt.shape[1] + tokens):
+        said.append(logits[:, -1:].argmax(-1))
+        logits, past = model(said[-1], positions=torch.full_like(said[-1], at), past=past)
+    result: list[list[int]] = torch.cat(said, 1).tolist()
+    return result
 
 
 def test_a_soft_cap_is_read_as_what_it_is() -> None:

@@ -657,11 +657,15 @@ def _repeat(c: Canon, node: Node, self: Any, **times: Any) -> Poly:
 
 @rule("select", "unbind[]")
 def _component(c: Canon, node: Node, self: Any, dim: int, index: int, **_: Any) -> Poly:
-    _along_last(self, dim)
-    found = pieces.components(c(self), shape_of(self))
-    if found is None:
+    shape = shape_of(self)
+    if not isinstance(index, int):
         raise Unreadable
-    return found[index]
+    found = pieces.components(c(self), shape) if _is_last(self, dim) else None
+    if found is not None:
+        return found[index]
+    # One that no law takes apart; twice the same is one term all the same.
+    at = (dim % len(shape), index)
+    return c.space.fn("select", c(self), shape=(*shape[: at[0]], *shape[at[0] + 1 :]), attrs=at)
 
 
 @rule("view_as_complex")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,36 @@ def tidy(graph: fx.Graph) -> None:
         if source is not None and not (changing and {node, source} & changing):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+    _share_views(graph)
     graph.eliminate_dead_code()
+    _vectors_first(graph, changing)
+
+
+def _share_views(graph: fx.Graph) -> None:
+    """Let equal views of one value be one node: so queries and keys, and all layers, read one table of angles."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not op_name(node) or node.target.namespace != "aten" or node.target._schema.is_mutable:
+            continue
+        views = [r.alias_info is not None for r in node.target._schema.returns]
+        if views == [True] and not any(user.op == "output" for user in node.users):
+            first = known.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _vectors_first(graph: fx.Graph, changing: Collection[fx.Node]) -> None:
+    """Let vectors made of inputs alone (a norm's weight that is kept less one) stand where weights do, first of all."""
+    *_, last = [None, *graph.find_nodes(op="placeholder")]
+    for node in list(graph.nodes):
+        value, read = node.meta.get("val"), node.all_input_nodes
+        vector = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 1
+        if not vector or not op_name(node) or not read or any(n.op != "placeholder" for n in read):
+            continue
+        if last is not None and not any(n in changing for n in (node, *read)):
+            last.append(node)
+            last = node
 
 
 def _unchanged(node: fx.Node) -> fx.Node | None:

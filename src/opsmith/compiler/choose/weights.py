@@ -15,6 +15,8 @@ from opsmith.operator import Implementation
 # Asked of every weight at every call.
 _version = torch._C.TensorBase.__dict__["_version"].__get__
 _address = torch.Tensor.data_ptr
+_ADD = torch.ops.aten.add.Tensor
+_MAKING = (torch.ops.aten.to.dtype, _ADD)
 
 
 # What graphs packed of weights that they hold: those of one model, a prompt's and that of its example, pack alike. Few
@@ -24,7 +26,7 @@ _FEW = 64
 
 
 class Weights:
-    """The weights among a graph's inputs, and what was packed or cast of them, once for each use.
+    """The weights among a graph's inputs, and what was packed or made of them, once for each use.
 
     Copies are right for as long as no weight changes; with `take` all of it begins anew. They hold the memory of the
     weights and not the parameters: once one of these is gone, so is the model, and `gone` is called.
@@ -42,9 +44,9 @@ class Weights:
         self._parameters: list[weakref.ref[Any]] = []
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and casts of them
+        self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and what is made of them
         self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._cast: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._made: dict[tuple[int, Any], torch.Tensor] = {}
 
     def changed(self, args: Sequence[Any]) -> bool:
         """True when a weight is not the one that was taken: loaded anew, trained, replaced or moved."""
@@ -94,19 +96,24 @@ class Weights:
             at = weight.data_ptr()
             self._packed = {k: v for k, v in self._packed.items() if k[0] != at or k[-1] == chosen}
 
-    def cast(self, node: Node, args: Sequence[Any]) -> torch.Tensor | None:
-        """A weight in the dtype that this call of a graph casts it to, itself a weight then; None for other calls."""
-        if node.target is not torch.ops.aten.to.dtype or node.kwargs or len(args) != 2:
+    def made(self, node: Node, args: Sequence[Any]) -> torch.Tensor | None:
+        """What this call of a graph makes of a weight, itself a weight then; None for other calls.
+
+        A weight in another dtype, and a vector with a number added, as norms have that keep theirs less one.
+        """
+        if node.target not in _MAKING or node.kwargs or len(args) != 2:
             return None
-        value, dtype = args
-        weight = self._known.get(value.data_ptr())
+        value, other = args
+        weight = self._known.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
         if weight is None or not _same(weight, value):
             return None
-        key = (weight.data_ptr(), dtype)
-        if key not in self._cast:
-            self._cast[key] = weight.to(dtype)
-            self._known[self._cast[key].data_ptr()] = self._cast[key]
-        return self._cast[key]
+        if not isinstance(other, torch.dtype | int | float) or (node.target is _ADD and weight.dim() != 1):
+            return None
+        key = (weight.data_ptr(), other)
+        if key not in self._made:
+            self._made[key] = node.target(weight, other)
+            self._known[self._made[key].data_ptr()] = self._made[key]
+        return self._made[key]
 
 
 def _same(weight: torch.Tensor, value: torch.Tensor) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from opsmith.compiler.algebra import pieces
+from opsmith.compiler.algebra import pieces, views
 from opsmith.compiler.algebra.canon import Canon, arguments, op_name, shape_of
-from opsmith.compiler.algebra.terms import Atom, Poly, Shape
+from opsmith.compiler.algebra.terms import Atom, Mono, Poly, Shape
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ def evaluate(
 def materialize(poly: Poly, canon: Canon, root: Node) -> Operand | None:
     """The node that computes a term, or the call that would; None where that would take arithmetic."""
     if nodes := canon.nodes.get(poly):
-        same = [n for n in nodes if _dtype(n) == _dtype(root)]
-        return min(same or nodes)
+        return _first(nodes, root)
     atom = poly.atom
     if atom is None:
         return _sum(poly, canon, root)
@@ -68,20 +68,52 @@ def materialize(poly: Poly, canon: Canon, root: Node) -> Operand | None:
     return _made(atom, canon, root)
 
 
+def _first(nodes: list[Node], root: Node) -> Node:
+    """Of nodes with one value the first in the root's dtype, or in any."""
+    return min([n for n in nodes if _dtype(n) == _dtype(root)] or nodes)
+
+
 def _dtype(node: Node) -> Any:
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _sum(poly: Poly, canon: Canon, root: Node) -> Operand | None:
-    """Several additive masks as their sum."""
+    """Several summands, as additive masks are: those that nodes compute, alone or together, added up."""
     total: Operand | None = None
-    for mono, coef in poly.terms:
-        part = materialize(canon.space.from_atom(mono.atom), canon, root) if mono.atom and coef == 1 else None
+    left = dict(poly.terms)
+    while left:
+        computed = _summands(left, poly.shape, canon, root)
+        term, part = max(computed, key=lambda c: len(c[0].terms), default=(poly, None))
+        if part is None:
+            mono, coef = next(iter(left.items()))
+            if mono.atom is None or coef != 1:
+                return None
+            term = canon.space.from_atom(mono.atom)
+            part = _made(mono.atom, canon, root)
         if part is None:
             return None
+        left = {m: c for m, c in left.items() if m not in dict(term.terms)}
         total = part if total is None else Made(torch.ops.aten.add.Tensor, (total, part), poly.shape)
     return total
+
+
+def _summands(
+    left: Mapping[Mono, float], shape: Shape, canon: Canon, root: Node
+) -> Iterator[tuple[Poly, Operand]]:
+    """The nodes that compute some of a sum's terms; also where the heads are one axis with the batch there."""
+    for term, nodes in canon.nodes.items():
+        node = _first(nodes, root)
+        operand: Operand = node
+        if (
+            len(shape) == 4
+            and isinstance(shape[1], int)
+            and shape_of(node) == (shape[0] * shape[1], *shape[2:])
+        ):
+            term = views.reshape(term, shape_of(node), shape)
+            operand = Made(torch.ops.aten.unflatten.int, (node, 0, [-1, shape[1]]), shape)
+        if term.terms and all(math.isclose(left.get(m, 0.0), c, rel_tol=1e-6) for m, c in term.terms):
+            yield term, operand
 
 
 def _made(atom: Atom, canon: Canon, root: Node) -> Operand | None:

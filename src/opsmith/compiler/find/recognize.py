@@ -132,6 +132,13 @@ class _Finder:
             else:
                 for node in candidates:
                     yield template, read(keeps, node), {template.cut: self.space.leaf(node, shape_of(node))}
+        # A norm whose weight the model computes (Nemotron keeps it less one) takes that as it is.
+        vectors = [n for n in region if n is not root and len(shape_of(n)) == 1]
+        for template in self.templates if vectors else ():
+            if template.cut is not None:
+                for node in candidates:
+                    canon = read(template.pattern.recognition.keeps, node, *vectors)
+                    yield template, canon, {template.cut: self.space.leaf(node, shape_of(node))}
         # A matmul whose left operand is taken as it is: a scale on it belongs to what computed it.
         products = [n for n in (root, *root.all_input_nodes) if n is root or n in region]
         lefts = [n.args[LEFT_OPERAND[op_name(n)]] for n in products if op_name(n) in LEFT_OPERAND]
@@ -287,7 +294,7 @@ def _may_be_root(node: Node) -> bool:
 
 def _layout(value: Poly) -> tuple[int, ...] | None:
     """The permutation through which an input reaches the operator; None where it was computed on the way."""
-    atom = value.atom
+    atom = _before_copies(value).atom
     # One head, or one token: both orders of the axes are the same memory.
     if atom is None or 1 in atom.shape[1:-1]:
         return None
@@ -295,6 +302,16 @@ def _layout(value: Poly) -> tuple[int, ...] | None:
         return tuple(int(i) for i in atom.attrs)
     known = isinstance(atom.leaf, Node) and atom.leaf.op == "placeholder"
     return tuple(range(len(atom.shape))) if known or atom.name == "reshape" else None
+
+
+def _before_copies(value: Poly) -> Poly:
+    """Heads of keys as they were before each was copied for a group of the queries' heads."""
+    atom = value.atom
+    copies = atom.args[0].atom if atom is not None and atom.name == "reshape" else None
+    if copies is None or copies.name != "expand":
+        return value
+    one_more = copies.args[0].atom  # the axis along which they are copied
+    return one_more.args[0] if one_more is not None and one_more.name == "reshape" else copies.args[0]
 
 
 def _node_at(at: Any, canon: Canon) -> Node | None:
@@ -315,9 +332,15 @@ def _arranged(
     arranged = dict(call)
     rank = len(layout)
     for name, axis in shared.items():
-        value = without_axis(call[name], layout[axis] - rank + len(shape_of_operand(call[name])))
+        missing = rank - len(shape_of_operand(call[name]))
+        value = without_axis(call[name], layout[axis] - missing)
         if value is None:
             return None
+        others = [i - (i > layout[axis]) - missing for n, i in enumerate(layout) if n != axis]
+        order = [i for i in others if i >= 0]
+        if order != sorted(order):
+            shape = shape_of_operand(value)
+            value = Made(torch.ops.aten.permute.default, (value, order), tuple(shape[i] for i in order))
         arranged[name] = value
     if layout != tuple(range(rank)):
         shape = shape_of_operand(call[main])
@@ -326,16 +349,23 @@ def _arranged(
     return arranged
 
 
-def _unrepeated(value: Any) -> Any:
-    """The keys or values before they were copied for every query head, where they were."""
+def _unrepeated(value: Any, axis: int = 1) -> Any:
+    """The keys or values before they were copied for every query head, which is this axis, where they were."""
     node = value
     if not isinstance(node, Node):
         return value
     if node.target is torch.ops.aten.to.dtype and len(node.args) == 2:  # of all copies, or of what is copied
         wide, dtype = node.args
-        source = _unrepeated(wide)
+        source = _unrepeated(wide, axis)
         return value if source is wide else Made(node.target, (source, dtype), shape_of_operand(source))
-    if op_name(node) == "aten::repeat_interleave" and arguments(node).get("dim") in (1, -3):
+    if node.target is torch.ops.aten.permute.default:
+        wide, dims = node.args
+        order = [int(d) % len(dims) for d in dims]  # type: ignore[arg-type, union-attr]
+        source = _unrepeated(wide, order[axis])
+        shape = shape_of_operand(source)
+        return value if source is wide else Made(node.target, (source, order), tuple(shape[i] for i in order))
+    heads = (axis, axis - len(shape_of(node)))
+    if op_name(node) == "aten::repeat_interleave" and arguments(node).get("dim") in heads:
         return node.args[0]
     if op_name(node) not in ("aten::reshape", "aten::view", "aten::_unsafe_view"):
         return value
@@ -346,7 +376,8 @@ def _unrepeated(value: Any) -> Any:
         return value
     narrow = wide.args[0]
     assert isinstance(narrow, Node)
-    small, big = shape_of(narrow), shape_of(wide)
-    if len(small) != 5 or small[2] != 1 or (*small[:2], *small[3:]) != (*big[:2], *big[3:]):
+    small, many = list(shape_of(narrow)), shape_of(wide)[axis + 1 : axis + 2]
+    copied = [*small[: axis + 1], *many, *small[axis + 2 :]]
+    if len(small) != 5 or small[axis + 1] != 1 or list(shape_of(wide)) != copied:
         return value
-    return without_axis(narrow, 2)
+    return without_axis(narrow, axis + 1)

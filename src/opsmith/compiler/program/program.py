@@ -141,7 +141,7 @@ class Recorder:
         kwargs = map_arg(node.kwargs, self.env.__getitem__)
         site = node.meta.get("site")
         if site is None:
-            weight = self.weights.cast(node, args)
+            weight = self.weights.made(node, args)
             if weight is not None:
                 self.still.add(memory(weight))
                 self.constant[node] = weight

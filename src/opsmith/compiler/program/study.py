@@ -77,8 +77,8 @@ class Study:
 
     def _call(self, node: Node) -> None:
         args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
-        cast = None if self.training else self.sites.weights.cast(node, args)
-        self.env[node] = node.target(*args, **kwargs) if cast is None else cast  # type: ignore[operator]
+        made = None if self.training else self.sites.weights.made(node, args)
+        self.env[node] = node.target(*args, **kwargs) if made is None else made  # type: ignore[operator]
 
     def _settled(self, name: str, known: Known) -> bool:
         """Choose and prove one site: what is not accurate enough gives way to the next fastest that is.

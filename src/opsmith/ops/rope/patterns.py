@@ -63,7 +63,7 @@ def _pattern(
         {"x": ("B", "H", "L", size), "cos": table, "sin": table},
         fixed=fixed,
         recognition=Recognition(
-            layouts=((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 2), (1, 0, 2)),
+            layouts=((0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3), (0, 1, 2), (1, 0, 2)),
             shared={"cos": 1, "sin": 1},
             converted=converted,
             sizes={} if size == 2 * pairs else {"rotary_dim": ("cos", 2 * pairs // columns)},

@@ -87,6 +87,16 @@ def test_a_configuration_is_obeyed(
     assert "pinned by the configuration" in {r["reason"] for r in rows}
 
 
+def test_a_budget_that_is_spent_leaves_the_rest(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["optimize", str(folders["bert"]), "--length", "8", "--budget", "0.001"]
+    assert main(args) == 0
+    said = capsys.readouterr().out
+    assert "found: no operator of ours" in said
+    assert "next: the budget was spent before a graph" in said
+
+
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_packed_weights_are_held_against_the_model_as_it_was(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
@@ -191,6 +201,7 @@ def test_a_folder_that_is_no_model_is_one_line(
         (["--length", "65"], "--length 65 is more than the model's 64 positions"),
         (["--dtype", "int3", "--length", "8"], "dtype must be one of float32, bfloat16, float16, got int3"),
         (["--config", "none.toml"], "none.toml can't be read"),
+        (["--length", "8", "--budget", "0"], "budget must be a number of seconds above 0, got 0"),
         (["--batch", "0"], "see `opsmith optimize --help`"),
         (["--plan", "/no/such/folder/plan.json"], "--plan: cannot write /no/such/folder/plan.json"),
     ],

@@ -204,9 +204,10 @@ def print_sites(console: Console, session: Session) -> None:
         )
     console.print(table)
     report = session.report
-    for line in report.quantized_lines:
-        console.print(line, style="yellow" if line.startswith("not ") else "", markup=False)
+    for line in (line for line in report.quantized_lines if not line.startswith("not ")):
+        console.print(line, markup=False)
     remarks = {
+        "not quantized": [str(layer) for layer in report.quantized if layer.status != "packed"],
         "rolled back": report.rolled_back,
         "not the fastest": report.overruled,
         "near miss": report.misses,
@@ -216,8 +217,10 @@ def print_sites(console: Console, session: Session) -> None:
             console.print(f"{what}: {shorten(line, _WIDTH)}", style="yellow", markup=False)
         if len(lines) > _LINES:
             console.print(f"{what}: {len(lines) - _LINES} more, all of them in the JSON", style="yellow")
-    if report.sites and not any(remarks.values()):
+    if report.sites and not (report.rolled_back or report.overruled or report.misses):
         console.print("every site within its tolerance; nothing rolled back, no near miss")
+    for line in report.hints():
+        console.print(line, markup=False)
 
 
 def print_times(console: Console, title: str, results: Mapping[str, measure.Comparison]) -> None:

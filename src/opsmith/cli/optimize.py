@@ -31,6 +31,9 @@ def run(
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="An opsmith.toml.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the plan there.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Stop then; the rest runs as it was.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in the example input.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each of them.")] = 128,
     json: Json = None,
@@ -68,7 +71,9 @@ def run(
         original = _twin(model)
         start = time.perf_counter()
         with told():
-            opsmith.optimize(model, dict(examples[0]), config=settings, dtype=dtype, quantize=quantize)
+            opsmith.optimize(
+                model, dict(examples[0]), config=settings, dtype=dtype, quantize=quantize, budget=budget
+            )
         seconds = time.perf_counter() - start
         session: Any = model.opsmith
         console.print(f"optimized in {seconds:.1f} s")

@@ -151,7 +151,9 @@ class Session:
             )
         if self.unpacked >= _MUCH and config.quantize is None:
             size = f"{self.unpacked / 1e9:.2g} GB of weights in linear layers are read for every token"
-            lines.append(f'{size}: quantize="int8" rounds them to 1 byte a number')
+            lines.append(
+                f'{size}: quantize="int8" reads a byte a number, opsmith evaluate says what it loses'
+            )
         if not config.verify:
             lines.append("nothing was proved: leave out verify=False")
         return lines

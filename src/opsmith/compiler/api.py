@@ -19,6 +19,7 @@ from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.entry import entry
 from opsmith.compiler.modules.calibrate import calls_of
+from opsmith.compiler.modules.embeddings import embed
 from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.progress import show
@@ -127,6 +128,8 @@ def optimize(
     try:
         if settings.quantize is not None:
             session.packing.pack(model, settings, taken, session.calibration)
+        if settings.quantize_embedding:
+            embed(session.packing, model, settings.quantize_skip)
         layers = [m for m in model.modules() if isinstance(m, nn.Linear) and "forward" not in vars(m)]
         session.unpacked = sum(layer.weight.nbytes for layer in layers)
         session.adjacent.of(model)
@@ -158,8 +161,9 @@ def optimize(
         show()
     if settings.quantize_release:
         session.packing.release(model)
-        for name in session.packing.released:
-            (session.before or {}).pop(f"{name}.weight", None)
+        for name, tensor in tensors(model).items():
+            if tensor.is_meta:
+                (session.before or {}).pop(name, None)
     return model
 
 
@@ -213,6 +217,11 @@ def _settings(
     if settings.quantize_formats and settings.quantize is None:
         raise ValueError(
             "optimize: quantize_formats names the formats of some layers, quantize that of the others; say both"
+        )
+    if settings.quantize_embedding and settings.quantize is None:
+        raise ValueError(
+            "optimize: quantize_embedding goes with quantize, which packs the layers beside it; "
+            'set quantize="int8" as well'
         )
     return settings
 

@@ -28,6 +28,8 @@ class Config(BaseModel):
         dtype: the dtype to run in; None leaves the model's own.
         device: where the model is to run; None leaves it where it is.
         quantize: pack the weights of linear layers: "bf16", "int8", "int8_dynamic" or "int4"; see `packed_linear`.
+        quantize_embedding: with `quantize`, embeddings read int8 rows too: of the packed output layer where the two are
+            tied, so that one packed weight serves both, else of a packed table of their own.
         quantize_group: of int4, how many numbers share a scale: 32, 64 or 128.
         quantize_symmetric: of int4, whether 0 lies in the middle of a group's range, or each group has its own zero.
         quantize_formats: the format of some layers, by patterns of their names: `{"*v_proj": "int8"}`; the first that
@@ -57,6 +59,7 @@ class Config(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None
     quantize: Format | None = None
+    quantize_embedding: bool = False
     quantize_group: Literal[32, 64, 128] = 32
     quantize_symmetric: bool = True
     quantize_formats: dict[str, Format] = Field(default_factory=dict)

@@ -102,13 +102,18 @@ class Report:
     @property
     def quantized_lines(self) -> list[str]:
         """Which layers compute with rounded weights, what that took, and which do not."""
-        packed = [layer for layer in self.quantized if layer.status == "packed"]
+        packed = [layer for layer in self.quantized if layer.status == "packed" and not layer.rows_of]
         lines = []
         if packed:
             lines += _rounded(packed)
         if groups := {layer.joined: None for layer in packed if layer.joined}:
             first = ", ".join(next(iter(groups)))
             lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")
+        for table in (layer for layer in self.quantized if layer.rows_of):
+            whose = "of its own" if table.rows_of == table.name else f"of {table.rows_of}"
+            lines.append(
+                f"embedding: {table.name} reads the rows {whose}, relative error {table.relative_error:.2g}"
+            )
         if released := sum(layer.released for layer in self.quantized):
             weights = f"{released / 2**20:.1f} MiB of weights"
             lines.append(f"given back to the system: {weights}; restore is not possible")

@@ -25,6 +25,13 @@ def output_layer(model: nn.Module) -> nn.Module | None:
     return layer if isinstance(layer, nn.Module) else None
 
 
+def embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:
+    """`nn.Embedding` and its subclasses, in the order of the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight.numel() and not module.weight.is_meta:
+            yield name, module
+
+
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers of a model by name, those that several modules share once for each."""
     parameters = model.named_parameters(remove_duplicate=False)

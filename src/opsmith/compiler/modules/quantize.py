@@ -41,6 +41,7 @@ class QuantizedLayer:
     nbytes: int = 0
     why: str = ""
     released: int = 0  # bytes of its own weight that went back to the system
+    rows_of: str = ""  # of an embedding: the layer whose packed weight it reads, or itself
     joined: tuple[str, ...] = ()  # the layers, this one among them, whose packed weights lie side by side
 
     def __str__(self) -> str:
@@ -157,9 +158,23 @@ class Packing:
             if name not in self._packed:
                 stand_in(name)
 
+    def add(self, name: str, packed: Standing, module: nn.Module, record: QuantizedLayer) -> None:
+        """Let a packed weight take over the calls of a module."""
+        self._packed[name] = packed
+        packed.stand_in(module, record)
+
+    def of(self, weight: torch.Tensor) -> Standing | None:
+        """What was packed of this very weight, where something was."""
+        return next((p for p in self._layers.values() if p.owner.weight is weight), None)
+
+    @property
+    def _layers(self) -> dict[str, Standing]:
+        """The packed weights that multiply, by the names of their layers."""
+        return {name: packed for name, packed in self._packed.items() if type(packed) is Standing}
+
     def join(self, graph: fx.GraphModule, effects: Effects, inputs: Sequence[Any]) -> list[Site]:
         """The groups of layers in a graph that one call can stand for; their packed weights then lie side by side."""
-        of = {id(packed.weight): packed for packed in self._packed.values()}
+        of = {id(packed.weight): packed for packed in self._layers.values()}
         return join(graph, inputs, lambda t: of.get(id(t)), _lay, effects)
 
     def check(self, run: Callable[[], object]) -> None:
@@ -168,7 +183,7 @@ class Packing:
         What it is held to is the float64 product with the weight as it was rounded: the rounding itself is the
         format's, and stands in the report.
         """
-        names = {packed.owner: name for name, packed in self._packed.items()}
+        names = {packed.owner: name for name, packed in self._layers.items()}
         seen: dict[str, torch.Tensor] = {}
 
         def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -192,15 +207,19 @@ class Packing:
         A weight whose memory somebody else in the model uses too, as an embedding may, stays.
         """
         users = Counter(t.untyped_storage().data_ptr() for t in tensors(model).values() if not t.is_meta)
+        ours = Counter(p.owner.weight.untyped_storage().data_ptr() for p in self._packed.values())
+        empty: dict[int, nn.Parameter] = {}  # what stands for each weight: tied ones stay tied
         for packed in self._packed.values():
             module, record = packed.owner, packed.record
             weight = module.weight
-            if users[weight.untyped_storage().data_ptr()] > 1:
+            memory = weight.untyped_storage().data_ptr()
+            if users[memory] > ours[memory]:
                 record.why = "its weight is kept: others in the model use it"
                 continue
-            record.released = weight.nbytes
-            empty = torch.empty_like(weight, device="meta")
-            module.weight = nn.Parameter(empty, requires_grad=False)
+            if memory not in empty:
+                record.released = weight.nbytes
+                empty[memory] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+            module.weight = empty[memory]
 
     @property
     def released(self) -> list[str]:
@@ -274,5 +293,7 @@ def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
 
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """Of what Dynamo would ask before every call, all but what is inside a packed layer, which nobody else changes."""
-    inside = tuple(g.name + end for g in guards if g.has_value and type(g.value) is Standing for end in ".[")
+    inside = tuple(
+        g.name + end for g in guards if g.has_value and isinstance(g.value, Standing) for end in ".["
+    )
     return [not g.name.startswith(inside) for g in guards]

@@ -1,0 +1,125 @@
+"""Embeddings in int8: they read the rows of a packed weight, which a tied output layer multiplies by.
+
+A row of a table is a row of the output layer's weight, and `int8` has a scale for each row. So one packed weight serves
+both, and the model's own can go back to the system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from opsmith.compiler.modules.linear_layers import embeddings
+from opsmith.compiler.modules.quantize import Packing, QuantizedLayer, Standing
+
+_FORMATS = ("int8", "int8_dynamic")  # with a scale for each row, and one layout
+_PANEL, _UNIT = 32, 4  # rows of a panel, and bytes of a row that lie together in it
+_SHOWN = 64  # rows that are held to the table's
+
+
+class Rows(Standing):
+    """A packed weight as the table of an embedding, whose rows its class multiplies by a number."""
+
+    factor: float
+
+    @classmethod
+    def of(cls, packed: Standing, factor: float) -> Rows:
+        """The rows of a packed weight, in its memory."""
+        rows = cls(packed.in_features, packed.out_features, False, format=packed.format, device="meta")
+        rows.weight, rows.scale, rows.factor = packed.weight, packed.scale, factor
+        return rows
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows of these numbers times the factor, in the dtype of the table that they stand for."""
+        rows = self.read(input).to(self.owner.weight.dtype)
+        return rows if self.factor == 1 else rows * self.factor
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of these numbers, in float32."""
+        assert self.scale is not None
+        scale = F.embedding(ids, self.scale[:, None])  # which refuses numbers that have no row
+        height, width = self.weight.shape
+        whole, units = height // _PANEL * _PANEL, width // _UNIT
+        start = ids // _PANEL * _PANEL
+        step: Any = _PANEL if height == whole else torch.where(ids < whole, _PANEL, height - whole)[..., None]
+        at = (start * units + ids - start)[..., None] + torch.arange(units, device=ids.device) * step
+        numbers = self.weight.view(torch.int32).flatten()[at].view(torch.uint8)[..., : self.in_features]
+        return (numbers.to(torch.float32) - 128) * scale
+
+
+def embed(packing: Packing, model: nn.Module, skip: Sequence[str]) -> None:
+    """Let every embedding read the rows of a packed weight: its output layer's where the two are tied, or its own."""
+    for name, module in embeddings(model):
+        record = QuantizedLayer(name, "int8", "left")
+        packing.layers.append(record)
+        factor = _factor(module)
+        pattern = next((p for p in skip if fnmatchcase(name, p)), None)
+        if pattern is not None:
+            record.why = f"its name matches {pattern!r} of quantize_skip"
+        elif "forward" in vars(module):
+            record.why = "its forward is replaced already"
+        elif factor is None:
+            record.why = f"its class, {type(module).__name__}, gives something else than rows times a number"
+        else:
+            tied = packing.of(module.weight)
+            shared = tied is not None and tied.format in _FORMATS
+            try:
+                packed = tied if tied is not None and shared else _packed(module.weight)
+                rows = Rows.of(packed, factor)
+                _check(rows, module.weight)
+            except (TypeError, ValueError) as error:
+                record.why = str(error)
+                continue
+            assert packed.error is not None
+            record.status, record.nbytes = "packed", 0 if shared else packed.nbytes
+            record.rows_of = tied.record.name if tied is not None and shared else name
+            record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
+            packing.add(name, rows, module, record)
+
+
+def _packed(table: torch.Tensor) -> Standing:
+    layer = nn.Linear(table.shape[1], table.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(table.detach(), requires_grad=False)
+    packed = Standing.from_linear(layer, format="int8")
+    assert isinstance(packed, Standing)
+    return packed
+
+
+@torch.no_grad()
+def _factor(module: nn.Embedding) -> float | None:
+    """What a module multiplies the rows of its table by, by its results; None where it does something else."""
+    if module.max_norm is not None:
+        return None
+    weight, ids = module.weight, torch.arange(4, device=module.weight.device)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(len(ids), weight.shape[1], generator=generator).to(weight)
+    try:
+        one, some = (
+            torch.func.functional_call(module, {"weight": t}, ids) for t in (torch.ones_like(table), table)
+        )
+        factor = float(one.flatten()[0])
+        exact = some.dtype == table.dtype and some.equal(table * factor)
+    except Exception:  # whatever it wants, it is not numbers of rows
+        return None
+    return factor if exact else None
+
+
+@torch.no_grad()
+def _check(rows: Rows, table: torch.Tensor) -> None:
+    """Hold some rows, the last one among them, to what rounding may take from them.
+
+    Raises:
+        ValueError: where one is another row.
+    """
+    n = len(table)
+    ids = torch.linspace(0, n - 1, min(n, _SHOWN), device=table.device).round().long()
+    assert rows.scale is not None
+    # Half a step, and what the scale itself is rounded by.
+    wrong = (rows.read(ids).double() - table[ids].double()).abs() > 0.5001 * rows.scale[ids, None]
+    if bool(wrong.any()):
+        raise ValueError("rows read from the packed weight are not the table's")

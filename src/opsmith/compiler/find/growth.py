@@ -37,7 +37,12 @@ def grow(sites: list[Site], cards: Mapping[str, Operator], disturbed: Callable[[
         if site.card.kind is Kind.NORM and "residual" in inspect.signature(site.card.function).parameters:
             _absorb_residual(site, computed, fits)
             computed.update(site.outputs)
-    return _pairs(_chains(sites, cards, fits), cards, fits)
+    sites = _pairs(_chains(sites, cards, fits), cards, fits)
+    inside = {node for site in sites for node in site.region}
+    for site in sites:
+        if site.card.kind is Kind.MATMUL:
+            _read_fewer_rows(site, inside, fits)
+    return sites
 
 
 def _absorb_residual(site: Site, computed: set[Node], fits: Fits) -> None:
@@ -55,6 +60,34 @@ def _absorb_residual(site: Site, computed: set[Node], fits: Fits) -> None:
     call = {**site.arguments, "x": a, "residual": b}
     grown = replace(site, arguments=call, outputs=(site.root, x), region=site.region | {x})
     if fits(grown):
+        site.grow(grown)
+
+
+def _read_fewer_rows(site: Site, inside: set[Node], fits: Fits) -> None:
+    """Multiply only the rows of a product that are read: the logits of the last position, where nobody asks for others.
+
+    Rows of a product are the product of rows.
+    """
+    while (
+        "residual" not in site.arguments and not site.after and len(site.root.users) == len(site.outputs) == 1
+    ):
+        x, (user,) = site.arguments.get("x"), site.root.users
+        rank = len(shape_of(site.root))
+        if (
+            x is None
+            or len(shape_of_operand(x)) != rank
+            or op_name(user) not in ("aten::slice", "aten::select")
+        ):
+            return
+        given = arguments(user)
+        axis, more = int(given["dim"]) % rank, [v for n, v in given.items() if n not in ("self", "dim")]
+        if axis == rank - 1 or user in inside or any(isinstance(v, Node) for v in more):
+            return  # columns; or what a site behind reads as rows of all; or rows not known before a call
+        sizes = (*shape_of(user)[:-1], *shape_of_operand(x)[-1:])
+        call = {**site.arguments, "x": Made(user.target, (x, axis, *more), sizes)}  # type: ignore[arg-type]
+        grown = replace(site, arguments=call, outputs=(user,), region=site.region | {user})
+        if not fits(grown):
+            return
         site.grow(grown)
 
 

@@ -113,7 +113,7 @@ def test_packed_weights_are_held_against_the_model_as_it_was(
     assert 1e-3 < ours < 0.5
     captured = capsys.readouterr()
     said = captured.out + captured.err
-    others = " and 1 linear layers to int8" if format == "int4" else ""  # the output layer
+    others = " and 1 linear layer to int8" if format == "int4" else ""  # the output layer
     assert f"{7 if others else 8} linear layers to {format}{others}; rounding took" in said
     assert f"{format} weights" in said
 

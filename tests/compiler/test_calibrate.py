@@ -53,7 +53,7 @@ def test_rounding_for_a_text_changes_results_less_on_another_one() -> None:
     assert after is not None
     assert after < 0.5 * before
     said = str(Report([], quantized=list(calibrated.values())))
-    assert "14 linear layers to int4 and 1 linear layers to int8; rounding took" in said
+    assert "14 linear layers to int4 and 1 linear layer to int8; rounding took" in said
     assert "% of the results on the calibration text of model.layers." in said
 
 

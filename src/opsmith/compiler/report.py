@@ -25,7 +25,7 @@ def _rounded(packed: list[QuantizedLayer]) -> list[str]:
     mean = sum(layer.lost for layer in packed) / len(packed)
     what = "weight" if worst.result_error is None else "results on the calibration text"
     lines = [
-        f"quantized: {' and '.join(f'{n} linear layers to {name}' for name, n in counts.most_common())}; rounding "
+        f"quantized: {' and '.join(f'{_layers(n)} to {name}' for name, n in counts.most_common())}; rounding "
         f"took {100 * worst.lost:.2g} % of the {what} of {worst.name}, the most, {100 * mean:.2g} % on average"
     ]
     if "int4" in counts:
@@ -34,6 +34,10 @@ def _rounded(packed: list[QuantizedLayer]) -> list[str]:
             "measures on a text of yours"
         )
     return lines
+
+
+def _layers(n: int) -> str:
+    return f"{n} linear layers" if n > 1 else "1 linear layer"
 
 
 @dataclass

@@ -295,12 +295,16 @@ def test_inductor_that_fails_or_has_no_time_is_refused(monkeypatch: pytest.Monke
         return run
 
     monkeypatch.setattr(torch, "compile", broken)
-    selector = Selector(Config(inductor=True, tune=False))
+    _Measured(monkeypatch, {})
+    monkeypatch.setattr(inductor, "CALL", 0.0)  # no call is too short to win
+    selector = Selector(Config(inductor=True))
     assert _choose(selector, _call()).refused["inductor"] == (
         "failed to compile: raised RuntimeError: no compiler"
     )
-    late = Selector(Config(inductor=True, tune=False, inductor_seconds=0.0))
-    assert "is spent" in _choose(late, _call()).refused["inductor"]
+    late = Selector(Config(inductor=True, inductor_seconds=0.0))
+    assert "is spent" in _choose(late, _call(rows=7)).refused["inductor"]
+    untimed = Selector(Config(inductor=True, tune=False))  # where nothing is timed, it could win nothing
+    assert "inductor" not in _choose(untimed, _call()).refused
 
 
 def test_the_budget_is_looked_at_before_every_compilation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ class Plan:
     machine: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     latent: list[str] = field(default_factory=list)  # what became of multi-head latent attention
+    packed: list[str] = field(default_factory=list)  # what packed weights gain
 
     def choices(self) -> dict[str, str]:
         """Implementation by call signature: what a later run takes over."""
@@ -95,7 +96,7 @@ class Plan:
 
     def table(self) -> str:
         """The plan as text: equal steps together, and sizes at which the same runs."""
-        lines: list[str] = list(self.latent)
+        lines = [*self.packed, *self.latent]
         alike: dict[Any, list[ShapePlan]] = {}
         for shape in self.shapes:
             runs = Counter((step.operator, step.implementation) for step in shape.steps)

@@ -52,6 +52,7 @@ class Report:
     slower: list[str] = field(default_factory=list)  # at which sizes eager runs as a whole, and why
     advice: list[str] = field(default_factory=list)  # what its session would do next
     paged: int = 0  # layers of attention that are served from pages
+    compared: list[str] = field(default_factory=list)  # what packed weights gain
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -110,6 +111,7 @@ class Report:
         lines = []
         if packed:
             lines += _rounded(packed)
+        lines += self.compared
         if groups := {layer.joined: None for layer in packed if layer.joined}:
             first = ", ".join(next(iter(groups)))
             lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")

@@ -116,6 +116,7 @@ class Session:
             measure.describe().fingerprint(),
             {"torch": torch.__version__, "opsmith": VERSION},
             [*self.latent.lines(), *self.paged.lines()],
+            self.packing.lines(),
         )
 
     @property
@@ -137,6 +138,7 @@ class Session:
             ],
             self._advice(),
             0 if self.paged.why else len(self.paged.windows),
+            self.packing.lines(),
         )
 
     def _advice(self) -> list[str]:

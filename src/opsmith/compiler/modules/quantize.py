@@ -19,7 +19,9 @@ from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
+from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.modules.calibrate import Calibration, Calls
+from opsmith.compiler.modules.compare import Compared, compare
 from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, output_layer, tensors
 from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
 from opsmith.ops.packed_linear.inputs import Inputs
@@ -99,7 +101,9 @@ class Packing:
 
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
+        self.compared: list[Compared] = []
         self._packed: dict[str, Standing] = {}
+        self._called: dict[tuple[str, int, torch.dtype], None] = {}  # by which rows, in the examples
 
     def pack(
         self, model: nn.Module, config: Config, taken: Collection[str] = (), calibration: Calls | None = None
@@ -188,6 +192,8 @@ class Packing:
 
         def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
             name, x = names[module], args[0] if args else None
+            if isinstance(x, torch.Tensor) and x.numel():
+                self._called[name, x.numel() // x.shape[-1], x.dtype] = None
             if name not in seen and isinstance(x, torch.Tensor) and x.numel():
                 seen[name] = x.detach().flatten(0, -2)[:_ROWS].clone()
 
@@ -200,6 +206,21 @@ class Packing:
             if why := _wrong(packed, x):
                 packed.record.status, packed.record.why = "rolled back", why
                 del packed.owner.forward, self._packed[name]
+
+    def compare(self, cache: TuningCache) -> None:
+        """Time the packed layers against those that they stand in for, at the rows of the examples."""
+        packed = self._packed
+        calls = [(packed[n], packed[n].owner, rows, x) for n, rows, x in self._called if n in packed]
+        self.compared = compare(calls, cache)
+        cache.save()
+
+    def lines(self) -> list[str]:
+        """For the plan and the report: what packing gains; whole programs are timed against packed layers, too."""
+        if not self._packed:
+            return []
+        if not self.compared:
+            return ["packed layers were not timed against the layers as they were"]
+        return [str(found) for found in self.compared]
 
     def release(self, model: nn.Module) -> None:
         """Give the packed layers' own weights back to the system: what stands there has their shapes and no numbers.

@@ -220,7 +220,8 @@ class Latent:
             lines.append(
                 f"  {len(alike):3d} x mla          {report.mode:<8} {report.values} values "
                 f"({report.token_bytes} bytes) a token and layer instead of {report.plain_values}; {switch} "
-                f"(by operations: one token at {_ROWS} rows {decode['absorbed'] / 1e6:.0f} M, expanded {ratio:.0f} x)"
+                f"(by operations: one token at {_ROWS} rows {decode['absorbed'] / 1e6:.0f} M, expanded {ratio:.0f} x); "
+                "not timed against the model's own attention"
             )
         return lines
 

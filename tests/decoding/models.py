@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": WINDOW},
     "phi3": {"num_key_value_heads": 4},
+    "gpt_oss": {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
     "gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
 }
 

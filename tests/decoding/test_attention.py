@@ -38,7 +38,7 @@ def test_greedy_tokens_are_eagers(kind: str, batch: int) -> None:
     caches = (None, opsmith.PagedCache(model), opsmith.PagedCache(model, block_size=4))
     for cache in caches:
         assert torch.equal(generated(model, inputs, "opsmith", cache), expected)
-    if kind != "gemma2":  # which PyTorch's attention does not serve
+    if kind not in ("gemma2", "gpt_oss"):  # which PyTorch's attention does not serve
         assert torch.equal(generated(model, inputs, "sdpa", opsmith.PagedCache(model)), expected)
     assert torch.equal(generated(model, inputs, "eager", opsmith.PagedCache(model)), expected)
 
@@ -153,7 +153,7 @@ def test_a_mask_of_the_callers_own() -> None:
     torch.testing.assert_close(logits[1], logits[0], **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma2", "gpt_oss"])
 def test_gradients(kind: str) -> None:
     model = decoder(kind).train()
     inputs = prompts(2, 20, padded=True)
@@ -277,3 +277,10 @@ assert "opsmith" in transformers.AttentionMaskInterface().valid_keys()"""
 def test_opsmith_starts_without_transformers() -> None:
     code = "import opsmith, sys; assert not {'torch', 'transformers'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_sinks_go_with_no_dropout() -> None:
+    model = decoder("gpt_oss", attention_dropout=0.5).train()
+    model.set_attn_implementation("opsmith")
+    with pytest.raises(ValueError, match="sinks go with neither dropout"):
+        model(**prompts(1, 6, padded=False), use_cache=False)

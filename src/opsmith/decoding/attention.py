@@ -104,6 +104,7 @@ def attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention [batch, tokens, heads, width] of queries, keys and values [batch, heads, ..., width]."""
@@ -114,13 +115,18 @@ def attend(
         )
     if dropout or any(options.get(name) is not None for name in ("position_bias", "cache")):
         # What only the library's own has.
+        if s_aux is not None:
+            raise ValueError(
+                "opsmith attention: sinks go with neither dropout nor position biases; call "
+                'model.set_attn_implementation("eager")'
+            )
         other: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         more: Any = {"is_causal": is_causal, "softcap": softcap, **options}
         found: tuple[torch.Tensor, None] = other(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
         return found
-    how: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    how: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     words: Words | None = getattr(attention_mask, "opsmith", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(key, PagedStates):
@@ -178,6 +184,8 @@ def on_pages(
     if step.past and step.tokens <= FEW:
         q = query.transpose(1, 2)
         given = q if pool.dtype == torch.int8 else q.to(pool.dtype)
+        if how["sinks"] is not None:
+            how = how | {"sinks": how["sinks"].to(given.dtype)}
         y = paged_attention(
             given, block_tables=step.tables, seq_lens=step.lens, window=window, **pool.parts, **how
         )

@@ -102,20 +102,29 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a layer whose keys and values lie in pages, as transformers calls it."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     at: int = module.layer_idx  # type: ignore[assignment]
-    return torch.ops.opsmith.paged_layer.default(query, key, value, at, scale, softcap or 0.0), None
+    return torch.ops.opsmith.paged_layer.default(query, key, value, s_aux, at, scale, softcap or 0.0), None
 
 
 _LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
-_LIBRARY.define("paged_layer(Tensor q, Tensor k, Tensor v, int layer, float scale, float softcap) -> Tensor")
+_LIBRARY.define(
+    "paged_layer(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, float softcap) -> Tensor"
+)
 
 
 def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    softcap: float,
 ) -> torch.Tensor:
     call = _current.calling
     if call is None:
@@ -131,12 +140,18 @@ def _run(
         held.lazy_initialization(k, v)
     held.held.fit(held.pages.capacity)
     held.held.write(k, v, step.slots)
-    how = {"scale": scale, "softcap": softcap or None}
+    how = {"scale": scale, "softcap": softcap or None, "sinks": sinks}
     return on_pages(held, step, q, k, v, held.pages.window, how).contiguous()
 
 
 def _shape(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    softcap: float,
 ) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 

@@ -26,13 +26,7 @@ _BLOCK = 8  # so that they fill several
 _NAME = "opsmith_watch"
 # Of the largest logit: another position, or another key, moves them by far more than rounding in any order does.
 _SAME = 0.05
-_MORE = (
-    "position_bias",
-    "s_aux",
-    "head_mask",
-    "alibi",
-    "is_causal",
-)  # what changes an attention, and pages have not
+_MORE = ("position_bias", "head_mask", "alibi", "is_causal")  # what changes an attention, and pages have not
 
 
 @dataclass
@@ -208,7 +202,9 @@ def _attend(
             *(module, q, k, v, attention_mask[:1]),
             plain=words is not None and words.aligned and words.starts is not None,
             window=None if words is None else words.window,
-            options={name: v for name, v in options.items() if name in ("scaling", "softcap", *_MORE)},
+            options={
+                name: v for name, v in options.items() if name in ("scaling", "softcap", "s_aux", *_MORE)
+            },
         )
     )
     if _watching.name == "eager":

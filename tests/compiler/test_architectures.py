@@ -92,6 +92,8 @@ DECODERS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"d_model": 64, "n_heads": 4, "n_layers": 1, "max_seq_len": 64},
         SDPA | {"layer_norm": 3, "linear": 5},
     ),
+    # The same, with heads folded into the batch: what a product is added to.
+    "bloom": ({"n_head": 4, "n_layer": 1}, SDPA | {"layer_norm": 4, "linear": 5}),
     # Convolutions beside attention.
     "lfm2": (
         {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},

@@ -47,8 +47,19 @@ def dim_of(d: Any) -> Any:
     """A size as an int or a sympy expression."""
     if isinstance(d, torch.SymInt):
         expr = d.node.expr
-        return int(expr) if expr.is_Integer else expr
+        return expr if expr.is_Symbol else int(expr) if expr.is_Integer else _divided(expr)
     return int(d)
+
+
+@functools.lru_cache(maxsize=1024)
+def _divided(expr: Any) -> Any:
+    """A size whose divisions leave no rest without them: `view(..., -1)` has `n**2 // n` for n."""
+
+    def whole(division: Any) -> Any:
+        a, b = division.args
+        return a / b if (a / b).is_integer else division
+
+    return expr.replace(lambda e: type(e).__name__ == "FloorDiv", whole)
 
 
 def op_name(node: Node) -> str:

@@ -122,8 +122,10 @@ def _made(atom: Atom, canon: Canon, root: Node) -> Operand | None:
         return None
     if atom.name == "permute":
         return Made(torch.ops.aten.permute.default, (inner, list(atom.attrs)), atom.shape)
-    if atom.name == "reshape" and all(isinstance(n, int) for n in atom.shape):
-        return Made(torch.ops.aten.reshape.default, (inner, list(atom.shape)), atom.shape)
+    if atom.name == "reshape":  # one axis more, whose size is 1
+        for i, size in enumerate(atom.shape):
+            if size == 1 and (*atom.shape[:i], *atom.shape[i + 1 :]) == shape_of_operand(inner):
+                return Made(torch.ops.aten.unsqueeze.default, (inner, i), atom.shape)
     if atom.name == "not":
         return Made(torch.ops.aten.logical_not.default, (inner,), atom.shape)
     if atom.name in ("fill", "keep"):

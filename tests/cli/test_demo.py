@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,11 +44,9 @@ def test_everything_in_minilm_is_found(quick: dict[str, Any]) -> None:
     result = quick["dtypes"]["float32"]
     graphs = result["report"]["graphs"]
     assert len(graphs) == 1  # for one sequence as for several
-    for graph in graphs:
-        counts = Counter(site["operator"] for site in graph["sites"])
-        assert counts == {"attention": 6, "layer_norm": 13, "linear": 37, "embedding": 3}
-    found = result["found"]
-    assert found["attention"]["sites"] == 6
+    found = result["found"]  # layers of one input count each, also where one product stands for them
+    counts = {name: each["sites"] for name, each in found.items()}
+    assert counts == {"attention": 6, "layer_norm": 13, "linear": 37, "embedding": 3}
     assert found["layer_norm"]["with"]["residual"] >= 12
     assert found["linear"]["with"]["gelu"] <= 6
 

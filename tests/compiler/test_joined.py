@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import opsmith
+from opsmith.compiler.config import Config
 from opsmith.compiler.find import joined
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.ops import PackedLinear
@@ -276,7 +277,7 @@ def test_a_model_generates_what_its_layers_do() -> None:
     }
     make = lambda: LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))  # noqa: E731
     model, plain = seeded(make), seeded(make)
-    Packing().pack(plain, "int4", 32, [])
+    Packing().pack(plain, Config(quantize="int4"))
     packed(model, format="int4")
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}
     assert model.generate(ids(2, 7), **options).equal(plain.generate(ids(2, 7), **options))

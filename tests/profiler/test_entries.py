@@ -92,12 +92,12 @@ def test_a_cache_is_charged_for_the_rows_that_are_written() -> None:
 def test_attention_counts_the_pairs_that_are_visible() -> None:
     for length, keys in [(a, b) for a in range(1, 7) for b in range(1, 7)]:
         q, k, v, y = (torch.zeros(2, 3, n, d) for n, d in ((length, 4), (keys, 4), (keys, 5), (length, 5)))
-        found, _ = _entry("opsmith::attention", q, k, v, None, None, None, 0.5, True, 0, 0.0, y, None)
+        found, _ = _entry("opsmith::attention", q, k, v, *[None] * 5, 0.5, True, 0, 0.0, y, None)
         assert found is not None
         assert found.flops == 2 * 2 * 3 * 9 * int(torch.ones(length, keys).tril(keys - length).sum())
         assert found.min_bytes == sum(t.nbytes for t in (q, k, v, y))
         back, _ = _entry(
-            "opsmith::attention_backward", y, q, k, v, y, y, *[None] * 3, 0.5, True, 0, 0.0, q, k, v
+            "opsmith::attention_backward", y, q, k, v, y, y, *[None] * 5, 0.5, True, 0, 0.0, q, k, v, None
         )
         assert back is not None
         assert back.flops == 2.5 * found.flops

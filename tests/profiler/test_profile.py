@@ -5,6 +5,7 @@ import html
 import json
 import math
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,10 @@ def test_an_optimized_model() -> None:
         well_formed(profile)
         assert profile.optimized
         rows = {b.name: b for b in bill(profile.phases[0].rows, "operator")}
-        assert {n: rows[n].calls for n in ("layer_norm", "attention", "linear")} == {
-            "layer_norm": 5,
-            "attention": 2,
-            "linear": 12,
-        }
+        steps = Counter(step.operator for step in model.opsmith.plan.shapes[0].steps)
+        assert (steps["layer_norm"], steps["attention"]) == (5, 2)
+        assert 8 <= steps["linear"] <= 12  # queries, keys and values may be one product
+        assert {n: rows[n].calls for n in steps} == steps
         assert all(r.known and not r.composite for r in rows["layer_norm"].rows)
         assert not any(name.startswith("opsmith::") for name in rows)  # kernels are put down to their sites
     finally:

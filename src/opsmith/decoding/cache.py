@@ -330,6 +330,7 @@ def paged(
         window = getattr(layer, "sliding_window", None)
         if window not in pages:
             pages[window] = Pages(block_size, window)
+        pages[window].keep |= getattr(layer, "record_past", False)
         made.append(PagedLayer(pages[window], dtype, max_tokens))
     return made
 

@@ -101,12 +101,6 @@ def _forward(
     acc = tl.zeros((BM, BDV), tl.float32)
     largest = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    if sinks is not None:  # a softmax begins at its sink, as a key without a value
-        sink = tl.load(sinks + h).to(tl.float32)
-        if PLAIN:
-            sink /= scale
-        largest = tl.full((BM,), 0.0, tl.float32) + sink
-        total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - sink))
     if alibi is not None:
         slope = tl.load(alibi + h).to(tl.float32)
     begin, end = key_range(first, n, m, window, BM, CAUSAL, WINDOW)
@@ -159,6 +153,20 @@ def _forward(
             values = load_rows(v, j, v_l, m, value_lanes, DV, EVEN)
             acc = dot(narrow(p, values), values, acc * shrink[:, None])
             largest = grown
+    if (
+        sinks is not None
+    ):  # a key without a value, the last one: until here exponents count from the scores' largest
+        sink = tl.load(sinks + h).to(tl.float32)
+        c = LOG2E
+        if PLAIN:
+            c = scale * LOG2E
+            sink /= scale
+        grown = tl.maximum(largest, sink)
+        base = tl.where(grown == float("-inf"), 0.0, grown)
+        shrink = tl.exp2((largest - base) * c)
+        total = total * shrink + tl.exp2((sink - base) * c)
+        acc *= shrink[:, None]
+        largest = grown
     acc = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
     store_rows(y + b * y_b + h * y_h + q0 * y_l, i, y_l, n, value_lanes, DV, acc)
     if sums is not None:

@@ -323,7 +323,7 @@ def _of_sinks(
 ) -> None:
     """Each row's sink loses what its weight takes from the others; it has no value of its own."""
     largest, total = sums.unbind(-1)  # [B, H, L], the largest as scores are before `scale`
-    weight = torch.exp(sinks.float()[:, None] - largest * scale) / total
+    weight = torch.exp(sinks.double()[:, None] - largest.double() * scale) / total
     weight = weight.where(total != 0, 0.0)  # a row with neither key nor sink
     dsinks.copy_(-(weight * weighted).sum((0, 2)))
 
@@ -373,7 +373,9 @@ def attention_backward(
     )
     memory, mask_strides = mask_arguments(mask, q, k)
     inputs = (dout, q, k, v, memory, row_sums, delta)
-    weighted = None if dsinks is None else torch.zeros_like(delta)
+    # What the sinks are given: in float32 from out in wider sums, else not from an out that is rounded.
+    precise = q.dtype == torch.float32
+    weighted = None if dsinks is None or precise else torch.zeros_like(delta)
     shape = (*sequences.arguments, alibi, queries, keys, heads)
     steps = (*strides(dout, q, k, v), *mask_strides, *strides(row_sums))
     numbers = (dim, value_dim, scale, window, softcap)
@@ -388,8 +390,9 @@ def attention_backward(
         (sequences.tiles(queries, sizes["BM"]), batch * heads),
         *inputs, weighted, dq, *shape, *steps, *strides(dq), *numbers, **special,
     )  # fmt: skip
-    if dsinks is not None and sinks is not None and weighted is not None:
-        _of_sinks(sinks, row_sums, weighted, scale if special["PLAIN"] else 1.0, dsinks)
+    if dsinks is not None and sinks is not None:
+        given = (dout.double() * out.double()).sum(-1) if weighted is None else weighted
+        _of_sinks(sinks, row_sums, given, scale if special["PLAIN"] else 1.0, dsinks)
 
 
 KERNELS = {"attention_backward": attention_backward}

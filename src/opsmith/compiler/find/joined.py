@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -29,6 +29,7 @@ from opsmith.ops.packed_linear import CARD, packed_linear
 # Rows of a weight that its packed form keeps together: a layer whose weight ends within such a panel comes last.
 _PANEL = {"bf16": 64, "int8": 32, "int8_dynamic": 32, "int4": 32}
 _AXIS = {"weight": 0, "scale": -1, "zero": -1, "bias": 0}
+T = TypeVar("T")
 Owner = Callable[[Any], Any]  # the layer whose packed weight a graph's input is, or None
 Lay = Callable[[Sequence[Any]], bool]  # lays layers' packed weights side by side, where it may
 
@@ -107,7 +108,7 @@ def join(
     """The groups of packed layers in a graph that one call can stand for."""
     values = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     sites: list[Site] = []
-    for group in _groups(gm.graph, lambda n: owner(values.get(n))):
+    for group in runs(gm.graph, lambda n: _part(n, lambda of: owner(values.get(of))), _fits):
         # A layer's columns end where the next one's panel starts.
         panel = _PANEL[group[0].layer.format]
         group = sorted(group, key=lambda p: p.columns % panel != 0)
@@ -121,20 +122,24 @@ def join(
     return sites
 
 
-def _groups(graph: fx.Graph, owner: Callable[[Node | None], Any]) -> list[list[Part]]:
-    """Calls of packed layers with one input, between which stands no other layer."""
-    groups: list[list[Part]] = [[]]
+def runs(
+    graph: fx.Graph, member: Callable[[Node], T | None], fits: Callable[[T, list[T]], bool]
+) -> list[list[T]]:
+    """Layers of a graph that fit together, two or more, between which stands no other product."""
+    groups: list[list[T]] = [[]]
     for node in graph.nodes:
-        part, group = _part(node, owner), groups[-1]
-        if part is not None and group and part.kind == group[0].kind and _fits(part, group):
-            group.append(part)
-        elif part is not None or op_name(node) in LEFT_OPERAND or node.target is filled:
-            groups.append([] if part is None else [part])
+        one, group = member(node), groups[-1]
+        if one is not None and group and fits(one, group):
+            group.append(one)
+        elif one is not None or op_name(node) in LEFT_OPERAND or node.target is filled:
+            groups.append([] if one is None else [one])
     return [group for group in groups if len(group) > 1]
 
 
 def _fits(part: Part, group: list[Part]) -> bool:
     """Whether one call can stand where the group's first does: nothing that this part reads comes later."""
+    if part.kind != group[0].kind:
+        return False
     first = group[0].node
     known = all(n is None or n.op == "placeholder" or n < first for n in part.tensors.values())
     return known and all(p.layer is not part.layer for p in group)

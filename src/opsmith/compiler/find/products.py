@@ -14,11 +14,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from opsmith.compiler.algebra.canon import op_name, shape_of
-from opsmith.compiler.capture.mutation import Effects, filled
-from opsmith.compiler.find.joined import joined, private, source
+from opsmith.compiler.algebra.canon import shape_of
+from opsmith.compiler.capture.mutation import Effects
+from opsmith.compiler.find.joined import joined, private, runs, source
 from opsmith.compiler.find.operands import Made, nodes_in
-from opsmith.compiler.find.recognize import LEFT_OPERAND
 from opsmith.compiler.find.site import Site
 from opsmith.ops.linear import CARD
 
@@ -51,14 +50,7 @@ def weights(site: Site) -> list[Node]:
 def _groups(sites: Sequence[Site], graph: fx.Graph, values: dict[Node, Any]) -> list[list[Site]]:
     """Linear layers of one input, between which stands no other product."""
     of = {s.root: s for s in sites if _plain(s, values)}
-    groups: list[list[Site]] = [[]]
-    for node in graph.nodes:
-        site, group = of.get(node), groups[-1]
-        if site is not None and group and _alike(site, group):
-            group.append(site)
-        elif site is not None or op_name(node) in LEFT_OPERAND or node.target is filled:
-            groups.append([] if site is None else [site])
-    return [group for group in groups if len(group) > 1]
+    return runs(graph, of.get, _alike)
 
 
 def _plain(site: Site, values: dict[Node, Any]) -> bool:

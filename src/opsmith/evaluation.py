@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from opsmith.compiler.modules.texts import token_ids, tokenizer_of
+from opsmith.compiler.modules.texts import beginning_and_rows
 
 _AT_ONCE = 256 << 20  # bytes of float32 logits that one model may give at a time, where it can give fewer
 _ROWS = 64  # of logits that are worked on at a time
@@ -257,23 +257,16 @@ def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 def _windows(model: nn.Module, given: Any, window: int, tokenizer: Any) -> list[torch.Tensor]:
     """The tokens of each window, two or more."""
-    start: list[int] = []
-    if isinstance(given, str):
-        tokenizer = tokenizer if tokenizer is not None else tokenizer_of("evaluate", model)
-        start = list(tokenizer("").input_ids)
-        rows = torch.tensor([tokenizer(given).input_ids[len(start) :]])
-    else:
-        rows = token_ids("evaluate", given)
+    before, rows = beginning_and_rows("evaluate", model, given, tokenizer)
     size = _vocabulary(model)
     if size is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < size:
         wrong = rows[(rows < 0) | (rows >= size)][0]
         raise ValueError(f"evaluate: ids must be from 0 to {size - 1}, the model's vocabulary, got {wrong}")
-    fresh = window - len(start)
+    fresh = window - len(before)
     if fresh < 1:
         raise ValueError(
-            f"evaluate: window must hold more than the {len(start)} tokens that every text begins with"
+            f"evaluate: window must hold more than the {len(before)} tokens that every text begins with"
         )
-    before = torch.tensor(start, dtype=torch.int64)
     windows = [torch.cat((before, part)) for row in rows for part in row.split(fresh)]
     if not (windows := [one for one in windows if len(one) > 1]):
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.compiler.modules.texts import token_ids, tokenizer_of
+from opsmith.compiler.modules.texts import beginning_and_rows
 from opsmith.ops.packed_linear.inputs import Inputs
 
 _WINDOW = 512  # tokens that are read together
@@ -42,15 +42,8 @@ def _calls(model: nn.Module, given: Any, tokenizer: Any) -> Iterator[dict[str, A
     if isinstance(given, Mapping):
         yield dict(given)
         return
-    start: list[int] = []
-    if isinstance(given, str):
-        tokenizer = tokenizer if tokenizer is not None else tokenizer_of("calibration", model)
-        start = list(tokenizer("").input_ids)
-        rows = torch.tensor([tokenizer(given).input_ids[len(start) :]])
-    else:
-        rows = token_ids("calibration", given)
-    before = torch.tensor(start, dtype=torch.int64)
-    for part in (part for row in rows for part in row.split(_WINDOW - len(start)) if len(part)):
+    before, rows = beginning_and_rows("calibration", model, given, tokenizer)
+    for part in (part for row in rows for part in row.split(_WINDOW - len(before)) if len(part)):
         yield {"input_ids": torch.cat((before, part))[None]}
 
 

@@ -8,6 +8,22 @@ import torch
 from torch import nn
 
 
+def beginning_and_rows(
+    name: str, model: nn.Module, given: Any, tokenizer: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids that every text begins with, none in front of ids that are given, and the others as [texts, tokens].
+
+    Raises:
+        TypeError, ValueError: for what is neither a text nor ids, and where a text's tokenizer is not found.
+    """
+    if not isinstance(given, str):
+        return torch.empty(0, dtype=torch.int64), token_ids(name, given)
+    tokenizer = tokenizer if tokenizer is not None else tokenizer_of(name, model)
+    start = list(tokenizer("").input_ids)
+    rows = torch.tensor([tokenizer(given).input_ids[len(start) :]])
+    return torch.tensor(start, dtype=torch.int64), rows
+
+
 def token_ids(name: str, given: Any) -> torch.Tensor:
     """Ids as [texts, tokens] int64.
 

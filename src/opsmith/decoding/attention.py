@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from opsmith.decoding.cache import PagedLayer, Update
-from opsmith.decoding.pages import Step
+from opsmith.decoding.pages import Step, padded
 from opsmith.decoding.states import PagedStates
 from opsmith.ops import attention, paged_attention
 
@@ -88,10 +88,8 @@ def padding(kept: torch.Tensor, columns: int) -> list[int] | None:
     """How many columns at the left of each sequence a mask [batch, columns] hides; None where it hides others."""
     if kept.dim() != 2 or kept.shape[1] < columns:
         return None
-    kept = kept[:, :columns].bool()
-    starts = columns - kept.sum(1)
-    left = kept == (torch.arange(columns, device=kept.device) >= starts.view(-1, 1))
-    return starts.tolist() if bool(left.all()) else None
+    starts = padded(kept[:, :columns])
+    return None if starts is None else starts.tolist()
 
 
 def attend(

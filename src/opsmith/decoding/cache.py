@@ -189,8 +189,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no typ
     def lay_anew(self, update: Update, starts: Sequence[int]) -> Step:
         """Write a prompt again, now that its mask has said which of its columns are padding."""
         pages, step = self.pages, update.step
-        pages.reset(pages.batch, pages.device)
-        pages.starts = list(starts)
+        pages.reset(pages.batch, pages.device, starts)
         pages.step = pages.begin(step.tokens)
         pages.commit(step.tokens)
         self.held.fit(pages.capacity)

@@ -43,6 +43,15 @@ class Pool(Protocol):
         """Make these blocks copies of those."""
 
 
+def padded(kept: torch.Tensor) -> torch.Tensor | None:
+    """[batch]: how many columns at the left of each sequence a mask [batch, columns] hides; None for other holes."""
+    kept = kept.to(torch.bool)
+    columns = kept.shape[1]
+    starts = columns - kept.sum(1)
+    left = torch.arange(columns, device=kept.device) >= starts[:, None]
+    return starts if torch.equal(kept, left) else None
+
+
 class Pages:
     """The block tables of one batch of sequences.
 
@@ -61,18 +70,14 @@ class Pages:
         self.capacity = 0  # blocks that were ever in use
         self.reset(0, torch.device("cpu"))
 
-    def reset(self, batch: int, device: torch.device) -> None:
-        """Forget everything; the pools stay."""
+    def reset(self, batch: int, device: torch.device, starts: Sequence[int] | None = None) -> None:
+        """Forget everything; the pools stay. So many columns at the left of each sequence will be padding."""
         self.batch, self.device, self.columns, self.first = batch, device, 0, 0
-        self.starts = [0] * batch
+        self.starts = [0] * batch if starts is None else list(starts)
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         self._users: Counter[int] = Counter()
         self._free: list[int] = list(range(self.capacity))[::-1]
         self._tables = self._new(torch.zeros((batch, 8), dtype=torch.int32, device=device))
-
-    def pad(self, starts: Sequence[int]) -> None:
-        """Before anything is there: how many columns at the left of each sequence are padding."""
-        self.starts = list(starts)
 
     def begin(self, tokens: int) -> Step:
         """Slots for so many new columns; nothing counts as there before `commit`, so a step may be run again."""

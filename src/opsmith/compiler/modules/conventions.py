@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from opsmith.decoding.pages import padded
+
 _CACHE = "past_key_values"
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
@@ -271,11 +273,10 @@ class ModelCall:
             return "the mask is not one of padding"
         if tuple(mask.shape) != (self.tokens.shape[0], columns):
             return "the mask has another length than the cache and the input"
-        kept = mask.to(torch.bool)
-        starts = columns - kept.sum(1)
-        if not torch.equal(kept, torch.arange(columns, device=mask.device) >= starts[:, None]):
-            return "the mask hides other columns than those of the padding at the left"
-        return starts
+        starts = padded(mask)
+        return (
+            "the mask hides other columns than those of the padding at the left" if starts is None else starts
+        )
 
     def say_positions(self, start: int) -> None:
         """Count the positions of the tokens from here, where the caller did not."""

@@ -152,8 +152,7 @@ def _places(call: conventions.ModelCall, layers: list[PagedLayer]) -> str | None
                 f"opsmith: the cache is for a batch of {pages.batch}, the input has {batch} sequences"
             )
         if not past:
-            pages.reset(batch, call.tokens.device)
-            pages.starts = columns
+            pages.reset(batch, call.tokens.device, columns)
         elif pages.starts != columns:
             return "the mask hides other columns than those of the padding at the left"
     return None

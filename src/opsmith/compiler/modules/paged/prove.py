@@ -117,8 +117,7 @@ def _stepwise(model: nn.Module, inputs: dict[str, Any], windows: list[int | None
     layers = _layers(windows)
     mask = inputs["attention_mask"]
     for pages in {id(layer.pages): layer.pages for layer in layers}.values():
-        pages.reset(len(mask), mask.device)
-        pages.starts = (mask.shape[1] - mask.sum(1)).tolist()
+        pages.reset(len(mask), mask.device, (mask.shape[1] - mask.sum(1)).tolist())
     for some in (slice(0, -1), slice(-1, None)):
         given = {name: t[:, some] for name, t in inputs.items()}
         call = conventions.ModelCall(model, (), given | {"use_cache": True})

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +19,12 @@ from opsmith.cli import CommandError, models
 from opsmith.cli.common import told
 from opsmith.cli.hf import quiet, tokens
 from opsmith.cli.models import Batch
+from opsmith.cli.phases import Phases
 from opsmith.compiler import Plan
-from opsmith.kernels import libraries
 from opsmith.operator import Kind
 
-KINDS = (
-    Kind.EMBEDDING,
-    Kind.NORM,
-    Kind.MATMUL,
-    Kind.ACTIVATION,
-    Kind.ATTENTION,
-)  # what an encoder is made of
+# What an encoder is made of.
+KINDS = {Kind.EMBEDDING, Kind.NORM, Kind.MATMUL, Kind.ACTIVATION, Kind.ATTENTION}
 COSINE = 0.999999  # what float32 embeddings keep to the exact ones
 
 DOCUMENTS = (
@@ -111,31 +103,20 @@ def ranking(queries: torch.Tensor, documents: torch.Tensor) -> list[list[int]]:
     return order
 
 
-class Demo:
+class Demo(Phases):
     """One run: prints as it goes, and keeps everything for the JSON."""
 
     def __init__(
         self, console: Console, shapes: tuple[tuple[int, int], ...], dtypes: tuple[str, ...], compiled: bool
     ):
-        self.console, self.shapes, self.dtypes, self.compiled = console, shapes, dtypes, compiled
-        self.faults: list[str] = []
-        self.seconds: dict[str, float] = {}
+        super().__init__(console)
+        self.shapes, self.dtypes, self.compiled = shapes, dtypes, compiled
 
     def run(self, plan_file: Path) -> dict[str, Any]:
         """Everything, in order; what is returned is the JSON."""
-        started = time.perf_counter()
-        with ThreadPoolExecutor(1) as beside:
-            kernels = beside.submit(models.load_kernels, *KINDS)
-            with self._phase("load the model"):
-                mini = load()
-            with self._phase("build and load the kernels"):
-                native = kernels.result()
-        machine = measure.describe()
-        tier = libraries.status().tier if native else "none, plain PyTorch"
+        mini = self.load("load the model", load, KINDS)
         self.console.print(
-            f"{machine.cpu}, {machine.threads} threads, kernels: {tier}, torch {machine.torch}\n"
-            f"MiniLM from {mini.source}: {len(DOCUMENTS)} sentences to search, "
-            f"{len(QUERIES)} queries",
+            f"MiniLM from {mini.source}: {len(DOCUMENTS)} sentences to search, {len(QUERIES)} queries",
             markup=False,
         )
         results: dict[str, Any] = {}
@@ -155,22 +136,9 @@ class Demo:
         saved = Plan(
             [shape for one in plans for shape in one.shapes], plans[0].machine, plans[0].versions
         ).save(plan_file)
-        self.seconds["total"] = time.perf_counter() - started
         self.console.rule(style="dim")
         self.console.print(f"plan saved to {saved}", markup=False)
-        phases = ", ".join(f"{what} {spent:.1f} s" for what, spent in self.seconds.items())
-        self.console.print(f"time: {phases}", markup=False)
-        return {
-            "ok": not self.faults,
-            "faults": self.faults,
-            "model": mini.source,
-            "machine": machine.to_json(),
-            "versions": plans[0].versions,
-            "tier": tier,
-            "dtypes": results,
-            "plan": str(saved),
-            "seconds": self.seconds,
-        }
+        return self.data(model=mini.source, versions=plans[0].versions, dtypes=results, plan=str(saved))
 
     def _one(self, mini: MiniLM, exact: _Exact, name: str) -> tuple[dict[str, Any], Any]:
         """One dtype: optimize, prove, search, time."""
@@ -179,7 +147,7 @@ class Demo:
         fast = copy.deepcopy(mini.model)
         config = mini.model.config
         examples = [dict(exact.documents), *(dict(tokens(config, *shape, 0)) for shape in self.shapes)]
-        with self._phase(f"optimize {name}", show=False):
+        with self.phase(f"optimize {name}", show=False):
             opsmith.optimize(fast, examples, dtype=dtype)
         self.console.print(f"optimized in {self.seconds[f'optimize {name}']:.1f} s")
         session: Any = fast.opsmith
@@ -195,7 +163,7 @@ class Demo:
         self, exact: _Exact, eager: nn.Module, fast: nn.Module, name: str
     ) -> tuple[dict[str, models.Error], dict[str, Any]]:
         """Errors of the embeddings beside eager's own, and the search before and after."""
-        with self._phase(f"prove {name}"):
+        with self.phase(f"prove {name}"):
             embeddings = {
                 who: (embed(model, exact.documents), embed(model, exact.queries))
                 for who, model in ((models.EAGER, eager), (models.OPSMITH, fast))
@@ -243,7 +211,7 @@ class Demo:
         contenders: dict[str, nn.Module] = {models.EAGER: eager, models.OPSMITH: fast}
         if self.compiled:
             compiled: Any = torch.compile(copy.deepcopy(eager))
-            with self._phase(f"torch.compile {name}"):
+            with self.phase(f"torch.compile {name}"):
                 for several in batches.values():
                     hidden(compiled, several[0])
             contenders[models.COMPILED] = compiled
@@ -252,19 +220,11 @@ class Demo:
             for who, model in contenders.items()
         }
         results: dict[str, measure.Comparison] = {}
-        with self._phase(f"time {name}"):
+        with self.phase(f"time {name}"):
             for shape, several in batches.items():
                 with told(f"demo: {name}, {shape}: ", measure.WrongResult):
                     results[shape] = models.race(calls, several, exact.hidden(shape, several[0]), dtype)
         return results
-
-    @contextlib.contextmanager
-    def _phase(self, what: str, show: bool = True) -> Iterator[None]:
-        """Times a phase, with a spinner where there is a terminal (optimize has a progress line of its own)."""
-        start = time.perf_counter()
-        with self.console.status(what) if show else contextlib.nullcontext():
-            yield
-        self.seconds[what] = time.perf_counter() - start
 
 
 class _Exact:

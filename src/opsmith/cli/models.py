@@ -19,8 +19,6 @@ from rich.table import Table
 
 from opsmith import measure
 from opsmith.cli.common import speedup, time_of
-from opsmith.kernels import libraries
-from opsmith.operator import Kind, registry
 
 if TYPE_CHECKING:
     from opsmith.compiler.plan import Plan
@@ -35,12 +33,6 @@ _LINES, _WIDTH = 8, 220
 _SLOW = 1.5  # seconds of one call
 # Where weights are rounded, a relative error above this is no longer the model's result with noise, but another result.
 ROUNDED = 0.5
-
-
-def load_kernels(*kinds: Kind) -> bool:
-    """Load the kernels of what a model may be made of; what has to be built first is built in one run."""
-    cards = [card for card in registry().values() if card.patterns and card.kind in kinds]
-    return libraries.load(*(card.schemas[0].partition("(")[0] for card in cards if card.schemas))
 
 
 def found(session: Session) -> dict[str, dict[str, Any]]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,10 +12,9 @@ from rich.table import Table
 
 import opsmith.ops  # the cards register themselves
 from opsmith import measure
-from opsmith.cli import models
 from opsmith.cli.common import size_of, time_of
 from opsmith.cli.llm import gemma, generator, source
-from opsmith.kernels import libraries
+from opsmith.cli.phases import Phases
 from opsmith.operator import Kind
 
 FORMATS = ("float32", "bfloat16", "int8", "int8_dynamic", "int4")
@@ -28,49 +23,25 @@ KINDS = set(Kind) - {Kind.LOSS, Kind.MLA}  # of operators that a decoder may be 
 _WINDOW, _WINDOWS = 256, 4  # tokens of the text whose perplexity is measured
 
 
-class Demo:
+class Demo(Phases):
     """One run: prints as it goes, and keeps everything for the JSON."""
 
     def __init__(self, console: Console, prompts: tuple[str, ...], new: int) -> None:
-        self.console, self.prompts, self.new = console, prompts, new
-        self.faults: list[str] = []
-        self.seconds: dict[str, float] = {}
+        super().__init__(console)
+        self.prompts, self.new = prompts, new
         self.rows: dict[str, dict[str, Any]] = {}
 
     def run(self) -> dict[str, Any]:
         """Everything, in order; what is returned is the JSON."""
-        started = time.perf_counter()
-        with ThreadPoolExecutor(1) as beside:
-            kernels = beside.submit(models.load_kernels, *KINDS)
-            with self._phase("load the model; the first time, convert it"):
-                self.folder = gemma.folder()
-            with self._phase("build and load the kernels"):
-                native = kernels.result()
-        machine = measure.describe()
-        tier = libraries.status().tier if native else "none, plain PyTorch"
+        self.folder = self.load("load the model; the first time, convert it", gemma.folder, KINDS)
         self.console.print(
-            f"{machine.cpu}, {machine.threads} threads, kernels: {tier}, torch {machine.torch}\n"
-            f"Gemma 3 270M, under Google's terms: {gemma.TERMS}, {gemma.terms()}\n",
-            markup=False,
+            f"Gemma 3 270M, under Google's terms: {gemma.TERMS}, {gemma.terms()}\n", markup=False
         )
         self._float32()
         for name in FORMATS[1:]:
             self._format(name)
         self._print()
-        self.seconds["total"] = time.perf_counter() - started
-        phases = ", ".join(f"{what} {spent:.1f} s" for what, spent in self.seconds.items())
-        self.console.print(f"time: {phases}", markup=False)
-        return {
-            "ok": not self.faults,
-            "faults": self.faults,
-            "model": "gemma-3-270m",
-            "terms": gemma.TERMS,
-            "machine": machine.to_json(),
-            "tier": tier,
-            "prompts": self.prompts,
-            "rows": self.rows,
-            "seconds": self.seconds,
-        }
+        return self.data(model="gemma-3-270m", terms=gemma.TERMS, prompts=self.prompts, rows=self.rows)
 
     def _float32(self) -> None:
         """Before and after, with the text on a terminal as it comes, and token by token the same."""
@@ -96,13 +67,13 @@ class Demo:
             self._optimize(name, model)
             self._texts(name, model, show=False)
         else:
-            with self._phase(f"pack {name}"):
+            with self.phase(f"pack {name}"):
                 opsmith.optimize(model, **_options(name))
         self._perplexity(name, model)
 
     def _optimize(self, name: str, model: Any) -> None:
         """Optimize; what is captured, measured and proved at the first text is part of it."""
-        with self._phase(f"optimize {name}"):
+        with self.phase(f"optimize {name}"):
             opsmith.optimize(model, **_options(name))
             for ids in self._ids():
                 generator.generate(model, ids, 4)
@@ -145,7 +116,7 @@ class Demo:
         """Of a short text: how surprised the model is by each next token."""
         ids = self.tokenizer(source.text(), return_tensors="pt").input_ids[0, : _WINDOW * _WINDOWS]
         # What rounding loses does not depend on how the rest runs: without another capture, this takes seconds.
-        with self._phase(f"perplexity of {name}"), torch.compiler.set_stance("force_eager"):
+        with self.phase(f"perplexity of {name}"), torch.compiler.set_stance("force_eager"):
             found = opsmith.evaluate(model, ids, window=_WINDOW)
         row = self.rows.setdefault(name, {"weight_bytes": generator.weight_bytes(model)})
         row["perplexity"] = found.perplexity
@@ -183,14 +154,6 @@ class Demo:
                 "Above 100 %: other work slowed the machine while its roof was measured.", style="yellow"
             )
         self.console.print("Other formats and sizes, in turns and beside others: opsmith bench-llm gemma\n")
-
-    @contextlib.contextmanager
-    def _phase(self, what: str) -> Iterator[None]:
-        """Times a phase, with a spinner where there is a terminal."""
-        start = time.perf_counter()
-        with self.console.status(what):
-            yield
-        self.seconds[what] = time.perf_counter() - start
 
 
 def _options(name: str) -> dict[str, Any]:

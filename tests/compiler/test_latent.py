@@ -317,7 +317,7 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
 
     from opsmith.compiler.modules.conventions import HUGGING_FACE, new_cache
     from opsmith.compiler.modules.latent import prove as latent_prove
-    from opsmith.compiler.modules.latent.pages import Pages
+    from opsmith.compiler.modules.latent.pages import LatentPages
     from opsmith.compiler.modules.latent.site import LatentSite, Switch
 
     config = transformers.DeepseekV3Config(num_hidden_layers=1)
@@ -345,7 +345,7 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
     r = site.reading
     assert (r.heads, r.nope, r.rope, r.value, r.kv_lora) == (128, 128, 64, 128, 512)
     # The prompt, then token by token, the output projection included.
-    mine = Pages([site.cache("split", 1, 8)], 1, 8, x.device)
+    mine = LatentPages([site.cache("split", 1, 8)], 8, 1, x.device)
     theirs = new_cache()
     with torch.no_grad():
         for some in (slice(0, 9), slice(9, 10), slice(10, 11), slice(11, 12)):
@@ -357,7 +357,7 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
                 attention_mask=mask,
                 past_key_values=theirs,
             )[0]
-            got = r.out(site.heads(x[:, some], cos[:, some], sin[:, some], mine.begin(n)))
+            got = r.out(site.heads(x[:, some], cos[:, some], sin[:, some], mine, mine.begin(n)))
             mine.commit(n)
             assert (got.float() - want.float()).norm() < 0.01 * want.float().norm()
 

@@ -20,7 +20,7 @@ from opsmith.compiler.config import Config
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.latent import prove as latent_prove
 from opsmith.compiler.modules.latent.find import Reading, candidates
-from opsmith.compiler.modules.latent.pages import Pages
+from opsmith.compiler.modules.latent.pages import LatentPages
 from opsmith.compiler.modules.latent.site import FORMS, LatentReport, LatentSite, Switch, cheaper, operations
 
 
@@ -143,12 +143,13 @@ class Latent:
             call.say_positions(pages.columns)
             if self._whole:
                 call.drop_mask()
-            self.switch.on, self.switch.step = True, pages.begin(tokens)
+            switch = self.switch
+            switch.on, switch.pages, switch.step = True, pages, pages.begin(tokens)
             try:
                 yield (), call.given, True
                 pages.commit(tokens)
             finally:
-                self.switch.on, self.switch.step = False, None
+                switch.on, switch.pages, switch.step = False, None, None
 
     def _refusal(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
         if model.training:
@@ -165,7 +166,7 @@ class Latent:
             return "its layers keep something else than a cache of Hugging Face's"
         return None
 
-    def _pages(self, call: conventions.ModelCall) -> tuple[Pages | None, str | None]:
+    def _pages(self, call: conventions.ModelCall) -> tuple[LatentPages | None, str | None]:
         """The pages of the call's cache, which is taken over where it is the library's own; or why not."""
         from opsmith.compiler.modules.latent import cache as latent_cache
 
@@ -177,6 +178,7 @@ class Latent:
         starts = call.padding(past + tokens)
         if isinstance(starts, str):
             return None, starts
+        columns = [0] * batch if starts is None else starts.tolist()
         if call.cache is None:
             call.cache = conventions.new_cache()
         pages = _pages_of(call.cache)
@@ -185,17 +187,16 @@ class Latent:
                 return None, "the cache has keys of heads in it"
             size = self.config.mla_block
             pools = [s.cache(self.config.mla_cache, batch, size) for s in self.sites]
-            pages = Pages(pools, batch, size, call.tokens.device)
-            pages.pad(starts)
+            pages = LatentPages(pools, size, batch, call.tokens.device, columns)
             places = [(conventions.place(s.module) or 0, s.order) for s in self.sites]
             latent_cache.adopt(call.cache, pages, places)
-        if pages.batch != batch:
+        if not past:
+            pages.reset(batch, call.tokens.device, columns)
+        elif pages.batch != batch:
             raise ValueError(
                 f"opsmith: the cache is for a batch of {pages.batch}, the input has {batch} sequences"
             )
-        if not past:
-            pages.pad(starts)
-        elif starts is not None and not torch.equal(starts, pages.starts):
+        elif pages.starts != columns:
             return None, "the mask hides other columns than those of the padding at the left"
         return pages, None
 
@@ -230,7 +231,7 @@ _LENGTHS: Sequence[int] = [2**i for i in range(1, 15)]
 _ROWS = 4096  # that a token sees, for the plan's example
 
 
-def _pages_of(cache: Any) -> Pages | None:
+def _pages_of(cache: Any) -> LatentPages | None:
     return next((x.pages for x in getattr(cache, "layers", ()) if hasattr(x, "pages")), None)
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from opsmith.compiler.modules.latent.pages import Pages
+from opsmith.compiler.modules.latent.pages import LatentPages
 
 
 class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """One layer's share of the pages; `order` takes the library's order of rope dimensions to ours."""
 
-    def __init__(self, pages: Pages, index: int, order: torch.Tensor | None) -> None:
+    def __init__(self, pages: LatentPages, index: int, order: torch.Tensor | None) -> None:
         self.pages, self.index, self.order = pages, index, order
         self.is_initialized = True
 
@@ -79,13 +79,13 @@ class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def reset(self) -> None:
         if self.index == 0:
-            self.pages.reset()
+            self.pages.reset(0, self.pages.device)
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected a negative number of columns to remove, got {tokens_to_remove}")
         if self.index == 0 and tokens_to_remove:
-            self.pages.crop(-tokens_to_remove)
+            self.pages.crop(max(0, self.pages.columns + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.index == 0 and self.pages.columns:
@@ -117,7 +117,7 @@ def unfit(cache: Any) -> str | None:
     return None if odd is None else f"the cache has a {type(odd).__name__}"
 
 
-def adopt(cache: Cache, pages: Pages, layers: Sequence[tuple[int, torch.Tensor | None]]) -> None:
+def adopt(cache: Cache, pages: LatentPages, layers: Sequence[tuple[int, torch.Tensor | None]]) -> None:
     """Put latent layers in the place of the library's; rows that these have move into the pages.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from opsmith.compiler.modules.conventions import Roles, alone, masked, new_cache, place
-from opsmith.compiler.modules.latent.pages import Pages
+from opsmith.compiler.modules.latent.pages import LatentPages
 from opsmith.compiler.modules.latent.site import LatentSite
 from opsmith.compiler.prove.site import worst
 from opsmith.compiler.prove.wide import Exact, widened
@@ -108,13 +108,13 @@ def _judge(site: LatentSite, found: Seen, eager: torch.Tensor, exact: torch.Tens
 def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Tensor, torch.Tensor]:
     """[1, n, heads * value], all tokens but the last at once, the last by decoding; and the rotated rows."""
     tokens = found.x.shape[1]
-    pages = Pages([site.cache(mode, 1, _BLOCK)], 1, _BLOCK, found.x.device)
+    pages = LatentPages([site.cache(mode, 1, _BLOCK)], _BLOCK, 1, found.x.device)
     results = []
     for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
         n = some.stop - some.start
         if n:
             cos, *sin = (t[:, some] for t in found.table)
-            given = (found.x[:, some], cos, sin[0] if sin else None, pages.begin(n))
+            given = (found.x[:, some], cos, sin[0] if sin else None, pages, pages.begin(n))
             results.append(site.compute(*given, form if n > 1 else "absorbed"))
             pages.commit(n)
     return torch.cat(results, 1), pages.read(0, tokens)[1]

@@ -2,7 +2,7 @@
 
 In a captured graph the whole of it, from the normalized hidden states to the heads' results, is one opaque node. What
 belongs to a call (slots, block tables, lengths) does not pass through the graph: the session lays it down before the
-call, as `Step`, so that a graph stays the same while its sequences grow.
+call, in `Switch`, so that a graph stays the same while its sequences grow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import nn
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.modules.conventions import HUGGING_FACE
 from opsmith.compiler.modules.latent.find import Reading
-from opsmith.compiler.modules.latent.pages import Step
+from opsmith.compiler.modules.latent.pages import LatentPages
+from opsmith.decoding.pages import Step
 from opsmith.ops import (
     MLACache,
     MLAWeights,
@@ -39,9 +40,10 @@ _SITES: weakref.WeakValueDictionary[str, LatentSite] = weakref.WeakValueDictiona
 
 @dataclass
 class Switch:
-    """Whether calls go to the rewritten attention, and the call's step: what a graph is guarded on, and what not."""
+    """Whether calls go to the rewritten attention, and the call's pages and step, which no graph is guarded on."""
 
     on: bool = False
+    pages: LatentPages | None = None
     step: Step | None = None
 
 
@@ -160,18 +162,26 @@ class LatentSite:
         """Let go of the weights."""
         self._weights = None
 
-    def heads(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, step: Step) -> torch.Tensor:
+    def heads(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, pages: LatentPages, step: Step
+    ) -> torch.Tensor:
         """[batch, tokens, heads * value] of hidden states [batch, tokens, D]; their rows go into the cache."""
-        form = cheaper(self.reading, step.pages.batch, step.tokens, step.columns)
-        return self.compute(x, cos, sin, step, form)
+        form = cheaper(self.reading, pages.batch, step.tokens, step.columns)
+        return self.compute(x, cos, sin, pages, step, form)
 
     def compute(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, step: Step, form: str
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor | None,
+        pages: LatentPages,
+        step: Step,
+        form: str,
     ) -> torch.Tensor:
         """In one of the two forms."""
-        if (x.shape[0], x.shape[1]) != (step.pages.batch, step.tokens):
+        if (x.shape[0], x.shape[1]) != (pages.batch, step.tokens):
             raise ValueError(
-                f"opsmith: {self.name} was prepared for {step.pages.batch} x {step.tokens} tokens, and got "
+                f"opsmith: {self.name} was prepared for {pages.batch} x {step.tokens} tokens, and got "
                 f"{x.shape[0]} x {x.shape[1]}"
             )
         # A row of cosines and one of sines for each token.
@@ -179,10 +189,12 @@ class LatentSite:
         cos, sin = (t.expand(*x.shape[:2], -1).reshape(-1, t.shape[-1]).contiguous() for t in parts)
         compute = self._absorbed if form == "absorbed" else self._expanded
         with torch.no_grad():
-            return compute(x.reshape(-1, x.shape[2]), cos, sin, step).view(*x.shape[:2], self.width)
+            return compute(x.reshape(-1, x.shape[2]), cos, sin, pages, step).view(*x.shape[:2], self.width)
 
-    def _absorbed(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step) -> torch.Tensor:
-        cache, w = step.pages.caches[self.index], self.weights()
+    def _absorbed(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: LatentPages, step: Step
+    ) -> torch.Tensor:
+        cache, w = pages.caches[self.index], self.weights()
         options: dict[str, Any] = {}
         if cache.mode == "int8_tiled":
             options = {"ctkv_scale": cache.ctkv_scale, "q_nope_scale": cache.q_nope_scale}
@@ -191,10 +203,12 @@ class LatentSite:
             q_out, q_rope, cache, step.tables, step.lens, scale=self.scale, wuv=w.wuv, **options
         )
 
-    def _expanded(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step) -> torch.Tensor:
+    def _expanded(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: LatentPages, step: Step
+    ) -> torch.Tensor:
         """Keys and values of heads, made of all rows: cheaper where many tokens see few rows."""
         r, p = self.reading, self.weights().parts()
-        cache = step.pages.caches[self.index]
+        cache = pages.caches[self.index]
         a = normalize_and_project(x, None, None, p.down, p.quant, r.eps)
         mla_kv_epilogue(
             a,
@@ -211,12 +225,12 @@ class LatentSite:
         q = normalize_and_project(latent_q, p.gamma1, p.beta1, p.up, p.quant, r.eps)
         q = q.view(-1, r.heads, r.nope + r.rope)
         turned = rope_op(q[..., r.nope :], cos, sin, interleaved=p.interleaved)
-        q = torch.cat((q[..., : r.nope], turned), -1).view(step.pages.batch, step.tokens, r.heads, -1)
-        nope, rope = step.pages.read(self.index, step.columns)
+        q = torch.cat((q[..., : r.nope], turned), -1).view(pages.batch, step.tokens, r.heads, -1)
+        nope, rope = pages.read(self.index, step.columns)
         made = linear(nope, r.kv_b.weight.detach()).view(*nope.shape[:2], r.heads, r.nope + r.value)
         shared = rope.unsqueeze(2).expand(-1, -1, r.heads, -1)
         keys = torch.cat((made[..., : r.nope], shared), -1)
-        there = step.pages.there(step.columns)
+        there = pages.there(step.columns)
         mask = None if there is None else there[:, None, None, :]
         y = attention(
             q.transpose(1, 2),
@@ -235,10 +249,10 @@ _LIBRARY.define("mla_layer(Tensor x, Tensor cos, Tensor? sin, str site) -> Tenso
 
 def _run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, site: str) -> torch.Tensor:
     layer = _SITES[site]
-    step = layer.switch.step
-    if step is None:
+    pages, step = layer.switch.pages, layer.switch.step
+    if pages is None or step is None:
         raise RuntimeError(f"opsmith: {layer.name} was called without a cache prepared for it")
-    return layer.heads(x, cos, sin, step)
+    return layer.heads(x, cos, sin, pages, step)
 
 
 def _shape(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, site: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from opsmith.compiler.algebra.terms import Poly, Shape, Space, TooLarge
 
 Rule = Callable[..., Poly]
 RULES: dict[str, Rule] = {}  # by operator; `aten::split[]` is what one of the several results of a split is
-
-MAX_DEPTH = 28
 
 
 def _aten(names: str) -> frozenset[str]:
@@ -75,18 +73,17 @@ class Canon:
         space: Space,
         cut: Mapping[Node, Poly] | None = None,
         root: Node | None = None,
-        opaque: frozenset[Node] = frozenset(),
+        window: Collection[Node] | None = None,
         keeps: frozenset[str] = frozenset(),
     ):
         self.space = space
         self.keeps = keeps  # what is not rewritten: see `Pattern.keeps`
         self.root = root
-        self.opaque = opaque  # changed in place: not what their formulas say
+        self.window = window  # the nodes whose formulas are read, where that is not all
         self.memo: dict[Node, Poly] = dict(cut or {})
         self.nodes: dict[Poly, list[Node]] = {}
         for node, poly in self.memo.items():
             self.nodes.setdefault(poly, []).append(node)
-        self._depth = 0
 
     def __call__(self, value: Any) -> Poly:
         """The term of a node or of a number."""
@@ -97,13 +94,10 @@ class Canon:
                 return value.real + self.space.i * value.imag
             return self.space.leaf(value, ())
         if value not in self.memo:
-            self._depth += 1
             try:
                 self.memo[value] = self._read(value)
             except TooLarge:
                 self.memo[value] = self.leaf(value)
-            finally:
-                self._depth -= 1
             self.nodes.setdefault(self.memo[value], []).append(value)
         return self.memo[value]
 
@@ -119,24 +113,17 @@ class Canon:
         if node.op == "get_attr":
             constant = node.meta.get("constant")
             return self.space.const(constant) if constant is not None else self.leaf(node)
-        if node.op != "call_function" or (node in self.opaque and node is not self.root):
+        within = node is self.root or self.window is None or node in self.window
+        if not within or not is_readable(node, node is self.root):
             return self.leaf(node)
         if node.target is operator.getitem:
             source: Any = node.args[0]
-            return self._apply(f"{op_name(source)}[]", node, source, source=source, index=node.args[1])
-        name = op_name(node)
-        if self._depth > MAX_DEPTH or (name in BOUNDARIES and node is not self.root):
-            return self.leaf(node)
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.is_floating_point():
-            known = _COMPLEX if value.is_complex() else _BOOLEAN
-            if name not in known:
-                return self.leaf(node)
-        return self._apply(name, node, node)
+            return self._apply(node, source, source=source, index=node.args[1])
+        return self._apply(node, node)
 
-    def _apply(self, name: str, node: Node, call: Node, **which: Any) -> Poly:
+    def _apply(self, node: Node, call: Node, **which: Any) -> Poly:
         try:
-            return RULES[name](self, node, **which, **arguments(call)) if name in RULES else self.leaf(node)
+            return RULES[_rule(node)](self, node, **which, **arguments(call))
         except Unreadable:
             return self.leaf(node)
 
@@ -151,6 +138,28 @@ _COMPLEX = _aten(
     "add sub mul neg polar complex view_as_complex to _to_copy contiguous "
     "view reshape unsqueeze squeeze flatten slice clone"
 )
+
+
+def _rule(node: Node) -> str:
+    """The name under which a call has a rule, where it has one."""
+    call = node.args[0] if node.target is operator.getitem else node
+    return op_name(node) if call is node else f"{op_name(call)}[]" if isinstance(call, Node) else ""
+
+
+def is_readable(node: Node, root: bool = False) -> bool:
+    """Whether a rule says what a node computes; that of a boundary is for the root alone."""
+    name, value = _rule(node), node.meta.get("val")
+    if node.op != "call_function" or name not in RULES or (name in BOUNDARIES and not root):
+        return False
+    if node.target is operator.getitem or not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return True
+    return name in (_COMPLEX if value.is_complex() else _BOOLEAN)
+
+
+def read_by(node: Node) -> list[Node]:
+    """The nodes whose values a rule reads: what a call is given, of one of several results too."""
+    call = node.args[0] if node.target is operator.getitem else node
+    return call.all_input_nodes if isinstance(call, Node) else []
 
 
 def arguments(node: Node) -> dict[str, Any]:

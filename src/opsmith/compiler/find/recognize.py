@@ -11,14 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from opsmith.compiler.algebra.canon import Canon, arguments, op_name, shape_of
+from opsmith.compiler.algebra.canon import Canon, arguments, is_readable, op_name, shape_of
 from opsmith.compiler.algebra.pieces import lower
 from opsmith.compiler.algebra.terms import Atom, Poly, Space
 from opsmith.compiler.algebra.views import inverse
@@ -36,7 +36,8 @@ from opsmith.compiler.find.operands import (
 )
 from opsmith.compiler.find.site import Site, ancestors, between, check, cuts, where
 from opsmith.compiler.find.template import Template
-from opsmith.operator import Operator
+from opsmith.compiler.find.window import Window, Windows
+from opsmith.operator import Operator, Pattern
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
 LEFT_OPERAND = {
@@ -93,8 +94,10 @@ class _Finder:
         self.templates = sorted(
             templates, key=lambda t: (-len(t.term.names), -_size(t.term), -len(t.variables))
         )
+        self.windows = Windows(self.opaque)
+        self.known = _known(tuple(t.pattern for t in self.templates))
         self.consumed: set[Node] = set()
-        self.near: dict[Node, tuple[tuple[int, int], Template, Mismatch, Canon]] = {}
+        self.near: dict[Node, Reading] = {}  # which came closest, where none is right
 
     def run(self) -> Recognized:
         result = Recognized()
@@ -112,49 +115,85 @@ class _Finder:
         return result
 
     def _site(self, root: Node) -> Site | None:
-        sites = (self._try(template, canon, root, known) for template, canon, known in self._readings(root))
-        return next((site for site in sites if site is not None), None)
+        """The site at a root. Where a root that is alike was read before, the reading that was right there is tried.
 
-    def _readings(self, root: Node) -> Iterator[tuple[Template, Canon, Binding]]:
+        So what is known saves a search, and no site rests on it.
+        """
+        window = self.windows.of(root, self.consumed)
+        if window.form in self.known:
+            outcome = self.known[window.form]
+            if outcome is None:
+                return None
+            reading = Reading(self.templates[outcome.template], outcome.cut_in(window), window)
+            if not outcome.right:
+                self.near[root] = reading
+                return None
+            site = self._try(root, reading, self._canon(root, reading))
+            if isinstance(site, Site):
+                return site
+        return self._search(root, window)
+
+    def _search(self, root: Node, window: Window) -> Site | None:
+        """The site at a root by the first reading that gives one; where none does, the closest is kept in mind."""
+        canons: dict[Any, Canon] = {}
+        closest, near, site = (-1, -1), None, None
+        for reading in self._readings(root, window):
+            key = reading.template.pattern.recognition.keeps, reading.cut
+            if key not in canons:
+                canons[key] = self._canon(root, reading)
+            outcome = self._try(root, reading, canons[key])
+            if isinstance(outcome, Site):
+                near, site = reading, outcome
+                break
+            # Attention that failed says more than a matmul that did.
+            if outcome is not None and (rank := (len(reading.template.term.names), outcome.score)) > closest:
+                closest, near = rank, reading
+        known = None
+        if near is not None:
+            template, cut = self.templates.index(near.template), [window.nodes.index(n) for n in near.cut]
+            known = _Outcome(site is not None, template, cut)
+            if site is None:
+                self.near[root] = near
+        if window.form is not None:
+            self.known[window.form] = known
+        return site
+
+    def _canon(self, root: Node, reading: Reading) -> Canon:
+        leaves = {n: self.space.leaf(n, shape_of(n)) for n in reading.cut}
+        return Canon(
+            self.space, leaves, root, reading.window.read, reading.template.pattern.recognition.keeps
+        )
+
+    def _readings(self, root: Node, window: Window) -> Iterator[Reading]:
         """The ways to read a node: by each template, with every value as its main input that could be that."""
-        region = ancestors(root, self.consumed)
-        candidates = cuts(root, region)
-
-        @cache
-        def read(keeps: frozenset[str], *cut: Node) -> Canon:
-            leaves = {n: self.space.leaf(n, shape_of(n)) for n in cut}
-            return Canon(self.space, leaves, root, self.opaque, keeps)
-
+        region = window.apart_from(self.consumed)
+        candidates = [(node,) for node in cuts(root, region)]
         for template in self.templates:
-            keeps = template.pattern.recognition.keeps
-            if template.cut is None:
-                yield template, read(keeps), {}
-            else:
-                for node in candidates:
-                    yield template, read(keeps, node), {template.cut: self.space.leaf(node, shape_of(node))}
+            for cut in [()] if template.cut is None else candidates:
+                yield Reading(template, cut, window)
         # A norm whose weight the model computes (Nemotron keeps it less one) takes that as it is.
         vectors = [n for n in region if n is not root and len(shape_of(n)) == 1]
         for template in self.templates if vectors else ():
-            if template.cut is not None:
-                for node in candidates:
-                    canon = read(template.pattern.recognition.keeps, node, *vectors)
-                    yield template, canon, {template.cut: self.space.leaf(node, shape_of(node))}
+            for cut in candidates if template.cut is not None else ():
+                yield Reading(template, (*cut, *vectors), window)
         # A matmul whose left operand is taken as it is: a scale on it belongs to what computed it.
-        products = [n for n in (root, *root.all_input_nodes) if n is root or n in region]
+        products = [n for n in (root, *root.all_input_nodes) if n in region]
         lefts = [n.args[LEFT_OPERAND[op_name(n)]] for n in products if op_name(n) in LEFT_OPERAND]
         for left in (n for n in lefts if isinstance(n, Node)):
             for template in self.templates:
                 if "matmul" in template.term.names and "exp" not in template.term.names:
-                    yield template, read(template.pattern.recognition.keeps, left), {}
+                    yield Reading(template, (left,), window)
 
-    def _try(self, template: Template, canon: Canon, root: Node, known: Binding) -> Site | None:
-        term = canon(root)
+    def _try(self, root: Node, reading: Reading, canon: Canon) -> Site | Mismatch | None:
+        """The site by a reading, or where it fails; None where the two have little in common."""
+        template, term = reading.template, canon(root)
         if "join" in template.term.names:
             term = lower(term, shape_of(root))
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
         if not template.term.names - {"permute"} <= term.names:
             return None
         matcher = Matcher(self.space, template)
+        known: Binding = {} if template.cut is None else {template.cut: canon(reading.cut[0])}
         binding = matcher.match(term, known)
         problem = matcher.mismatch
         if binding is not None:
@@ -162,19 +201,7 @@ class _Finder:
             if isinstance(outcome, Site):
                 return outcome
             problem = Mismatch(4 * len(binding) + 100, *outcome)
-        if problem.score >= 0 and self._written_out(template, root, known):
-            best = self.near.get(root)
-            # Attention that failed says more than a matmul that did.
-            rank = (len(template.term.names), problem.score)
-            if best is None or rank > best[0]:
-                self.near[root] = (rank, template, problem, canon)
-        return None
-
-    def _written_out(self, template: Template, root: Node, known: Binding) -> bool:
-        """True where enough calls stand between the input and the root to be an operator that came out otherwise."""
-        atoms = [value.atom for value in known.values() if isinstance(value, Poly)]
-        cut = [a.leaf for a in atoms if a is not None and isinstance(a.leaf, Node)]
-        return template.cut is None or len(between(root, cut, MIN_COMPOSITE)) >= MIN_COMPOSITE
+        return problem if problem.score >= 0 and _is_written_out(root, reading) else None
 
     def _bind(
         self, template: Template, canon: Canon, root: Node, binding: Binding
@@ -265,9 +292,12 @@ class _Finder:
         misses: list[Miss] = []
         covered: set[Node] = set(self.consumed)
         for root in sorted(self.near, reverse=True):
-            _, template, problem, canon = self.near[root]
             if root in covered:
                 continue
+            template, canon = self.near[root].template, self._canon(root, self.near[root])
+            problem = self._try(root, self.near[root], canon)
+            if not isinstance(problem, Mismatch):
+                continue  # a root that is alike came close by this reading, and this one does not
             at = _node_at(problem.at, canon) or root
             region = ancestors(root, self.consumed)
             covered.update(region)
@@ -277,6 +307,39 @@ class _Finder:
                 Miss(template.card.name, root.name, *problem.texts(), at.name, where(at) or where(root))
             )
         return misses[::-1]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A way to read a root: by a template, with some nodes taken as they are; the first is the main input."""
+
+    template: Template
+    cut: tuple[Node, ...]
+    window: Window
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The reading that was right for a root, or came closest, by the numbers of its template and nodes."""
+
+    right: bool
+    template: int
+    cut: list[int]
+
+    def cut_in(self, window: Window) -> tuple[Node, ...]:
+        return tuple(window.nodes[i] for i in self.cut)
+
+
+@lru_cache(maxsize=4)
+def _known(patterns: tuple[Pattern, ...]) -> dict[int | None, _Outcome | None]:
+    """What came of roots by the form of their window: of all graphs of a process that are read by the same patterns."""
+    return {}
+
+
+def _is_written_out(root: Node, reading: Reading) -> bool:
+    """True where enough calls stand between the input and the root to be an operator that came out otherwise."""
+    whole = reading.template.cut is None
+    return whole or len(between(root, reading.cut[:1], MIN_COMPOSITE)) >= MIN_COMPOSITE
 
 
 def _is_ours(card: Operator) -> bool:
@@ -289,7 +352,7 @@ def _size(term: Poly) -> int:
 
 def _may_be_root(node: Node) -> bool:
     value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and is_readable(node, root=True)
 
 
 def _layout(value: Poly) -> tuple[int, ...] | None:

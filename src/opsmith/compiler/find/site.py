@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from opsmith.compiler.algebra.canon import BOUNDARIES, dim_of, op_name, shape_of
+from opsmith.compiler.algebra.canon import BOUNDARIES, dim_of, op_name, read_by, shape_of
 from opsmith.compiler.find.operands import evaluate, nodes_in
 from opsmith.operator import Operator
 
@@ -83,7 +83,7 @@ def ancestors(root: Node, stop: set[Node]) -> list[Node]:
 
 def cuts(root: Node, region: Iterable[Node]) -> list[Node]:
     """The values that could be the operator's main input: of the root's shape and dtype, nearest first."""
-    sources = dict.fromkeys(source for node in region for source in node.all_input_nodes)
+    sources = dict.fromkeys(source for node in region for source in read_by(node))
     tensors = [(n, v) for n in sources if isinstance(v := n.meta.get("val"), torch.Tensor)]
     dtype = root.meta["val"].dtype
     return [n for n, value in tensors if value.dtype == dtype and shape_of(n) == shape_of(root)]

@@ -12,7 +12,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma3_text": {
         "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "full_attention"],
         "num_key_value_heads": 1,
     },
     "mistral": {"sliding_window": WINDOW},

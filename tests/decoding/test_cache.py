@@ -20,7 +20,8 @@ LAYERS, BATCH, HEADS, WIDTH = 3, 3, 1, 16  # two layers see a window, and the la
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    return decoder("gemma3_text").config
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    return decoder("gemma3_text", num_hidden_layers=LAYERS, layer_types=types).config
 
 
 def fill(caches: list[Any], tokens: int, batch: int = BATCH, dtype: torch.dtype = torch.float32) -> None:

@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,30 +146,41 @@ class Tolerance:
 
     def check(self, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
         """Hold `got` to the policy, given eager's result in the same dtype and the float64 reference."""
-        if got.shape != exact.shape:
-            return Verdict(False, math.inf, 0.0, f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
-        if not got.dtype.is_floating_point:
-            same = bool((got == exact.to(got.dtype)).all())
-            return Verdict(same, 0.0 if same else math.inf, 0.0, "" if same else "values differ")
-        if not exact.numel():
+        return self.check_parts([(got, eager, exact)])
+
+    def check_parts(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Verdict:
+        """The same of a result that comes part by part, one after the other: float64 of a whole one may need memory."""
+        error = eager_error = scale = 0.0
+        dtype = None
+        for got, eager, exact in parts:
+            if got.shape != exact.shape:
+                why = f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+                return Verdict(False, math.inf, 0.0, why)
+            if not got.dtype.is_floating_point:
+                if not bool((got == exact.to(got.dtype)).all()):
+                    return Verdict(False, math.inf, 0.0, "values differ")
+                continue
+            if not exact.numel():
+                continue
+            largest = _largest(exact)
+            if not largest <= torch.finfo(got.dtype).max:  # NaN included
+                # What overflows the output dtype is an infinity there: the reference is seen through its range.
+                exact = torch.where(exact.abs() > torch.finfo(got.dtype).max, exact * math.inf, exact)
+                finite = exact.isfinite()
+                odd_got, odd_exact = got.double()[~finite], exact[~finite]
+                if not bool(((odd_got == odd_exact) | (odd_got.isnan() & odd_exact.isnan())).all()):
+                    why = "infinities or NaN stand elsewhere than in the reference"
+                    return Verdict(False, math.inf, 0.0, why)
+                if not bool(finite.any()):
+                    continue
+                got, eager, exact = got[finite], eager[finite], exact[finite]
+                largest = _largest(exact)
+            dtype, scale = got.dtype, max(scale, largest)
+            error = _worse(error, _max_error(got, exact))
+            eager_error = _worse(eager_error, _max_error(eager, exact, finite=True))
+        if dtype is None:  # nothing to hold to a bound
             return Verdict(True, 0.0, 0.0)
-        scale = _largest(exact)
-        if not scale <= torch.finfo(got.dtype).max:  # NaN included
-            # What overflows the output dtype is an infinity there: the reference is seen through that dtype's range.
-            exact = torch.where(exact.abs() > torch.finfo(got.dtype).max, exact * math.inf, exact)
-            finite = exact.isfinite()
-            odd_got, odd_exact = got.double()[~finite], exact[~finite]
-            if not bool(((odd_got == odd_exact) | (odd_got.isnan() & odd_exact.isnan())).all()):
-                return Verdict(
-                    False, math.inf, 0.0, "infinities or NaN stand elsewhere than in the reference"
-                )
-            if not bool(finite.any()):
-                return Verdict(True, 0.0, 0.0)
-            got, eager, exact = got[finite], eager[finite], exact[finite]
-            scale = _largest(exact)
-        error = _max_error(got, exact)
-        eager_error = _max_error(eager, exact, finite=True)
-        bound = self.factor * eager_error + self.ulps * _unit(got.dtype, scale)
+        bound = self.factor * eager_error + self.ulps * _unit(dtype, scale)
         ok = error <= bound  # NaN compares false, so it fails
         why = "" if ok else f"error {error:.3g} above the bound {bound:.3g}"
         return Verdict(ok, error, bound, why, eager_error / scale if scale else 0.0)
@@ -211,6 +222,11 @@ def _max_error(got: torch.Tensor, exact: torch.Tensor, finite: bool = False) -> 
         difference = (some.double() - truth.double()).abs_()
         largest.append((difference.nan_to_num_(0.0, 0.0, 0.0) if finite else difference).max())
     return float(torch.stack(largest).max())
+
+
+def _worse(error: float, other: float) -> float:
+    """The larger of two errors, NaN where one is."""
+    return error if math.isnan(error) or other <= error else other
 
 
 def _largest(values: torch.Tensor) -> float:

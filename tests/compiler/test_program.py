@@ -239,7 +239,7 @@ def test_between_its_ends_a_plan_is_calls_of_kernels_on_fixed_memory() -> None:
     (program,) = _programs(model)
     text = program.source
     assert text.count("opsmith_layer_norm") > text.count("layer_norm_native")
-    assert text.count("opsmith_linear_packed") > text.count("linear_native")
+    assert text.count("opsmith_linear_unpacked") > text.count("linear_native")
     with torch.no_grad():
         truth.check(model(*inputs), *inputs)
         for p in model.parameters():

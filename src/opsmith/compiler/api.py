@@ -25,6 +25,7 @@ from opsmith.compiler.plan import Plan
 from opsmith.compiler.progress import show
 from opsmith.compiler.session import Session
 from opsmith.compiler.warmup import Warmup, check
+from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear.weight import FORMATS
 
 
@@ -260,10 +261,13 @@ def _elements(call: Call) -> int:
 def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Cast the floating-point parameters and buffers; what they were is kept for `restore`."""
     before: dict[str, torch.Tensor] = {}
+    read = Read()
     for name, tensor in tensors(model).items():
         if tensor.is_floating_point() and tensor.dtype != dtype:
             before[name] = tensor.data
             tensor.data = tensor.data.to(dtype)
+            read.add(before[name])
+    read.give_back()
     return before
 
 

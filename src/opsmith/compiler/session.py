@@ -106,6 +106,7 @@ class Session:
             isinstance(t, nn.Parameter) and t.requires_grad for t in inputs
         )
         plain = found if learning else together(found, gm.graph, inputs, self.adjacent.lay, effects)
+        self.adjacent.read.give_back()
         return [*plain, *self.packing.join(gm, effects, inputs)]
 
     @property

@@ -4,7 +4,7 @@ from .checks import Checked, WrongResult, check_call, compare_outputs, poison, u
 from .comparison import Comparison
 from .contestants import Prepared, Repeated, captured
 from .machine import Cache, Machine, describe
-from .memory import can_reuse_memory, peak_bytes, reused_memory
+from .memory import can_reuse_memory, peak_bytes, reused_memory, trim
 from .pool import CacheFlush, Pool, cold_bytes
 from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs
 from .stats import CONCLUDES_NOTHING, Ratio, paired_ratio, spread
@@ -44,5 +44,6 @@ __all__ = [
     "quick",
     "reused_memory",
     "spread",
+    "trim",
     "ulp",
 ]

@@ -80,6 +80,12 @@ def _glibc() -> ctypes.CDLL | None:
     return None
 
 
+def trim() -> None:
+    """Give the system back what the heap holds and nobody uses, where the C library is glibc."""
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
+
+
 def can_reuse_memory() -> bool:
     """Whether `reused_memory` does anything here: the C library has to be glibc."""
     return _glibc() is not None

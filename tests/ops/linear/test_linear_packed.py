@@ -1,4 +1,4 @@
-"""The packed linear kernel: odd sizes, layouts, epilogues, accuracy on hard inputs, NaN, and its packed form."""
+"""The linear kernel for many rows: odd sizes, layouts, epilogues, accuracy on hard inputs, NaN, and packed weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from opsmith.kernels import libraries
 from opsmith.operator import registry
-from opsmith.ops.linear import ACTIVATIONS
+from opsmith.ops.linear import ACTIVATIONS, pack_weight
 
 pytestmark = pytest.mark.skipif(not libraries.load(), reason="the native library is not available")
 
@@ -19,11 +19,6 @@ CARD = registry()["linear"]
 NATIVE = CARD.implementation("native")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-def pack(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    assert NATIVE.prepack is not None
-    return NATIVE.prepack(weight, rows)
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -38,7 +33,7 @@ def double(t: torch.Tensor | None) -> torch.Tensor | None:
 @by_dtype
 @pytest.mark.parametrize("k", [1, 2, 7, 31, 64, 127, 129, 384, 1000])
 def test_odd_sizes_layouts_and_epilogues(k: int, dtype: torch.dtype) -> None:
-    """Rows that are apart in memory, outputs between guards, all epilogues in turn, packed weights."""
+    """Rows that are apart in memory, outputs between guards, all epilogues in turn; weights packed or in any layout."""
     activations = [None, *ACTIVATIONS]
     for case, (m, n) in enumerate(
         (m, n) for m in (1, 2, 3, 4, 5, 6, 7, 13, 70, 201) for n in (2, 15, 17, 64, 65, 127)
@@ -50,7 +45,7 @@ def test_odd_sizes_layouts_and_epilogues(k: int, dtype: torch.dtype) -> None:
         activation = activations[case % len(activations)]
         y = torch.full((m, n + 3), math.nan, dtype=dtype)
         call: dict[str, Any] = {"activation": activation}
-        NATIVE.fn(x, pack(weight, m), bias, **call, residual=residual, out=y[:, :n])
+        NATIVE.fn(x, pack_weight(weight), bias, **call, residual=residual, out=y[:, :n])
         eager = CARD.reference(x, weight, bias, **call, residual=residual)
         exact = CARD.reference(x.double(), weight.double(), double(bias), **call, residual=double(residual))
         # Few outputs make eager's largest error a matter of luck, so the bound is wider by what K can add up to.
@@ -58,6 +53,11 @@ def test_odd_sizes_layouts_and_epilogues(k: int, dtype: torch.dtype) -> None:
         verdict = CARD.tolerance.check(y[:, :n], eager, exact)
         assert verdict.error <= verdict.bound + slack, (m, n, activation, verdict)
         assert bool(y[:, n:].isnan().all()), "written outside the output"
+        apart = F.pad(weight, (0, 3), value=math.nan)[:, :k]
+        for plain in (weight, weight.t().contiguous().t(), apart, apart.t().contiguous().t()):
+            other = torch.full_like(y, math.nan)
+            NATIVE.fn(x, plain, bias, **call, residual=residual, out=other[:, :n])
+            assert torch.equal(other.nan_to_num(), y.nan_to_num()), (m, n, plain.stride())
 
 
 @pytest.mark.parametrize("k", [384, 1536, 4096])
@@ -79,12 +79,12 @@ def test_more_accurate_than_eager(k: int) -> None:
 def test_packed_holds_every_weight_once_and_nothing_else(dtype: torch.dtype) -> None:
     for n, k in ((1, 1), (65, 3), (70, 33), (128, 64)):
         weight = torch.arange(1, n * k + 1).remainder(251).add(1).view(n, k).to(dtype)
-        packed = pack(weight, 1)
+        packed = pack_weight(weight)
         assert packed.dtype == dtype
         assert packed.shape == (1, n, k + k % 2 if dtype == torch.bfloat16 else k)
         values = packed.flatten()
         assert values[values != 0].sort().values.equal(weight.flatten().sort().values)
-        assert pack(weight.t().contiguous().t(), 1).equal(packed)
+        assert pack_weight(weight.t().contiguous().t()).equal(packed)
 
 
 @by_dtype
@@ -109,7 +109,7 @@ def test_empty(dtype: torch.dtype) -> None:
 
 
 def test_the_binding_refuses_what_would_be_read_out_of_bounds() -> None:
-    packed = pack(torch.ones(5, 7), 1)
+    packed = pack_weight(torch.ones(5, 7))
     op = torch.ops.opsmith.linear_packed.default
     with pytest.raises(RuntimeError, match="packed weight must be"):
         op(torch.ones(2, 8), packed, None, None, 0, y=torch.empty(2, 5))
@@ -119,3 +119,7 @@ def test_the_binding_refuses_what_would_be_read_out_of_bounds() -> None:
         op(torch.ones(2, 7), packed, torch.ones(4), None, 0, y=torch.empty(2, 5))
     with pytest.raises(RuntimeError, match="residual must be 2 rows of 5 in x's dtype"):
         op(torch.ones(2, 7), packed, None, torch.ones(2, 5).half(), 0, y=torch.empty(2, 5))
+    op = torch.ops.opsmith.linear_unpacked.default
+    for weight in (torch.ones(5, 8), torch.ones(5, 7).half(), torch.ones(5, 14)[:, ::2]):
+        with pytest.raises(RuntimeError, match=r"weight must be \[5, 7\] in x's dtype"):
+            op(torch.ones(2, 7), weight, None, None, 0, y=torch.empty(2, 5))

@@ -109,6 +109,9 @@ class Selector:
                 refused["inductor"] = entered
             else:
                 able["inductor"] = entered
+        for name, candidate in able.items():
+            if name not in (pinned, fixed) and weights.refused(candidate, call):
+                out[name] = "packs a copy of the weight, and this model's are too large to be held twice"
         for name, why in out.items():
             _refuse(name, why, able, refused)
         first = next(iter(able))

@@ -23,6 +23,7 @@ _MAKING = (torch.ops.aten.to.dtype, _ADD)
 # rows may want another layout than many.
 _SHARED: weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor] = weakref.WeakValueDictionary()
 _FEW = 64
+_LARGE = 1 << 28  # bytes: weights of more are not held twice
 
 
 class Weights:
@@ -47,6 +48,7 @@ class Weights:
         self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and what is made of them
         self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
         self._made: dict[tuple[int, Any], torch.Tensor] = {}
+        self._large = False
 
     def changed(self, args: Sequence[Any]) -> bool:
         """True when a weight is not the one that was taken: loaded anew, trained, replaced or moved."""
@@ -63,11 +65,19 @@ class Weights:
         self._versions, self._addresses = list(map(_version, weights)), list(map(_address, weights))
         # While their memory is held, no other weight can come to stand at the same address.
         self._known = {w.data_ptr(): w.detach() for w in weights}
+        self._large = sum(w.nbytes for w in self._known.values()) > _LARGE
 
     @property
     def places(self) -> set[int]:
         """The memory of all of them."""
         return {memory(w) for w in self._known.values()}
+
+    def refused(self, implementation: Implementation, call: Mapping[str, Any]) -> bool:
+        """Whether an implementation would hold a copy of a weight where these are too large for that."""
+        weight = call.get("weight")
+        if implementation.prepack is None or not self._large or not isinstance(weight, torch.Tensor):
+            return False
+        return weight.data_ptr() in self._known
 
     def swapped(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
         """The call as this implementation wants it: with a weight of ours in its packed form."""

@@ -25,6 +25,7 @@ from opsmith.compiler.find.recognize import LEFT_OPERAND
 from opsmith.compiler.find.site import Site
 from opsmith.operator import Implementation, Operator
 from opsmith.ops.packed_linear import CARD, packed_linear
+from opsmith.ops.packed_linear.weight import in_parts
 
 # Rows of a weight that its packed form keeps together: a layer whose weight ends within such a panel comes last.
 _PANEL = {"bf16": 64, "int8": 32, "int8_dynamic": 32, "int4": 32}
@@ -234,12 +235,15 @@ def _apart(
 def in_float64(node: Node, operand: Callable[[Node], Any]) -> torch.Tensor:
     """The result of a packed layer's call, each weight as it was rounded, all else in float64."""
     kernel, _, _, _, *args = node.args
-    x, weight, *rest = [operand(a) if isinstance(a, Node) else a for a in args]
+    values: list[Any] = [operand(a) if isinstance(a, Node) else a for a in args]
+    x, weight, *rest = values
     if kernel is torch.ops.opsmith.linear_packed.default:
-        return CARD.reference(x, weight, bias=rest[0], format="bf16")  # type: ignore[no-any-return]
-    scale, zero, bias, bits, group_size, dynamic = rest
-    format = "int4" if bits == 4 else "int8_dynamic" if dynamic else "int8"
-    return CARD.reference(x, weight, scale, zero, bias, format=format, group_size=group_size)  # type: ignore[no-any-return]
+        scale, zero, bias, format, group_size = None, None, rest[0], "bf16", 0
+    else:
+        scale, zero, bias, bits, group_size, dynamic = rest
+        format = "int4" if bits == 4 else "int8_dynamic" if dynamic else "int8"
+    parts = in_parts(weight, scale, zero, bias, k=x.shape[-1])
+    return torch.cat([CARD.reference(x, *p, format=format, group_size=group_size) for _, p in parts], -1)
 
 
 _native = CARD.implementation("native")

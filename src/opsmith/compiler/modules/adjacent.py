@@ -16,6 +16,7 @@ from torch import nn
 from opsmith.compiler.find.joined import adjacent, lay
 from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.steps.slots import memory
+from opsmith.measure.pages import Read
 
 
 class Adjacent:
@@ -23,6 +24,7 @@ class Adjacent:
 
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None
+        self.read = Read()  # where they lay before
         self._laid: list[tuple[weakref.ref[nn.Parameter], int]] = []  # with the memory where each was laid
 
     def of(self, model: nn.Module) -> None:
@@ -40,6 +42,8 @@ class Adjacent:
         own, places = {id(w) for w in weights}, set(map(memory, weights))
         if any(id(t) not in own and memory(t) in places for t in tensors(model).values()):
             return False
+        for weight in weights:
+            self.read.add(weight)
         lay(0, weights)
         self._laid += [(weakref.ref(w), memory(w)) for w in weights]
         return True

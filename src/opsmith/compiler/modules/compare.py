@@ -11,6 +11,7 @@ import torch
 
 from opsmith import measure
 from opsmith.compiler.kept import TuningCache
+from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear.module import PackedLinear
 
 _WORK = 4e9  # multiplications and additions of a round: less than a tenth of a second
@@ -47,6 +48,7 @@ def compare(calls: Iterable[Call], cache: TuningCache) -> list[Compared]:
         kind = (rows, weight.shape, weight.dtype, dtype, packed.format, packed.group_size, type(owner))
         alike.setdefault(kind, []).append(call)
     found: dict[int, Compared] = {}
+    read = Read()
     for kind, layers in alike.items():
         rows = kind[0]
         work = 2.0 * rows * layers[0][1].weight.numel()
@@ -57,6 +59,8 @@ def compare(calls: Iterable[Call], cache: TuningCache) -> list[Compared]:
         times = cache.get(key) or {}
         if times.keys() != {"packed", "own"}:
             times = cache.settled(key, *_measure(some, fewer))
+            for call in some:
+                read.add(call[1].weight)
         scale = share * len(layers) / len(some)
         before = found.get(rows, Compared(rows, 0, 0.0, 0.0))
         found[rows] = Compared(
@@ -65,6 +69,7 @@ def compare(calls: Iterable[Call], cache: TuningCache) -> list[Compared]:
             before.packed + times["packed"] * scale,
             before.own + times["own"] * scale,
         )
+    read.give_back()
     return list(found.values())
 
 

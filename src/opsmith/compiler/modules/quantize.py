@@ -23,9 +23,11 @@ from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.modules.calibrate import Calibration, Calls
 from opsmith.compiler.modules.compare import Compared, compare
 from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, output_layer, tensors
+from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
 from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.packed_linear.module import PackedLinear
+from opsmith.ops.packed_linear.weight import in_parts
 
 _ROWS = 8  # of a layer's input that prove it
 
@@ -150,7 +152,9 @@ class Packing:
             record.result_error = packed.error.result
             self._packed[name] = packed
             packed.stand_in(modules[name], record)
+            read.add(linear[name].weight)
 
+        read = Read()
         rounded = [
             n for n in modules if calibration and records[n].format == "int4" and modules[n] is not head
         ]
@@ -161,6 +165,7 @@ class Packing:
         for name in modules:
             if name not in self._packed:
                 stand_in(name)
+        read.give_back()
 
     def add(self, name: str, packed: Standing, module: nn.Module, record: QuantizedLayer) -> None:
         """Let a packed weight take over the calls of a module."""
@@ -301,15 +306,21 @@ def _replaced(module: nn.Module) -> bool:
 
 def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
     """Why a layer's result is not the product it should be, or nothing."""
-    bias = None if packed.bias is None else packed.bias.to(x.dtype)
-    args = (packed.weight, packed.scale, packed.zero)
+    card, bias = PACKED_LINEAR, None if packed.bias is None else packed.bias.to(x.dtype)
     options = {"format": packed.format, "group_size": packed.group_size}
     with torch.no_grad(), always_native():
         if not bool(x.isfinite().all()):
             return ""  # its results are NaN by definition
-        got = packed(x)
-        exact = PACKED_LINEAR.reference(x.double(), *args, None if bias is None else bias.double(), **options)
-        return PACKED_LINEAR.tolerance.check(got, PACKED_LINEAR.eager(x, *args, bias, **options), exact).why
+        got, wide = packed(x), x.double()
+        parts = in_parts(packed.weight, packed.scale, packed.zero, bias, k=packed.in_features)
+        return card.tolerance.check_parts(
+            (
+                got[..., at],
+                card.eager(x, *tensors, b, **options),
+                card.reference(wide, *tensors, None if b is None else b.double(), **options),
+            )
+            for at, (*tensors, b) in parts
+        ).why
 
 
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:

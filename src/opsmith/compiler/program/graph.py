@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from opsmith import measure
 from opsmith.call.dispatch import native
 from opsmith.compiler.capture.mutation import Rehearsal
 from opsmith.compiler.choose.select import Selector, signature
@@ -90,6 +91,7 @@ class CompiledGraph:
         finally:
             if tuning:
                 self._save()
+                measure.trim()
 
     def _eagerly(self, key: Key, rehearsal: Rehearsal, why: str) -> Any:
         result = self._plain(*rehearsal.again())

@@ -27,8 +27,18 @@ from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
 from opsmith.compiler.steps.bind import kernel_calls
 from opsmith.compiler.steps.sizes import varying
-from opsmith.compiler.steps.slots import Layout, Slots, entering, is_pure, is_size, last_uses, memory
+from opsmith.compiler.steps.slots import (
+    Layout,
+    Slots,
+    entering,
+    is_pure,
+    is_size,
+    last_uses,
+    memories,
+    memory,
+)
 from opsmith.compiler.steps.source import Writer, target_name
+from opsmith.measure import pages
 from opsmith.operator import Implementation, Operator
 
 Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Implementation]]
@@ -131,9 +141,23 @@ class Recorder:
         return program, result
 
     def _execute(self) -> Any:
+        """Run the graph. All values stay where they are, which says what shares memory; their numbers go when read."""
+        lasting = {m for value in self.env.values() for m in memories(value)}
+        fixed = {n for n in self.nodes if n.op == "get_attr" or is_size(n)}
+        living: dict[int, tuple[Node, torch.Tensor]] = {}  # by memory: what reads it last
         for node in self.nodes:
-            if node.op == "call_function":
-                self.env[node] = self._call(node)
+            if node.op != "call_function":
+                continue
+            self.env[node] = self._call(node)
+            if node in self.constant or fixed.issuperset(node.all_input_nodes):  # it may become a constant
+                fixed.add(node)
+                lasting |= memories(self.env[node]).keys()
+            for m, t in memories(self.env[node]).items():
+                living[m] = max(max(node.users, default=node), living.get(m, (node, t))[0]), t
+            for m in [m for m, (last, _) in living.items() if last <= node or m in lasting]:
+                _, t = living.pop(m)
+                if m not in lasting:
+                    pages.forget(t)
         return map_arg(self.gm.graph.find_nodes(op="output")[0].args[0], self.env.__getitem__)
 
     def _call(self, node: Node) -> Any:

@@ -8,7 +8,8 @@ tolerance policy decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,11 @@ from opsmith.compiler.prove.wide import widened
 from opsmith.operator import Tolerance, Verdict
 
 Value = Callable[[Node], Any]
-Exact = Callable[[], Mapping[Node, torch.Tensor]]  # what `run_wide` finds
+Part = tuple[slice, Mapping[Node, torch.Tensor]]  # columns of results, and what they are exactly
+Triple = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # a part of what we got, of eager's, and of the exact
+Exact = Callable[[], Iterable[Part]]  # what `run_wide` finds
 
 
 def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactly: Exact) -> list[Verdict]:
@@ -34,8 +39,11 @@ def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactl
         r is not None and r.equal(value(n)) for r, n in zip(got, site.outputs, strict=True)
     ):
         return [Verdict(True, 0.0, 0.0)]
-    exact, results = exactly(), zip(got, site.outputs, strict=False)
-    verdicts = [_check(site.card.tolerance, r, value(n), exact[n]) for r, n in results if r is not None]
+    verdicts = [
+        _check(site.card.tolerance, r, value(n), ((at, exact[n]) for at, exact in exactly()))
+        for r, n in zip(got, site.outputs, strict=False)
+        if r is not None
+    ]
     if len(got) != len(site.outputs):
         why = f"{len(got)} results, expected {len(site.outputs)}"
         verdicts.append(Verdict(False, math.inf, 0.0, why))
@@ -52,46 +60,76 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     return found
 
 
-def _check(tolerance: Tolerance, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+def _check(
+    tolerance: Tolerance, got: torch.Tensor, eager: torch.Tensor, exact: Iterable[tuple[slice, torch.Tensor]]
+) -> Verdict:
+    if got.shape != eager.shape:
+        return Verdict(False, math.inf, 0.0, f"shape {tuple(got.shape)}, expected {tuple(eager.shape)}")
+    return tolerance.check_parts(
+        _defined(got[..., at] if got.dim() else got, eager[..., at] if got.dim() else eager, truth)
+        for at, truth in exact
+    )
+
+
+def _defined(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Triple:
     if math.isnan(exact.sum()):  # as it is where one number is
         # A row in which every key is masked has no softmax: NaN in eager's arithmetic, zeros by definition here.
         undefined = exact.isnan() & eager.isnan() & (got == 0)
         exact, eager = exact.masked_fill(undefined, 0.0), eager.masked_fill(undefined, 0.0)
-    return tolerance.check(got, eager, exact)
+    return got, eager, exact
 
 
-def run_wide(site: Site, value: Value) -> dict[Node, torch.Tensor]:
-    """The site's nodes in float64, from the values that enter it."""
+def run_wide(site: Site, value: Value) -> Iterable[Part]:
+    """The site's nodes in float64, from the values that enter it: all of each result, or a wide product by columns."""
     env: dict[Node, Any] = {}
+    last = {n: max((u for u in n.users if u in site.region), default=n) for n in site.region}
 
     def operand(node: Node) -> Any:
         return env[node] if node in env else value(node)
 
     for node in sorted(site.region):
-        if node.target is filled:
-            env[node] = in_float64(node, lambda n: widened(operand(n)))
-            continue
         call: Callable[..., Any] = node.target  # type: ignore[assignment]
         args, kwargs = map_arg((node.args, node.kwargs), operand)
-        if op_name(node) == "aten::embedding":
+        if node.target is filled:
+            env[node] = in_float64(node, lambda n: widened(operand(n)))
+        elif op_name(node) == "aten::embedding":
             # Rows of a table are what they are in any dtype: widening them spares widening the table.
             env[node] = widened(call(*args, **kwargs))
         elif op_name(node) == "aten::linear":
-            env[node] = _product(*args, **kwargs)  # type: ignore[arg-type]
+            product = _Product(node, *args, **kwargs)  # type: ignore[arg-type]
+            if site.outputs == (node,):
+                return product
+            env[node] = product.whole()
         else:
             env[node] = call(*widened(args), **widened(kwargs))
-    return {node: env[node] for node in site.outputs}
+        for used in node.all_input_nodes:
+            if last.get(used) is node and used not in site.outputs:
+                env.pop(used, None)
+    return [(slice(None), {node: env[node] for node in site.outputs})]
 
 
-_BLOCK = (
-    1 << 24
-)  # numbers of a weight that are in float64 at a time: an output layer's may be most of a model
+# Numbers of a weight that are in float64 at a time: an output layer's may be most of a model.
+_BLOCK = 1 << 21
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Product:
     """A linear layer in float64, so many columns at a time."""
-    x, columns = widened(x), max(1, _BLOCK // max(weight.shape[-1], 1))
-    if weight.dim() < 2 or len(weight) <= columns:
-        return F.linear(x, widened(weight), widened(bias))
-    parts = [F.linear(x, widened(w)) for w in weight.split(columns)]
-    return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1).add_(widened(bias))
+
+    node: Node
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        x, columns = widened(self.x), max(1, _BLOCK // max(self.weight.shape[-1], 1))
+        if self.weight.dim() < 2:
+            yield slice(None), {self.node: F.linear(x, widened(self.weight), widened(self.bias))}
+            return
+        for first in range(0, max(1, len(self.weight)), columns):
+            at = slice(first, first + columns)
+            bias = None if self.bias is None else widened(self.bias[at])
+            yield at, {self.node: F.linear(x, widened(self.weight[at]), bias)}
+
+    def whole(self) -> torch.Tensor:
+        return torch.cat([part[self.node] for _, part in self], -1)

@@ -137,5 +137,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def memory(value: Any) -> int:
     """A number for the memory of a (first) tensor; -1 where there is none that can be seen."""
-    tensors = _tensors(value)
-    return tensors[0].untyped_storage().data_ptr() if tensors else -1
+    return next(iter(memories(value)), -1)
+
+
+def memories(value: Any) -> dict[int, torch.Tensor]:
+    """The tensors in a value that lie in memory, by a number for it."""
+    return {t.untyped_storage().data_ptr(): t for t in _tensors(value)}

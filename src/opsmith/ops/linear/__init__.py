@@ -46,9 +46,11 @@ _BESIDE = (
 PACKED = Signature(
     "linear_packed", (Input("x", "... K"), Input("packed", "P N D"), *_BESIDE), (Output("y", "... N"),)
 )
+_PLAIN_INPUTS = (Input("x", "... K"), Input("weight", "N K"), *_BESIDE)
+UNPACKED = Signature("linear_unpacked", _PLAIN_INPUTS, (Output("y", "... N"),))
 FEW_ROWS = Signature(
     "linear_rows",
-    (Input("x", "... K"), Input("weight", "N K"), *_BESIDE),
+    _PLAIN_INPUTS,
     (Output("y", "... N", onto=("x", "residual")),),
     gradient=Gradient(
         "linear_rows_backward",
@@ -193,7 +195,7 @@ class _Linear(Call):
         if backend == "onednn":
             return supports_onednn(x, weight)
         if backend == "native":
-            return native(x, "linear_packed")
+            return native(x, "linear_packed", "linear_unpacked")
         if _NAMES[code] not in _GELUS:
             return f"no kernel of ours follows the matmul for activation={_NAMES[code]!r}"
         return native(x, "gelu")
@@ -215,7 +217,8 @@ class _Linear(Call):
         """The result by one of these.
 
         rows: our kernel for a few rows, which reads the weight once, as it is, at the rate of memory.
-        native: ours that sums K in blocks, more accurate than the libraries'; the weight plain or packed.
+        native: ours that sums K in blocks, more accurate than the libraries'; the weight packed, or plain, of which
+            blocks are packed in a cache.
         onednn: the library's, with the activation in its registers.
         split: PyTorch's matmul, then the GELU kernel in place: for dtypes that oneDNN does not multiply here.
         """
@@ -223,8 +226,8 @@ class _Linear(Call):
         if backend == "rows":
             return super().native(backend, values, out)  # type: ignore[no-any-return]
         if backend == "native":
-            packed = weight if weight.dim() == 3 else pack_weight(weight)
-            return _PACKED.native(backend, (x, packed, bias, residual, code), out)  # type: ignore[no-any-return]
+            call = _PACKED if weight.dim() == 3 else _UNPACKED
+            return call.native(backend, values, out)  # type: ignore[no-any-return]
         if backend == "onednn":
             return onednn(x, weight, bias, residual, _NAMES[code])
         y = F.linear(x, weight, bias)
@@ -239,7 +242,15 @@ class _Linear(Call):
         return Implementation(backend, run, "cpu", takes, takes_out=out, prepack=prepack)
 
 
+class _Unpacked(Call):
+    """A weight as it lies, its rows or its columns next to each other."""
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is not None and of.name == "weight" and 1 in t.stride() else super().taken(of, t)
+
+
 _CALL, _PACKED = _Linear(), Call(PACKED, linear, definition)
+_UNPACKED = _Unpacked(UNPACKED, linear, definition)
 
 
 def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
@@ -323,7 +334,7 @@ CARD = _CALL.card(
     workloads=_workloads,
     implementations=[
         _CALL.implementation("onednn", prepack=prepack),
-        _CALL.implementation("native", out=True, prepack=pack_weight),
+        _CALL.implementation("native", out=True),
         _CALL.implementation("rows", out=True),
         _CALL.implementation("split"),
         Implementation("eager", _CALL.reference),

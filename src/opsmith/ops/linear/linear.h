@@ -14,7 +14,7 @@ enum class Activation { none, gelu, gelu_tanh, relu, silu };
 // Elements of a weight that a unit of the packed form holds along K: bfloat16 are packed in pairs.
 inline int64_t elements_per_unit(DType dtype) { return dtype == DType::bf16 ? 2 : 1; }
 
-// weight [N, K], one of its strides 1 (float32), or the second; packed [1, N, K rounded up to whole units], contiguous.
+// weight [N, K], one of its strides 1; packed [1, N, K rounded up to whole units], contiguous.
 void linear_pack(View weight, View packed);
 
 // The packed weight in x's dtype or bfloat16.
@@ -27,8 +27,8 @@ void linear_rows(View x, View weight, View bias, View residual, Activation activ
 // Its gradients, those that are defined: dy [M, N], x [M, K], weight [N, K], all in one dtype, any row stride; dbias [N].
 void linear_rows_backward(View dy, View x, View weight, View dx, View dweight, View dbias);
 
-// The linear layer for a float32 weight [N, K] of which one of the strides is 1. `before`, undefined or with y's strides, gets
-// what the activation is given.
+// The same for a weight [N, K] as it is, in x's dtype, one of its strides 1. `before`, undefined or with y's strides, gets what
+// the activation is given.
 void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y,
                      View before);
 

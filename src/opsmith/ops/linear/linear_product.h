@@ -1,4 +1,4 @@
-// The product of the linear layer: x [M, K] times a weight [N, K] that was packed once, with an epilogue behind it.
+// The product of the linear layer: x [M, K] times a weight [N, K], with an epilogue behind it.
 //
 // Packed, the weight is made of panels of 64 columns of W^T (the last one has what is left), each panel K units deep
 // and contiguous: `panel[k * columns + column]`. A unit is one float, one float16, or two bfloat16 that follow each
@@ -12,6 +12,7 @@
 #include "gemm_tile.h"
 #include "kept.h"
 #include "linear_epilogue.h"
+#include "linear_pack.h"
 
 namespace opsmith {
 
@@ -119,19 +120,45 @@ inline Split split_product(int64_t m, int64_t most_rows, int64_t groups, int64_t
   return {blocks, groups, std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost))};
 }
 
+// A weight that was packed: a block of a panel is where it lies, and what follows it can be asked for ahead.
+template <class Format>
+struct PackedWeight {
+  using Unit = typename Format::Unit;
+  static constexpr bool plain = false;
+  const Unit* units;
+  int64_t depth;
+
+  const Unit* block(int64_t column, int64_t width, int64_t k, int64_t, void*) const {
+    return units + column * depth + k * width;
+  }
+};
+
+// A weight as it is: a block of a panel is packed into a cache when it is needed.
+template <class T, class Format>
+struct PlainWeight {
+  using Unit = typename Format::Unit;
+  static constexpr bool plain = true;
+  View weight;
+
+  const Unit* block(int64_t column, int64_t width, int64_t k, int64_t depth, void* to) const {
+    pack_block<T>(weight, column, width, k, depth, static_cast<PackedUnit<T>*>(to));
+    return static_cast<const Unit*>(to);
+  }
+};
+
 // The epilogue gets rows of x with all their columns of one group of panels, `epilogue(row, rows, column, width, sums,
 // panel_step)`: column `column + c` of the r-th row is at sums[c / kPanel * panel_step + r * kPanel + c % kPanel]. Before
 // they are summed it is told which it gets next, `epilogue.expect(row, rows, column, width)`.
-template <class Format, class Epilogue>
-void product(const typename Format::X* x, int64_t x_stride, int64_t m, const View& packed, int64_t n,
+template <class Format, class Weight, class Epilogue>
+void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Weight& weight, int64_t n,
              int64_t depth, int64_t group, const Epilogue& epilogue) {
-  const auto* weight = packed.as<typename Format::Unit>();
   const int64_t most_rows = group == 1 ? kMostRows : kMostRows / 2, panel_step = most_rows * kPanel;
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
-  const int64_t some = std::max(depth, kSum), most = m <= ROWS ? some : m <= kFewRows ? kShortBlock : kBlock;
+  const int64_t some = std::max(depth, kSum);
+  const int64_t most = m > kFewRows || Weight::plain ? kBlock : m > ROWS ? kShortBlock : some;
   const int64_t length = round_up(ceil_div(some, ceil_div(some, most)), kSum);
   parallel_shares(s.row_blocks * s.groups, s.grain, [&](int64_t begin, int64_t end) {
-    float* const sums = scratch(group * panel_step);
+    float* const sums = scratch(group * panel_step + (Weight::plain ? kBlock * kPanel : 0));
     for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task / s.groups, first = task % s.groups * group * kPanel;
       const int64_t last = std::min(n, first + group * kPanel);
@@ -144,13 +171,13 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
           const bool complete = k + length >= depth && column + kPanel >= last;
           Tile<Format> t;
           t.depth = std::min(length, depth - k);
-          const auto* const columns = weight + column * depth + k * width;
+          const auto* const columns = weight.block(column, width, k, t.depth, sums + group * panel_step);
           t.ldb = width;
           t.x_stride = x_stride;
           t.first = k == 0;
           t.ahead = reinterpret_cast<const char*>(columns + t.depth * width) +
                     kAgain;  // the weight is read in order
-          const int64_t step_lines = ceil_div(kFetchStep * width * int64_t(sizeof(*weight)), kLine);
+          const int64_t step_lines = ceil_div(kFetchStep * width * int64_t(sizeof(*columns)), kLine);
           const int64_t share = ceil_div(step_lines, tiles);
           for (int64_t i = 0; i < tiles; ++i) {
             const int64_t r = i * rows / tiles;
@@ -159,7 +186,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Vie
             t.columns = columns;
             t.sums = panel_sums + r * kPanel;
             // One tile leaves the processor time to fetch ahead by itself, and it does so better.
-            t.lines = tiles > 1 ? std::clamp<int64_t>(step_lines - i * share, 0, share) : 0;
+            t.lines = tiles > 1 && !Weight::plain ? std::clamp<int64_t>(step_lines - i * share, 0, share) : 0;
             if (complete) epilogue.expect(row + r, count, first, last - first);
             multiply_block(count, width, t);
             t.ahead += share * kLine * (t.depth / kFetchStep);
@@ -186,18 +213,18 @@ void expand(const View& x, X* to, int64_t columns) {
   });
 }
 
-// x [M, K] times the packed weight, in groups of panels that the epilogue gets together.
-template <class T, class Format = FormatOf<T>, class Epilogue>
-void packed_product(const View& x, const View& packed, int64_t group, const Epilogue& epilogue) {
+// x [M, K] times a weight of n columns and `depth` units of K, in groups of panels that the epilogue gets together.
+template <class T, class Format, class Weight, class Epilogue>
+void product(const View& x, const Weight& weight, int64_t n, int64_t depth, int64_t group,
+             const Epilogue& epilogue) {
   using X = typename Format::X;
   constexpr bool paired = std::is_same_v<X, Couple>;
-  const int64_t m = x.sizes[0], k = x.sizes[1], n = packed.sizes[1];
-  const int64_t depth = packed.sizes[2] / elements_per_unit(packed.dtype);
+  const int64_t m = x.sizes[0], k = x.sizes[1];
   // Rows that are apart by a multiple of a page would push each other out of the nearest cache.
   const bool collide = m >= 4 && x.strides[0] * int64_t(sizeof(T)) % 2048 == 0;
   if constexpr (std::is_same_v<T, float> || paired) {
     if (!collide && k == depth * (paired ? 2 : Format::steps) && (!paired || x.strides[0] % 2 == 0)) {
-      return product<Format>(x.as<X>(), x.strides[0] / (paired ? 2 : 1), m, packed, n, depth, group,
+      return product<Format>(x.as<X>(), x.strides[0] / (paired ? 2 : 1), m, weight, n, depth, group,
                              epilogue);
     }
   }
@@ -205,7 +232,20 @@ void packed_product(const View& x, const View& packed, int64_t group, const Epil
                 columns = round_up(depth * Format::steps, line) + (collide ? line : 0);
   const Kept<0> wide(m * columns * int64_t(sizeof(X)));
   expand<T>(x, wide.as<X>(), columns);
-  product<Format>(wide.as<X>(), columns, m, packed, n, depth, group, epilogue);
+  product<Format>(wide.as<X>(), columns, m, weight, n, depth, group, epilogue);
+}
+
+template <class T, class Format = FormatOf<T>, class Epilogue>
+void packed_product(const View& x, const View& packed, int64_t group, const Epilogue& epilogue) {
+  const int64_t depth = packed.sizes[2] / elements_per_unit(packed.dtype);
+  const PackedWeight<Format> weight{packed.as<typename Format::Unit>(), depth};
+  product<T, Format>(x, weight, packed.sizes[1], depth, group, epilogue);
+}
+
+template <class T, class Epilogue>
+void plain_product(const View& x, const View& weight, const Epilogue& epilogue) {
+  const int64_t depth = ceil_div(weight.sizes[1], elements_per_unit(weight.dtype));
+  product<T, FormatOf<T>>(x, PlainWeight<T, FormatOf<T>>{weight}, weight.sizes[0], depth, 1, epilogue);
 }
 
 }  // namespace opsmith

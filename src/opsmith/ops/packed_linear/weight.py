@@ -8,6 +8,7 @@ K the first four are the low nibbles. bfloat16 is packed as `linear` packs it: p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -80,6 +81,25 @@ def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
 def unpack_pairs(packed: torch.Tensor, k: int) -> torch.Tensor:
     """The weight [n, k] of one that `linear` packed in pairs."""
     return _turn(packed[0], _PAIRS, 2, back=True)[:, :k]
+
+
+def in_parts(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    k: int,
+) -> Iterator[tuple[slice, tuple[torch.Tensor | None, ...]]]:
+    """Columns of a layer's result, and the parts of its packed tensors that make them: to unpack some at a time."""
+    axis = weight.dim() - 2
+    n = weight.shape[axis] if scale is None else scale.shape[-1]
+    step = max(1, _AT_ONCE // max(1, k) // _PAIRS) * _PAIRS  # whole panels
+    for first in range(0, max(1, n), step):
+        at = slice(first, min(n, first + step))
+        own = [None if t is None else t[..., at] for t in (scale, zero, bias)]
+        rows = weight.narrow(axis, first, weight.shape[axis] - first if at.stop == n else step)
+        yield at, (rows, *own)
 
 
 def dequantize(

@@ -78,19 +78,17 @@ void linear_rows_backward_op(const Tensor& dy, const Tensor& x, const Tensor& we
 
 void linear_unpacked_op(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& residual,
                         int64_t activation, const Tensor& y, const Optional& before) {
-  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1) &&
-                      dtype_of(x) == DType::f32 && dtype_of(weight) == DType::f32 &&
+  const Product p(x, rows_of_matrix(weight), bias, residual, activation, y);
+  STD_TORCH_CHECK(weight.size(1) == p.x.n() && dtype_of(weight) == p.x.dtype() &&
                       (weight.stride(0) == 1 || weight.stride(1) == 1),
-                  op,
-                  ": x and weight must be float32 [M, K] and [N, K], the weight or its transpose of "
-                  "contiguous rows");
-  const Product p(x, weight.size(0), bias, residual, activation, y);
+                  op, ": weight must be [", p.y.n(), ", ", p.x.n(),
+                  "] in x's dtype, its rows or its columns contiguous");
   if (before) {
-    check_matrix("before", *before, DType::f32, x.size(0), weight.size(0));
-    STD_TORCH_CHECK(x.size(0) < 2 || before->stride(0) == p.y.view().strides[0], op,
+    check_matrix("before", *before, p.x.dtype(), p.x.rows(), p.y.n());
+    STD_TORCH_CHECK(p.x.rows() < 2 || before->stride(0) == p.y.view().strides[0], op,
                     ": before and y must have the same strides");
   }
-  linear_unpacked(view_of(x), view_of(weight), view_of(bias), p.added(), p.activation, p.y.view(),
+  linear_unpacked(p.x.view(), view_of(weight), view_of(bias), p.added(), p.activation, p.y.view(),
                   view_of(before));
 }
 

@@ -16,11 +16,10 @@ void linear_packed(View x, View packed, View bias, View residual, Activation act
 void linear_unpacked(View x, View weight, View bias, View residual, Activation activation, View y,
                      View before) {
   if (y.sizes[0] == 0 || y.sizes[1] == 0) return;
-  const int64_t n = weight.sizes[0], k = weight.sizes[1], sizes[] = {1, n, k}, strides[] = {n * k, k, 1};
-  const Kept<1> memory(n * k * int64_t(sizeof(float)));
-  const View packed{memory.as<float>(), DType::f32, 3, sizes, strides};
-  linear_pack(weight, packed);
-  packed_product<float>(x, packed, 1, epilogue<float>(bias, residual, activation, y, before));
+  with_float_type(x.dtype, [&](auto* t) {
+    using T = std::remove_pointer_t<decltype(t)>;
+    plain_product<T>(x, weight, epilogue<T>(bias, residual, activation, y, before));
+  });
 }
 
 }  // namespace opsmith

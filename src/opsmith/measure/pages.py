@@ -1,0 +1,80 @@
+"""Memory that goes back to the system while its addresses stay taken: what nobody reads again, and what a file has."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_LEAST = 1 << 16  # bytes that are worth a call of the system
+_MUCH = 1 << 27  # bytes that are worth looking up where files are mapped, which takes milliseconds
+
+
+def forget(t: torch.Tensor) -> None:
+    """Give the memory of a tensor back, whose numbers nobody reads again; where it lies stays its own.
+
+    >>> forget(torch.ones(1 << 20))
+
+    Args:
+        t: on a CPU, all of whose memory may be lost; nothing happens to another one.
+    """
+    if t.device.type == "cpu" and t.layout == torch.strided:
+        storage = t.untyped_storage()
+        _give_back(storage.data_ptr(), storage.nbytes())
+
+
+class Read:
+    """Tensors that were read and are not needed for now: the memory of those that are mapped from a file is given back.
+
+    Whoever reads them again gets them from the file. Nothing happens to a tensor that is not mapped, nor to a file of
+    which some page was written to in this process.
+
+    >>> read = Read()
+    >>> for parameter in model.parameters():
+    ...     read.add(parameter)
+    >>> read.give_back()
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, int]] = []  # and not the tensors, which are not held
+
+    def add(self, t: torch.Tensor) -> None:
+        """One more; when they have become many, all of them are given back."""
+        if t.device.type == "cpu" and t.nbytes:
+            self._places.append((t.data_ptr(), t.nbytes))
+        if sum(size for _, size in self._places) > _MUCH:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Give all of them back now."""
+        places, self._places = self._places, []
+        for start, end in _unwritten() if places else ():
+            for place, size in places:
+                if start <= place and place + size <= end:
+                    _give_back(place, size)
+
+
+def _unwritten() -> Iterator[tuple[int, int]]:
+    """Where files are mapped, each page of which is still the file's own."""
+    with contextlib.suppress(OSError):  # on other systems than Linux
+        start = end = 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if " " in name:  # "7f00-7f10 r--p 0 08:01 123  /a/path", the lines behind it are about it
+                words = line.split(maxsplit=5)
+                start, end = (int(n, 16) for n in words[0].split("-"))
+                end = end if words[5:] and words[5].startswith("/") else start
+            elif name == "Anonymous" and rest.split() == ["0", "kB"] and end > start:
+                yield start, end
+
+
+def _give_back(start: int, size: int) -> None:
+    """Give back the whole pages of a piece of memory."""
+    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform.startswith("linux") and end - first >= _LEAST:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

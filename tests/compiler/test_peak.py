@@ -1,0 +1,69 @@
+"""What memory optimizing and running a model takes at most, beside its weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opsmith.kernels import libraries
+
+pytestmark = [
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(), reason="the system does not tell the peak"
+    ),
+    pytest.mark.skipif(not libraries.load(), reason="the native library is not available"),
+]
+
+# In a process of its own, which has optimized something before: what PyTorch imports and keeps is no matter of weights.
+# Half of 400 MB is a head, as of a decoder with many tokens; they are mapped from a file as a checkpoint is.
+PEAK = """
+import gc, sys
+from pathlib import Path
+import torch
+from torch import nn
+import opsmith
+
+class Decoder(nn.Module):
+    def __init__(self, k, n):
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(k, 8 * k) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(8 * k, k) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(k), nn.Linear(k, n, bias=False)
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down):
+            x = x + down(torch.relu(up(x)))
+        return self.head(self.norm(x))
+
+def bytes_of(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+@torch.no_grad()
+def run(k, n):
+    with torch.device("meta"):
+        model = Decoder(k, n).eval()
+    file = Path(sys.argv[1]) / f"{n}.pt"
+    torch.save({name: torch.randn(t.shape) * 0.02 for name, t in model.state_dict().items()}, file)
+    gc.collect()
+    before = bytes_of("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    model.load_state_dict(torch.load(file, mmap=True), assign=True)
+    quantize = None if sys.argv[2] == "float32" else sys.argv[2]
+    opsmith.optimize(model, torch.randn(2, 8, k), quantize=quantize, config=opsmith.Config(inductor=False))
+    model(torch.randn(2, 8, k))
+    return (bytes_of("VmHWM") - before) / sum(p.nbytes for p in model.parameters())
+
+run(64, 1 << 10)
+print(run(1024, 3 << 14))
+"""
+
+
+@pytest.mark.parametrize("format", ["float32", "int8"])
+def test_no_weight_is_there_twice_at_any_time(format: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PEAK, str(tmp_path), format]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    assert float(found.stdout) < 1.25

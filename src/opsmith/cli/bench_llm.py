@@ -53,7 +53,7 @@ def run(
 
     Each contestant generates in a process of its own, and they run in turns, beside measurements of the read roof.
     Before that each is held to the model's exact logits, in a wider dtype, along its greedy text: an error above twice
-    eager's own, or half of the result where weights are rounded, is a fault, and nothing is timed.
+    eager's own, beside the exact model with the same rounded weights, is a fault, and nothing is timed.
 
     Example: opsmith bench-llm gemma --format float32 --format int8 --against hf,llamacpp
     Example: opsmith bench-llm ./my-model --batch 1 --batch 4 --context 2048 --svg curves.svg

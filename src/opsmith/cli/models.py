@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import geometric_mean
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from opsmith import measure
 from opsmith.cli.common import speedup, time_of
@@ -31,8 +33,6 @@ EAGER, COMPILED, OPSMITH = "eager", "torch.compile", "opsmith"
 # Of rolled back sites and near misses a terminal shows this many, this wide.
 _LINES, _WIDTH = 8, 220
 _SLOW = 1.5  # seconds of one call
-# Where weights are rounded, a relative error above this is no longer the model's result with noise, but another result.
-ROUNDED = 0.5
 
 
 def found(session: Session) -> dict[str, dict[str, Any]]:
@@ -121,6 +121,28 @@ def error_of(got: torch.Tensor, exact: torch.Tensor) -> Error:
     return Error(difference.square().mean().sqrt().item() / scale, difference.abs().max().item(), cosine)
 
 
+def allowed(eager: Error, dtype: torch.dtype) -> float:
+    """The error that a contestant may have, as a root mean square: twice eager's own and a unit in the last place."""
+    return 2 * eager.rms + torch.finfo(dtype).eps
+
+
+@contextmanager
+def rounding_rows(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """For a while these layers round what they get to int8, row by row, as `int8_dynamic` does.
+
+    A number in the middle of a step may go up or down: whoever rounds may be off by as much as rounding itself takes.
+    """
+
+    def rounded(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        step = args[0].abs().amax(-1, keepdim=True) / 127
+        return torch.where(step > 0, (args[0] / step).round() * step, args[0]), *args[1:]
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(rounded))
+        yield
+
+
 def race(
     contestants: Mapping[str, Call],
     batches: Sequence[Batch],
@@ -129,12 +151,10 @@ def race(
     *,
     rounds: int = 40,
     budget_s: float = 4.0,
-    rounded: bool = False,
 ) -> measure.Comparison:
     """Time whole models against each other, interleaved, each held to the exact result first.
 
-    A contestant's error may be twice eager's own, plus one unit in the last place of the dtype, both as the
-    root mean square over the result.
+    A contestant's error may be as much as is `allowed`.
 
     Args:
         contestants: by name; "eager" among them. Each gets a batch and gives its result.
@@ -143,7 +163,6 @@ def race(
         dtype: the dtype that the models compute in.
         rounds: samples of each, at most.
         budget_s: seconds after which no further round starts; five rounds at least, three where a call is slow.
-        rounded: the weights of a contestant were rounded: its error may be `ROUNDED` of the result.
 
     Raises:
         WrongResult: a contestant computed something else; nothing was timed.
@@ -153,8 +172,7 @@ def race(
     slow = time.perf_counter() - start > _SLOW
     check = None
     if exact is not None:
-        bound = 2 * error_of(first, exact).rms + torch.finfo(dtype).eps + ROUNDED * rounded
-        wide = exact
+        bound, wide = allowed(error_of(first, exact), dtype), exact
 
         def check(got: torch.Tensor) -> str | None:
             error = error_of(got, wide)

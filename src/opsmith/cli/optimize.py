@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from opsmith.cli.models import Batch
+    from opsmith.cli.models import Batch, Error
+    from opsmith.compiler.session import Session
 
 # A float64 copy of the model may take this part of the memory.
 _MEMORY_SHARE = 0.4
@@ -92,8 +93,11 @@ def run(
                     f"cosine similarity at least {error.cosine:.9f}"
                 )
         try:
+            if format is not None and exact is not None:
+                with console.status("checking"):
+                    _check(model, original, examples[0], errors[models.EAGER])
             with console.status("timing"):
-                result = models.race(calls, examples, exact, _dtype_of(original), rounded=format is not None)
+                result = models.race(calls, examples, None if format else exact, _dtype_of(original))
         except measure.WrongResult as wrong:
             raise CommandError(f"optimize: {wrong}; nothing was saved") from wrong
     shape = f"{batch}×{length}"
@@ -130,6 +134,23 @@ def _exact(model: nn.Module, tokens: Batch, parameters: int) -> tuple[torch.Tens
             f"{memory / 2**30:.1f}; each operator was"
         )
     return _result(copy.deepcopy(model).double(), tokens), ""
+
+
+def _check(model: nn.Module, original: nn.Module, tokens: Batch, eager: Error) -> None:
+    """Hold an optimized model to the exact one with its weights as they were rounded."""
+    from opsmith import measure
+    from opsmith.cli import models
+
+    wide, session = copy.deepcopy(original).double(), cast("Session", model.opsmith)
+    rounding = session.packing.unpack(wide)
+    exact = _result(wide, tokens)
+    with models.rounding_rows(rounding):
+        rows = models.error_of(_result(wide, tokens), exact).rms
+    allowed = models.allowed(eager, _dtype_of(original)) + 2 * rows
+    error = models.error_of(_result(model, tokens), exact).rms
+    if not error <= allowed:
+        detail = f"relative error {error:.2e} against float64 with the rounded weights, allowed {allowed:.2e}"
+        raise measure.WrongResult(models.OPSMITH, "wrong value", detail, error, allowed)
 
 
 def _result(call: Any, tokens: Batch) -> torch.Tensor:

@@ -19,7 +19,7 @@ from rich.console import Console
 from opsmith import measure
 from opsmith.cli import CommandError, models
 from opsmith.cli.common import size_of
-from opsmith.cli.llm import AGAINST, DTYPES, contestant, generator, source
+from opsmith.cli.llm import AGAINST, DTYPES, FORMATS, contestant, generator, source
 
 _CHECKED = 8  # tokens whose logits are held to the exact ones
 
@@ -27,11 +27,12 @@ _CHECKED = 8  # tokens whose logits are held to the exact ones
 @dataclass(frozen=True)
 class Said:
     """What a contestant said of a text: the tokens the text went on with, its logits `[batch, tokens, vocabulary]`, and
-    the tokens that it would have taken."""
+    the tokens that it would have taken; of the exact model, what rounding its layers' inputs takes of the logits."""
 
     forced: list[list[int]]
     logits: torch.Tensor
     chosen: list[list[int]]
+    rows: float = 0.0
 
 
 class Bench:
@@ -51,11 +52,19 @@ class Bench:
         """The cells' results: (batch, prompt) each."""
         self.longest = self.new + max(length for _, length in cells)
         ids = {cell: source.prompts(self.model, *cell).tolist() for cell in cells}
-        exact = {}
-        with self._started("exact", self._wider(), None) as one:
-            for cell in cells:
-                with self.console.status(f"the exact model, {title(*cell)}"):
-                    exact[cell] = self._check(one, ids[cell], None)
+        known: dict[tuple[int, int], dict[str, Said]] = {cell: {} for cell in cells}
+        rounding = [name for name in (*others, *formats) if name not in ("hf", "compile", *DTYPES)]
+        computing = dict.fromkeys([self.dtype, *(name for name in formats if name in DTYPES)])
+        for name in (
+            "exact",
+            *(f"exact {name}" for name in rounding),
+            *(f"hf {dtype}" for dtype in computing),
+        ):
+            with self._started(name, self.dtype, None) as one:
+                for cell, said in known.items():
+                    with self.console.status(f"what others are held to: {name}, {title(*cell)}"):
+                        forced = said["exact"].forced if said else None
+                        said[name] = self._check(one, ids[cell], forced)
         results = []
         with contextlib.ExitStack() as stack:
             contestants: dict[str, contestant.Contestant] = {}
@@ -66,7 +75,7 @@ class Bench:
             for cell in cells:
                 # llama.cpp's Python binding evaluates one sequence at a time.
                 able = {n: c for n, c in contestants.items() if n != "llamacpp" or cell[0] == 1}
-                results.append(self._cell(cell, ids[cell], able, exact[cell]))
+                results.append(self._cell(cell, ids[cell], able, known[cell]))
         return results
 
     def _check(
@@ -76,33 +85,39 @@ class Bench:
         file, new = self.workspace / "logits.npy", min(self.new, _CHECKED)
         answer = one.ask(ids=ids, new=new, forced=forced, logits=str(file))
         logits = torch.from_numpy(np.load(file))
-        return Said(answer["tokens"] if forced is None else forced, logits, logits.argmax(-1).tolist())
+        said = answer["tokens"] if forced is None else forced
+        return Said(said, logits, logits.argmax(-1).tolist(), answer.get("rows", 0.0))
 
     def _cell(
         self,
         cell: tuple[int, int],
         ids: list[list[int]],
         contestants: dict[str, contestant.Contestant],
-        exact: Said,
+        known: dict[str, Said],
     ) -> dict[str, Any]:
-        """One batch and length: everyone checked, then timed in turns."""
+        """One batch and length: everyone checked, then timed in turns.
+
+        What is `allowed` follows from eager's error in the same dtype. Who rounds weights is held to the exact model
+        with these weights; who rounds the inputs of layers, too, may be off by twice what that takes of the logits.
+        """
         batch, length = cell
         rows: dict[str, dict[str, Any]] = {}
         own = {}
         for name, one in contestants.items():
             start = time.perf_counter()
             with self.console.status(f"checking {name}, {title(*cell)}"):
-                own[name] = self._check(one, ids, exact.forced)
+                own[name] = self._check(one, ids, known["exact"].forced)
                 one.ask(ids=ids, new=self.new)  # where a longer cache needs other code, that is made now
+            dtype = name if name in DTYPES else self.dtype
+            eager = models.error_of(known[f"hf {dtype}"].logits, known["exact"].logits.double())
+            exact = known.get(f"exact {name}", known["exact"])  # with its own weights
             error = models.error_of(own[name].logits, exact.logits.double()).rms
-            allowed = (
-                2 * rows.get("hf", {"error": error})["error"] + torch.finfo(getattr(torch, self.dtype)).eps
-            )
-            allowed += models.ROUNDED * (name not in ("hf", "compile", self.dtype))
+            allowed = models.allowed(eager, getattr(torch, dtype)) + 2 * exact.rows
             if not error <= allowed:
                 detail = f"relative error of the logits {error:.2e}, allowed {allowed:.2e}"
                 raise measure.WrongResult(name, "wrong value", detail, error, allowed)
-            rows[name] = {"error": error, "prepare_seconds": time.perf_counter() - start}
+            rows[name] = {"error": models.error_of(own[name].logits, known["exact"].logits.double()).rms}
+            rows[name] |= {"error_of_arithmetic": error, "prepare_seconds": time.perf_counter() - start}
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
         reads = []
         names = list(contestants)
@@ -166,10 +181,13 @@ class Bench:
             spec |= {"gguf": str(self.model.gguf), "longest": self.longest}
         else:
             command = [sys.executable, "-m", contestant.__name__]
-            kind = {"exact": "hf", "hf": "hf", "compile": "compile"}.get(name, "opsmith")
-            quantize = name if kind == "opsmith" and name not in DTYPES else None
-            spec |= {"folder": str(self.model.folder), "kind": kind, "quantize": quantize}
-            spec["dtype"] = name if name in DTYPES else dtype
+            kind, _, of = name.partition(" ")
+            if kind not in ("exact", "hf", "compile"):
+                kind, of = "opsmith", name
+            dtype = of if of in DTYPES else dtype
+            quantize = of if of in FORMATS and of not in DTYPES else None
+            spec |= {"folder": str(self.model.folder), "kind": kind, "quantize": quantize, "dtype": dtype}
+            spec |= {"wider": self._wider(), "rows": of == "llamacpp"} if kind == "exact" else {}
         one = contestant.Contestant(name, command, spec, self.workspace / f"{name}.log")
         try:
             yield one

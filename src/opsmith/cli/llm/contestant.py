@@ -6,6 +6,7 @@ logits go into files. `Contestant` is the other end.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -86,15 +87,24 @@ def main() -> None:
     import torch
 
     import opsmith
-    from opsmith.cli import hf
+    from opsmith.cli import hf, models
     from opsmith.cli.llm import generator
+    from opsmith.compiler.modules.linear_layers import linear_layers
+    from opsmith.compiler.modules.quantize import Packing
 
     torch.set_num_threads(spec["threads"])
     start = time.perf_counter()
     try:
         model, _ = hf.load(Path(spec["folder"]))
         model = model.to(getattr(torch, spec["dtype"]))
-        if spec["kind"] == "compile":
+        rounding: list[torch.nn.Module] = []
+        if spec["kind"] == "exact":
+            packing = Packing()
+            if spec["quantize"] is not None:
+                packing.pack(model, opsmith.Config(quantize=spec["quantize"]))
+            rounding = [m for _, m in linear_layers(model)] if spec["rows"] else packing.unpack(model)
+            model = model.to(getattr(torch, spec["wider"]))
+        elif spec["kind"] == "compile":
             model.forward = torch.compile(model.forward)
         elif spec["kind"] == "opsmith":
             opsmith.optimize(model, quantize=spec["quantize"])
@@ -115,19 +125,26 @@ def main() -> None:
             forced, logits = request.get("forced"), request.get("logits")
             if not logits:
                 generator.forget_peak()
-            found = generator.generate(
+            ask = functools.partial(
+                generator.generate,
                 model,
                 torch.tensor(request["ids"]),
                 request["new"],
                 forced=None if forced is None else torch.tensor(forced),
                 check=bool(logits),
             )
+            found, rows = ask(), 0.0
             if found.logits is not None:
                 import numpy as np
 
                 np.save(logits, found.logits.numpy())
+                with models.rounding_rows(rounding):
+                    again = ask().logits if rounding else found.logits
+                assert again is not None
+                rows = models.error_of(again, found.logits.double()).rms
             answer(
                 {
+                    "rows": rows,
                     "tokens": found.tokens.tolist(),
                     "first": found.first,
                     "steps": found.steps,

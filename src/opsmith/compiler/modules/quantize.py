@@ -212,6 +212,21 @@ class Packing:
                 packed.record.status, packed.record.why = "rolled back", why
                 del packed.owner.forward, self._packed[name]
 
+    def unpack(self, model: nn.Module) -> list[nn.Module]:
+        """Give a model, this one or a copy of it, the weights that the packed ones stand for, in float64.
+
+        Returns:
+            The layers whose inputs are rounded, too.
+        """
+        modules = dict(model.named_modules())
+        for name, packed in self._packed.items():
+            module: Any = modules[name]
+            vars(module).pop("forward", None)
+            weight = packed.dequantize(torch.float64)
+            turned = not isinstance(module, nn.Linear | nn.Embedding)
+            module.weight = nn.Parameter(weight.t() if turned else weight, requires_grad=False)
+        return [modules[name] for name, packed in self._layers.items() if packed.format == "int8_dynamic"]
+
     def compare(self, cache: TuningCache) -> None:
         """Time the packed layers against those that they stand in for, at the rows of the examples."""
         packed = self._packed

@@ -232,3 +232,32 @@ def test_a_mask_that_is_more_than_a_window_is_left_alone() -> None:
     # A window that the model has and the cache has not is none of the cache's business, the other way round it is.
     assert isinstance(study(decoder("llama"), ids, [None] * 2, verify=True), nn.Module)
     assert "sees all tokens" in str(study(decoder("llama"), ids, [None, WINDOW], verify=True))
+
+
+def test_eagers_luck_in_one_layer_is_no_fault_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opsmith.compiler.modules.paged import prove
+
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 1, True  # type: ignore[assignment]
+    monkeypatch.setattr(prove._watching, "name", "sdpa")
+
+    def seen(tokens: int) -> prove.Seen:
+        q, k, v = torch.rand(3, 1, 2, tokens, 16) + 1
+        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+        return prove.Seen(module, 8 * q, 8 * k, v, mask, True, None, {"scaling": 1.0})
+
+    lucky, usual = seen(1), seen(40)  # of a single key's value nothing is rounded at all
+    by_pages, unit = prove._by_pages, torch.finfo(torch.float32).eps
+
+    def off(units: float) -> str:
+        def made(one: prove.Seen, window: int | None) -> torch.Tensor:
+            return by_pages(usual, None) if one is usual else one.value.transpose(1, 2) + units * unit
+
+        monkeypatch.setattr(prove, "_by_pages", made)
+        return prove._wrong({0: (usual, None), 1: (lucky, None)})
+
+    assert off(2) == ""
+    assert "layer 1: error" in off(1000)
+    with monkeypatch.context() as patch:  # nor does one layer speak for itself
+        patch.setattr(prove, "_by_pages", lambda one, window: one.value.transpose(1, 2) + 2 * unit)
+        assert "layer 0: error" in prove._wrong({0: (lucky, None)})

@@ -181,13 +181,13 @@ def on_pages(
     pages, pool = layer.pages, layer.held
     if step.past and step.tokens <= FEW:
         q = query.transpose(1, 2)
-        given = q if pool.dtype == torch.int8 else q.to(pool.dtype)
+        given = q if pool.dtype in (q.dtype, torch.int8) else q.to(pool.dtype)
         if how["sinks"] is not None:
             how = how | {"sinks": how["sinks"].to(given.dtype)}
         y = paged_attention(
             given, block_tables=step.tables, seq_lens=step.lens, window=window, **pool.parts, **how
         )
-        return y.to(q.dtype)
+        return y if given is q else y.to(q.dtype)
     first = 0
     if step.past:
         first = pages.oldest(step.past)

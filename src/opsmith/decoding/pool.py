@@ -46,6 +46,8 @@ class KeyValuePool:
 
     def fit(self, blocks: int) -> None:
         """Have so many blocks; more memory at once than that, so that what is held is seldom moved."""
+        if blocks <= self._blocks:
+            return
         held = len(self.parts["k_cache"])
         if blocks > held:
             size = max(blocks, 2 * held, self._ahead)
@@ -53,7 +55,7 @@ class KeyValuePool:
                 for name, t in self.parts.items():
                     self.parts[name] = t.new_empty((size, *t.shape[1:]))
                     self.parts[name][: self._blocks] = t[: self._blocks]
-        self._blocks = max(self._blocks, blocks)
+        self._blocks = blocks
 
     def fits(self, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether keys and values have the heads and widths that lie here."""
@@ -65,11 +67,15 @@ class KeyValuePool:
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Put new rows [batch, heads, tokens, width] into their slots."""
-        rows = (x.detach().transpose(1, 2).flatten(0, 1) for x in (key, value))
-        if self.dtype != torch.int8:
-            rows = (x.to(self.dtype) for x in rows)
-        k, v = rows
+        k, v = (self._rows(x) for x in (key, value))
         reshape_and_cache(k, v, slot_mapping=slots, **self.parts)
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch * tokens, heads, width] as they are to be held; of one token a view, for each layer asks for it."""
+        rows = x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+        if rows.requires_grad:
+            rows = rows.detach()
+        return rows if self.dtype in (rows.dtype, torch.int8) else rows.to(self.dtype)
 
     def read(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [batch, heads, columns, width] of slots [batch, columns]; zeros where the slot is -1."""

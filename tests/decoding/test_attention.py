@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import sys
 import threading
@@ -41,6 +42,14 @@ def test_greedy_tokens_are_eagers(kind: str, batch: int) -> None:
     if kind not in ("gemma2", "gpt_oss"):  # which PyTorch's attention does not serve
         assert torch.equal(generated(model, inputs, "sdpa", opsmith.PagedCache(model)), expected)
     assert torch.equal(generated(model, inputs, "eager", opsmith.PagedCache(model)), expected)
+
+
+def test_it_may_be_registered_again() -> None:
+    from opsmith.decoding import NAME, register
+
+    importlib.import_module("opsmith.decoding.attention")  # which is an attribute of its package then
+    register(wanted=True)
+    assert callable(transformers.AttentionInterface()[NAME])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])

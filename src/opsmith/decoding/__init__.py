@@ -19,11 +19,11 @@ class NoState:
     """A cache that is the same at each call."""
 
 
-def attention(*args: Any, **kwargs: Any) -> Any:
+def attend(*args: Any, **kwargs: Any) -> Any:
     """What transformers calls: see `opsmith.decoding.attention.attend`."""
-    from opsmith.decoding.attention import attend
+    from opsmith.decoding.attention import attend as attended
 
-    return attend(*args, **kwargs)
+    return attended(*args, **kwargs)
 
 
 def mask(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def register(wanted: bool = False) -> None:
         return
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
 
 

@@ -37,6 +37,7 @@ _LEARNING = {torch.float32: 10, torch.bfloat16: 10, torch.float16: 20}
 # examples/train_proof.py, its steps took longer.
 _LEARNT = 13
 _MANY, _MUCH = 64, 13  # rows of x, and 2^25 products: from there on our kernel makes good for packing
+_FEW = {torch.float32: 64}  # rows of x up to which the kernel for few of them may yet be the fastest
 
 _BESIDE = (
     Input("bias", "N", optional=True),
@@ -178,7 +179,7 @@ class _Linear(Call):
             more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
             ours = supports_onednn(x, weight) is True and native(x, "linear_gradient", *more) is True
             return "training" if ours else None
-        if self.takes("rows", values) is True:
+        if x.numel() <= ROWS * x.shape[-1] and self.takes("rows", values) is True:
             return "rows"
         if not exact and self.takes("onednn", values) is True:  # float32's sums err too far
             return "onednn"
@@ -191,7 +192,7 @@ class _Linear(Call):
         """True where it computes this call, else the reason why not."""
         x, weight, *_, code = values
         if backend == "rows":
-            return supports_rows(x, weight)
+            return supports_rows(x, weight, _FEW.get(x.dtype, ROWS))
         if backend == "onednn":
             return supports_onednn(x, weight)
         if backend == "native":
@@ -262,10 +263,10 @@ def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
     return packed
 
 
-def supports_rows(x: torch.Tensor, weight: torch.Tensor) -> Supports:
+def supports_rows(x: torch.Tensor, weight: torch.Tensor, most: int = ROWS) -> Supports:
     """True where these are few rows, and a weight that our kernel reads as it is; else the reason why not."""
-    if x.numel() > ROWS * x.shape[-1]:
-        return f"for {ROWS} rows at most, x has {x.numel() // x.shape[-1]}"
+    if x.numel() > most * x.shape[-1]:
+        return f"for {most} rows at most, x has {x.numel() // x.shape[-1]}"
     if weight.dtype != x.dtype or weight.stride(1) != 1:
         return "the weight must be in x's dtype, its rows contiguous"
     return native(x, "linear_rows")

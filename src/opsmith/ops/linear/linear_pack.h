@@ -8,6 +8,8 @@
 
 namespace opsmith {
 
+constexpr int64_t kPackAhead = 1024;  // bytes of a row from what is packed to what is fetched
+
 template <class T>  // two bfloat16 travel as the bits of one float
 using PackedUnit = std::conditional_t<std::is_same_v<T, bfloat16>, float, T>;
 
@@ -19,7 +21,12 @@ inline Vec units(const T* row, int64_t at, int64_t k) {
 }
 inline Vec units(const bfloat16* row, int64_t at, int64_t k) {
   Vec pairs = {};
-  std::memcpy(&pairs, row + 2 * at, size_t(2 * std::min<int64_t>(2 * W, k - 2 * at)));
+  const int64_t rest = k - 2 * at;
+  if (rest >= 2 * W) {
+    std::memcpy(&pairs, row + 2 * at, sizeof(pairs));
+  } else {
+    std::memcpy(&pairs, row + 2 * at, size_t(2 * rest));
+  }
   return pairs;
 }
 
@@ -46,13 +53,16 @@ void pack_block(const View& weight, int64_t column, int64_t columns, int64_t k, 
     }
     return;
   }
+  constexpr int64_t per_unit = std::is_same_v<T, bfloat16> ? 2 : 1;
   const T* from = weight.as<T>() + column * stride;
   for (int64_t j = 0; j < columns; j += W) {
     const int64_t count = std::min<int64_t>(W, columns - j);
     for (int64_t d = 0; d < depth; d += W) {
       Vec v[W];
       for (int64_t i = 0; i < W; ++i) {
-        v[i] = i < count ? units(from + (j + i) * stride, k + d, weight.sizes[1]) : Vec{};
+        const T* row = from + (j + i) * stride;
+        prefetch_far(reinterpret_cast<const char*>(row + (k + d) * per_unit) + kPackAhead);
+        v[i] = i < count ? units(row, k + d, weight.sizes[1]) : Vec{};
       }
       transpose(v);
       for (int64_t i = 0; i < std::min<int64_t>(W, depth - d); ++i) {

@@ -185,7 +185,8 @@ def test_spans_end_at_powers_of_two() -> None:
     assert not differing((4, 31), sizes)
     assert differing((4, 32), sizes) == {1}
     assert differing((5, 32), sizes) == {0, 1}
-    assert programs.named(sizes) == f"4=4, {symbol}=16 to 31"
+    assert programs.named(sizes) == f"{symbol}=16 to 31"  # numbers of the model, and a 0, are no sizes
+    assert programs.named((4, 0)) == ""
     assert Programs([held[1], held[1]]).named((3, 3)) == f"{symbol}=3"  # two inputs of one size
     assert symbols([size + 1, 3]) == {symbol}
     assert varying([], free) == set()

@@ -91,10 +91,11 @@ class Programs:
         self._spans.clear()
 
     def named(self, sizes: Key) -> str:
-        """Sizes as people read them, each once: `s0=4, s1=512 to 1023`."""
+        """Sizes as people read them, each once: `s0=4, s1=512 to 1023`; numbers of the model are none."""
         texts = [f"{s.start} to {s.stop - 1}" if type(s) is range else str(s) for s in sizes]
-        given = zip(self._numbers, texts, strict=True)
-        return ", ".join(dict.fromkeys(f"{n.meta.get('val')}={t}" for n, t in given))
+        values = [n.meta.get("val") for n in self._numbers]
+        shown = (f"{v}={t}" for v, t in zip(values, texts, strict=True) if t != "0" and symbols(v))
+        return ", ".join(dict.fromkeys(shown))
 
     def worth(self, key: Key) -> Worth | None:
         """What was found at the nearest sizes measured: only an example is worth the time of measuring."""

@@ -43,9 +43,11 @@ lint: $(VENV)/.installed  ## Style, format, types and import order
 
 # The portable kernels are looked at too, as their masked loads and stores are plain ones that a sanitizer understands.
 # What the undefined-behavior sanitizer says goes to standard error, which pytest must not swallow with a dying process.
-SANITIZED := $(BIN)/python -m pytest tests/ops -k "not compiled and not bench" --capture=sys
+ERRORS := wrong_calls_are_clear_and_write_nothing positions_that_are_not_there_are_refused_and_nothing_is_written
+SANITIZED := $(BIN)/python -m pytest tests/ops tests/decoding $(ERRORS:%=tests/compiler/test_paged.py::test_%) \
+  -k "not compile and not bench" --capture=sys
 .PHONY: sanitize
-sanitize: $(VENV)/.installed  ## The operators' tests on kernels that look for bad accesses, undefined behavior and races
+sanitize: $(VENV)/.installed  ## Operators' and caches' tests on kernels that look for bad accesses, undefined behavior, races
 	$(call timed,{ export PYTHON=$(BIN)/python; \
 	  .ci/sanitize address,undefined $(SANITIZED) $(ARGS) && \
 	  OPSMITH_ISA=portable .ci/sanitize address,undefined $(SANITIZED) $(ARGS) && \

@@ -155,11 +155,11 @@ def test_a_family_is_found_and_says_the_same(name: str) -> None:
 
 
 def test_the_modeling_of_chatglm_is_found_and_says_the_same() -> None:
-    model: Any = seeded(ChatGLM)
+    model: Any = seeded(lambda: ChatGLM(layers=1))
     truth = Truth(model)
     prompt = ids(2, 9)
     opsmith.optimize(model, {"ids": prompt}, config=UNTIMED)
-    expected = {"rms_norm": 5, "rope_qk": 2, "attention": 2, "silu_mul": 2, "linear": 9, "embedding": 1}
+    expected = {"rms_norm": 3, "rope_qk": 1, "attention": 1, "silu_mul": 1, "linear": 5, "embedding": 1}
     assert model.opsmith.report.found == expected
     sites = [s for s in model.opsmith.graphs[0].sites.values() if s.site.card.name == "attention"]
     assert all(

@@ -190,6 +190,22 @@ def test_wrong_calls_are_clear_and_write_nothing(pairs: Any) -> None:
         assert torch.equal(layer.keys, keys)
 
 
+def test_positions_that_are_not_there_are_refused_and_nothing_is_written() -> None:
+    """Of a model that learned its positions: a prompt that is too long, and a token behind the last one."""
+    plain, model = optimized("gpt2", max_position_embeddings=16)
+    ids = prompts(2, 17, padded=False)["input_ids"]
+    cache = opsmith.PagedCache(plain)
+    with torch.no_grad():
+        logits = model(ids[:, :16], past_key_values=cache).logits
+        torch.testing.assert_close(logits, plain(ids[:, :16]).logits, rtol=1e-4, atol=1e-5)
+        before = [layer.keys.clone() for layer in cache.layers]
+        for wrong, past in ((ids, opsmith.PagedCache(plain)), (ids[:, 16:], cache)):
+            with pytest.raises((IndexError, RuntimeError), match=r"out of range|must lie in|outside"):
+                model(wrong, past_key_values=past)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+
+
 class Odd(nn.Module):
     """A decoder whose cache is asked how long it is while it computes."""
 

@@ -6,13 +6,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from tests.gemma import gemma, gemma_folder  # noqa: F401
+from tests.gemma import gemma_folder  # noqa: F401
 
-import opsmith
 from opsmith.cli import CommandError
 from opsmith.cli.llm import gemma as real
 
@@ -137,18 +134,3 @@ def test_the_architecture_is_the_files(gemma_folder: Path) -> None:  # noqa: F81
     }
     assert {name: said[f"gemma3.{name}"] for name in names} == names
     assert said["tokenizer.ggml.tokens"] == config.vocab_size
-
-
-def test_int8_says_nearly_the_same(gemma: tuple[Any, Any]) -> None:  # noqa: F811
-    model, tokenizer = gemma
-    ids = tokenizer(
-        "The capital of France is the largest city of that country.", return_tensors="pt"
-    ).input_ids
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        before = model(ids).logits[0].log_softmax(-1)
-        opsmith.optimize(model, quantize="int8")
-        after = model(ids).logits[0].log_softmax(-1)
-    surprise = -before[:-1].gather(1, ids[0, 1:, None]).mean()
-    assert surprise < 5  # nats for each token; it would be 12.5 of a model that knows nothing
-    divergence = torch.nn.functional.kl_div(after, before, log_target=True, reduction="batchmean")
-    assert 0 < divergence < 0.05

@@ -23,13 +23,8 @@ from opsmith.decoding.pages import padded
 _CACHE = "past_key_values"
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
-_PLAIN = (
-    "input_ids",
-    "inputs_embeds",
-    _MASK,
-    _POSITIONS,
-    "logits_to_keep",
-)  # that a step of decoding may have
+KEEP = "logits_to_keep"
+_PLAIN = ("input_ids", "inputs_embeds", _MASK, _POSITIONS, KEEP)  # that a step of decoding may have
 
 
 @dataclass(frozen=True)

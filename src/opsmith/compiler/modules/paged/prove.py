@@ -66,7 +66,7 @@ def study(model: nn.Module, tokens: torch.Tensor, windows: list[int | None], ver
     try:
         with torch.no_grad(), conventions.attending(chosen, _NAME):
             cache = conventions.new_cache(model)
-            own = model._call_impl(**inputs, past_key_values=cache, use_cache=True)
+            own = model._call_impl(**inputs, **_kept(model), past_key_values=cache, use_cache=True)
         by_layer = {conventions.place(seen.module): seen for seen in _watching.seen}
         used = {at for at, layer in enumerate(cache.layers) if layer.get_seq_length()}
         if not by_layer or set(by_layer) != used or used != set(range(len(windows))):
@@ -111,6 +111,12 @@ def _inputs(tokens: torch.Tensor) -> dict[str, Any]:
     return {name: one.repeat(2, *[1] * (one.dim() - 1)), "attention_mask": mask, "position_ids": positions}
 
 
+def _kept(model: nn.Module) -> dict[str, int]:
+    """Of a model that can be told so, the logits of the last position alone, which are all that is compared."""
+    call = conventions.ModelCall(model, (), {})
+    return {conventions.KEEP: 1} if conventions.KEEP in call.names else {}
+
+
 def _stepwise(model: nn.Module, inputs: dict[str, Any], windows: list[int | None]) -> Any:
     """The model on pages, all tokens but the last at once, then the last."""
     from opsmith.decoding import step
@@ -121,7 +127,7 @@ def _stepwise(model: nn.Module, inputs: dict[str, Any], windows: list[int | None
         pages.reset(len(mask), mask.device, (mask.shape[1] - mask.sum(1)).tolist())
     for some in (slice(0, -1), slice(-1, None)):
         given = {name: t[:, some] for name, t in inputs.items()}
-        call = conventions.ModelCall(model, (), given | {"use_cache": True})
+        call = conventions.ModelCall(model, (), given | _kept(model) | {"use_cache": True})
         call.cache = step.Stateless(len(layers))
         call.drop_mask()
         prepared = step.Calling.begin(layers, call.tokens.shape[1])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from opsmith.cli import main
+from opsmith.ops.packed_linear.module import PackedLinear
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,7 +98,7 @@ def test_a_budget_that_is_spent_leaves_the_rest(
     assert "next: the budget was spent before a graph" in said
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int8_dynamic", "int4"])
 def test_packed_weights_are_held_against_the_model_as_it_was(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
 ) -> None:
@@ -116,6 +117,15 @@ def test_packed_weights_are_held_against_the_model_as_it_was(
     others = " and 1 linear layer to int8" if format == "int4" else ""  # the output layer
     assert f"{7 if others else 8} linear layers to {format}{others}; rounding took" in said
     assert f"{format} weights" in said
+
+
+def test_a_product_with_other_weights_than_the_rounded_ones_is_no_result(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = PackedLinear.dequantize
+    monkeypatch.setattr(PackedLinear, "dequantize", lambda layer, dtype: 1.01 * right(layer, dtype))
+    assert main(["optimize", str(folders["llama"]), "--length", "8", "--quantize", "int8"]) == 1
+    assert "against float64 with the rounded weights" in capsys.readouterr().err
 
 
 def test_a_format_that_does_not_exist_is_one_line(

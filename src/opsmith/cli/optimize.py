@@ -138,11 +138,13 @@ def _exact(model: nn.Module, tokens: Batch, parameters: int) -> tuple[torch.Tens
 
 def _check(model: nn.Module, original: nn.Module, tokens: Batch, eager: Error) -> None:
     """Hold an optimized model to the exact one with its weights as they were rounded."""
+    import torch
+
     from opsmith import measure
     from opsmith.cli import models
 
     wide, session = copy.deepcopy(original).double(), cast("Session", model.opsmith)
-    rounding = session.packing.unpack(wide)
+    rounding = session.packing.unpack(wide, torch.float64)
     exact = _result(wide, tokens)
     with models.rounding_rows(rounding):
         rows = models.error_of(_result(wide, tokens), exact).rms

@@ -99,11 +99,13 @@ def main() -> None:
         model = model.to(getattr(torch, spec["dtype"]))
         rounding: list[torch.nn.Module] = []
         if spec["kind"] == "exact":
-            packing = Packing()
+            packing, wider = Packing(), getattr(torch, spec["wider"])
             if spec["quantize"] is not None:
                 packing.pack(model, opsmith.Config(quantize=spec["quantize"]))
-            rounding = [m for _, m in linear_layers(model)] if spec["rows"] else packing.unpack(model)
-            model = model.to(getattr(torch, spec["wider"]))
+            rounding = packing.unpack(model, wider)
+            if spec["rows"]:
+                rounding = [layer for _, layer in linear_layers(model)]
+            model = model.to(wider)
         elif spec["kind"] == "compile":
             model.forward = torch.compile(model.forward)
         elif spec["kind"] == "opsmith":

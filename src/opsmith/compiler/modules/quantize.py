@@ -212,8 +212,8 @@ class Packing:
                 packed.record.status, packed.record.why = "rolled back", why
                 del packed.owner.forward, self._packed[name]
 
-    def unpack(self, model: nn.Module) -> list[nn.Module]:
-        """Give a model, this one or a copy of it, the weights that the packed ones stand for, in float64.
+    def unpack(self, model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
+        """Give a model, this one or a copy of it, the weights that the packed ones stand for.
 
         Returns:
             The layers whose inputs are rounded, too.
@@ -222,7 +222,7 @@ class Packing:
         for name, packed in self._packed.items():
             module: Any = modules[name]
             vars(module).pop("forward", None)
-            weight = packed.dequantize(torch.float64)
+            weight = packed.dequantize(dtype)
             turned = not isinstance(module, nn.Linear | nn.Embedding)
             module.weight = nn.Parameter(weight.t() if turned else weight, requires_grad=False)
         return [modules[name] for name, packed in self._layers.items() if packed.format == "int8_dynamic"]

@@ -65,3 +65,15 @@ def test_near_misses_are_not_found_and_are_reported(case: tuple[str, str, Any, A
     assert misses[0].expected
     assert misses[0].got
     assert "spelling.py:" in misses[0].where
+
+
+def test_a_number_that_a_norm_is_multiplied_by_is_no_norm_of_another_kind() -> None:
+    """As T5 has it before an output layer that shares the embedding's weight."""
+
+    def scaled(before: torch.Tensor, more: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = before + more
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight * 0.125
+
+    found = _recognize(scaled, [*torch.randn(2, 2, 5, 32), torch.rand(32)], False)
+    assert [s.card.name for s in found.sites] == ["rms_norm"]
+    assert found.misses == []

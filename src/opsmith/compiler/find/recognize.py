@@ -286,7 +286,7 @@ class _Finder:
     def _misses(self, sites: list[Site]) -> list[Miss]:
         """The near misses that stand outside every site, the closest for each root, inner ones dropped.
 
-        What moves an operator's result about is no second one of its kind.
+        What moves an operator's result about is no second one of its kind, and neither is a number it is multiplied by.
         """
         found = {site.root: site.card for site in sites}
         misses: list[Miss] = []
@@ -301,6 +301,8 @@ class _Finder:
             at = _node_at(problem.at, canon) or root
             region = ancestors(root, self.consumed)
             covered.update(region)
+            if template.cut is not None and len(region) < MIN_COMPOSITE:
+                continue
             if any(found.get(source) is template.card for n in region for source in n.all_input_nodes):
                 continue
             misses.append(

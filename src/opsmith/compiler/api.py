@@ -162,6 +162,7 @@ def optimize(
     finally:
         session.selector.learning, session.selector.deadline = False, math.inf
         show()
+        measure.trim()
     if settings.quantize_release:
         session.packing.release(model)
         for name, tensor in tensors(model).items():

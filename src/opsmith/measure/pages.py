@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 _LEAST = 1 << 16  # bytes that are worth a call of the system
-_MUCH = 1 << 27  # bytes that are worth looking up where files are mapped, which takes milliseconds
+_MUCH = 1 << 26  # bytes that are worth looking up where files are mapped, which takes milliseconds
 
 
 def forget(t: torch.Tensor) -> None:

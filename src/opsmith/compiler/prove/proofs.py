@@ -21,6 +21,7 @@ from opsmith import measure
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.kept import Kept, directory
 from opsmith.kernels import libraries
+from opsmith.measure.pages import Read
 from opsmith.operator import Implementation, Verdict
 
 SCHEMA = 2
@@ -95,15 +96,17 @@ def _written(gm: fx.GraphModule) -> Iterable[Any]:
 
 
 def _digest(values: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
+    digest, read = hashlib.sha256(), Read()
     for value in values:
         if isinstance(value, torch.Tensor):
             digest.update(f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}".encode())
             flat = value.detach().to("cpu").contiguous().reshape(-1)
             if flat.numel():
                 digest.update(flat.view(torch.uint8).numpy().data)
+            read.add(value)  # of a table, the model reads but some rows
         elif not isinstance(value, torch.nn.Module):
             digest.update(f"{type(value).__name__} {value}".encode())
+    read.give_back()
     return digest.hexdigest()
 
 

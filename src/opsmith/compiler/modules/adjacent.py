@@ -42,9 +42,10 @@ class Adjacent:
         own, places = {id(w) for w in weights}, set(map(memory, weights))
         if any(id(t) not in own and memory(t) in places for t in tensors(model).values()):
             return False
-        for weight in weights:
-            self.read.add(weight)
+        alone = [w.detach() for w in weights]
         lay(0, weights)
+        for weight in alone:
+            self.read.add(weight)
         self._laid += [(weakref.ref(w), memory(w)) for w in weights]
         return True
 

@@ -353,13 +353,10 @@ CARD = _CALL.card(
         ),
     ),
     entries={
-        "linear_pack": lambda weight, packed: Cost(0.0, nbytes(weight, packed)),
-        **dict.fromkeys(("linear_packed", "linear_rows", "linear_unpacked"), product_cost),
+        **dict.fromkeys(("linear_rows", "linear_unpacked"), product_cost),
         **dict.fromkeys(("linear_gradient", "linear_rows_backward"), _gradient_cost),
     },
     schemas=(
-        "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()",
-        *declare(PACKED, "linear"),
         *declare(FEW_ROWS, "linear"),
         "linear_unpacked(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation, *, "
         "Tensor(a!) y, Tensor(b!)? before=None) -> ()",

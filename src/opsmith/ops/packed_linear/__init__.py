@@ -296,8 +296,8 @@ CARD = _CALL.card(
     workloads=_workloads,
     domain=_promised,
     # No model writes this as plain PyTorch, so there is nothing to recognize: PackedLinear is put in.
-    entries={"packed_linear": product_cost},
-    schemas=declare(SIGNATURE),
+    entries=dict.fromkeys(("packed_linear", "linear_packed"), product_cost),
+    schemas=(*declare(SIGNATURE), *declare(PACKED, "linear")),
     differentiable=False,
     source="Jacob et al., 2018; Frantar et al., 2023",
 )

@@ -143,9 +143,14 @@ def test_a_timed_run_says_what_the_checked_one_did(tmp_path: Path) -> None:
         bench(tmp_path)._cell((1, 4), [[1, 2, 3, 4]], {"hf": Played(EXACT, other)}, known)
     # Where it would have left the text that it was led along, what it says behind that is its own.
     led = Said([[5, 6, 7]], EXACT, [[5, 8, 9]])
-    _same("one", [[5, 8, 1, 2]], led)
+    _same("one", [[5, 8, 1, 2]], led, EXACT)
     with pytest.raises(WrongResult, match=r"\[5, 6\], checked, \[5, 8\]"):
-        _same("one", [[5, 6, 7, 2]], led)
+        _same("one", [[5, 6, 7, 2]], led, EXACT)
+    # Logits that are off by half of what lies between two tokens do not tell these apart.
+    between = float(EXACT[0, 1, 8] - EXACT[0, 1, 6])
+    off = EXACT.clone()
+    off[0, 1, 0] += abs(between) / 2 + 1e-3
+    _same("one", [[5, 6, 7, 2]], led, off)
 
 
 def test_what_a_process_says_is_passed_on(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import sys
 import time
@@ -102,7 +101,7 @@ class Bench:
         """
         batch, length = cell
         rows: dict[str, dict[str, Any]] = {}
-        own = {}
+        own, right = {}, {}
         for name, one in contestants.items():
             start = time.perf_counter()
             with self.console.status(f"checking {name}, {title(*cell)}"):
@@ -111,6 +110,7 @@ class Bench:
             dtype = name if name in DTYPES else self.dtype
             eager = models.error_of(known[f"hf {dtype}"].logits, known["exact"].logits.double())
             exact = known.get(f"exact {name}", known["exact"])  # with its own weights
+            right[name] = exact.logits
             error = models.error_of(own[name].logits, exact.logits.double()).rms
             allowed = models.allowed(eager, getattr(torch, dtype)) + 2 * exact.rows
             if not error <= allowed:
@@ -126,7 +126,7 @@ class Bench:
                 reads.append(measure.measure_roofs(kinds=("read",)).bandwidth("read"))
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     answer = contestants[name].ask(ids=ids, new=self.new)
-                    _same(name, answer["tokens"], own[name])
+                    _same(name, answer["tokens"], own[name], right[name])
                     answers[name].append(answer)
         read = statistics.median(reads)
         for name, runs in answers.items():
@@ -195,14 +195,22 @@ class Bench:
             one.close()
 
 
-def _same(name: str, tokens: list[list[int]], said: Said) -> None:
-    """A timed run has to say what the checked one did: as long as it took the same tokens, and one token further."""
-    for row, forced, chosen in zip(tokens, said.forced, said.chosen, strict=True):
-        apart = (i + 1 for i, (one, other) in enumerate(zip(forced, chosen, strict=True)) if one != other)
-        known = next(apart, len(chosen))
-        if row[:known] != chosen[:known]:
-            detail = f"timed, it generated {row[:known]}, checked, {chosen[:known]}"
-            raise measure.WrongResult(name, "wrong value", detail, math.inf, 0.0)
+def _same(name: str, tokens: list[list[int]], said: Said, exact: torch.Tensor) -> None:
+    """A timed run has to say what the checked one did: as long as it took the same tokens, and one token further.
+
+    Where two tokens are no further apart than the logits are exact, either may be taken, and the texts part.
+    """
+    each = zip(tokens, said.forced, said.chosen, said.logits, exact, strict=True)
+    for row, forced, chosen, logits, right in each:
+        for i, (got, want) in enumerate(zip(row, chosen, strict=False)):
+            if got != want:
+                apart = float(logits[i, want] - logits[i, got])
+                decided = 2 * float((logits[i].double() - right[i].double()).abs().max())
+                if apart > decided:
+                    detail = f"timed, it generated {row[: i + 1]}, checked, {chosen[: i + 1]}"
+                    raise measure.WrongResult(name, "wrong value", detail, apart, decided)
+            if got != want or want != forced[i]:
+                break
 
 
 def title(batch: int, length: int) -> str:

@@ -376,10 +376,7 @@ CARD = _CALL.card(
         ),
         Implementation("eager", _CALL.reference),
     ],
-    entries={
-        "linear_rope": _entry,
-        "linear_pack": lambda weight, packed: Cost(0.0, nbytes(weight, packed)),
-    },
+    entries={"linear_rope": _entry, "linear_pack": lambda weight, packed: Cost(0.0, nbytes(weight, packed))},
     schemas=(*SIGNATURE.schemas(), "linear_pack(Tensor weight, *, Tensor(a!) packed) -> ()"),
     source="Su et al., 2021",
 )

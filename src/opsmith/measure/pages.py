@@ -63,13 +63,17 @@ def _unwritten() -> Iterator[tuple[int, int]]:
     """Where files are mapped, each page of which is still the file's own."""
     with contextlib.suppress(OSError):  # on other systems than Linux
         start = end = 0
+        written = False
         for line in Path("/proc/self/smaps").read_text().splitlines():
             name, _, rest = line.partition(":")
             if " " in name:  # "7f00-7f10 r--p 0 08:01 123  /a/path", the lines behind it are about it
                 words = line.split(maxsplit=5)
                 start, end = (int(n, 16) for n in words[0].split("-"))
                 end = end if words[5:] and words[5].startswith("/") else start
-            elif name == "Anonymous" and rest.split() == ["0", "kB"] and end > start:
+                written = False
+            elif name in ("Anonymous", "Swap"):  # what was written may have been swapped out
+                written |= rest.split() != ["0", "kB"]
+            elif name == "VmFlags" and end > start and not written:  # the last line of each
                 yield start, end
 
 

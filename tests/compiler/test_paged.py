@@ -60,7 +60,8 @@ def test_a_step_is_one_graph_for_all_lengths() -> None:
     inputs = prompts(1, 9, padded=False)
     model.generate(**inputs, **GREEDY | {"max_new_tokens": 3})
     graphs = len(model.opsmith.graphs)
-    assert graphs == 2  # a prompt, a token
+    assert graphs == 2  # a prompt, a token: studied apart
+    assert len(model.opsmith.runs) == 1  # and captured as one
     recorded = len(model.opsmith.plan.shapes)
     got = model.generate(**inputs, **GREEDY | {"max_new_tokens": 60})
     assert torch.equal(got, plain.generate(**inputs, **GREEDY | {"max_new_tokens": 60}))

@@ -80,7 +80,12 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             if t.is_floating_point() and t.dim() > 1:
                 torch._dynamo.mark_static(t, t.dim() - 1)
         # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
-        session.capturing.general = general and plain and all(size > 1 for t in tensors for size in t.shape)
+        sizes, paged = [n for t in tensors for n in t.shape], any(isinstance(v, NoState) for v in values)
+        many = any(n > 1 for n in sizes) if paged else all(n > 1 for n in sizes)
+        for t in tensors if paged else ():
+            if t.dim() and t.shape[0] == 1:  # positions of all sequences, say: to be broadcast
+                torch._dynamo.mark_static(t, 0)
+        session.capturing.general, session.capturing.paged = general and plain and many, paged
         try:
             with _capturing(session.capturing.general):
                 result = compiled(*args, **kwargs)

@@ -24,7 +24,7 @@ from opsmith.compiler.modules.latent import Latent
 from opsmith.compiler.modules.paged import Paged
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan, ShapePlan
-from opsmith.compiler.program.graph import CompiledGraph
+from opsmith.compiler.program.graph import Apart, CompiledGraph
 from opsmith.compiler.program.sites import GraphReport
 from opsmith.compiler.progress import show
 from opsmith.compiler.prove.proofs import Proofs
@@ -40,6 +40,7 @@ class Capturing(threading.local):
     """How a thread captures; several may generate with one model at a time."""
 
     general = False  # whether what is captured is to serve sizes of one too
+    paged = False  # whether it is a decoder's call with a cache
 
 
 class Session:
@@ -77,7 +78,8 @@ class Session:
             return gm.forward
         show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
         try:
-            graph = CompiledGraph(
+            make = partial(
+                CompiledGraph,
                 capture(gm, example_inputs, self.capturing.general),
                 gm,
                 example_inputs,
@@ -85,6 +87,9 @@ class Session:
                 self.proofs,
                 partial(self._sites, example_inputs),
                 self.adjacent.lay,
+            )
+            run = (
+                Apart(make, self.graphs.append) if self.capturing.general and self.capturing.paged else make()
             )
         except NotGeneral:
             raise
@@ -94,8 +99,9 @@ class Session:
             return gm.forward
         finally:
             show()
-        self.graphs.append(graph)
-        return graph
+        if isinstance(run, CompiledGraph):
+            self.graphs.append(run)
+        return run
 
     def _sites(
         self, inputs: Sequence[Any], gm: fx.GraphModule, effects: Effects, found: Sequence[Site]

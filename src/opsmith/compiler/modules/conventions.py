@@ -208,6 +208,21 @@ def _names(forward: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(forward).parameters)
 
 
+@functools.lru_cache(maxsize=256)
+def _takes_numbers(forward: Callable[..., Any]) -> bool:
+    """Whether a model takes positions too where it takes how many of the last ones are kept."""
+    keep = inspect.signature(forward).parameters.get(KEEP)
+    return keep is not None and "Tensor" in str(keep.annotation)
+
+
+@functools.lru_cache(maxsize=8)
+def _last(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        last = torch.tensor([-1], device=device)
+    torch._dynamo.mark_static(last)
+    return last
+
+
 class ModelCall:
     """A call of a whole model, by what its arguments mean."""
 
@@ -278,6 +293,12 @@ class ModelCall:
         if self.given.get(_POSITIONS) is None and _POSITIONS in self.names:
             stop, device = start + self.tokens.shape[1], self.tokens.device
             self.given[_POSITIONS] = torch.arange(start, stop, device=device).unsqueeze(0)
+
+    def count_last(self) -> None:
+        """Ask for the last position's logits by its number: how long a slice is, is not known before all sizes are."""
+        keep = self.given.get(KEEP)
+        if type(keep) is int and keep == 1 and _takes_numbers(type(self.model).forward):
+            self.given[KEEP] = _last(self.tokens.device)
 
     def drop_mask(self) -> None:
         """Replace the mask, which nobody reads any more: the library takes one of four dimensions as it is, and a

@@ -206,6 +206,30 @@ class CompiledGraph:
         return learning_worth(self._selector, self.original.code, given, self.rewritten, self._captured)
 
 
+class Apart:
+    """A captured graph that serves a prompt and a token, a size of one: two matters, each studied by itself."""
+
+    def __init__(self, make: Callable[[], CompiledGraph], made: Callable[[CompiledGraph], None]):
+        self._make, self._made = make, made
+        self._graphs: dict[Key, CompiledGraph] = {}  # by which numbers are one
+        self._lock = threading.Lock()
+        self._of(())
+
+    def __call__(self, *args: Any) -> Any:
+        graph = next(iter(self._graphs.values()))
+        ones = tuple([n == 1 for n in graph.programs.key(args)])
+        return (self._graphs.get(ones) or self._of(ones))(*args)
+
+    def _of(self, ones: Key) -> CompiledGraph:
+        with self._lock:
+            if ones not in self._graphs:
+                first = self._graphs.pop((), None)  # made ahead, for whatever comes first
+                self._graphs[ones] = first or self._make()
+                if first is None:
+                    self._made(self._graphs[ones])
+            return self._graphs[ones]
+
+
 def _load_kernels(sites: Sites, args: Sequence[Any], training: bool) -> None:
     """Build the native kernels of what was found in one run, where they are not there: not one after the other."""
     names = {

@@ -113,6 +113,7 @@ class Paged:
         cache, tokens = call.cache, call.tokens.shape[1]
         call.say_positions(cache.layers[0].columns)
         call.drop_mask()
+        call.count_last()
         prepared = step.Calling.begin(cache.layers, tokens)
         call.cache = stateless = step.Stateless(len(cache.layers))
         with ExitStack() as stack:

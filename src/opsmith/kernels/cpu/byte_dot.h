@@ -1,6 +1,6 @@
-// Dot products of bytes: four unsigned bytes of each lane times four signed ones, added to 32-bit sums. Exact in every
-// tier: VNNI has one instruction for it, the others multiply even and odd bytes as 16-bit numbers, which cannot
-// saturate as the 8-bit instruction of AVX2 does.
+// Dot products of weights of a byte with whole numbers in digits: four unsigned bytes of each lane times four digits, added to
+// 32-bit sums. Exact in every tier. VNNI has one instruction for digits of 8 bits. The others multiply even and odd bytes as
+// 16-bit numbers, for AVX2's own instruction for bytes saturates, so that their digits have 16 bits: half as many.
 #pragma once
 
 #include "simd.h"
@@ -11,6 +11,7 @@ namespace opsmith {
 
 using Bytes = __m512i;  // of the weight, W columns by 4
 using Four = __m512i;  // of x
+using Digit = int8_t;
 
 inline Bytes bytes_of(IVec v) { return (__m512i)v; }
 inline Four four_of(IVec v) { return (__m512i)v; }
@@ -31,52 +32,57 @@ inline IVec twice_products_of_fours(IVec v) {
   return v * (IVec)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1);
 }
 
+inline Four broadcast_four(const Digit* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return four_of(four - IVec{});
+}
+inline Bytes low_nibbles(IVec v) { return bytes_of(v & 0x0f0f0f0f); }
+inline Bytes high_nibbles(IVec v) { return bytes_of((v >> 4) & 0x0f0f0f0f); }
+
 #else
 
-struct Bytes {
+struct Bytes {  // in the halves of a lane
   IVec even, odd;
 };
 struct Four {
   IVec even, odd;
 };
+using Digit = int16_t;
 
-#if defined(OPSMITH_AVX512) || defined(OPSMITH_AVX2)
-
+typedef int16_t Halves __attribute__((vector_size(4 * W)));
+typedef uint16_t UnsignedHalves __attribute__((vector_size(4 * W)));
+template <int bits>
+inline IVec shift_halves(IVec v) {
+  return (IVec)((UnsignedHalves)v >> bits);
+}
+inline IVec multiply_pairs(IVec a, IVec b) {
 #if defined(OPSMITH_AVX512)
-inline IVec high_bytes(IVec v) { return (IVec)_mm512_srli_epi16((__m512i)v, 8); }
-inline IVec signed_high_bytes(IVec v) { return (IVec)_mm512_srai_epi16((__m512i)v, 8); }
-inline IVec low_to_high_bytes(IVec v) { return (IVec)_mm512_slli_epi16((__m512i)v, 8); }
-inline IVec multiply_pairs(IVec a, IVec b) { return (IVec)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+  return (IVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(OPSMITH_AVX2)
+  return (IVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (IVec)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
-inline IVec high_bytes(IVec v) { return (IVec)_mm256_srli_epi16((__m256i)v, 8); }
-inline IVec signed_high_bytes(IVec v) { return (IVec)_mm256_srai_epi16((__m256i)v, 8); }
-inline IVec low_to_high_bytes(IVec v) { return (IVec)_mm256_slli_epi16((__m256i)v, 8); }
-inline IVec multiply_pairs(IVec a, IVec b) { return (IVec)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+  return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
 #endif
+}
 
-inline Bytes bytes_of(IVec v) { return {v & 0x00ff00ff, high_bytes(v)}; }
-inline Four four_of(IVec v) { return {signed_high_bytes(low_to_high_bytes(v)), signed_high_bytes(v)}; }
+inline Bytes bytes_of(IVec v) { return {v & 0x00ff00ff, shift_halves<8>(v)}; }
+inline Bytes low_nibbles(IVec v) { return {v & 0x000f000f, shift_halves<8>(v) & 0x000f000f}; }
+inline Bytes high_nibbles(IVec v) { return {shift_halves<4>(v) & 0x000f000f, shift_halves<12>(v)}; }
 inline IVec dot4(IVec sum, Bytes w, Four x) {
   return sum + multiply_pairs(w.even, x.even) + multiply_pairs(w.odd, x.odd);
 }
-
-#else
-
-// Two 16-bit products a lane have no name here: plain multiplications of the four bytes.
-inline Bytes bytes_of(IVec v) { return {v, IVec{}}; }
-inline Four four_of(IVec v) { return {v, IVec{}}; }
-inline IVec dot4(IVec sum, Bytes w, Four x) {
-  typedef uint32_t UVec __attribute__((vector_size(4 * W)));
-  for (int i = 0; i < 4; ++i) {
-    const IVec byte = (IVec)(((UVec)w.even >> (8 * i)) & 255),
-               number = (IVec)((UVec)x.even << (24 - 8 * i)) >> 24;
-    sum += byte * number;
-  }
-  return sum;
+// Of four digits that lie as store_fours leaves them.
+inline Four broadcast_four(const Digit* p) {
+  int32_t even, odd;
+  std::memcpy(&even, p, 4);
+  std::memcpy(&odd, p + 2, 4);
+  return {even - IVec{}, odd - IVec{}};
 }
-
-#endif
-
+// Of four signed bytes in a lane.
+inline Four four_of(IVec v) { return {(IVec)((Halves)v << 8 >> 8), (IVec)((Halves)v >> 8)}; }
 inline void load_once(Four&) {}
 
 constexpr bool kPairsPay = false;
@@ -85,12 +91,6 @@ inline IVec rest_of_pair(IVec sum, Bytes, Bytes) { return sum; }
 inline IVec twice_products_of_fours(IVec) { return IVec{}; }
 
 #endif
-
-inline Four broadcast_four(const int8_t* p) {
-  int32_t four;
-  std::memcpy(&four, p, 4);
-  return four_of(four - IVec{});
-}
 
 inline IVec load_words(const void* p) {
   IVec v;
@@ -105,6 +105,20 @@ inline void store_low_bytes(int8_t* p, IVec v) {
 #else
   for (int i = 0; i < W; ++i) p[i] = int8_t(v[i]);
 #endif
+}
+
+// The lanes as digits, fours of them `step` apart: in the order of their lanes for VNNI, else the even two before the odd ones.
+inline void store_fours(Digit* p, int64_t step, IVec v, int64_t count) {
+  alignas(64) Digit digits[W];
+#if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
+  store_low_bytes(digits, v);
+#else
+  for (int i = 0; i < W; i += 4) {
+    for (int j = 0; j < 4; ++j) digits[i + (j & 1) * 2 + j / 2] = Digit(v[i + j]);
+  }
+#endif
+  for (int64_t i = 0; i < W && i < count; i += 4)
+    std::memcpy(p + i / 4 * step, digits + i, sizeof(Digit) * 4);
 }
 
 inline int32_t reduce_add(IVec v) {

@@ -1,9 +1,9 @@
 // The linear layer on quantized weights: dot products of bytes, whatever x is made of.
 //
-// x becomes whole numbers (fixed_point.h), each one, two or four int8 digits, once. So the weight is used as it is
-// stored: no conversion, a vector instruction multiplies 64 weights by a digit, its 32-bit sums are exact, and a row of
-// bfloat16 costs two of them for 64 bytes from memory. Sums become float at the end of a block, where the block's factors
-// are multiplied in.
+// x becomes whole numbers (fixed_point.h), each one, two or four digits, once. So the weight is used as it is stored: no
+// conversion. With VNNI an instruction multiplies 64 weights by a digit of 8 bits, and a row of bfloat16 costs two of them for
+// 64 bytes from memory; without, one multiplies 16 (AVX2) by a digit of 16 bits, and a row costs four and as many additions.
+// 32-bit sums are exact. They become float at the end of a block, where the block's factors are multiplied in.
 //
 // The weight lies in panels of 32 columns, four (a nibble: eight) numbers of K of a column in each 32-bit lane.
 #include "packed_linear.h"
@@ -26,22 +26,22 @@ constexpr int64_t kBlock = 128;  // of K that share a factor, where the weight n
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rows of x in a tile: as many as registers hold sums for, NV vectors of columns by D digits each.
-constexpr int kVectors = 2;
-constexpr int most_rows(int D) {
-  return W == 16 ? (D == 1 ? 12 : D == 2 ? 6 : 3) : (D == 1 ? 4 : D == 2 ? 2 : 1);
-}
+// Rows of x in a tile: as many as registers hold sums for, vectors of columns by D digits each.
+constexpr int most_rows(int D) { return (W == 16 ? 12 : 4) / D; }
+// Vectors of columns beside so many sums of each: all of a panel, if they fit.
+constexpr int vectors(int sums) { return W == 16 || sums > 2 ? 2 : 4; }
 // Whether so many rows keep the processor from seeing the next loads: otherwise it fetches ahead by itself, and better.
-constexpr bool busy(int rows, int D, bool nibbles) { return rows * D * (nibbles ? 2 : 1) >= 8; }
+constexpr bool busy(int rows, int D, bool nibbles) {
+  return rows * D * kDigitBits / 8 * (nibbles ? 2 : 1) >= 8;
+}
 // The low digits of a pair of nibbles are multiplied at once for so many rows: fewer do not pay for what is to be taken off.
 constexpr int kLeastPaired = 3, kMostPaired = 5;
 
 struct Tile {
-  const int8_t* digits;
+  const Digit* digits;
   const float* factor;  // [row][block]
   const int32_t* start;  // [row][block][halves(D)]: what a sum begins with, times the zero if there is one
   const int32_t* pairs;  // [row][block]: what pairs are to begin with besides
-  int low_bits;  // of the lower of two digits
   int64_t blocks;  // from one row of these to the next
   const uint8_t* weight;
   int64_t pitch;  // bytes of a step
@@ -52,6 +52,12 @@ struct Tile {
   int64_t columns;  // that there are
   float* sums;  // rows of kColumns
   bool first;  // else it is added to the sums
+
+  void skip(int64_t n) {
+    weight += 4 * n, sums += n, columns -= n;
+    if (scale) scale += n;
+    if (zero) zero += n;
+  }
 };
 
 template <class T>
@@ -63,18 +69,19 @@ template <int D, int R, int NV, bool nibbles>
 __attribute__((noinline)) void multiply(const Tile& t) {
   constexpr bool paired = kPairsPay && nibbles && D == 2 && R >= kLeastPaired && R <= kMostPaired;
   const uint8_t* w = t.weight;
-  const int8_t* x = t.digits;
+  const Digit* x = t.digits;
+  constexpr int each = D / halves(D);  // digits whose sums are one number
   Vec total[R][NV];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) total[r][n] = t.first ? Vec{} : load(t.sums + r * kColumns + n * W);
   }
   int64_t k = 0;
   for (int64_t b = 0; k < t.depth; ++b) {
     IVec sum[R][D][NV], zero[NV], rest[NV] = {};
     if (t.zero) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int n = 0; n < NV; ++n)
         zero[n] = to_int(load_some(t.zero + b * t.zero_stride + n * W, t.columns - n * W));
     }
@@ -82,20 +89,20 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int d = 0; d < D; ++d) {
-        if (d % 2 == 1) {  // begun by the lower digit
-#pragma GCC unroll 2
+        if (d % each) {  // begun by the lower digit
+#pragma GCC unroll 4
           for (int n = 0; n < NV; ++n) sum[r][d][n] = IVec{};
           continue;
         }
-        const IVec start = t.start[(r * t.blocks + b) * halves(D) + d / 2] - IVec{};
-#pragma GCC unroll 2
+        const IVec start = t.start[(r * t.blocks + b) * halves(D) + d / each] - IVec{};
+#pragma GCC unroll 4
         for (int n = 0; n < NV; ++n) sum[r][d][n] = start;
         if (t.zero) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
           for (int n = 0; n < NV; ++n) sum[r][d][n] = start * zero[n];
         }
         if (paired && d == 0) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
           for (int n = 0; n < NV; ++n) sum[r][0][n] -= t.pairs[r * t.blocks + b];
         }
       }
@@ -106,7 +113,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
 #pragma GCC unroll 4
         for (int d = 0; d < D; ++d) {
           const Four four = broadcast_four(x + 4 * (r * D + d));
-#pragma GCC unroll 2
+#pragma GCC unroll 4
           for (int n = 0; n < NV; ++n) sum[r][d][n] = dot4(sum[r][d][n], column[n], four);
         }
       }
@@ -115,16 +122,16 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     auto add_pairs = [&](const Bytes(&low)[NV], const Bytes(&high)[NV]) __attribute__((always_inline)) {
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        const int8_t *x_low = x + 4 * D * r, *x_high = x_low + 4 * D * R;
+        const Digit *x_low = x + 4 * D * r, *x_high = x_low + 4 * D * R;
         const Four low0 = broadcast_four(x_low), low1 = broadcast_four(x_low + 4);
         const Four high0 = broadcast_four(x_high), high1 = broadcast_four(x_high + 4);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int n = 0; n < NV; ++n) {
           sum[r][D - 1][n] = dot4(dot4(sum[r][D - 1][n], low[n], low1), high[n], high1);
           sum[r][0][n] = dot_pair(sum[r][0][n], low[n], high[n], low0, high0);
         }
       }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) rest[n] = rest_of_pair(rest[n], low[n], high[n]);
       x += 8 * R * D;
     };
@@ -132,9 +139,9 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     for (; k < until; k += nibbles ? 8 : 4, w += t.pitch) {
       IVec word[NV];
       Bytes column[NV];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
-        if constexpr (busy(R, D, nibbles)) {
+        if (busy(R, D, nibbles) && n * 4 * W % 64 == 0) {
           prefetch_far(w + kAhead + n * 4 * W);
           __builtin_prefetch(w + kNear + n * 4 * W, 0, 3);
         }
@@ -142,21 +149,21 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       }
       if constexpr (paired) {
         Bytes high[NV];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int n = 0; n < NV; ++n) {
-          column[n] = bytes_of(word[n] & 0x0f0f0f0f);
-          high[n] = bytes_of((word[n] >> 4) & 0x0f0f0f0f);
+          column[n] = low_nibbles(word[n]);
+          high[n] = high_nibbles(word[n]);
         }
         add_pairs(column, high);
       } else if constexpr (nibbles) {
-#pragma GCC unroll 2
-        for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n] & 0x0f0f0f0f);
+#pragma GCC unroll 4
+        for (int n = 0; n < NV; ++n) column[n] = low_nibbles(word[n]);
         add(column);
-#pragma GCC unroll 2
-        for (int n = 0; n < NV; ++n) column[n] = bytes_of((word[n] >> 4) & 0x0f0f0f0f);
+#pragma GCC unroll 4
+        for (int n = 0; n < NV; ++n) column[n] = high_nibbles(word[n]);
         add(column);
       } else {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n]);
         add(column);
       }
@@ -165,57 +172,51 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     if (t.scale) prefetch(t.scale + b * t.scale_stride + kColumns);
     if (t.zero) prefetch(t.zero + b * t.zero_stride + kColumns);
     Vec scale[NV];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {
       scale[n] = t.scale ? load_some(t.scale + b * t.scale_stride + n * W, t.columns - n * W) : splat(1.0f);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const float factor = t.factor[r * t.blocks + b];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
-        Vec whole;
-        if constexpr (D == 1) whole = to_float(sum[r][0][n]);
-        if constexpr (D == 2) {
-          const int low_bits = nibbles ? kNibbleBits : t.low_bits;
-          whole = to_float((sum[r][1][n] << low_bits) + sum[r][0][n] - rest[n]);
-        }
-        if constexpr (D == 4) {
-          whole = fma(to_float((sum[r][3][n] << 8) + sum[r][2][n]), 65536.0f,
-                      to_float((sum[r][1][n] << 8) + sum[r][0][n]));
-        }
+        const auto half = [&](int d) {
+          if constexpr (each == 1)
+            return sum[r][d][n];
+          else
+            return (sum[r][d + 1][n] << (nibbles && D == 2 ? kPairBits : kDigitBits)) + sum[r][d][n] -
+                   rest[n];
+        };
+        Vec whole = to_float(half(0));
+        if constexpr (halves(D) == 2) whole = fma(to_float(half(each)), 65536.0f, whole);
         total[r][n] = fma(whole, scale[n] * factor, total[r][n]);
       }
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) store(t.sums + r * kColumns + n * W, total[r][n]);
   }
 }
 
-template <int D, int NV, bool nibbles, int R = most_rows(D)>
-inline void multiply_rows(int rows, const Tile& t) {
-  if constexpr (R > 1) {
-    if (rows < R) return multiply_rows<D, NV, nibbles, R - 1>(rows, t);
+// sums [R, width], width a multiple of kLeastPanel.
+template <int D, int R, bool nibbles>
+inline void multiply_columns(int64_t width, Tile t) {
+  constexpr int NV = vectors(R * D);
+  for (; width >= NV * W; width -= NV * W, t.skip(NV * W)) multiply<D, R, NV, nibbles>(t);
+  if constexpr (NV * W > kLeastPanel) {
+    if (width > 0) multiply<D, R, kLeastPanel / W, nibbles>(t);
   }
-  multiply<D, R, NV, nibbles>(t);
 }
 
-// sums [rows, width], width a multiple of kLeastPanel.
-template <int D, bool nibbles>
-inline void multiply_panel(int rows, int64_t width, Tile t) {
-  while (width >= kVectors * W) {
-    multiply_rows<D, kVectors, nibbles>(rows, t);
-    width -= kVectors * W;
-    t.weight += 4 * kVectors * W;
-    t.sums += kVectors * W;
-    t.columns -= kVectors * W;
-    if (t.scale) t.scale += kVectors * W;
-    if (t.zero) t.zero += kVectors * W;
+template <int D, bool nibbles, int R = most_rows(D)>
+inline void multiply_panel(int rows, int64_t width, const Tile& t) {
+  if constexpr (R > 1) {
+    if (rows < R) return multiply_panel<D, nibbles, R - 1>(rows, width, t);
   }
-  if (width > 0) multiply_rows<D, 1, nibbles>(rows, t);
+  multiply_columns<D, R, nibbles>(width, t);
 }
 
 // Nibbles as bytes, so that several tiles of rows share the work.
@@ -254,14 +255,14 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
       const int64_t row = x.first_row(tile), rows = x.first_row(tiles_end) - row;
       const uint8_t* const panel = p.weight.as<uint8_t>() + first * depth * width_bits / 8;
       if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
-      // One tile shares the panel with no other. Few rows, which wait for memory, are not faster for it.
-      const int64_t chunk = tiles_end - tile == 1 && busy(int(rows), D, nibbles) ? depth : kChunk;
+      // One tile of all columns shares the panel with no other. Few rows, which wait for memory, are not faster for it.
+      const bool alone = tiles_end - tile == 1 && vectors(int(rows) * D) * W == kColumns;
+      const int64_t chunk = alone && busy(int(rows), D, nibbles) ? depth : kChunk;
       for (int64_t k = 0; k < depth; k += chunk) {
         Tile t;
         t.blocks = x.blocks;
         t.depth = std::min(chunk, depth - k);
         t.block = x.block;
-        t.low_bits = nibbles ? kNibbleBits : kBits;
         t.weight = panel + k * width * width_bits / 8;
         t.pitch = 4 * width;
         t.scale_stride = grouped ? p.scale.strides[0] : 0;
@@ -284,7 +285,7 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
           t.pairs = x.pairs.get() + r * x.blocks + k / x.block;
           t.sums = sums + (r - row) * kColumns;
           if (nibbles && !unpack_first) {
-            if constexpr (D > 1) multiply_panel<D, true>(count, width, t);
+            if constexpr (D * kDigitBits > 8) multiply_panel<D, true>(count, width, t);
           } else {
             multiply_panel<D, false>(count, width, t);
           }
@@ -316,18 +317,23 @@ void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, 
   }
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    auto run = [&](auto digits, auto nibbles, int64_t block) {
+    auto run = [&](auto digits, auto how, int64_t block) {
       constexpr int D = decltype(digits)::value;
-      constexpr int tile_rows = kPairsPay && nibbles ? kMostPaired : most_rows(D);
-      product<D, T>(fixed_point<D, nibbles, T>(x, block, kDepth, tile_rows), weight, n, bias.as<T>(),
+      constexpr Rounding rounding = decltype(how)::value;
+      constexpr int tile_rows = rounding == Rounding::pairs ? kMostPaired : most_rows(D);
+      product<D, T>(fixed_point<D, rounding, T>(x, block, kDepth, tile_rows), weight, n, bias.as<T>(),
                     y.as<T>(), y.strides[0]);
     };
     using std::integral_constant;
-    if (dynamic) return run(integral_constant<int, 1>{}, std::false_type{}, kChunk);
-    constexpr int digits = std::is_same_v<T, float> ? 4 : 2;
-    if (weight.bits == 4)
-      return run(integral_constant<int, digits>{}, std::bool_constant<digits == 2>{}, weight.group);
-    run(integral_constant<int, digits>{}, std::false_type{}, kBlock);
+    using Exact = integral_constant<Rounding, Rounding::exact>;
+    if (dynamic)
+      return run(integral_constant<int, 1>{}, integral_constant<Rounding, Rounding::dynamic>{}, kChunk);
+    constexpr int digits = digits_of(std::is_same_v<T, float> ? 32 : 16);
+    if constexpr (kPairsPay && digits == 2) {
+      if (weight.bits == 4)
+        return run(integral_constant<int, 2>{}, integral_constant<Rounding, Rounding::pairs>{}, weight.group);
+    }
+    run(integral_constant<int, digits>{}, Exact{}, weight.bits == 4 ? weight.group : kBlock);
   });
 }
 

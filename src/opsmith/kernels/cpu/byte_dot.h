@@ -72,7 +72,11 @@ inline Bytes bytes_of(IVec v) { return {v & 0x00ff00ff, shift_halves<8>(v)}; }
 inline Bytes low_nibbles(IVec v) { return {v & 0x000f000f, shift_halves<8>(v) & 0x000f000f}; }
 inline Bytes high_nibbles(IVec v) { return {shift_halves<4>(v) & 0x000f000f, shift_halves<12>(v)}; }
 inline IVec dot4(IVec sum, Bytes w, Four x) {
-  return sum + multiply_pairs(w.even, x.even) + multiply_pairs(w.odd, x.odd);
+  sum = sum + multiply_pairs(w.even, x.even) + multiply_pairs(w.odd, x.odd);
+#if defined(OPSMITH_AVX2)
+  asm volatile("" : "+x"(sum));  // one after the other: all products first are more than 16 registers hold
+#endif
+  return sum;
 }
 // Of four digits that lie as store_fours leaves them.
 inline Four broadcast_four(const Digit* p) {

@@ -21,7 +21,7 @@ constexpr int64_t kMostRows = 384;  // of x that do so
 constexpr int64_t kTilesThatUnpack = kPairsPay ? INT64_MAX : 4;
 constexpr int64_t kAhead = 24576;  // bytes from what is used to what is fetched to the second-level cache,
 constexpr int64_t kNear = 3072;  // and from there to the nearest one
-constexpr int64_t kManyFloats = 4;  // rows of x that are worth a weight in float32 (packed_linear_floats.cpp)
+constexpr int64_t kManyFloats = 12;  // rows of x that are worth a weight in float32 (packed_linear_floats.cpp)
 constexpr int64_t kBlock = 128;  // of K that share a factor, where the weight names no groups
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -228,7 +228,8 @@ void unpack(const uint8_t* from, int64_t steps, int64_t step, uint8_t* to) {
 }
 
 template <int D, class T>
-void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bias, T* y, int64_t y_stride) {
+void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* bias, T* y,
+             int64_t y_stride) {
   const int64_t m = x.rows, depth = x.depth, width_bits = p.bits;
   const bool nibbles = width_bits == 4, grouped = p.group > 0;
   // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
@@ -309,7 +310,7 @@ void product(const FixedPoint& x, const PackedWeight& p, int64_t n, const T* bia
 
 }  // namespace
 
-void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, View y) {
+void packed_linear(View x, const QuantizedWeight& weight, View bias, bool dynamic, View y) {
   const int64_t n = y.sizes[1];
   if (y.sizes[0] == 0 || n == 0) return;
   if (!kPairsPay && !dynamic && x.dtype == DType::f32 && y.sizes[0] >= kManyFloats) {

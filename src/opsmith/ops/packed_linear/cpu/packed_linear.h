@@ -13,15 +13,15 @@ constexpr int64_t kDepth = 8;  // K is padded to a multiple of this
 
 // weight [N up to kLeastPanel, K up to kDepth] as bytes, or half as many for bits = 4; scale [N] float, or with groups
 // of K [groups, N] bfloat16 in rows of any stride, and their zeros int8 (the middle of the range without them).
-struct PackedWeight {
+struct QuantizedWeight {
   View weight, scale, zero;
   int64_t bits;
   int64_t group;  // of K; 0 for one scale a column
 };
 
 // x [M, K], y [M, N], any row stride; bias [N]. y = x weight^T + bias; `dynamic` rounds each row of x to int8 first.
-void packed_linear(View x, const PackedWeight& weight, View bias, bool dynamic, View y);
+void packed_linear(View x, const QuantizedWeight& weight, View bias, bool dynamic, View y);
 // The same of rows of float32, none of them rounded; packed_linear calls it where it is faster.
-void packed_linear_floats(View x, const PackedWeight& weight, View bias, View y);
+void packed_linear_floats(View x, const QuantizedWeight& weight, View bias, View y);
 
 }  // namespace opsmith

@@ -106,7 +106,7 @@ def test_a_row_has_one_result_however_many_others_there_are(format: str, dtype: 
     module = layer(700, 80, format)
     x = torch.randn(65, 700).to(dtype)
     floats = dtype == torch.float32 and format != "int8_dynamic" and isa.tier() != "avx512_bf16"
-    some = 4 if floats else 1  # fewer rows are numbers in fixed point, as everywhere else
+    some = 12 if floats else 1  # fewer rows are numbers in fixed point, as everywhere else
     with torch.no_grad():
         together = module(x)
         for r in (0, 7, 65 - some):

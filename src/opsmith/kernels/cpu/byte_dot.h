@@ -85,10 +85,6 @@ inline Four broadcast_four(const Digit* p) {
   std::memcpy(&odd, p + 2, 4);
   return {even - IVec{}, odd - IVec{}};
 }
-// Of four signed bytes in a lane.
-inline Four four_of(IVec v) { return {(IVec)((Halves)v << 8 >> 8), (IVec)((Halves)v >> 8)}; }
-inline void load_once(Four&) {}
-
 constexpr bool kPairsPay = false;
 inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) { return dot4(dot4(sum, v, x), w, y); }
 inline IVec rest_of_pair(IVec sum, Bytes, Bytes) { return sum; }

@@ -160,12 +160,13 @@ struct Dots<bfloat16, int8_t> : Dots<bfloat16, bfloat16> {
 };
 #endif
 
-// Integers, whose sums are exact. One factor of a byte product is unsigned: the weight plus 128, of which 128 times the sum
-// of x is taken again.
+// Integers, whose sums are exact.
 template <>
 struct Dots<int8_t, int8_t> {
-  using X = int8_t;
   using Sum = IVec;
+#if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
+  // One factor of a byte product is unsigned: the weight plus 128, of which 128 times the sum of x is taken again.
+  using X = int8_t;
   static constexpr int64_t step = 4 * W;
   static IVec start(int32_t x_sum) {
     IVec sum{};
@@ -184,6 +185,20 @@ struct Dots<int8_t, int8_t> {
     return v;
   }
   static IVec mac(Four x, Bytes w, IVec sum) { return dot4(sum, w, x); }
+#else
+  using X = int16_t;
+  static constexpr int64_t step = 2 * W;
+  typedef int8_t Narrow __attribute__((vector_size(2 * W)));
+  static IVec start(int32_t) { return IVec{}; }
+  static IVec weight(const int8_t* p, Full) { return weight(p, step); }
+  static IVec weight(const int8_t* p, int64_t left) {
+    Narrow bytes{};
+    std::memcpy(&bytes, p, size_t(left));
+    return (IVec) __builtin_convertvector(bytes, Halves);
+  }
+  static IVec row(const int16_t* p) { return load_words(p); }
+  static IVec mac(IVec x, IVec w, IVec sum) { return sum + multiply_pairs(x, w); }
+#endif
 };
 
 // out[m][r] = sum over K of x[m] w[r]. x is padded with zeros to whole steps, w is not; `x_sum` has the sum of each x.

@@ -152,22 +152,24 @@ template <class T_, bool per_token>
 struct IntegerProduct {
   using T = T_;
   using S = int8_t;
-  using X = int8_t;
+  using X = typename Dots<S, S>::X;
 
   static void prepare(const float* y, int64_t n, const Projection& p, const Activations<X>& to, int64_t t) {
     X* const row = to.row(t);
+    int8_t* const bytes = reinterpret_cast<int8_t*>(row + n) - n;  // widened in place, from the front
     if constexpr (per_token) {
-      to.scales[t] = quantize_row(y, n, row);
+      to.scales[t] = quantize_row(y, n, bytes);
     } else {
-      quantize_row(y, n, p.scale, p.offset, row);
+      quantize_row(y, n, p.scale, p.offset, bytes);
     }
     int32_t total = 0;
-    for (int64_t i = 0; i < n; ++i) total += row[i];
+    for (int64_t i = 0; i < n; ++i) total += row[i] = bytes[i];
     to.sums[t] = total;
   }
   static void rows(const Strip<X>& s) {
     const int64_t rows = s.rows;
-    s.template dots<Dots<X, S>, S>(s.template in_lanes<S>(s.sums), {s.x.depth, 64, s.x.depth}, s.sums);
+    const RowSize size{s.x.depth, 64, s.x.depth * int64_t(sizeof(X))};
+    s.template dots<Dots<S, S>, S>(s.template in_lanes<S>(s.sums), size, s.sums);
     const float* descale = s.p.descale.template as<float>() + s.first;
     const int32_t* bias = s.p.bias.defined() ? s.p.bias.template as<int32_t>() + s.first : nullptr;
     for (int64_t t = 0; t < s.tokens; ++t) {

@@ -50,11 +50,11 @@ struct Four {
 };
 using Digit = int16_t;
 
-typedef int16_t Halves __attribute__((vector_size(4 * W)));
-typedef uint16_t UnsignedHalves __attribute__((vector_size(4 * W)));
+typedef int16_t Shorts __attribute__((vector_size(4 * W)));
+typedef uint16_t UnsignedShorts __attribute__((vector_size(4 * W)));
 template <int bits>
 inline IVec shift_halves(IVec v) {
-  return (IVec)((UnsignedHalves)v >> bits);
+  return (IVec)((UnsignedShorts)v >> bits);
 }
 inline IVec multiply_pairs(IVec a, IVec b) {
 #if defined(OPSMITH_AVX512)

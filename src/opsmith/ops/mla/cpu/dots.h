@@ -194,7 +194,7 @@ struct Dots<int8_t, int8_t> {
   static IVec weight(const int8_t* p, int64_t left) {
     Narrow bytes{};
     std::memcpy(&bytes, p, size_t(left));
-    return (IVec) __builtin_convertvector(bytes, Halves);
+    return (IVec) __builtin_convertvector(bytes, Shorts);
   }
   static IVec row(const int16_t* p) { return load_words(p); }
   static IVec mac(IVec x, IVec w, IVec sum) { return sum + multiply_pairs(x, w); }

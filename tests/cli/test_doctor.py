@@ -165,3 +165,18 @@ def test_a_cache_that_cannot_be_written(
     status, lines, _ = doctor(capsys)
     assert status == 0
     assert lines["kernel cache"]["advice"] == "cannot keep kernels in the cache folder; set OPSMITH_CACHE"
+
+
+def test_a_dtype_without_a_unit_is_not_called_ok(
+    state: libraries.Status, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opsmith import measure
+
+    rates = {"matmul float32": 34e9, "matmul bfloat16": 1e9, "matmul int8": 30e9}
+    roofs = {kind: measure.Roof(kind, rate, rate, "mm", {}) for kind, rate in rates.items()}
+    monkeypatch.setattr(measure, "measure_roofs", lambda quick: measure.Roofs(roofs))
+    assert main(["doctor", "--json"]) == 0
+    lines = {line["topic"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert "34.0 times as long" in lines["matmul bfloat16"]["advice"]
+    assert not lines["matmul float32"]["advice"]
+    assert not lines["matmul int8"]["advice"]

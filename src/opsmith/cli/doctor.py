@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opsmith.measure import Machine, Roofs
 
 _OLDEST_TORCH = (2, 10)
+_SLOWER = 1.2  # than in float32: more than a noisy machine makes of equal rates
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def run(
     if roofs:
         with output.console.status("measuring what memory and matmul reach"):
             measured = measure_roofs(quick=True)
-        lines += [Line(kind, _rate(roof.rate, kind)) for kind, roof in measured.by_kind.items()]
+        lines += _roofs({kind: roof.rate for kind, roof in measured.by_kind.items()})
     table = Table.grid(padding=(0, 2))
     for line in lines:
         mark, style = ("x", "red") if line.grave else ("!", "yellow") if line.advice else ("ok", "green")
@@ -71,8 +72,18 @@ def run(
         raise CommandError(f"doctor: {grave[0].topic}: {grave[0].finding}; {grave[0].advice}")
 
 
-def _rate(rate: float, kind: str) -> str:
-    return f"{rate / 1e9:.0f} {'Gop/s' if kind.startswith('matmul') else 'GB/s'}, measured now"
+def _roofs(rates: dict[str, float]) -> list[Line]:
+    """What was measured, and a dtype whose products this processor has no unit for."""
+    lines = []
+    for kind, rate in rates.items():
+        slower = rates.get("matmul float32", 0.0) / rate if kind.startswith("matmul") else 0.0
+        advice = (
+            f"PyTorch takes {slower:.1f} times as long for products as in float32: this processor has no "
+            'unit for it; run float32, or opsmith.optimize(..., quantize="int8")'
+        )
+        found = f"{rate / 1e9:.0f} {'Gop/s' if kind.startswith('matmul') else 'GB/s'}, measured now"
+        lines.append(Line(kind, found, advice if slower > _SLOWER else ""))
+    return lines
 
 
 def _machine(machine: Machine) -> list[Line]:

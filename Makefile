@@ -35,6 +35,11 @@ test: $(VENV)/.installed  ## The whole test suite, then the Triton kernels throu
 	$(call timed,{ $(BIN)/python -m pytest $(ARGS) && \
 	  { test -n "$(ARGS)" || TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/ops/test_cards.py -k tolerance; }; })
 
+.PHONY: test-tiers
+test-tiers: $(VENV)/.installed  ## Operators' tests and cards on the kernels of lesser processors: AVX2, and none of these
+	$(call timed,for tier in portable avx2; do echo "OPSMITH_ISA=$$tier"; export OPSMITH_ISA=$$tier; \
+	  $(BIN)/python -m pytest tests/ops tests/kernels && $(BIN)/opsmith verify --all --quick $(ARGS) || exit; done)
+
 CPP = git ls-files '*.cpp' '*.h' '*.cu' | xargs $(BIN)/clang-format
 .PHONY: lint
 lint: $(VENV)/.installed  ## Style, format, types and import order

@@ -1,6 +1,8 @@
 // The linear layer on quantized weights for rows of float32, where no instruction multiplies bytes and adds them up: two digits
 // of 16 bits take eight instructions for what floats take four. A block of a panel becomes float32 in cache, and all rows
 // multiply it there, as they do a weight that was not packed (linear_product.h).
+#include <cmath>
+
 #include "byte_dot.h"
 #include "linear/linear_product.h"
 #include "packed_linear.h"

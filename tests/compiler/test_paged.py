@@ -69,6 +69,15 @@ def test_a_step_is_one_graph_for_all_lengths() -> None:
     assert len(model.opsmith.plan.shapes) == recorded
 
 
+def test_beams_first_are_one_capture_too() -> None:
+    """Their positions are a view at the prompt, and are none at a token."""
+    plain, model = optimized("llama")
+    inputs = prompts(2, 7, padded=False)
+    beams = GREEDY | {"num_beams": 3}
+    assert torch.equal(model.generate(**inputs, **beams), plain.generate(**inputs, **beams))
+    assert len(model.opsmith.runs) == 1
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_a_chat_goes_on_with_what_was_returned(kind: str, pairs: Any) -> None:
     plain, model = pairs(kind)

@@ -289,8 +289,13 @@ class ModelCall:
         )
 
     def say_positions(self, start: int) -> None:
-        """Count the positions of the tokens from here, where the caller did not."""
-        if self.given.get(_POSITIONS) is None and _POSITIONS in self.names:
+        """Count the positions of the tokens from here, where the caller did not.
+
+        The caller's are copied: where they are a view, a graph is for views of such a tensor alone.
+        """
+        if (given := self.given.get(_POSITIONS)) is not None:
+            self.given[_POSITIONS] = given.clone(memory_format=torch.contiguous_format)
+        elif _POSITIONS in self.names:
             stop, device = start + self.tokens.shape[1], self.tokens.device
             self.given[_POSITIONS] = torch.arange(start, stop, device=device).unsqueeze(0)
 

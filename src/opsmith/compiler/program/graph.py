@@ -213,20 +213,20 @@ class Apart:
         self._make, self._made = make, made
         self._graphs: dict[Key, CompiledGraph] = {}  # by which numbers are one
         self._lock = threading.Lock()
-        self._of(())
+        self._first = make()  # for whatever comes first
+        made(self._first)
 
     def __call__(self, *args: Any) -> Any:
-        graph = next(iter(self._graphs.values()))
-        ones = tuple([n == 1 for n in graph.programs.key(args)])
+        ones = tuple([n == 1 for n in self._first.programs.key(args)])
         return (self._graphs.get(ones) or self._of(ones))(*args)
 
     def _of(self, ones: Key) -> CompiledGraph:
         with self._lock:
             if ones not in self._graphs:
-                first = self._graphs.pop((), None)  # made ahead, for whatever comes first
-                self._graphs[ones] = first or self._make()
-                if first is None:
-                    self._made(self._graphs[ones])
+                graph = self._make() if self._graphs else self._first
+                if self._graphs:
+                    self._made(graph)
+                self._graphs[ones] = graph
             return self._graphs[ones]
 
 

@@ -1,9 +1,7 @@
 // The linear layer on quantized weights for rows of float32, where no instruction multiplies bytes and adds them up: two digits
 // of 16 bits take eight instructions for what floats take four. A block of a panel becomes float32 in cache, and all rows
 // multiply it there, as they do a weight that was not packed (linear_product.h).
-#include <cmath>
-
-#include "byte_dot.h"
+#include "fixed_point.h"
 #include "linear/linear_product.h"
 #include "packed_linear.h"
 
@@ -18,15 +16,9 @@ struct Dequantized {
   int64_t n, depth;
 
   const float* block(int64_t column, int64_t width, int64_t k, int64_t count, void* to) const {
-    for (int64_t c = 0; c < width; c += W) {
-      float* const lanes = static_cast<float*>(to) + c;
-      if (width - c >= W) {
-        some(column + c, k, count, lanes, width, Full{});
-      } else {
-        some(column + c, k, count, lanes, width, Part{int(width - c)});
-      }
-    }
-    return static_cast<float*>(to);
+    float* const floats = static_cast<float*>(to);
+    for_lanes(width, [&](int64_t c, auto lanes) { some(column + c, k, count, floats + c, width, lanes); });
+    return floats;
   }
 
  private:
@@ -65,12 +57,9 @@ void packed_linear_floats(View x, const QuantizedWeight& weight, View bias, View
   // A number that is not finite makes all of its row NaN, as it does with digits.
   parallel_for(x.sizes[0], row_grain(k, 16384), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      Vec odd{};
-      for_lanes(k, [&](int64_t i, auto lanes) {
-        odd += keep(load(x.as<float>() + r * x.strides[0] + i, lanes), lanes, 0.0f) * 0.0f;
-      });
+      const float most = largest(x.as<float>() + r * x.strides[0], k);
       float* const to = y.as<float>() + r * y.strides[0];
-      if (reduce_add(odd) != 0) std::fill(to, to + n, NAN);
+      if (most != most) std::fill(to, to + n, most);
     }
   });
 }

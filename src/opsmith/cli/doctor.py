@@ -76,7 +76,8 @@ def _roofs(rates: dict[str, float]) -> list[Line]:
     """What was measured, and a dtype whose products this processor has no unit for."""
     lines = []
     for kind, rate in rates.items():
-        slower = rates.get("matmul float32", 0.0) / rate if kind.startswith("matmul") else 0.0
+        # Quantized products are our own, whatever PyTorch needs for integers.
+        slower = rates.get("matmul float32", 0.0) / rate if "float" in kind else 0.0
         advice = (
             f"PyTorch takes {slower:.1f} times as long for products as in float32: this processor has no "
             'unit for it; run float32, or opsmith.optimize(..., quantize="int8")'

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from opsmith.compiler.capture.casts import spell_out
+from opsmith.compiler.choose.weights import Weights
 from tests.compiler import models
 from tests.compiler.models import (
     WHOLE_MODEL,
@@ -98,6 +100,23 @@ def test_a_weight_that_changes_is_cast_anew() -> None:
             one.up.weight.mul_(-2.0)
         assert not torch.equal(model(x), before)
         torch.testing.assert_close(model(x), eager(x), rtol=0.02, atol=0.02)
+
+
+def test_what_a_program_holds_is_not_packed_for_the_next_weight_there() -> None:
+    """Of a cast that is gone and one that came to its address, neither of which was ever changed, that is."""
+    weight = nn.Parameter(torch.ones(4, 4))
+    packs: Any = SimpleNamespace(name="packs", prepack=lambda w, rows: w.clone())
+    weights = Weights([weight])
+
+    def packed() -> torch.Tensor:
+        weights.take([weight])
+        found: torch.Tensor = weights.swapped(packs, {"x": torch.ones(1, 4), "weight": weight})["weight"]
+        return found
+
+    held = packed()
+    weight.detach().numpy()[:] = 2.0  # another weight, for all that can be seen
+    assert packed().eq(2.0).all()
+    assert held.eq(1.0).all()
 
 
 class Odd(nn.Module):

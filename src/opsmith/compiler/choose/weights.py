@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,17 @@ _ADD = torch.ops.aten.add.Tensor
 _MAKING = (torch.ops.aten.to.dtype, _ADD)
 
 
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """A packed weight with the one that it was made of: while that is held, no other can stand at its address."""
+
+    weight: torch.Tensor
+    packed: torch.Tensor
+
+
 # What graphs packed of weights that they hold: those of one model, a prompt's and that of its example, pack alike. Few
-# rows may want another layout than many.
-_SHARED: weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor] = weakref.WeakValueDictionary()
+# rows may want another layout than many. A program may outlive its weights, and is not asked.
+_SHARED: weakref.WeakValueDictionary[tuple[Any, ...], _Packed] = weakref.WeakValueDictionary()
 _FEW = 64
 _LARGE = 1 << 28  # bytes: weights of more are not held twice
 
@@ -46,7 +55,7 @@ class Weights:
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and what is made of them
-        self._packed: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._packed: dict[tuple[Any, ...], _Packed] = {}
         self._made: dict[tuple[int, Any], torch.Tensor] = {}
         self._large = False
 
@@ -90,14 +99,14 @@ class Weights:
         if key not in self._packed:
             x = call["x"]
             rows = x.numel() // max(x.shape[-1], 1)
-            # No other weight can stand at this address while this one is held, as it is for as long as what is packed.
             version = None if weight.is_inference() else _version(weight)
             shared = (*key, weight.dtype, version, rows > _FEW)
             packed = _SHARED.get(shared) if version is not None else None
             if packed is None:
-                packed = _SHARED[shared] = implementation.prepack(weight.detach(), rows)
+                own = weight.detach()
+                packed = _SHARED[shared] = _Packed(own, implementation.prepack(own, rows))
             self._packed[key] = packed
-        return {**call, "weight": self._packed[key]}
+        return {**call, "weight": self._packed[key].packed}
 
     def drop(self, call: Mapping[str, Any], chosen: str) -> None:
         """Let go of the weight as other implementations than the chosen one pack it: they have lost."""

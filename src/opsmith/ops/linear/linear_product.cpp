@@ -102,7 +102,7 @@ void multiply_last(int rows, Tile<Format> t, Part last) {
     multiply<Format, 2, N>(t, last);
     t.x += 2 * t.x_stride;
     t.sums += 2 * kPanel;
-    t.lines = 0;
+    t.fetched();
   }
   if (rows == 1) multiply<Format, 1, N>(t, last);
 }
@@ -113,7 +113,7 @@ template <class Format>
 void multiply_block(int rows, int64_t width, Tile<Format>& t) {
   for (; width >= PANEL; width -= PANEL, t.columns += PANEL, t.sums += PANEL) {
     multiply_panel(rows, t);
-    t.lines = 0;
+    t.fetched();
   }
   const Part last{int((width - 1) % W + 1)};
   switch (ceil_div(width, W)) {

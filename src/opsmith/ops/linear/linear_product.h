@@ -96,6 +96,13 @@ struct Tile {
   bool first;  // else it is added to the sums
   const char* ahead;  // what the cache will need next
   int64_t lines;  // of it, at each kFetchStep
+  int64_t unfetched;  // of those of a kFetchStep, by this tile and what follows it on the block
+
+  void fetched() {
+    ahead += lines * kLine * (depth / kFetchStep);
+    unfetched -= lines;
+    lines = std::min(lines, unfetched);
+  }
 };
 
 // sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel; moves `t` along the columns. Compiled once for all
@@ -155,7 +162,8 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
   const int64_t most_rows = group == 1 ? kMostRows : kMostRows / 2, panel_step = most_rows * kPanel;
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
   const int64_t some = std::max(depth, kSum);
-  const int64_t most = m > kFewRows || Weight::plain ? kBlock : m > ROWS ? kShortBlock : some;
+  const bool alone = m <= ROWS && PANEL == kPanel;  // one tile has all rows and columns of a panel
+  const int64_t most = m > kFewRows || Weight::plain ? kBlock : alone ? some : kShortBlock;
   const int64_t length = round_up(ceil_div(some, ceil_div(some, most)), kSum);
   parallel_shares(s.row_blocks * s.groups, s.grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(group * panel_step + (Weight::plain ? kBlock * kPanel : 0));
@@ -177,19 +185,18 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
           t.first = k == 0;
           t.ahead = reinterpret_cast<const char*>(columns + t.depth * width) +
                     kAgain;  // the weight is read in order
+          // All that the tiles on this block fetch; one alone leaves the processor time to do so by itself, and better.
           const int64_t step_lines = ceil_div(kFetchStep * width * int64_t(sizeof(*columns)), kLine);
-          const int64_t share = ceil_div(step_lines, tiles);
+          t.unfetched = alone || Weight::plain ? 0 : step_lines;
+          t.lines = ceil_div(t.unfetched, tiles * ceil_div(width, PANEL));
           for (int64_t i = 0; i < tiles; ++i) {
             const int64_t r = i * rows / tiles;
             const int count = int((i + 1) * rows / tiles - r);
             t.x = x + (row + r) * x_stride + k * Format::steps;
             t.columns = columns;
             t.sums = panel_sums + r * kPanel;
-            // One tile leaves the processor time to fetch ahead by itself, and it does so better.
-            t.lines = tiles > 1 && !Weight::plain ? std::clamp<int64_t>(step_lines - i * share, 0, share) : 0;
             if (complete) epilogue.expect(row + r, count, first, last - first);
             multiply_block(count, width, t);
-            t.ahead += share * kLine * (t.depth / kFetchStep);
             if (complete) epilogue(row + r, count, first, last - first, sums + r * kPanel, panel_step);
           }
         }

@@ -30,9 +30,10 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int most_rows(int D) { return (W == 16 ? 12 : 4) / D; }
 // Vectors of columns beside so many sums of each: all of a panel, if they fit.
 constexpr int vectors(int sums) { return W == 16 || sums > 2 ? 2 : 4; }
-// Whether so many rows keep the processor from seeing the next loads: otherwise it fetches ahead by itself, and better.
+// Whether so many rows keep the processor from seeing the next loads: otherwise it fetches ahead by itself, and better. Digits
+// of 16 bits take twice the instructions for as many bytes of the weight.
 constexpr bool busy(int rows, int D, bool nibbles) {
-  return rows * D * kDigitBits / 8 * (nibbles ? 2 : 1) >= 8;
+  return rows * D * (nibbles ? 2 : 1) >= (kDigitBits == 8 ? 8 : 2);
 }
 // The low digits of a pair of nibbles are multiplied at once for so many rows: fewer do not pay for what is to be taken off.
 constexpr int kLeastPaired = 3, kMostPaired = 5;

@@ -1,6 +1,7 @@
 """Kernels called without PyTorch's dispatcher: the same results and errors, and PyTorch's way wherever it matters."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -104,6 +105,27 @@ def test_large_results_lie_on_huge_pages():
     z = direct.in_huge_pages(torch.empty_like(x))
     assert huge() - before >= z.nbytes / 2
     assert direct.in_huge_pages(z) is z  # and again, as nothing is to be done
+
+
+@pytest.mark.skipif(
+    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this system has no huge pages"
+)
+def test_a_weight_packed_before_any_kernel_is_loaded_lies_on_huge_pages():
+    program = """
+import re, torch
+from pathlib import Path
+from opsmith.call.fast import direct
+from opsmith.ops import PackedLinear
+layer = PackedLinear.from_linear(torch.nn.Linear(4096, 4096), format="int8")
+assert not direct.loaded
+at = layer.weight.data_ptr() + layer.weight.nbytes // 2
+for of in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M):
+    if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", of):
+        if int(found[1], 16) <= at < int(found[2], 16):
+            print(re.search(r"AnonHugePages: *([0-9]+) kB", of)[1])
+"""
+    kib = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(kib) >= 8192
 
 
 def test_strides_other_than_a_rows_are_not_for_us():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import sys
 import sysconfig
@@ -40,6 +41,7 @@ _TYPES = {
     "bool": "b",
 }
 _WRITTEN = {"T": "y", "o": "p"}
+_LARGE = 4 << 20  # bytes from which memory comes from the system, page by page
 
 loaded: list[ctypes.CDLL] = []  # the libraries of kernels
 making: dict[str, list[Any]] = {}  # by kernel: what makes its results and calls it
@@ -104,7 +106,16 @@ def boxed(kernel: str) -> int | None:
 
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
-    """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
+    """The same tensor, its large new memory backed by pages of 2 MB, where that is possible."""
+    if (
+        type(t) is torch.Tensor
+        and t.device.type == "cpu"
+        and t.nbytes >= _LARGE
+        and hasattr(mmap, "MADV_HUGEPAGE")
+    ):
+        page = mmap.PAGESIZE
+        first, end = -(-t.data_ptr() // page) * page, (t.data_ptr() + t.nbytes) // page * page
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
     return t
 
 

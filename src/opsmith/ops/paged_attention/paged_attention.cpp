@@ -18,7 +18,9 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kAheadBytes = 32 << 10;  // asked for before they are used
-constexpr int64_t kTogether = 16;  // values of one head before the next head's: memory is read nearly as it lies
+constexpr int64_t
+    kTogether = W == 8 ? 8
+                       : 16;  // values of one head before the next head's: memory is read nearly as it lies
 
 // What a call needs beside its arguments, kept by the thread that calls: fresh pages at every call would cost more.
 struct PagedMemory {
@@ -194,7 +196,7 @@ class Paged {
   using Units = UnitsOf<T>;
   using Element = typename Units::Element;
   static constexpr bool quantized = std::is_same_v<T, int8_t>;
-  static constexpr int64_t group = W * Units::per_unit;
+  static constexpr int64_t group = W * kVectors<Units, T>;  // elements
 
  public:
   Paged(const View& q, const PagedCache& cache, const AttentionOptions& options, const View& out,
@@ -202,7 +204,7 @@ class Paged {
       : q_(q), c_(cache), options_(options), out_(out), queries_(q.sizes[1]), dim_(q.sizes[3]),
         value_dim_(out.sizes[3]),
         rows_(cache.keys.sizes[2] ? q.sizes[2] / cache.keys.sizes[2] * queries_ : 0),
-        slots_(rows_ < 3 ? rows_ : round_up(rows_, 4)), depth_(round_up(ceil_div(dim_, Units::per_unit), W)),
+        slots_(rows_ < 3 ? rows_ : round_up(rows_, 4)), depth_(round_up(dim_, group) / Units::per_unit),
         width_(round_up(value_dim_, group)),
         plain_(!(options.softcap > 0) && !options.alibi.defined() && options.scale > 0),
         exponent_(plain_ ? options.scale * log2_e : log2_e), precise_(q.dtype == DType::f32),
@@ -303,6 +305,7 @@ class Paged {
                         h * q_.strides[2];
         Element* to = reinterpret_cast<Element*>(walk.to.q + r * depth_);
         pack_row<Units>(from, of < rows_ ? dim_ : 0, to, depth_ * Units::per_unit);
+        even_before_odd<Units, T>(walk.to.q + r * depth_, depth_);
       }
     });
 #if defined(OPSMITH_PAGED_BYTES)
@@ -433,19 +436,29 @@ class Paged {
     };
     using Any = std::integral_constant<int, 0>;
     using Most = std::integral_constant<int, kUnit>;
-    constexpr int64_t step = W * Units::per_unit;
     if (unit() == 1) return score(std::integral_constant<int, 1>{}, Any{});
     if (unit() == 2) return score(std::integral_constant<int, 2>{}, Any{});
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, bfloat16>) {
-      if (rows.lanes == rows.count && (dim_ == 4 * step || dim_ == 2 * step)) {
-        return (dim_ == 4 * step ? score_fours<4> : score_fours<2>)(rows, from, skip, tokens, walk.to.scores);
+      if (rows.lanes == rows.count && (dim_ == 4 * group || dim_ == 2 * group)) {
+        return (dim_ == 4 * group ? score_fours<4> : score_fours<2>)(rows, from, skip, tokens,
+                                                                     walk.to.scores);
       }
     }
 #endif
-    if constexpr (step == 32) {  // a vector of bfloat16
-      if (dim_ == 4 * step) return score(Most{}, std::integral_constant<int, 4>{});
-      if (dim_ == 2 * step) return score(Most{}, std::integral_constant<int, 2>{});
+#if defined(OPSMITH_AVX2)
+    if constexpr (!quantized) {
+      if (rows.lanes == rows.count && (dim_ == 64 || dim_ == 128 || dim_ == 256)) {
+        const auto twos = dim_ == 64    ? score_twos<64, T>
+                          : dim_ == 128 ? score_twos<128, T>
+                                        : score_twos<256, T>;
+        return twos(rows, from, skip, tokens, walk.to.scores);
+      }
+    }
+#endif
+    if constexpr (kVectors<Units, T> == 2) {  // bfloat16
+      if (dim_ == 128) return score(Most{}, std::integral_constant<int, 128 / group>{});
+      if (dim_ == 64) return score(Most{}, std::integral_constant<int, 64 / group>{});
     }
     score(Most{}, Any{});
   }
@@ -557,7 +570,7 @@ class Paged {
               x = fma(load(part(p).row(r) + c), splat(part(p).largest()[r]), x);
             store(row + c, into.totals()[r] == 0 ? Vec{} : x);
           }
-          in_order<Units>(row, width_);
+          in_order<Units, T>(row, width_);
 #if defined(OPSMITH_PAGED_BYTES)
           if (bytes_) by_fours(row, width_);
 #endif

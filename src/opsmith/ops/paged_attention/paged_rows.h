@@ -8,10 +8,26 @@
 #include <utility>
 
 #include "gemm_tile.h"
+#include "pair.h"
 
 namespace opsmith {
 
 constexpr int64_t kPagedTile = 128;  // keys at a time, at most: a multiple of 2 * W
+
+// What is read of a key or value at once, in vectors of floats. Two of them are the even elements and the odd ones: a row that
+// meets them is kept in that order.
+template <class Units, class T>
+constexpr bool in_pairs = Units::per_unit == 1 && even_odd<T>;
+template <class Units, class T>
+constexpr int kVectors = in_pairs<Units, T> ? 2 : Units::per_unit;
+
+template <class T>
+inline Pair load_pair(const T* row, int64_t at, int64_t n) {
+  if (n - at >= 2 * W) return load(row + at, Both{});
+  alignas(64) T some[2 * W] = {};
+  std::copy_n(row + at, std::max<int64_t>(n - at, 0), some);
+  return load(some, Both{});
+}
 
 // A loop asks for what it reads of a token in the token `skip` further on: in the order in which it will read, and as evenly.
 // Addresses to ask for are numbers: behind a row or the last token lies nothing, which no pointer may be given.
@@ -81,8 +97,9 @@ constexpr int kUnit = W / 2 < 4 ? W / 2 : 4;  // rows of a head that are multipl
 template <class Units, int R, int fixed, class T>
 __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip,
                                           int64_t tokens, int64_t dim, float* scores) {
-  constexpr int64_t step = W * Units::per_unit, line = 64 / int64_t(sizeof(T));
-  const int64_t whole = fixed ? fixed * step : dim / step * step, depth = fixed ? fixed * W : rows.depth;
+  constexpr int64_t step = W * kVectors<Units, T>, line = 64 / int64_t(sizeof(T));
+  const int64_t whole = fixed ? fixed * step : dim / step * step;
+  const int64_t depth = fixed ? fixed * step / Units::per_unit : rows.depth;
   const int64_t units = rows.count / R, all = rows.lanes / R;
   const T* const* const end = keys + tokens;
   int64_t unit = 0;
@@ -100,9 +117,17 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
           if (step >= line || c % line == 0) ask(far + c * sizeof(T));
         };
         const auto add = [&](int64_t c, int64_t until) {
-          const Vec x = load_units<Units>(key, c, until);
+          if constexpr (in_pairs<Units, T>) {
+            const Pair x = load_pair(key, c, until);
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c / Units::per_unit), x, a[r]);
+            for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c), x.a, a[r]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c + W), x.b, a[r]);
+          } else {
+            const Vec x = load_units<Units>(key, c, until);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c / Units::per_unit), x, a[r]);
+          }
         };
         if constexpr (fixed) {
 #pragma GCC unroll 8
@@ -166,6 +191,43 @@ __attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* con
 }
 #endif
 
+#if defined(OPSMITH_AVX2)
+// The same for heads of 4 rows with D elements each, two tokens at a time: each vector of a query, once loaded, meets both.
+template <int D, class T>
+__attribute__((noinline)) void score_twos(const Rows& rows, const T* const* keys, int64_t skip,
+                                          int64_t tokens, float* scores) {
+  constexpr int R = 4, N = 2, line = 64 / int(sizeof(T));
+  for (int64_t j = 0; j < tokens; j += N, scores += N * rows.lanes) {
+    const T* const* const token = keys + j;
+    for (int64_t row = 0; row < rows.count; row += R) {
+      Vec sum[W] = {};  // of each token's rows
+      const int64_t at = rows.offset[row / R];
+      const float* q = rows.q + row * D;
+#pragma GCC unroll 4
+      for (int c = 0; c < D; c += 2 * W) {
+        Pair key[N];
+#pragma GCC unroll 2
+        for (int t = 0; t < N; ++t) {
+          if (c % line == 0) ask(uintptr_t(token[t + skip]) + (at + c) * sizeof(T));
+          key[t] = load(token[t] + at + c, Both{});
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const Vec first = load(q + r * D + c), second = load(q + r * D + c + W);
+#pragma GCC unroll 2
+          for (int t = 0; t < N; ++t) sum[t * R + r] = fma(first, key[t].a, sum[t * R + r]);
+#pragma GCC unroll 2
+          for (int t = 0; t < N; ++t) sum[t * R + r] = fma(second, key[t].b, sum[t * R + r]);
+        }
+      }
+      const __m256 all = (__m256)fold<FloatUnits>(sum);
+      _mm_storeu_ps(scores + row, _mm256_castps256_ps128(all));
+      _mm_storeu_ps(scores + row + rows.lanes, _mm256_extractf128_ps(all, 1));
+    }
+  }
+}
+#endif
+
 // Weights of tokens as `add_values` takes them: those of a token, or of the two that a unit holds: of each 2 * apart
 // tokens the i-th and the one `apart` further on, apart being how many tokens a vector of scores holds.
 struct Weights {
@@ -180,29 +242,33 @@ template <class Units, int R, int N, bool tail, class T>
 __attribute__((noinline)) void add_values(Weights weights, const T* const* values, int64_t skip, int64_t at,
                                           int64_t tokens, int64_t count, int64_t left, float* sums,
                                           int64_t width) {
-  constexpr int pair = Units::per_unit, step = W * pair, line = 64 / int(sizeof(T));
-  constexpr int lines = std::max(1, N * step / line);  // of a token
+  constexpr int pair = Units::per_unit, vectors = N * kVectors<Units, T>, step = W * kVectors<Units, T>;
+  constexpr int line = 64 / int(sizeof(T)), lines = std::max(1, N * step / line);  // of a token
   for (int64_t g = 0; g < count; ++g, at += N * step, sums += N * step) {
-    Vec sum[R][N * pair] = {};
+    Vec sum[R][vectors] = {};
 #pragma GCC unroll 2
     for (int64_t j = 0; j < tokens / pair; ++j) {
       const T* const* const first = values + (pair == 1 ? j : j + (j & -weights.apart));
       const T* const* const second = first + (pair == 1 ? 0 : weights.apart);
       const T *const value = *first + at, *const other = *second + at;
       const float* const w = weights.data + j * weights.lanes;
-      Vec column[N * pair];
+      Vec column[vectors];
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         const int64_t until = tail ? left : (n + 1) * step;
-        const Vec a = load_units<Units>(value, n * step, until);
-        if constexpr (pair == 2) {
+        if constexpr (in_pairs<Units, T>) {
+          const Pair some = load_pair(value, n * step, until);
+          column[2 * n] = some.a;
+          column[2 * n + 1] = some.b;
+        } else if constexpr (pair == 2) {
 #if defined(OPSMITH_AVX512)
+          const __m512i a = (__m512i)load_units<Units>(value, n * step, until);
           const __m512i b = (__m512i)load_units<Units>(other, n * step, until);
-          column[2 * n] = (Vec)_mm512_unpacklo_epi16((__m512i)a, b);
-          column[2 * n + 1] = (Vec)_mm512_unpackhi_epi16((__m512i)a, b);
+          column[2 * n] = (Vec)_mm512_unpacklo_epi16(a, b);
+          column[2 * n + 1] = (Vec)_mm512_unpackhi_epi16(a, b);
 #endif
         } else {
-          column[n] = a;
+          column[n] = load_units<Units>(value, n * step, until);
         }
       }
 #pragma GCC unroll 4
@@ -213,13 +279,13 @@ __attribute__((noinline)) void add_values(Weights weights, const T* const* value
         }
         const Vec x = Units::broadcast(w + r);
 #pragma GCC unroll 16
-        for (int i = 0; i < N * pair; ++i) sum[r][i] = Units::mac(x, column[i], sum[r][i]);
+        for (int i = 0; i < vectors; ++i) sum[r][i] = Units::mac(x, column[i], sum[r][i]);
       }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-      for (int n = 0; n < N * pair; ++n) {
+      for (int n = 0; n < vectors; ++n) {
         float* p = sums + r * width + n * W;
         store(p, load(p) + sum[r][n]);
       }
@@ -268,10 +334,28 @@ __attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, 
 }
 #endif
 
+// A row of `width` numbers as `score_keys` takes it where keys are read in pairs.
+template <class Units, class T>
+inline void even_before_odd(float* row, int64_t width) {
+  if constexpr (in_pairs<Units, T>) {
+    for (int64_t c = 0; c < width; c += 2 * W) {
+      float some[2 * W];
+      std::copy_n(row + c, 2 * W, some);
+      for (int i = 0; i < W; ++i) row[c + i] = some[2 * i], row[c + W + i] = some[2 * i + 1];
+    }
+  }
+}
+
 // A row of sums as `add_values` leaves it, in the order of the values' elements.
-template <class Units>
+template <class Units, class T>
 inline void in_order(float* sums, int64_t width) {
-  if constexpr (Units::per_unit == 2) {
+  if constexpr (in_pairs<Units, T>) {
+    for (int64_t c = 0; c < width; c += 2 * W) {
+      float some[2 * W];
+      std::copy_n(sums + c, 2 * W, some);
+      for (int i = 0; i < W; ++i) sums[c + 2 * i] = some[i], sums[c + 2 * i + 1] = some[W + i];
+    }
+  } else if constexpr (Units::per_unit == 2) {
 #if defined(OPSMITH_AVX512)
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
@@ -288,7 +372,7 @@ inline void in_order(float* sums, int64_t width) {
 template <class Units, int R, class T>
 inline void add_all_values(Weights weights, const T* const* values, int64_t skip, int64_t head,
                            int64_t tokens, int64_t dim, float* sums, int64_t width) {
-  constexpr int pair = Units::per_unit, step = W * pair, most = (W == 16 ? 16 : 8) / (R * pair);
+  constexpr int step = W * kVectors<Units, T>, most = (W == 16 ? 16 : 8) / (R * kVectors<Units, T>);
   int64_t c = 0;
   const auto groups = [&](auto n) {
     constexpr int N = decltype(n)::value;

@@ -158,7 +158,27 @@ inline void in_pair_order(const From* from, int64_t n, float* to) {
   for (; i < n; ++i) to[i] = to_float(from[i]);
 }
 
-// And back.
+// The same in place, of any whole number of pairs; and back.
+template <int... l>
+inline Pair split(Pair v, std::integer_sequence<int, l...>) {
+  return {shuffle(v.a, v.b, std::integer_sequence<int, (2 * l)...>{}),
+          shuffle(v.a, v.b, std::integer_sequence<int, (2 * l + 1)...>{})};
+}
+template <int... l>
+inline Pair interleave(Pair v, std::integer_sequence<int, l...>) {
+  return {shuffle(v.a, v.b, std::integer_sequence<int, (l % 2 * W + l / 2)...>{}),
+          shuffle(v.a, v.b, std::integer_sequence<int, (l % 2 * W + W / 2 + l / 2)...>{})};
+}
+inline void even_before_odd(float* row, int64_t n) {
+  for (int64_t c = 0; c < n; c += 2 * W)
+    store(row + c, split(load(row + c, Both{}), std::make_integer_sequence<int, W>{}), Both{});
+}
+inline void even_beside_odd(float* row, int64_t n) {
+  for (int64_t c = 0; c < n; c += 2 * W)
+    store(row + c, interleave(load(row + c, Both{}), std::make_integer_sequence<int, W>{}), Both{});
+}
+
+// And back, of in_pair_order.
 template <class T, class To>
 inline void from_pair_order(const float* from, int64_t n, To* to) {
   int64_t i = 0;
@@ -171,6 +191,15 @@ inline void from_pair_order(const float* from, int64_t n, To* to) {
     }
   }
   for (; i < n; ++i) to[i] = from_float<To>(from[i]);
+}
+
+// The pair at `p`, of which `left` elements are there and zeros follow.
+template <class T>
+inline Pair load_pair(const T* p, int64_t left) {
+  if (left >= 2 * W) return load(p, Both{});
+  alignas(64) T some[2 * W] = {};
+  std::copy_n(p, std::max<int64_t>(left, 0), some);
+  return load(some, Both{});
 }
 
 }  // namespace opsmith

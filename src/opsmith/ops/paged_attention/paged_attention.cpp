@@ -305,7 +305,7 @@ class Paged {
                         h * q_.strides[2];
         Element* to = reinterpret_cast<Element*>(walk.to.q + r * depth_);
         pack_row<Units>(from, of < rows_ ? dim_ : 0, to, depth_ * Units::per_unit);
-        even_before_odd<Units, T>(walk.to.q + r * depth_, depth_);
+        if constexpr (in_pairs<Units, T>) even_before_odd(walk.to.q + r * depth_, depth_);
       }
     });
 #if defined(OPSMITH_PAGED_BYTES)

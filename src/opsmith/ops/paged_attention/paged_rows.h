@@ -21,14 +21,6 @@ constexpr bool in_pairs = Units::per_unit == 1 && even_odd<T>;
 template <class Units, class T>
 constexpr int kVectors = in_pairs<Units, T> ? 2 : Units::per_unit;
 
-template <class T>
-inline Pair load_pair(const T* row, int64_t at, int64_t n) {
-  if (n - at >= 2 * W) return load(row + at, Both{});
-  alignas(64) T some[2 * W] = {};
-  std::copy_n(row + at, std::max<int64_t>(n - at, 0), some);
-  return load(some, Both{});
-}
-
 // A loop asks for what it reads of a token in the token `skip` further on: in the order in which it will read, and as evenly.
 // Addresses to ask for are numbers: behind a row or the last token lies nothing, which no pointer may be given.
 inline void ask(uintptr_t address) { prefetch_far(reinterpret_cast<const void*>(address)); }
@@ -118,7 +110,7 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
         };
         const auto add = [&](int64_t c, int64_t until) {
           if constexpr (in_pairs<Units, T>) {
-            const Pair x = load_pair(key, c, until);
+            const Pair x = load_pair(key + c, until - c);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c), x.a, a[r]);
 #pragma GCC unroll 4
@@ -257,7 +249,7 @@ __attribute__((noinline)) void add_values(Weights weights, const T* const* value
       for (int n = 0; n < N; ++n) {
         const int64_t until = tail ? left : (n + 1) * step;
         if constexpr (in_pairs<Units, T>) {
-          const Pair some = load_pair(value, n * step, until);
+          const Pair some = load_pair(value + n * step, until - n * step);
           column[2 * n] = some.a;
           column[2 * n + 1] = some.b;
         } else if constexpr (pair == 2) {
@@ -334,27 +326,11 @@ __attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, 
 }
 #endif
 
-// A row of `width` numbers as `score_keys` takes it where keys are read in pairs.
-template <class Units, class T>
-inline void even_before_odd(float* row, int64_t width) {
-  if constexpr (in_pairs<Units, T>) {
-    for (int64_t c = 0; c < width; c += 2 * W) {
-      float some[2 * W];
-      std::copy_n(row + c, 2 * W, some);
-      for (int i = 0; i < W; ++i) row[c + i] = some[2 * i], row[c + W + i] = some[2 * i + 1];
-    }
-  }
-}
-
 // A row of sums as `add_values` leaves it, in the order of the values' elements.
 template <class Units, class T>
 inline void in_order(float* sums, int64_t width) {
   if constexpr (in_pairs<Units, T>) {
-    for (int64_t c = 0; c < width; c += 2 * W) {
-      float some[2 * W];
-      std::copy_n(sums + c, 2 * W, some);
-      for (int i = 0; i < W; ++i) sums[c + 2 * i] = some[i], sums[c + 2 * i + 1] = some[W + i];
-    }
+    even_beside_odd(sums, width);
   } else if constexpr (Units::per_unit == 2) {
 #if defined(OPSMITH_AVX512)
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);

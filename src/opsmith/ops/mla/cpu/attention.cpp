@@ -330,6 +330,7 @@ class Attention {
         if (!g.done) join(g, (first + i) % each_ * heads_ + h - g.row, row);
         for_lanes(latent_, [&](int64_t k, auto l) { store(x + i * stride + k, load(row + k, l), l); });
         std::fill(x + i * stride + latent_, x + (i + 1) * stride, X{});
+        Dots<T, T>::arrange(x + i * stride, latent_);
       }
       if (values == 0) continue;
       const T* const w = c_.wuv.as<T>() + h * values * latent_;

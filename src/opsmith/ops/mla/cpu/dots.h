@@ -11,6 +11,7 @@
 
 #include "byte_dot.h"
 #include "gemm_tile.h"
+#include "pair.h"
 
 namespace opsmith::mla {
 
@@ -18,6 +19,7 @@ namespace opsmith::mla {
 constexpr int kDotTokens = W == 16 ? 6 : 4;
 constexpr int kDotRows = W == 16 ? 4 : 2;
 constexpr int kFewRows = 2;  // where all tokens are in one tile: as many places of memory to fetch from
+constexpr int kOneRows = W == 8 ? 4 : kFewRows;  // and where one token leaves the registers to them
 constexpr int64_t kAheadBytes = 48 << 10;  // from what is used to what is asked for,
 constexpr int64_t kAgainBytes = 24 << 10;  // and to what is asked for again
 constexpr int64_t kStreamBytes = 3 << 10;  // the same for a single stream, of which a hint is enough
@@ -117,16 +119,27 @@ inline void store_totals(V (&v)[R], S* to) {
   for (int r = 0; r < R; ++r) to[r] = all[r * (W / R)];
 }
 
-// What x is stored as beside a weight of S, how much of K one step takes, what a row's sums begin with and what a step does.
+// For an x that several rows meet: the compiler would have each of their products load it from memory.
+template <class V>
+inline V loaded_once(V x) {
+#if defined(OPSMITH_AVX2)
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
+// What x is stored as beside a weight of S and in what order, how much of K one step takes, what a row's sums begin with and
+// what a step does.
 template <class T, class S>
 struct Dots {
   using X = float;
   using Sum = Vec;
   static constexpr int64_t step = W;
+  static void arrange(float*, int64_t) {}
   static Vec start(int32_t) { return Vec{}; }
   static Vec weight(const S* p, Full) { return load(p); }
   static Vec weight(const S* p, int64_t left) { return load(p, Part{int(left)}); }
-  static Vec row(const float* p) { return load(p); }
+  static Vec row(const float* p) { return loaded_once(load(p)); }
   static Vec mac(Vec x, Vec w, Vec sum) { return fma(x, w, sum); }
 };
 
@@ -136,6 +149,7 @@ struct Dots<bfloat16, bfloat16> {
   using X = bfloat16;
   using Sum = Vec;
   static constexpr int64_t step = 2 * W;
+  static void arrange(bfloat16*, int64_t) {}
   static Vec start(int32_t) { return Vec{}; }
   static __m512bh weight(const bfloat16* p, Full) { return (__m512bh)_mm512_loadu_si512(p); }
   static __m512bh weight(const bfloat16* p, int64_t left) {
@@ -157,6 +171,22 @@ struct Dots<bfloat16, int8_t> : Dots<bfloat16, bfloat16> {
   static __m512bh weight(const int8_t* p, int64_t left) {
     return widen(_mm256_maskz_loadu_epi8(__mmask32((uint64_t{1} << left) - 1), p));
   }
+};
+#endif
+
+#if (defined(OPSMITH_AVX512) && !defined(__AVX512BF16__)) || defined(OPSMITH_AVX2)
+// A vector of weights is their even ones and their odd ones, in an instruction each.
+template <>
+struct Dots<bfloat16, bfloat16> {
+  using X = float;
+  using Sum = Vec;
+  static constexpr int64_t step = 2 * W;
+  static void arrange(float* x, int64_t n) { even_before_odd(x, round_up(n, step)); }
+  static Vec start(int32_t) { return Vec{}; }
+  static Pair weight(const bfloat16* p, Full) { return load(p, Both{}); }
+  static Pair weight(const bfloat16* p, int64_t left) { return load_pair(p, left); }
+  static Pair row(const float* p) { return {loaded_once(load(p)), loaded_once(load(p + W))}; }
+  static Vec mac(Pair x, Pair w, Vec sum) { return fma(x.b, w.b, fma(x.a, w.a, sum)); }
 };
 #endif
 
@@ -196,7 +226,7 @@ struct Dots<int8_t, int8_t> {
     std::memcpy(&bytes, p, size_t(left));
     return (IVec) __builtin_convertvector(bytes, Shorts);
   }
-  static IVec row(const int16_t* p) { return load_words(p); }
+  static IVec row(const int16_t* p) { return loaded_once(load_words(p)); }
   static IVec mac(IVec x, IVec w, IVec sum) { return sum + multiply_pairs(x, w); }
 #endif
 };
@@ -206,14 +236,16 @@ template <class D, int M, int R, class S, class Fetch, class O>
 __attribute__((noinline)) void dot_tile(const typename D::X* x, int64_t x_stride, const int32_t* x_sum,
                                         const S* w, int64_t w_stride, int64_t depth, Fetch fetch, O* out,
                                         int64_t out_stride) {
-  typename D::Sum sum[M][R];
+  // Few sums leave registers for several that alternate, which hide latency.
+  constexpr int chains = W == 16 ? 1 : M * R <= 2 ? 4 : M * R <= 4 ? 2 : 1;
+  typename D::Sum sum[M][R], more[chains][M][R] = {};
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sum[m][r] = D::start(x_sum[m]);
   }
   int64_t k = 0;
-  auto add = [&](auto lanes) __attribute__((always_inline)) {
+  auto add = [&](auto lanes, auto& sum) __attribute__((always_inline)) {
     decltype(D::weight(w, lanes)) column[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) column[r] = D::weight(w + r * w_stride + k, lanes);
@@ -224,13 +256,26 @@ __attribute__((noinline)) void dot_tile(const typename D::X* x, int64_t x_stride
       for (int r = 0; r < R; ++r) sum[m][r] = D::mac(v, column[r], sum[m][r]);
     }
   };
-  for (; k + D::step <= depth; k += D::step) {
+  const auto step = [&](auto& sum) __attribute__((always_inline)) {
     fetch.template step<D::step * sizeof(S), R>(w + k);
-    add(Full{});
+    add(Full{}, sum);
+    k += D::step;
+  };
+  while (chains > 1 && k + chains * D::step <= depth) {
+#pragma GCC unroll 4
+    for (int c = 0; c < chains; ++c) step(more[c]);
   }
-  if (k < depth) add(depth - k);
+  while (k + D::step <= depth) step(sum);
+  if (k < depth) add(depth - k, sum);
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) store_totals(sum[m], out + m * out_stride);
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int r = 0; chains > 1 && r < R; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < chains; ++c) sum[m][r] += more[c][m][r];
+    }
+    store_totals(sum[m], out + m * out_stride);
+  }
 }
 
 inline IVec load_bytes(const uint8_t* p) {
@@ -329,10 +374,13 @@ __attribute__((noinline)) void nibble_tile(const bfloat16* x, int64_t x_stride, 
 }
 #endif
 
-// Calls tile<M, R> for `tokens` <= kDotTokens and R = kDotRows, kFewRows or 1.
+// Calls tile<M, R> for `tokens` <= kDotTokens and R = kDotRows, kFewRows, for one token kOneRows, or 1.
 template <class F>
 inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
   auto of_rows = [&](auto m) {
+    if constexpr (m() == 1) {
+      if (rows == kOneRows) return f(m, std::integral_constant<int, kOneRows>{});
+    }
     if constexpr (m() >= kDotTokens / 2) {  // as many as a tile has where there are several
       if (rows == kDotRows) return f(m, std::integral_constant<int, kDotRows>{});
     }
@@ -364,7 +412,7 @@ inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, 
                 pieces = ceil_div(tokens * size.x_bytes, kPieceBytes);
   const int64_t piece = round_up(ceil_div(size.depth, std::max<int64_t>(1, pieces)), size.unit);
   const int64_t apart = kAheadBytes / std::max<int64_t>(1, piece * int64_t(sizeof(S)));
-  const int64_t together = tokens < kDotTokens / 2 ? kFewRows : size.few;
+  const int64_t together = tokens == 1 ? kOneRows : tokens < kDotTokens / 2 ? kFewRows : size.few;
   const int64_t group = std::max<int64_t>(1, apart / together) * together;
   for (int64_t r = 0; r < rows; r += group) {
     const int64_t some = std::min(group, rows - r);
@@ -381,7 +429,7 @@ inline void dot_few(int64_t tokens, const S* w, int64_t w_stride, int64_t rows, 
         const int64_t count = some - i >= together ? together : 1;
         const FetchRows fetch{place(i + some), place(i + some / 2), row_bytes};
         const S* const from = w + (r + i) * w_stride + k;
-        O *const to = out + r + i, part[kDotTokens * kDotRows];
+        O *const to = out + r + i, part[kDotTokens * std::max(kDotRows, kOneRows)];
         with_tile(tokens, count, [&](auto m, auto n) {
           if (k == 0) return tile(m, n, 0, k, left, from, fetch, to, out_stride);
           tile(m, n, 0, k, left, from, fetch, part, n());

@@ -90,6 +90,7 @@ struct FloatProducts {
   static void prepare(const float* y, int64_t n, const Projection&, const Activations<X>& to, int64_t t) {
     X* const row = to.row(t);
     for_lanes(n, [&](int64_t i, auto k) { store(row + i, round_to<T>(load(y + i, k)), k); });
+    Dots<T, S>::arrange(row, n);
   }
 };
 

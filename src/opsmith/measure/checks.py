@@ -234,6 +234,21 @@ class _Copy:
             flat.copy_(other)
 
 
+def _turns(inputs: Sequence[Any], calls: int) -> Iterator[_Copy]:
+    copy = _Copy(inputs)
+    for turn in range(calls):
+        if turn == 2:
+            copy = _Copy(inputs)
+        if turn:
+            copy.vary(turn)
+        yield copy
+
+
+def exact_turns(inputs: Sequence[Any], calls: int = 3) -> Iterator[Inputs]:
+    """What `check_call` will give its reference, call by call."""
+    return (_exact(copy.inputs) for copy in _turns(inputs, calls))
+
+
 def _are_offsets(flat: torch.Tensor) -> bool:
     """Integers from 0 that never decrease: where parts of something begin, which would mean nothing shuffled."""
     if flat.dtype not in (torch.int32, torch.int64):
@@ -286,14 +301,9 @@ def check_call(
     """
     if calls not in (1, 2, 3):
         raise ValueError(f"check_call: calls must be 1, 2 or 3, got {calls!r}")
-    copy = _Copy(inputs)
     error, allowed = 0.0, 0.0
     previous: list[torch.Tensor] = []
-    for turn in range(calls):
-        if turn == 2:
-            copy = _Copy(inputs)
-        if turn:
-            copy.vary(turn)
+    for copy in _turns(inputs, calls):
         buffers = [
             poison(torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)) for o in outs
         ]

@@ -1,5 +1,6 @@
 """`opsmith demo`: the quick variant as a whole, and that it catches a model which is no longer the same."""
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from opsmith.cli import main
+from opsmith.cli import main, models
 from opsmith.cli.models import Chosen, Error, chosen, error_of, race
 from opsmith.compiler.plan import Plan, PlanStep, ShapePlan
 from opsmith.measure import WrongResult
@@ -165,6 +166,23 @@ def test_a_race_with_a_wrong_contestant_is_not_timed() -> None:
     result = race(calls, batches, x.double().exp(), torch.float32, rounds=2, budget_s=0.01)
     assert result.checked
     assert result.names == ("eager", "opsmith")
+
+
+def test_an_eager_model_that_takes_too_long_is_not_timed_and_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_ENDLESS", 0.0)
+    x = torch.randn(8, 8)
+    calls = dict.fromkeys(("eager", "torch.compile", "opsmith"), lambda b: b["x"].exp())
+    result = race(calls, [{"x": x}], x.double().exp(), torch.float32, rounds=2, budget_s=0.01)
+    assert result.names == ("torch.compile", "opsmith")
+    assert "not timed: a call takes" in result.notes["eager"]
+    monkeypatch.setattr(models, "_ENDLESS", 60.0)
+    whole = race(calls, [{"x": x}], x.double().exp(), torch.float32, rounds=2, budget_s=0.01)
+    console = Console(width=200, record=True, file=io.StringIO())
+    models.print_times(console, "float32", {"1x8": whole, "8x8": result})
+    rows = console.export_text().splitlines()
+    assert "not timed: a call takes" in rows[2]
+    assert "not timed" not in rows[1]
+    assert models.mean_speedup([whole, result], "eager") == whole.ratio("opsmith", "eager").speedup
 
 
 def test_the_plan_condensed() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import opsmith
 from opsmith.call.dispatch import native_library
+from opsmith.measure import products
 from tests.compiler.models import (
     UNTIMED,
     VOCABULARY,
@@ -455,3 +456,11 @@ def test_hooks_still_run() -> None:
     with torch.no_grad():
         model(x)
     assert seen == [1]
+
+
+def test_a_dtype_without_a_unit_is_named_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "slowness", lambda dtype: 34.0 if dtype == torch.bfloat16 else 1.0)
+    model = opsmith.optimize(seeded(Feed), [numbers(3, 4, WIDTH).bfloat16()], dtype="bfloat16")
+    said = "no unit for products in bfloat16: PyTorch takes 34 times as long as in float32"
+    assert said in str(model.opsmith.report)
+    assert said not in str(opsmith.optimize(seeded(Feed), [numbers(3, 4, WIDTH)]).opsmith.report)

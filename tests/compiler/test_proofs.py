@@ -253,6 +253,19 @@ def test_a_program_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ms" in again.note
 
 
+def test_a_model_whose_operators_alone_take_longer_is_not_timed_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worth, "_measure", None)  # timing would raise, and eager run
+    monkeypatch.setattr(worth, "_FAR", 0.0)
+    monkeypatch.setattr(worth, "_FAR_S", 0.0)
+    (shape,) = _optimize(
+        seeded(Feed), numbers(3, 4, WIDTH), config=Config(inductor=False)
+    ).opsmith.plan.shapes
+    assert shape.used
+    assert "ms by its operators alone" in shape.note
+
+
 def test_a_saved_plan_says_whether_its_program_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, x = seeded(Feed), numbers(3, 4, WIDTH)
     plan = _optimize(model, x, config=Config(inductor=False)).opsmith.plan

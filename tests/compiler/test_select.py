@@ -60,6 +60,23 @@ def test_real_measurements_name_every_contestant() -> None:
     assert all(0 < t < 1 for t in choice.times.values())
 
 
+def test_who_takes_seconds_is_called_twice_and_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    card = registry()["layer_norm"]
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(None)
+        time.sleep(0.2)
+        return card.reference(*args, **kwargs)
+
+    able = {i.name: i for i in card.candidates(**_call())[0]}
+    able["eager"] = Implementation("eager", slow)
+    times, _ = Selector(Config())._measure(_call(), able, {}, Weights(), True)
+    assert len(calls) == 2
+    assert times.keys() == able.keys()
+    assert times["eager"] >= 0.2 > min(times.values())
+
+
 def test_what_was_measured_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch, tuning_cache: Path) -> None:
     counter = _Measured(monkeypatch, {"native": 1e-3})
     first = Selector(Config())

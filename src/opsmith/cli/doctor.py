@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from opsmith.measure import Machine, Roofs
 
 _OLDEST_TORCH = (2, 10)
-_SLOWER = 1.2  # than in float32: more than a noisy machine makes of equal rates
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,9 @@ def run(
 
     Example: opsmith doctor --no-roofs
     """
-    from opsmith.measure import describe, measure_roofs
+    import torch
+
+    from opsmith.measure import describe, measure_roofs, without_unit
 
     output = Output(json)
     machine = describe()
@@ -50,7 +51,8 @@ def run(
     if roofs:
         with output.console.status("measuring what memory and matmul reach"):
             measured = measure_roofs(quick=True)
-        lines += _roofs({kind: roof.rate for kind, roof in measured.by_kind.items()})
+        rates = {kind: roof.rate for kind, roof in measured.by_kind.items()}
+        lines += _roofs(rates, {"matmul bfloat16": without_unit(torch.bfloat16)})
     table = Table.grid(padding=(0, 2))
     for line in lines:
         mark, style = ("x", "red") if line.grave else ("!", "yellow") if line.advice else ("ok", "green")
@@ -72,18 +74,14 @@ def run(
         raise CommandError(f"doctor: {grave[0].topic}: {grave[0].finding}; {grave[0].advice}")
 
 
-def _roofs(rates: dict[str, float]) -> list[Line]:
-    """What was measured, and a dtype whose products this processor has no unit for."""
+def _roofs(rates: dict[str, float], slow: dict[str, str]) -> list[Line]:
+    """What was measured, and of a dtype whose products this processor has no unit for that it is so."""
     lines = []
     for kind, rate in rates.items():
-        # Quantized products are our own, whatever PyTorch needs for integers.
-        slower = rates.get("matmul float32", 0.0) / rate if "float" in kind else 0.0
-        advice = (
-            f"PyTorch takes {slower:.1f} times as long for products as in float32: this processor has no "
-            'unit for it; run float32, or opsmith.optimize(..., quantize="int8")'
-        )
         found = f"{rate / 1e9:.0f} {'Gop/s' if kind.startswith('matmul') else 'GB/s'}, measured now"
-        lines.append(Line(kind, found, advice if slower > _SLOWER else ""))
+        why = slow.get(kind)
+        advice = f'{why}; run float32, or opsmith.optimize(..., quantize="int8")' if why else ""
+        lines.append(Line(kind, found, advice))
     return lines
 
 

@@ -209,7 +209,9 @@ class Demo(Phases):
             for b, length in self.shapes
         }
         contenders: dict[str, nn.Module] = {models.EAGER: eager, models.OPSMITH: fast}
-        if self.compiled:
+        if self.compiled and (why := measure.without_unit(dtype)):
+            self.console.print(f"torch.compile is not timed: {why}", markup=False)
+        elif self.compiled:
             compiled: Any = torch.compile(copy.deepcopy(eager))
             with self.phase(f"torch.compile {name}"):
                 for several in batches.values():

@@ -32,7 +32,7 @@ Call = Callable[[Batch], torch.Tensor]
 EAGER, COMPILED, OPSMITH = "eager", "torch.compile", "opsmith"
 # Of rolled back sites and near misses a terminal shows this many, this wide.
 _LINES, _WIDTH = 8, 220
-_SLOW = 1.5  # seconds of one call
+_SLOW, _ENDLESS = 1.5, 4.0  # seconds of one call: fewer rounds, none
 
 
 def found(session: Session) -> dict[str, dict[str, Any]]:
@@ -162,14 +162,16 @@ def race(
         exact: the float64 result for the first batch; None leaves out the check.
         dtype: the dtype that the models compute in.
         rounds: samples of each, at most.
-        budget_s: seconds after which no further round starts; five rounds at least, three where a call is slow.
+        budget_s: seconds after which no further round starts; five rounds at least, three where a call is slow. An
+            eager model that takes longer than that for a call is not timed; the notes say so.
 
     Raises:
         WrongResult: a contestant computed something else; nothing was timed.
     """
     start = time.perf_counter()
     first = contestants[EAGER](batches[0])
-    slow = time.perf_counter() - start > _SLOW
+    seconds = time.perf_counter() - start
+    endless = {EAGER: f"not timed: a call takes {seconds:.1f} s"} if seconds > _ENDLESS else {}
     check = None
     if exact is not None:
         bound, wide = allowed(error_of(first, exact), dtype), exact
@@ -179,14 +181,22 @@ def race(
             return None if error.rms <= bound else f"relative error {error.rms:.2e} above {bound:.2e}"
 
     return measure.compare(
-        {name: partial(_next, call, itertools.cycle(batches)) for name, call in contestants.items()},
+        {
+            n: partial(_next, call, itertools.cycle(batches))
+            for n, call in contestants.items()
+            if n not in endless
+        },
         check=check,
         rounds=rounds,
         # So many that all agree are a statement; of a model that takes half a second, each one more takes seconds.
-        min_rounds=3 if slow else 5,
+        min_rounds=3 if seconds > _SLOW else 5,
         warmup=int(exact is None),  # to be checked, each has just run
         budget_s=budget_s,
-        notes={"inputs": f"{len(batches)} batches of random tokens in turn", "outputs": "freshly allocated"},
+        notes={
+            "inputs": f"{len(batches)} batches of random tokens in turn",
+            "outputs": "freshly allocated",
+            **endless,
+        },
     )
 
 
@@ -235,12 +245,17 @@ def print_sites(console: Console, session: Session) -> None:
 
 def print_times(console: Console, title: str, results: Mapping[str, measure.Comparison]) -> None:
     """Times by shape, with how many times faster opsmith is than each other contestant, and its interval."""
-    others = [name for name in next(iter(results.values())).names if name != OPSMITH]
+    others = _others(results)
     heads = (title, *others, OPSMITH, *(f"× {name}" for name in others))
     table = Table(*heads, box=None, pad_edge=False)
     for shape, result in results.items():
-        times = [time_of(result.median(name)) for name in (*others, OPSMITH)]
-        table.add_row(shape, *times, *(speedup(result.ratio(OPSMITH, name)) for name in others))
+        timed = dict.fromkeys(result.names)
+        times = [
+            time_of(result.median(n)) if n in timed else result.notes.get(n, "") for n in (*others, OPSMITH)
+        ]
+        table.add_row(
+            shape, *times, *(speedup(result.ratio(OPSMITH, n)) if n in timed else "" for n in others)
+        )
     if len(results) > 1:
         means = [f"{mean_speedup(results.values(), name):.2f}" for name in others]
         table.add_row("geometric mean", *([""] * (len(others) + 1)), *means)
@@ -256,15 +271,19 @@ def print_times(console: Console, title: str, results: Mapping[str, measure.Comp
 
 
 def mean_speedup(results: Iterable[measure.Comparison], base: str) -> float:
-    """How many times faster opsmith is than `base`, as the geometric mean over shapes."""
-    return geometric_mean(result.ratio(OPSMITH, base).speedup for result in results)
+    """How many times faster opsmith is than `base`, as the geometric mean over the shapes at which it was timed."""
+    return geometric_mean(result.ratio(OPSMITH, base).speedup for result in results if base in result.names)
+
+
+def _others(results: Mapping[str, measure.Comparison]) -> list[str]:
+    return [n for n in dict.fromkeys(n for r in results.values() for n in r.names) if n != OPSMITH]
 
 
 def outcome(
     session: Session, errors: Mapping[str, Error], times: Mapping[str, measure.Comparison]
 ) -> dict[str, Any]:
     """What was found, chosen and planned, what it lost and gained, for machines; times are by shape."""
-    bases = [name for name in next(iter(times.values())).names if name != OPSMITH]
+    bases = _others(times)
     return {
         "found": found(session),
         "chosen": [asdict(row) for row in chosen(session.plan)],
@@ -273,7 +292,7 @@ def outcome(
         "errors": {who: asdict(error) for who, error in errors.items()},
         "times": {shape: result.to_json() for shape, result in times.items()},
         "ratios": {
-            shape: {base: result.ratio(OPSMITH, base).to_json() for base in bases}
+            shape: {base: result.ratio(OPSMITH, base).to_json() for base in bases if base in result.names}
             for shape, result in times.items()
         },
         "geometric_means": {base: mean_speedup(times.values(), base) for base in bases},

@@ -133,6 +133,7 @@ def optimize(
             embed(session.packing, model, settings.quantize_skip)
         layers = [m for m in model.modules() if isinstance(m, nn.Linear) and "forward" not in vars(m)]
         session.unpacked = sum(layer.weight.nbytes for layer in layers)
+        session.dtypes = {layer.weight.dtype for layer in layers}
         session.adjacent.of(model)
         show("capturing the model")
         for args, kwargs in calls:

@@ -62,6 +62,7 @@ class Session:
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
         self.skipped: list[str] = []  # sizes that the budget was too small to warm up
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
+        self.dtypes: set[torch.dtype] = set()  # of the weights of linear layers that stay the model's
         self.capturing = Capturing()
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -163,6 +164,10 @@ class Session:
             lines.append(
                 f'{size}: quantize="int8" reads a byte a number, opsmith evaluate says what it loses'
             )
+        slow = filter(None, map(measure.without_unit, self.dtypes))
+        lines += [
+            f"{why}, for all that opsmith leaves as it was; float32 or quantize avoids it" for why in slow
+        ]
         if not config.verify:
             lines.append("nothing was proved: leave out verify=False")
         return lines

@@ -6,6 +6,7 @@ from .contestants import Prepared, Repeated, captured
 from .machine import Cache, Machine, describe
 from .memory import can_reuse_memory, peak_bytes, reused_memory, trim
 from .pool import CacheFlush, Pool, cold_bytes
+from .products import Widened, lacks_unit, slowness, without_unit
 from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs
 from .stats import CONCLUDES_NOTHING, Ratio, paired_ratio, spread
 from .timing import by_clock, compare, measure_roofs, no_collection, quick
@@ -27,6 +28,7 @@ __all__ = [
     "Roof",
     "RoofProbes",
     "Roofs",
+    "Widened",
     "WrongResult",
     "by_clock",
     "can_reuse_memory",
@@ -36,6 +38,7 @@ __all__ = [
     "compare",
     "compare_outputs",
     "describe",
+    "lacks_unit",
     "measure_roofs",
     "no_collection",
     "paired_ratio",
@@ -43,7 +46,9 @@ __all__ = [
     "poison",
     "quick",
     "reused_memory",
+    "slowness",
     "spread",
     "trim",
     "ulp",
+    "without_unit",
 ]

@@ -17,6 +17,7 @@ import torch
 
 from .machine import describe
 from .pool import cold_bytes
+from .products import lacks_unit
 
 # read: bytes read. copy: bytes read plus written, into a reused output. update: the same, in place, which
 # spares the fetch of the lines written. matmul: operations, two per multiply-add.
@@ -250,6 +251,8 @@ def _matmul_probes(kind: str, n: int, device: torch.device) -> list[Probe]:
             "_int_mm, transposed": lambda: torch._int_mm(a, b.t()),
         }
     else:
+        if device.type == "cpu" and lacks_unit(dtype):
+            dtype = torch.float32  # numbers are widened sooner than they are multiplied as they are
         a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
         out = torch.empty(n, n, dtype=dtype, device=device)
         ways = {"mm": lambda: torch.mm(a, b, out=out)}

@@ -19,6 +19,7 @@ from opsmith.call.arguments import short
 from opsmith.call.dispatch import always_native
 from opsmith.measure.checks import WrongResult, check_call, exact_turns
 from opsmith.measure.pool import tensors_of
+from opsmith.measure.products import Widened
 from opsmith.operator import Implementation, Make, Operator, Sample
 
 __all__ = [
@@ -190,7 +191,8 @@ class _Truth:
             if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(then, given, strict=True)):
                 self._left = list(left)
                 return exact
-        eager = [self._run(fn, *_in_dtypes_of((args, kwargs), self._inputs)) for fn in self._spellings]
+        with Widened():
+            eager = [self._run(fn, *_in_dtypes_of((args, kwargs), self._inputs)) for fn in self._spellings]
         self._left = list(zip(*eager, strict=True))
         left, exact = list(self._left), self._run(self._card.reference, args, kwargs)
         check = self._card.tolerance.check

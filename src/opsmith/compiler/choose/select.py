@@ -24,6 +24,7 @@ from opsmith.compiler.steps.source import alone
 from opsmith.operator import Implementation, Operator, registry
 
 _BUDGET = 0.12  # seconds of a contest
+_LOST, _LOST_S = 10.0, 0.05  # times the best and seconds: more than other work makes of a call
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,11 @@ class Selector:
                 _refuse(name, raised(error), able, refused)
             else:
                 contestants[name] = run
+        # Who takes so long, twice, has lost: PyTorch's products in a dtype without a unit for them take seconds.
+        far = max(_LOST_S, _LOST * min(first.values()))
+        again = {n: min(t, measure.by_clock([contestants[n]])) for n, t in first.items() if t > far}
+        lost = {n: t for n, t in again.items() if t > far}
+        contestants = {n: run for n, run in contestants.items() if n not in lost}
         # Each has just run. Where a call takes long, who loses two rounds by a third as much again has lost. Where it
         # takes longer than the budget, as the output layer of a prompt may do by far, that run is one of two rounds.
         long = min(first.values()) > _BUDGET
@@ -167,10 +173,10 @@ class Selector:
         )
         runs = {name: [*result.samples[name], *[first[name]] * long] for name in contestants}
         steady = all(measure.spread(times) <= measure.CONCLUDES_NOTHING for times in runs.values())
-        if steady and contestants.keys() == able.keys():
-            return {name: result.median(name) for name in contestants}, True
+        if steady and first.keys() == able.keys():
+            return {name: result.median(name) for name in contestants} | lost, True
         # Other work disturbs the machine: the least disturbed sample of each is the best guess.
-        return {name: min(result.samples[name]) for name in contestants}, False
+        return {name: min(result.samples[name]) for name in contestants} | lost, False
 
     def _nearest(self, contested: str, able: Mapping[str, Implementation]) -> dict[str, float]:
         """Of the calls measured before, the times of the one closest in work and of the same kind."""

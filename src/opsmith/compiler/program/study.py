@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from opsmith import measure
 from opsmith.compiler.choose.settle import learning
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.program.sites import Known, Sites
@@ -78,7 +79,10 @@ class Study:
     def _call(self, node: Node) -> None:
         args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
         made = None if self.training else self.sites.weights.made(node, args)
-        self.env[node] = node.target(*args, **kwargs) if made is None else made  # type: ignore[operator]
+        if made is None:
+            with measure.Widened():
+                made = node.target(*args, **kwargs)  # type: ignore[operator]
+        self.env[node] = made
 
     def _settled(self, name: str, known: Known) -> bool:
         """Choose and prove one site: what is not accurate enough gives way to the next fastest that is.

@@ -446,16 +446,6 @@ class Paged {
       }
     }
 #endif
-#if defined(OPSMITH_AVX2)
-    if constexpr (!quantized) {
-      if (rows.lanes == rows.count && (dim_ == 64 || dim_ == 128 || dim_ == 256)) {
-        const auto twos = dim_ == 64    ? score_twos<64, T>
-                          : dim_ == 128 ? score_twos<128, T>
-                                        : score_twos<256, T>;
-        return twos(rows, from, skip, tokens, walk.to.scores);
-      }
-    }
-#endif
     if constexpr (kVectors<Units, T> == 2) {  // bfloat16
       if (dim_ == 128) return score(Most{}, std::integral_constant<int, 128 / group>{});
       if (dim_ == 64) return score(Most{}, std::integral_constant<int, 64 / group>{});

@@ -183,43 +183,6 @@ __attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* con
 }
 #endif
 
-#if defined(OPSMITH_AVX2)
-// The same for heads of 4 rows with D elements each, two tokens at a time: each vector of a query, once loaded, meets both.
-template <int D, class T>
-__attribute__((noinline)) void score_twos(const Rows& rows, const T* const* keys, int64_t skip,
-                                          int64_t tokens, float* scores) {
-  constexpr int R = 4, N = 2, line = 64 / int(sizeof(T));
-  for (int64_t j = 0; j < tokens; j += N, scores += N * rows.lanes) {
-    const T* const* const token = keys + j;
-    for (int64_t row = 0; row < rows.count; row += R) {
-      Vec sum[W] = {};  // of each token's rows
-      const int64_t at = rows.offset[row / R];
-      const float* q = rows.q + row * D;
-#pragma GCC unroll 4
-      for (int c = 0; c < D; c += 2 * W) {
-        Pair key[N];
-#pragma GCC unroll 2
-        for (int t = 0; t < N; ++t) {
-          if (c % line == 0) ask(uintptr_t(token[t + skip]) + (at + c) * sizeof(T));
-          key[t] = load(token[t] + at + c, Both{});
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const Vec first = load(q + r * D + c), second = load(q + r * D + c + W);
-#pragma GCC unroll 2
-          for (int t = 0; t < N; ++t) sum[t * R + r] = fma(first, key[t].a, sum[t * R + r]);
-#pragma GCC unroll 2
-          for (int t = 0; t < N; ++t) sum[t * R + r] = fma(second, key[t].b, sum[t * R + r]);
-        }
-      }
-      const __m256 all = (__m256)fold<FloatUnits>(sum);
-      _mm_storeu_ps(scores + row, _mm256_castps256_ps128(all));
-      _mm_storeu_ps(scores + row + rows.lanes, _mm256_extractf128_ps(all, 1));
-    }
-  }
-}
-#endif
-
 // Weights of tokens as `add_values` takes them: those of a token, or of the two that a unit holds: of each 2 * apart
 // tokens the i-th and the one `apart` further on, apart being how many tokens a vector of scores holds.
 struct Weights {

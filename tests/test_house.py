@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "opsmith"
 
 MOST_SOURCES = 25  # in one folder: what a person takes in at a look
-# Lines of Python and C++ of the core, and of everything, with what decoders are to add.
-CORE, WHOLE = 60_000, 67_000
+# Lines of Python and C++ of the core, and of everything, with what decoders and processors without AVX-512 add.
+CORE, WHOLE = 60_500, 67_500
 NO_KERNEL = {"rope_table"}  # a table, made once by PyTorch's own arithmetic
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler.kept import TuningCache
-from opsmith.compiler.modules import compare
+from opsmith.compiler.modules import compare, quantize
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.ops import PackedLinear
 from opsmith.ops.packed_linear.weight import FORMATS
@@ -41,6 +41,18 @@ def net() -> Net:
 def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(x)  # type: ignore[no-any-return]
+
+
+def test_without_kernels_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "native_library", lambda *kernels: False)
+    model, x = net(), torch.randn(2, 3, 48)
+    expected = call(model, x)
+    opsmith.optimize(model, [x], quantize="int8", config=UNTIMED)
+    layers = model.opsmith.report.quantized
+    assert layers
+    assert {layer.status for layer in layers} == {"left"}
+    assert all("without its kernel" in layer.why for layer in layers)
+    torch.testing.assert_close(call(model, x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.types import GuardFilterEntry
 
-from opsmith.call.dispatch import always_native
+from opsmith.call.dispatch import always_native, native_library
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
@@ -124,7 +124,9 @@ class Packing:
             record = QuantizedLayer(name, _format(name, module is head, config), "left")
             self.layers.append(record)
             pattern = next((p for p in config.quantize_skip if fnmatchcase(name, p)), None)
-            if pattern is not None:
+            if module.weight.device.type == "cpu" and not native_library("linear_unpacked", "packed_linear"):
+                record.why = "without its kernel each call would unpack it; opsmith doctor says why there is none"
+            elif pattern is not None:
                 record.why = f"its name matches {pattern!r} of quantize_skip"
             elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
                 record.why = f"its class, {type(module).__name__}, may compute something else than nn.Linear"

@@ -125,7 +125,9 @@ class Packing:
             self.layers.append(record)
             pattern = next((p for p in config.quantize_skip if fnmatchcase(name, p)), None)
             if module.weight.device.type == "cpu" and not native_library("linear_unpacked", "packed_linear"):
-                record.why = "without its kernel each call would unpack it; opsmith doctor says why there is none"
+                record.why = (
+                    "without its kernel each call would unpack it; opsmith doctor says why there is none"
+                )
             elif pattern is not None:
                 record.why = f"its name matches {pattern!r} of quantize_skip"
             elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.types import GuardFilterEntry
 
-from opsmith.call.dispatch import always_native, native_library
+from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
@@ -116,6 +116,7 @@ class Packing:
         order.
         """
         head = output_layer(model)
+        kernels = any(i.available() is True for i in PACKED_LINEAR.implementations if i.device == "cpu")
         linear: dict[str, nn.Linear] = {}
         modules: dict[str, nn.Module] = {}
         for name, module in linear_layers(model):
@@ -124,9 +125,9 @@ class Packing:
             record = QuantizedLayer(name, _format(name, module is head, config), "left")
             self.layers.append(record)
             pattern = next((p for p in config.quantize_skip if fnmatchcase(name, p)), None)
-            if module.weight.device.type == "cpu" and not native_library("linear_unpacked", "packed_linear"):
+            if module.weight.device.type == "cpu" and not kernels:
                 record.why = (
-                    "without its kernel each call would unpack it; opsmith doctor says why there is none"
+                    "without kernels each call would unpack it; opsmith doctor says why there are none"
                 )
             elif pattern is not None:
                 record.why = f"its name matches {pattern!r} of quantize_skip"

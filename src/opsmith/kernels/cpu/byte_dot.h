@@ -1,17 +1,18 @@
 // Dot products of weights of a byte with whole numbers in digits: four unsigned bytes of each lane times four digits, added to
-// 32-bit sums. Exact in every tier. VNNI has one instruction for digits of 8 bits. The others multiply even and odd bytes as
-// 16-bit numbers, for AVX2's own instruction for bytes saturates, so that their digits have 16 bits: half as many.
+// 32-bit sums. Exact in every tier. VNNI and ARM's dotprod have one instruction for digits of 8 bits. The others multiply even and
+// odd bytes as 16-bit numbers, for AVX2's own instruction for bytes saturates, so that their digits have 16 bits: half as many.
 #pragma once
 
-#include "simd.h"
+#include "nearest.h"
 
 namespace opsmith {
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
+#define OPSMITH_BYTE_DIGITS 1
 
 using Bytes = __m512i;  // of the weight, W columns by 4
 using Four = __m512i;  // of x
-using Digit = int8_t;
+constexpr int kTaken = 0;  // what `bytes_of` takes from each byte
 
 inline Bytes bytes_of(IVec v) { return (__m512i)v; }
 inline Four four_of(IVec v) { return (__m512i)v; }
@@ -32,13 +33,18 @@ inline IVec twice_products_of_fours(IVec v) {
   return v * (IVec)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1);
 }
 
-inline Four broadcast_four(const Digit* p) {
-  int32_t four;
-  std::memcpy(&four, p, 4);
-  return four_of(four - IVec{});
-}
-inline Bytes low_nibbles(IVec v) { return bytes_of(v & 0x0f0f0f0f); }
-inline Bytes high_nibbles(IVec v) { return bytes_of((v >> 4) & 0x0f0f0f0f); }
+#elif defined(OPSMITH_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define OPSMITH_BYTE_DIGITS 1
+
+// Both factors are signed: a byte is taken as 128 less, which whoever adds has to make up for; a nibble is as it is.
+using Bytes = int8x16_t;
+using Four = int8x16_t;
+constexpr int kTaken = 128;
+
+inline Bytes bytes_of(IVec v) { return (Bytes)(v ^ int32_t(0x80808080)); }
+inline Four four_of(IVec v) { return (Four)v; }
+inline IVec dot4(IVec sum, Bytes w, Four x) { return (IVec)vdotq_s32((int32x4_t)sum, w, x); }
+inline void load_once(Four&) {}
 
 #else
 
@@ -49,6 +55,7 @@ struct Four {
   IVec even, odd;
 };
 using Digit = int16_t;
+constexpr int kTaken = 0;
 
 typedef int16_t Shorts __attribute__((vector_size(4 * W)));
 typedef uint16_t UnsignedShorts __attribute__((vector_size(4 * W)));
@@ -63,6 +70,9 @@ inline IVec multiply_pairs(IVec a, IVec b) {
   return (IVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
   return (IVec)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(OPSMITH_NEON)
+  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+  return (IVec)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
 #else
   return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -85,11 +95,24 @@ inline Four broadcast_four(const Digit* p) {
   std::memcpy(&odd, p + 2, 4);
   return {even - IVec{}, odd - IVec{}};
 }
+#endif
+
+#if defined(OPSMITH_BYTE_DIGITS)
+using Digit = int8_t;
+inline Bytes low_nibbles(IVec v) { return four_of(v & 0x0f0f0f0f); }
+inline Bytes high_nibbles(IVec v) { return four_of((v >> 4) & 0x0f0f0f0f); }
+inline Four broadcast_four(const Digit* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return four_of(four - IVec{});
+}
+#endif
+
+#if !(defined(OPSMITH_AVX512) && defined(__AVX512VNNI__))
 constexpr bool kPairsPay = false;
 inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) { return dot4(dot4(sum, v, x), w, y); }
 inline IVec rest_of_pair(IVec sum, Bytes, Bytes) { return sum; }
 inline IVec twice_products_of_fours(IVec) { return IVec{}; }
-
 #endif
 
 inline IVec load_words(const void* p) {
@@ -98,19 +121,10 @@ inline IVec load_words(const void* p) {
   return v;
 }
 
-// The low byte of every lane.
-inline void store_low_bytes(int8_t* p, IVec v) {
-#if defined(OPSMITH_AVX512)
-  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
-#else
-  for (int i = 0; i < W; ++i) p[i] = int8_t(v[i]);
-#endif
-}
-
-// The lanes as digits, fours of them `step` apart: in the order of their lanes for VNNI, else the even two before the odd ones.
+// The lanes as digits, fours of them `step` apart: those of 8 bits in order, of 16 the even two before the odd ones.
 inline void store_fours(Digit* p, int64_t step, IVec v, int64_t count) {
   alignas(64) Digit digits[W];
-#if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
+#if defined(OPSMITH_BYTE_DIGITS)
   store_low_bytes(digits, v);
 #else
   for (int i = 0; i < W; i += 4) {

@@ -28,7 +28,7 @@ struct FloatUnits {
   using Element = float;
   static constexpr int per_unit = 1;
   // Products that one accumulator sums before it is added to C; fewer where each product is rounded by itself.
-  static constexpr int64_t chain = W == 4 ? 4 : 32;
+  static constexpr int64_t chain = kRoundings > 1 ? 4 : 32;
   static Vec broadcast(const float* unit) { return splat(*unit); }
   static Vec mac(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 };

@@ -1,4 +1,4 @@
-// Floats to whole numbers.
+// Floats to whole numbers, and those to bytes.
 #pragma once
 
 #include "simd.h"
@@ -12,10 +12,25 @@ inline IVec nearest_integers(Vec v) {
   return (IVec)_mm512_cvtps_epi32((__m512)v);
 #elif defined(OPSMITH_AVX2)
   return (IVec)_mm256_cvtps_epi32((__m256)v);
+#elif defined(OPSMITH_NEON)
+  return (IVec)vcvtnq_s32_f32(v);
 #else
   IVec whole;
   for (int i = 0; i < W; ++i) whole[i] = v[i] == v[i] ? int32_t(__builtin_rintf(v[i])) : 0;
   return whole;
+#endif
+}
+
+// The low byte of every lane.
+inline void store_low_bytes(int8_t* p, IVec v) {
+#if defined(OPSMITH_AVX512)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(OPSMITH_NEON)
+  const int16x4_t half = vmovn_s32((int32x4_t)v);
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(half, half));
+  std::memcpy(p, &bytes, 4);
+#else
+  for (int i = 0; i < W; ++i) p[i] = int8_t(v[i]);
 #endif
 }
 

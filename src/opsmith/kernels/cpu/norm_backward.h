@@ -118,9 +118,9 @@ class NormBackward {
         v = v * scale;
         if constexpr (centered) v = v - shift;
         v = fma(h, slope, v);
-      } else {  // in this order the terms of a row of one element cancel
+      } else {  // in this order, and rounded alike, the terms of a row of one element cancel
         if constexpr (centered) v = v - mean_g;
-        v = (v - h * scale * mean_along) * scale;
+        v = (v - rounded(h * scale * mean_along)) * scale;
       }
       if (sum) v = v + load(sum + i, k);
       put(x + i, v, k, streaming);

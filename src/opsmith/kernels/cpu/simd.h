@@ -1,4 +1,4 @@
-// One vector of float lanes, whatever the instruction set: 16 lanes on AVX-512, 8 on AVX2, 4 elsewhere.
+// One vector of float lanes, whatever the instruction set: 16 lanes on AVX-512, 8 on AVX2, 4 on NEON and elsewhere.
 //
 // `Vec` is a GCC/Clang vector type, so + - * / and comparisons are the language's own, and a scalar broadcasts.
 // Memory may hold float, bfloat16 or float16: load and store convert; load also takes int8. Every access names its lanes, `Full` or
@@ -12,6 +12,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "types.h"
@@ -20,12 +22,15 @@ namespace opsmith {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define OPSMITH_AVX512 1
-constexpr int W = 16;
+constexpr int W = 16, kRoundings = 1;  // of a multiplication with an addition, `fma`
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define OPSMITH_AVX2 1
-constexpr int W = 8;
+constexpr int W = 8, kRoundings = 1;
+#elif defined(__aarch64__)
+#define OPSMITH_NEON 1
+constexpr int W = 4, kRoundings = 1;
 #else
-constexpr int W = 4;
+constexpr int W = 4, kRoundings = 2;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * W)));
@@ -94,6 +99,8 @@ inline __m256i narrow_bfloat16(Vec v) {
 #endif
 }
 constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+inline Vec widen_float16(__m256i h) { return _mm512_cvtph_ps(h); }
+inline __m256i narrow_float16(Vec v) { return _mm512_cvtps_ph(v, nearest); }
 
 inline Vec load(const float* p, Full) { return _mm512_loadu_ps(p); }
 inline Vec load(const bfloat16* p, Full) { return widen_bfloat16(_mm256_loadu_si256((const __m256i*)p)); }
@@ -145,6 +152,8 @@ inline __m128i narrow_bfloat16(Vec v) {
   return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
 }
 constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+inline Vec widen_float16(__m128i h) { return _mm256_cvtph_ps(h); }
+inline __m128i narrow_float16(Vec v) { return _mm256_cvtps_ph(v, nearest); }
 
 inline Vec load(const float* p, Full) { return _mm256_loadu_ps(p); }
 inline Vec load(const bfloat16* p, Full) { return widen_bfloat16(_mm_loadu_si128((const __m128i*)p)); }
@@ -168,35 +177,58 @@ inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
 
 #else
 
-inline Vec load(const float* p, Full) {
-  Vec v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
+#if defined(OPSMITH_NEON)
+inline Vec widen_bfloat16(uint16x4_t h) { return (Vec)vshll_n_u16(h, 16); }
+inline uint16x4_t narrow_bfloat16(Vec v) { return vshrn_n_u32((uint32x4_t)round_to_upper_half(v), 16); }
+inline Vec widen_float16(uint16x4_t h) { return vcvt_f32_f16((float16x4_t)h); }
+inline uint16x4_t narrow_float16(Vec v) { return (uint16x4_t)vcvt_f16_f32(v); }
+inline int16x8_t widen_four_bytes(const int8_t* p) {  // the upper half is 0
+  uint32_t word;
+  std::memcpy(&word, p, 4);
+  return vmovl_s8(vcreate_s8(word));
 }
+
+inline Vec load(const bfloat16* p, Full) { return widen_bfloat16(vld1_u16(&p->bits)); }
+inline Vec load(const float16* p, Full) { return widen_float16(vld1_u16(&p->bits)); }
+inline Vec load(const int8_t* p, Full) { return vcvtq_f32_s32(vmovl_s16(vget_low_s16(widen_four_bytes(p)))); }
+inline void store(bfloat16* p, Vec v, Full) { vst1_u16(&p->bits, narrow_bfloat16(v)); }
+inline void store(float16* p, Vec v, Full) { vst1_u16(&p->bits, narrow_float16(v)); }
+
+inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+inline Vec sqrt(Vec a) { return vsqrtq_f32(a); }
+#else
 template <class T>
 __attribute__((noinline)) Vec load(const T* p,
                                    Full) {  // called, as inlining this everywhere takes long to compile
   return Vec{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
 }
 inline Vec load(const int8_t* p, Full) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
-inline void store(float* p, Vec v, Full) { std::memcpy(p, &v, sizeof v); }
 template <class T>
 __attribute__((noinline)) void store(T* p, Vec v, Full) {
   for (int i = 0; i < W; ++i) p[i] = from_float<T>(v[i]);
 }
+
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec sqrt(Vec a) {
+  for (int i = 0; i < W; ++i) a[i] = __builtin_sqrtf(a[i]);
+  return a;
+}
+#endif
+
+inline Vec load(const float* p, Full) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v, Full) { std::memcpy(p, &v, sizeof v); }
 template <class T>
 inline void stream(T* p, Vec v) {
   store(p, v, Full{});
 }
 inline void stream_fence() {}
 
-inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // not NEON's own, which lets any NaN through
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
-inline Vec sqrt(Vec a) {
-  for (int i = 0; i < W; ++i) a[i] = __builtin_sqrtf(a[i]);
-  return a;
-}
 
 #endif
 
@@ -257,6 +289,14 @@ inline void store(T* p, Vec v) {
   store(p, v, Full{});
 }
 
+// A product that is rounded before it is added: compilers for ARM would fuse the two.
+inline Vec rounded(Vec v) {
+#if defined(OPSMITH_NEON)
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
+
 inline IVec max(IVec a, IVec b) { return a > b ? a : b; }
 inline IVec min(IVec a, IVec b) { return a < b ? a : b; }
 inline Vec select(IVec mask, Vec yes, Vec no) { return mask ? yes : no; }
@@ -270,6 +310,8 @@ inline bool any(IVec mask) {
   return _mm512_movepi32_mask((__m512i)mask) != 0;
 #elif defined(OPSMITH_AVX2)
   return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(OPSMITH_NEON)
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
   return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
 #endif
@@ -304,23 +346,14 @@ inline Vec round_to(Vec v) {
     return load(buffer, Full{});
   }
 }
-#if defined(OPSMITH_AVX512)
+#if defined(OPSMITH_AVX512) || defined(OPSMITH_AVX2) || defined(OPSMITH_NEON)
 template <>
 inline Vec round_to<bfloat16>(Vec v) {
   return widen_bfloat16(narrow_bfloat16(v));
 }
 template <>
 inline Vec round_to<float16>(Vec v) {
-  return _mm512_cvtph_ps(_mm512_cvtps_ph(v, nearest));
-}
-#elif defined(OPSMITH_AVX2)
-template <>
-inline Vec round_to<bfloat16>(Vec v) {
-  return widen_bfloat16(narrow_bfloat16(v));
-}
-template <>
-inline Vec round_to<float16>(Vec v) {
-  return _mm256_cvtph_ps(_mm256_cvtps_ph(v, nearest));
+  return widen_float16(narrow_float16(v));
 }
 #endif
 
@@ -340,6 +373,8 @@ inline Vec scale_exponent(Vec p, Vec n) {
 inline Vec round_to_integer(Vec x) {
 #if defined(OPSMITH_AVX512)
   return _mm512_roundscale_ps(x, nearest);
+#elif defined(OPSMITH_NEON)
+  return vrndnq_f32(x);
 #else
   return (x + 12582912.0f) - 12582912.0f;
 #endif
@@ -392,6 +427,9 @@ inline Vec exp2_for(Vec x) {
 inline Vec reciprocal_coarse(Vec x) {
 #if defined(OPSMITH_AVX512)
   return _mm512_rcp14_ps(x);
+#elif defined(OPSMITH_NEON)
+  const Vec estimate = vrecpeq_f32(x);  // to 2^-8, and twice the bits after a step of Newton's
+  return vrecpsq_f32(x, estimate) * estimate;
 #else
   return 1.0f / x;
 #endif

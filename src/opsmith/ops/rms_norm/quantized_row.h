@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "nearest.h"
 #include "rows.h"
 
 namespace opsmith {
@@ -55,6 +56,8 @@ inline void store_q8(int8_t* p, Vec v, Full) {
   v = min(127.0f, max(-128.0f, v));
 #if defined(OPSMITH_AVX512)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
+#elif defined(OPSMITH_NEON)
+  store_low_bytes(p, nearest_integers(v));
 #else
   const Vec rounded = round_to_integer(v);
   for (int i = 0; i < W; ++i) p[i] = int8_t(rounded[i]);

@@ -194,13 +194,13 @@ struct Dots<bfloat16, bfloat16> {
 template <>
 struct Dots<int8_t, int8_t> {
   using Sum = IVec;
-#if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
-  // One factor of a byte product is unsigned: the weight plus 128, of which 128 times the sum of x is taken again.
+#if defined(OPSMITH_BYTE_DIGITS)
+  // One factor of a byte product may be unsigned: the weight plus 128, of which 128 times the sum of x is taken again.
   using X = int8_t;
   static constexpr int64_t step = 4 * W;
   static IVec start(int32_t x_sum) {
     IVec sum{};
-    sum[0] = int32_t(-128u * uint32_t(x_sum));
+    sum[0] = int32_t(uint32_t(kTaken - 128) * uint32_t(x_sum));
     return sum;
   }
   static Bytes weight(const int8_t* p, Full) { return bytes_of(load_words(p) ^ int32_t(0x80808080)); }
@@ -283,6 +283,8 @@ inline IVec load_bytes(const uint8_t* p) {
   return (IVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(OPSMITH_AVX2)
   return (IVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(OPSMITH_NEON)
+  return (IVec)vmovl_s16(vget_low_s16(widen_four_bytes((const int8_t*)p))) & 255;
 #else
   IVec v;
   for (int i = 0; i < W; ++i) v[i] = p[i];

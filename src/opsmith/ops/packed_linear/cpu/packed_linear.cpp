@@ -186,8 +186,8 @@ __attribute__((noinline)) void multiply(const Tile& t) {
           if constexpr (each == 1)
             return sum[r][d][n];
           else
-            return (sum[r][d + 1][n] << (nibbles && D == 2 ? kPairBits : kDigitBits)) + sum[r][d][n] -
-                   rest[n];
+            return (sum[r][d + 1][n] << (kPairsPay && nibbles && D == 2 ? kPairBits : kDigitBits)) +
+                   sum[r][d][n] - rest[n];
         };
         Vec whole = to_float(half(0));
         if constexpr (halves(D) == 2) whole = fma(to_float(half(each)), 65536.0f, whole);
@@ -223,8 +223,8 @@ inline void multiply_panel(int rows, int64_t width, const Tile& t) {
 // Nibbles as bytes, so that several tiles of rows share the work.
 void unpack(const uint8_t* from, int64_t steps, int64_t step, uint8_t* to) {
   for (int64_t s = 0; s < steps; ++s, from += step, to += 2 * step) {
-    for (int64_t i = 0; i < step; ++i) to[i] = from[i] & 15;
-    for (int64_t i = 0; i < step; ++i) to[step + i] = from[i] >> 4;
+    for (int64_t i = 0; i < step; ++i) to[i] = uint8_t((from[i] & 15) + kTaken);
+    for (int64_t i = 0; i < step; ++i) to[step + i] = uint8_t((from[i] >> 4) + kTaken);
   }
 }
 
@@ -234,7 +234,7 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
   const int64_t m = x.rows, depth = x.depth, width_bits = p.bits;
   const bool nibbles = width_bits == 4, grouped = p.group > 0;
   // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
-  const int32_t middle = p.zero.defined() ? -1 : nibbles ? -8 : -128;
+  const int32_t middle = p.zero.defined() ? -1 : nibbles ? -8 : kTaken - 128;
   const std::unique_ptr<int32_t[]> start(new int32_t[size_t(m * x.blocks * halves(D))]);
   for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
 

@@ -16,7 +16,7 @@ inline void store_rounded(int8_t* p, Vec v, Full) {
 #if defined(OPSMITH_AVX512)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8((__m512i)whole));
 #else
-  for (int i = 0; i < W; ++i) p[i] = int8_t(whole[i]);
+  store_low_bytes(p, whole);
 #endif
 }
 inline void store_rounded(int8_t* p, Vec v, Part k) {

@@ -1,6 +1,7 @@
 """Tiers: the best one for what the CPU reports, and the forced one."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,23 @@ from opsmith.kernels import isa, libraries
 def test_the_best_tier(monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], tier: str) -> None:
     reported(monkeypatch, *features)
     assert isa.tier() == tier
+
+
+@pytest.mark.parametrize(
+    ("features", "tier"), [("fp asimd", "portable"), ("fp asimd asimdrdm asimddp", "dotprod")]
+)
+def test_the_best_tier_of_an_arm_processor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, features: str, tier: str
+) -> None:
+    listed = tmp_path / "cpuinfo"
+    listed.write_text(f"processor\t: 0\nFeatures\t: {features}\n")
+    monkeypatch.setattr(isa, "_ON_ARM", True)
+    monkeypatch.setattr(isa, "TIERS", isa._ARM)
+    monkeypatch.setattr(isa, "Path", lambda _: listed)
+    monkeypatch.delenv("OPSMITH_ISA", raising=False)
+    assert isa.tier() == tier
+    monkeypatch.setattr(isa, "Path", lambda _: tmp_path / "nothing")  # not Linux
+    assert isa.tier() == "portable"
 
 
 def test_a_forced_tier(monkeypatch: pytest.MonkeyPatch) -> None:

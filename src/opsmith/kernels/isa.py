@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 __all__ = ["FLAGS", "INSTRUCTIONS", "TIERS", "supported", "tier"]
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 
-# Weakest first; every tier compiles the same sources.
+# Weakest first; every tier compiles the same sources. On 64-bit ARM the portable one is NEON's, which all of them have.
 FLAGS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "dotprod": ("-march=armv8.2-a+dotprod",),
 }
-TIERS: tuple[str, ...] = tuple(FLAGS)
+_ARM = ("portable", "dotprod")
+_ON_ARM = platform.machine() in ("aarch64", "arm64")
+# Of this machine.
+TIERS: tuple[str, ...] = _ARM if _ON_ARM else tuple(tier for tier in FLAGS if tier not in _ARM[1:])
 
 # One that the tier below lacks: assemblers may be older than their compilers.
 INSTRUCTIONS: dict[str, str] = {
@@ -24,6 +30,7 @@ INSTRUCTIONS: dict[str, str] = {
     "avx2": "vfmadd231ps %ymm0, %ymm0, %ymm0",
     "avx512": "vpermw %zmm0, %zmm0, %zmm0",
     "avx512_bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0",
+    "dotprod": "sdot v0.4s, v0.16b, v0.16b",
 }
 
 # What the CPU must report, beyond the tier below it. Nothing asks for AMX: many CPUs have AVX-512 without it.
@@ -32,11 +39,15 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "avx2": ("avx2", "fma3", "f16c"),
     "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"),
     "avx512_bf16": ("avx512_bf16", "avx512_vnni"),
+    "dotprod": ("asimddp",),
 }
 
 
 def _reported() -> set[str]:
-    """The features that torch found by CPUID, under the names in ``_NEEDS``."""
+    """The features that torch found by CPUID, under the names in ``_NEEDS``; on ARM those that Linux lists."""
+    if _ON_ARM:
+        listed = Path("/proc/cpuinfo")
+        return set(listed.read_text().split()) if listed.exists() else set()
     import torch.cpu
 
     capabilities = getattr(torch.cpu, "get_capabilities", None)

@@ -26,8 +26,12 @@ def slowness(dtype: torch.dtype) -> float:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return 1.0
-    one = torch.ones(_SIZE, _SIZE)
-    return _seconds(one.to(dtype)) / _seconds(one)
+    one, threads = torch.ones(_SIZE, _SIZE), torch.get_num_threads()
+    torch.set_num_threads(1)  # two that wait for each other beside other work say nothing about products
+    try:
+        return _seconds(one.to(dtype)) / _seconds(one)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seconds(x: torch.Tensor) -> float:

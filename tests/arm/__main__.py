@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,10 @@ FLOAT32_ALONE = {"linear_gradient"}  # PyTorch's own product is faster in the ot
 
 def kernels_alone(card: Operator, most: int) -> Operator:
     """The card with our kernels as its only implementation that takes calls, and without its larger samples."""
-    refused: Callable[[], str] = lambda: "it calls no kernel of ours"  # noqa: E731
+
+    def refused() -> str:
+        return "it calls no kernel of ours"
+
     implementations = [
         i if i.name == "native" else replace(i, available=refused) for i in card.implementations
     ]

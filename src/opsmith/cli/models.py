@@ -163,7 +163,7 @@ def race(
         dtype: the dtype that the models compute in.
         rounds: samples of each, at most.
         budget_s: seconds after which no further round starts; five rounds at least, three where a call is slow. An
-            eager model that takes longer than that for a call is not timed; the notes say so.
+            eager model that takes four for a call is not timed; the notes say so.
 
     Raises:
         WrongResult: a contestant computed something else; nothing was timed.
@@ -249,13 +249,10 @@ def print_times(console: Console, title: str, results: Mapping[str, measure.Comp
     heads = (title, *others, OPSMITH, *(f"× {name}" for name in others))
     table = Table(*heads, box=None, pad_edge=False)
     for shape, result in results.items():
-        timed = dict.fromkeys(result.names)
-        times = [
-            time_of(result.median(n)) if n in timed else result.notes.get(n, "") for n in (*others, OPSMITH)
-        ]
-        table.add_row(
-            shape, *times, *(speedup(result.ratio(OPSMITH, n)) if n in timed else "" for n in others)
-        )
+        timed = result.names
+        times = [time_of(result.median(n)) if n in timed else result.notes[n] for n in (*others, OPSMITH)]
+        ratios = [speedup(result.ratio(OPSMITH, n)) if n in timed else "" for n in others]
+        table.add_row(shape, *times, *ratios)
     if len(results) > 1:
         means = [f"{mean_speedup(results.values(), name):.2f}" for name in others]
         table.add_row("geometric mean", *([""] * (len(others) + 1)), *means)

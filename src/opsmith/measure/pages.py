@@ -79,6 +79,11 @@ def _unwritten() -> Iterator[tuple[int, int]]:
 
 def _give_back(start: int, size: int) -> None:
     """Give back the whole pages of a piece of memory."""
+    advise(start, size, "MADV_DONTNEED")
+
+
+def advise(start: int, size: int, advice: str) -> None:
+    """Tell Linux what is wanted of the whole pages of a piece of memory, by the name of an advice in `mmap`."""
     first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform.startswith("linux") and end - first >= _LEAST:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), getattr(mmap, advice))

@@ -50,12 +50,10 @@ def lacks_unit(dtype: torch.dtype) -> bool:
 
 def without_unit(dtype: torch.dtype) -> str:
     """A sentence that says so of a dtype, or nothing."""
+    if not lacks_unit(dtype):
+        return ""
     name, times = str(dtype).removeprefix("torch."), f"{slowness(dtype):.0f} times as long as in float32"
-    return (
-        f"this processor has no unit for products in {name}: PyTorch takes {times}"
-        if lacks_unit(dtype)
-        else ""
-    )
+    return f"this processor has no unit for products in {name}: PyTorch takes {times}"
 
 
 class Widened(TorchDispatchMode):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import os
 import sys
 import sysconfig
@@ -107,15 +106,10 @@ def boxed(kernel: str) -> int | None:
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB, where that is possible."""
-    if (
-        type(t) is torch.Tensor
-        and t.device.type == "cpu"
-        and t.nbytes >= _LARGE
-        and hasattr(mmap, "MADV_HUGEPAGE")
-    ):
-        page = mmap.PAGESIZE
-        first, end = -(-t.data_ptr() // page) * page, (t.data_ptr() + t.nbytes) // page * page
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
+    if type(t) is torch.Tensor and t.device.type == "cpu" and t.nbytes >= _LARGE:
+        from opsmith.measure.pages import advise  # which a start without large tensors does not need
+
+        advise(t.data_ptr(), t.nbytes, "MADV_HUGEPAGE")
     return t
 
 

@@ -91,8 +91,8 @@ struct Gelu {
   static Vec gauss(Vec a) { return exact ? exp2_of_square(a) : exp2_for<T>(a * a * (-0.5f * log2_e)); }
   // Phi(-a), given e^(-a^2/2).
   static Vec tail(Vec a, Vec gauss) {
-    if constexpr (exact &&
-                  kRoundings > 1) {  // no fused multiply-add: in float, a sum of products rounds too often
+    // Without a fused multiply-add a sum of products rounds too often in float.
+    if constexpr (exact && kRoundings > 1) {
       return __builtin_convertvector(to_double(gauss) * share(to_double(a)), Vec);
     } else {
       return gauss * share(a);

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "pair.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -47,6 +48,10 @@ using UnitsOf = std::conditional_t<std::is_same_v<T, bfloat16>, BFloatUnits, Flo
 template <class T>
 using UnitsOf = FloatUnits;
 #endif
+
+// Whether a vector of T becomes two of floats, its even elements and its odd ones: what meets them lies in that order.
+template <class T>
+constexpr bool in_pairs = even_odd<T> && UnitsOf<T>::per_unit == 1;
 
 struct Operand {  // A
   const float* data;

@@ -139,6 +139,28 @@ inline void put_in_order(bfloat16* p, Pair v, bool streaming) {
 }
 #endif
 
+// Two vectors whose elements stand in order, as their even ones and their odd ones; and back.
+template <int... l>
+inline Pair split(Pair v, std::integer_sequence<int, l...>) {
+  return {shuffle(v.a, v.b, std::integer_sequence<int, (2 * l)...>{}),
+          shuffle(v.a, v.b, std::integer_sequence<int, (2 * l + 1)...>{})};
+}
+inline Pair split(Pair v) { return split(v, std::make_integer_sequence<int, W>{}); }
+template <int... l>
+inline Pair interleave(Pair v, std::integer_sequence<int, l...>) {
+  return {shuffle(v.a, v.b, std::integer_sequence<int, (l % 2 * W + l / 2)...>{}),
+          shuffle(v.a, v.b, std::integer_sequence<int, (l % 2 * W + W / 2 + l / 2)...>{})};
+}
+inline Pair interleave(Pair v) { return interleave(v, std::make_integer_sequence<int, W>{}); }
+
+// The same of a row of whole pairs, in place.
+inline void even_before_odd(float* row, int64_t n) {
+  for (int64_t c = 0; c < n; c += 2 * W) store(row + c, split(load(row + c, Both{})), Both{});
+}
+inline void even_beside_odd(float* row, int64_t n) {
+  for (int64_t c = 0; c < n; c += 2 * W) store(row + c, interleave(load(row + c, Both{})), Both{});
+}
+
 // How many of a row's elements are handled in pairs, four pairs at a time; the rest goes vector by vector.
 constexpr int64_t paired_block = 8 * W;
 inline int64_t paired(int64_t n) { return n / paired_block * paired_block; }
@@ -149,45 +171,21 @@ inline void in_pair_order(const From* from, int64_t n, float* to) {
   int64_t i = 0;
   if constexpr (even_odd<T>) {
     for (; i < paired(n); i += 2 * W) {
-      for (int j = 0; j < W; ++j) {
-        to[i + j] = to_float(from[i + 2 * j]);
-        to[i + W + j] = to_float(from[i + 2 * j + 1]);
-      }
+      store(to + i, split({load(from + i, Full{}), load(from + i + W, Full{})}), Both{});
     }
   }
   for (; i < n; ++i) to[i] = to_float(from[i]);
 }
 
-// The same in place, of any whole number of pairs; and back.
-template <int... l>
-inline Pair split(Pair v, std::integer_sequence<int, l...>) {
-  return {shuffle(v.a, v.b, std::integer_sequence<int, (2 * l)...>{}),
-          shuffle(v.a, v.b, std::integer_sequence<int, (2 * l + 1)...>{})};
-}
-template <int... l>
-inline Pair interleave(Pair v, std::integer_sequence<int, l...>) {
-  return {shuffle(v.a, v.b, std::integer_sequence<int, (l % 2 * W + l / 2)...>{}),
-          shuffle(v.a, v.b, std::integer_sequence<int, (l % 2 * W + W / 2 + l / 2)...>{})};
-}
-inline void even_before_odd(float* row, int64_t n) {
-  for (int64_t c = 0; c < n; c += 2 * W)
-    store(row + c, split(load(row + c, Both{}), std::make_integer_sequence<int, W>{}), Both{});
-}
-inline void even_beside_odd(float* row, int64_t n) {
-  for (int64_t c = 0; c < n; c += 2 * W)
-    store(row + c, interleave(load(row + c, Both{}), std::make_integer_sequence<int, W>{}), Both{});
-}
-
-// And back, of in_pair_order.
+// And back.
 template <class T, class To>
 inline void from_pair_order(const float* from, int64_t n, To* to) {
   int64_t i = 0;
   if constexpr (even_odd<T>) {
     for (; i < paired(n); i += 2 * W) {
-      for (int j = 0; j < W; ++j) {
-        to[i + 2 * j] = from_float<To>(from[i + j]);
-        to[i + 2 * j + 1] = from_float<To>(from[i + W + j]);
-      }
+      const Pair v = interleave(load(from + i, Both{}));
+      store(to + i, v.a, Full{});
+      store(to + i + W, v.b, Full{});
     }
   }
   for (; i < n; ++i) to[i] = from_float<To>(from[i]);

@@ -102,7 +102,7 @@ void multiply_last(int rows, Tile<Format> t, Part last) {
     multiply<Format, 2, N>(t, last);
     t.x += 2 * t.x_stride;
     t.sums += 2 * kPanel;
-    t.fetched();
+    t.lines = 0;
   }
   if (rows == 1) multiply<Format, 1, N>(t, last);
 }
@@ -118,11 +118,12 @@ void multiply_block(int rows, int64_t width, Tile<Format>& t) {
   const Part last{int((width - 1) % W + 1)};
   switch (ceil_div(width, W)) {
     case 0: return;
-    case 1: return multiply_last<Format, 1>(rows, t, last);
-    case 2: return multiply_last<Format, 2>(rows, t, last);
-    case 3: return multiply_last<Format, std::min(3, VECS)>(rows, t, last);
-    default: return multiply_last<Format, VECS>(rows, t, last);
+    case 1: multiply_last<Format, 1>(rows, t, last); break;
+    case 2: multiply_last<Format, 2>(rows, t, last); break;
+    case 3: multiply_last<Format, std::min(3, VECS)>(rows, t, last); break;
+    default: multiply_last<Format, VECS>(rows, t, last);
   }
+  t.fetched();
 }
 
 template void multiply_block(int, int64_t, Tile<FloatFormat>&);

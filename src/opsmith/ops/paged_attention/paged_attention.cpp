@@ -18,9 +18,8 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kAheadBytes = 32 << 10;  // asked for before they are used
-constexpr int64_t
-    kTogether = W == 8 ? 8
-                       : 16;  // values of one head before the next head's: memory is read nearly as it lies
+// Values of one head before the next head's: memory is read nearly as it lies.
+constexpr int64_t kTogether = W == 8 ? 8 : 16;
 
 // What a call needs beside its arguments, kept by the thread that calls: fresh pages at every call would cost more.
 struct PagedMemory {
@@ -196,7 +195,7 @@ class Paged {
   using Units = UnitsOf<T>;
   using Element = typename Units::Element;
   static constexpr bool quantized = std::is_same_v<T, int8_t>;
-  static constexpr int64_t group = W * kVectors<Units, T>;  // elements
+  static constexpr int64_t group = W * kVectors<T>;  // elements
 
  public:
   Paged(const View& q, const PagedCache& cache, const AttentionOptions& options, const View& out,
@@ -305,7 +304,7 @@ class Paged {
                         h * q_.strides[2];
         Element* to = reinterpret_cast<Element*>(walk.to.q + r * depth_);
         pack_row<Units>(from, of < rows_ ? dim_ : 0, to, depth_ * Units::per_unit);
-        if constexpr (in_pairs<Units, T>) even_before_odd(walk.to.q + r * depth_, depth_);
+        if constexpr (in_pairs<T>) even_before_odd(walk.to.q + r * depth_, depth_);
       }
     });
 #if defined(OPSMITH_PAGED_BYTES)
@@ -446,7 +445,7 @@ class Paged {
       }
     }
 #endif
-    if constexpr (kVectors<Units, T> == 2) {  // bfloat16
+    if constexpr (kVectors<T> == 2) {  // bfloat16
       if (dim_ == 128) return score(Most{}, std::integral_constant<int, 128 / group>{});
       if (dim_ == 64) return score(Most{}, std::integral_constant<int, 64 / group>{});
     }

@@ -8,18 +8,14 @@
 #include <utility>
 
 #include "gemm_tile.h"
-#include "pair.h"
 
 namespace opsmith {
 
 constexpr int64_t kPagedTile = 128;  // keys at a time, at most: a multiple of 2 * W
 
-// What is read of a key or value at once, in vectors of floats. Two of them are the even elements and the odd ones: a row that
-// meets them is kept in that order.
-template <class Units, class T>
-constexpr bool in_pairs = Units::per_unit == 1 && even_odd<T>;
-template <class Units, class T>
-constexpr int kVectors = in_pairs<Units, T> ? 2 : Units::per_unit;
+// What is read of a key or value at once, in vectors of floats.
+template <class T>
+constexpr int kVectors = in_pairs<T> ? 2 : UnitsOf<T>::per_unit;
 
 // A loop asks for what it reads of a token in the token `skip` further on: in the order in which it will read, and as evenly.
 // Addresses to ask for are numbers: behind a row or the last token lies nothing, which no pointer may be given.
@@ -89,7 +85,7 @@ constexpr int kUnit = W / 2 < 4 ? W / 2 : 4;  // rows of a head that are multipl
 template <class Units, int R, int fixed, class T>
 __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys, int64_t skip,
                                           int64_t tokens, int64_t dim, float* scores) {
-  constexpr int64_t step = W * kVectors<Units, T>, line = 64 / int64_t(sizeof(T));
+  constexpr int64_t step = W * kVectors<T>, line = 64 / int64_t(sizeof(T));
   const int64_t whole = fixed ? fixed * step : dim / step * step;
   const int64_t depth = fixed ? fixed * step / Units::per_unit : rows.depth;
   const int64_t units = rows.count / R, all = rows.lanes / R;
@@ -109,7 +105,7 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
           if (step >= line || c % line == 0) ask(far + c * sizeof(T));
         };
         const auto add = [&](int64_t c, int64_t until) {
-          if constexpr (in_pairs<Units, T>) {
+          if constexpr (in_pairs<T>) {
             const Pair x = load_pair(key + c, until - c);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c), x.a, a[r]);
@@ -197,7 +193,7 @@ template <class Units, int R, int N, bool tail, class T>
 __attribute__((noinline)) void add_values(Weights weights, const T* const* values, int64_t skip, int64_t at,
                                           int64_t tokens, int64_t count, int64_t left, float* sums,
                                           int64_t width) {
-  constexpr int pair = Units::per_unit, vectors = N * kVectors<Units, T>, step = W * kVectors<Units, T>;
+  constexpr int pair = Units::per_unit, vectors = N * kVectors<T>, step = W * kVectors<T>;
   constexpr int line = 64 / int(sizeof(T)), lines = std::max(1, N * step / line);  // of a token
   for (int64_t g = 0; g < count; ++g, at += N * step, sums += N * step) {
     Vec sum[R][vectors] = {};
@@ -211,7 +207,7 @@ __attribute__((noinline)) void add_values(Weights weights, const T* const* value
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         const int64_t until = tail ? left : (n + 1) * step;
-        if constexpr (in_pairs<Units, T>) {
+        if constexpr (in_pairs<T>) {
           const Pair some = load_pair(value + n * step, until - n * step);
           column[2 * n] = some.a;
           column[2 * n + 1] = some.b;
@@ -292,7 +288,7 @@ __attribute__((noinline)) void add_sixteen(const float* weights, int64_t lanes, 
 // A row of sums as `add_values` leaves it, in the order of the values' elements.
 template <class Units, class T>
 inline void in_order(float* sums, int64_t width) {
-  if constexpr (in_pairs<Units, T>) {
+  if constexpr (in_pairs<T>) {
     even_beside_odd(sums, width);
   } else if constexpr (Units::per_unit == 2) {
 #if defined(OPSMITH_AVX512)
@@ -311,7 +307,7 @@ inline void in_order(float* sums, int64_t width) {
 template <class Units, int R, class T>
 inline void add_all_values(Weights weights, const T* const* values, int64_t skip, int64_t head,
                            int64_t tokens, int64_t dim, float* sums, int64_t width) {
-  constexpr int step = W * kVectors<Units, T>, most = (W == 16 ? 16 : 8) / (R * kVectors<Units, T>);
+  constexpr int step = W * kVectors<T>, most = (W == 16 ? 16 : 8) / (R * kVectors<T>);
   int64_t c = 0;
   const auto groups = [&](auto n) {
     constexpr int N = decltype(n)::value;

@@ -20,51 +20,34 @@ struct AbsorbFetch {
   }
 };
 
-// out[m][c] (+)= sum over n of q[m][n] w[n][c].
+// out[m][c] (+)= sum over n of q[m][n] w[n][c]; sums of pairs keep their order until the last rows.
 template <class T, int M>
 void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t columns, int64_t rows,
-                 const AbsorbFetch& fetch, bool first, float* out) {
-  for_lanes(columns, [&](int64_t c, auto k) {
-    Vec sum[M];
+                 const AbsorbFetch& fetch, bool first, bool last, float* out) {
+  const auto block = [&](int64_t c, auto k) {
+    decltype(load(out, k)) sum[M];
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) sum[m] = first ? Vec{} : load(out + m * columns + c, k);
+    for (int m = 0; m < M; ++m) sum[m] = first ? decltype(load(out, k)){} : load(out + m * columns + c, k);
     fetch(c * int64_t(sizeof(T)), columns * int64_t(sizeof(T)), rows);
     for (int64_t n = 0; n < rows; ++n) {
-      const Vec column = load(w + n * columns + c, k);
+      const auto column = load(w + n * columns + c, k);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) sum[m] = fma(splat(q[m * q_stride + n]), column, sum[m]);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) store(out + m * columns + c, sum[m], k);
-  });
-}
-
-#if (defined(OPSMITH_AVX512) && !defined(__AVX512BF16__)) || defined(OPSMITH_AVX2)
-// The same of whole pairs of vectors, whose sums keep the order of pairs until the last rows.
-template <int M>
-void absorb_tile(const float* q, int64_t q_stride, const bfloat16* w, int64_t columns, int64_t rows,
-                 const AbsorbFetch& fetch, bool first, bool last, float* out) {
-  for (int64_t c = 0; c < columns; c += 2 * W) {
-    Pair sum[M];
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) sum[m] = first ? Pair{} : load(out + m * columns + c, Both{});
-    fetch(c * int64_t(sizeof(bfloat16)), columns * int64_t(sizeof(bfloat16)), rows);
-    for (int64_t n = 0; n < rows; ++n) {
-      const Pair column = load(w + n * columns + c, Both{});
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const Vec x = splat(q[m * q_stride + n]);
-        sum[m] = fma(Pair{x, x}, column, sum[m]);
-      }
+      for (int m = 0; m < M; ++m) sum[m] = fma(column, q[m * q_stride + n], sum[m]);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      if (last) sum[m] = interleave(sum[m], std::make_integer_sequence<int, W>{});
-      store(out + m * columns + c, sum[m], Both{});
+      if constexpr (std::is_same_v<decltype(k), Both>) {
+        if (last) sum[m] = interleave(sum[m]);
+      }
+      store(out + m * columns + c, sum[m], k);
     }
+  };
+  if (in_pairs<T> && columns % (2 * W) == 0) {
+    for (int64_t c = 0; c < columns; c += 2 * W) block(c, Both{});
+  } else {
+    for_lanes(columns, block);
   }
 }
-#endif
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 // 32 sums as two interleaved rows leave them, in the order of the columns.
@@ -232,16 +215,8 @@ void absorb(const float* q, int64_t q_stride, int64_t tokens, const T* w, int64_
       const int64_t t = i * tokens / tiles;
       const AbsorbFetch fetch{ahead(at + kAheadBytes), i * row_bytes / tiles, (i + 1) * row_bytes / tiles};
       with_tile((i + 1) * tokens / tiles - t, 1, [&](auto m, auto) {
-#if (defined(OPSMITH_AVX512) && !defined(__AVX512BF16__)) || defined(OPSMITH_AVX2)
-        if constexpr (std::is_same_v<T, bfloat16>) {
-          if (columns % (2 * W) == 0) {
-            return absorb_tile<m()>(q + t * q_stride + n, q_stride, w + n * columns, columns, some, fetch,
-                                    n == 0, n + some == rows, out + t * columns);
-          }
-        }
-#endif
         absorb_tile<T, m()>(q + t * q_stride + n, q_stride, w + n * columns, columns, some, fetch, n == 0,
-                            out + t * columns);
+                            n + some == rows, out + t * columns);
       });
     }
   }

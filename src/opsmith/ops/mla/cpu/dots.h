@@ -11,7 +11,6 @@
 
 #include "byte_dot.h"
 #include "gemm_tile.h"
-#include "pair.h"
 
 namespace opsmith::mla {
 
@@ -172,10 +171,8 @@ struct Dots<bfloat16, int8_t> : Dots<bfloat16, bfloat16> {
     return widen(_mm256_maskz_loadu_epi8(__mmask32((uint64_t{1} << left) - 1), p));
   }
 };
-#endif
-
-#if (defined(OPSMITH_AVX512) && !defined(__AVX512BF16__)) || defined(OPSMITH_AVX2)
-// A vector of weights is their even ones and their odd ones, in an instruction each.
+#elif defined(OPSMITH_AVX512) || defined(OPSMITH_AVX2)
+// A vector of weights is their even ones and their odd ones, in an instruction each (in_pairs).
 template <>
 struct Dots<bfloat16, bfloat16> {
   using X = float;
@@ -238,14 +235,14 @@ __attribute__((noinline)) void dot_tile(const typename D::X* x, int64_t x_stride
                                         int64_t out_stride) {
   // Few sums leave registers for several that alternate, which hide latency.
   constexpr int chains = W == 16 ? 1 : M * R <= 2 ? 4 : M * R <= 4 ? 2 : 1;
-  typename D::Sum sum[M][R], more[chains][M][R] = {};
+  typename D::Sum sum[chains][M][R] = {};
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[m][r] = D::start(x_sum[m]);
+    for (int r = 0; r < R; ++r) sum[0][m][r] = D::start(x_sum[m]);
   }
   int64_t k = 0;
-  auto add = [&](auto lanes, auto& sum) __attribute__((always_inline)) {
+  auto add = [&](auto lanes, typename D::Sum(&sum)[M][R]) __attribute__((always_inline)) {
     decltype(D::weight(w, lanes)) column[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) column[r] = D::weight(w + r * w_stride + k, lanes);
@@ -256,25 +253,25 @@ __attribute__((noinline)) void dot_tile(const typename D::X* x, int64_t x_stride
       for (int r = 0; r < R; ++r) sum[m][r] = D::mac(v, column[r], sum[m][r]);
     }
   };
-  const auto step = [&](auto& sum) __attribute__((always_inline)) {
+  const auto step = [&](typename D::Sum(&sum)[M][R]) __attribute__((always_inline)) {
     fetch.template step<D::step * sizeof(S), R>(w + k);
     add(Full{}, sum);
     k += D::step;
   };
-  while (chains > 1 && k + chains * D::step <= depth) {
+  while (k + chains * D::step <= depth) {
 #pragma GCC unroll 4
-    for (int c = 0; c < chains; ++c) step(more[c]);
+    for (int c = 0; c < chains; ++c) step(sum[c]);
   }
-  while (k + D::step <= depth) step(sum);
-  if (k < depth) add(depth - k, sum);
+  while (k + D::step <= depth) step(sum[0]);
+  if (k < depth) add(depth - k, sum[0]);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int r = 0; chains > 1 && r < R; ++r) {
 #pragma GCC unroll 4
-      for (int c = 0; c < chains; ++c) sum[m][r] += more[c][m][r];
+    for (int c = 1; c < chains; ++c) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sum[0][m][r] += sum[c][m][r];
     }
-    store_totals(sum[m], out + m * out_stride);
+    store_totals(sum[0][m], out + m * out_stride);
   }
 }
 

@@ -1,7 +1,10 @@
 """Products in dtypes without a unit: how slow they are is measured, said, and avoided where nothing is timed."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opsmith import measure
 from opsmith.measure import products
@@ -12,6 +15,19 @@ from opsmith.measure.roofs import RoofProbes
 def slowness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(products, "slowness", lambda dtype: request.param if dtype == torch.bfloat16 else 1.0)
     return request.param
+
+
+class Multiplied(TorchDispatchMode):
+    """The dtypes in which products are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in products._PRODUCTS:
+            self.dtypes.append(args[0].dtype if func is not torch.ops.aten.addmm.default else args[1].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 def test_slowness_is_measured_once_and_of_float32_it_is_one() -> None:
@@ -33,18 +49,20 @@ def test_what_has_no_unit_is_said(slowness: float) -> None:
 def test_products_are_widened_and_rounded_once(slowness: float) -> None:
     a, b = torch.randn(5, 40).bfloat16(), torch.randn(40, 7).bfloat16()
     bias = torch.randn(7).bfloat16()
-    with measure.Widened():
+    with Multiplied() as multiplied, measure.Widened():
         got = torch.nn.functional.linear(a, b.t(), bias), a @ b, torch.bmm(a[None], b[None])[0]
     assert {t.dtype for t in got} == {torch.bfloat16}
+    assert multiplied.dtypes == [torch.float32 if slowness > 4 else torch.bfloat16] * 3
     if slowness > 4:
         exact = torch.addmm(bias.float(), a.float(), b.float())
         assert torch.equal(got[0], exact.bfloat16())
         assert torch.equal(got[1], (a.float() @ b.float()).bfloat16())
         assert torch.equal(got[2], got[1])
     q = torch.randn(1, 2, 6, 8).bfloat16()
-    with measure.Widened():
+    with Multiplied() as multiplied, measure.Widened():
         seen = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     wide = torch.nn.functional.scaled_dot_product_attention(q.float(), q.float(), q.float())
+    assert multiplied.dtypes == [torch.float32 if slowness > 4 else torch.bfloat16]
     torch.testing.assert_close(seen.float(), wide, atol=0.02, rtol=0.02)
 
 

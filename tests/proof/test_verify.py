@@ -49,6 +49,26 @@ def test_a_right_operator_passes_every_check() -> None:
     assert {f.sample for f in findings} == {"vector", "strided", "empty"}
 
 
+def test_the_first_call_is_held_to_eagers_worst_of_all_calls_too() -> None:
+    given = torch.arange(17.0)
+
+    def eager(
+        x: torch.Tensor,
+    ) -> torch.Tensor:  # exact for the sample itself, off for its values in another order
+        return 2 * x + 1 + (0.0 if torch.equal(x, given.to(x.dtype)) else 1e-3)
+
+    def mine(by: float) -> Operator:
+        operator = card(lambda x: 2 * x + 1 + by)
+        implementations = [*operator.implementations, Implementation("eager", eager)]
+        some = [Sample("counting", (given,))]
+        return replace(
+            operator, implementations=implementations, samples=lambda make: some, differentiable=False
+        )
+
+    assert [f for f in verify(mine(1.5e-3), [torch.float32]) if not f.ok] == []
+    assert {f.implementation for f in verify(mine(3e-3), [torch.float32]) if not f.ok} == {"mine"}
+
+
 def test_checks_of_a_sample_share_the_references_results_and_no_others() -> None:
     """An implementation that changes nothing asks for nothing new: one that is wrong at other values is still found."""
     asked = []

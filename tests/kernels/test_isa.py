@@ -17,6 +17,8 @@ from opsmith.kernels import isa, libraries
         (("avx2",), "portable"),  # without FMA the code of the tier would not run
         (AVX2, "avx2"),
         ((*AVX2, "avx512_f"), "avx2"),
+        ((*AVX2, "avx_vnni"), "avx_vnni"),
+        ((*AVX512, "avx_vnni"), "avx512"),  # which is above it, and which many have without it
         (AVX512, "avx512"),
         ((*AVX512, "avx512_bf16"), "avx512"),
         ((*AVX512, "avx512_bf16", "avx512_vnni"), "avx512_bf16"),

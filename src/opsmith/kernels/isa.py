@@ -15,6 +15,7 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mpre
 FLAGS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "avx2": _AVX2,
+    "avx_vnni": (*_AVX2, "-mavxvnni"),
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
     "dotprod": ("-march=armv8.2-a+dotprod",),
@@ -28,17 +29,22 @@ TIERS: tuple[str, ...] = _ARM if _ON_ARM else tuple(tier for tier in FLAGS if ti
 INSTRUCTIONS: dict[str, str] = {
     "portable": "",
     "avx2": "vfmadd231ps %ymm0, %ymm0, %ymm0",
+    "avx_vnni": "{vex} vpdpbusd %ymm0, %ymm0, %ymm0",
     "avx512": "vpermw %zmm0, %zmm0, %zmm0",
     "avx512_bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0",
     "dotprod": "sdot v0.4s, v0.16b, v0.16b",
 }
 
-# What the CPU must report, beyond the tier below it. Nothing asks for AMX: many CPUs have AVX-512 without it.
+_HAS_AVX2 = ("avx2", "fma3", "f16c")
+_HAS_AVX512 = (*_HAS_AVX2, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+
+# What the CPU must report. Nothing asks for AMX: many CPUs have AVX-512 without it.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "portable": (),
-    "avx2": ("avx2", "fma3", "f16c"),
-    "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"),
-    "avx512_bf16": ("avx512_bf16", "avx512_vnni"),
+    "avx2": _HAS_AVX2,
+    "avx_vnni": (*_HAS_AVX2, "avx_vnni"),
+    "avx512": _HAS_AVX512,
+    "avx512_bf16": (*_HAS_AVX512, "avx512_bf16", "avx512_vnni"),
     "dotprod": ("asimddp",),
 }
 
@@ -73,12 +79,7 @@ def supported() -> tuple[str, ...]:
     'portable'
     """
     found = _reported()
-    tiers: list[str] = []
-    for name in TIERS:
-        if not found.issuperset(_NEEDS[name]):
-            break
-        tiers.append(name)
-    return tuple(tiers)
+    return tuple(name for name in TIERS if found.issuperset(_NEEDS[name]))
 
 
 def tier() -> str:

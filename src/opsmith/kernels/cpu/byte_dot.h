@@ -7,31 +7,25 @@
 
 namespace opsmith {
 
-#if defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)
+#if (defined(OPSMITH_AVX512) && defined(__AVX512VNNI__)) || (defined(OPSMITH_AVX2) && defined(__AVXVNNI__))
+#define OPSMITH_VNNI 1
 #define OPSMITH_BYTE_DIGITS 1
 
-using Bytes = __m512i;  // of the weight, W columns by 4
-using Four = __m512i;  // of x
+using Bytes = IVec;  // of the weight, W columns by 4
+using Four = IVec;  // of x
 constexpr int kTaken = 0;  // what `bytes_of` takes from each byte
 
-inline Bytes bytes_of(IVec v) { return (__m512i)v; }
-inline Four four_of(IVec v) { return (__m512i)v; }
-inline IVec dot4(IVec sum, Bytes w, Four x) { return (IVec)_mm512_dpbusd_epi32((__m512i)sum, w, x); }
+inline Bytes bytes_of(IVec v) { return v; }
+inline Four four_of(IVec v) { return v; }
+inline IVec dot4(IVec sum, Bytes w, Four x) {
+#if defined(OPSMITH_AVX512)
+  return (IVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#else
+  return (IVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#endif
+}
 // For an x that is used several times: the instruction can take it from memory, and the compiler would load it for each.
 inline void load_once(Four& x) { asm("" : "+v"(x)); }
-
-// v x + w y = (v + y) (w + x) - v w - x y: a multiplication less, where one is due in a cycle and two additions are. The
-// last two terms are left in, as they are common to all rows and to all columns. For v, w below 16, x from -64 to 63 and
-// y from 0 to 127.
-constexpr bool kPairsPay = true;
-inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) {
-  return (IVec)_mm512_dpbusd_epi32((__m512i)sum, _mm512_add_epi8(v, y), _mm512_add_epi8(w, x));
-}
-inline IVec rest_of_pair(IVec sum, Bytes v, Bytes w) { return dot4(sum, v, w); }
-// Of four numbers that follow each other times the next four.
-inline IVec twice_products_of_fours(IVec v) {
-  return v * (IVec)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1);
-}
 
 #elif defined(OPSMITH_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define OPSMITH_BYTE_DIGITS 1
@@ -108,7 +102,21 @@ inline Four broadcast_four(const Digit* p) {
 }
 #endif
 
-#if !(defined(OPSMITH_AVX512) && defined(__AVX512VNNI__))
+#if defined(OPSMITH_VNNI) && defined(OPSMITH_AVX512)
+// v x + w y = (v + y) (w + x) - v w - x y: a multiplication less, where one is due in a cycle and two additions are. The
+// last two terms are left in, as they are common to all rows and to all columns. For v, w below 16, x from -64 to 63 and
+// y from 0 to 127.
+constexpr bool kPairsPay = true;
+inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) {
+  return dot4(sum, (IVec)_mm512_add_epi8((__m512i)v, (__m512i)y),
+              (IVec)_mm512_add_epi8((__m512i)w, (__m512i)x));
+}
+inline IVec rest_of_pair(IVec sum, Bytes v, Bytes w) { return dot4(sum, v, w); }
+// Of four numbers that follow each other times the next four.
+inline IVec twice_products_of_fours(IVec v) {
+  return v * (IVec)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1);
+}
+#else
 constexpr bool kPairsPay = false;
 inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) { return dot4(dot4(sum, v, x), w, y); }
 inline IVec rest_of_pair(IVec sum, Bytes, Bytes) { return sum; }

@@ -334,6 +334,16 @@ inline bool can_stream(const T* p) {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // to the second-level cache
+// Whether what streams from memory is to be asked for also where the arithmetic leaves the processor time to see it coming:
+// AMD's then fetch better by themselves, Intel's look ahead too little for the memory of a server.
+inline bool asks_always() {
+#if defined(__x86_64__)
+  static const bool intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+  return intel;
+#else
+  return false;
+#endif
+}
 
 // What a value becomes when it is stored as T and read back.
 template <class T>

@@ -162,7 +162,8 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
   const int64_t most_rows = group == 1 ? kMostRows : kMostRows / 2, panel_step = most_rows * kPanel;
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
   const int64_t some = std::max(depth, kSum);
-  const bool alone = m <= ROWS && PANEL == kPanel;  // one tile has all rows and columns of a panel
+  // One tile has all rows and columns of a panel: it leaves the processor time to fetch by itself, and better.
+  const bool alone = m <= ROWS && PANEL == kPanel && !asks_always();
   const int64_t most = m > kFewRows || Weight::plain ? kBlock : alone ? some : kShortBlock;
   const int64_t length = round_up(ceil_div(some, ceil_div(some, most)), kSum);
   parallel_shares(s.row_blocks * s.groups, s.grain, [&](int64_t begin, int64_t end) {
@@ -185,7 +186,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
           t.first = k == 0;
           t.ahead = reinterpret_cast<const char*>(columns + t.depth * width) +
                     kAgain;  // the weight is read in order
-          // All that the tiles on this block fetch; one alone leaves the processor time to do so by itself, and better.
+          // All that the tiles on this block fetch.
           const int64_t step_lines = ceil_div(kFetchStep * width * int64_t(sizeof(*columns)), kLine);
           t.unfetched = alone || Weight::plain ? 0 : step_lines;
           t.lines = ceil_div(t.unfetched, tiles * ceil_div(width, PANEL));

@@ -27,7 +27,7 @@ constexpr int64_t kBlock = 128;  // of K that share a factor, where the weight n
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Rows of x in a tile: as many as registers hold sums for, vectors of columns by D digits each.
-constexpr int most_rows(int D) { return (W == 16 ? 12 : 4) / D; }
+constexpr int most_rows(int D) { return (W == 16 ? 12 : kDigitBits == 8 ? 6 : 4) / D; }
 // Vectors of columns beside so many sums of each: all of a panel, if they fit.
 constexpr int vectors(int sums) { return W == 16 || sums > 2 ? 2 : 4; }
 // Whether so many rows keep the processor from seeing the next loads: otherwise it fetches ahead by itself, and better. Digits
@@ -45,6 +45,7 @@ struct Tile {
   const int32_t* pairs;  // [row][block]: what pairs are to begin with besides
   int64_t blocks;  // from one row of these to the next
   const uint8_t* weight;
+  const uint8_t* ahead;  // what the cache will need: as many bytes, in the order in which they lie
   int64_t pitch;  // bytes of a step
   int64_t depth, block;  // of K: here, and until a factor changes
   const bfloat16* scale;  // of the columns, [block]; null if they have one for all blocks
@@ -53,6 +54,7 @@ struct Tile {
   int64_t columns;  // that there are
   float* sums;  // rows of kColumns
   bool first;  // else it is added to the sums
+  bool ask;  // for what comes, however few rows there are
 
   void skip(int64_t n) {
     weight += 4 * n, sums += n, columns -= n;
@@ -69,7 +71,7 @@ inline Vec load_some(const T* p, int64_t columns) {
 template <int D, int R, int NV, bool nibbles>
 __attribute__((noinline)) void multiply(const Tile& t) {
   constexpr bool paired = kPairsPay && nibbles && D == 2 && R >= kLeastPaired && R <= kMostPaired;
-  const uint8_t* w = t.weight;
+  const uint8_t *w = t.weight, *ahead = t.ahead;
   const Digit* x = t.digits;
   constexpr int each = D / halves(D);  // digits whose sums are one number
   Vec total[R][NV];
@@ -137,13 +139,13 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       x += 8 * R * D;
     };
     const int64_t until = std::min(k + t.block, t.depth);
-    for (; k < until; k += nibbles ? 8 : 4, w += t.pitch) {
+    for (; k < until; k += nibbles ? 8 : 4, w += t.pitch, ahead += 4 * W * NV) {
       IVec word[NV];
       Bytes column[NV];
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
-        if (busy(R, D, nibbles) && n * 4 * W % 64 == 0) {
-          prefetch_far(w + kAhead + n * 4 * W);
+        if ((busy(R, D, nibbles) || t.ask) && n * 4 * W % 64 == 0) {
+          prefetch_far(ahead + n * 4 * W);
           __builtin_prefetch(w + kNear + n * 4 * W, 0, 3);
         }
         word[n] = load_words(w + n * 4 * W);
@@ -206,7 +208,11 @@ __attribute__((noinline)) void multiply(const Tile& t) {
 template <int D, int R, bool nibbles>
 inline void multiply_columns(int64_t width, Tile t) {
   constexpr int NV = vectors(R * D);
-  for (; width >= NV * W; width -= NV * W, t.skip(NV * W)) multiply<D, R, NV, nibbles>(t);
+  t.ahead = t.weight + kAhead;
+  for (; width >= NV * W; width -= NV * W, t.skip(NV * W)) {
+    multiply<D, R, NV, nibbles>(t);
+    t.ahead += t.depth / (nibbles ? 8 : 4) * 4 * W * NV;
+  }
   if constexpr (NV * W > kLeastPanel) {
     if (width > 0) multiply<D, R, kLeastPanel / W, nibbles>(t);
   }
@@ -246,6 +252,7 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
   }
   const int64_t cost = depth * kColumns * (ceil_div(m, row_blocks) + 4);
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost));
+  const bool ask = asks_always();
   const int64_t sums_size = most_rows(D) * ceil_div(x.tiles, row_blocks) * kColumns;
   parallel_shares(row_blocks * panels, grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(sums_size + kChunk * kColumns / int64_t(sizeof(float)));
@@ -259,7 +266,7 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
       if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
       // One tile of all columns shares the panel with no other. Few rows, which wait for memory, are not faster for it.
       const bool alone = tiles_end - tile == 1 && vectors(int(rows) * D) * W == kColumns;
-      const int64_t chunk = alone && busy(int(rows), D, nibbles) ? depth : kChunk;
+      const int64_t chunk = alone && (ask || busy(int(rows), D, nibbles)) ? depth : kChunk;
       for (int64_t k = 0; k < depth; k += chunk) {
         Tile t;
         t.blocks = x.blocks;
@@ -273,6 +280,7 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
         t.scale = grouped ? p.scale.as<bfloat16>() + k / p.group * t.scale_stride + first : nullptr;
         t.zero = p.zero.defined() ? p.zero.as<int8_t>() + k / p.group * t.zero_stride + first : nullptr;
         t.first = k == 0;
+        t.ask = ask;
         const bool unpack_first = nibbles && tiles_end - tile > kTilesThatUnpack;
         if (unpack_first) {
           unpack(t.weight, t.depth / kDepth, t.pitch, unpacked);

@@ -241,3 +241,26 @@ def test_a_step_that_cannot_be_timed_by_itself_runs_and_says_so(monkeypatch: pyt
     opsmith.optimize(model, config=Config(inductor=False))
     _check_gradients(truth, _gradients(model, model, numbers(3, 4, WIDTH)), numbers(3, 4, WIDTH))
     assert "forward and backward were not timed: raised RuntimeError: no such luck" in str(model.opsmith.plan)
+
+
+class Looked(nn.Module):
+    """Rows of a table whose gradient has a rule of its own, and something that is rewritten behind them."""
+
+    def __init__(self, **rule: Any):
+        super().__init__()
+        self.table, self.feed = nn.Embedding(61, WIDTH, **rule), Feed()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.feed(self.table(tokens))
+
+
+@pytest.mark.parametrize("rule", [{"padding_idx": 0}, {"padding_idx": 7}, {"scale_grad_by_freq": True}])
+def test_rules_of_an_embedding_s_gradient_stay(rule: dict[str, Any]) -> None:
+    model = seeded(lambda: Looked(**rule)).train()
+    truth, tokens = Truth(model), ids(3, 12)
+    tokens[0, :4] = rule.get("padding_idx", 5)
+    run = _optimize(model, tokens)
+    _check_gradients(truth, _gradients(model, run, tokens), tokens)
+    found = {name for graph in model.opsmith.graphs for name in graph.sites}
+    assert len(found) > 1
+    assert any(name.startswith("embedding") for name in found) == ("padding_idx" in rule)

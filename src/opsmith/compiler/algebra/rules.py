@@ -516,8 +516,13 @@ def _triangle(c: Canon, node: Node, self: Any, diagonal: int) -> Poly:
 
 
 @rule("embedding")
-def _embedding(c: Canon, node: Node, weight: Any, indices: Any, **_: Any) -> Poly:
-    return c.space.fn("gather", c(weight), c(indices), shape=shape_of(node))
+def _embedding(
+    c: Canon, node: Node, weight: Any, indices: Any, padding_idx: int, scale_grad_by_freq: bool, sparse: bool
+) -> Poly:
+    if scale_grad_by_freq or sparse:
+        raise Unreadable
+    padding = (padding_idx,) if padding_idx >= 0 else ()  # a row without a gradient
+    return c.space.fn("gather", c(weight), c(indices), shape=shape_of(node), attrs=padding)
 
 
 @rule("index")
@@ -527,7 +532,7 @@ def _index(c: Canon, node: Node, self: Any, indices: Any) -> Poly:
         raise Unreadable
     if ids.meta["val"].dtype in (torch.bool, torch.uint8):
         raise Unreadable
-    return _embedding(c, node, self, ids)
+    return c.space.fn("gather", c(self), c(ids), shape=shape_of(node))
 
 
 @rule("index_select")

@@ -59,7 +59,7 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
         return transpose(unfolded, len(new))
     if atom.name == "gather" and atom.shape == old and same_last:
         table, ids = atom.args
-        return s.fn("gather", table, reshape(ids, ids.shape, new[:-1]), shape=new)
+        return s.fn("gather", table, reshape(ids, ids.shape, new[:-1]), shape=new, attrs=atom.attrs)
     if atom.name in ("sum", "mean", "max") and same_last and atom.shape == (*old[:-1], 1):
         wide = atom.args[0].shape
         if len(wide) != len(old):

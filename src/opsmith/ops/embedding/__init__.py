@@ -251,6 +251,12 @@ CARD = _CALL.card(
             {"ids": ("B", "L"), "table": ("V", "N")},
             dtypes={"ids": "ids"},
         ),
+        Pattern(
+            "embedding(ids, table, padding_idx)",
+            lambda ids, table, padding_idx: F.embedding(ids, table, int(padding_idx)),
+            {"ids": ("B", "L"), "table": ("V", "N"), "padding_idx": 3},
+            dtypes={"ids": "ids"},
+        ),
     ),
     gradient=GradientCost(bytes=1.0),  # the table's
     schemas=declare(SIGNATURE),

@@ -57,3 +57,67 @@ def test_no_model_uses_up_what_another_may_capture() -> None:
 def test_a_model_that_changes_often_is_captured_as_often() -> None:
     model = optimized()
     assert graphs_after(model, 12) == 12
+
+
+class Layered(nn.Module):
+    """Whose layer lies behind a break of the graph, and is given a table of one sequence for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        table = torch.ones(1, x.shape[1], 8).cumsum(1)
+        torch._dynamo.graph_break()
+        y: torch.Tensor = self.norm(x * table)
+        return y + y if twice else y
+
+
+@torch.no_grad()
+def test_behind_a_break_that_was_there_before_a_size_of_one_stays_one() -> None:
+    """Another option is another graph behind the break, and none before it that would say so."""
+    model, x = Layered().eval(), torch.randn(3, 5, 8)
+    opsmith.optimize(model, x, config=UNTIMED)
+    for twice in (False, True):
+        torch.testing.assert_close(model(x, twice=twice), model._call_impl(x, twice=twice))
+    assert not model.opsmith.unread
+
+
+@torch.library.custom_op("opsmith_tests::half_known", mutates_args=())
+def half_known(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@half_known.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("nobody said of what shape that is")
+
+
+class Refused(nn.Module):
+    """Which runs, while nothing can capture it."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.norm, self.broken = nn.LayerNorm(8), broken
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.norm(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        y: torch.Tensor = half_known(x)
+        return y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_cannot_be_captured_is_answered_by_eager_once(broken: bool) -> None:
+    model, x = Refused(broken).eval(), torch.randn(3, 8)
+    with pytest.warns(UserWarning, match="a part of the model runs as it was.*raised TorchRuntimeError"):
+        opsmith.optimize(model, x, config=UNTIMED)
+    assert model.calls == 1
+    for count in (2, 3):
+        torch.testing.assert_close(model(x), 2 * model.norm(x))
+        assert model.calls == count
+    assert "left as it was: a part of the model: raised TorchRuntimeError" in str(model.opsmith.report)

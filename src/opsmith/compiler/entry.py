@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,6 @@ from torch import fx, nn
 
 from opsmith import measure
 from opsmith.call.dispatch import carries_tangents
-from opsmith.compiler.capture.trace import NotGeneral
 from opsmith.compiler.frozen import keep_input_guards
 from opsmith.compiler.modules.conventions import rehearse
 from opsmith.compiler.modules.quantize import needed
@@ -42,7 +43,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     chosen = keep_input_guards if session.config.frozen else needed if session.config.quantize else None
     options: Any = chosen and {"guard_filter_fn": chosen}
     compiled = torch.compile(forward, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
-    seen: set[tuple[Any, ...]] = set()
+    seen: dict[tuple[Any, ...], Callable[..., Any]] = {}
     general = True  # until a graph of this model turns out not to be
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +74,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         )
         plain = all(v is None or isinstance(v, _PLAIN) for v in values)
         if plain and key in seen:
-            return compiled(*args, **kwargs)
+            return seen[key](*args, **kwargs)
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
         for t in tensors:
@@ -86,19 +87,24 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             if t.dim() and t.shape[0] == 1:  # positions of all sequences, say: to be broadcast
                 torch._dynamo.mark_static(t, 0)
         session.capturing.general, session.capturing.paged = general and plain and many, paged
+        before, left = len(session.runs), _Left()
         try:
-            with _capturing(session.capturing.general):
+            with _capturing(session.capturing.general, left):
                 result = compiled(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, NotGeneral):
+        except torch._dynamo.exc.TorchDynamoException:
+            if not session.capturing.general:  # what ran before would run twice
                 raise
             general = session.capturing.general = False
-            with _capturing(False):
+            with _capturing(False, left):
                 result = compiled(*args, **kwargs)
         finally:
             session.capturing.general = False
+        # Behind a break no graph is general, and the next time the one before the break may be there already.
+        general = general and len(session.runs) <= before + 1
+        for error in left.errors:
+            session.leave(error)
         if plain:
-            seen.add(key)
+            seen[key] = model._call_impl if left.errors else compiled
         return result
 
     return call
@@ -140,18 +146,37 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, own, code.co_name, None, function.__closure__)
 
 
+class _Left(logging.Filter):
+    """What Dynamo could not capture and left to eager PyTorch, which it says to its logger alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[Exception] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        ours = record.levelno >= logging.WARNING and record.thread == threading.get_ident()
+        if ours and isinstance(error, Exception):
+            self.errors.append(error)
+        return not ours or error is None
+
+
 @contextmanager
-def _capturing(general: bool) -> Iterator[None]:
+def _capturing(general: bool, left: _Left) -> Iterator[None]:
     """The settings under which a graph is captured.
 
     Recompilations are no sign of trouble here: there is one for each kind of sizes. Sizes that are
     equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
-    A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size.
+    A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size. What
+    fails in that is captured otherwise; what fails then, or behind a break of the graph, runs in eager PyTorch.
     Python's garbage collector would look through all objects of all libraries again and again, a tenth of the time.
     """
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addFilter(left)
     with (
         measure.no_collection(),
         torch._dynamo.config.patch(
+            suppress_errors=not general,
             specialize_float=True,
             recompile_limit=_MANY,
             accumulated_recompile_limit=_MANY,
@@ -161,4 +186,7 @@ def _capturing(general: bool) -> Iterator[None]:
             use_duck_shape=False, backed_size_oblivious=general
         ),
     ):
-        yield
+        try:
+            yield
+        finally:
+            logger.removeFilter(left)

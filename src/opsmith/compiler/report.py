@@ -192,7 +192,7 @@ class Report:
         lines += _few(
             "rolled back: ", ((1, f"mla {m.name}: {m.why}") for m in self.latent if m.status == "rolled back")
         )
-        left = ((g.left, f"a graph of {g.nodes} operations: {g.left}") for g in self.graphs if g.left)
+        left = ((g.left, f"{g.what}: {g.left}") for g in self.graphs if g.left)
         lines += _few("left as it was: ", left)
         lines += _few("", ((line, line) for line in self.slower))
         seen = {str(m): (m.operator, m.where) for g in self.graphs for m in g.misses}

@@ -71,7 +71,13 @@ class Session:
         if self.capturing.general:
             # What is captured behind a break could not be captured anew: the model has run up to there.
             self.capturing.general = torch.fx.experimental._config.backed_size_oblivious = False
+            torch._dynamo.config.suppress_errors = True
         return run
+
+    def leave(self, error: Exception, nodes: int = 0) -> None:
+        """Say that a graph runs as it was, or, of no nodes, what could not be captured as one."""
+        self.unread.append(GraphReport(nodes=nodes))
+        self.unread[-1].leave(raised(error))
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.selector.spent:
@@ -95,8 +101,7 @@ class Session:
         except NotGeneral:
             raise
         except Exception as error:  # of ours: the model has been read by Dynamo
-            self.unread.append(GraphReport(nodes=len(gm.graph.nodes)))
-            self.unread[-1].leave(raised(error))
+            self.leave(error, len(gm.graph.nodes))
             return gm.forward
         finally:
             show()

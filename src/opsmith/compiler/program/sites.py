@@ -60,14 +60,19 @@ class GraphReport:
         """The sites that no proof has rolled back."""
         return [s for s in self.sites if s.status == "kept"]
 
+    @property
+    def what(self) -> str:
+        """The graph in words; of one that was never captured nobody knows the size."""
+        return f"a graph of {self.nodes} operations" if self.nodes else "a part of the model"
+
     def leave(self, why: str) -> None:
         """Say that the graph is not optimized: a fault of ours, and not of the model's."""
         self.sites.clear()
         self.misses.clear()
         self.left, self.fault = why, True
+        done = "studied" if self.nodes else "captured"
         warnings.warn(
-            f"opsmith: a graph of {self.nodes} operations runs as it was, since it could not be studied: {why}",
-            stacklevel=2,
+            f"opsmith: {self.what} runs as it was, since it could not be {done}: {why}", stacklevel=2
         )
 
 

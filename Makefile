@@ -40,6 +40,10 @@ test-tiers: $(VENV)/.installed  ## Operators' tests and cards on the kernels of 
 	$(call timed,(for tier in avx2 portable; do echo "OPSMITH_ISA=$$tier"; export OPSMITH_ISA=$$tier; \
 	  $(BIN)/python -m pytest tests/ops tests/kernels && $(BIN)/opsmith verify --all --quick $(ARGS) || exit; done))
 
+.PHONY: hf-tests
+hf-tests: $(VENV)/.installed  ## The tests that transformers has for its models, with each model optimized; hours
+	$(call timed,$(BIN)/python -m tests.hf $(ARGS))
+
 .PHONY: arm
 arm: $(VENV)/.installed  ## Every kernel built for ARM and held to its card under QEMU: no ARM processor takes part
 	$(call timed,OPSMITH_ISA=portable $(BIN)/python -m tests.arm $(ARGS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -152,6 +153,40 @@ def test_a_family_is_found_and_says_the_same(name: str) -> None:
     assert verdict.ok, verdict.why
     if said is not None:
         assert torch.equal(model.generate(**inputs, **fixed), said)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_every_output_that_is_asked_for_is_eagers(name: str) -> None:
+    """What transformers' own tests ask of each model (`make hf-tests`), of two: hidden states break its graph."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(name)
+    sizes = {k: v for k, v in SIZES.items() if k not in GROUPED or hasattr(config, k)}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    model: Any = seeded(lambda: transformers.AutoModel.from_config(config, attn_implementation="eager"))
+    eager = copy.deepcopy(model)
+    opsmith.optimize(model, config=UNTIMED)
+    inputs = {"input_ids": ids(3, 7), "attention_mask": padding(3, 7).long()}
+    for asked, form in (
+        ({}, True),
+        ({"output_hidden_states": True}, False),
+        ({"output_attentions": True}, True),
+    ):
+        with torch.no_grad():
+            got, said = (m(**inputs, **asked, return_dict=form) for m in (model, eager))
+        assert type(got) is type(said)
+        if form:
+            assert list(got) == list(said)
+            got, said = got.to_tuple(), said.to_tuple()
+        torch.testing.assert_close(flat(got), flat(said), atol=1e-5, rtol=1e-4)
+    assert not model.opsmith.unread
+
+
+def flat(outputs: Any) -> list[torch.Tensor]:
+    """The tensors among outputs; a cache is compared by what is decoded with it."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    return [t for part in outputs for t in flat(part)] if isinstance(outputs, tuple) else []
 
 
 def test_the_modeling_of_chatglm_is_found_and_says_the_same() -> None:

@@ -73,8 +73,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             *[(t.shape, t.dtype, t.requires_grad) for t in tensors],
         )
         plain = all(v is None or isinstance(v, _PLAIN) for v in values)
-        if plain and key in seen:
-            return seen[key](*args, **kwargs)
+        if plain and (run := seen.get(key)) is not None:
+            return run(*args, **kwargs)
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
         for t in tensors:

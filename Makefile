@@ -48,6 +48,12 @@ hf-tests: $(VENV)/.installed  ## The tests that transformers has for its models,
 arm: $(VENV)/.installed  ## Every kernel built for ARM and held to its card under QEMU: no ARM processor takes part
 	$(call timed,OPSMITH_ISA=portable $(BIN)/python -m tests.arm $(ARGS))
 
+MINUTES ?= 5
+.PHONY: soak
+soak: $(VENV)/.installed  ## Mixed work on optimized models, every answer checked: `make soak MINUTES=60` takes an hour of each kind
+	$(call timed,(for kind in serve train; do $(BIN)/python -W ignore benchmarks/soak.py $$kind --minutes $(MINUTES) \
+	  --json build/soak-$$kind.json --svg build/soak-$$kind.svg $(ARGS) || exit; done))
+
 CPP = git ls-files '*.cpp' '*.h' '*.cu' | xargs $(BIN)/clang-format
 .PHONY: lint
 lint: $(VENV)/.installed  ## Style, format, types and import order

@@ -4,7 +4,7 @@ from .checks import Checked, WrongResult, check_call, compare_outputs, poison, u
 from .comparison import Comparison
 from .contestants import Prepared, Repeated, captured
 from .machine import Cache, Machine, describe
-from .memory import can_reuse_memory, peak_bytes, reused_memory, trim
+from .memory import can_reuse_memory, peak_bytes, reused_memory, trim, trim_later
 from .pool import CacheFlush, Pool, cold_bytes
 from .products import Widened, lacks_unit, slowness, without_unit
 from .roofs import KINDS, ImpossibleTime, Probe, Roof, RoofProbes, Roofs
@@ -49,6 +49,7 @@ __all__ = [
     "slowness",
     "spread",
     "trim",
+    "trim_later",
     "ulp",
     "without_unit",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -84,6 +86,22 @@ def trim() -> None:
     """Give the system back what the heap holds and nobody uses, where the C library is glibc."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
+
+
+def trim_later() -> None:
+    """Trim the heap once: behind the garbage collection that runs now, or else the next one.
+
+    For whoever learns that something large dies: until the collection is over, most of it is there. What PyTorch keeps
+    of a compilation lies above the freed weights in the heap, which glibc gives back from its top only.
+    """
+    if _trim_once not in gc.callbacks:
+        gc.callbacks.append(_trim_once)
+
+
+def _trim_once(phase: str, _: Any) -> None:
+    if phase == "stop":
+        gc.callbacks.remove(_trim_once)
+        trim()
 
 
 def can_reuse_memory() -> bool:

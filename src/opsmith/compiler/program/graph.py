@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class CompiledGraph:
         self._changed = self.sites.effects.inputs(gm.graph)
         self._learning: Worth | None = None  # once gradients were asked for: whether it runs rewritten then
         self._lock = threading.RLock()
+        weakref.finalize(self, measure.trim_later).atexit = False
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
@@ -113,6 +115,7 @@ class CompiledGraph:
         with self._lock:
             self._weights.clear()
             self.programs.clear()
+        measure.trim_later()
 
     def _study_or_leave(self, rehearsal: Rehearsal, training: bool = False) -> None:
         """Study the graph; what we cannot study must not stop the model, and runs from now on as it was captured."""

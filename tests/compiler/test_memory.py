@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import opsmith
 from opsmith.compiler import Config
@@ -295,21 +296,41 @@ def test_a_model_made_in_inference_mode() -> None:
         torch.testing.assert_close(model(x), want)
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-@torch.no_grad()
-def test_a_model_that_nobody_holds_takes_all_of_it_along(quantize: str | None) -> None:
-    def live() -> list[weakref.ref[Any]]:
-        model = opsmith.optimize(
-            Encoder().eval(), ids(2, 9), config=opsmith.Config(tune=False, quantize=quantize)
-        )
-        model(ids(2, 9))
+def _kind(kind: str) -> Any:
+    """A model, optimized and called as this kind of it is."""
+    config = opsmith.Config(tune=False, quantize=kind if kind == "int8" else None)
+    if kind == "latent":
+        pytest.importorskip("transformers")
+        from tests.compiler.test_latent import deepseek, prompts
+
+        model = opsmith.optimize(deepseek("V3"), prompts(2, 8), config=config)
+        model.generate(**prompts(2, 8), do_sample=False, max_new_tokens=3)
+        assert model.opsmith.latent.sites
+        return model
+    model = opsmith.optimize(Encoder().eval(), ids(2, 9), config=config)
+    with torch.set_grad_enabled(kind == "training"):
+        y = model(ids(2, 9))
         model(ids(3, 17))
+    if kind == "training":
+        next(t for t in pytree.tree_leaves(y) if isinstance(t, torch.Tensor)).sum().backward()
+    if kind == "profiled":
+        opsmith.profile(model, ids(2, 9), budget_s=0.05)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "latent", "training", "profiled"])
+def test_a_model_that_nobody_holds_takes_all_of_it_along(kind: str) -> None:
+    def live() -> list[weakref.ref[Any]]:
+        model = _kind(kind)
         session = model.opsmith
         programs = [p for g in session.graphs for p in g.programs.by_key.values() if p is not None]
         assert programs
-        packed = [t for module in session.packing.modules for t in module.buffers()]
-        held = [model, session, *session.graphs, *programs, *model.parameters(), *packed]
-        return [weakref.ref(one) for one in held]
+        packed = [t for m in session.packing.modules for t in m.forward.__self__.buffers()]
+        assert bool(packed) == (kind == "int8")
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert bool(gradients) == (kind == "training")
+        held = [model, session, *session.graphs, *programs, *session.latent.sites]
+        return [weakref.ref(one) for one in (*held, *model.parameters(), *packed, *gradients)]
 
     for _ in range(3):
         found = live()

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 import opsmith
 from opsmith.compiler import Config
 from opsmith.compiler.choose import weights
+from opsmith.compiler.modules.conventions import ModelCall
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import WIDTH, Encoder, Feed, Truth, ids, numbers, optimized, seeded
 
@@ -336,6 +338,17 @@ def test_a_model_that_nobody_holds_takes_all_of_it_along(kind: str) -> None:
         found = live()
         gc.collect()
         assert [type(one) for ref in found if (one := ref()) is not None] == []
+
+
+def test_a_forward_that_holds_its_model_is_not_held() -> None:
+    """As hooks put one into a model, which `accelerate` does."""
+    model = seeded(Encoder)
+    model.forward = partial(Encoder.forward, model)
+    assert ModelCall(model, (ids(2, 9),), {}).names == ModelCall(seeded(Encoder), (), {}).names
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -204,8 +205,11 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any] | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _names(forward: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(forward).parameters)
+def _names(forward: weakref.ref[Callable[..., Any]]) -> list[str]:
+    """Of a reference that does not hold: a `forward` that somebody put into a model may hold the model."""
+    function = forward()
+    assert function is not None
+    return list(inspect.signature(function).parameters)
 
 
 @functools.lru_cache(maxsize=256)
@@ -231,7 +235,7 @@ class ModelCall:
         forward = model.forward
         function = getattr(forward, "__func__", None)
         # A method is another object each time, its function is not; `self` comes first there.
-        self.names = _names(forward) if function is None else _names(function)[1:]
+        self.names = _names(weakref.ref(function or forward))[0 if function is None else 1 :]
         self.given = dict(zip(self.names, args, strict=False)) | dict(kwargs)
 
     @property

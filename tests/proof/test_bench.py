@@ -14,6 +14,8 @@ from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
 from opsmith.proof.bench import bench, workloads
 from opsmith.proof.passes import ColdData
 
+PUBLIC = ("opsmith", "opsmith, out=")  # the card's function, as users call it
+
 
 def negate(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     return torch.neg(x, out=out)
@@ -57,10 +59,24 @@ def test_workloads_of_the_card_are_what_is_timed() -> None:
     operator = card(workloads=lambda make: iter([Sample("big", (make(64, 64),))]))
     (result,) = run(operator)
     assert result.workload == "big"
-    assert set(result.columns["cold"].names) == {"mine", "mine, out=", "eager"}
+    assert set(result.columns["cold"].names) == {*PUBLIC, "mine", "mine, out=", "eager"}
     assert [c.column for c in result.columns.values()] == ["cold", "warm"]
     assert set(result.roof["cold"]) == set(result.columns["cold"].names)
     assert result.direction == "forward"
+
+
+def test_the_public_function_is_timed_and_not_what_the_card_calls_alone() -> None:
+    def function(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(out is not None)
+        return torch.neg(x, out=out)
+
+    calls: list[bool] = []
+    operator = card()
+    operator.function = function
+    result = run(operator)[0]
+    rounds = [len(result.columns["cold"].samples[name]) for name in PUBLIC]
+    assert calls.count(False) >= rounds[0]
+    assert calls.count(True) >= rounds[1]
 
 
 def test_large_outputs_are_timed_on_fresh_pages_and_in_reused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +90,8 @@ def test_large_outputs_are_timed_on_fresh_pages_and_in_reused_memory(monkeypatch
     (result,) = run(card(workloads=lambda make: iter([Sample("big", (make(64, 64),))])))
     assert list(result.columns) == ["cold", "reused"]
     assert result.columns["cold"].notes == {"outputs": "on fresh pages"}
-    assert set(result.columns["cold"].names) == {"mine", "eager"}
-    assert set(result.columns["reused"].names) == {"mine", "mine, out=", "eager"}
+    assert set(result.columns["cold"].names) == {"opsmith", "mine", "eager"}
+    assert set(result.columns["reused"].names) == {*PUBLIC, "mine", "mine, out=", "eager"}
     assert result.columns["reused"].notes == {"outputs": "in memory of earlier ones"}
 
 
@@ -135,8 +151,8 @@ def test_a_gpu_rotates_its_inputs_and_has_a_column_of_graphs(monkeypatch: pytest
     (result,) = run(card(workloads=lambda make: iter([Sample("big", (make(64, 64),))])), device="cuda")
     assert list(result.columns) == ["cold", "warm", "graph"]
     assert result.columns["cold"].column == "cold"  # rotated, not flushed
-    assert set(result.columns["cold"].names) == {"mine", "mine, out=", "eager"}
-    assert set(result.columns["graph"].names) == {"mine, out=", "eager"}
+    assert set(result.columns["cold"].names) == {*PUBLIC, "mine", "mine, out=", "eager"}
+    assert set(result.columns["graph"].names) == {*PUBLIC, "mine, out=", "eager"}
     assert "mine cannot be captured in a CUDA graph: operation not permitted when stream is capturing" in (
         result.notes
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import opsmith.ops  # noqa: F401  what binds its kernels is written from there
+import opsmith.ops  # noqa: F401  declares the kernels
 from opsmith.kernels import libraries
 
 pytestmark = [

@@ -133,7 +133,7 @@ def fresh(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
         monkeypatch.setattr(libraries, name, {})
     monkeypatch.setattr(libraries, "_tier", None)
     monkeypatch.setattr(libraries, "SOURCES", project.home)  # whose one family is src
-    monkeypatch.setattr(libraries, "_offered", {})
+    monkeypatch.setattr(libraries, "_offered", {"of_src": "src"})
     monkeypatch.setattr(libraries, "_bindings", {})
     monkeypatch.setattr(libraries, "_followers", [])  # it offers nothing
     monkeypatch.setattr(libraries, "_wanted_beside", [])

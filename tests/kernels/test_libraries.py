@@ -61,6 +61,23 @@ def test_every_operator_that_python_asks_for_has_a_library() -> None:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"opsmith::{name}", "CPU"), name
 
 
+def test_what_nobody_has_declared_yet_is_said_and_not_built(tmp_path: Path) -> None:
+    """In a process that has not imported the operators, whose signatures have a part of the bindings."""
+    code = """
+    from opsmith.kernels import libraries
+    for asked in (libraries.load, libraries.build, libraries.status, lambda: libraries.load("gelu")):
+        try:
+            print(asked())
+        except ValueError as error:
+            print(str(error).rpartition("; ")[2])
+    import opsmith.ops
+    libraries._loaded = dict.fromkeys(libraries._names())  # all of them, as far as they are asked
+    print(libraries.load())
+    """
+    said = run(code, OPSMITH_CACHE=str(tmp_path), OPSMITH_NATIVE="").splitlines()
+    assert said == ["import opsmith.ops first"] * 3 + ["import opsmith.ops, which declares them", "True"]
+
+
 # First calls
 
 

@@ -125,8 +125,8 @@ def load(*names: str) -> bool:
         False, after one warning in a process, where one of them cannot be had.
 
     Raises:
-        ValueError: no library offers such a kernel; or ``OPSMITH_ISA`` names a tier that does not exist or that this
-            CPU cannot run.
+        ValueError: no library offers such a kernel; or, of all, nobody has declared those of one; or ``OPSMITH_ISA``
+            names a tier that does not exist or that this CPU cannot run.
         BuildError: ``OPSMITH_NATIVE=1`` and a library cannot be built.
     """
     for name in names:
@@ -279,6 +279,8 @@ def _folders(sources: Path) -> dict[str, Path]:
 
 
 def _library(name: str, tier: str | None) -> Library:
+    if name not in _offered.values():  # without its bindings it would be another library, or none
+        raise ValueError(f"opsmith: no kernel of {name!r} is declared; import opsmith.ops first")
     folders = [*HEADERS, SOURCES]
     own = sorted(_folders(SOURCES)[name].glob("*.cpp"))
     own += (_written(kernel, binding) for kernel, binding in _bindings.get(name, {}).items())

@@ -148,7 +148,9 @@ class _Job:
             elif gpu is not None or source.name.startswith("binding"):
                 system = (_torch_folder() / "include", *([nvcc.include(gpu)] if gpu else ()))
                 more = (_TORCH_ABI, _BINDING_LEVEL, *(["-DUSE_CUDA"] if gpu else ()))
-                units.append(Unit(source, folders, (*isa.FLAGS[tier], *more, *flags), system, binds=True))
+                # A binding computes nothing: one serves every tier, and is compiled once.
+                its = () if source.name.startswith("binding") else isa.FLAGS[tier]
+                units.append(Unit(source, folders, (*its, *more, *flags), system, binds=True))
             else:
                 units.append(Unit(source, folders, (*isa.FLAGS[tier], *flags)))
         return _Job(name, tier, {unit: unit.key() for unit in units}, tuple(library.links))

@@ -11,7 +11,6 @@ import torch
 from tests.arm import __main__ as arm
 from tests.arm.machine import Machine, missing
 
-from opsmith.kernels import libraries
 from opsmith.operator import registry
 
 ROOT = Path(__file__).parents[2]
@@ -62,18 +61,6 @@ def test_a_planted_fault_is_noticed_and_the_next_call_is_not_touched(
     with pytest.raises(RuntimeError, match=error):
         call(faulty, kernel)
     assert torch.equal(call(faulty, "good"), torch.arange(5.0))
-
-
-def test_a_kernel_that_nothing_reaches_is_named() -> None:
-    machine = Machine("portable")
-    machine.reached = {kernel: set(arm.DTYPES) for kernel in libraries.kernels()}
-    assert arm.unreached(machine) == []
-    del machine.reached["gelu"]
-    machine.reached["softmax"].remove(torch.float16)
-    assert arm.unreached(machine) == [
-        "gelu: no call reached it in float32, bfloat16, float16",
-        "softmax: no call reached it in float16",
-    ]
 
 
 def test_what_is_wrong_is_found() -> None:

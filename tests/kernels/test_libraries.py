@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,40 @@ def test_what_nobody_has_declared_yet_is_said_and_not_built(tmp_path: Path) -> N
     """
     said = run(code, OPSMITH_CACHE=str(tmp_path), OPSMITH_NATIVE="").splitlines()
     assert said == ["import opsmith.ops first"] * 3 + ["import opsmith.ops, which declares them", "True"]
+
+
+@native
+def test_each_source_includes_what_it_uses(tmp_path: Path) -> None:
+    """A build's precompiled header has what a source may have forgotten, and a build of few sources has none.
+
+    In the lowest tier, whose code takes from the standard library what others have instructions for.
+    """
+    found, tier = compiler.find_compiler(), isa.TIERS[0]
+    wanted = [libraries._library(name, tier) for name in set(libraries.kernels().values())]
+    units = {
+        source: compiler.Unit(source, tuple(one.include_dirs), isa.FLAGS[tier])
+        for one in wanted
+        for source in one.sources
+        if not source.name.startswith("binding")  # torch's headers take seconds, and have most of the others
+    }
+    if found is None or "clang" in found.version:
+        pytest.skip("g++ is not there")
+    # Half of the time would go into this one, which simd.h alone includes.
+    vectors = tmp_path / "vectors.h"
+    vectors.write_text("#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n")
+
+    def compiled(unit: compiler.Unit, *how: str) -> str:
+        command = [*compiler._command(found, unit), "-Wno-psabi", *how]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+    assert (
+        compiled(next(iter(units.values())), "-x", "c++-header", str(vectors), "-o", f"{vectors}.gch") == ""
+    )
+    with ThreadPoolExecutor(2) as pool:
+        how = ("-fsyntax-only", "-include", str(vectors))
+        said = pool.map(lambda unit: compiled(unit, *how, str(unit.source)), units.values())
+    assert len(units) > 30
+    assert [text for text in said if text] == []
 
 
 # First calls

@@ -284,7 +284,7 @@ def serve(soak: Soak) -> None:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         soak.sample(sum(len(s.model.opsmith.graphs) for s in (encoder, decoder, small)))
-        threads[0].join(SAMPLE)
+        time.sleep(SAMPLE)
 
 
 def train(soak: Soak) -> None:

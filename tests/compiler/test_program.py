@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_buffers_are_shared_by_steps_that_do_not_meet() -> None:
     with torch.no_grad():
         model(*inputs)
         for buffers in program._free:
-            for buffer in buffers:
+            for buffer in buffers.of(program):
                 buffer.fill_(float("nan"))
         truth.check(model(*inputs), *inputs)
 
@@ -53,6 +54,33 @@ def test_a_call_in_flight_has_buffers_of_its_own() -> None:
         model(x)
         model(x)
     assert len(program._free) == 1
+
+
+def test_programs_of_a_graph_share_what_the_largest_needs() -> None:
+    model = seeded(Feed)
+    truth = Truth(model)
+    sizes = [numbers(batch, 8, WIDTH) for batch in (3, 9, 5, 2)]
+    opsmith.optimize(model, sizes, config=UNTIMED)
+    (graph,) = model.opsmith.graphs
+    programs = _programs(model)
+    assert len(programs) == len(sizes)
+    with torch.no_grad():
+        for x in (*sizes, *sizes[::-1]):
+            truth.check(model(x), x)
+            for buffers in graph.programs.buffers:  # what one program leaves is nothing to the next
+                for program in programs:
+                    for buffer in buffers.of(program):
+                        buffer.fill_(float("nan"))
+    (buffers,) = graph.programs.buffers
+    held = {
+        b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for p in programs for b in buffers.of(p)
+    }
+    assert sum(held.values()) == max(sum(p.slots) for p in programs)
+    known = weakref.ref(programs[0])
+    graph.programs.clear()
+    del programs, program, buffers
+    assert known() is None
+    assert not graph.programs.buffers
 
 
 class _Reused(nn.Module):
@@ -263,6 +291,6 @@ def test_an_input_may_come_in_another_layout() -> None:
 def test_slots_are_where_their_results_were() -> None:
     meta = torch.device("meta")
     layout = (0, 16, torch.float32, (2, 3), (3, 1))
-    program = Program([], "", [64], [meta], lambda args, buffers: buffers[0], [layout])
+    program = Program({}, "", [64], [meta], [layout], lambda args, buffers: buffers[0], [])
     assert program([]).device == meta
     assert program([]).shape == (2, 3)

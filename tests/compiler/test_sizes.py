@@ -82,7 +82,7 @@ def test_sizes_nobody_has_seen_give_the_same_numbers(shuffled: bool) -> None:
             truth.check(model(*inputs), *inputs)
         for program in _programs(model).values():
             for buffers in program._free:
-                for buffer in buffers:
+                for buffer in buffers.of(program):
                     buffer.fill_(float("nan") if buffer.is_floating_point() else 1)
     assert _spans(model)
 

@@ -158,7 +158,8 @@ class CompiledGraph:
             steps.append(PlanStep(name, card.name, signature(card, call), *found))
             return card, self._selector.implementation(card, choice.implementation)
 
-        program, result = Recorder(self.rewritten, rehearsal.again(), choose, self._weights, free).run()
+        known = choose, self._weights, self.programs.buffers, free
+        program, result = Recorder(self.rewritten, rehearsal.again(), *known).run()
         for step in steps:
             step.slot = program.taken.get(step.site)
         if tuning:

@@ -12,6 +12,7 @@ depend on them stays as it was recorded, the rest is called with what the sizes 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,17 +45,42 @@ from opsmith.operator import Implementation, Operator
 Chooser = Callable[[str, dict[str, Any]], tuple[Operator, Implementation]]
 
 
-@dataclass
+class Buffers:
+    """Memory for one call at a time of whichever program of a graph: as much as the largest of them needs."""
+
+    def __init__(self) -> None:
+        self._storage: list[torch.Tensor] = []  # by slot
+        self._laid: weakref.WeakKeyDictionary[Program, list[Any]] = weakref.WeakKeyDictionary()
+
+    def of(self, program: Program) -> list[Any]:
+        """A program's buffers, laid out once until the memory has to grow."""
+        found = self._laid.get(program)
+        if found is None:
+            for slot, (size, device) in enumerate(zip(program.slots, program.devices, strict=True)):
+                there = self._storage[slot : slot + 1]
+                if not there or there[0].nbytes < size or there[0].device != device:
+                    self._laid.clear()  # whose memory goes
+                    there.clear()
+                    self._storage[slot : slot + 1] = [torch.empty(0)]
+                    self._storage[slot] = torch.empty(size, dtype=torch.uint8, device=device)
+            found = self._laid[program] = [
+                torch.as_strided(self._storage[slot][offset:].view(dtype), size, stride)
+                for slot, offset, dtype, size, stride in program.layouts
+            ]
+        return found
+
+
+@dataclass(eq=False)
 class Program:
-    """A recorded program: its source, and the sets of buffers of the calls in flight."""
+    """A recorded program: its source, and the sets of buffers of the graph's calls that are not in flight."""
 
     taken: dict[str, int]  # by site: the (first) slot of its result
     source: str
     slots: list[int]  # bytes
-    _devices: list[torch.device]  # of the slots
+    devices: list[torch.device]  # of the slots
+    layouts: list[Layout]
     _run: Callable[..., Any]
-    _layouts: list[Layout]
-    _free: list[list[Any]] = field(default_factory=list)
+    _free: list[Buffers]
     lines: dict[str, range] = field(default_factory=dict)  # by site: where it stands in the source
     fresh: int = 0  # results of sites that are allocated at every call, as their sizes vary
 
@@ -63,21 +89,10 @@ class Program:
         try:
             buffers = self._free.pop()
         except IndexError:
-            buffers = self._allocate()
-        result = self._run(args, buffers)
+            buffers = Buffers()
+        result = self._run(args, buffers.of(self))
         self._free.append(buffers)
         return result
-
-    def _allocate(self) -> list[Any]:
-        storage = [
-            torch.empty(size, dtype=torch.uint8, device=device)
-            for size, device in zip(self.slots, self._devices, strict=True)
-        ]
-
-        return [
-            torch.as_strided(storage[slot][offset:].view(dtype), size, stride)
-            for slot, offset, dtype, size, stride in self._layouts
-        ]
 
 
 class Open:
@@ -103,9 +118,10 @@ class Recorder:
         args: Sequence[Any],
         choose: Chooser,
         weights: Weights,
+        buffers: list[Buffers],
         free: Collection[Any] = (),
     ):
-        self.gm = gm
+        self.gm, self.buffers = gm, buffers
         self.nodes = list(gm.graph.nodes)
         self.varies = varying(self.nodes, free) if free else set()
         self.lines: dict[str, range] = {}
@@ -133,8 +149,9 @@ class Recorder:
             source,
             self.slots.sizes,
             self.slots.devices,
-            run,
             list(self.slots.layouts),
+            run,
+            self.buffers,
             lines=self.lines,
             fresh=len(self.calls.keys() & self.varies),
         )

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from opsmith.compiler.choose.worth import Worth
 from opsmith.compiler.plan import ShapePlan
-from opsmith.compiler.program.program import Program
+from opsmith.compiler.program.program import Buffers, Program
 from opsmith.compiler.steps.sizes import Key, differing, symbols
 
 MAX_PROGRAMS = 64
@@ -28,6 +28,7 @@ class Programs:
         self.plans: dict[Key, ShapePlan] = {}
         self.worths: dict[Key, Worth] = {}  # of those that were measured
         self.by_key: dict[Key, Program | None] = {}
+        self.buffers: list[Buffers] = []  # that no call has taken; any program takes any
         self._spans: dict[Key, int] = {}  # programs that serve many sizes: how many results they allocate
         self._seen: set[Key] = set()  # sizes that such a program has served
         self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
@@ -89,6 +90,7 @@ class Programs:
         """Forget all programs; the plans stay."""
         self.by_key.clear()
         self._spans.clear()
+        self.buffers.clear()
 
     def named(self, sizes: Key) -> str:
         """Sizes as people read them, each once: `s0=4, s1=512 to 1023`; numbers of the model are none."""

@@ -87,7 +87,8 @@ def test_sums_are_those_of_the_layers_inputs() -> None:
             Calibration(one, calls_of(one, TEXT)).gathered({"down": down}, {"down": down.in_features})
         )
     x = torch.cat(seen)
-    torch.testing.assert_close(found["down"].sum.double(), x.t() @ x, rtol=1e-4, atol=1e-6)
+    error = (found["down"].sum.double() - x.t() @ x).abs()
+    assert (error <= 1e-6 * (x.abs().t() @ x.abs())).all()  # some cancel
     assert len(x) == found["down"].rows == 700
     assert not down._forward_pre_hooks
 

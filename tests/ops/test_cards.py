@@ -271,7 +271,9 @@ def test_compiled_graphs_do_not_depend_on_leading_sizes(card: Operator) -> None:
             for mine, value in zip(
                 tensors_of(compiled(*sample.args, **sample.kwargs)), expected, strict=True
             ):
-                torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6)
+                # A sum that cancels is off by what its terms are rounded by: at the result's scale.
+                scale = float(value.abs().max()) if value.is_floating_point() else 0.0
+                torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6 * max(1.0, scale))
     # Not one: attention's scale is a number computed from a size, and numbers are constants in a graph.
     assert counter.frame_count < len(fitting)
 

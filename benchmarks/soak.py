@@ -153,6 +153,10 @@ def bert() -> Any:
     return BertModel(config)
 
 
+def tokens(draw: random.Random, batch: int, length: int) -> torch.Tensor:
+    return torch.tensor([[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(batch)])
+
+
 @dataclass(frozen=True)
 class Served:
     """An optimized model beside the same one as it was, and in float64."""
@@ -193,7 +197,7 @@ def serve(soak: Soak) -> None:
 
     def encode(draw: random.Random) -> str:
         batch, length = draw.randint(1, 8), draw.randint(4, 128)
-        ids = torch.tensor([[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(batch)])
+        ids = tokens(draw, batch, length)
         mask = torch.ones_like(ids)
         for row in range(1, batch):
             mask[row, draw.randint(1, length) :] = 0
@@ -204,7 +208,7 @@ def serve(soak: Soak) -> None:
 
     def generate(served: Served, draw: random.Random, **how: Any) -> tuple[torch.Tensor, int]:
         prompt = draw.randint(2, 48)
-        ids = torch.tensor([[draw.randrange(1, VOCABULARY) for _ in range(prompt)]])
+        ids = tokens(draw, 1, prompt)
         mask = torch.ones_like(ids)
         more = draw.randint(2, 24)
         text = served.model.generate(ids, attention_mask=mask, max_new_tokens=more, do_sample=False, **how)
@@ -241,7 +245,7 @@ def serve(soak: Soak) -> None:
                 raise Cancelled
             return torch.zeros(ids.shape[0], dtype=torch.bool)
 
-        ids = torch.tensor([[draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, 48))]])
+        ids = tokens(draw, 1, draw.randint(2, 48))
         try:
             decoder.model.generate(ids, max_new_tokens=8, stopping_criteria=[gone])
         except Cancelled:
@@ -295,15 +299,14 @@ def train(soak: Soak) -> None:
         one.config.use_cache = False
         one.train()
     opsmith.optimize(model)
-    steps = [torch.optim.AdamW(one.parameters(), lr=1e-4) for one in (model, eager)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     draw, held = random.Random(0), torch.arange(256).view(2, 128) * 7 % VOCABULARY
     sampled = None
     while sampled is None or not soak.over:
         batch, length = draw.randint(1, 4), draw.choice((32, 64, 96, 128))
-        ids = torch.tensor([[draw.randrange(VOCABULARY) for _ in range(length)] for _ in range(batch)])
-        eager.load_state_dict(
-            model.state_dict()
-        )  # so that each step is compared, and not what they add up to
+        ids = tokens(draw, batch, length)
+        # So that each step is compared, and not what they add up to.
+        eager.load_state_dict(model.state_dict())
         exact = copy.deepcopy(eager).double()
         losses = []
         for one in (model, eager, exact):
@@ -321,10 +324,11 @@ def train(soak: Soak) -> None:
         ):
             verdict = WHOLE_MODEL.check(a.grad, b.grad, c.grad)
             soak.count("gradient", "" if verdict.ok else f"{name}: {verdict.why}")
-        steps[0].step()
+        optimizer.step()
         if draw.random() < 0.05:
-            for one in (model, eager, exact):
+            for one in (eager, exact):
                 one.load_state_dict(model.state_dict())
+            for one in (model, eager, exact):
                 one.eval()
             with torch.no_grad():
                 verdict = WHOLE_MODEL.check(*(one(held).logits for one in (model, eager, exact)))

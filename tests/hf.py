@@ -25,24 +25,14 @@ from xml.etree import ElementTree
 
 import torch
 
+from tests.compiler.models import TINY
+
 FOLDER = Path(__file__).parents[1] / "build" / "hf-tests"
 # What is fetched: the tests, and what they import and we do not have otherwise.
 SOURCES = {"5.23.0": "19d647a4d5d903a7c644ca5cde2d86efc3dde7d8c687ae7988806ff2205efa71"}
 PARAMETERIZED = "0.9.0", "4e0758e3d41bea3bbd05ec14fc2c24736723f243b28d702081aef438c9372b1b"
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = TINY | {"vocab_size": 99}
 WINDOW = {"sliding_window": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}

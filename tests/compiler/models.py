@@ -15,6 +15,20 @@ from opsmith.compiler import Config
 from opsmith.operator import Tolerance
 
 VOCABULARY, WIDTH, HEADS = 61, 32, 4
+# A tiny model of transformers, as most families name its sizes.
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 # The first implementation that is able, and the program even where eager is faster: nothing depends on a clock.
 UNTIMED = Config(tune=False)
 # Each operator is held to its card's policy; a model is a chain of them, so errors of some add up.

@@ -13,6 +13,7 @@ from torch import nn
 import opsmith
 from opsmith.compiler import session
 from opsmith.compiler.program import graph, sites
+from opsmith.measure.pool import tensors_of
 from tests.compiler.chatglm import ChatGLM
 from tests.compiler.models import UNTIMED, WHOLE_MODEL, Feed, Truth, ids, numbers, padding, seeded
 
@@ -178,15 +179,8 @@ def test_every_output_that_is_asked_for_is_eagers(name: str) -> None:
         if form:
             assert list(got) == list(said)
             got, said = got.to_tuple(), said.to_tuple()
-        torch.testing.assert_close(flat(got), flat(said), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(list(tensors_of(got)), list(tensors_of(said)), atol=1e-5, rtol=1e-4)
     assert not model.opsmith.unread
-
-
-def flat(outputs: Any) -> list[torch.Tensor]:
-    """The tensors among outputs; a cache is compared by what is decoded with it."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    return [t for part in outputs for t in flat(part)] if isinstance(outputs, tuple) else []
 
 
 def test_the_modeling_of_chatglm_is_found_and_says_the_same() -> None:

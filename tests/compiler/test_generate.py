@@ -13,22 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache, TextIteratorStreamer
 
 import opsmith
-from tests.compiler.models import UNTIMED, VOCABULARY, ids, padding, seeded
+from tests.compiler.models import TINY, UNTIMED, VOCABULARY, ids, padding, seeded
 
 NEW = 10  # tokens
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+SIZES = TINY | {"eos_token_id": None}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"num_hidden_layers": 1},
     # Windows that are shorter than what is generated, beside layers that see everything.

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from opsmith import measure
 from opsmith.call.dispatch import carries_tangents
+from opsmith.compiler.code import Code
 from opsmith.compiler.frozen import keep_input_guards
 from opsmith.compiler.modules.conventions import rehearse
 from opsmith.compiler.modules.quantize import needed
@@ -47,7 +48,10 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     general = True  # until a graph of this model turns out not to be
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if carries_tangents():
+        session.packing.follow()
+        if model.training and torch.is_grad_enabled():
+            session.packing.train()
+        if carries_tangents() or session.changed():
             return model._call_impl(*args, **kwargs)
         if session.latent.waiting:
             session.latent.study(model, partial(rehearse, model, args, kwargs))
@@ -103,6 +107,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         general = general and len(session.runs) <= before + 1
         for error in left.errors:
             session.leave(error)
+        if len(session.runs) > before:
+            session.code = Code(model)  # with what is new in it
         if plain:
             seen[key] = model._call_impl if left.errors else compiled
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
 from opsmith.compiler.capture.trace import NotGeneral, capture
 from opsmith.compiler.choose.select import Selector
+from opsmith.compiler.code import Code
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.products import together
 from opsmith.compiler.find.site import Site
@@ -33,6 +35,10 @@ from opsmith.compiler.report import Report
 from opsmith.installed import load_installed
 from opsmith.version import VERSION
 
+_OTHER = (
+    "a hook of a module was added or removed, or a method exchanged, after the model was captured: while it is so the "
+    "model runs as it was; optimize it again with the hook in place"
+)
 _MUCH = 1 << 26  # bytes of weights that are more than what caches hold
 
 
@@ -64,6 +70,8 @@ class Session:
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
         self.dtypes: set[torch.dtype] = set()  # of the weights of linear layers that stay the model's
         self.capturing = Capturing()
+        self.code: Code | None = None  # what captured graphs were of
+        self.other = 0  # calls that came when the code was another
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's call: one captured graph in, one callable out."""
@@ -73,6 +81,15 @@ class Session:
             self.capturing.general = torch.fx.experimental._config.backed_size_oblivious = False
             torch._dynamo.config.suppress_errors = True
         return run
+
+    def changed(self) -> bool:
+        """Whether the model has other hooks or methods than were captured, which its graphs know nothing of."""
+        if self.config.frozen or self.code is None or not self.code.changed():
+            return False
+        if not self.other:
+            warnings.warn(f"opsmith: {_OTHER}", stacklevel=4)
+        self.other += 1
+        return True
 
     def leave(self, error: Exception, nodes: int = 0) -> None:
         """Say that a graph runs as it was, or, of no nodes, what could not be captured as one."""
@@ -173,6 +190,8 @@ class Session:
         lines += [
             f"{why}, for all that opsmith leaves as it was; float32 or quantize avoids it" for why in slow
         ]
+        if self.other:
+            lines.append(f"in {self.other} calls {_OTHER}")
         if not config.verify:
             lines.append("nothing was proved: leave out verify=False")
         return lines

@@ -16,6 +16,7 @@ from opsmith.operator import Implementation
 # Asked of every weight at every call.
 _version = torch._C.TensorBase.__dict__["_version"].__get__
 _address = torch.Tensor.data_ptr
+State = tuple[list[int], list[int]]
 _ADD = torch.ops.aten.add.Tensor
 _MAKING = (torch.ops.aten.to.dtype, _ADD)
 
@@ -35,6 +36,11 @@ _FEW = 64
 _LARGE = 1 << 28  # bytes: weights of more are not held twice
 
 
+def state(weights: Sequence[torch.Tensor]) -> State:
+    """Versions and addresses: another one stands for other numbers."""
+    return list(map(_version, weights)), list(map(_address, weights))
+
+
 class Weights:
     """The weights among a graph's inputs, and what was packed or made of them, once for each use.
 
@@ -52,8 +58,7 @@ class Weights:
     def clear(self) -> None:
         """Let go of all weights."""
         self._parameters: list[weakref.ref[Any]] = []
-        self._versions: list[int] = []
-        self._addresses: list[int] = []
+        self._state: State = [], []
         self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and what is made of them
         self._packed: dict[tuple[Any, ...], _Packed] = {}
         self._made: dict[tuple[int, Any], torch.Tensor] = {}
@@ -61,17 +66,14 @@ class Weights:
 
     def changed(self, args: Sequence[Any]) -> bool:
         """True when a weight is not the one that was taken: loaded anew, trained, replaced or moved."""
-        weights = [args[i] for i in self._at]
-        return (
-            list(map(_version, weights)) != self._versions or list(map(_address, weights)) != self._addresses
-        )
+        return state([args[i] for i in self._at]) != self._state
 
     def take(self, args: Sequence[Any]) -> None:
         """The weights as they are in this call."""
         self.clear()
         weights = [args[i] for i in self._at]
         self._parameters = [weakref.ref(w, lambda _: self._gone()) for w in weights]
-        self._versions, self._addresses = list(map(_version, weights)), list(map(_address, weights))
+        self._state = state(weights)
         # While their memory is held, no other weight can come to stand at the same address.
         self._known = {w.data_ptr(): w.detach() for w in weights}
         self._large = sum(w.nbytes for w in self._known.values()) > _LARGE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
+from opsmith.compiler.choose.weights import State, state
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
@@ -27,7 +29,8 @@ from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
 from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.packed_linear.module import PackedLinear
-from opsmith.ops.packed_linear.weight import in_parts
+from opsmith.ops.packed_linear.weight import in_parts, quantize
+from opsmith.ops.rounding import RoundingError
 
 _ROWS = 8  # of a layer's input that prove it
 
@@ -53,6 +56,11 @@ class QuantizedLayer:
             return f"{self.name} {self.status}: {self.why}"
         return f"{self.name}: {self.format}, relative error {self.relative_error:.2g}"
 
+    def take(self, error: RoundingError) -> None:
+        """What rounding the weight took."""
+        self.relative_error, self.largest_error = error.relative, error.largest
+        self.result_error = error.result
+
     @property
     def lost(self) -> float:
         """What rounding took: of its results, where these were looked at, or of the weight."""
@@ -63,6 +71,7 @@ class Standing(PackedLinear):
     """The packed weight that stands in for a layer's own. A pickled layer is one that was never packed."""
 
     _owner: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
+    _seen: tuple[type, State | None, list[torch.Tensor]]  # what of the owner is packed
     record: QuantizedLayer
 
     @property
@@ -70,10 +79,57 @@ class Standing(PackedLinear):
         """The layer whose calls it takes over."""
         return self._owner[0]
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The layer's call. Who calls the optimized model has looked already; a part of it may be called alone."""
+        if not torch.compiler.is_compiling() and not self.follow():
+            result: torch.Tensor = self.owner.forward(input)
+            return result
+        return super().forward(input)
+
     def stand_in(self, owner: nn.Module, record: QuantizedLayer) -> None:
         """Take over the calls of a layer."""
         self._owner, self.record = (owner,), record
         owner.forward = self.forward
+        self.look()
+
+    def look(self) -> None:
+        """Remember what is packed. While its memory is held, no other weight can stand at its address."""
+        own = [t.detach() for t in self.owner.parameters(recurse=False)]
+        self._seen = type(self.owner), _numbers(self.owner), own
+
+    def follow(self) -> bool:
+        """Pack the layer's weight again where it changed, in the memory that programs read.
+
+        Returns:
+            False where no packed weight of this kind can stand for what is there now: the layer has its own call back.
+        """
+        layer, before = self.owner, self._seen
+        self.look()
+        if before[:2] != self._seen[:2]:
+            try:
+                self._renew(before[0])
+            except (TypeError, ValueError) as error:
+                self.record.status, self.record.why = "left", f"after a change: {error}"
+                vars(layer).pop("forward", None)
+                return False
+        return True
+
+    def _renew(self, kind: type) -> None:
+        layer = self.owner
+        own, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if type(layer) is not kind or type(own) is not nn.Parameter:
+            raise TypeError("it is another layer now, or its weight another at each call or in parts")
+        if own.is_meta:  # released
+            return
+        weight = own if isinstance(layer, nn.Linear | nn.Embedding) else own.t()
+        if weight.shape != (self.out_features, self.in_features) or (bias is None) is not (self.bias is None):
+            raise ValueError("its weight or bias has another shape now")
+        with torch.inference_mode(self.weight.is_inference()), torch.no_grad():
+            to = self.weight, self.scale, self.zero
+            self.error = quantize(weight, self.format, self.group_size, to)
+            if self.bias is not None and bias is not None:
+                self.bias.copy_(bias)
+        self.record.take(self.error)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.owner.weight.is_meta:
@@ -88,6 +144,14 @@ class Standing(PackedLinear):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
+
+
+def _numbers(*layers: nn.Module) -> State | None:
+    """What is another one once a number in the layers' own tensors is; of inference mode's nothing tells."""
+    try:
+        return state([t for layer in layers for t in layer._parameters.values() if t is not None])
+    except RuntimeError:  # these have no versions
+        return None
 
 
 def _itself(layer: nn.Module) -> nn.Module:
@@ -106,6 +170,8 @@ class Packing:
         self.compared: list[Compared] = []
         self._packed: dict[str, Standing] = {}
         self._called: dict[tuple[str, int, torch.dtype], None] = {}  # by which rows, in the examples
+        self._said = False
+        self._state: Any = None  # of the layers, when their weights were last looked at
 
     def pack(
         self, model: nn.Module, config: Config, taken: Collection[str] = (), calibration: Calls | None = None
@@ -153,8 +219,7 @@ class Packing:
             assert isinstance(packed, Standing)
             assert packed.error is not None
             record.status, record.nbytes = "packed", packed.nbytes
-            record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
-            record.result_error = packed.error.result
+            record.take(packed.error)
             self._packed[name] = packed
             packed.stand_in(modules[name], record)
             read.add(linear[name].weight)
@@ -217,6 +282,28 @@ class Packing:
                 packed.record.status, packed.record.why = "rolled back", why
                 del packed.owner.forward, self._packed[name]
 
+    def follow(self) -> None:
+        """Pack anew what changed since; a layer that its packed weight cannot stand for gets its own call back."""
+        if torch.compiler.is_compiling():  # on weights that have no numbers
+            return
+        owners = [packed._owner[0] for packed in self._packed.values()]
+        now = list(map(type, owners)), _numbers(*owners)
+        if now == self._state:
+            return
+        self._state = now
+        self._packed = {name: packed for name, packed in self._packed.items() if packed.follow()}
+
+    def train(self) -> None:
+        """Say once that packed weights do not learn, where a model that trains would have them learn."""
+        learning = sum(packed.owner.weight.requires_grad for packed in self._packed.values())
+        if learning and not self._said:
+            self._said = True
+            warnings.warn(
+                f"opsmith: the weights of {learning} quantized layers get no gradient, and do not learn: "
+                "opsmith.restore(model) before it trains, or requires_grad_(False) for them",
+                stacklevel=4,
+            )
+
     def unpack(self, model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
         """Give a model, this one or a copy of it, the weights that the packed ones stand for.
 
@@ -266,6 +353,7 @@ class Packing:
                 record.released = weight.nbytes
                 empty[memory] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
             module.weight = empty[memory]
+            packed.look()
 
     @property
     def released(self) -> list[str]:

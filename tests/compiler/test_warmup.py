@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -171,6 +173,28 @@ def test_what_takes_long_is_said_on_a_terminal_only(
         assert (part in said) == terminal
     if terminal:
         assert said.endswith(f"\r{'':<72}\r")  # nothing is left of it
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@torch.no_grad()
+def test_a_call_that_captures_says_so(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(logging.getLogger("opsmith"), "info", lambda text, *args: logged.append(text % args))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    model, x = opsmith.optimize(seeded(Feed), config=UNTIMED), numbers(3, 4, WIDTH)
+    capsys.readouterr()
+    model(x)
+    said = capsys.readouterr().err
+    assert ("capturing the model" in said) == terminal
+    assert said.endswith(f"\r{'':<72}\r") == terminal
+    assert [re.sub(r"[\d.]+ s$", "... s", line) for line in logged] == [
+        "captured and studied a call of Feed on (3, 4, 32) in ... s"
+    ]
+    model(x)
+    assert not capsys.readouterr().err
+    assert len(logged) == 1
 
 
 def test_a_line_is_as_wide_as_a_terminal(

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from opsmith import measure
 from opsmith.call.dispatch import carries_tangents
@@ -22,6 +24,7 @@ from opsmith.compiler.code import Code
 from opsmith.compiler.frozen import keep_input_guards
 from opsmith.compiler.modules.conventions import rehearse
 from opsmith.compiler.modules.quantize import needed
+from opsmith.compiler.progress import show
 from opsmith.decoding import NoState
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             if t.dim() and t.shape[0] == 1:  # positions of all sequences, say: to be broadcast
                 torch._dynamo.mark_static(t, 0)
         session.capturing.general, session.capturing.paged = general and plain and many, paged
-        before, left = len(session.runs), _Left()
+        before, left, started = len(session.runs), _Left(), time.monotonic()
         try:
             with _capturing(session.capturing.general, left):
                 result = compiled(*args, **kwargs)
@@ -109,6 +112,9 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             session.leave(error)
         if len(session.runs) > before:
             session.code = Code(model)  # with what is new in it
+            show()
+            took, shapes = time.monotonic() - started, ", ".join(str(tuple(t.shape)) for t in tensors)
+            _LOG.info("captured and studied a call of %s on %s in %.1f s", type(model).__name__, shapes, took)
         if plain:
             seen[key] = model._call_impl if left.errors else compiled
         return result
@@ -140,6 +146,7 @@ _MANY = 1 << 16
 _UNLIMITED: dict[str, Any] = (
     {"recompile_limit": _MANY} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
 )
+_LOG = logging.getLogger("opsmith")
 _models = itertools.count()
 
 
@@ -167,6 +174,10 @@ class _Left(logging.Filter):
         return not ours or error is None
 
 
+def _begins(_: CallbackArgs) -> None:
+    show("capturing the model")
+
+
 @contextmanager
 def _capturing(general: bool, left: _Left) -> Iterator[None]:
     """The settings under which a graph is captured.
@@ -179,6 +190,7 @@ def _capturing(general: bool, left: _Left) -> Iterator[None]:
     """
     logger = logging.getLogger("torch._dynamo.convert_frame")
     logger.addFilter(left)
+    callback_handler.register_start_callback(_begins)
     with (
         measure.no_collection(),
         torch._dynamo.config.patch(
@@ -196,3 +208,4 @@ def _capturing(general: bool, left: _Left) -> Iterator[None]:
             yield
         finally:
             logger.removeFilter(left)
+            callback_handler.remove_start_callback(_begins)

@@ -1,4 +1,4 @@
-"""What takes long, said on a terminal while it lasts; a file or a pipe gets nothing."""
+"""What takes long, said on a terminal while it lasts; the log `opsmith` says afterwards what it was."""
 
 from __future__ import annotations
 

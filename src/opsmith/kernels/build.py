@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import platform
 import shutil
@@ -30,6 +31,7 @@ _TORCH_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 # Checks have no loops that more would help, and take a quarter longer to compile with it.
 _BINDING_LEVEL = "-O2"
 _ATTEMPTS = 3
+_LOG = logging.getLogger("opsmith")
 
 
 class TooOld(BuildError):
@@ -252,6 +254,7 @@ def _run(
     }
     what = f"{jobs[0].name} kernels" if len(jobs) == 1 else f"{len(jobs)} libraries of kernels"
     title = f"building {what} ({jobs[0].tier})"
+    _LOG.info("%s: %d steps", title, len(todo) + len(links))
     try:
         with _shown(title, len(todo) + len(links), watch) as told:
             compiler.compile_and_link(built_by, folder, todo, links, told)

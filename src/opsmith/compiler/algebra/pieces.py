@@ -111,6 +111,8 @@ def lower(p: Poly, shape: Shape) -> Poly:
     if not joins:
         return p
     blocks = [a for a in joins if a.attrs[0] == "cat"]
+    if any(not isinstance(n, int) for a in blocks for n in a.attrs[1]):  # ends without an order
+        return p
     if blocks:
         ends = sorted({end for a in blocks for end in accumulate(a.attrs[1], initial=0)})
         pieces: list[Piece] = [("block", a, b - a) for a, b in pairwise(ends)]

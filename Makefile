@@ -95,9 +95,16 @@ LLAMACPP := .venv-llamacpp
 llamacpp: $(LLAMACPP)/.installed  ## llama.cpp, for opsmith bench-llm --against llamacpp
 	$(call timed,$(LLAMACPP)/bin/python -c 'import llama_cpp')
 
+# It asks a database of known vulnerabilities, so it needs the network beyond an index of packages, and no other target does.
+# What that database does not answer for is a failure: --strict.
+AUDIT := .venv-audit
+.PHONY: audit
+audit: $(AUDIT)/.installed  ## Known vulnerabilities of the versions in constraints.txt: needs pypi.org, not a mirror of it
+	$(call timed,$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt $(ARGS))
+
 .PHONY: clean
 clean:  ## Remove the environment, caches and build outputs
-	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
+	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) $(AUDIT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
 	  packages/*/src/*.egg-info && find src tests packages -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
@@ -150,4 +157,9 @@ $(LLAMACPP)/.installed: constraints.txt
 	@test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
 	@echo "compiling llama.cpp into $(LLAMACPP), ten minutes on two cores ..."
 	@$(LLAMACPP)/bin/python -m pip install --quiet -c constraints.txt llama-cpp-python
+	@touch $@
+
+$(AUDIT)/.installed: constraints.txt
+	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet pip-audit==2.10.1
 	@touch $@

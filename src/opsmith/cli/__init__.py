@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -92,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 for success, 1 with one line on stderr otherwise."""
     # PyTorch's profiler, which counts memory for `bench`, would say on stderr that it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # where a locale has no × or µ, better another character than none
+            stream.reconfigure(errors="replace")
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = _join_json([arg for arg in args if arg != "--debug"])
@@ -145,4 +151,5 @@ def _one_line(error: Exception) -> str:
     else:
         message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         text = f"{shorten(message, 400) or type(error).__name__} (--debug shows the traceback)"
-    return " ".join(text.split())
+    # What a file says may come with it, and must not speak to the terminal.
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))

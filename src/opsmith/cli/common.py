@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from opsmith.cli import CommandError
+from opsmith.files import write
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class Output:
                 raise CommandError(f"--json: {json_to} is a folder; name a file in it")
             check_folder("--json", Path(json_to))
         width = None if sys.stdout.isatty() else 160  # a file or pipe has no width of its own
-        self.console = Console(quiet=json_to == "-", highlight=False, width=width)
+        self.console = Console(quiet=json_to == "-", highlight=False, markup=False, width=width)
 
     def finish(self, data: Any) -> None:
         """Write the JSON, where it was asked for."""
@@ -64,7 +65,7 @@ class Output:
             print(text)
             return
         try:
-            Path(self.json_to).write_text(text + "\n")
+            write(self.json_to, text + "\n")
         except OSError as error:
             raise CommandError(
                 f"--json: cannot write {self.json_to} ({error.strerror}); name another file"

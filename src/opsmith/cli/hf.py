@@ -16,6 +16,7 @@ from opsmith.cli import CommandError
 from opsmith.cli.models import Batch
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @contextlib.contextmanager
@@ -47,10 +48,9 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
     except ImportError as error:
         raise CommandError('transformers is not installed: pip install "opsmith[hf]"') from error
     check(folder)
-    local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
         try:
-            config = transformers.AutoConfig.from_pretrained(folder, **local)
+            config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
         except Exception as error:  # transformers raises whatever a damaged file leads to
             raise CommandError(f"{folder / 'config.json'}: {one_line(error)}") from error
         causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
@@ -62,7 +62,7 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
                 dtype="auto",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are named below
-                **local,
+                **_LOCAL,
             )
         except Exception as error:
             raise CommandError(f"{folder} does not load: {one_line(error)}") from error
@@ -98,7 +98,7 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
 
             with quiet():
                 model = transformers.AutoModelForCausalLM.from_pretrained(
-                    where, local_files_only=True, dtype="float32", **options
+                    where, dtype="float32", **_LOCAL, **options
                 )
         except Exception as error:  # gguf or accelerate are missing, or the file is damaged
             raise CommandError(f"{path} does not load: {one_line(error)}") from error
@@ -106,7 +106,7 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
         from transformers import AutoTokenizer
 
         with quiet():
-            return model.eval(), AutoTokenizer.from_pretrained(where, local_files_only=True, **options)
+            return model.eval(), AutoTokenizer.from_pretrained(where, **_LOCAL, **options)
     except Exception as error:
         raise CommandError(f"{path} has no tokenizer that loads: {one_line(error)}") from error
 

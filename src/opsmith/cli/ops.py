@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from opsmith import backends
 from opsmith.cli.common import Json, Names, Output, choose
@@ -31,7 +32,7 @@ def run(names: Names = None, json: Json = None) -> None:
     for row in rows:
         first = row["operator"] != previous
         previous = row["operator"]
-        here = ", ".join(row["dtypes"]) if row["available"] else f"[yellow]no: {row['reason']}[/yellow]"
+        here = ", ".join(row["dtypes"]) if row["available"] else Text(f"no: {row['reason']}", "yellow")
         head = (row["operator"], row["kind"]) if first else ("", "")
         table.add_row(*head, row["implementation"], row["device"], here)
     output.console.print(table)

@@ -29,7 +29,9 @@ def draw(results: list[Benchmark], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9})
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}
+    )
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")

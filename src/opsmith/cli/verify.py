@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from opsmith.cli import CommandError
 from opsmith.cli.common import (
@@ -74,7 +75,7 @@ def run(
             f"verify: {len(red)} of {len(findings)} checks failed; start with the smallest: {first.operator} "
             f"{first.implementation}, {first.dtype}, {first.check} of sample {first.sample!r}: {first.why}"
         )
-    output.console.print(f"[green]{len(findings)} checks passed[/green]")
+    output.console.print(f"{len(findings)} checks passed", style="green")
 
 
 def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> Iterator[list[Finding]]:
@@ -108,7 +109,7 @@ def _print(console: Console, findings: list[Finding]) -> None:
             these = [finding.ok for finding in mine if finding.check == check]
             red = these.count(False)
             cells.append(
-                f"[red]{red} of {len(these)} failed[/red]" if red else f"{len(these)} ok" if these else ""
+                Text(f"{red} of {len(these)} failed", "red") if red else f"{len(these)} ok" if these else ""
             )
         worst = max((f.error / f.bound for f in mine if f.ok and f.bound), default=None)
         table.add_row(name, dtype, *cells, "" if worst is None else f"{worst:.2f}")

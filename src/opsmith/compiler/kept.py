@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field, TypeAdapter
 
-from opsmith import measure
-from opsmith.kernels import libraries
+from opsmith import files, measure
+from opsmith.kernels import cache, libraries
 
 T = TypeVar("T")
 
@@ -18,17 +19,14 @@ T = TypeVar("T")
 def directory() -> Path:
     """Where it is kept: OPSMITH_TUNING, or the user's cache folder."""
     forced = os.environ.get("OPSMITH_TUNING")
-    if forced:
-        return Path(forced)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("opsmith")) / "tuning"
+    return Path(forced).expanduser().absolute() if forced else cache.of_user() / "tuning"
 
 
 class Kept(Generic[T]):
     """Entries that hold within one scope (a machine, its kernels, its PyTorch).
 
-    A file that is damaged, unreadable or of another scope counts as empty: it holds nothing that can't be found again.
+    A file that is damaged, unreadable, of another scope, or in a folder that others can write to counts as empty: it
+    holds nothing that can't be found again.
     """
 
     def __init__(self, path: Path, schema: int, scope: str, entry: Any, most: int = 1 << 16):
@@ -40,6 +38,8 @@ class Kept(Generic[T]):
 
     def _read(self) -> dict[str, T]:
         try:
+            if files.distrust(self._path.parent) or files.distrust(self._path):
+                return {}
             data = json.loads(self._path.read_text(encoding="utf-8"))
             mine = (data["schema"], data["scope"]) == (self._schema, self._scope)
             return self._type.validate_python(data["entries"]) if mine else {}
@@ -59,22 +59,25 @@ class Kept(Generic[T]):
         return list(self._entries.items())
 
     def save(self) -> None:
-        """Write through a temporary file; a folder that can't be written costs only the memory of this run."""
+        """Write the file; a folder that can't be written costs only the memory of this run."""
         if not self._new:
             return
         import filelock
 
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(str(self._path) + ".lock", timeout=10):
+            files.own(self._path.parent)
+            with filelock.FileLock(str(self._path) + ".lock", timeout=10, mode=0o600):
+                for left in self._path.parent.glob(f".{self._path.name}.*.tmp"):  # by one who died
+                    left.unlink()
                 others = {k: v for k, v in self._read().items() if k not in self._new}
                 entries = dict([*others.items(), *self._new.items()][-self._most :])  # the oldest go
-                temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
                 text = json.dumps({"schema": self._schema, "scope": self._scope, "entries": entries})
-                temporary.write_text(text, encoding="utf-8")
-                temporary.replace(self._path)
+                files.write(self._path, text, 0o600)
         except (OSError, filelock.Timeout):
             return
+        except files.Unusable as reason:
+            message = f"opsmith: what was measured is neither kept nor looked up ({reason})"
+            warnings.warn(f"{message}, or set OPSMITH_TUNING", RuntimeWarning, stacklevel=2)
         self._new = {}
 
 

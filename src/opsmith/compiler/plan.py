@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from opsmith.files import write
+
 SCHEMA = 1
 _HEADS = 3  # sets of sizes that a table names, of those at which the same runs
 T = TypeVar("T")
@@ -68,12 +70,11 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file."""
-        path = Path(path)
         try:
-            path.write_text(self.to_json(), encoding="utf-8")
+            write(path, self.to_json())
         except OSError as error:
             raise ValueError(f"plan: can't write {path}: {error.strerror or error}") from error
-        return path
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

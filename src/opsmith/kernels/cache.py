@@ -12,15 +12,16 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Store", "Unusable", "configured", "fallback", "readable", "writable"]
+from opsmith.files import Unusable, distrust, own, suspect
+
+__all__ = ["Store", "Unusable", "configured", "fallback", "of_user", "readable", "writable"]
 
 _FOLDERS = ("libraries", "objects", "locks", "building")
 # Files kept, those made or looked up last: editing sources leaves old ones behind.
@@ -28,10 +29,6 @@ _KEEP = {"libraries": 512, "objects": 1024}
 _LOCK_SECONDS = (
     1800.0  # longer than any build; a lock dies with its process, so only a hung one is waited for
 )
-
-
-class Unusable(Exception):
-    """A folder that cannot hold built files, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ class Store:
             Unusable: the folder cannot be created, cannot be written, or others can write to it.
         """
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for folder in (self.path, *map(self.folder, _FOLDERS)):
+            own(self.path)
+            for folder in map(self.folder, _FOLDERS):
                 folder.mkdir(mode=0o700, exist_ok=True)
             if reason := self.distrust():
                 raise Unusable(reason)
@@ -63,10 +60,9 @@ class Store:
 
     def distrust(self) -> str | None:
         """Why no file here may be loaded: others could have put it there. None if they could not."""
-        # In a sticky folder, like /tmp, others can add entries but not replace ours.
-        reason = _distrust(self.path.parent, os.stat, sticky_is_fine=True) or _distrust(self.path, os.stat)
+        reason = distrust(self.path)
         for folder in map(self.folder, _FOLDERS):
-            reason = reason or _distrust(folder, os.lstat)
+            reason = reason or suspect(folder)
         return reason
 
     @contextlib.contextmanager
@@ -112,7 +108,7 @@ class Store:
     def manifest(self, path: Path) -> dict[str, Any] | None:
         """The manifest of a stored file, or None if the file is missing, damaged or not to be trusted."""
         try:
-            if any(_distrust(file, os.lstat) for file in (path, _manifest(path))) or self.distrust():
+            if any(suspect(file) for file in (path, _manifest(path))) or self.distrust():
                 return None
             facts = json.loads(_manifest(path).read_bytes())
             return facts if isinstance(facts, dict) and facts.get("sha256") == _digest(path) else None
@@ -130,11 +126,11 @@ class Store:
         with contextlib.suppress(OSError):  # a folder that can only be read is never pruned
             os.utime(path)
 
-    def prune(self) -> None:
-        """Drop all but the files that were made or used last."""
+    def prune(self, needed: Collection[Path] = ()) -> None:
+        """Drop all but the files that were made or used last; what is needed now counts as such."""
         for name, count in _KEEP.items():
             files = [path for path in self.folder(name).iterdir() if path.suffix != ".json"]
-            for path in sorted(files, key=_age)[count:]:
+            for path in sorted(files, key=lambda path: (path not in needed, _age(path)))[count:]:
                 _manifest(path).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
 
@@ -157,15 +153,21 @@ class Store:
         return max(0, before - self.size())
 
 
+def of_user() -> Path:
+    """opsmith's folder in the user's cache folder; of a user without a home, in the system's temporary folder."""
+    from platformdirs import user_cache_path
+
+    # Without a home, newer versions of platformdirs raise, and older ones begin with "~".
+    with contextlib.suppress(RuntimeError):
+        if (folder := user_cache_path("opsmith", appauthor=False)).is_absolute():
+            return folder
+    return fallback().path.parent
+
+
 def configured() -> Store:
     """The store under ``OPSMITH_CACHE``, or under the user's cache folder."""
     chosen = os.environ.get("OPSMITH_CACHE")
-    if chosen:
-        return Store(Path(chosen).expanduser().absolute() / "kernels")
-    from platformdirs import user_cache_path
-
-    folder = user_cache_path("opsmith", appauthor=False)
-    return Store(folder / "kernels") if folder.is_absolute() else fallback()  # a user without a home has "~"
+    return Store((Path(chosen).expanduser().absolute() if chosen else of_user()) / "kernels")
 
 
 def fallback() -> Store:
@@ -210,23 +212,6 @@ def writable() -> Store:
 
 def _user() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def _distrust(path: Path, look: Callable[[Path], os.stat_result], sticky_is_fine: bool = False) -> str | None:
-    """Why a file or folder is not this user's alone; None if it is, or if it cannot be reached at all."""
-    try:
-        found = look(path)
-    except OSError:
-        return None
-    if not hasattr(os, "getuid"):
-        return None
-    if stat.S_ISLNK(found.st_mode):
-        return f"{path} is a symbolic link; remove it"
-    if found.st_uid not in (0, os.getuid()):
-        return f"{path} belongs to another user (uid {found.st_uid})"
-    if found.st_mode & 0o022 and not (sticky_is_fine and found.st_mode & stat.S_ISVTX):
-        return f"{path} can be written by other users; run: chmod go-w {path}"
-    return None
 
 
 def _manifest(path: Path) -> Path:

@@ -130,7 +130,12 @@ def first_that_runs(candidates: tuple[str, ...], path: str, line: int = 0) -> Co
         command = (program, *words)
         try:
             done = subprocess.run(
-                [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
+                [*command, "--version"],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=60,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError):
             continue
@@ -215,7 +220,7 @@ def compile_and_link(
         run = [*compiler.command, *link.objects, *LINK_FLAGS, *link.flags, "-o", library]
         inputs = " ".join(map(_ninja_path, link.objects))
         lines += [f"build {_ninja_path(library)}: link {inputs}", _ninja_run(run)]
-    (folder / "build.ninja").write_text("\n".join([*lines, ""]))
+    (folder / "build.ninja").write_bytes(os.fsencode("\n".join([*lines, ""])))
     code, output = _run_ninja(folder, watch)
     if code != 0:
         raise _explain(output)
@@ -247,7 +252,7 @@ def _sharing(compiler: Compiler, units: Iterable[Unit]) -> list[tuple[str, str, 
 def finished(folder: Path) -> set[str]:
     """Names of the files in ``folder`` that ninja completed, also when the build failed later."""
     try:
-        log = (folder / ".ninja_log").read_text()
+        log = os.fsdecode((folder / ".ninja_log").read_bytes())
     except OSError:
         return set()
     return {fields[3] for fields in (line.split("\t") for line in log.splitlines()[1:]) if len(fields) == 5}
@@ -337,4 +342,9 @@ def _ninja_path(path: Path | str) -> str:
 
 
 def _ninja_run(words: Iterable[str]) -> str:
+    words = list(words)
+    if wrong := [word for word in words if "\n" in word]:  # which would begin a line of ninja's own
+        raise BuildError(
+            f"opsmith: {wrong[0]!r} has a line break, which ninja has no way to write; rename it"
+        )
     return " run = " + " ".join(map(shlex.quote, words)).replace("$", "$$")

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from opsmith.compiler.plan import checked, read
+from opsmith.files import write
 from opsmith.profiler.data import SCHEMA, Findings
 from opsmith.profiler.report.diff import Diff, compare
 from opsmith.profiler.report.html import page
@@ -55,7 +56,7 @@ class Profile(Findings):
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            write(path, text)
         except OSError as error:
             raise ValueError(f"profile: can't write {path}: {error.strerror or error}") from error
     return text

@@ -169,7 +169,7 @@ class _Parser:
     def refuse(self, at: int, why: str) -> NoReturn:
         start = max(0, at - 60)
         label = f"  {self.output} = {'…' if start else ''}"
-        line = self.text[start : at + 60].replace("\t", " ").replace("\n", " ")
+        line = "".join(c if c.isprintable() else " " for c in self.text[start : at + 60])
         raise FormulaError(f"{why} (column {at + 1})\n{label}{line}\n{' ' * (len(label) + at - start)}^")
 
     def wrong(self, tree: ast.expr, why: str) -> NoReturn:

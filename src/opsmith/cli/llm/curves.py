@@ -24,7 +24,9 @@ def draw(data: dict[str, Any], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9})
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}
+    )
     from matplotlib import pyplot
 
     cells = data["cells"]

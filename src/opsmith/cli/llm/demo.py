@@ -94,7 +94,7 @@ class Demo(Phases):
         for prompt, ids in zip(self.prompts, self._ids(), strict=True):
             length = max(length, ids.shape[1])
             if show:
-                self.console.print(f"[bold]{name}[/bold]: ", end="")
+                self.console.print(f"{name}: ", end="", style="bold")
                 self.console.print(prompt, end="", style="dim", markup=False)
             text = TextStreamer(self.tokenizer, skip_prompt=True) if show else None
             runs.append(generator.generate(model, ids, self.new, text=text))

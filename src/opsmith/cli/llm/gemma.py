@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from opsmith import files
 from opsmith.cli import CommandError
 from opsmith.cli.hf import quiet
 from opsmith.kernels import cache
@@ -66,6 +67,8 @@ def folder() -> Path:
     for store in dict.fromkeys((cache.configured(), cache.fallback())):
         place = store.path.parent / "models" / Path(GGUF).stem
         try:
+            if reason := files.distrust(place.parent):
+                raise files.Unusable(reason)
             if _intact(place):
                 return place
             store.prepare()
@@ -78,7 +81,7 @@ def folder() -> Path:
                         shutil.rmtree(place, ignore_errors=True)
                         os.replace(workshop / "model", place)
             return place
-        except (cache.Unusable, OSError) as error:
+        except (files.Unusable, OSError) as error:
             reasons.append(f"{place}: {error}")
     raise CommandError(
         f"Gemma 3 270M: no folder can hold the converted model ({'; '.join(reasons)}); "

@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -31,21 +30,19 @@ HEADS = (
 def text(profile: Findings, width: int = 150) -> str:
     """The report without colors."""
     buffer = io.StringIO()
-    console = Console(file=buffer, width=width, highlight=False, color_system=None)
+    console = Console(file=buffer, width=width, highlight=False, markup=False, color_system=None)
     show(profile, console)
     return buffer.getvalue()
 
 
 def show(profile: Findings, console: Console) -> None:
     """Print the report."""
-    console.print(
-        Panel("\n".join(escape(line) for line in trust(profile)), title="trust", title_align="left")
-    )
+    console.print(Panel("\n".join(trust(profile)), title="trust", title_align="left"))
     for phase in profile.phases:
         console.print()
         console.print(_bill_table(phase))
         if phase.tokens:
-            console.print(escape(per_token(profile, phase)))
+            console.print(per_token(profile, phase))
         console.print(_shapes_table(phase))
         if len({row.layer for row in phase.rows}) > 1:
             console.print(_layers_table(phase))
@@ -57,10 +54,8 @@ def show(profile: Findings, console: Console) -> None:
         console.print("advice: none; no rule finds a gain above the noise")
     for i, one in enumerate(advice, 1):
         console.print(
-            escape(
-                f"{i}. {one.phase}: {one.title}: up to {one.gain * 1e3:.3g} ms, {one.speedup:.2f}x\n"
-                f"   seen:   {one.evidence}\n   do:     {one.action}\n   verify: {one.verify}"
-            )
+            f"{i}. {one.phase}: {one.title}: up to {one.gain * 1e3:.3g} ms, {one.speedup:.2f}x\n"
+            f"   seen:   {one.evidence}\n   do:     {one.action}\n   verify: {one.verify}"
         )
 
 
@@ -135,11 +130,11 @@ def _bill_table(phase: Phase) -> Table:
     title = f"{phase.name}: the bill, what lost most first"
     table = _table(title, ["class / operator"], HEADS, ["implementation", "written"])
     for group in bill(phase.rows, "kind"):
-        table.add_row(escape(group.name), *cells(group, phase), style="bold")
+        table.add_row(group.name, *cells(group, phase), style="bold")
         inner = bill(group.rows, "operator")
         if len(inner) > 1 or inner[0].name != group.name:
             for one in inner[:6]:
-                table.add_row(escape("  " + one.name), *cells(one, phase))
+                table.add_row("  " + one.name, *cells(one, phase))
             if len(inner) > 6:
                 table.add_row(f"  and {len(inner) - 6} more", _ms(sum(b.seconds for b in inner[6:])))
     table.add_row("sum", _ms(phase.total), f"{phase.total / (phase.wall or 1):.1%}", style="bold")
@@ -174,14 +169,9 @@ def _shapes_table(phase: Phase) -> Table:
     for one in groups[:_SHAPES]:
         operator, shape, _, implementation = one.names
         why = one.rows[0].reason + "".join(f"; not {n}: {w}" for n, w in one.rows[0].refused.items())
-        table.add_row(
-            escape(operator),
-            escape(shape),
-            *short_cells(one),
-            escape(f"{implementation}{': ' + why if why else ''}"),
-        )
+        table.add_row(operator, shape, *short_cells(one), f"{implementation}{': ' + why if why else ''}")
         if one.rows[0].replay:
-            table.add_row("", "", "", "", "", "", "", escape(f"again: {one.rows[0].replay}"))
+            table.add_row("", "", "", "", "", "", "", f"again: {one.rows[0].replay}")
     if len(groups) > _SHAPES:
         table.add_row(f"and {len(groups) - _SHAPES} more, all of them in the JSON")
     return table
@@ -205,7 +195,7 @@ def _layers_table(phase: Phase) -> Table:
     layers, kinds = layer_times(phase)
     table = _table("layer × class, ms", ["layer"], kinds)
     for layer, times in list(layers.items())[:_LAYERS]:
-        table.add_row(escape(layer or "(no layer)"), *(_ms(times[k]) if k in times else "" for k in kinds))
+        table.add_row(layer or "(no layer)", *(_ms(times[k]) if k in times else "" for k in kinds))
     return table
 
 
@@ -224,5 +214,5 @@ def _chains_table(phase: Phase) -> Table:
     table = _table("fusion opportunities", ["chain"], numbers, ["implementation here"])
     for chain in phase.chains[:_CHAINS]:
         cells = (f"{chain.count:.0f}", f"{chain.bytes_saved / 1e6:.3g}", _ms(chain.gain))
-        table.add_row(escape(" → ".join(chain.operators)), *cells, chain.implementation or "none")
+        table.add_row(" → ".join(chain.operators), *cells, chain.implementation or "none")
     return table

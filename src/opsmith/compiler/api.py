@@ -116,17 +116,18 @@ def optimize(
     session = Session(settings, saved, read)
     if isinstance(getattr(model, "opsmith", None), Session):
         restore(model)
-    if settings.device is not None:
-        model.to(settings.device)
-    if settings.torch_dtype is not None:
-        session.before = _cast(model, settings.torch_dtype)
-    taken = session.latent.find(model)
-    model._compiled_call_impl = entry(model, session)
     model.opsmith = session  # type: ignore[assignment]
-    model.__dict__["__deepcopy__"] = Copier(model, _like)
     session.selector.learning = True
     session.selector.deadline = math.inf if budget is None else started + budget
     try:
+        if settings.device is not None:
+            model.to(settings.device)
+        if settings.torch_dtype is not None:
+            session.before = {}
+            _cast(model, settings.torch_dtype, session.before)
+        taken = session.latent.find(model)
+        model._compiled_call_impl = entry(model, session)
+        model.__dict__["__deepcopy__"] = Copier(model, _like)
         if settings.quantize is not None:
             session.packing.pack(model, settings, taken, session.calibration)
         if settings.quantize_embedding:
@@ -149,8 +150,10 @@ def optimize(
             raise RuntimeError(
                 "optimize: PyTorch captured no graph of this model; run with TORCH_LOGS=dynamo to see why"
             )
-    except Exception as error:
+    except BaseException as error:
         restore(model)
+        if not isinstance(error, Exception):  # Ctrl-C
+            raise
         problem = _eager_problem(model, calls)
         if problem is not None:
             raise ValueError(f"optimize: the model does not accept the example inputs: {problem}") from error
@@ -260,9 +263,8 @@ def _elements(call: Call) -> int:
     return sum(v.numel() for v in values if isinstance(v, torch.Tensor))
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Cast the floating-point parameters and buffers; what they were is kept for `restore`."""
-    before: dict[str, torch.Tensor] = {}
+def _cast(model: nn.Module, dtype: torch.dtype, before: dict[str, torch.Tensor]) -> None:
+    """Cast the floating-point parameters and buffers; what they were is kept in `before`, for `restore`."""
     read = Read()
     for name, tensor in tensors(model).items():
         if tensor.is_floating_point() and tensor.dtype != dtype:
@@ -270,7 +272,6 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             tensor.data = tensor.data.to(dtype)
             read.add(before[name])
     read.give_back()
-    return before
 
 
 def _eager_problem(model: nn.Module, calls: list[Call]) -> str | None:

@@ -269,7 +269,7 @@ def _run(
         return False
     for job, final in zip(jobs, finals, strict=True):
         store.seal(folder / final.name, final, _facts(job.name, job.tier, built_by, job.binds), 0o700)
-    store.prune()
+    store.prune({*finals, *stored.values()})
     return True
 
 

@@ -64,7 +64,7 @@ def _unwritten() -> Iterator[tuple[int, int]]:
     with contextlib.suppress(OSError):  # on other systems than Linux
         start = end = 0
         written = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
+        for line in Path("/proc/self/smaps").read_text(errors="replace").split("\n"):
             name, _, rest = line.partition(":")
             if " " in name:  # "7f00-7f10 r--p 0 08:01 123  /a/path", the lines behind it are about it
                 words = line.split(maxsplit=5)

@@ -81,7 +81,7 @@ def create(
 
 def _built_in() -> set[str]:
     """The names of our own operators, read and not imported: that would take PyTorch a second."""
-    source = ast.parse((Path(__file__).parents[2] / "ops" / "__init__.py").read_bytes())
+    source = ast.parse((Path(__file__).parents[2] / "ops" / "__init__.py").read_text())
     listed = next(
         n for n in source.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
     )
@@ -214,7 +214,7 @@ def _write(target: Path, files: Mapping[str, str]) -> None:
         for name, text in files.items():
             path = made / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")  # of a folder's name
         os.rename(made, target)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)

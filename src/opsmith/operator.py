@@ -353,9 +353,8 @@ class Operator:
     merges: MergedCalls | MergedChain | None = None
     widens: str = ""
     source: str = ""
-    added: dict[str, list[Implementation]] = field(
-        default_factory=dict, repr=False
-    )  # by back ends, by their names
+    # By back ends, by their names.
+    added: dict[str, list[Implementation]] = field(default_factory=dict, repr=False)
 
     def implementation(self, name: str) -> Implementation:
         """The implementation of that name, or a KeyError that lists the names there are."""

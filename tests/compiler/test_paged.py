@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler import Config
+from opsmith.compiler.modules.paged import Paged
 from tests.decoding.models import MODELS, VOCABULARY, WINDOW, decoder, prompts
 
 transformers = pytest.importorskip("transformers")
@@ -136,6 +138,40 @@ def test_what_pages_do_not_serve_runs_as_it_was() -> None:
     loss.backward()
     assert "gradients are recorded" in model.opsmith.report.fallbacks
     assert model.config._attn_implementation == plain.config._attn_implementation
+
+
+def test_a_call_without_pages_waits_for_one_on_them(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which exchanges the model's attention, for all threads."""
+    plain, model = pairs("llama")
+    inputs, begun, through = prompts(1, 9, padded=False), threading.Event(), threading.Event()
+    holes = inputs["attention_mask"].clone()
+    holes[0, 4] = 0
+    calls: list[dict[str, Any]] = [{"use_cache": False}, {"attention_mask": holes}]
+    model.generate(**inputs, **GREEDY)
+    with torch.no_grad():
+        want = [plain(**inputs | call).logits for call in calls]
+        for call in calls:
+            model(**inputs | call)
+    run = Paged._on_pages
+
+    def slowly(self: Any, model: Any, call: Any, then: Any) -> Any:
+        def waits(**given: Any) -> Any:
+            begun.set()
+            through.wait(0.3)
+            return then(**given)
+
+        return run(self, model, call, waits)
+
+    monkeypatch.setattr(Paged, "_on_pages", slowly)
+    other = threading.Thread(target=lambda: model.generate(**inputs, **GREEDY | {"max_new_tokens": 8}))
+    other.start()
+    with torch.no_grad():
+        for call, logits in zip(calls, want, strict=True):
+            begun.clear()
+            assert begun.wait(60)
+            torch.testing.assert_close(model(**inputs | call).logits, logits)
+    through.set()
+    other.join()
 
 
 def test_it_can_be_turned_off() -> None:

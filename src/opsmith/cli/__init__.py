@@ -93,10 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 for success, 1 with one line on stderr otherwise."""
     # PyTorch's profiler, which counts memory for `bench`, would say on stderr that it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # Where a locale has no × or µ, better another character than none.
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # where a locale has no × or µ, better another character than none
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args

@@ -33,8 +33,7 @@ class Code:
 
 def _called(kind: type) -> dict[str, None]:
     """The methods of a class that its `forward` names, directly or through others of them."""
-    names = {"forward": None}
-    left = ["forward"]
+    names, left = {"forward": None}, ["forward"]
     while left:
         method = inspect.unwrap(getattr(kind, left.pop()))
         code = getattr(getattr(method, "__func__", method), "__code__", None)

@@ -55,7 +55,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         if model.training and torch.is_grad_enabled():
             session.packing.train()
         if carries_tangents() or session.changed():
-            return model._call_impl(*args, **kwargs)
+            with session.paged.lock:
+                return model._call_impl(*args, **kwargs)
         if session.latent.waiting:
             session.latent.study(model, partial(rehearse, model, args, kwargs))
         if not session.latent.sites:
@@ -113,8 +114,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         if len(session.runs) > before:
             session.code = Code(model)  # with what is new in it
             show()
-            took, shapes = time.monotonic() - started, ", ".join(str(tuple(t.shape)) for t in tensors)
-            _LOG.info("captured and studied a call of %s on %s in %.1f s", type(model).__name__, shapes, took)
+            what = type(model).__name__, ", ".join(str(tuple(t.shape)) for t in tensors)
+            _LOG.info("captured and studied a call of %s on %s in %.1f s", *what, time.monotonic() - started)
         if plain:
             seen[key] = model._call_impl if left.errors else compiled
         return result

@@ -28,9 +28,8 @@ class Words:
     """What a mask says beside causality."""
 
     window: int | None
-    starts: (
-        list[int] | None
-    )  # of each sequence, how many columns at the left are padding; None where it has other holes
+    # Of each sequence, how many columns at the left are padding; None where it has other holes.
+    starts: list[int] | None
     aligned: bool  # whether the last key is the last query's own
 
 

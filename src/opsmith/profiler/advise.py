@@ -160,9 +160,7 @@ def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Sa
         for r in phase.rows
         if r.calls >= REPEATED
         and (r.kind == ATTENTION or bare(r.operator.split()[0]) in _PER_HEAD)
-        and (
-            r.layer or not profile.optimized
-        )  # of a compiled graph the layer may be unknown, and all fall together
+        and (r.layer or not profile.optimized)  # else it may be unknown, and all fall together
     ]
     if rows:
         layer = max({r.layer for r in rows}, key=lambda name: sum(r.seconds for r in rows if r.layer == name))

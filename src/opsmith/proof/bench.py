@@ -299,9 +299,7 @@ class _Run:
     ) -> dict[str, measure.Comparison]:
         fresh, everyone = {**mine, **theirs}, {**mine, **into, **theirs}
         size = sum(t.nbytes for t in tensors_of(one.inputs()))
-        prepared = isinstance(
-            one, Backward
-        )  # its forward has just touched the inputs, so it is always flushed
+        prepared = isinstance(one, Backward)  # its forward has just touched the inputs: always flushed
         small = size < _LEAST_SHARE_OF_POOL[self.device] * measure.cold_bytes(self.device)
         large = self.device == "cpu" and one.largest_output >= _FRESH_PAGES and measure.can_reuse_memory()
         # Two sets and a flush, or as many sets as leave the caches.

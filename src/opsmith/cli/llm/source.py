@@ -73,10 +73,8 @@ def prompts(source: Source, batch: int, length: int) -> torch.Tensor:
     """`[batch, length]`: English where the model has a tokenizer, another stretch of it in each row; else random."""
     vocabulary = source.config.get_text_config().vocab_size
     ids = None
-    with (
-        hf.quiet(),
-        contextlib.suppress(Exception),
-    ):  # transformers raises whatever a folder without one leads to
+    # transformers raises whatever a folder without one leads to.
+    with hf.quiet(), contextlib.suppress(Exception):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)

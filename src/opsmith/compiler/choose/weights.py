@@ -18,6 +18,7 @@ _version = torch._C.TensorBase.__dict__["_version"].__get__
 _address = torch.Tensor.data_ptr
 State = tuple[list[int], list[int]]
 _ADD = torch.ops.aten.add.Tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAKING = (torch.ops.aten.to.dtype, _ADD)
 
 
@@ -41,6 +42,21 @@ def state(weights: Sequence[torch.Tensor]) -> State:
     return list(map(_version, weights)), list(map(_address, weights))
 
 
+class Glimpse:
+    """Some bytes in the middle of each matrix: what PyTorch does not count, as peft's merge, changes them as a rule."""
+
+    def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
+        flat = [
+            w.detach().flatten() for w in weights if type(w) in _PLAIN and w.dim() == 2 and w.is_contiguous()
+        ]
+        self._bytes = [w[len(w) // 2 :][:16].view(torch.uint8) for w in flat if w.device.type == "cpu"]
+        self.seen = torch.cat([torch.empty(0, dtype=torch.uint8), *self._bytes])
+
+    def changed(self) -> bool:
+        """Whether one of them is another."""
+        return bool(self._bytes) and not torch.equal(torch.cat(self._bytes), self.seen)
+
+
 class Weights:
     """The weights among a graph's inputs, and what was packed or made of them, once for each use.
 
@@ -59,6 +75,7 @@ class Weights:
         """Let go of all weights."""
         self._parameters: list[weakref.ref[Any]] = []
         self._state: State = [], []
+        self._glimpse = Glimpse()
         self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and what is made of them
         self._packed: dict[tuple[Any, ...], _Packed] = {}
         self._made: dict[tuple[int, Any], torch.Tensor] = {}
@@ -66,14 +83,14 @@ class Weights:
 
     def changed(self, args: Sequence[Any]) -> bool:
         """True when a weight is not the one that was taken: loaded anew, trained, replaced or moved."""
-        return state([args[i] for i in self._at]) != self._state
+        return state([args[i] for i in self._at]) != self._state or self._glimpse.changed()
 
     def take(self, args: Sequence[Any]) -> None:
         """The weights as they are in this call."""
         self.clear()
         weights = [args[i] for i in self._at]
         self._parameters = [weakref.ref(w, lambda _: self._gone()) for w in weights]
-        self._state = state(weights)
+        self._state, self._glimpse = state(weights), Glimpse(weights)
         # While their memory is held, no other weight can come to stand at the same address.
         self._known = {w.data_ptr(): w.detach() for w in weights}
         self._large = sum(w.nbytes for w in self._known.values()) > _LARGE
@@ -102,7 +119,7 @@ class Weights:
             x = call["x"]
             rows = x.numel() // max(x.shape[-1], 1)
             version = None if weight.is_inference() else _version(weight)
-            shared = (*key, weight.dtype, version, rows > _FEW)
+            shared = (*key, weight.dtype, version, rows > _FEW, bytes(Glimpse([weight]).seen.tolist()))
             packed = _SHARED.get(shared) if version is not None else None
             if packed is None:
                 own = weight.detach()

@@ -37,8 +37,7 @@ class Rows(Standing):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of these numbers times the factor, in the dtype of the table that they stand for."""
         if not torch.compiler.is_compiling() and not self.follow():
-            result: torch.Tensor = self.owner.forward(input)
-            return result
+            return self.owner.forward(input)  # type: ignore[no-any-return]
         rows = self.read(input).to(self.owner.weight.dtype)
         return rows if self.factor == 1 else rows * self.factor
 

@@ -17,7 +17,7 @@ from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
-from opsmith.compiler.choose.weights import State, state
+from opsmith.compiler.choose.weights import Glimpse, State, state
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
@@ -71,7 +71,7 @@ class Standing(PackedLinear):
     """The packed weight that stands in for a layer's own. A pickled layer is one that was never packed."""
 
     _owner: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
-    _seen: tuple[type, State | None, list[torch.Tensor]]  # what of the owner is packed
+    _seen: tuple[type, State | None, Glimpse, list[torch.Tensor]]  # what of the owner is packed
     record: QuantizedLayer
 
     @property
@@ -82,8 +82,7 @@ class Standing(PackedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's call. Who calls the optimized model has looked already; a part of it may be called alone."""
         if not torch.compiler.is_compiling() and not self.follow():
-            result: torch.Tensor = self.owner.forward(input)
-            return result
+            return self.owner.forward(input)  # type: ignore[no-any-return]
         return super().forward(input)
 
     def stand_in(self, owner: nn.Module, record: QuantizedLayer) -> None:
@@ -95,23 +94,21 @@ class Standing(PackedLinear):
     def look(self) -> None:
         """Remember what is packed. While its memory is held, no other weight can stand at its address."""
         own = [t.detach() for t in self.owner.parameters(recurse=False)]
-        self._seen = type(self.owner), _numbers(self.owner), own
+        self._seen = type(self.owner), _numbers(self.owner), Glimpse(own), own
 
     def follow(self) -> bool:
-        """Pack the layer's weight again where it changed, in the memory that programs read.
-
-        Returns:
-            False where no packed weight of this kind can stand for what is there now: the layer has its own call back.
-        """
-        layer, before = self.owner, self._seen
+        """Pack the weight again where it changed, in its place; False where the layer has its own call back instead."""
+        layer: nn.Module = self.owner
+        kind, numbers, glimpse, _ = self._seen
+        if type(layer) is kind and _numbers(layer) == numbers and not glimpse.changed():
+            return True
         self.look()
-        if before[:2] != self._seen[:2]:
-            try:
-                self._renew(before[0])
-            except (TypeError, ValueError) as error:
-                self.record.status, self.record.why = "left", f"after a change: {error}"
-                vars(layer).pop("forward", None)
-                return False
+        try:
+            self._renew(kind)
+        except (TypeError, ValueError) as error:
+            self.record.status, self.record.why = "left", f"after a change: {error}"
+            vars(layer).pop("forward", None)
+            return False
         return True
 
     def _renew(self, kind: type) -> None:
@@ -125,8 +122,7 @@ class Standing(PackedLinear):
         if weight.shape != (self.out_features, self.in_features) or (bias is None) is not (self.bias is None):
             raise ValueError("its weight or bias has another shape now")
         with torch.inference_mode(self.weight.is_inference()), torch.no_grad():
-            to = self.weight, self.scale, self.zero
-            self.error = quantize(weight, self.format, self.group_size, to)
+            self.error = quantize(weight, self.format, self.group_size, (self.weight, self.scale, self.zero))
             if self.bias is not None and bias is not None:
                 self.bias.copy_(bias)
         self.record.take(self.error)
@@ -170,8 +166,8 @@ class Packing:
         self.compared: list[Compared] = []
         self._packed: dict[str, Standing] = {}
         self._called: dict[tuple[str, int, torch.dtype], None] = {}  # by which rows, in the examples
-        self._said = False
         self._state: Any = None  # of the layers, when their weights were last looked at
+        self._glimpse = Glimpse()
 
     def pack(
         self, model: nn.Module, config: Config, taken: Collection[str] = (), calibration: Calls | None = None
@@ -288,16 +284,15 @@ class Packing:
             return
         owners = [packed._owner[0] for packed in self._packed.values()]
         now = list(map(type, owners)), _numbers(*owners)
-        if now == self._state:
+        if now == self._state and not self._glimpse.changed():
             return
-        self._state = now
         self._packed = {name: packed for name, packed in self._packed.items() if packed.follow()}
+        self._state, self._glimpse = now, Glimpse([packed.owner.weight for packed in self._packed.values()])
 
     def train(self) -> None:
         """Say once that packed weights do not learn, where a model that trains would have them learn."""
         learning = sum(packed.owner.weight.requires_grad for packed in self._packed.values())
-        if learning and not self._said:
-            self._said = True
+        if learning:
             warnings.warn(
                 f"opsmith: the weights of {learning} quantized layers get no gradient, and do not learn: "
                 "opsmith.restore(model) before it trains, or requires_grad_(False) for them",
@@ -354,6 +349,7 @@ class Packing:
                 empty[memory] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
             module.weight = empty[memory]
             packed.look()
+        self._state, self._glimpse = None, Glimpse()
 
     @property
     def released(self) -> list[str]:

@@ -41,25 +41,26 @@ class Paged:
             self.why = "transformers is not installed"
         self._first: nn.Module | None = None  # of its attentions
         self._configs: list[Any] = []  # of the models whose attention is exchanged for a call
-        self._lock = threading.RLock()
+        # A model's attention is exchanged for all threads: no other call runs meanwhile.
+        self.lock = threading.RLock()
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
         """The model's call: by `run` on pages, where these serve it."""
         if self.why is not None and not self.windows:  # none of its caches has pages
             return run(*args, **kwargs)
         call = conventions.ModelCall(model, args, kwargs)
-        if not call.caches:
-            return run(*args, **kwargs)
-        with self._lock:
+        with self.lock:
+            if not call.caches:
+                return run(*args, **kwargs)
             why = self._refusal(model, call) or self._take_over(model, call)
             if why is None:
                 try:
                     return self._on_pages(model, call, run)
                 except Unserved as error:
                     self.why = why = str(error)
-        self.fallbacks[why] += 1
-        # Pages change in place, so studying a graph would write to them several times, and elsewhere.
-        return model._call_impl(*args, **kwargs) if _has_pages(call.cache) else run(*args, **kwargs)
+            self.fallbacks[why] += 1
+            # Pages change in place, so studying a graph would write to them several times, and elsewhere.
+            return model._call_impl(*args, **kwargs) if _has_pages(call.cache) else run(*args, **kwargs)
 
     def _refusal(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
         if self.why is not None:

@@ -38,7 +38,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 2 and x.stride()[1] == 1:
         return x
     n = x.shape[-1]
-    rows = x.reshape(-1, n) if n else x.reshape(x.numel(), 0)
+    rows = x.reshape(-1, n) if n else x.reshape(x.shape[:-1].numel(), 0)
     return rows if n <= 1 or rows.stride()[1] == 1 else rows.contiguous()
 
 
@@ -75,7 +75,7 @@ def out_rows(out: torch.Tensor) -> torch.Tensor:
         rows = (
             out.view(-1, out.shape[-1])
             if out.numel()
-            else out.reshape((-1, out.shape[-1]) if out.shape[-1] else (0, 0))
+            else out.reshape((-1, out.shape[-1]) if out.shape[-1] else (out.shape[:-1].numel(), 0))
         )
     except RuntimeError:
         raise ValueError(

@@ -206,3 +206,13 @@ def test_errors_name_what_was_expected_and_what_came(change, error, message) -> 
     q, k, v = qkv()
     with pytest.raises(error, match=f"attention: {message}"):
         attention(**{"q": q, "k": k, "v": v, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_vectors_of_no_numbers_are_no_fault(dtype: torch.dtype) -> None:
+    """Scores of nothing are all alike, and values of nothing are nothing; both at once divided by zero."""
+    q, k, v = (torch.randn(1, 2, 3, d, dtype=dtype, requires_grad=True) for d in (0, 0, 5))
+    for values in (v, v[..., :0]):
+        y = attention(q, k, values)
+        torch.testing.assert_close(y, values.mean(2, keepdim=True).expand_as(y), rtol=1e-2, atol=1e-2)
+        torch.autograd.grad(y.sum(), [q, k, v], allow_unused=True)

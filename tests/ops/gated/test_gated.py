@@ -79,3 +79,10 @@ def test_gradients_only_where_they_are_asked_for() -> None:
 def test_errors_name_what_was_expected_and_what_came(call, error, message) -> None:
     with pytest.raises(error, match=message):
         call(torch.randn(2, 9))
+
+
+@pytest.mark.parametrize("fn", [silu_mul, gelu_mul])
+def test_empty_rows_may_lie_anywhere(fn) -> None:
+    gate, up = torch.randn(2, 0, requires_grad=True), torch.randn(2, 0, 2)[..., 0].requires_grad_()
+    assert up.stride() == (2, 2)
+    assert [g.shape for g in torch.autograd.grad(fn(gate, up).sum(), [gate, up])] == [(2, 0), (2, 0)]

@@ -28,7 +28,7 @@ class AttentionBackward {
   AttentionBackward(const Problem& p, const AttentionGradients& to)
       : p_(p), to_(to), depth_(ceil_div(p.dim, pack)), value_depth_(ceil_div(p.value_dim, pack)),
         width_(round_up(p.dim, W)), value_width_(round_up(p.value_dim, W)) {
-    const int64_t key_bytes = 4 * (depth_ + width_ / pack + value_depth_);
+    const int64_t key_bytes = 4 * std::max<int64_t>(1, depth_ + width_ / pack + value_depth_);
     // In float32 a strip's tile comes from the second-level cache in any case, and a row that is one tile needs no delta.
     tile_ = precise ? kMaxTile : std::clamp<int64_t>(kTileBytes / key_bytes / PANEL * PANEL, PANEL, kMaxTile);
     tile_ = std::min(tile_, std::max<int64_t>(round_up(p.keys, PANEL), PANEL));

@@ -174,6 +174,7 @@ def of_another_model(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "holds no model: config.json is missing"),
         (lambda folder: (folder / "config.json").write_text("{"), "is not readable JSON"),
         (edit(model_type=None), "names no model_type"),
+        (edit(model_type=["bert"]), "names no model_type"),
         (edit(model_type="zonk"), "model type 'zonk' is unknown to the installed transformers: update it"),
         (
             edit(model_type="zonk", auto_map={"AutoModel": "code.Zonk"}),

@@ -36,6 +36,9 @@ def test_every_field_is_optional_and_every_field_is_read(tmp_path: Path) -> None
     ("text", "message"),
     [
         ("dtype = ", "is not valid TOML"),
+        ("x" * 5000 + " = 1", "toml: x{200}: Extra"),
+        ("dtype = " + "[" * 50_000, "is not valid TOML"),
+        ("mla_block = " + "1" * 5000, "is not valid TOML"),
         ('dtyp = "bfloat16"', "dtyp: .*; the fields are dtype, device"),
         ('dtype = "int8"', "dtype: .*'float32', 'bfloat16' or 'float16'"),
         ("pin = 3", "pin: .*dictionary"),

@@ -78,6 +78,7 @@ def test_a_difference_is_one_line_for_each_call(plan: Plan, tmp_path: Path) -> N
     ("text", "message"),
     [
         ("", "is not JSON"),
+        ("[" * 50_000, "is not JSON"),
         ('{"schema": 1, "shapes": [', "is not JSON"),
         ("[]", "has schema 'list', this version reads 1; make the plan again"),
         ('{"shapes": []}', "has schema None"),

@@ -147,6 +147,7 @@ def test_of_two_disturbed_measurements_the_best_stays(monkeypatch: pytest.Monkey
         '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {"native": -1.0, "eager": true}}}',
         '{"schema": 2, "scope": "elsewhere", "entries": {"KEY": {"native": 1.0, "eager": 2.0}}}',
         "\x00\x01",
+        "[" * 50_000,
     ],
 )
 def test_a_damaged_file_counts_as_empty(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

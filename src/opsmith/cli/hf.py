@@ -151,14 +151,14 @@ def check(folder: Path) -> None:
         )
     try:
         data = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{config} is not readable JSON: {error}") from error
-    if not isinstance(data, dict) or "model_type" not in data:
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise CommandError(f"{config} names no model_type, so what model it is stays unknown")
     if data["model_type"] not in CONFIG_MAPPING:
         hint = "it runs code of its own, which is never loaded" if "auto_map" in data else "update it"
         raise CommandError(
-            f"model type {data['model_type']!r} is unknown to the installed transformers: {hint}, "
+            f"model type {data['model_type'][:64]!r} is unknown to the installed transformers: {hint}, "
             "or load the model yourself and call opsmith.optimize"
         )
     weights = sorted(folder.glob("*.safetensors"))

@@ -84,7 +84,7 @@ class Config(BaseModel):
             data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"config: {path} can't be read: {error.strerror or error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"config: {path} is not valid TOML: {error}") from error
         return cls.parse(data, str(path))
 
@@ -97,7 +97,7 @@ class Config(BaseModel):
             first = error.errors()[0]
             field = ".".join(str(p) for p in first["loc"]) or "?"
             known = ", ".join(cls.model_fields)
-            raise ValueError(f"{origin}: {field}: {first['msg']}; the fields are {known}") from None
+            raise ValueError(f"{origin}: {field[:200]}: {first['msg']}; the fields are {known}") from None
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

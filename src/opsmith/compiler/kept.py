@@ -43,7 +43,7 @@ class Kept(Generic[T]):
             data = json.loads(self._path.read_text(encoding="utf-8"))
             mine = (data["schema"], data["scope"]) == (self._schema, self._scope)
             return self._type.validate_python(data["entries"]) if mine else {}
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return {}
 
     def get(self, key: str) -> T | None:

@@ -129,7 +129,7 @@ def read(path: str | Path, what: str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{what}: can't read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{what}: {path} is not JSON: {error}") from error
 
 
@@ -142,4 +142,4 @@ def checked(data: Any, found: Any, schema: int, form: TypeAdapter[T], where: str
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(p) for p in first["loc"])
-        raise ValueError(f"{where} is damaged: {place}: {first['msg']}; {again}") from None
+        raise ValueError(f"{where} is damaged: {place[:200]}: {first['msg']}; {again}") from None

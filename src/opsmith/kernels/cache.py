@@ -112,7 +112,7 @@ class Store:
                 return None
             facts = json.loads(_manifest(path).read_bytes())
             return facts if isinstance(facts, dict) and facts.get("sha256") == _digest(path) else None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
 
     def find(self, pattern: str) -> list[Path]:

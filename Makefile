@@ -54,6 +54,11 @@ soak: $(VENV)/.installed  ## Mixed work on optimized models, every answer checke
 	$(call timed,(for kind in serve train; do $(BIN)/python -W ignore benchmarks/soak.py $$kind --minutes $(MINUTES) \
 	  --json build/soak-$$kind.json --svg build/soak-$$kind.svg $(ARGS) || exit; done))
 
+CASES ?= 10000
+.PHONY: fuzz
+fuzz: $(VENV)/.installed  ## Random calls, models, files and orders of calls: `make fuzz CASES=100000 ARGS="operators --minutes 60"`
+	$(call timed,$(BIN)/python -W ignore -m tests.fuzz --cases $(CASES) $(ARGS))
+
 CPP = git ls-files '*.cpp' '*.h' '*.cu' | xargs $(BIN)/clang-format
 .PHONY: lint
 lint: $(VENV)/.installed  ## Style, format, types and import order

@@ -78,9 +78,14 @@ class Program:
         printer.text(repr(self))
 
     def hides(self) -> bool:
-        """Whether keys may be hidden: what is NaN there shows through PyTorch's masks, and may not through ours."""
+        """Whether keys may be hidden: what is NaN there shows through PyTorch's masks, and may not through ours.
+
+        With an infinity, exp(x - logsumexp(x)) is NaN in one place, and softmax, which it becomes, in the whole row.
+        """
         return any(
-            word in line for line in self.lines for word in ("is_causal=True", "masked_fill(", "torch.ones(")
+            word in line
+            for line in self.lines
+            for word in ("is_causal=True", "masked_fill(", "torch.ones(", "logsumexp")
         )
 
     def model(self, seed: int = 0) -> Model:

@@ -35,6 +35,7 @@ from tests.ops.test_properties import (
 
 THREADS = 3
 GUARD = 77.0  # around an out=
+LARGE = 1e9  # beyond, whether a sum of products overflows depends on its order
 
 
 def _finfo(t: torch.Tensor) -> torch.finfo:
@@ -44,7 +45,7 @@ def _finfo(t: torch.Tensor) -> torch.finfo:
 # Of whole tensors: what becomes of normal numbers.
 FILLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda t: t,
-    "large": lambda t: (t * 1e4).clamp(-_finfo(t).max, _finfo(t).max),
+    "large": lambda t: (t * 1e4).clamp(-(most := min(LARGE, _finfo(t).max)), most),
     "tiny": lambda t: t * _finfo(t).tiny,
     "denormal": lambda t: t * _finfo(t).tiny * 2.0**-4,
     "equal rows": lambda t: t[:1].expand_as(t) if t.dim() else t,
@@ -94,7 +95,11 @@ def cases(draw: st.DrawFn, card: Operator) -> Case:
 
 def spared(card: Operator) -> tuple[str, ...]:
     """Rows that are rounded to int8 by their own largest number: where that is next to nothing, so is its inverse."""
-    return ("tiny", "denormal") if any(word in card.name for word in ("int8", "quant", "cache")) else ()
+    return (
+        ("tiny", "denormal", "negative zeros")
+        if any(word in card.name for word in ("int8", "quant", "cache"))
+        else ()
+    )
 
 
 def filled(sample: Sample, at: int, fill: Callable[[torch.Tensor], torch.Tensor], stride0: bool) -> Sample:

@@ -39,7 +39,8 @@ class Attention {
 
  public:
   explicit Attention(const Problem& p)
-      : p_(p), depth_(std::max<int64_t>(1, ceil_div(p.dim, Units::per_unit))), width_(round_up(p.value_dim, W)) {
+      : p_(p), depth_(std::max<int64_t>(1, ceil_div(p.dim, Units::per_unit))),
+        width_(round_up(p.value_dim, W)) {
     const int64_t key_bytes = 4 * (depth_ + width_ / Units::per_unit);
     tile_ = std::clamp<int64_t>(kTileBytes / key_bytes / PANEL * PANEL, PANEL, kMaxTile);
     tile_ = std::min(tile_, round_up(p.keys, PANEL));

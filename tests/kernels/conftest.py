@@ -68,8 +68,10 @@ class Project:
 
     def start(self) -> "subprocess.Popen[str]":
         """The same build in another process."""
+        # Ctrl-C arrives also where the tests were started in the background, where shells have it ignored.
         code = (
-            "import sys; from pathlib import Path; from opsmith.kernels import build;"
+            "import signal, sys; from pathlib import Path; from opsmith.kernels import build;"
+            "signal.signal(signal.SIGINT, signal.default_int_handler);"
             "home = Path(sys.argv[1]) / 'src/cpu'; sources = sorted(home.glob('*.cpp'));"
             "print('ready', flush=True);"
             "fake = build.Library('fake', sources, include_dirs=[home], tier='portable');"

@@ -35,8 +35,10 @@ from opsmith.compiler.plan import PlanStep, ShapePlan
 from opsmith.kernels import build, cache, compiler
 from opsmith.measure.pages import Read
 from opsmith.profiler.result import Profile
-from tests.kernels.conftest import Project, call, project  # noqa: F401  a fixture
+from tests.kernels import conftest
+from tests.kernels.conftest import Project, call
 
+project = conftest.project  # a fixture
 TRIES = int(os.environ.get("OPSMITH_LUCK", "0"))
 FEW = range(TRIES or 2)  # of what takes seconds
 MANY = range(TRIES or 8)
@@ -81,7 +83,7 @@ def killed(work: Callable[[], object], after: float) -> None:
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_a_build_killed_at_any_moment(seed: int, project: Project) -> None:  # noqa: F811
+def test_a_build_killed_at_any_moment(seed: int, project: Project) -> None:
     """The next build is right, waits for nobody, and leaves nothing of the killed one behind."""
     killed(project.build, random.Random(seed).uniform(0, 1.5))
     library = project.build()
@@ -204,7 +206,7 @@ def test_a_disk_that_fills_while_a_project_is_written(tmp_path: Path) -> None:
 # The clock, the machine, the environment
 
 
-def test_a_clock_that_goes_backwards(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_clock_that_goes_backwards(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was built last is there, however old it looks beside what was built before."""
     monkeypatch.setattr(cache, "_KEEP", {"libraries": 1, "objects": 1})
     first = project.build()
@@ -214,7 +216,7 @@ def test_a_clock_that_goes_backwards(project: Project, monkeypatch: pytest.Monke
     assert call(second, "one") == 41
 
 
-def test_many_processes_at_once_on_an_empty_cache(project: Project, tmp_path: Path) -> None:  # noqa: F811
+def test_many_processes_at_once_on_an_empty_cache(project: Project, tmp_path: Path) -> None:
     """They build once, and none's times are lost."""
 
     def work(number: int) -> None:
@@ -237,7 +239,7 @@ def python(code: str, *words: str, **environment: str) -> subprocess.CompletedPr
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=300)
 
 
-def test_a_locale_without_utf_8(project: Project, tmp_path: Path) -> None:  # noqa: F811
+def test_a_locale_without_utf_8(project: Project, tmp_path: Path) -> None:
     """Files are UTF-8 and names of folders bytes: what is built and written is the same as anywhere."""
     from tests.authoring.prototypes import text
 
@@ -421,7 +423,7 @@ def test_ctrl_c_at_any_moment_of_optimize(seed: int) -> None:
 # Compilers
 
 
-def a_compiler(project: Project, script: str) -> None:  # noqa: F811
+def a_compiler(project: Project, script: str) -> None:
     project.flag("cxx", f"#!/bin/sh\n{script}\n").chmod(0o700)
     compiler.first_that_runs.cache_clear()
 
@@ -440,7 +442,7 @@ GARBAGE = r"printf '\377\376\001garbage\033[2J\n'"
     ],
     ids=["garbage", "makes nothing", "crashes", "no version", "killed"],
 )
-def test_a_compiler_that_is_none(script: str, message: str, project: Project) -> None:  # noqa: F811
+def test_a_compiler_that_is_none(script: str, message: str, project: Project) -> None:
     """One clear error; what was built before serves still, and a compiler that works is asked again."""
     a_compiler(project, script)
     with pytest.raises(build.BuildError, match=message) as raised:
@@ -450,10 +452,7 @@ def test_a_compiler_that_is_none(script: str, message: str, project: Project) ->
     assert call(project.build(), "one") == 41
 
 
-def test_a_compiler_that_does_not_answer(
-    project: Project,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compiler_that_does_not_answer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is none, after a while."""
     real = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, **o: real(*a, **{**o, "timeout": 0.2}))
@@ -462,7 +461,7 @@ def test_a_compiler_that_does_not_answer(
         project.build()
 
 
-def test_ctrl_c_while_a_compiler_hangs(project: Project) -> None:  # noqa: F811
+def test_ctrl_c_while_a_compiler_hangs(project: Project) -> None:
     """The build ends at once, with its compilers, and the next one is right."""
     hold = project.hold_compilers()
     running = project.start()

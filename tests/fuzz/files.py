@@ -7,13 +7,13 @@ one counts as empty. Nothing is written anywhere, and no file keeps a reader for
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from opsmith.kernels.cache import Store
 from tests.authoring.prototypes import PROTOTYPES
 from tests.fuzz.fuzzer import Fuzzer
 
+BERT = b'{"model_type": "bert"}'
 SECONDS = 5.0  # that a reader may take
 
 
@@ -62,7 +63,7 @@ def toml(data: Any) -> str:
     return "\n".join(f"{json.dumps(str(k))} = {value(v)}" for k, v in data.items())
 
 
-@functools.cache
+@cache
 def plan() -> dict[str, Any]:
     """A saved plan of two sets of sizes."""
     step = PlanStep(
@@ -75,7 +76,7 @@ def plan() -> dict[str, Any]:
     return data
 
 
-@functools.cache
+@cache
 def weights() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         save_file({"w": torch.ones(2, 3), "b": torch.zeros(3)}, f"{folder}/model.safetensors")
@@ -106,29 +107,17 @@ def read_prototype(file: Path) -> None:
     create(file, file.parent / "made")
 
 
-def read_config_json(file: Path) -> None:
+def read_in_folder(name: str, other: str, content: bytes, file: Path) -> None:
+    """As the file of that name in a model's folder, beside another one."""
     folder = file.parent / "model"
     folder.mkdir()
-    file.rename(folder / "config.json")
-    (folder / "model.safetensors").write_bytes(weights())
+    file.rename(folder / name)
+    (folder / other).write_bytes(content)
     try:
         check_folder(folder)
     finally:
-        (folder / "config.json").rename(file)
-        (folder / "model.safetensors").unlink()
-        folder.rmdir()
-
-
-def read_weights(file: Path) -> None:
-    folder = file.parent / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    file.rename(folder / "model.safetensors")
-    try:
-        check_folder(folder)
-    finally:
-        (folder / "model.safetensors").rename(file)
-        (folder / "config.json").unlink()
+        (folder / name).rename(file)
+        (folder / other).unlink()
         folder.rmdir()
 
 
@@ -171,10 +160,16 @@ def kinds() -> list[Kind]:
             "models",
             ({"model_type": "bert", "hidden_size": 8},),
             json.dumps,
-            read_config_json,
+            partial(read_in_folder, "config.json", "model.safetensors", weights()),
             (CommandError,),
         ),
-        Kind("weights", (), lambda data: "", read_weights, (CommandError,)),
+        Kind(
+            "weights",
+            (),
+            lambda data: "",
+            partial(read_in_folder, "model.safetensors", "config.json", BERT),
+            (CommandError,),
+        ),
     ]
 
 
@@ -241,7 +236,7 @@ def changed(draw: st.DrawFn, data: Any) -> tuple[Any, str]:
     if not at:
         return (draw(st.sampled_from(ODD)), "all replaced") if how == "value" else (data, "as it was")
     data = copy.deepcopy(data)
-    parent = functools.reduce(lambda d, k: d[k], at[:-1], data)
+    parent = reduce(lambda d, k: d[k], at[:-1], data)
     key, value = at[-1], parent[at[-1]]
     if how == "value":
         parent[key] = draw(st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=40))
@@ -261,7 +256,7 @@ def changed(draw: st.DrawFn, data: Any) -> tuple[Any, str]:
         parent[key] = str(value)
     elif how == "swap":
         other = draw(st.sampled_from(list(places(data))))
-        parent[key] = copy.deepcopy(functools.reduce(lambda d, k: d[k], other, data))
+        parent[key] = copy.deepcopy(reduce(lambda d, k: d[k], other, data))
     return data, f"{how} at {'.'.join(map(str, at))}"
 
 
@@ -324,4 +319,4 @@ def judge(kind: Kind, case: File) -> None:
 
 def fuzzers() -> list[Fuzzer]:
     """One for each kind of file."""
-    return [Fuzzer(f"files.{k.name}", files(k), functools.partial(judge, k)) for k in kinds()]
+    return [Fuzzer(f"files.{k.name}", files(k), partial(judge, k)) for k in kinds()]

@@ -214,5 +214,5 @@ def test_vectors_of_no_numbers_are_no_fault(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, 2, 3, d, dtype=dtype, requires_grad=True) for d in (0, 0, 5))
     for values in (v, v[..., :0]):
         y = attention(q, k, values)
-        torch.testing.assert_close(y, values.mean(2, keepdim=True).expand_as(y), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(y, values.mean(2, keepdim=True).expand_as(y))
         torch.autograd.grad(y.sum(), [q, k, v], allow_unused=True)

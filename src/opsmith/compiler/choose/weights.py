@@ -16,9 +16,7 @@ from opsmith.operator import Implementation
 # Asked of every weight at every call.
 _version = torch._C.TensorBase.__dict__["_version"].__get__
 _address = torch.Tensor.data_ptr
-State = tuple[list[int], list[int]]
 _ADD = torch.ops.aten.add.Tensor
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAKING = (torch.ops.aten.to.dtype, _ADD)
 
 
@@ -37,24 +35,33 @@ _FEW = 64
 _LARGE = 1 << 28  # bytes: weights of more are not held twice
 
 
-def state(weights: Sequence[torch.Tensor]) -> State:
-    """Versions and addresses: another one stands for other numbers."""
-    return list(map(_version, weights)), list(map(_address, weights))
+class Seen:
+    """Weights as they are now, with their memory: while that is held, no other weight can stand at its address.
 
-
-class Glimpse:
-    """Some bytes in the middle of each matrix: what PyTorch does not count, as peft's merge, changes them as a rule."""
+    What PyTorch does not count, as peft's merge, changes some bytes in the middle of each matrix, as a rule.
+    """
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
-        flat = [
-            w.detach().flatten() for w in weights if type(w) in _PLAIN and w.dim() == 2 and w.is_contiguous()
-        ]
-        self._bytes = [w[len(w) // 2 :][:16].view(torch.uint8) for w in flat if w.device.type == "cpu"]
-        self.seen = torch.cat([torch.empty(0, dtype=torch.uint8), *self._bytes])
+        self.held = [w.detach() for w in weights]
+        self._state = _state(weights)
+        plain = [w for w in self.held if type(w) is torch.Tensor and w.device.type == "cpu"]
+        flat = [w.flatten() for w in plain if w.dim() == 2 and w.is_contiguous()]
+        self._parts = [w[len(w) // 2 :][:16].view(torch.uint8) for w in flat]
+        self.bytes = torch.cat([torch.empty(0, dtype=torch.uint8), *self._parts])
 
-    def changed(self) -> bool:
-        """Whether one of them is another."""
-        return bool(self._bytes) and not torch.equal(torch.cat(self._bytes), self.seen)
+    def changed(self, weights: Sequence[torch.Tensor], copied: bool = True) -> bool:
+        """Whether these are others, or hold other numbers; bytes are asked where there are copies of these."""
+        if _state(weights) != self._state:
+            return True
+        return copied and bool(self._parts) and not torch.equal(torch.cat(self._parts), self.bytes)
+
+
+def _state(weights: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Versions and addresses; of tensors of inference mode, which count nothing, None."""
+    try:
+        return list(map(_version, weights)), list(map(_address, weights))
+    except RuntimeError:
+        return None
 
 
 class Weights:
@@ -74,8 +81,7 @@ class Weights:
     def clear(self) -> None:
         """Let go of all weights."""
         self._parameters: list[weakref.ref[Any]] = []
-        self._state: State = [], []
-        self._glimpse = Glimpse()
+        self._seen = Seen()
         self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and what is made of them
         self._packed: dict[tuple[Any, ...], _Packed] = {}
         self._made: dict[tuple[int, Any], torch.Tensor] = {}
@@ -83,16 +89,15 @@ class Weights:
 
     def changed(self, args: Sequence[Any]) -> bool:
         """True when a weight is not the one that was taken: loaded anew, trained, replaced or moved."""
-        return state([args[i] for i in self._at]) != self._state or self._glimpse.changed()
+        return self._seen.changed([args[i] for i in self._at], bool(self._packed or self._made))
 
     def take(self, args: Sequence[Any]) -> None:
         """The weights as they are in this call."""
         self.clear()
         weights = [args[i] for i in self._at]
         self._parameters = [weakref.ref(w, lambda _: self._gone()) for w in weights]
-        self._state, self._glimpse = state(weights), Glimpse(weights)
-        # While their memory is held, no other weight can come to stand at the same address.
-        self._known = {w.data_ptr(): w.detach() for w in weights}
+        self._seen = Seen(weights)
+        self._known = {w.data_ptr(): w for w in self._seen.held}
         self._large = sum(w.nbytes for w in self._known.values()) > _LARGE
 
     @property
@@ -119,7 +124,7 @@ class Weights:
             x = call["x"]
             rows = x.numel() // max(x.shape[-1], 1)
             version = None if weight.is_inference() else _version(weight)
-            shared = (*key, weight.dtype, version, rows > _FEW, bytes(Glimpse([weight]).seen.tolist()))
+            shared = (*key, weight.dtype, version, rows > _FEW, bytes(Seen([weight]).bytes.tolist()))
             packed = _SHARED.get(shared) if version is not None else None
             if packed is None:
                 own = weight.detach()

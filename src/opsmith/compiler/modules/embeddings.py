@@ -34,10 +34,8 @@ class Rows(Standing):
         rows.weight, rows.scale, rows.factor = packed.weight, packed.scale, factor
         return rows
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of these numbers times the factor, in the dtype of the table that they stand for."""
-        if not torch.compiler.is_compiling() and not self.follow():
-            return self.owner.forward(input)  # type: ignore[no-any-return]
         rows = self.read(input).to(self.owner.weight.dtype)
         return rows if self.factor == 1 else rows * self.factor
 

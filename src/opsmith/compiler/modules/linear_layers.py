@@ -38,6 +38,11 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(parameters) | dict(model.named_buffers(remove_duplicate=False))
 
 
+def own(*modules: nn.Module) -> list[torch.Tensor]:
+    """The parameters of modules themselves, in the time that a call has for it."""
+    return [t for module in modules for t in module._parameters.values() if t is not None]
+
+
 def as_linear(module: nn.Module) -> nn.Linear:
     """The layer as an `nn.Linear` on the same memory."""
     if isinstance(module, nn.Linear):

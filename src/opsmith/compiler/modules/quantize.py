@@ -17,14 +17,14 @@ from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
-from opsmith.compiler.choose.weights import Glimpse, State, state
+from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.modules.calibrate import Calibration, Calls
 from opsmith.compiler.modules.compare import Compared, compare
-from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, output_layer, tensors
+from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, output_layer, own, tensors
 from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
 from opsmith.ops.packed_linear.inputs import Inputs
@@ -71,7 +71,7 @@ class Standing(PackedLinear):
     """The packed weight that stands in for a layer's own. A pickled layer is one that was never packed."""
 
     _owner: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
-    _seen: tuple[type, State | None, Glimpse, list[torch.Tensor]]  # what of the owner is packed
+    _seen: tuple[type, Seen]  # what of the owner is packed
     record: QuantizedLayer
 
     @property
@@ -83,6 +83,10 @@ class Standing(PackedLinear):
         """The layer's call. Who calls the optimized model has looked already; a part of it may be called alone."""
         if not torch.compiler.is_compiling() and not self.follow():
             return self.owner.forward(input)  # type: ignore[no-any-return]
+        return self.compute(input)
+
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
+        """What the packed weight makes of a layer's input."""
         return super().forward(input)
 
     def stand_in(self, owner: nn.Module, record: QuantizedLayer) -> None:
@@ -92,15 +96,14 @@ class Standing(PackedLinear):
         self.look()
 
     def look(self) -> None:
-        """Remember what is packed. While its memory is held, no other weight can stand at its address."""
-        own = [t.detach() for t in self.owner.parameters(recurse=False)]
-        self._seen = type(self.owner), _numbers(self.owner), Glimpse(own), own
+        """Remember what is packed."""
+        self._seen = type(self.owner), Seen(own(self.owner))
 
     def follow(self) -> bool:
         """Pack the weight again where it changed, in its place; False where the layer has its own call back instead."""
         layer: nn.Module = self.owner
-        kind, numbers, glimpse, _ = self._seen
-        if type(layer) is kind and _numbers(layer) == numbers and not glimpse.changed():
+        kind, seen = self._seen
+        if type(layer) is kind and not seen.changed(own(layer)):
             return True
         self.look()
         try:
@@ -113,12 +116,12 @@ class Standing(PackedLinear):
 
     def _renew(self, kind: type) -> None:
         layer = self.owner
-        own, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-        if type(layer) is not kind or type(own) is not nn.Parameter:
+        held, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if type(layer) is not kind or type(held) is not nn.Parameter:
             raise TypeError("it is another layer now, or its weight another at each call or in parts")
-        if own.is_meta:  # released
+        if held.is_meta:  # released
             return
-        weight = own if isinstance(layer, nn.Linear | nn.Embedding) else own.t()
+        weight = held if isinstance(layer, nn.Linear | nn.Embedding) else held.t()
         if weight.shape != (self.out_features, self.in_features) or (bias is None) is not (self.bias is None):
             raise ValueError("its weight or bias has another shape now")
         with torch.inference_mode(self.weight.is_inference()), torch.no_grad():
@@ -142,14 +145,6 @@ class Standing(PackedLinear):
         return twin
 
 
-def _numbers(*layers: nn.Module) -> State | None:
-    """What is another one once a number in the layers' own tensors is; of inference mode's nothing tells."""
-    try:
-        return state([t for layer in layers for t in layer._parameters.values() if t is not None])
-    except RuntimeError:  # these have no versions
-        return None
-
-
 def _itself(layer: nn.Module) -> nn.Module:
     return layer
 
@@ -166,8 +161,7 @@ class Packing:
         self.compared: list[Compared] = []
         self._packed: dict[str, Standing] = {}
         self._called: dict[tuple[str, int, torch.dtype], None] = {}  # by which rows, in the examples
-        self._state: Any = None  # of the layers, when their weights were last looked at
-        self._glimpse = Glimpse()
+        self._seen: tuple[list[type], Seen] = [], Seen()  # of all layers, when they were last looked at
 
     def pack(
         self, model: nn.Module, config: Config, taken: Collection[str] = (), calibration: Calls | None = None
@@ -280,14 +274,14 @@ class Packing:
 
     def follow(self) -> None:
         """Pack anew what changed since; a layer that its packed weight cannot stand for gets its own call back."""
-        if torch.compiler.is_compiling():  # on weights that have no numbers
+        if not self._packed or torch.compiler.is_compiling():  # on weights that have no numbers
             return
         owners = [packed._owner[0] for packed in self._packed.values()]
-        now = list(map(type, owners)), _numbers(*owners)
-        if now == self._state and not self._glimpse.changed():
+        kinds, seen = self._seen
+        if list(map(type, owners)) == kinds and not seen.changed(own(*owners)):
             return
         self._packed = {name: packed for name, packed in self._packed.items() if packed.follow()}
-        self._state, self._glimpse = now, Glimpse([packed.owner.weight for packed in self._packed.values()])
+        self._seen = list(map(type, self.modules)), Seen(own(*self.modules))
 
     def train(self) -> None:
         """Say once that packed weights do not learn, where a model that trains would have them learn."""
@@ -349,7 +343,7 @@ class Packing:
                 empty[memory] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
             module.weight = empty[memory]
             packed.look()
-        self._state, self._glimpse = None, Glimpse()
+        self._seen = [], Seen()
 
     @property
     def released(self) -> list[str]:

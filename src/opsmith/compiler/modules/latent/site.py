@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.compiler.choose.weights import Weights
+from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.modules.conventions import HUGGING_FACE
 from opsmith.compiler.modules.latent.find import Reading
 from opsmith.compiler.modules.latent.pages import LatentPages
+from opsmith.compiler.modules.linear_layers import own
 from opsmith.decoding.pages import Step
 from opsmith.ops import (
     MLACache,
@@ -110,7 +111,7 @@ class LatentSite:
         self.quantize: str | None = None
         # ctkv_scale, q_nope_scale of an int8 cache
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._weights: tuple[MLAWeights, Weights] | None = None  # and what they were made of
+        self._weights: tuple[MLAWeights, Seen] | None = None  # and what they were made of
         _SITES[self.key] = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,11 +152,10 @@ class LatentSite:
 
     def weights(self) -> MLAWeights:
         """Absorbed and packed from the module's own, which may have changed since."""
-        own = [p for m in self.reading.absorbed for p in m._parameters.values() if p is not None]
-        if self._weights is None or self._weights[1].changed(own):
-            made, source = self.reading.weights(self.interleaved), Weights(own)
-            source.take(own)
-            self._weights = made if self.quantize is None else made.quantize(self.quantize), source
+        now = own(*self.reading.absorbed)
+        if self._weights is None or self._weights[1].changed(now):
+            made = self.reading.weights(self.interleaved)
+            self._weights = made if self.quantize is None else made.quantize(self.quantize), Seen(now)
         return self._weights[0]
 
     def close(self) -> None:

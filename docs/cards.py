@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import opsmith.ops  # noqa: F401  registers the cards
+from opsmith.cli import pictures
 from opsmith.operator import Make, Operator, registry
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -215,12 +216,7 @@ def picture(card: Operator) -> str:
 
 def drawn(card: Operator) -> bytes:
     """The picture: a bar for each workload, and the roof as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9})
-    from matplotlib import pyplot
-
+    pyplot = pictures.pyplot()
     names, parts = zip(*reversed(fractions(card)), strict=True)
     figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.26 * len(names)), layout="constrained")
     colors = ["C1" if "backward" in name else "C0" for name in names]

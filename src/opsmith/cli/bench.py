@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from opsmith.cli import CommandError
+from opsmith.cli import CommandError, pictures
 from opsmith.cli.common import (
     All,
     Device,
@@ -18,7 +18,6 @@ from opsmith.cli.common import (
     Json,
     Names,
     Output,
-    check_folder,
     choose,
     device_of,
     dtypes_of,
@@ -82,10 +81,7 @@ def run(
     with told("--against: "):
         baselines.choose(usual, device)
     if roofline is not None:
-        from opsmith.cli.roofline import check_file
-
-        check_file(roofline)
-        check_folder("--roofline", Path(roofline))
+        pictures.check_file("--roofline", Path(roofline))
     results: list[Benchmark] = []
     faults: list[str] = []
     cards = choose(names, everything)

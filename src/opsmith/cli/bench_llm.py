@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from opsmith.cli import CommandError
-from opsmith.cli.common import Json, Output, check_folder, size_of, speedup, time_of, told
+from opsmith.cli import CommandError, pictures
+from opsmith.cli.common import Json, Output, size_of, speedup, time_of, told
 from opsmith.cli.llm import AGAINST, DTYPES, FORMATS
 
 LLAMACPP = "OPSMITH_LLAMACPP"
@@ -72,8 +72,7 @@ def run(
     if dtype is not None and dtype not in DTYPES:
         raise CommandError(f"--dtype: {dtype!r} is not known; there are: {', '.join(DTYPES)}")
     if svg is not None:
-        curves.check_file(svg)
-        check_folder("--svg", svg)
+        pictures.check_file("--svg", svg)
     python = _python(llamacpp) if "llamacpp" in others else None
     cells = [(b, prompt) for b in dict.fromkeys(batch or [1])]
     cells += [(cells[0][0], c) for c in dict.fromkeys(context or []) if (cells[0][0], c) not in cells]

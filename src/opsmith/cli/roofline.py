@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opsmith.cli import CommandError
+from opsmith.cli import pictures
 
 if TYPE_CHECKING:
     from opsmith.proof.bench import Benchmark
 
-_KINDS = (".svg", ".png")
 _MARKS = {"forward": "o", "backward": "s", "forward + backward": "D"}
-
-
-def check_file(name: str) -> None:
-    """Refuse what cannot be drawn before the work is done, not after it."""
-    if Path(name).suffix not in _KINDS:
-        raise CommandError(f"--roofline: {name} is no {' or '.join(_KINDS)} file; name one")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--roofline: matplotlib draws the picture; pip install 'opsmith[plots]'")
 
 
 def draw(results: list[Benchmark], file: Path) -> None:
     """Draw the fastest of ours in each benchmark; what does no arithmetic has no place on a roofline."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update(
-        {"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}
-    )
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    figure, axes = pictures.pyplot().subplots(figsize=(9, 6), layout="constrained")
     shown = [point for result in results if (point := _point(result)) is not None]
     roofs = _roofs(results)
     lowest = min([0.1, *(x for x, *_ in shown)]) / 2
@@ -65,14 +47,7 @@ def draw(results: list[Benchmark], file: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="10⁹ operations per second")
     axes.set_title(_title(results), fontsize=9)
     axes.grid(which="major", color="0.9")
-    try:
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-    except OSError as error:
-        raise CommandError(
-            f"--roofline: cannot write {file} ({error.strerror}); name another file"
-        ) from error
-    finally:
-        pyplot.close(figure)
+    pictures.save("--roofline", figure, file)
 
 
 def _point(result: Benchmark) -> tuple[float, float, Benchmark] | None:

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-from opsmith.cli import CommandError
-
-_KINDS = (".svg", ".png")
-
-
-def check_file(file: Path) -> None:
-    """Refuse what cannot be drawn before the work is done, not after it."""
-    if file.suffix not in _KINDS:
-        raise CommandError(f"--svg: {file} is no {' or '.join(_KINDS)} file; name one")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--svg: matplotlib draws the picture; pip install 'opsmith[plots]'")
+from opsmith.cli import pictures
 
 
 def draw(data: dict[str, Any], file: Path) -> None:
     """Draw what `bench-llm` found: a column for the lengths at the first batch, and one for the batches."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update(
-        {"svg.hashsalt": "opsmith", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}
-    )
-    from matplotlib import pyplot
-
     cells = data["cells"]
     batch, prompt = cells[0]["batch"], cells[0]["prompt"]
     columns = {
         f"tokens before, batch {batch}": ("prompt", [c for c in cells if c["batch"] == batch]),
         f"sequences, prompt {prompt}": ("batch", [c for c in cells if c["prompt"] == prompt]),
     }
-    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained", squeeze=False)
+    figure, axes = pictures.pyplot().subplots(2, 2, figsize=(9, 6), layout="constrained", squeeze=False)
     rows = {"tokens/s": "tokens_per_second", "seconds to the first token": "first_seconds"}
     for column, (label, (over, some)) in enumerate(columns.items()):
         some = sorted(some, key=lambda cell: cell[over])
@@ -51,9 +32,4 @@ def draw(data: dict[str, Any], file: Path) -> None:
     figure.suptitle(
         f"{data['model']}, {data['dtype']}: {machine['cpu']}, {machine['threads']} threads", fontsize=9
     )
-    try:
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-    except OSError as error:
-        raise CommandError(f"--svg: cannot write {file} ({error.strerror}); name another file") from error
-    finally:
-        pyplot.close(figure)
+    pictures.save("--svg", figure, file)

@@ -67,8 +67,7 @@ def folder() -> Path:
     for store in dict.fromkeys((cache.configured(), cache.fallback())):
         place = store.path.parent / "models" / Path(GGUF).stem
         try:
-            if reason := files.distrust(place.parent):
-                raise files.Unusable(reason)
+            files.own(place.parent)
             if _intact(place):
                 return place
             store.prepare()
@@ -77,7 +76,6 @@ def folder() -> Path:
                     with store.workshop(place.name) as workshop:
                         _convert(workshop / "model")
                         _seal(workshop / "model")
-                        place.parent.mkdir(mode=0o700, exist_ok=True)
                         shutil.rmtree(place, ignore_errors=True)
                         os.replace(workshop / "model", place)
             return place

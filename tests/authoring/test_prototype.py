@@ -84,6 +84,7 @@ def test_the_kinds_are_those_of_the_cards() -> None:
         ('"x"', '"../x"', r"line 6: input_desc\[0\]\.name: found '../x'; allowed: a letter"),
         ('"x"', '"x;}"', r"line 6: input_desc\[0\]\.name: found 'x;}'"),
         ('"AddCustom"', '"../../etc/Add"', r"line 3: op: found '../../etc/Add'; allowed: UpperCamel"),
+        ('"ND", "ND"', f'"{"x" * 70_000}"', r"line 6: input_desc\[0\]\.format: .{200,600}$"),
         ('"AddCustom"', '"АddCustom"', r"line 3: op: found 'АddCustom'"),  # a Cyrillic letter
         ('"alpha"', '"аlpha"', r"line 12: attr\[0\]\.name: found 'аlpha'"),
         ('"alpha"', '"__class__"', r"attr\[0\]\.name: found '__class__'"),

@@ -106,6 +106,25 @@ def test_a_second_derivative_is_refused() -> None:
         once.sum().backward()
 
 
+@pytest.mark.parametrize("largest", [1.0, 300.0, 700.0, 2000.0])
+def test_float16_has_room_for_large_hidden_states(largest: float) -> None:
+    """A mean over rows of one class: its gradient is as large as they are."""
+    hidden, weight = torch.randn(6, 64), torch.randn(5000, 64) * 0.02
+    hidden[:, 3] = largest
+    target = torch.tensor([7, 7, -100, 7, 7, 7])
+
+    def gradients(fn: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        mine = [t.half().to(dtype).requires_grad_() for t in (hidden, weight)]
+        return torch.autograd.grad(fn(*mine, target), mine)
+
+    results = [
+        gradients(fn, d) for fn, d in ((linear_cross_entropy, torch.float16), (CARD.reference, torch.float16))
+    ]
+    for got, theirs, exact in zip(*results, gradients(CARD.reference, torch.float64), strict=True):
+        verdict = CARD.tolerance.check(got, theirs, exact)
+        assert verdict.ok, verdict.why
+
+
 def test_float16_keeps_what_a_loss_scale_is_there_to_keep() -> None:
     """Probabilities of 1e-5, shared by 64 rows: below float16 until the scale is applied, which is afterwards."""
     leaves = [

@@ -77,6 +77,9 @@ def test_one_token_at_a_position_needs_no_checks_and_equals_the_rest(
             linear_rope(x, weight, bias, *table, **{**given, **wrong})
     with pytest.raises(ValueError, match="bias must have shape"):
         linear_rope(x, weight, bias[:1], *table, **given)
+    for rows in (torch.cat((weight, weight[:5])), weight[:-1]):
+        with pytest.raises(ValueError, match="weight must have shape"):
+            linear_rope(x, rows, None, *table, **given)
 
 
 @pytest.mark.parametrize(

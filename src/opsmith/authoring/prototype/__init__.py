@@ -334,6 +334,8 @@ def _explain(error: ValidationError, where: str, lines: dict[jsonc.Path, int], a
         message = f"is no field of a prototype; allowed: {', '.join(model.model_fields)}"
     elif not isinstance(first["input"], dict | list):
         message = f"found {repr(first['input'])[:80]}; {message}"
+    if len(message) > 500:  # it repeats what was found, however long that is
+        message = f"{message[:250]} ... {message[-250:]}"
     return f"{where}: line {_line(lines, (*at, *path))}: {jsonc.shown(path) or 'the top level'}: {message}"
 
 

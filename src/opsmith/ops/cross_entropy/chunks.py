@@ -228,7 +228,7 @@ def forward(
         _scan(_Logits(layer, layer.share), _Kept(), how, state)
     else:
         to = _Gradients(few_dhidden, dweight, _column_sums(dbias))
-        _scan_and_differentiate(layer, how, state, to)
+        _scan_and_differentiate(layer, how, state, to, gradient_scale(hidden, how.reduction))
         _round(to.bias, dbias)
     torch.ops.opsmith.cross_entropy_finish.default(
         state, layer.target, *how, weight.shape[0], loss=few_losses, stats=few_stats
@@ -262,9 +262,15 @@ def backward(
     counted.spread(dhidden, to.hidden)
 
 
-def gradient_scale(dtype: torch.dtype, reduction: int) -> float:
-    """By what the gradients that come with the loss are too large, where float16 would else lose what is small."""
-    return 128.0 if dtype == torch.float16 and reduction == REDUCTIONS["mean"] else 1.0
+def gradient_scale(hidden: torch.Tensor, reduction: int) -> torch.Tensor | float:
+    """By what the gradients that come with the loss are too large, where float16 would else lose what is small.
+
+    A mean's gradient of the weight is at most twice the largest of `hidden`, so that much it leaves room for.
+    """
+    if hidden.dtype != torch.float16 or reduction != REDUCTIONS["mean"] or hidden.numel() == 0:
+        return 1.0
+    room = 2.0**14 / hidden.detach().abs().amax().float()
+    return torch.exp2(torch.log2(room).floor()).nan_to_num(128.0, 128.0).clamp(0.25, 128.0)
 
 
 def _column_sums(dbias: torch.Tensor | None) -> torch.Tensor | None:
@@ -293,7 +299,9 @@ def _scan(logits: _Logits, kept: _Kept, how: _Options, state: torch.Tensor) -> N
             del x  # before the next chunk takes memory
 
 
-def _scan_and_differentiate(layer: _Layer, how: _Options, state: torch.Tensor, to: _Gradients) -> None:
+def _scan_and_differentiate(
+    layer: _Layer, how: _Options, state: torch.Tensor, to: _Gradients, scale: torch.Tensor | float
+) -> None:
     """Both passes over the chunks, of the loss as one number.
 
     A gradient needs the sums over all of a row's logits, so there are two passes over the chunks, and the logits must
@@ -303,8 +311,7 @@ def _scan_and_differentiate(layer: _Layer, how: _Options, state: torch.Tensor, t
     rows, device = layer.target.shape[0], layer.hidden.device
     stats = torch.empty(2, rows, dtype=torch.float32, device=device)
     losses = torch.empty(rows, dtype=torch.float32, device=device)
-    scale = gradient_scale(layer.hidden.dtype, how.reduction)
-    upstream = torch.full((1,), scale, dtype=torch.float32, device=device)
+    upstream = torch.ones(1, dtype=torch.float32, device=device) * scale
     if how.reduction == REDUCTIONS["mean"]:
         upstream /= (layer.target != how.ignore_index).sum()
     of_each = how._replace(reduction=REDUCTIONS["none"])

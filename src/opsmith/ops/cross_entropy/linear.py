@@ -161,7 +161,7 @@ class _Reduced(torch.autograd.Function):
         made = {name: _CALL.fresh(known[name]) for name in wanted}
         rows = {f"d{name}": t.view(-1, t.shape[-1]) if name == "hidden" else t for name, t in made.items()}
         (loss,), _ = _CALL.run("opsmith", [*(known | rows).values()])
-        ctx.scale = chunks.gradient_scale(known["hidden"].dtype, known["reduction"])
+        ctx.scale = chunks.gradient_scale(known["hidden"], known["reduction"])
         ctx.places = [made.get(name) is not None for name in known]
         ctx.save_for_backward(*made.values())
         return loss
@@ -173,12 +173,14 @@ class _Reduced(torch.autograd.Function):
         return tuple(next(gradients) if made else None for made in ctx.places)
 
 
-def _times(dloss: torch.Tensor, factor: float, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _times(
+    dloss: torch.Tensor, factor: torch.Tensor | float, gradients: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
     """The gradients times a number; in their own memory where no second backward through the graph may follow."""
     if torch.compiler.is_compiling() or type(dloss) is not torch.Tensor or not dloss.is_cpu:
         by = dloss.float() * factor
         return [g * by for g in gradients]
-    number = float(dloss) * factor
+    number = float(dloss) * float(factor)
     if number == 1.0:
         return gradients
     if torch._C._autograd._get_current_graph_task_keep_graph():

@@ -117,10 +117,12 @@ def _at_once(
         q, k, v = x.new_empty(of_q), x.new_empty(of_kv), x.new_empty(of_kv)
         rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
         return (q, k, v) if direct.new_linear_rope(rows, weight, bias, *rotation, q, k, v) else None
+    heads, kv_heads, head_dim = sizes
+    if weight.shape[0] != (heads + 2 * kv_heads) * head_dim:
+        return None
     y = _ONE_ROW.call(x, weight, bias, None, 0)
     if y is None:
         return None
-    heads, kv_heads, head_dim = sizes
     row = (head_dim,) if x.dim() == 2 else (1, head_dim)
     lie = (y.numel(), *(head_dim for _ in row), 1)
     shape = 1, kv_heads, *row

@@ -59,6 +59,11 @@ CASES ?= 10000
 fuzz: $(VENV)/.installed  ## Random calls, models, files and orders of calls: `make fuzz CASES=100000 ARGS="operators --minutes 60"`
 	$(call timed,$(BIN)/python -W ignore -m tests.fuzz --cases $(CASES) $(ARGS))
 
+.PHONY: test-slow
+test-slow: ARGS := --minutes 5
+test-slow: soak fuzz  ## What takes half an hour: short soaks, fuzzing, and bad luck fifty times of each kind
+	$(call timed,OPSMITH_LUCK=50 $(BIN)/python -m pytest tests/test_luck.py)
+
 CPP = git ls-files '*.cpp' '*.h' '*.cu' | xargs $(BIN)/clang-format
 .PHONY: lint
 lint: $(VENV)/.installed  ## Style, format, types and import order

@@ -82,6 +82,19 @@ def test_one_token_at_a_position_needs_no_checks_and_equals_the_rest(
             linear_rope(x, rows, None, *table, **given)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_nothing_to_multiply_gives_the_bias_turned(grad: bool) -> None:
+    x, weight, bias, table, options = operands(2, 9, 4, 2, 16, torch.float32)
+    x, weight = (t[..., :0].clone().requires_grad_(grad) for t in (x, weight))
+    with torch.set_grad_enabled(grad):
+        got = linear_rope(x, weight, bias, *table, **options)
+    for mine, value in zip(got, reference(x, weight, bias, *table, **options), strict=True):
+        torch.testing.assert_close(mine, value)
+    if grad:
+        of_x, of_weight = torch.autograd.grad(sum(t.sum() for t in got), (x, weight))
+        assert of_x.shape == (2, 2, 0) and of_weight.shape == (128, 0)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

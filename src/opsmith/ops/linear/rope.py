@@ -118,10 +118,8 @@ def _at_once(
         rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
         return (q, k, v) if direct.new_linear_rope(rows, weight, bias, *rotation, q, k, v) else None
     heads, kv_heads, head_dim = sizes
-    if weight.shape[0] != (heads + 2 * kv_heads) * head_dim:
-        return None
     y = _ONE_ROW.call(x, weight, bias, None, 0)
-    if y is None:
+    if y is None or y.numel() != (heads + 2 * kv_heads) * head_dim:
         return None
     row = (head_dim,) if x.dim() == 2 else (1, head_dim)
     lie = (y.numel(), *(head_dim for _ in row), 1)
@@ -241,10 +239,10 @@ class _LinearRope(Call):
         rotation = (known[name] for name in ("cos", "sin", "positions", "dims", "interleaved"))
         _ROTATION.native("opsmith", (*slopes[:2], *rotation, True), (q, k))
         v.copy_(slopes[2])
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = dy.flatten(0, -2)
         found = {"x": dy @ weight} if "x" in wanted else {}
         if "weight" in wanted:
-            found["weight"] = rows.t() @ x.reshape(-1, x.shape[-1])
+            found["weight"] = rows.t() @ x.flatten(0, -2)
         if "bias" in wanted:
             found["bias"] = rows.sum(0)
         return found

@@ -58,7 +58,7 @@ def rms_norm_quant(
         weight: [N], in x's dtype or float32; None: x comes normalized, and is quantized alone.
         bias: [N], added after the norm; needs a weight.
         eps: added to the mean square, under the root.
-        scale, offset: one number each, or none: then every row gets a scale of its own, and there is no offset.
+        scale, offset: one number each, the scale not 0, or none: then every row gets a scale of its own, and there is no offset.
 
     Returns:
         q, int8 like x; without a scale (q, s), s [...] float32. A row of zeros has q = 0 and s = 0. No gradient.
@@ -181,8 +181,9 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1x7168", (make(1, 7168), make(7168)))
 
 
-def _finite(*tensors: Any, **more: Any) -> bool:
-    return all(bool(t.isfinite().all()) for t in (*tensors, *more.values()) if isinstance(t, torch.Tensor))
+def _promised(*tensors: Any, scale: Any = None, **more: Any) -> bool:
+    given = (t for t in (*tensors, scale, *more.values()) if isinstance(t, torch.Tensor))
+    return (scale is None or float(scale) != 0.0) and all(bool(t.isfinite().all()) for t in given)
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ CARD = _CALL.card(
     samples=_samples,
     workloads=_workloads,
     tolerance=Steps(),
-    domain=_finite,
+    domain=_promised,
     schemas=declare(SIGNATURE, bound=True),
     source="DeepSeek-AI, 2024",
 )

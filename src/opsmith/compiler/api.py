@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import fx, nn
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
+from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
 from opsmith.compiler.entry import entry
@@ -113,7 +115,10 @@ def optimize(
         raise ValueError(
             'optimize: calibration is what int4 weights are rounded for; say quantize="int4", or leave it out'
         )
-    session = Session(settings, saved, read)
+    ranks = Ranks.of(model)
+    if ranks is not None:
+        settings = _together(ranks, settings, saved, budget)
+    session = Session(settings, saved, read, ranks)
     if isinstance(getattr(model, "opsmith", None), Session):
         restore(model)
     model.opsmith = session  # type: ignore[assignment]
@@ -232,6 +237,19 @@ def _settings(
             'set quantize="int8" as well'
         )
     return settings
+
+
+def _together(ranks: Ranks, settings: Config, plan: Plan | None, budget: float | None) -> Config:
+    """The settings under which the ranks of a sharded model choose alike: nothing may hang on one rank's clock."""
+    if budget is not None:
+        raise ValueError(
+            "optimize: a sharded model takes no budget, which its ranks would overrun at different steps"
+        )
+    said = {f"the setting {name}": repr(value) for name, value in settings}
+    ranks.check(
+        {**said, "the plan": "none" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()}
+    )
+    return settings.model_copy(update={"inductor": False})
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -14,7 +14,9 @@ from torch import fx, nn
 from opsmith import measure
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
+from opsmith.compiler.capture.shards import Parts, is_sharded
 from opsmith.compiler.capture.trace import NotGeneral, capture
+from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.choose.select import Selector
 from opsmith.compiler.code import Code
 from opsmith.compiler.config import Config
@@ -52,10 +54,16 @@ class Capturing(threading.local):
 class Session:
     """Everything one optimized model holds: its graphs, its choices, and how to give the model back."""
 
-    def __init__(self, config: Config, plan: Plan | None = None, calibration: Calls | None = None):
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan | None = None,
+        calibration: Calls | None = None,
+        ranks: Ranks | None = None,
+    ):
         load_installed("operators")
         self.config = config
-        self.selector = Selector(config, saved=plan)
+        self.selector = Selector(config, saved=plan, ranks=ranks)
         self.proofs = Proofs()
         self.graphs: list[CompiledGraph] = []
         self.runs: list[Callable[..., Any]] = []  # what Dynamo calls of an optimized model
@@ -75,12 +83,23 @@ class Session:
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's call: one captured graph in, one callable out."""
-        run = by_parts(gm, example_inputs, self._graph)
+        run = self._whole(gm, example_inputs)
         if self.capturing.general:
             # What is captured behind a break could not be captured anew: the model has run up to there.
             self.capturing.general = torch.fx.experimental._config.backed_size_oblivious = False
             torch._dynamo.config.suppress_errors = True
         return run
+
+    def _whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not any(map(is_sharded, example_inputs)):
+            return by_parts(gm, example_inputs, self._graph)
+        if torch.is_grad_enabled():
+            self.leave(
+                NotImplementedError("weights that are spread over ranks learn in eager"), len(gm.graph.nodes)
+            )
+            return gm.forward
+        parts = Parts(gm, example_inputs)
+        return parts.around(by_parts(parts.graph, parts.added(example_inputs), self._graph))
 
     def changed(self) -> bool:
         """Whether the model has other hooks or methods than were captured, which its graphs know nothing of."""

@@ -1,8 +1,9 @@
-"""A graph with checkpointed layers: each such layer, and each stretch between them, is a graph of its own.
+"""A graph with checkpointed layers or sharded values: each such stretch, and each between them, is a graph of its own.
 
 Activation checkpointing keeps a layer's inputs only, and computes the layer once more for the gradients. Dynamo writes
 it as a call that takes the layer's graph, for a compiler that puts PyTorch's dispatcher to work on all of it. Here
-PyTorch's own function makes that call, random numbers repeated, on what has become of the layer.
+PyTorch's own function makes that call, random numbers repeated, on what has become of the layer. What computes with
+DTensors runs as it is.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from torch.fx import Node
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
+from opsmith.compiler.capture.shards import on_shards
+
 Run = Callable[..., Any]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Run]
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def by_parts(gm: fx.GraphModule, examples: Sequence[Any], compile_graph: Compile) -> Run:
-    """Compile Dynamo's graph, or, where it has checkpointed layers, each of its parts."""
+    """Compile Dynamo's graph, or, where it has checkpointed layers or sharded values, each of its parts."""
     numbers = _numbers(gm.graph)
     if not any(numbers.values()):
         return compile_graph(gm, examples)
@@ -32,6 +35,8 @@ def by_parts(gm: fx.GraphModule, examples: Sequence[Any], compile_graph: Compile
     values = dict(zip(split.graph.find_nodes(op="placeholder"), examples, strict=True))
     for call in split.graph.find_nodes(op="call_module"):
         part: Any = split.get_submodule(call.target)
+        if any(map(on_shards, part.graph.nodes)):
+            continue
         inputs = part.graph.find_nodes(op="placeholder")
         given = [values.get(a, p.meta.get("example_value")) for a, p in zip(call.args, inputs, strict=True)]
         layers = part.graph.find_nodes(op="call_function", target=_CHECKPOINT)
@@ -57,9 +62,13 @@ def _numbers(graph: fx.Graph) -> dict[Node, int]:
         if node.target is _CHECKPOINT:
             numbers[node] = last + 1
             last += 2
+        elif on_shards(node):
+            last += 1 - last % 2
+            numbers[node] = last
         elif node.target is operator.getitem and node.args[0].target is _CHECKPOINT:
             numbers[node] = numbers[node.args[0]]  # parts hand over tensors only
         else:
+            last += last % 2
             numbers[node] = last
     return numbers
 

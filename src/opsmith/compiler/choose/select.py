@@ -15,6 +15,7 @@ import torch
 
 from opsmith import measure
 from opsmith.compiler.choose import inductor
+from opsmith.compiler.choose.ranks import Ranks, SharedTimes
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.config import Config
 from opsmith.compiler.kept import TuningCache
@@ -59,10 +60,17 @@ def contest(card: Operator, call: Mapping[str, Any], new: bool) -> str:
 class Selector:
     """Chooses implementations under a Config, by measurement where it may take the time."""
 
-    def __init__(self, config: Config, cache: TuningCache | None = None, saved: Plan | None = None):
+    def __init__(
+        self,
+        config: Config,
+        cache: TuningCache | None = None,
+        saved: Plan | None = None,
+        ranks: Ranks | None = None,
+    ):
         _check_names(config)
         self.config = config
-        self.cache = cache if cache is not None else TuningCache()
+        self.ranks = ranks
+        self.cache = SharedTimes(ranks) if ranks else cache if cache is not None else TuningCache()
         self.saved = saved
         self.fixed = saved.choices() if saved is not None else {}  # implementation by signature
         self.deadline = math.inf  # by the clock of `spent`: then no more is measured, and nothing proved
@@ -124,7 +132,9 @@ class Selector:
             return Choice(fixed, "from the saved plan", {}, refused)
         if len(able) > 1 and not config.tune:
             return Choice(first, "first able in the card's order (tuning is off)", {}, refused)
-        if len(able) > 1 and not able.keys() <= known.keys():
+        if self.ranks and known:  # what one of them could not run
+            able = {name: candidate for name, candidate in able.items() if name in known}
+        if (len(able) > 1 or self.ranks) and not able.keys() <= known.keys():
             if not may_measure:
                 nearest = self._nearest(key, able)
                 best = min(nearest, key=nearest.__getitem__, default=None)
@@ -133,6 +143,7 @@ class Selector:
                 return Choice(best, "fastest at the nearest shape measured", {}, refused)
             times = self._measure(call, able, refused, weights, new)
             known = self._measured[key] = self.cache.settled(key, *times)
+            able = {name: candidate for name, candidate in able.items() if name in known}
             weights.drop(call, min(able, key=known.__getitem__))
         if len(able) == 1:
             return Choice(next(iter(able)), "the only one able", {}, refused)

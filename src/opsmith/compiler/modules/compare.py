@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opsmith import measure
+from opsmith.compiler.choose.ranks import SharedTimes
 from opsmith.compiler.kept import TuningCache
 from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear.module import PackedLinear
@@ -39,7 +40,7 @@ class Compared:
         )
 
 
-def compare(calls: Iterable[Call], cache: TuningCache) -> list[Compared]:
+def compare(calls: Iterable[Call], cache: TuningCache | SharedTimes) -> list[Compared]:
     """The times, by rows; of many layers or rows that are alike, those of as many as are worth the time."""
     alike: dict[tuple[Any, ...], list[Call]] = {}
     for call in calls:

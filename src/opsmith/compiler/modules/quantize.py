@@ -17,6 +17,8 @@ from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
+from opsmith.compiler.capture.shards import is_sharded
+from opsmith.compiler.choose.ranks import SharedTimes
 from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
@@ -189,6 +191,8 @@ class Packing:
                 record.why = f"its name matches {pattern!r} of quantize_skip"
             elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
                 record.why = f"its class, {type(module).__name__}, may compute something else than nn.Linear"
+            elif is_sharded(module.weight):
+                record.why = "its weight is spread over ranks"
             elif _replaced(module):
                 record.why = "its forward is replaced already"
             else:
@@ -308,7 +312,7 @@ class Packing:
             module.weight = nn.Parameter(weight.t() if turned else weight, requires_grad=False)
         return [modules[name] for name, packed in self._layers.items() if packed.format == "int8_dynamic"]
 
-    def compare(self, cache: TuningCache) -> None:
+    def compare(self, cache: TuningCache | SharedTimes) -> None:
         """Time the packed layers against those that they stand in for, at the rows of the examples."""
         packed = self._packed
         calls = [(packed[n], packed[n].owner, rows, x) for n, rows, x in self._called if n in packed]

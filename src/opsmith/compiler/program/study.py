@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,6 +100,8 @@ class Study:
                 return True
             verdict = self._prove(known, choice.implementation, call, exact)
             report.error, report.bound = verdict.error, verdict.bound
+            if (ranks := self.sites.selector.ranks) is not None and not all(ranks.gather(verdict.ok)):
+                verdict = replace(verdict, ok=False, why=verdict.why or "it failed on another rank")
             if verdict.ok:
                 return True
             failures.append(f"{choice.implementation}: {verdict.why}")

@@ -58,7 +58,8 @@ def rms_norm_quant(
         weight: [N], in x's dtype or float32; None: x comes normalized, and is quantized alone.
         bias: [N], added after the norm; needs a weight.
         eps: added to the mean square, under the root.
-        scale, offset: one number each, the scale not 0, or none: then every row gets a scale of its own, and there is no offset.
+        scale, offset: one number each, the scale not 0, or none: then every row gets a scale of its own, and there is
+            no offset.
 
     Returns:
         q, int8 like x; without a scale (q, s), s [...] float32. A row of zeros has q = 0 and s = 0. No gradient.

@@ -1,0 +1,73 @@
+"""Weights that are spread over ranks (`DTensor`): a rank's graph computes with the part that it holds.
+
+Models that transformers or `parallelize_module` spread ask each layer's weight for that part (`to_local`), multiply as
+ever, and add up over ranks where a sum is spread. So the parts become inputs of the graph; what else is done to whole
+DTensors (a vocabulary that is looked up in parts, logits that are gathered) stays PyTorch's.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+Run = Callable[..., Any]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a DTensor, which nothing is before somebody has imported these."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(value, distributed.DTensor)
+
+
+def on_shards(node: Node) -> bool:
+    """Whether a call computes with DTensors."""
+    return node.op not in ("placeholder", "output") and any(
+        is_sharded(n.meta.get("example_value")) for n in (node, *node.all_input_nodes)
+    )
+
+
+class Parts:
+    """The parts of a graph's inputs that this rank holds, as inputs behind the others."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.graph = fx.GraphModule(gm, fx.Graph())
+        self.graph.graph.output(self.graph.graph.graph_copy(gm.graph, {}))
+        self._at: list[int] = []
+        self._held: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+        placeholders = self.graph.graph.find_nodes(op="placeholder")
+        for i, (node, value) in enumerate(zip([*placeholders], inputs, strict=True)):
+            asked = [
+                n for n in node.users if (n.op, n.target, n.args) == ("call_method", "to_local", (node,))
+            ]
+            if asked and isinstance(value, nn.Parameter) and is_sharded(value):
+                with self.graph.graph.inserting_after(placeholders[-1]):
+                    part = self.graph.graph.placeholder(f"{node.name}_part")
+                part.meta = dict(asked[0].meta)
+                placeholders.append(part)
+                self._at.append(i)
+                for call in asked:
+                    call.replace_all_uses_with(part)
+                    self.graph.graph.erase_node(call)
+        self.graph.recompile()
+
+    def added(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs with this rank's part of each weight, the same parameter for as long as the weight is the same."""
+        return [*inputs, *[self._part(i, inputs[i]) for i in self._at]]
+
+    def _part(self, i: int, weight: Any) -> nn.Parameter:
+        part = weight.to_local()
+        known = self._held.get(i)
+        if known is None or known[0] is not part:
+            known = self._held[i] = part, nn.Parameter(part, requires_grad=False)
+            weakref.finalize(weight, self._held.pop, i, None).atexit = False
+        return known[1]
+
+    def around(self, run: Run) -> Run:
+        """What runs with parts, called without."""
+        return lambda *inputs: run(*self.added(inputs))

@@ -1,0 +1,88 @@
+"""The ranks that a model is spread over: they choose alike, by the times of the slowest, or their values would part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from opsmith.compiler.capture.shards import is_sharded
+from opsmith.kernels import isa
+from opsmith.version import VERSION
+
+
+class Ranks:
+    """All processes that hold parts of one model. Each call here is made by all of them, in the same order."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._groups = mesh.get_all_groups()
+        self._device = mesh.device_type
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks | None:
+        """Those of a model; None for one that this process has all of."""
+        weights: Iterable[Any] = model.parameters()
+        return next((cls(w.device_mesh) for w in weights if is_sharded(w)), None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gave, as JSON."""
+        values = [value]
+        for group in self._groups:
+            values = [
+                v for each in self._exchange(json.dumps(values).encode(), group) for v in json.loads(each)
+            ]
+        return values
+
+    def _exchange(self, text: bytes, group: Any) -> list[bytes]:
+        import torch.distributed as dist
+
+        size = dist.get_world_size(group)
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(size)]
+        dist.all_gather(lengths, torch.full_like(lengths[0], len(text)), group=group)
+        most = max(map(int, lengths))
+        mine = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8).to(self._device)
+        texts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(texts, mine, group=group)
+        return [bytes(t.tolist()) for t in texts]
+
+    def check(self, what: Mapping[str, str]) -> None:
+        """Refuse ranks that would choose differently.
+
+        Raises:
+            ValueError: for other kernels, versions or settings than the first rank's.
+        """
+        ours = {"kernels": isa.tier(), "torch": torch.__version__, "opsmith": VERSION, **what}
+        first, *others = self.gather(ours)
+        for rank, theirs in enumerate(others, 1):
+            for name, value in theirs.items():
+                if value != first[name]:
+                    hint = "; OPSMITH_ISA set to the lesser of them serves all" * (name == "kernels")
+                    raise ValueError(
+                        f"optimize: all ranks of a sharded model must choose alike, and rank {rank} has "
+                        f"{name} {value}, rank 0 {first[name]}{hint}"
+                    )
+
+
+class SharedTimes:
+    """Measured times as all ranks take them. None are kept: files of several machines differ."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def get(self, key: str) -> None:
+        """Nothing is known before."""
+
+    def items(self) -> list[tuple[str, dict[str, float]]]:
+        """As of `get`."""
+        return []
+
+    def settled(self, key: str, times: dict[str, float], steady: bool) -> dict[str, float]:
+        """Of what every rank can run, the slowest's time."""
+        every = self._ranks.gather(times)
+        return {name: max(t[name] for t in every) for name in times if all(name in t for t in every)}
+
+    def save(self) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,84 @@
+"""One rank of a sharded model, as `torchrun` starts it: what it finds goes to standard output as JSON.
+
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python -m tests.compiler.ranks FOLDER
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import opsmith
+from opsmith.compiler.choose.ranks import Ranks
+
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def tokens(model: Any) -> Any:
+    """What it says, prompt and all."""
+    return model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, do_sample=False
+    ).tolist()
+
+
+def work(folder: str) -> dict[str, Any]:
+    """Load a model in parts, optimize it, generate; then the same in int8, and with a rank that dies."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+    found: dict[str, Any] = {"eager": tokens(model)}
+    try:
+        opsmith.optimize(model, budget=5)
+    except ValueError as error:
+        found["budget"] = str(error)
+    opsmith.optimize(model, {"input_ids": IDS})
+    found["optimized"] = tokens(model)
+    with torch.no_grad():
+        found["logits"] = model(IDS).logits[:, -1].tolist()
+    shapes = model.opsmith.plan.shapes
+    found["choices"] = [(s.site, s.implementation) for shape in shapes for s in shape.steps]
+    found["used"] = [shape.used for shape in shapes]
+    found["report"] = str(model.opsmith.report)
+    opsmith.restore(model)
+    found["restored"] = tokens(model)
+    opsmith.optimize(model, quantize="int8", verify=False, config=opsmith.Config(tune=False))
+    found["quantized"] = str(model.opsmith.report)
+    if dist.get_rank() == 1:
+        print(json.dumps(found), flush=True)
+        os._exit(9)
+    try:
+        tokens(model)
+    except RuntimeError as error:
+        found["alone"] = str(error)
+    return found
+
+
+def tiers() -> dict[str, Any]:
+    """What ranks of other kernels are told."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        Ranks(init_device_mesh("cpu", (2,))).check({})
+    except ValueError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def main() -> None:
+    """Be one rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    print(json.dumps(work(*sys.argv[1:]) if sys.argv[1:] else tiers()), flush=True)
+    os._exit(0)  # the other rank may be gone, and is not waited for
+
+
+if __name__ == "__main__":
+    main()

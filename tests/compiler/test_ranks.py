@@ -1,0 +1,94 @@
+"""A model that transformers spread over two processes: optimized, it says what it said, and both choose alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opsmith
+from opsmith.kernels import isa
+from tests.compiler.ranks import tokens
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama on disk."""
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("sharded")
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
+    return place
+
+
+def ranks(*arguments: str, second: dict[str, str]) -> list[dict[str, Any]]:
+    """What two ranks found, the second in another environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.compiler.ranks", *arguments],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, environment in enumerate(({}, second))
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Path) -> None:
+    alone = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    first, second = ranks(str(folder), second={})
+    for found in (first, second):
+        assert found["optimized"] == found["eager"] == found["restored"] == tokens(alone)
+        assert "a sharded model takes no budget" in found["budget"]
+        assert "its weight is spread over ranks" in found["quantized"], found["quantized"]
+    assert first["choices"] == second["choices"]
+    assert first["used"] == second["used"]
+    assert first["logits"] == second["logits"]
+    counted = Counter(name.rpartition("_")[0] for name in dict(first["choices"]))
+    assert {"rms_norm", "linear", "rope_qk", "silu_mul"} <= set(counted), counted
+    assert "left as it was" not in first["report"], first["report"]
+    assert first["alone"]  # once the second rank has died, a call is an error, and waits for nobody
+
+
+@pytest.mark.skipif(isa.tier() == "portable", reason="there is no lesser tier")
+def test_ranks_with_other_kernels_are_refused_on_all() -> None:
+    for found in ranks(second={"OPSMITH_ISA": "portable"}):
+        assert f"rank 1 has kernels portable, rank 0 {isa.tier()}; OPSMITH_ISA" in found["error"]
+
+
+def test_a_model_of_one_process_asks_no_ranks(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    opsmith.optimize(model, config=opsmith.Config(tune=False))
+    assert model.opsmith.selector.ranks is None

@@ -110,7 +110,7 @@ def test_a_second_derivative_is_refused() -> None:
 def test_float16_has_room_for_large_hidden_states(largest: float) -> None:
     """A mean over rows of one class: its gradient is as large as they are."""
     hidden, weight = torch.randn(6, 64), torch.randn(5000, 64) * 0.02
-    hidden[:, 3] = largest
+    hidden[:, 3], weight[9, 5] = largest, 20 * largest
     target = torch.tensor([7, 7, -100, 7, 7, 7])
 
     def gradients(fn: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -338,5 +338,12 @@ def test_a_cache_that_points_anywhere_reads_nothing_outside_it() -> None:
     assert torch.equal(y, reference(torch.arange(6), table, scale))
 
 
+def test_a_table_without_rows_has_no_ids() -> None:
+    for table in (torch.ones(0, 4, dtype=torch.int8), torch.ones(0, 8, dtype=torch.int8)[:, ::2]):
+        with pytest.raises(IdError, match="for a table of 0 rows"):
+            quantized_embedding(torch.tensor([0]), table, torch.ones(0))
+        assert quantized_embedding(torch.empty(0, dtype=torch.long), table, torch.ones(0)).shape == (0, 4)
+
+
 def test_a_copied_cache_is_as_large_as_the_first() -> None:
     assert copy.deepcopy(RowCache(7)).capacity == 7

@@ -10,7 +10,7 @@ import torch
 from benchmarks.mla_rungs import thirteen_in_pytorch
 from tests.ops.mla.sizes import Sizes, as_specified, double, hold, row_of, spelled_out
 
-from opsmith.ops import MLACache, MLAWeights, mla_preprocess
+from opsmith.ops import MLACache, MLAWeights, mla_preprocess, mla_q_epilogue
 
 MODES = ("joint", "split", "tiled", "int8_tiled")
 SCALES: dict[str, Any] = {"ctkv_scale": 0.03, "q_nope_scale": torch.tensor([20.0, -31.0, 45.0])}
@@ -285,3 +285,11 @@ def test_no_latent_queries_without_q_lora() -> None:
     cache = sizes.cache()
     with pytest.raises(ValueError, match="these weights have no q_lora"):
         mla_preprocess(x, sizes.weights(), cos, sin, sizes.slots(cache), cache, return_latent_q=True)
+
+
+def test_sizes_of_nothing_are_refused() -> None:
+    """A product over nothing would leave a result as its memory was."""
+    q = torch.randn(5, 3, 8)
+    for wuk in (torch.randn(3, 0, 16), torch.randn(3, 4, 0)):
+        with pytest.raises(ValueError, match="none of them 0"):
+            mla_q_epilogue(q, wuk, None, None)

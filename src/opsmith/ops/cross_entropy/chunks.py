@@ -228,7 +228,7 @@ def forward(
         _scan(_Logits(layer, layer.share), _Kept(), how, state)
     else:
         to = _Gradients(few_dhidden, dweight, _column_sums(dbias))
-        _scan_and_differentiate(layer, how, state, to, gradient_scale(hidden, how.reduction))
+        _scan_and_differentiate(layer, how, state, to, gradient_scale(hidden, weight, how.reduction))
         _round(to.bias, dbias)
     torch.ops.opsmith.cross_entropy_finish.default(
         state, layer.target, *how, weight.shape[0], loss=few_losses, stats=few_stats
@@ -262,14 +262,20 @@ def backward(
     counted.spread(dhidden, to.hidden)
 
 
-def gradient_scale(hidden: torch.Tensor, reduction: int) -> torch.Tensor | float:
+def gradient_scale(hidden: torch.Tensor, weight: torch.Tensor, reduction: int) -> torch.Tensor | float:
     """By what the gradients that come with the loss are too large, where float16 would else lose what is small.
 
-    A mean's gradient of the weight is at most twice the largest of `hidden`, so that much it leaves room for.
+    A mean's gradients are at most twice the largest number of the other factor, so that much it leaves room for.
     """
-    if hidden.dtype != torch.float16 or reduction != REDUCTIONS["mean"] or hidden.numel() == 0:
+    if (
+        hidden.dtype != torch.float16
+        or reduction != REDUCTIONS["mean"]
+        or not hidden.numel()
+        or not weight.numel()
+    ):
         return 1.0
-    room = 2.0**14 / hidden.detach().abs().amax().float()
+    largest = torch.stack([end for t in (hidden, weight) for end in torch.aminmax(t.detach())]).abs().amax()
+    room = 2.0**14 / largest.float()
     return torch.exp2(torch.log2(room).floor()).nan_to_num(128.0, 128.0).clamp(0.25, 128.0)
 
 

@@ -161,7 +161,7 @@ class _Reduced(torch.autograd.Function):
         made = {name: _CALL.fresh(known[name]) for name in wanted}
         rows = {f"d{name}": t.view(-1, t.shape[-1]) if name == "hidden" else t for name, t in made.items()}
         (loss,), _ = _CALL.run("opsmith", [*(known | rows).values()])
-        ctx.scale = chunks.gradient_scale(known["hidden"], known["reduction"])
+        ctx.scale = chunks.gradient_scale(known["hidden"], known["weight"], known["reduction"])
         ctx.places = [made.get(name) is not None for name in known]
         ctx.save_for_backward(*made.values())
         return loss

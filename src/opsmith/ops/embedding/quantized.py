@@ -94,7 +94,7 @@ def definition(
     """The definition, in plain PyTorch. In float64 it rounds nothing, whatever dtype is asked for."""
     try:
         y = torch.embedding(table, ids).to(scale.dtype) * torch.embedding(scale.unsqueeze(-1), ids)
-    except IndexError:
+    except (IndexError, RuntimeError):  # of a table without rows
         if not torch.compiler.is_compiling():
             raise_bad_id(_OP, ids, table.shape[0])
         raise

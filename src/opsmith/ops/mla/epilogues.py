@@ -153,6 +153,8 @@ def mla_q_epilogue(
     op = "mla_q_epilogue"
     if q_nope_scale is None and not compiling():
         try:
+            if not wuk.numel():
+                raise ValueError
             pair = new_queries(q, wuk, q.shape[2] - wuk.shape[1], joint)
             if direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, *pair):
                 return pair
@@ -160,9 +162,9 @@ def mla_q_epilogue(
             pass
     check_fit(op, ("q", q, "T H width"), ("wuk", wuk, "H nope kv_lora"))
     rope, rotation = q.shape[2] - wuk.shape[1], Rotation(cos, sin, interleaved)
-    if rope < 0:
+    if rope < 0 or not wuk.numel():
         raise ValueError(
-            f"{op}: q must be [T, H, nope + rope] and wuk [H, nope, kv_lora], got {tuple(q.shape)} "
+            f"{op}: q must be [T, H, nope + rope] and wuk [H, nope, kv_lora], none of them 0, got {tuple(q.shape)} "
             f"and {tuple(wuk.shape)}"
         )
     rotation.check(op, "q", q, rope)

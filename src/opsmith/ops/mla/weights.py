@@ -63,7 +63,7 @@ class Parts(NamedTuple):
     @property
     def sizes(self) -> Sizes:
         heads, nope, kv_lora = self.wuk.shape
-        rope = self.wuq.shape[0] // heads - nope
+        rope = self.wuq.shape[0] // max(heads, 1) - nope
         q_lora = None if self.gamma1 is None else self.wdqkv.shape[0] - kv_lora - rope
         return heads, nope, rope, kv_lora, q_lora
 
@@ -117,7 +117,7 @@ class Parts(NamedTuple):
                 f"{op}: rope must be even and not negative, q_lora positive or None, got {rope} and {q_lora}"
             )
         wdqkv = self.wdqkv
-        if not isinstance(wdqkv, torch.Tensor) or wdqkv.dim() != 2:
+        if not isinstance(wdqkv, torch.Tensor) or wdqkv.dim() != 2 or not wdqkv.shape[1]:
             got = tuple(wdqkv.shape) if isinstance(wdqkv, torch.Tensor) else type(wdqkv).__name__
             raise ValueError(f"{op}: wdqkv must be a tensor [kv_lora + rope + q_lora, D], got {got}")
         if isinstance(self.wuk, torch.Tensor) and not self.wuk.is_floating_point():

@@ -29,6 +29,7 @@ class Implementation:
     takes_out: bool = False
     prepack: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     source: str = ""
+    margin: float = 1.0  # how much faster it is to be, for what its use costs beside its time
     repeatable: bool = True  # False: two runs may differ in the last bits, as sums by atomic additions do
 
     def accepts(self, *args: Any, **kwargs: Any) -> Supports:

@@ -137,17 +137,17 @@ class Selector:
         if (len(able) > 1 or self.ranks) and not able.keys() <= known.keys():
             if not may_measure:
                 nearest = self._nearest(key, able)
-                best = min(nearest, key=nearest.__getitem__, default=None)
-                if best is None:
+                if not nearest:
                     return Choice(first, "first able in the card's order (nothing measured yet)", {}, refused)
+                best = _fastest({name: able[name] for name in nearest}, nearest)
                 return Choice(best, "fastest at the nearest shape measured", {}, refused)
             times = self._measure(call, able, refused, weights, new)
             known = self._measured[key] = self.cache.settled(key, *times)
             able = {name: candidate for name, candidate in able.items() if name in known}
-            weights.drop(call, min(able, key=known.__getitem__))
+            weights.drop(call, _fastest(able, known))
         if len(able) == 1:
             return Choice(next(iter(able)), "the only one able", {}, refused)
-        best = min(able, key=known.__getitem__)
+        best = _fastest(able, known)
         return Choice(best, _why(best, {name: known[name] for name in able}), known, refused)
 
     def _measure(
@@ -242,6 +242,10 @@ def _refuse(name: str, why: str, able: dict[str, Implementation], refused: dict[
     """Take an implementation out of the contest; eager, which can't fail where the model does not, stays."""
     if name != "eager" and able.pop(name, None) is not None:
         refused[name] = why
+
+
+def _fastest(able: Mapping[str, Implementation], times: Mapping[str, float]) -> str:
+    return min(able, key=lambda name: times[name] * able[name].margin)
 
 
 def _why(best: str, times: Mapping[str, float]) -> str:

@@ -236,11 +236,11 @@ class _Linear(Call):
         torch.ops.opsmith.gelu.default(rows, None, code == _CODES["gelu_tanh"], y=rows)
         return y if residual is None else y.add_(residual)
 
-    def implementation(self, backend: str, *, out: bool = False, prepack: Any = None) -> Implementation:
+    def implementation(self, backend: str, *, out: bool = False, **more: Any) -> Implementation:
         """One of these, for the card."""
         run = self.form(partial(self.product, backend), out=out)
         takes = self.form(partial(self.takes, backend))
-        return Implementation(backend, run, "cpu", takes, takes_out=out, prepack=prepack)
+        return Implementation(backend, run, "cpu", takes, takes_out=out, **more)
 
 
 class _Unpacked(Call):
@@ -334,7 +334,8 @@ CARD = _CALL.card(
     samples=_samples,
     workloads=_workloads,
     implementations=[
-        _CALL.implementation("onednn", prepack=prepack),
+        # It compiles a kernel for each number of rows, and keeps a thousand of them: hundreds of megabytes.
+        _CALL.implementation("onednn", prepack=prepack, margin=1.2),
         _CALL.implementation("native", out=True),
         _CALL.implementation("rows", out=True),
         _CALL.implementation("split"),

@@ -224,8 +224,7 @@ def serve(soak: Soak) -> None:
         return small.misspelled(*generate(small, draw))
 
     def beams(draw: random.Random) -> str:
-        again = random.Random()
-        again.setstate(draw.getstate())
+        state = draw.getstate()
         text, prompt = generate(decoder, draw, num_beams=3)
         with torch.no_grad():
 
@@ -233,9 +232,15 @@ def serve(soak: Soak) -> None:
                 logs = decoder.exact(of).logits[0, prompt - 1 : -1].log_softmax(-1)
                 return float(logs.gather(-1, of[0, prompt:, None]).sum())
 
-            alone, _ = generate(Served(decoder.eager, decoder.eager, decoder.exact), again, num_beams=3)
-            apart = abs(score(text) - score(alone))
-        return "" if apart <= 1e-3 else f"the best beam's score is {apart:.2e} from eager's"
+            # Where two beams are as good as equal, eager drops another one than float64 does: either may be right.
+            for model in (decoder.eager, decoder.exact):
+                again = random.Random()
+                again.setstate(state)
+                alone, _ = generate(Served(model, model, model), again, num_beams=3)
+                apart = abs(score(text) - score(alone))
+                if apart <= 1e-3:
+                    return ""
+        return f"the best beam's score is {apart:.2e} from float64's, and not eager's"
 
     def cancel(draw: random.Random) -> str:
         left = draw.randint(1, 6)
@@ -358,7 +363,7 @@ def picture(result: dict[str, Any], alike: list[tuple[float, float]], file: Path
     memory.plot([t / 60 for t, _ in result["memory"]], [mb for _, mb in result["memory"]])
     memory.set_ylabel("memory of the process, MB")
     memory.set_ylim(bottom=0)
-    calls.plot([t / 60 for t, _ in alike], [ms for _, ms in alike], ".", markersize=2)
+    calls.plot([t / 60 for t, _ in alike], [ms for _, ms in alike], ".", markersize=1, rasterized=True)
     calls.set_ylabel("calls that are alike, ms")
     calls.set_yscale("log")
     calls.set_xlabel("minutes")

@@ -46,8 +46,15 @@ def work(folder: str) -> dict[str, Any]:
     found["choices"] = [(s.site, s.implementation) for shape in shapes for s in shape.steps]
     found["used"] = [shape.used for shape in shapes]
     found["report"] = str(model.opsmith.report)
+    found["sums"] = sum(
+        "all_reduce" in str(node.target)
+        for graph in model.opsmith.graphs
+        for node in graph.rewritten.graph.nodes
+    )
+    found["graphs"] = len(model.opsmith.graphs)
     opsmith.restore(model)
     found["restored"] = tokens(model)
+    found["learned"] = [learned(folder, ours) for ours in (False, True)]
     opsmith.optimize(model, quantize="int8", verify=False, config=opsmith.Config(tune=False))
     found["quantized"] = str(model.opsmith.report)
     if dist.get_rank() == 1:
@@ -58,6 +65,30 @@ def work(folder: str) -> dict[str, Any]:
     except RuntimeError as error:
         found["alone"] = str(error)
     return found
+
+
+def learned(folder: str, ours: bool) -> dict[str, Any]:
+    """Three steps of a model under fully_shard, and what it says then."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.use_cache = False
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    if ours:
+        opsmith.optimize(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(3):
+        loss = model(IDS + dist.get_rank(), labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(model(IDS, labels=IDS).loss.item())
+    return {"losses": losses, "report": str(model.opsmith.report) if ours else ""}
 
 
 def tiers() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -72,6 +73,10 @@ def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Pa
     for found in (first, second):
         assert found["optimized"] == found["eager"] == found["restored"] == tokens(alone)
         assert "a sharded model takes no budget" in found["budget"]
+        eager, ours = found["learned"]
+        assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+        assert "only training is optimized" in ours["report"]
+        assert re.search(r"found: .*linear", ours["report"]), ours["report"]
         assert "its weight is spread over ranks" in found["quantized"], found["quantized"]
     assert first["choices"] == second["choices"]
     assert first["used"] == second["used"]
@@ -79,6 +84,9 @@ def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Pa
     counted = Counter(name.rpartition("_")[0] for name in dict(first["choices"]))
     assert {"rms_norm", "linear", "rope_qk", "silu_mul"} <= set(counted), counted
     assert "left as it was" not in first["report"], first["report"]
+    assert (
+        first["sums"] == 2 * alone.config.num_hidden_layers * first["graphs"]
+    )  # collectives are where they were
     assert first["alone"]  # once the second rank has died, a call is an error, and waits for nobody
 
 

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
+from opsmith.compiler.capture.shards import is_gathered
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
@@ -24,6 +25,7 @@ from opsmith.compiler.modules.calibrate import calls_of
 from opsmith.compiler.modules.embeddings import embed
 from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.plan import Plan
+from opsmith.compiler.program.sites import GraphReport
 from opsmith.compiler.progress import show
 from opsmith.compiler.session import Session
 from opsmith.compiler.warmup import Warmup, check
@@ -130,6 +132,11 @@ def optimize(
         if settings.torch_dtype is not None:
             session.before = {}
             _cast(model, settings.torch_dtype, session.before)
+        if is_gathered(model):
+            session.gathered = True
+            session.unread.append(
+                GraphReport(left="fully_shard gathers weights for each call: only training is optimized")
+            )
         taken = session.latent.find(model)
         model._compiled_call_impl = entry(model, session)
         model.__dict__["__deepcopy__"] = Copier(model, _like)

@@ -78,6 +78,7 @@ class Session:
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
         self.dtypes: set[torch.dtype] = set()  # of the weights of linear layers that stay the model's
         self.capturing = Capturing()
+        self.gathered = False  # whether weights are there for the time of a call only
         self.code: Code | None = None  # what captured graphs were of
         self.other = 0  # calls that came when the code was another
 

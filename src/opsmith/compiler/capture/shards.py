@@ -25,6 +25,12 @@ def is_sharded(value: Any) -> bool:
     return distributed is not None and isinstance(value, distributed.DTensor)
 
 
+def is_gathered(model: nn.Module) -> bool:
+    """Whether `fully_shard` gathers a model's weights for each call, into memory that it takes back."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
 def on_shards(node: Node) -> bool:
     """Whether a call computes with DTensors."""
     return node.op not in ("placeholder", "output") and any(

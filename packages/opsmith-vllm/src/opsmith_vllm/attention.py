@@ -1,9 +1,9 @@
 """Attention on vLLM's KV cache in blocks: decode by `paged_attention`, prefill by `attention_varlen`.
 
 It takes the place of vLLM's own back end for CPUs (`register_backend`), whose classes it derives from: a layer that
-opsmith's operators do not serve is left to these, with a line in the log that says why. Both read the same memory, a
-block [Hkv, block_size, 2 D] of each layer, but not in the same order: vLLM's kernels keep keys in an order of their own,
-ours are rows, all keys of a head before its values. So a layer is one's or the other's from its first token to its last.
+opsmith's operators do not serve is left to these, with a line in the log that says why. Both read the same memory,
+[blocks, Hkv, block_size, 2 D] of each layer, but not in the same order: vLLM's kernels keep keys in an order of their
+own, ours are rows, all keys of a head before its values. So a layer is one's or the other's for good.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ class OpsmithMetadataBuilder(CPUAttentionMetadataBuilder):
 
 class OpsmithAttentionImpl(CPUAttentionBackendImpl):
     """The attention of one layer."""
+
+    sinks: torch.Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -34,9 +34,7 @@ class OpsmithRMSNorm(RMSNorm):
         passed = self.pass_weight if residual is None else self.pass_weight_add
         weight = self.weight.data if passed else None
         rounded = weight is not None and weight.dtype == x.dtype
-        return ops.rms_norm(
-            x, weight, self.variance_epsilon, residual=residual, round_before_weight=rounded
-        )
+        return ops.rms_norm(x, weight, self.variance_epsilon, residual=residual, round_before_weight=rounded)
 
     forward_cpu = forward_native
 
@@ -45,9 +43,7 @@ class OpsmithGemmaRMSNorm(GemmaRMSNorm):
     """RMSNorm as Gemma writes it: times 1 + weight, rounded once."""
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
-        return ops.rms_norm(
-            x, self.weight.data, self.variance_epsilon, residual=residual, weight_offset=1.0
-        )
+        return ops.rms_norm(x, self.weight.data, self.variance_epsilon, residual=residual, weight_offset=1.0)
 
     forward_cpu = forward_native
 
@@ -81,11 +77,7 @@ class _Rotary(RotaryEmbedding):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         positions = positions.flatten()
         cos, sin = self._match_cos_sin_cache_dtype(query).chunk(2, -1)  # [positions, rotary_dim / 2] each
-        how = {
-            "interleaved": not self.is_neox_style,
-            "positions": positions,
-            "rotary_dim": self.rotary_dim,
-        }
+        how = {"interleaved": not self.is_neox_style, "positions": positions, "rotary_dim": self.rotary_dim}
         q = query.view(positions.shape[0], -1, self.head_size)  # [T, H, D]
         if key is None:
             return ops.rope(q, cos, sin, **how).reshape(query.shape), None
@@ -124,8 +116,15 @@ def activations() -> None:
     _replace(GeluAndMul, OpsmithGeluAndMul)
 
 
+def rotary_classes() -> list[type[CustomOp]]:
+    """Our rotary embeddings, in the order of vLLM's own."""
+    return [
+        type(f"Opsmith{own.__name__}", (_Rotary,) if own is RotaryEmbedding else (_Rotary, own), {})
+        for own in _ROTARY
+    ]
+
+
 def rotary() -> None:
     """Let models make our rotary embeddings."""
-    for own in _ROTARY:
-        bases = (_Rotary,) if own is RotaryEmbedding else (_Rotary, own)
-        _replace(own, type(f"Opsmith{own.__name__}", bases, {}))
+    for own, ours in zip(_ROTARY, rotary_classes(), strict=True):
+        _replace(own, ours)

@@ -1,7 +1,7 @@
 """The quantization method `opsmith`: linear layers' weights in 4 or 8 bits, packed when a model is loaded.
 
-    LLM(model, quantization="opsmith")                                                      # int8
-    LLM(model, hf_overrides={"quantization_config": {"quant_method": "opsmith", "format": "int4"}})
+LLM(model, quantization="opsmith")                                                      # int8
+LLM(model, hf_overrides={"quantization_config": {"quant_method": "opsmith", "format": "int4"}})
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ class OpsmithConfig(QuantizationConfig):
     """
 
     def __init__(
-        self,
-        format: str = "int8",
-        group_size: int = 128,
-        symmetric: bool = True,
-        ignore: Sequence[str] = (),
+        self, format: str = "int8", group_size: int = 128, symmetric: bool = True, ignore: Sequence[str] = ()
     ) -> None:
         super().__init__()
         if format not in FORMATS:
@@ -104,7 +100,7 @@ class OpsmithLinearMethod(LinearMethodBase):
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.plain.create_weights(layer, *args, **kwargs)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         weight = layer.weight
         n, k = weight.shape
         with torch.device("meta"):
@@ -112,15 +108,25 @@ class OpsmithLinearMethod(LinearMethodBase):
         linear.weight = nn.Parameter(weight.data, requires_grad=False)
         config = self.config
         layer.packed = PackedLinear.from_linear(
-            linear, format=config.format, group_size=config.group_size, symmetric=config.symmetric, release=True
+            linear,
+            format=config.format,
+            group_size=config.group_size,
+            symmetric=config.symmetric,
+            release=True,
         )
         # Those who look for a weight find one without memory.
         layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed: PackedLinear = layer.packed
         return packed_linear(
-            x, packed.weight, packed.scale, packed.zero, bias, format=packed.format, group_size=packed.group_size
+            x,
+            packed.weight,
+            packed.scale,
+            packed.zero,
+            bias,
+            format=packed.format,
+            group_size=packed.group_size,
         )
 
 

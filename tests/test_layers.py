@@ -13,7 +13,7 @@ from opsmith.operator import Kind, registry
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "opsmith"
-# Back ends in packages of their own, and the page that lists what these may import.
+# Packages that build on the core, and the page that lists what these may import.
 BACKENDS = [file.parent for file in sorted((ROOT / "packages").glob("*/src/*/__init__.py"))]
 INTERFACE = ROOT / "docs" / "authoring" / "backends.md"
 # Devices of theirs, and who makes these. What an operator follows is named in its docstring, as a source.
@@ -201,7 +201,7 @@ def test_the_core_names_no_other_back_end() -> None:
 
 
 def test_a_back_end_imports_what_the_page_lists() -> None:
-    assert [package.name for package in BACKENDS] == ["opsmith_ascend"]
+    assert [package.name for package in BACKENDS] == ["opsmith_ascend", "opsmith_vllm"]
     for package in BACKENDS:
         assert beyond_the_interface(package, INTERFACE.read_text()) == []
 

@@ -1,8 +1,9 @@
 """opsmith in vLLM's engine: what its entry point `vllm.general_plugins` calls in each of vLLM's processes.
 
-Every part has a word in the environment variable OPSMITH_VLLM, by default all of them:
+By default it brings all its parts, and those that have a rival in vLLM are taken where they are measured to be faster.
+The environment variable OPSMITH_VLLM names parts that are taken anyway, and leaves the others to vLLM:
 
-    OPSMITH_VLLM=attention,quantization vllm serve ...
+    OPSMITH_VLLM=attention,quantization vllm serve ...      # or: all
     OPSMITH_VLLM=off vllm serve ...
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-__all__ = ["PARTS", "parts", "register"]
+__all__ = ["PARTS", "measured", "parts", "register"]
 
 VARIABLE = "OPSMITH_VLLM"
 # Each part and the module whose function of the part's name registers it.
@@ -33,16 +34,26 @@ def parts() -> list[str]:
     Raises:
         ValueError: for a word that is no part.
     """
-    words = [word.strip() for word in os.environ.get(VARIABLE, "all").split(",") if word.strip()]
-    if words in (["all"], ["off"], []):
-        return list(PARTS) if words == ["all"] else []
+    words = _words()
+    if words in (["auto"], ["all"], ["off"]):
+        return [] if words == ["off"] else list(PARTS)
     unknown = [word for word in words if word not in PARTS]
     if unknown:
         raise ValueError(
-            f"{VARIABLE}: expected all, off, or some of {', '.join(PARTS)} with commas between them, "
+            f"{VARIABLE}: expected auto, all, off, or some of {', '.join(PARTS)} with commas between them, "
             f"got {unknown[0]!r}; correct the variable or unset it"
         )
     return words
+
+
+def measured() -> bool:
+    """Whether a part is taken only where it is measured to be faster than vLLM's own."""
+    return _words() == ["auto"]
+
+
+def _words() -> list[str]:
+    words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
+    return [word for word in words if word] or ["auto"]
 
 
 def register() -> None:

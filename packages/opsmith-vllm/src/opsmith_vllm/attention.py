@@ -8,7 +8,9 @@ own, ours are rows, all keys of a head before its values. So a layer is one's or
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from opsmith.ops import attention_varlen, paged_attention, reshape_and_cache
+from opsmith import ops
+from opsmith_vllm import choice
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -74,26 +77,68 @@ class OpsmithMetadataBuilder(CPUAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        impls = [
-            layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
-        ]
-        self.ours = any(impl.refusal is None for impl in impls)
-        self.theirs = any(impl.refusal is not None for impl in impls)
+        layers = [*get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()]
+        impls = [layer.impl for layer in layers]
         # A layer that reads another one's cache has no keys of its own.
         self.shared = any(impl.kv_sharing_target_layer_name is not None for impl in impls)
+        self._choose(layers)
+        self.ours = any(impl.refusal is None for impl in impls)
+        self.theirs = any(impl.refusal is not None for impl in impls)
+
+    def _choose(self, layers: list[Attention]) -> None:
+        """Leave the layers of this group to vLLM where its kernels are faster; nothing is in their cache yet."""
+        layer = next((layer for layer in layers if layer.impl.refusal is None), None)
+        if layer is None:
+            return
+        impl, dtype = layer.impl, str(self.dtype).removeprefix("torch.")
+        what = f"attention of {impl.num_heads} heads on {impl.num_kv_heads} of {impl.head_size} in {dtype}"
+        if impl.sliding_window > 0:
+            what += f", window {impl.sliding_window}"
+        if not choice.ours(what, lambda: self._cases(layer)):
+            for layer in layers:
+                layer.impl.refusal = layer.impl.refusal or "it was measured to be faster"
+
+    def _cases(self, layer: Attention) -> Iterator[tuple[choice.Call, choice.Call]]:
+        """A step of four sequences that decode, and one of a prompt: vLLM's way and ours."""
+        impl, length = layer.impl, min(512, self.vllm_config.model_config.max_model_len)
+        for sequences, new in ((4, 1), (1, length)):
+            table = torch.arange(sequences * -(-length // self.block_size), dtype=torch.int32)
+            starts = torch.arange(sequences + 1, dtype=torch.int32) * new
+            cache = torch.zeros(
+                len(table), self.num_kv_heads, self.block_size, 2 * self.head_dim, dtype=self.dtype
+            )
+            step = CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=torch.full((sequences,), length, dtype=torch.int32),
+                num_reqs=sequences,
+                num_actual_tokens=sequences * new,
+                max_query_len=new,
+                max_seq_len=length,
+                block_table_tensor=table.view(sequences, -1),
+                slot_mapping=torch.arange(sequences * new),
+            )
+            q, out = torch.randn(2, sequences * new, impl.num_heads, impl.head_size, dtype=self.dtype)
+            k, v = torch.randn(2, sequences * new, impl.num_kv_heads, impl.head_size, dtype=self.dtype)
+            given = layer, q, k, v, cache
+            own = partial(CPUAttentionBackendImpl.forward, impl, *given, super().build(0, step), out)
+            yield own, partial(impl.forward, *given, self._described(step, theirs=False), out)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        step = common_attn_metadata
         if not self.ours:
-            return super().build(common_prefix_len, step, fast_build)
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._described(common_attn_metadata, self.theirs)
+
+    def _described(self, step: CommonAttentionMetadata, theirs: bool) -> OpsmithMetadata:
+        """A step for our layers, and for vLLM's own where there are some in the group."""
         if isinstance(step.causal, torch.Tensor) or not step.causal:
             raise NotImplementedError(
-                "opsmith: attention in vLLM is causal, got a step that is not; set OPSMITH_VLLM without attention"
+                "opsmith: attention in vLLM is causal, got a step that is not; name parts without it in OPSMITH_VLLM"
             )
-        if self.theirs:
-            plain = super().build(common_prefix_len, step, fast_build)
+        if theirs:
+            plain = super().build(0, step)
         else:  # without the plan that vLLM's kernels want
             plain = CPUAttentionMetadata(
                 num_actual_tokens=step.num_actual_tokens,
@@ -173,7 +218,7 @@ class OpsmithAttentionImpl(CPUAttentionBackendImpl):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         tokens = slot_mapping.shape[0]
-        reshape_and_cache(key[:tokens], value[:tokens], *self._caches(kv_cache), slot_mapping)
+        ops.reshape_and_cache(key[:tokens], value[:tokens], *self._caches(kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -206,14 +251,14 @@ class OpsmithAttentionImpl(CPUAttentionBackendImpl):
         first, last = step.num_decode_tokens, step.num_actual_tokens
         if count := step.num_decodes:
             table, lengths = step.block_table[:count], step.seq_lens[:count]
-            paged_attention(query[:first], keys, values, table, lengths, **how, out=output[:first])
+            ops.paged_attention(query[:first], keys, values, table, lengths, **how, out=output[:first])
         if step.prefill is not None:
             if step.prefill.places is None:
                 keys, values = key[first:last], value[first:last]
             else:
                 keys, values = keys[step.prefill.places], values[step.prefill.places]  # [keys, Hkv, D]
             starts = step.prefill.starts, step.prefill.key_starts
-            attention_varlen(
+            ops.attention_varlen(
                 query[first:last], keys, values, *starts, causal=True, **how, out=output[first:last]
             )
         return output

@@ -1,11 +1,14 @@
 """Norms, gated activations and rotary embeddings: vLLM's layers, computed by opsmith's operators.
 
 Each class takes the place of vLLM's own of that name wherever a model makes one (`CustomOp.register_oot`). vLLM calls
-`forward_native` where Inductor compiles the model and `forward_cpu` where nothing does; both are the same here, as an
-operator of ours is one node of the graph.
+`forward_native` where Inductor compiles the model, in whose graph an operator of ours is one node, and `forward_cpu`
+where nothing does; there alone a layer can be timed by itself.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import CustomOp
@@ -21,34 +24,61 @@ from vllm.model_executor.layers.rotary_embedding import (
 )
 
 from opsmith import ops
+from opsmith_vllm import choice
 
 Normalized = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class OpsmithRMSNorm(RMSNorm):
+class _Chosen:
+    """A layer that is ours where it was named, or measured to be faster than vLLM's own, for the sizes at hand."""
+
+    name: str
+    own: Callable[..., Any]  # what vLLM calls where it compiles nothing
+    forward_native: Callable[..., Any]
+
+    ours: bool | None = None  # not known before the first call
+
+    def forward_cpu(self, *inputs: torch.Tensor | None) -> Any:
+        if self.ours is None and not torch.compiler.is_compiling():
+            self.ours = self._choose(inputs)
+        return (self.own if self.ours is False else self.forward_native)(*inputs)
+
+    def _choose(self, inputs: tuple[torch.Tensor | None, ...]) -> bool:
+        def cases() -> Any:
+            for tokens in (1, 256):
+                some = [t if t is None else t[:tokens].clone() for t in inputs]
+                yield lambda some=some: self.own(*some), lambda some=some: self.forward_native(*some)
+
+        sizes = " ".join(
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}" for t in inputs if t is not None
+        )
+        return choice.ours(f"{self.name} of {sizes}", cases)
+
+
+class OpsmithRMSNorm(_Chosen, RMSNorm):
     """RMSNorm as Llama writes it: rounded to the input's dtype before the weight."""
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
         if self.variance_size_override is not None:  # the mean square of a part of the row
-            return super().forward_native(x, residual)  # type: ignore[no-any-return]
+            return self.own(x, residual)  # type: ignore[no-any-return]
         passed = self.pass_weight if residual is None else self.pass_weight_add
         weight = self.weight.data if passed else None
         rounded = weight is not None and weight.dtype == x.dtype
         return ops.rms_norm(x, weight, self.variance_epsilon, residual=residual, round_before_weight=rounded)
 
-    forward_cpu = forward_native
+    own = RMSNorm.forward_native
 
 
-class OpsmithGemmaRMSNorm(GemmaRMSNorm):
+class OpsmithGemmaRMSNorm(_Chosen, GemmaRMSNorm):
     """RMSNorm as Gemma writes it: times 1 + weight, rounded once."""
 
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
         return ops.rms_norm(x, self.weight.data, self.variance_epsilon, residual=residual, weight_offset=1.0)
 
-    forward_cpu = forward_native
+    own = GemmaRMSNorm.forward_native
 
 
-class OpsmithSiluAndMul(SiluAndMul):
+class OpsmithSiluAndMul(_Chosen, SiluAndMul):
     """SwiGLU's middle."""
 
     def __init__(self, *, compile_native: bool = True) -> None:
@@ -57,19 +87,19 @@ class OpsmithSiluAndMul(SiluAndMul):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return ops.silu_mul(x)
 
-    forward_cpu = forward_native
+    own = staticmethod(SiluAndMul.forward_native)
 
 
-class OpsmithGeluAndMul(GeluAndMul):
+class OpsmithGeluAndMul(_Chosen, GeluAndMul):
     """GEGLU's middle."""
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return ops.gelu_mul(x, tanh=self.approximate == "tanh")
 
-    forward_cpu = forward_native
+    own = GeluAndMul.forward_native
 
 
-class _Rotary(RotaryEmbedding):
+class _Rotary(_Chosen, RotaryEmbedding):
     """Rotary embedding on the table that vLLM's own class of that scaling has made."""
 
     def forward_native(
@@ -85,7 +115,7 @@ class _Rotary(RotaryEmbedding):
         q, k = ops.rope_qk(q, k, cos, sin, **how)
         return q.reshape(query.shape), k.reshape(key.shape)
 
-    forward_cpu = forward_native
+    own = RotaryEmbedding.forward_cpu
 
 
 # Those that differ from each other in the table alone.

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, Unqu
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from opsmith.ops import PackedLinear, packed_linear
+from opsmith import ops
 
 NAME = "opsmith"
 FORMATS = ("int8", "int8_dynamic", "int4")
@@ -107,7 +107,7 @@ class OpsmithLinearMethod(LinearMethodBase):
             linear = nn.Linear(k, n, bias=False)
         linear.weight = nn.Parameter(weight.data, requires_grad=False)
         config = self.config
-        layer.packed = PackedLinear.from_linear(
+        layer.packed = ops.PackedLinear.from_linear(
             linear,
             format=config.format,
             group_size=config.group_size,
@@ -118,8 +118,8 @@ class OpsmithLinearMethod(LinearMethodBase):
         layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed: PackedLinear = layer.packed
-        return packed_linear(
+        packed: ops.PackedLinear = layer.packed
+        return ops.packed_linear(
             x,
             packed.weight,
             packed.scale,

@@ -21,7 +21,8 @@ def test_vllm_finds_the_plugin() -> None:
         (None, list(opsmith_vllm.PARTS)),
         ("all", list(opsmith_vllm.PARTS)),
         ("off", []),
-        ("", []),
+        ("auto", list(opsmith_vllm.PARTS)),
+        ("", list(opsmith_vllm.PARTS)),
         ("norms", ["norms"]),
         (" rotary, attention ,", ["rotary", "attention"]),
     ],
@@ -33,12 +34,15 @@ def test_parts_are_asked_for_by_their_words(
     if value is not None:
         monkeypatch.setenv("OPSMITH_VLLM", value)
     assert opsmith_vllm.parts() == wanted
+    assert opsmith_vllm.measured() == (value in (None, "auto", ""))
 
 
 @pytest.mark.parametrize("value", ["norm", "attention,off", "all,norms", "attention;norms"])
 def test_an_unknown_word_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OPSMITH_VLLM", value)
-    with pytest.raises(ValueError, match=r"OPSMITH_VLLM: expected all, off, or some of attention, .*, got '"):
+    with pytest.raises(
+        ValueError, match=r"OPSMITH_VLLM: expected auto, all, off, or some of attention, .*, got '"
+    ):
         opsmith_vllm.register()
 
 

@@ -1,0 +1,131 @@
+"""vLLM's server with and without the plugin, in turns: what `vllm bench serve` measures for the same requests.
+
+    .venv-vllm/bin/python benchmarks/vllm_serve.py MODEL --rounds 5 --concurrency 1 4 16 --json served.json
+    .venv-vllm/bin/python benchmarks/vllm_serve.py MODEL --ways off all int8 -- --dtype bfloat16 --max-model-len 1024
+
+A server for each way listens on this machine alone; one at a time gets requests, in random order within a round, of
+random tokens by the round's seed. Times mean something on a machine that does nothing else. Not named after the
+package, which scripts beside it would import instead of vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+# By name: OPSMITH_VLLM, and what the server is told beside.
+WAYS: dict[str, tuple[str, list[str]]] = {
+    "off": ("off", []),
+    "auto": ("auto", []),
+    "all": ("all", []),
+    "int8": ("auto", ["--quantization", "opsmith"]),
+}
+METRICS = ("output_throughput", *(f"p{p}_{kind}_ms" for kind in ("ttft", "itl") for p in (50, 99)))
+
+
+@contextlib.contextmanager
+def server(model: str, way: str, more: list[str], log: Path) -> Iterator[str]:
+    """A server that answers; its address."""
+    plugin, told = WAYS[way]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(port), *told, *more]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env={**os.environ, "OPSMITH_VLLM": plugin}, stdout=file, stderr=file
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            with contextlib.suppress(urllib.error.URLError):
+                urllib.request.urlopen(f"{address}/health").close()
+                break
+            if process.poll() is not None:
+                raise RuntimeError(f"the server of {way!r} ended, its last words: {log.read_text()[-2000:]}")
+            time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measured(model: str, address: str, concurrency: int, seed: int, options: argparse.Namespace) -> Any:
+    """What the benchmark's client says of one round."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*VLLM, "bench", "serve", "--model", model, "--base-url", address, "--seed", str(seed)]
+        command += ["--dataset-name", "random", "--random-input-len", str(options.input)]
+        command += ["--random-output-len", str(options.output), "--ignore-eos", "--temperature", "0"]
+        command += [
+            "--num-prompts",
+            str(options.prompts * concurrency),
+            "--max-concurrency",
+            str(concurrency),
+        ]
+        command += ["--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99", "--disable-tqdm"]
+        command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"vllm bench serve failed: {ended.stderr[-2000:]}")
+        result = json.loads(Path(folder, "result.json").read_text())
+        if result["completed"] != options.prompts * concurrency:
+            raise RuntimeError(
+                f"{result['completed']} of {options.prompts * concurrency} requests were answered"
+            )
+        return {name: result[name] for name in METRICS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a folder, or a name that is in the Hub's cache")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["off", "auto"])
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=4, help="for each of the requests at once")
+    parser.add_argument("--input", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("server", nargs="*", help="after --: what each server is told")
+    options = parser.parse_args()
+    found: dict[str, list[Any]] = {}
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        addresses = {
+            way: stack.enter_context(server(options.model, way, options.server, logs / f"{way}.log"))
+            for way in options.ways
+        }
+        for seed in range(-1, options.rounds):  # the first warms up
+            for concurrency in options.concurrency:
+                for way in random.Random(seed).sample(options.ways, len(options.ways)):
+                    result = measured(options.model, addresses[way], concurrency, seed + 1, options)
+                    if seed >= 0:
+                        found.setdefault(f"{way}, {concurrency} at once", []).append(result)
+    medians = {
+        name: {m: statistics.median(one[m] for one in rounds) for m in METRICS}
+        for name, rounds in found.items()
+    }
+    for name, values in medians.items():
+        print(f"{name:20}", "  ".join(f"{m} {value:.1f}" for m, value in values.items()))
+    if options.json:
+        options.json.write_text(json.dumps({"medians": medians, "rounds": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

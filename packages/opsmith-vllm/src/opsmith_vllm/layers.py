@@ -38,12 +38,12 @@ class _Chosen:
 
     ours: bool | None = None  # not known before the first call
 
-    def forward_cpu(self, *inputs: torch.Tensor | None) -> Any:
+    def forward_cpu(self, *inputs: torch.Tensor | None, **named: torch.Tensor | None) -> Any:
         if self.ours is None and not torch.compiler.is_compiling():
-            self.ours = self._choose(inputs)
-        return (self.own if self.ours is False else self.forward_native)(*inputs)
+            self.ours = self._choose([*inputs, *named.values()])
+        return (self.own if self.ours is False else self.forward_native)(*inputs, **named)
 
-    def _choose(self, inputs: tuple[torch.Tensor | None, ...]) -> bool:
+    def _choose(self, inputs: list[torch.Tensor | None]) -> bool:
         def cases() -> Any:
             for tokens in (1, 256):
                 some = [t if t is None else t[:tokens].clone() for t in inputs]

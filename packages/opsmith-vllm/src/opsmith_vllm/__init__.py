@@ -3,8 +3,7 @@
 By default it brings all its parts, and those that have a rival in vLLM are taken where they are measured to be faster.
 The environment variable OPSMITH_VLLM names parts that are taken anyway, and leaves the others to vLLM:
 
-    OPSMITH_VLLM=attention,quantization vllm serve ...      # or: all
-    OPSMITH_VLLM=off vllm serve ...
+    OPSMITH_VLLM=attention,quantization python -m vllm.entrypoints.openai.api_server ...    # or all, or off
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "opsmith"
 
 MOST_SOURCES = 25  # in one folder: what a person takes in at a look
-# Lines of Python and C++ of the core, and of everything, with what decoders, processors without AVX-512, ranks and vLLM add.
+# Lines of Python and C++ of the core, and of everything, with what decoders, processors without AVX-512, ranks and
+# vLLM add.
 CORE, WHOLE = 61_000, 69_000
 NO_KERNEL = {"rope_table"}  # a table, made once by PyTorch's own arithmetic
 

@@ -75,6 +75,13 @@ def test_a_compiled_model_runs_our_operators(run: Run, model: Path) -> None:
     assert ours["tokens"][0] == plain(run, model)["tokens"][0]
 
 
+def test_a_compiled_model_keeps_the_engine_s_layers_where_none_was_named(run: Run, llama: Path) -> None:
+    found = run(llama, [FIRST], plugin="auto", new_tokens=40, block_size=32)
+    unmeasured = {f"opsmith::{name}" for name in ("rms_norm", "gated", "rope_qk")}
+    assert not unmeasured & set(found["operators"])
+    assert found["tokens"][0] == plain(run, llama)["tokens"][0]
+
+
 def test_each_part_has_a_switch(run: Run, llama: Path) -> None:
     found = run(llama, [FIRST], plugin="norms, attention", new_tokens=40, **EAGER)
     assert OURS & set(found["layers"]) == {"OpsmithRMSNorm"}

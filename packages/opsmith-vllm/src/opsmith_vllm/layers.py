@@ -2,7 +2,7 @@
 
 Each class takes the place of vLLM's own of that name wherever a model makes one (`CustomOp.register_oot`). vLLM calls
 `forward_native` where Inductor compiles the model, in whose graph an operator of ours is one node, and `forward_cpu`
-where nothing does; there alone a layer can be timed by itself.
+where nothing does. There alone a layer can be timed by itself, so in a compiled model it is ours where it was named.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.rotary_embedding import (
 )
 
 from opsmith import ops
-from opsmith_vllm import choice
+from opsmith_vllm import choice, measured
 
 Normalized = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -34,20 +34,24 @@ class _Chosen:
 
     name: str
     own: Callable[..., Any]  # what vLLM calls where it compiles nothing
-    forward_native: Callable[..., Any]
+    mine: Callable[..., Any]
 
+    in_graphs = True  # where Inductor compiles: what is named in OPSMITH_VLLM
     ours: bool | None = None  # not known before the first call
+
+    def forward_native(self, *inputs: torch.Tensor | None, **named: torch.Tensor | None) -> Any:
+        return (self.mine if self.in_graphs else super().forward_native)(*inputs, **named)  # type: ignore[misc]
 
     def forward_cpu(self, *inputs: torch.Tensor | None, **named: torch.Tensor | None) -> Any:
         if self.ours is None and not torch.compiler.is_compiling():
             self.ours = self._choose([*inputs, *named.values()])
-        return (self.own if self.ours is False else self.forward_native)(*inputs, **named)
+        return (self.own if self.ours is False else self.mine)(*inputs, **named)
 
     def _choose(self, inputs: list[torch.Tensor | None]) -> bool:
         def cases() -> Any:
             for tokens in (1, 256):
                 some = [t if t is None else t[:tokens].clone() for t in inputs]
-                yield lambda some=some: self.own(*some), lambda some=some: self.forward_native(*some)
+                yield lambda some=some: self.own(*some), lambda some=some: self.mine(*some)
 
         sizes = " ".join(
             f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[1:])}" for t in inputs if t is not None
@@ -58,7 +62,7 @@ class _Chosen:
 class OpsmithRMSNorm(_Chosen, RMSNorm):
     """RMSNorm as Llama writes it: rounded to the input's dtype before the weight."""
 
-    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
+    def mine(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
         if self.variance_size_override is not None:  # the mean square of a part of the row
             return self.own(x, residual)  # type: ignore[no-any-return]
         passed = self.pass_weight if residual is None else self.pass_weight_add
@@ -72,7 +76,7 @@ class OpsmithRMSNorm(_Chosen, RMSNorm):
 class OpsmithGemmaRMSNorm(_Chosen, GemmaRMSNorm):
     """RMSNorm as Gemma writes it: times 1 + weight, rounded once."""
 
-    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
+    def mine(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
         return ops.rms_norm(x, self.weight.data, self.variance_epsilon, residual=residual, weight_offset=1.0)
 
     own = GemmaRMSNorm.forward_native
@@ -84,7 +88,7 @@ class OpsmithSiluAndMul(_Chosen, SiluAndMul):
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__(compile_native=False)  # which would compile a call of one operator
 
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+    def mine(self, x: torch.Tensor) -> torch.Tensor:
         return ops.silu_mul(x)
 
     own = staticmethod(SiluAndMul.forward_native)
@@ -93,7 +97,7 @@ class OpsmithSiluAndMul(_Chosen, SiluAndMul):
 class OpsmithGeluAndMul(_Chosen, GeluAndMul):
     """GEGLU's middle."""
 
-    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+    def mine(self, x: torch.Tensor) -> torch.Tensor:
         return ops.gelu_mul(x, tanh=self.approximate == "tanh")
 
     own = GeluAndMul.forward_native
@@ -102,7 +106,7 @@ class OpsmithGeluAndMul(_Chosen, GeluAndMul):
 class _Rotary(_Chosen, RotaryEmbedding):
     """Rotary embedding on the table that vLLM's own class of that scaling has made."""
 
-    def forward_native(
+    def mine(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         positions = positions.flatten()
@@ -129,7 +133,8 @@ _ROTARY = (
 )
 
 
-def _replace(own: type[CustomOp], ours: type[CustomOp]) -> None:
+def _replace(own: type[CustomOp], ours: Any) -> None:
+    ours.in_graphs = not measured()
     CustomOp.register_oot(ours, name=own.__name__)
     ours.name = own.name  # so that vLLM's custom_ops goes on to call it by the name that its users know
 

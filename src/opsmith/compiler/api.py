@@ -25,7 +25,6 @@ from opsmith.compiler.modules.calibrate import calls_of
 from opsmith.compiler.modules.embeddings import embed
 from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.plan import Plan
-from opsmith.compiler.program.sites import GraphReport
 from opsmith.compiler.progress import show
 from opsmith.compiler.session import Session
 from opsmith.compiler.warmup import Warmup, check
@@ -134,9 +133,7 @@ def optimize(
             _cast(model, settings.torch_dtype, session.before)
         if is_gathered(model):
             session.gathered = True
-            session.unread.append(
-                GraphReport(left="fully_shard gathers weights for each call: only training is optimized")
-            )
+            session.decline("fully_shard gathers weights for each call: only training is optimized")
         taken = session.latent.find(model)
         model._compiled_call_impl = entry(model, session)
         model.__dict__["__deepcopy__"] = Copier(model, _like)

@@ -14,7 +14,7 @@ from torch import fx, nn
 from opsmith import measure
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
-from opsmith.compiler.capture.shards import Parts, is_sharded
+from opsmith.compiler.capture.shards import Shards, is_sharded
 from opsmith.compiler.capture.trace import NotGeneral, capture
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.choose.select import Selector
@@ -29,7 +29,7 @@ from opsmith.compiler.modules.paged import Paged
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan, ShapePlan
 from opsmith.compiler.program.graph import Apart, CompiledGraph
-from opsmith.compiler.program.sites import GraphReport
+from opsmith.compiler.program.sites import SPENT, GraphReport
 from opsmith.compiler.progress import show
 from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
@@ -95,12 +95,10 @@ class Session:
         if not any(map(is_sharded, example_inputs)):
             return by_parts(gm, example_inputs, self._graph)
         if torch.is_grad_enabled():
-            self.leave(
-                NotImplementedError("weights that are spread over ranks learn in eager"), len(gm.graph.nodes)
-            )
+            self.decline("weights that are spread over ranks learn in eager", len(gm.graph.nodes))
             return gm.forward
-        parts = Parts(gm, example_inputs)
-        return parts.around(by_parts(parts.graph, parts.added(example_inputs), self._graph))
+        shards = Shards(gm, example_inputs)
+        return shards.around(by_parts(shards.graph, shards.added(example_inputs), self._graph))
 
     def changed(self) -> bool:
         """Whether the model has other hooks or methods than were captured, which its graphs know nothing of."""
@@ -116,9 +114,13 @@ class Session:
         self.unread.append(GraphReport(nodes=nodes))
         self.unread[-1].leave(raised(error))
 
+    def decline(self, why: str, nodes: int = 0) -> None:
+        """Say that a graph is none that is optimized."""
+        self.unread.append(GraphReport(nodes=nodes, left=why))
+
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.selector.spent:
-            self.unread.append(GraphReport(nodes=len(gm.graph.nodes), left="the budget was spent"))
+            self.decline(SPENT, len(gm.graph.nodes))
             return gm.forward
         show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
         try:
@@ -195,7 +197,7 @@ class Session:
         """What is left to gain."""
         config, lines = self.config, []
         left = sum(s.status == "left" for graph in self.graphs for s in graph.report.sites)
-        if left or self.skipped or any(not g.fault for g in self.unread):
+        if left or self.skipped or any(g.left == SPENT for g in self.unread):
             what = [f"{left} sites"] * bool(left) + [f"{len(self.skipped)} warmups"] * bool(self.skipped)
             lines.append(
                 f"the budget was spent before {' and '.join(what) or 'a graph'}, which run as they were: "

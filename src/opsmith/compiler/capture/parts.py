@@ -54,12 +54,15 @@ class _Part(nn.Module):
 
 
 def _numbers(graph: fx.Graph) -> dict[Node, int]:
-    """Of each node, the part that it goes to: odd ones are a checkpointed layer, 0 all there is where there is none."""
+    """Of each node, the part that it goes to: odd ones are a checkpointed layer or what computes with DTensors, 0 all
+    there is where there is neither.
+    """
     numbers: dict[Node, int] = {}
     last = 0
     node: Any
     for node in graph.nodes:
         if node.target is _CHECKPOINT:
+            last += last % 2
             numbers[node] = last + 1
             last += 2
         elif on_shards(node):

@@ -38,42 +38,43 @@ def on_shards(node: Node) -> bool:
     )
 
 
-class Parts:
-    """The parts of a graph's inputs that this rank holds, as inputs behind the others."""
+class Shards:
+    """What this rank holds of a graph's sharded weights, as inputs behind the others."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.graph = fx.GraphModule(gm, fx.Graph())
-        self.graph.graph.output(self.graph.graph.graph_copy(gm.graph, {}))
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
         self._at: list[int] = []
         self._held: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
-        placeholders = self.graph.graph.find_nodes(op="placeholder")
-        for i, (node, value) in enumerate(zip([*placeholders], inputs, strict=True)):
+        placeholders = graph.find_nodes(op="placeholder")
+        last = placeholders[-1]
+        for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
             asked = [
                 n for n in node.users if (n.op, n.target, n.args) == ("call_method", "to_local", (node,))
             ]
-            if asked and isinstance(value, nn.Parameter) and is_sharded(value):
-                with self.graph.graph.inserting_after(placeholders[-1]):
-                    part = self.graph.graph.placeholder(f"{node.name}_part")
-                part.meta = dict(asked[0].meta)
-                placeholders.append(part)
-                self._at.append(i)
-                for call in asked:
-                    call.replace_all_uses_with(part)
-                    self.graph.graph.erase_node(call)
-        self.graph.recompile()
+            if not asked or not isinstance(value, nn.Parameter) or not is_sharded(value):
+                continue
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"{node.name}_shard")
+            last.meta = dict(asked[0].meta)
+            self._at.append(i)
+            for call in asked:
+                call.replace_all_uses_with(last)
+                graph.erase_node(call)
+        self.graph = fx.GraphModule(gm, graph)
 
     def added(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs with this rank's part of each weight, the same parameter for as long as the weight is the same."""
-        return [*inputs, *[self._part(i, inputs[i]) for i in self._at]]
+        """The inputs with this rank's shard of each weight: one parameter for as long as the weight is the same."""
+        return [*inputs, *[self._shard(i, inputs[i]) for i in self._at]]
 
-    def _part(self, i: int, weight: Any) -> nn.Parameter:
-        part = weight.to_local()
+    def _shard(self, i: int, weight: Any) -> nn.Parameter:
+        held = weight.to_local()
         known = self._held.get(i)
-        if known is None or known[0] is not part:
-            known = self._held[i] = part, nn.Parameter(part, requires_grad=False)
+        if known is None or known[0] is not held:
+            known = self._held[i] = held, nn.Parameter(held, requires_grad=False)
             weakref.finalize(weight, self._held.pop, i, None).atexit = False
         return known[1]
 
     def around(self, run: Run) -> Run:
-        """What runs with parts, called without."""
+        """What runs with shards, called without."""
         return lambda *inputs: run(*self.added(inputs))

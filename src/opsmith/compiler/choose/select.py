@@ -132,23 +132,21 @@ class Selector:
             return Choice(fixed, "from the saved plan", {}, refused)
         if len(able) > 1 and not config.tune:
             return Choice(first, "first able in the card's order (tuning is off)", {}, refused)
-        if self.ranks and known:  # what one of them could not run
-            able = {name: candidate for name, candidate in able.items() if name in known}
-        if (len(able) > 1 or self.ranks) and not able.keys() <= known.keys():
+        # Of ranks each measures where one does, and what one of them cannot run has no time.
+        complete = bool(known) if self.ranks else len(able) == 1 or able.keys() <= known.keys()
+        if not complete:
             if not may_measure:
                 nearest = self._nearest(key, able)
                 if not nearest:
                     return Choice(first, "first able in the card's order (nothing measured yet)", {}, refused)
-                best = _fastest({name: able[name] for name in nearest}, nearest)
-                return Choice(best, "fastest at the nearest shape measured", {}, refused)
+                return Choice(_fastest(able, nearest), "fastest at the nearest shape measured", {}, refused)
             times = self._measure(call, able, refused, weights, new)
             known = self._measured[key] = self.cache.settled(key, *times)
-            able = {name: candidate for name, candidate in able.items() if name in known}
             weights.drop(call, _fastest(able, known))
         if len(able) == 1:
             return Choice(next(iter(able)), "the only one able", {}, refused)
         best = _fastest(able, known)
-        return Choice(best, _why(best, {name: known[name] for name in able}), known, refused)
+        return Choice(best, _why(best, {n: t for n, t in known.items() if n in able}), known, refused)
 
     def _measure(
         self,
@@ -245,7 +243,7 @@ def _refuse(name: str, why: str, able: dict[str, Implementation], refused: dict[
 
 
 def _fastest(able: Mapping[str, Implementation], times: Mapping[str, float]) -> str:
-    return min(able, key=lambda name: times[name] * able[name].margin)
+    return min(able.keys() & times.keys(), key=lambda name: times[name] * able[name].margin)
 
 
 def _why(best: str, times: Mapping[str, float]) -> str:

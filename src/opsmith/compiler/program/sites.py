@@ -22,6 +22,8 @@ from opsmith.operator import registry
 # A graph's sites, those that were recognized given, with what only the model's modules tell.
 More = Callable[[fx.GraphModule, Effects, Sequence[Site]], Sequence[Site]]
 
+SPENT = "the budget was spent"
+
 
 @dataclass
 class SiteReport:

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from opsmith import measure
 from opsmith.compiler.choose.settle import learning
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.program.sites import Known, Sites
+from opsmith.compiler.program.sites import SPENT, Known, Sites
 from opsmith.compiler.progress import show
 from opsmith.compiler.prove.alike import Alike, form
 from opsmith.compiler.prove.proofs import Proved
@@ -58,7 +58,7 @@ class Study:
             show(f"measuring and proving {name} ({done}/{len(self.sites.report.sites)})")
             known = self.sites[name]
             if known.report.status == "kept" and self.sites.selector.spent:
-                known.report.status, known.report.why = "left", "the budget was spent"
+                known.report.status, known.report.why = "left", SPENT
             # What failed at other sizes stays out: one rewritten graph serves all.
             if known.report.status == "kept" and self._settled(name, known):
                 kept.append((name, known.site))

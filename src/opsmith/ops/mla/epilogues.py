@@ -153,10 +153,8 @@ def mla_q_epilogue(
     op = "mla_q_epilogue"
     if q_nope_scale is None and not compiling():
         try:
-            if not wuk.numel():
-                raise ValueError
             pair = new_queries(q, wuk, q.shape[2] - wuk.shape[1], joint)
-            if direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, *pair):
+            if wuk.numel() and direct.new_mla_q_epilogue(q, wuk, cos, sin, interleaved, None, *pair):
                 return pair
         except REFUSALS:  # the checks say why
             pass

@@ -248,7 +248,7 @@ class Call:
             elif isinstance(source, Saved):
                 value = known[source.of]
                 given.append(self.taken(p.of, value) if isinstance(value, torch.Tensor) else value)
-        if wanted & found.keys():
+        if wanted.intersection(found):
             self.kernel_of_gradients(backend)(*given, **written)
         return found
 

@@ -136,6 +136,7 @@ def bench(
     seconds: float = _SECONDS,
     thorough: bool = False,
     sample: Sample | None = None,
+    verified: bool = False,
 ) -> Iterator[Benchmark]:
     """Verify an operator in one dtype, then time its workloads; a wrong result prints no time.
 
@@ -148,13 +149,15 @@ def bench(
         seconds: for the comparison that counts, cold; the others get less. Warm-up aside.
         thorough: verify not values and gradients only, but how the operator behaves: races, schemas, torch.compile.
         sample: what is timed in the place of the workloads.
+        verified: the card has just been held to its samples; what is timed is checked in any case.
 
     Raises:
         WrongResult: a check of the card failed; nothing was timed.
         ValueError: a baseline that does not exist, or cannot run on this device.
     """
     baselines = choose(against, device)
-    refuse([*verify(card, [dtype], device), *(conduct(card, dtype, device) if thorough else ())])
+    if not verified:
+        refuse([*verify(card, [dtype], device), *(conduct(card, dtype, device) if thorough else ())])
     with measure.reused_memory():
         pass  # from here on the allocator's own thresholds stand still, so that all workloads see the same
     for one in workloads(card, Make(dtype, device)) if sample is None else [sample]:

@@ -29,6 +29,9 @@ _POINTERS = {
 }
 
 
+SETTINGS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler
+
+
 class Variant(NamedTuple):
     """A kernel as one launch asked for it: the types of its arguments, and the values of its constants."""
 
@@ -69,7 +72,7 @@ class Ahead:
             return
         names = [p.name for p in kernel.params]
         values = dict(zip(names, args, strict=False))
-        settings: dict[str, int] = {k: options.pop(k) for k in ("num_warps", "num_stages") if k in options}
+        settings: dict[str, int] = {k: options.pop(k) for k in SETTINGS if k in options}
         values.update(options)
         signature, constants = {}, {}
         for parameter in kernel.params:

@@ -67,6 +67,21 @@ def rounded(value, like):
     return value.to(like.dtype.element_ty)
 
 
+_LOG2E = tl.constexpr(1.44269502162933349609375)  # in float32, and what that leaves
+_LOG2E_REST = tl.constexpr(1.925963033500e-8)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@inner
+def exponential(x):
+    """e^x of float32, to two units in the last place or so whatever x: `tl.exp` rounds x log2(e), which costs |x| of
+    them. Here the product's own error comes back as a factor."""
+    product = x * _LOG2E
+    rest = tl.fma(x, _LOG2E_REST, tl.fma(x, _LOG2E, -product))
+    power = tl.exp2(product)
+    return tl.where(tl.abs(product) < 126.0, tl.fma(power, rest * _LN2, power), power)
+
+
 @triton.jit
 def report(bad, token, inside):
     """Keeps the first position whose row lies outside the table."""
@@ -79,12 +94,17 @@ def flag(ids: torch.Tensor) -> torch.Tensor:
     return torch.full((1,), ids.numel(), dtype=torch.int64, device=ids.device)
 
 
+def captured(t: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which nothing may wait for."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def check(bad: torch.Tensor, op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> None:
     """Raise if a row was outside the table. Waits for the kernel, except while a CUDA graph is captured.
 
     PyTorch's own kernel stops the device in that case, and with it the process.
     """
-    if bad.is_cuda and torch.cuda.is_current_stream_capturing():
+    if captured(bad):
         return
     at = int(bad)
     if at < ids.numel():
@@ -120,12 +140,17 @@ def steps(*tensors: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel on the device of its first tensor; an empty grid is no launch."""
+    """Run a kernel on the device of its first tensor; an empty grid is no launch.
+
+    A kernel that rounds to integers says `enable_fp_fusion=False`: a product that is not rounded before the sum that
+    rounds it falls on the other side of a tie.
+    """
     if 0 in grid:
         return
     if INTERPRETED:
         options.pop("num_warps", None)
         options.pop("num_stages", None)
+        options.pop("enable_fp_fusion", None)
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, and no news to a GPU
             kernel[grid](*args, **options)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from opsmith.kernels.triton.common import inner
+from opsmith.kernels.triton.common import exponential, inner
 
 
 @inner
@@ -27,14 +27,14 @@ def rsqrt(x):
 
 @inner
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return tl.div_rn(tl.where(x == x, 1.0, x), 1.0 + exponential(-x))
 
 
 @inner
 def tanh(x):
     """By e^(-2|x|), which never overflows; near 0, where it would cancel, by its series."""
-    t = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - t) / (1.0 + t)
+    t = exponential(-2.0 * tl.abs(x))
+    far = tl.div_rn(1.0 - t, 1.0 + t)
     s = x * x
     rest = -0.333333333 + s * (0.133333333 + s * (-0.0539682540 + s * (0.0218694885 - s * 0.00886323553)))
     near = x + x * s * rest
@@ -43,14 +43,14 @@ def tanh(x):
 
 @inner
 def silu(x):
-    return x / (1.0 + tl.exp(-x))
+    return tl.div_rn(x, 1.0 + exponential(-x))
 
 
 @inner
 def silu_slope(x):
-    e = tl.exp(-tl.abs(x))  # s(1 - s) is the same for both signs
-    s = tl.where(x < 0.0, e, 1.0) / (1.0 + e)
-    return s + x * (e / ((1.0 + e) * (1.0 + e)))
+    e = exponential(-tl.abs(x))  # s(1 - s) is the same for both signs
+    s = tl.div_rn(tl.where(x < 0.0, e, 1.0), 1.0 + e)
+    return s + x * tl.div_rn(e, (1.0 + e) * (1.0 + e))
 
 
 @inner
@@ -60,7 +60,7 @@ def gelu(x):
 
 @inner
 def gelu_slope(x):
-    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * exponential(-0.5 * x * x) * 0.3989422804014327
 
 
 @inner

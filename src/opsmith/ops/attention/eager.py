@@ -103,6 +103,9 @@ def eager(
         return definition(q, k, v, mask, at, keys_at, sinks, alibi, scale, causal, window, softcap)
     if alibi is not None:
         mask = biased(mask, alibi, distances(q, k))
+    # On a GPU PyTorch takes a mask in q's dtype alone, in which a bias of thousands of positions is no longer exact.
+    if mask is not None and q.is_cuda and mask.dtype not in (torch.bool, q.dtype):
+        return definition(q, k, v, mask, at, keys_at, None, None, scale, causal, window, softcap)
     grouped = q.shape[1] != k.shape[1]
     causal = causal and q.shape[2] != 1  # the last query sees every key
     if mask is None and not window and not causal and not grouped:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import as_rows, check, flag, in_registers, launch, report, steps
+from opsmith.kernels.triton.common import as_rows, captured, check, flag, in_registers, launch, report, steps
 
 _CHUNK = 32  # sorted positions that one program adds up
 
@@ -122,12 +122,15 @@ def _long_runs(
     goes_on = (end < tokens) & (tl.load(ids + end, mask=end < tokens, other=-2).to(tl.int64) == row)
     begins_here = tl.load(ids + first - 1, mask=first > 0, other=-1).to(tl.int64) != row
     if goes_on & begins_here & (row != padding) & (row >= 0) & (row < rows):
-        total = tl.load(tails + chunk * n + at, mask=mask, other=0.0)
+        # How far it goes is found first: Triton 3.6 cannot compile a `while` loop that adds up rows.
+        last = chunk
         while goes_on:
-            chunk += 1
-            total += tl.load(heads + chunk * n + at, mask=mask, other=0.0)
+            last += 1
             end += CHUNK
             goes_on = (end < tokens) & (tl.load(ids + end, mask=end < tokens, other=-2).to(tl.int64) == row)
+        total = tl.load(tails + chunk * n + at, mask=mask, other=0.0)
+        for following in range(chunk + 1, last + 1):
+            total += tl.load(heads + following * n + at, mask=mask, other=0.0)
         tl.store(dtable + row * ts + at, total.to(dtable.dtype.element_ty), mask=mask)
 
 
@@ -169,7 +172,7 @@ def quantized_embedding(
     y: torch.Tensor,
 ) -> None:
     """`prefetch` and `next_ids` are hints for a CPU: here, other rows are fetched while one is waited for."""
-    if next_ids is not None and next_ids.numel():
+    if next_ids is not None and next_ids.numel() and not captured(next_ids):
         total = table.shape[0]
         lowest, highest = next_ids.aminmax()
         if int(lowest) < 0 or int(highest) >= total:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import as_rows, launch, steps
+from opsmith.kernels.triton.common import as_rows, exponential, launch, steps
 
 BLOCK = 1024
 
@@ -17,7 +17,7 @@ GELU: tl.constexpr = tl.constexpr(1)
 @triton.jit
 def _phi(x, gauss):
     """The normal distribution's share below x, its lower tail as exact as `gauss` = exp(-x^2 / 2)."""
-    t = 1.0 / (1.0 + 0.35 * tl.abs(x))
+    t = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + 0.35 * tl.abs(x))
     q = -0.0291459318 * t + 0.143971711
     q = q * t - 0.255714267
     q = q * t + 0.159174174
@@ -33,8 +33,8 @@ def _phi(x, gauss):
 @triton.jit
 def _odds(z):
     """e = exp(-|z|), which cannot overflow, and sigmoid(z) from it."""
-    e = tl.exp(-tl.abs(z))
-    return e, tl.where(z < 0, e, 1.0) / (1.0 + e)
+    e = exponential(-tl.abs(z))
+    return e, tl.div_rn(tl.where(z < 0, e, 1.0), 1.0 + e)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def curve(x, CURVE: tl.constexpr):
         _, s = _odds(x)
         return x * s
     elif CURVE == GELU:
-        return x * _phi(x, tl.exp(-0.5 * x * x))
+        return x * _phi(x, exponential(-0.5 * x * x))
     else:
         _, s = _odds(_tanh_form(x))
         return x * s
@@ -61,15 +61,15 @@ def curve_and_slope(x, CURVE: tl.constexpr):
     """f(x) and f'(x); sigmoid's own slope is s (1 - s) = e / (1 + e)^2, without the cancellation."""
     if CURVE == SILU:
         e, s = _odds(x)
-        return x * s, s + x * e / ((1.0 + e) * (1.0 + e))
+        return x * s, s + tl.div_rn(x * e, (1.0 + e) * (1.0 + e))
     elif CURVE == GELU:
-        gauss = tl.exp(-0.5 * x * x)
+        gauss = exponential(-0.5 * x * x)
         p = _phi(x, gauss)
         return x * p, p + 0.3989422804 * x * gauss
     else:
         e, s = _odds(_tanh_form(x))
         rate = 1.5957691216 + 0.2140644488 * x * x
-        return x * s, s + x * rate * e / ((1.0 + e) * (1.0 + e))
+        return x * s, s + tl.div_rn(x * rate * e, (1.0 + e) * (1.0 + e))
 
 
 @triton.jit

@@ -227,7 +227,10 @@ class _LinearRope(Call):
         q, k, v = _parts(linear(x, weight, bias), *values[-3:])
         results = [self.fresh(x, shape) for _, shape, _ in self.made(values)] if out is None else [*out]
         _ROTATION.native("opsmith", (q, k, *rotation, False), tuple(results[:2]))
-        results[2].copy_(v)
+        if out is None and compiling():  # PyTorch 2.11's compiler loses the gradient of what is copied into
+            results[2] = v.clone(memory_format=torch.contiguous_format)
+        else:
+            results[2].copy_(v)
         return results, self.named(values)
 
     def gradients(

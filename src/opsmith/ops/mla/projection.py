@@ -91,13 +91,21 @@ def eager_projection(y: torch.Tensor, p: Projection, quant: str | None) -> torch
 def integer_linear(q: torch.Tensor, s: torch.Tensor | None, p: Projection) -> torch.Tensor:
     """int8 times int8 in int32, scaled in float32; `s` a factor for each row."""
     assert p.descale is not None
-    sums = (
-        torch._int_mm(q, p.weight.t())
-        if q.numel()
-        else q.new_zeros((q.shape[0], p.weight.shape[0]), dtype=torch.int32)
-    )
+    sums = _integer_product(q, p.weight)
     a = (sums if p.bias is None else sums + p.bias) * p.descale
     return a if s is None else a * s
+
+
+def _integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b.T of int8, in int32. On a GPU PyTorch takes no fewer than 17 rows, and columns by eights."""
+    rows, columns = a.shape[0], b.shape[0]
+    if not a.numel():
+        return a.new_zeros((rows, columns), dtype=torch.int32)
+    if a.is_cuda:
+        k = -a.shape[1] % 8
+        a = F.pad(a, (0, k, 0, max(0, 17 - rows)))
+        b = F.pad(b, (0, k, 0, -columns % 8))
+    return torch._int_mm(a, b.t())[:rows, :columns]
 
 
 def norm(x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -81,6 +81,7 @@ def _multiply(
     if most is not None:
         largest = tl.load(most + rows, mask=there, other=0.0)
         inverse = tl.where(largest > _LEAST, 127.0 / tl.maximum(largest, _LEAST), 0.0)
+    once = tl.load(scale + columns, mask=wanted, other=0.0)  # the one scale of a column that has no groups
     for start in range(0, K, BK):
         depth = start + tl.arange(0, BK)
         inside = depth < K
@@ -106,13 +107,18 @@ def _multiply(
             step = tl.load(scale + start // GROUP * scale_pitch + columns, mask=wanted, other=0.0)
             part = dot(some, integers_like(numbers, some))
             sums += part * step.to(tl.float32)[None, :]
+        elif (
+            some.dtype == tl.float32
+        ):  # its sums are kept apart by the scale: one long chain of them is less exact
+            sums += dot(some, integers_like(numbers, some)) * once[None, :]
         else:
             sums = dot(some, integers_like(numbers, some), sums)
     total = sums.to(tl.float32)
     if most is not None:
         total = total * (tl.load(most + rows, mask=there, other=0.0) / 127.0)[:, None]
-    if GROUP == 0:
-        total = total * tl.load(scale + columns, mask=wanted, other=0.0)[None, :]
+    if GROUP == 0:  # noqa: SIM102
+        if most is not None or x.dtype.element_ty != tl.float32:
+            total = total * once[None, :]
     if bias is not None:
         total += tl.load(bias + columns, mask=wanted, other=0.0).to(tl.float32)[None, :]
     tl.store(
@@ -157,6 +163,7 @@ def packed_linear(
         BK=group or 64,  # whatever M: a row's result does not depend on the others
         num_warps=4,
         num_stages=3,
+        enable_fp_fusion=not dynamic,
     )
 
 

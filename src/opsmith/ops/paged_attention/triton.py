@@ -10,8 +10,18 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton import INTERPRETED
-from opsmith.kernels.triton.common import check, dot, flag, integers_like, launch, narrow, processors, rounded
-from opsmith.ops.attention.triton.scores import LOG2E, against, saturate
+from opsmith.kernels.triton.common import (
+    check,
+    dot,
+    exponential,
+    flag,
+    integers_like,
+    launch,
+    narrow,
+    processors,
+    rounded,
+)
+from opsmith.ops.attention.triton.scores import against, saturate, weight
 from opsmith.ops.rope.triton import integers, sizes
 
 _LEAST = tl.constexpr(1e-30)
@@ -115,8 +125,8 @@ def _pieces(
         s = tl.where(seen, s, float("-inf"))
         grown = tl.maximum(largest, tl.max(s, 1))
         base = tl.where(grown == float("-inf"), 0.0, grown)
-        shrink = tl.exp2((largest - base) * LOG2E)
-        p = tl.exp2((s - base[:, None]) * LOG2E)
+        shrink = weight(largest - base, 1.0, x)
+        p = weight(s - base[:, None], 1.0, x)
         total = total * shrink + tl.sum(p, 1)
         if k_scale is not None:
             p *= tl.load(v_scale + block * vs_b + slot * vs_s + h * vs_h, mask=there, other=0.0)[None, :]
@@ -145,13 +155,14 @@ def _merge(
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         most = tl.maximum(most, sink)
-    factor = tl.exp2((largest - tl.where(most == float("-inf"), 0.0, most)) * LOG2E)
+    factor = exponential(largest - tl.where(most == float("-inf"), 0.0, most))
     total = tl.sum(factor * tl.load(kept + row * 2 + 1, mask=piece < pieces, other=0.0), 0)
     if sinks is not None:  # a key more, without a value
-        total += tl.where(sink == float("-inf"), 0.0, tl.exp2((sink - most) * LOG2E))
+        total += tl.where(sink == float("-inf"), 0.0, exponential(sink - most))
     there = (piece < pieces)[:, None] & (dv < DV)[None, :]
     acc = tl.load(parts + row[:, None] * DV + dv[None, :], mask=there, other=0.0)
-    value = tl.sum(acc * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    value = tl.sum(acc * factor[:, None], 0)
+    value = tl.div_rn(value, tl.where(total == 0.0, 1.0, total))
     to = y + b * y_b + i % queries * y_l + head * y_h
     tl.store(to + dv, rounded(value, y), mask=dv < DV)
 
@@ -285,6 +296,7 @@ def reshape_and_cache(
             *(*((0, 0, 0) if scale is None else scale.stride()), x.shape[2]),
             BLOCK=max(triton.next_power_of_2(x.shape[2]), 16),
             num_warps=1,
+            enable_fp_fusion=False,
         )
     check(bad, "reshape_and_cache", slot_mapping, blocks * size, "slot_mapping")
 

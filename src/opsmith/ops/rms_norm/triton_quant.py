@@ -95,9 +95,9 @@ def norm_row(
         if FORM == 0:
             tl.store(y + at, rounded(v, y), mask=at < n)
         if FORM == 1:
-            tl.store(y + at, q8(v / step + tl.load(offset)), mask=at < n)
+            tl.store(y + at, q8(tl.div_rn(v, step) + tl.load(offset)), mask=at < n)
         if FORM == 2:
-            tl.store(y + at, q8(v / step), mask=at < n)
+            tl.store(y + at, q8(tl.div_rn(v, step)), mask=at < n)
 
 
 @triton.jit
@@ -131,6 +131,7 @@ def normalize(
         *(x, gamma, beta, y, s, scale, offset),
         *(n, eps, *steps(x, y)),
         FORM=form,
+        enable_fp_fusion=form == 0,
         **in_registers(n, 8192),
     )
 

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from opsmith.kernels.triton.common import dot, launch, narrow
 from opsmith.ops.attention.triton.scores import (
-    LOG2E,
     Sequences,
     against,
     biased,
@@ -26,6 +25,7 @@ from opsmith.ops.attention.triton.scores import (
     store_rows,
     strides,
     visible,
+    weight,
 )
 
 
@@ -131,9 +131,9 @@ def _forward(
         for key in range(low, high, BN):
             j = key + tl.arange(0, BN).to(tl.int64)
             s = against(block, load_rows(k, j, k_l, m, lanes, D, EVEN))
-            c = LOG2E
+            c = 1.0
             if PLAIN:  # the scale is part of the exponent
-                c = scale * LOG2E
+                c = scale
             else:
                 s *= scale
                 if SOFTCAP:
@@ -147,8 +147,8 @@ def _forward(
             # A NaN among the scores must come out as one, and `max` may drop it: the weights keep it.
             grown = tl.maximum(largest, tl.max(s, 1))
             base = tl.where(grown == float("-inf"), 0.0, grown)
-            p = tl.exp2((s - base[:, None]) * c)
-            shrink = tl.exp2((largest - base) * c)
+            p = weight(s - base[:, None], c, block)
+            shrink = weight(largest - base, c, block)
             total = total * shrink + tl.sum(p, 1)
             values = load_rows(v, j, v_l, m, value_lanes, DV, EVEN)
             acc = dot(narrow(p, values), values, acc * shrink[:, None])
@@ -157,17 +157,17 @@ def _forward(
         sinks is not None
     ):  # a key without a value, the last one: until here exponents count from the scores' largest
         sink = tl.load(sinks + h).to(tl.float32)
-        c = LOG2E
+        c = 1.0
         if PLAIN:
-            c = scale * LOG2E
+            c = scale
             sink /= scale
         grown = tl.maximum(largest, sink)
         base = tl.where(grown == float("-inf"), 0.0, grown)
-        shrink = tl.exp2((largest - base) * c)
-        total = total * shrink + tl.exp2((sink - base) * c)
+        shrink = weight(largest - base, c, block)
+        total = total * shrink + weight(sink - base, c, block)
         acc *= shrink[:, None]
         largest = grown
-    acc = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
+    acc = tl.where((total == 0.0)[:, None], 0.0, tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None]))
     store_rows(y + b * y_b + h * y_h + q0 * y_l, i, y_l, n, value_lanes, DV, acc)
     if sums is not None:
         kept = sums + b * s_b + h * s_h + (q0 + i) * s_l

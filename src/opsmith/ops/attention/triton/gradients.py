@@ -13,7 +13,6 @@ import triton.language as tl
 
 from opsmith.kernels.triton.common import dot, inner, launch, narrow
 from opsmith.ops.attention.triton.scores import (
-    LOG2E,
     Sequences,
     against,
     biased,
@@ -28,6 +27,7 @@ from opsmith.ops.attention.triton.scores import (
     store_rows,
     strides,
     visible,
+    weight,
 )
 
 
@@ -71,6 +71,7 @@ def _weights(
     window,
     softcap,
     alibi,
+    like,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -81,10 +82,10 @@ def _weights(
 
     Rows i, keys j and what is known of the rows are broadcast against each other: the tile may be transposed.
     """
-    c = LOG2E
+    c = 1.0
     slope = 1.0
     if PLAIN:
-        c = scale * LOG2E
+        c = scale
     else:
         s *= scale
         if SOFTCAP:
@@ -96,7 +97,8 @@ def _weights(
         s = masked(s, mask, i, j, n, m, m_l, m_s, MASK)
     s = tl.where(visible(i, j, n, m, window, CAUSAL, WINDOW), s, float("-inf"))
     base = tl.where(largest == float("-inf"), 0.0, largest)
-    p = tl.exp2((s - base) * c) * tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
+    inverse = tl.div_rn(tl.where(total == 0.0, 0.0, 1.0), tl.where(total == 0.0, 1.0, total))
+    p = weight(s - base, c, like) * inverse
     return p, p * (dp - delta) * slope
 
 
@@ -207,7 +209,7 @@ def of_keys(
                 tl.load(kept + i * s_l, mask=i < n, other=0.0)[None, :],
                 tl.load(kept + i * s_l + 1, mask=i < n, other=0.0)[None, :],
                 tl.load(deltas + i, mask=i < n, other=0.0)[None, :],
-                shown, i[None, :], j[:, None], n, m, m_l, m_s, scale, window, softcap, slope,
+                shown, i[None, :], j[:, None], n, m, m_l, m_s, scale, window, softcap, slope, x,
                 CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN,
             )  # fmt: skip
             dv_sum = dot(narrow(p, g), g, dv_sum)
@@ -307,7 +309,7 @@ def of_queries(
         dp = against(g, values)
         p, ds = _weights(
             against(x, block), dp, largest, total, row_delta,
-            mask, i[:, None], j[None, :], n, m, m_l, m_s, scale, window, softcap, slope,
+            mask, i[:, None], j[None, :], n, m, m_l, m_s, scale, window, softcap, slope, x,
             CAUSAL, WINDOW, SOFTCAP, MASK, PLAIN,
         )  # fmt: skip
         dq_sum = dot(narrow(ds, block), block, dq_sum)
@@ -323,9 +325,9 @@ def _of_sinks(
 ) -> None:
     """Each row's sink loses what its weight takes from the others; it has no value of its own."""
     largest, total = sums.unbind(-1)  # [B, H, L], the largest as scores are before `scale`
-    weight = torch.exp(sinks.double()[:, None] - largest.double() * scale) / total
-    weight = weight.where(total != 0, 0.0)  # a row with neither key nor sink
-    dsinks.copy_(-(weight * weighted).sum((0, 2)))
+    share = torch.exp(sinks.double()[:, None] - largest.double() * scale) / total
+    share = share.where(total != 0, 0.0)  # a row with neither key nor sink
+    dsinks.copy_(-(share * weighted).sum((0, 2)))
 
 
 def attention_backward(

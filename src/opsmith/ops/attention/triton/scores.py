@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton import INTERPRETED
-from opsmith.kernels.triton.common import dot, inner, rounded
+from opsmith.kernels.triton.common import dot, exponential, inner, rounded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -142,20 +142,36 @@ def against(a, b):
     float32 is summed by one multiplication and addition after another, and an error of the scores is one of every
     weight's exponent: there the columns are divided between four sums, which are added at the end.
     """
-    # One condition inside the other: Triton 3.2 has no `and` of Python's own values.
-    if a.dtype == tl.float32:  # noqa: SIM102
-        if a.shape[1] >= 32:
+    # Triton 3.6 compiles what follows a `return`, for which the shapes are wrong.
+    if a.dtype == tl.float32:
+        if a.shape[1] >= 64:
             a0, a1 = halves(a)
             b0, b1 = halves(b)
-            if a.shape[1] == 32:
-                return dot(a0, tl.trans(b0)) + dot(a1, tl.trans(b1))
-            a00, a01 = halves(a0)
-            b00, b01 = halves(b0)
-            a10, a11 = halves(a1)
-            b10, b11 = halves(b1)
-            even = dot(a00, tl.trans(b00)) + dot(a01, tl.trans(b01))
-            return even + (dot(a10, tl.trans(b10)) + dot(a11, tl.trans(b11)))
-    return dot(a, tl.trans(b))
+            s = _in_two(a0, b0) + _in_two(a1, b1)
+        elif a.shape[1] == 32:
+            s = _in_two(a, b)
+        else:
+            s = dot(a, tl.trans(b))
+    else:
+        s = dot(a, tl.trans(b))
+    return s
+
+
+@inner
+def _in_two(a, b):
+    a0, a1 = halves(a)
+    b0, b1 = halves(b)
+    return dot(a0, tl.trans(b0)) + dot(a1, tl.trans(b1))
+
+
+@inner
+def weight(s, factor, like):
+    """e^(factor s), in float32 as exact as PyTorch's."""
+    if like.dtype == tl.float32:  # noqa: SIM108
+        p = exponential(s * factor)
+    else:
+        p = tl.exp2(s * (factor * LOG2E))
+    return p
 
 
 class Sequences:

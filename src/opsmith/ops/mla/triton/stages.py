@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton.common import dot, integer_dot, integers_like, rounded
+from opsmith.ops.attention.triton.scores import against
 from opsmith.ops.mla.triton.rows import turned
 from opsmith.ops.rms_norm.triton_quant import inverse_rms, norm_row, normalized, q8
 
@@ -58,7 +59,11 @@ def project_kernel(
             if FORM == 1 or FORM == 2:
                 whole = integer_dot(a, tl.trans(w), whole)
             else:
-                sums = dot(a, tl.trans(integers_like(w, a)), sums)
+                w = integers_like(w, a)
+                if a.dtype == tl.float32:
+                    sums += against(a, w)
+                else:
+                    sums = dot(a, tl.trans(w), sums)
     if FORM == 1 or FORM == 2:
         if bias is not None:
             whole += tl.load(bias + row, mask=row < N, other=0)[None, :]

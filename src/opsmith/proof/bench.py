@@ -341,11 +341,15 @@ class _Run:
                 device=self.device,
             )
         if self.device == "cuda" and not prepared:
-            found |= self._graphs(everyone, pool, notes)
+            found |= self._graphs(everyone, pool, self._roofs(one.cost()), notes)
         return found
 
     def _graphs(
-        self, contestants: Mapping[str, Callable[..., Any]], pool: measure.Pool, notes: list[str]
+        self,
+        contestants: Mapping[str, Callable[..., Any]],
+        pool: measure.Pool,
+        kinds: tuple[str, ...],
+        notes: list[str],
     ) -> dict[str, measure.Comparison]:
         """Every contestant as a CUDA graph over the whole pool; those that cannot be captured are named."""
         sets = [pool[i] for i in range(len(pool))]
@@ -357,7 +361,7 @@ class _Run:
                 notes.append(f"{name} cannot be captured in a CUDA graph: {str(error).splitlines()[0]}")
         if not graphs:
             return {}
-        roofs = measure.RoofProbes(("read", "copy", "update"), device=self.device)
+        roofs = measure.RoofProbes(kinds, device=self.device)
         return {
             "graph": measure.compare(
                 graphs, roofs=roofs, budget_s=self.seconds, warmup=1, min_rounds=3, device=self.device

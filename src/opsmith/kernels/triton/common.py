@@ -162,7 +162,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             _known(kernel, grid, args, options)
 
 
-# By what Triton compiles a kernel for: the kernel, which so keeps its id, what it was compiled to, and the values of its
+# By what Triton compiles for: the kernel, which so keeps its id, what it was compiled to, and the values of its
 # last parameters.
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 

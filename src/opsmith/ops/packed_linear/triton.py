@@ -19,20 +19,32 @@ from opsmith.kernels.triton.common import (
     integer_dot,
     integers_like,
     launch,
+    processors,
     rounded,
     steps,
 )
 
 _LEAST = tl.constexpr(1e-30)  # a row below this is rounded to zeros
 _HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
+_WHOLE, _WHOLE_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)  # 2^23: its last bits count by one
+_ROWS = 4  # so many are multiplied one by one
 
 
 @inner
-def place(column, row, whole, width):
-    """Where byte `column` of a row of the weight lies: in a panel of 32 rows, the last ones' of 16."""
+def place(word, row, whole, width):
+    """Where a word, four bytes, of a row of the weight lies: in a panel of 32 rows, the last ones' of 16."""
     panel = tl.where(row < whole, 32, 16)
     first = tl.where(row < whole, row // 32 * 32, whole)
-    return first * width + (column // 4) * (panel * 4) + (row - first) * 4 + column % 4
+    return first * width + word * panel + row - first
+
+
+@inner
+def number(words, i, BITS: tl.constexpr):
+    """Number i of each word, as it is stored: the low halves of four bytes come first."""
+    if BITS == 8:
+        return (words >> (i * 8)) & 255
+    else:
+        return (words >> (i % 4 * 8 + i // 4 * 4)) & 15
 
 
 @triton.jit
@@ -47,6 +59,72 @@ def _largest(x, most, K, pitch, BLOCK: tl.constexpr):
         found = tl.maximum(found, tl.abs(some))
         odd += some * 0.0
     tl.store(most + row, tl.max(found, 0) + tl.sum(odd, 0))
+
+
+@triton.jit
+def _multiply_row(
+    x,
+    weight,
+    scale,
+    zero,
+    bias,
+    most,
+    y,
+    N,
+    K,
+    whole,
+    width,
+    x_pitch,
+    y_pitch,
+    scale_pitch,
+    zero_pitch,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """One row: the weight is read at memory speed, a word at a time, and no matrix unit waits for it."""
+    PER: tl.constexpr = 32 // BITS
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    wanted = (columns < N)[None, :]
+    x += row * x_pitch
+    sums = tl.zeros((BW, BN), tl.float32)
+    inverse = 0.0
+    if most is not None:
+        largest = tl.load(most + row)
+        inverse = tl.where(largest > _LEAST, 127.0 / tl.maximum(largest, _LEAST), 0.0)
+    for start in range(0, width, BW):
+        word = start + tl.arange(0, BW)
+        known = (word < width)[:, None] & wanted
+        at = place(word.to(tl.int64)[:, None], columns[None, :], whole, width)
+        words = tl.load(weight + at, mask=known, other=0)
+        middle = _WHOLE + (1 << (BITS - 1))
+        if zero is not None:
+            of_group = (word * PER // GROUP)[:, None] * zero_pitch + columns[None, :]
+            middle = _WHOLE + tl.load(zero + of_group, mask=known, other=0).to(tl.float32)
+        part = tl.zeros((BW, BN), tl.float32)
+        for i in tl.static_range(PER):
+            depth = word * PER + i
+            some = tl.load(x + depth, mask=depth < K, other=0.0).to(tl.float32)
+            if most is not None:
+                some = (some * inverse + _HALF_EVEN) - _HALF_EVEN
+            # As the last bits of a large float, where the conversion of an integer would take longer.
+            numbers = (number(words, i, BITS) | _WHOLE_BITS).to(tl.float32, bitcast=True) - middle
+            part += some[:, None] * numbers
+        if GROUP > 0:
+            of_group = (word * PER // GROUP)[:, None] * scale_pitch + columns[None, :]
+            part = part * tl.load(scale + of_group, mask=known, other=0.0).to(tl.float32)
+        sums += part
+    if most is not None:  # whole numbers, exact in each lane
+        total = tl.sum(sums.to(tl.int32), 0).to(tl.float32) * (tl.load(most + row) / 127.0)
+    else:
+        total = tl.sum(sums, 0)
+    if GROUP == 0:
+        total = total * tl.load(scale + columns, mask=columns < N, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)
+    tl.store(y + row * y_pitch + columns, rounded(total, y), mask=columns < N)
 
 
 @triton.jit
@@ -73,6 +151,7 @@ def _multiply(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    PER: tl.constexpr = 32 // BITS
     rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     columns = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     there, wanted = rows < M, columns < N
@@ -88,13 +167,10 @@ def _multiply(
         some = tl.load(
             x + rows[:, None] * x_pitch + depth[None, :], mask=there[:, None] & inside[None, :], other=0.0
         )
-        byte = depth if BITS == 8 else depth // 8 * 4 + depth % 4
-        at = place(byte.to(tl.int64)[:, None], columns[None, :], whole, width)
-        numbers = tl.load(weight + at, mask=inside[:, None] & wanted[None, :], other=0).to(tl.int32)
-        middle = 128
-        if BITS == 4:
-            numbers = (numbers >> tl.where(depth % 8 < 4, 0, 4)[:, None]) & 15
-            middle = 8
+        at = place((depth // PER).to(tl.int64)[:, None], columns[None, :], whole, width)
+        words = tl.load(weight + at, mask=inside[:, None] & wanted[None, :], other=0)
+        numbers = number(words, (depth % PER)[:, None], BITS)
+        middle = 1 << (BITS - 1)
         if zero is not None:
             middle = tl.load(zero + start // GROUP * zero_pitch + columns, mask=wanted, other=0).to(tl.int32)[
                 None, :
@@ -107,9 +183,7 @@ def _multiply(
             step = tl.load(scale + start // GROUP * scale_pitch + columns, mask=wanted, other=0.0)
             part = dot(some, integers_like(numbers, some))
             sums += part * step.to(tl.float32)[None, :]
-        elif (
-            some.dtype == tl.float32
-        ):  # its sums are kept apart by the scale: one long chain of them is less exact
+        elif some.dtype == tl.float32:  # the scale keeps its sums apart: one long chain of them is less exact
             sums += dot(some, integers_like(numbers, some)) * once[None, :]
         else:
             sums = dot(some, integers_like(numbers, some), sums)
@@ -148,22 +222,32 @@ def packed_linear(
     if dynamic:
         most = torch.empty(m, dtype=torch.float32, device=x.device)
         launch(_largest, (m,), x, most, k, x.stride(0), **in_registers(k, 4096))
-    few = m <= 16
-    bm, bn = (16, 32) if few else (64, 64)
+    words = weight.view(torch.int32)
+    panels = (weight.shape[0] // 32 * 32, words.shape[1])
+    pitches = steps(x, y, scale if group else None, zero)
+    how = {"BITS": bits, "GROUP": group, "enable_fp_fusion": not dynamic}
+    if m <= _ROWS and k <= 1 << 16:
+        bn = next((bn for bn in (32, 16) if triton.cdiv(n, bn) >= 2 * processors(x)), 8)
+        sizes = {"BN": bn, "BW": 4096 // bn, "num_warps": 8}
+        launch(
+            _multiply_row,
+            (m, triton.cdiv(n, bn)),
+            *(x, words, scale, zero, bias, most, y, n, k, *panels, *pitches),
+            **how,
+            **sizes,
+        )
+        return
+    bm, bn = (16, 32) if m <= 16 else (64, 64)
     launch(
         _multiply,
         (triton.cdiv(n, bn), triton.cdiv(m, bm)),
-        *(x, weight, scale, zero, bias, most, y),
-        *(m, n, k, weight.shape[0] // 32 * 32, weight.shape[1]),
-        *steps(x, y, scale if group else None, zero),
-        BITS=bits,
-        GROUP=group,
+        *(x, words, scale, zero, bias, most, y, m, n, k, *panels, *pitches),
+        **how,
         BM=bm,
         BN=bn,
-        BK=group or 64,  # whatever M: a row's result does not depend on the others
+        BK=group or 64,
         num_warps=4,
         num_stages=3,
-        enable_fp_fusion=not dynamic,
     )
 
 

@@ -52,6 +52,25 @@ def normalized(x, gamma, beta, rstd, at, mask, GAMMA: tl.constexpr, BETA: tl.con
 
 
 @inner
+def largest(x, gamma, beta, rstd, n, BLOCK: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr):
+    """The largest magnitude of a normalized row, in float64: where float32 holds the products exactly, from them."""
+    bits: tl.constexpr = gamma.dtype.element_ty.primitive_bitwidth if GAMMA else 0
+    EXACT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth + bits + 64 * BETA <= 32
+    most = tl.zeros((BLOCK,), tl.float32 if EXACT else tl.float64)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        if EXACT:
+            v = normalized(x, gamma, beta, 1.0, at, at < n, GAMMA, BETA)
+        else:
+            v = normalized(x, gamma, beta, rstd, at, at < n, GAMMA, BETA).to(tl.float64)
+        most = tl.maximum(most, tl.abs(v))
+    found = tl.max(most, 0).to(tl.float64)
+    if EXACT:
+        found = found * rstd
+    return found
+
+
+@inner
 def norm_row(
     x,
     gamma,
@@ -79,13 +98,8 @@ def norm_row(
         exact = tl.full((), 1.0, tl.float64)
         if GAMMA:
             exact = exact_inverse_rms(x, n, eps, BLOCK)
-        most = tl.zeros((BLOCK,), tl.float64)
-        for start in range(0, n, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            most = tl.maximum(
-                most, tl.abs(normalized(x, gamma, beta, exact, at, at < n, GAMMA, BETA)).to(tl.float64)
-            )
-        step = (tl.max(most, 0) / 127.0).to(tl.float32)
+        most = largest(x, gamma, beta, exact, n, BLOCK, GAMMA, BETA)
+        step = (most / 127.0).to(tl.float32)
         tl.store(s, step)
         rstd = exact.to(tl.float32)
         step = tl.where(step > 0, step, 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from opsmith.kernels.triton.common import block_of, launch, steps
+from opsmith.kernels.triton.common import block_of, launch, processors, steps
 from opsmith.ops.mla.triton.rows import layout, power, table_of
 from opsmith.ops.mla.triton.stages import absorb_kernel, middle_kernel, project_kernel
 from opsmith.ops.mla.weights import TENSORS, Parts
@@ -31,8 +31,12 @@ def project(
 ) -> None:
     tokens, n, k = x.shape[0], weight.shape[0], x.shape[1]
     bm = min(power(tokens), 64)
-    # Few tokens: many programs that read the weight; many tokens: tiles that read it seldom.
-    bn, bk = (32, 128) if bm <= 32 else (64, 64)
+    # Few tokens: a program at least for each multiprocessor, that has much of the weight on its way; many: tiles that
+    # read it seldom.
+    bn, bk = (64, 64)
+    if bm <= 32:
+        bn = 32 if triton.cdiv(n, 32) >= processors(x) else 16
+        bk = 8192 // (bn * weight.element_size())
     if form == 4:
         assert descale is not None
         bk = 2 * weight.shape[1] // max(1, descale.shape[1])

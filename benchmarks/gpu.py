@@ -389,28 +389,8 @@ SIZED: dict[str, Callable[[Make], list[Sample]]] = {
     ],
     "paged_attention": lambda m: [_paged(m)],
 }
-TIMED = (
-    *(
-        "rms_norm",
-        "layer_norm",
-        "softmax",
-        "gelu",
-        "silu_mul",
-        "rope",
-        "rms_norm_quant",
-        "embedding",
-        "cross_entropy",
-    ),
-    *(
-        "attention",
-        "paged_attention",
-        "packed_linear",
-        "mla_preprocess",
-        "mla_preprocess_int8",
-        "mla_attention",
-    ),
-    "linear_cross_entropy",
-)
+TIMED = """attention packed_linear mla_preprocess_int8 paged_attention rms_norm_quant mla_preprocess mla_attention rms_norm
+    layer_norm softmax gelu silu_mul rope embedding cross_entropy linear_cross_entropy""".split()
 
 
 def timed(job: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 
 from opsmith.call.dispatch import native
 from opsmith.call.layouts import dense
+from opsmith.kernels import isa
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.ops.cross_entropy import REDUCTIONS
 from opsmith.ops.linear import supports_rows
@@ -95,7 +96,7 @@ class _Logits:
         self.hidden, self.target, self._weight, self._bias = hidden, layer.target[some], weight, layer.bias
         self.rows, self.classes = hidden.shape[0], weight.shape[0]
         self.onednn = _onednn_multiplies(hidden, self.classes)
-        row = max(self.rows, 1) * hidden.element_size()
+        row = max(self.rows, 1) * (hidden.element_size() + 4 * _emulated(hidden))
         widest = min(most_bytes, _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]) // row
         widest = max(widest, _NARROWEST) // 64 * 64
         if self.onednn:  # which sums a chunk in one chain in the gradient of hidden
@@ -141,6 +142,13 @@ class _Logits:
         for x, w in zip(self._parts[1:], more, strict=True):
             y = linear.binary(x[some], y, w, None, "add")
         return y
+
+
+def _emulated(hidden: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies into float32 memory of its own: bfloat16, for which the CPU has no instruction."""
+    return (
+        hidden.is_cpu and hidden.dtype == torch.bfloat16 in ONEDNN_DTYPES and isa.supported()[-1] == "avx512"
+    )
 
 
 def _onednn_multiplies(hidden: torch.Tensor, classes: int) -> bool:
@@ -352,14 +360,17 @@ def _groups(layer: _Layer, to: _Gradients) -> Iterator[tuple[slice, _Logits, _Ke
         keep = _Kept(kept, to.weight.view(-1), layer.weight.shape[1], borrowed=True) if kept else _Kept()
         yield slice(0, rows), whole, keep
         return
-    at_once = rows if whole.chunks <= 1 else share // (classes * layer.hidden.element_size() + sums)
+    room = (
+        share // 2 if _emulated(layer.hidden) else share
+    )  # a chunk in float32 has memory beside the kept ones
+    at_once = rows if whole.chunks <= 1 else room // (classes * layer.hidden.element_size() + sums)
     if at_once < min(rows, _FEWEST_ROWS):
         yield slice(0, rows), whole, _Kept()
         return
     memory = layer.hidden.new_empty(at_once * classes)
     for first in range(0, max(rows, 1), max(at_once, 1)):
         some = slice(first, min(first + at_once, rows))
-        logits = _Logits(layer, share, some)
+        logits = _Logits(layer, room, some)
         yield some, logits, _Kept(logits.rows, memory, logits.rows)
 
 

@@ -361,7 +361,7 @@ def _groups(layer: _Layer, to: _Gradients) -> Iterator[tuple[slice, _Logits, _Ke
         yield slice(0, rows), whole, keep
         return
     room = (
-        share // 2 if _emulated(layer.hidden) else share
+        share * 3 // 5 if _emulated(layer.hidden) else share
     )  # a chunk in float32 has memory beside the kept ones
     at_once = rows if whole.chunks <= 1 else room // (classes * layer.hidden.element_size() + sums)
     if at_once < min(rows, _FEWEST_ROWS):

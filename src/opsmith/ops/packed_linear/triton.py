@@ -82,6 +82,7 @@ def _multiply_row(
     GROUP: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One row: the weight is read at memory speed, a word at a time, and no matrix unit waits for it."""
     PER: tl.constexpr = 32 // BITS
@@ -94,7 +95,7 @@ def _multiply_row(
     if most is not None:
         largest = tl.load(most + row)
         inverse = tl.where(largest > _LEAST, 127.0 / tl.maximum(largest, _LEAST), 0.0)
-    for start in range(0, width, BW):
+    for start in tl.range(0, width, BW, num_stages=STAGES):
         word = start + tl.arange(0, BW)
         known = (word < width)[:, None] & wanted
         at = place(word.to(tl.int64)[:, None], columns[None, :], whole, width)
@@ -227,8 +228,8 @@ def packed_linear(
     pitches = steps(x, y, scale if group else None, zero)
     how = {"BITS": bits, "GROUP": group, "enable_fp_fusion": not dynamic}
     if m <= _ROWS and k <= 1 << 16:
-        bn = next((bn for bn in (32, 16) if triton.cdiv(n, bn) >= 2 * processors(x)), 8)
-        sizes = {"BN": bn, "BW": 4096 // bn, "num_warps": 8}
+        bn = next((bn for bn in (32, 16) if triton.cdiv(n, bn) >= 4 * processors(x)), 8)
+        sizes = {"BN": bn, "BW": 2048 // bn, "STAGES": 3, "num_warps": 4}
         launch(
             _multiply_row,
             (m, triton.cdiv(n, bn)),

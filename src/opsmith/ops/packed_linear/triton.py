@@ -82,12 +82,12 @@ def _multiply_row(
     GROUP: tl.constexpr,
     BN: tl.constexpr,
     BW: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """One row: the weight is read at memory speed, a word at a time, and no matrix unit waits for it."""
     PER: tl.constexpr = 32 // BITS
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    column = tl.program_id(1).to(tl.int64) * BN
+    columns = column + tl.arange(0, BN)
     wanted = (columns < N)[None, :]
     x += row * x_pitch
     sums = tl.zeros((BW, BN), tl.float32)
@@ -95,11 +95,19 @@ def _multiply_row(
     if most is not None:
         largest = tl.load(most + row)
         inverse = tl.where(largest > _LEAST, 127.0 / tl.maximum(largest, _LEAST), 0.0)
-    for start in tl.range(0, width, BW, num_stages=STAGES):
+    # All columns are in one panel, next to each other: what `place` knows of each, said so that loads become wide.
+    first = column // 32 * 32
+    apart = tl.where(first < whole, 32, 16)
+    panel = weight + first * width + (column - first) + tl.arange(0, BN)[None, :]
+    word = tl.arange(0, BW)
+    following = tl.load(panel + word[:, None] * apart, mask=(word < width)[:, None] & wanted, other=0)
+    for start in range(0, width, BW):
         word = start + tl.arange(0, BW)
         known = (word < width)[:, None] & wanted
-        at = place(word.to(tl.int64)[:, None], columns[None, :], whole, width)
-        words = tl.load(weight + at, mask=known, other=0)
+        words = following
+        # The next ones are on their way while these are multiplied.
+        later = (word + BW)[:, None]
+        following = tl.load(panel + later * apart, mask=(later < width) & wanted, other=0)
         middle = _WHOLE + (1 << (BITS - 1))
         if zero is not None:
             of_group = (word * PER // GROUP)[:, None] * zero_pitch + columns[None, :]
@@ -229,7 +237,7 @@ def packed_linear(
     how = {"BITS": bits, "GROUP": group, "enable_fp_fusion": not dynamic}
     if m <= _ROWS and k <= 1 << 16:
         bn = next((bn for bn in (32, 16) if triton.cdiv(n, bn) >= 4 * processors(x)), 8)
-        sizes = {"BN": bn, "BW": 2048 // bn, "STAGES": 3, "num_warps": 4}
+        sizes = {"BN": bn, "BW": 2048 // bn, "num_warps": 4}
         launch(
             _multiply_row,
             (m, triton.cdiv(n, bn)),

@@ -33,10 +33,12 @@ def project(
     bm = min(power(tokens), 64)
     # Few tokens: a program at least for each multiprocessor, that has much of the weight on its way; many: tiles that
     # read it seldom.
-    bn, bk = (64, 64)
+    bn, bk, stages = 64, 64, 4
     if bm <= 32:
-        bn = 32 if triton.cdiv(n, 32) >= processors(x) else 16
-        bk = 8192 // (bn * weight.element_size())
+        least = processors(x)
+        bn = 64 if n >= 128 * least else 32 if n >= 32 * least else 16
+        bk = (256 if bn > 16 else 1024 if bm == 16 else 512) // weight.element_size()
+        stages = 3
     if form == 4:
         assert descale is not None
         bk = 2 * weight.shape[1] // max(1, descale.shape[1])
@@ -50,7 +52,7 @@ def project(
         BK=bk,
         FORM=form,
         num_warps=4,
-        num_stages=4,
+        num_stages=stages,
     )
 
 

@@ -115,8 +115,8 @@ __device__ float2 mean_and_scale(const Mine<T>& x, int64_t n, float eps) {
 }
 
 template <class T>
-__global__ void forward_rows(const T* x, const float* weight, const float* bias, T* y, int64_t rows,
-                             int64_t n, float eps) {
+__global__ void __launch_bounds__(Tile::most) forward_rows(const T* x, const float* weight, const float* bias,
+                                                           T* y, int64_t rows, int64_t n, float eps) {
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
     const Mine<T> in(x + r * n, n);
     const float2 s = mean_and_scale(in, n, eps);
@@ -126,8 +126,9 @@ __global__ void forward_rows(const T* x, const float* weight, const float* bias,
 
 // dx = scale * (g - mean(g) - normal * mean(g * normal)) with g = dy * weight; the statistics are kept for the columns.
 template <class T>
-__global__ void backward_rows(const T* dy, const T* x, const float* weight, T* dx, float2* statistics,
-                              int64_t rows, int64_t n, float eps) {
+__global__ void __launch_bounds__(Tile::most)
+    backward_rows(const T* dy, const T* x, const float* weight, T* dx, float2* statistics, int64_t rows,
+                  int64_t n, float eps) {
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
     const Mine<T> in(x + r * n, n);
     const float2 s = mean_and_scale(in, n, eps);

@@ -82,6 +82,26 @@ def exponential(x):
     return tl.where(tl.abs(product) < 126.0, tl.fma(power, rest * _LN2, power), power)
 
 
+@inner
+def exp_for(x, like):
+    """e^x as exact as what pointer `like` points to can tell."""
+    if like.dtype.element_ty == tl.float32:  # noqa: SIM108
+        y = exponential(x)
+    else:
+        y = tl.exp(x)
+    return y
+
+
+@inner
+def quotient_for(a, b, like):
+    """a / b, the same: the nearest float32 takes several instructions more."""
+    if like.dtype.element_ty == tl.float32:  # noqa: SIM108
+        y = tl.div_rn(a, b)
+    else:
+        y = a / b
+    return y
+
+
 @triton.jit
 def report(bad, token, inside):
     """Keeps the first position whose row lies outside the table."""

@@ -15,7 +15,7 @@ def _forward(gate, up, y, n, gs, us, ys, CURVE: tl.constexpr, BLOCK: tl.constexp
     row, at, mask = place(n, BLOCK)
     g = tl.load(gate + row * gs + at, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * us + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + row * ys + at, (curve(g, CURVE) * u).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + row * ys + at, (curve(g, y, CURVE) * u).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _backward(dy, gate, up, dgate, dup, n, ds, gs, us, dgs, dus, CURVE: tl.const
     d = tl.load(dy + row * ds + at, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gs + at, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * us + at, mask=mask, other=0.0).to(tl.float32)
-    value, slope = curve_and_slope(g, CURVE)
+    value, slope = curve_and_slope(g, dgate, CURVE)
     tl.store(dgate + row * dgs + at, (d * u * slope).to(dgate.dtype.element_ty), mask=mask)
     tl.store(dup + row * dus + at, (d * value).to(dup.dtype.element_ty), mask=mask)
 

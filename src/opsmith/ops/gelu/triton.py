@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import as_rows, exponential, launch, steps
+from opsmith.kernels.triton.common import as_rows, exp_for, launch, quotient_for, steps
 
 BLOCK = 1024
 
@@ -15,9 +15,9 @@ GELU: tl.constexpr = tl.constexpr(1)
 
 
 @triton.jit
-def _phi(x, gauss):
+def _phi(x, gauss, like):
     """The normal distribution's share below x, its lower tail as exact as `gauss` = exp(-x^2 / 2)."""
-    t = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + 0.35 * tl.abs(x))
+    t = quotient_for(tl.full(x.shape, 1.0, tl.float32), 1.0 + 0.35 * tl.abs(x), like)
     q = -0.0291459318 * t + 0.143971711
     q = q * t - 0.255714267
     q = q * t + 0.159174174
@@ -31,10 +31,10 @@ def _phi(x, gauss):
 
 
 @triton.jit
-def _odds(z):
+def _odds(z, like):
     """e = exp(-|z|), which cannot overflow, and sigmoid(z) from it."""
-    e = exponential(-tl.abs(z))
-    return e, tl.div_rn(tl.where(z < 0, e, 1.0), 1.0 + e)
+    e = exp_for(-tl.abs(z), like)
+    return e, quotient_for(tl.where(z < 0, e, 1.0), 1.0 + e, like)
 
 
 @triton.jit
@@ -44,32 +44,32 @@ def _tanh_form(x):
 
 
 @triton.jit
-def curve(x, CURVE: tl.constexpr):
-    """f(x) in float32: 0 SiLU, 1 GELU, 2 its tanh form."""
+def curve(x, like, CURVE: tl.constexpr):
+    """f(x) in float32, for what `like` points to: 0 SiLU, 1 GELU, 2 its tanh form."""
     if CURVE == SILU:
-        _, s = _odds(x)
+        _, s = _odds(x, like)
         return x * s
     elif CURVE == GELU:
-        return x * _phi(x, exponential(-0.5 * x * x))
+        return x * _phi(x, exp_for(-0.5 * x * x, like), like)
     else:
-        _, s = _odds(_tanh_form(x))
+        _, s = _odds(_tanh_form(x), like)
         return x * s
 
 
 @triton.jit
-def curve_and_slope(x, CURVE: tl.constexpr):
+def curve_and_slope(x, like, CURVE: tl.constexpr):
     """f(x) and f'(x); sigmoid's own slope is s (1 - s) = e / (1 + e)^2, without the cancellation."""
     if CURVE == SILU:
-        e, s = _odds(x)
-        return x * s, s + tl.div_rn(x * e, (1.0 + e) * (1.0 + e))
+        e, s = _odds(x, like)
+        return x * s, s + quotient_for(x * e, (1.0 + e) * (1.0 + e), like)
     elif CURVE == GELU:
-        gauss = exponential(-0.5 * x * x)
-        p = _phi(x, gauss)
+        gauss = exp_for(-0.5 * x * x, like)
+        p = _phi(x, gauss, like)
         return x * p, p + 0.3989422804 * x * gauss
     else:
-        e, s = _odds(_tanh_form(x))
+        e, s = _odds(_tanh_form(x), like)
         rate = 1.5957691216 + 0.2140644488 * x * x
-        return x * s, s + tl.div_rn(x * rate * e, (1.0 + e) * (1.0 + e))
+        return x * s, s + quotient_for(x * rate * e, (1.0 + e) * (1.0 + e), like)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def _forward(x, bias, y, n, xs, ys, CURVE: tl.constexpr, BLOCK: tl.constexpr):
     v = tl.load(x + row * xs + at, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         v += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + row * ys + at, curve(v, CURVE).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + row * ys + at, curve(v, y, CURVE).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _backward(dy, x, bias, dx, n, gs, xs, os, CURVE: tl.constexpr, BLOCK: tl.con
     g = tl.load(dy + row * gs + at, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         v += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
-    _, slope = curve_and_slope(v, CURVE)
+    _, slope = curve_and_slope(v, dx, CURVE)
     tl.store(dx + row * os + at, (g * slope).to(dx.dtype.element_ty), mask=mask)
 
 

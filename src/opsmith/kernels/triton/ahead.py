@@ -45,11 +45,19 @@ class Variant(NamedTuple):
         return f"{self.kernel.__module__}.{self.kernel.__name__}"
 
 
-def machine_code(variant: Variant, target: GPUTarget) -> str | None:
-    """Compile a variant for a GPU, and say what was wrong with it."""
+def compiled(variant: Variant, target: GPUTarget) -> Any:
+    """What Triton makes of a variant for a GPU."""
     kernel, signature, constants, settings = variant
+    return triton.compile(ASTSource(kernel, signature, constants), target=target, options=settings)
+
+
+def machine_code(
+    variant: Variant, target: GPUTarget, compiler: Callable[[Variant, GPUTarget], Any] = compiled
+) -> str | None:
+    """Compile a variant for a GPU, and say what was wrong with it."""
+    kernel, _, constants, _ = variant
     try:
-        triton.compile(ASTSource(kernel, signature, constants), target=target, options=settings)
+        compiler(variant, target)
     except Exception as error:  # whatever its compiler raises is what is wrong with the kernel
         return f"{place(kernel, error)}: {variant.name} for sm_{target.arch}, {constants}: {error}"
     return None

@@ -255,7 +255,7 @@ def packed_linear(
         BM=bm,
         BN=bn,
         BK=group or 64,
-        num_warps=4,
+        num_warps=8 if x.dtype == torch.float32 else 4,
         num_stages=3,
     )
 

@@ -212,7 +212,7 @@ def paged_attention(
         BDV=wide_values,
         WINDOW=window > 0,
         SOFTCAP=softcap > 0,
-        num_warps=4,
+        num_warps=8 if q.dtype == torch.float32 else 4,  # whose four sums would not fit into fewer registers
         num_stages=2,
     )
     launch(

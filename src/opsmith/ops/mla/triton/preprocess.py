@@ -37,7 +37,7 @@ def project(
     if bm <= 32:
         least = processors(x)
         bn = 64 if n >= 128 * least else 32 if n >= 32 * least else 16
-        bk = (256 if bn > 16 else 1024 if bm == 16 else 512) // weight.element_size()
+        bk = (256 if bn > 16 else 1024 if bm == 16 else 512) // max(weight.element_size(), x.element_size())
         stages = 3
     if form == 4:
         assert descale is not None

@@ -89,6 +89,10 @@ RESULT ?= benchmarks/results/$(shell date +%F)-$(or $(CPU),cpu)
 bench: $(VENV)/.installed  ## Verify, then time every operator against eager and torch.compile
 	$(call timed,$(BIN)/opsmith bench $(or $(ARGS),--all) --json=$(RESULT).json --roofline $(RESULT).svg)
 
+.PHONY: gpu
+gpu: $(VENV)/.installed  ## All there is to know on a machine with a GPU, in jobs that resume; `ARGS=--dry` needs none
+	$(call timed,$(BIN)/python -W ignore benchmarks/gpu.py $(ARGS))
+
 .PHONY: docs
 docs: $(VENV)/.installed-docs  ## Build the documentation into site/
 	$(call timed,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS))

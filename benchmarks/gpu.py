@@ -4,7 +4,7 @@
     python benchmarks/gpu.py verify models         # these
     python benchmarks/gpu.py --only rms_norm       # jobs with this in their name
     python benchmarks/gpu.py --dry                 # all of this code without a GPU: Triton's interpreter, tiny sizes
-    python benchmarks/gpu.py --collect FILE        # all files in one, with the machine, for benchmarks/results
+    python benchmarks/gpu_page.py                  # what they found, in one file and on a page
 
 Every job is a process of its own that leaves a JSON file and a log in build/gpu; one that fails, or takes longer
 than its limit, is named, and the others go on. Jobs about right and wrong share the GPU, those that time have it alone.
@@ -544,15 +544,6 @@ def run(stages: list[str], only: str, folder: Path, seconds: float, together: bo
     return failed
 
 
-def collect(folder: Path) -> dict[str, list[Any]]:
-    """All files, by stage."""
-    found: dict[str, list[Any]] = {stage: [] for stage in STAGES}
-    for file in sorted(folder.glob("*.json")):
-        one = json.loads(file.read_text())
-        found[one["stage"]].append(one)
-    return found
-
-
 def main(
     stages: Annotated[
         list[str] | None, typer.Argument(help=f"Of {', '.join(STAGES)}; all by default.")
@@ -566,9 +557,6 @@ def main(
     dry: Annotated[
         bool, typer.Option("--dry", help="Without a GPU: Triton's interpreter, tiny sizes.")
     ] = False,
-    into: Annotated[
-        Path | None, typer.Option("--collect", help="Write all files' contents into one.")
-    ] = None,
     job: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Run jobs, and say which failed."""
@@ -581,8 +569,6 @@ def main(
         one(*job.split(":", 1), folder)
         return
     failed = run(stages or list(STAGES), only, folder, seconds, together)
-    if into is not None:
-        into.write_text(json.dumps(collect(folder), indent=1))
     if failed:
         print(f"{len(failed)} failed: {', '.join(failed)}; logs are in {folder}")
         raise typer.Exit(1)

@@ -341,27 +341,23 @@ class _Run:
                 device=self.device,
             )
         if self.device == "cuda" and not prepared:
-            found |= self._graphs(everyone, pool, self._roofs(one.cost()), notes)
+            found |= self._graphs(one, everyone, pool, notes)
         return found
 
     def _graphs(
-        self,
-        contestants: Mapping[str, Callable[..., Any]],
-        pool: measure.Pool,
-        kinds: tuple[str, ...],
-        notes: list[str],
+        self, one: Forward | Backward, everyone: Mapping[str, Callable[..., Any]], pool: Any, notes: list[str]
     ) -> dict[str, measure.Comparison]:
         """Every contestant as a CUDA graph over the whole pool; those that cannot be captured are named."""
         sets = [pool[i] for i in range(len(pool))]
         graphs: dict[str, Callable[..., object]] = {}
-        for name, call in contestants.items():
+        for name, call in everyone.items():
             try:
                 graphs[name] = measure.captured(call, sets)
             except RuntimeError as error:
                 notes.append(f"{name} cannot be captured in a CUDA graph: {str(error).splitlines()[0]}")
         if not graphs:
             return {}
-        roofs = measure.RoofProbes(kinds, device=self.device)
+        roofs = measure.RoofProbes(self._roofs(one.cost()), device=self.device)
         return {
             "graph": measure.compare(
                 graphs, roofs=roofs, budget_s=self.seconds, warmup=1, min_rounds=3, device=self.device

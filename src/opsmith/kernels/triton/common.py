@@ -85,21 +85,13 @@ def exponential(x):
 @inner
 def exp_for(x, like):
     """e^x as exact as what pointer `like` points to can tell."""
-    if like.dtype.element_ty == tl.float32:  # noqa: SIM108
-        y = exponential(x)
-    else:
-        y = tl.exp(x)
-    return y
+    return exponential(x) if like.dtype.element_ty == tl.float32 else tl.exp(x)
 
 
 @inner
 def quotient_for(a, b, like):
     """a / b, the same: the nearest float32 takes several instructions more."""
-    if like.dtype.element_ty == tl.float32:  # noqa: SIM108
-        y = tl.div_rn(a, b)
-    else:
-        y = a / b
-    return y
+    return tl.div_rn(a, b) if like.dtype.element_ty == tl.float32 else a / b
 
 
 @triton.jit
@@ -168,46 +160,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if 0 in grid:
         return
     if INTERPRETED:
-        options.pop("num_warps", None)
-        options.pop("num_stages", None)
-        options.pop("enable_fp_fusion", None)
+        for name in ("num_warps", "num_stages", "enable_fp_fusion"):
+            options.pop(name, None)
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, and no news to a GPU
             kernel[grid](*args, **options)
         return
-    device = next(a for a in args if isinstance(a, torch.Tensor)).device
-    if torch.cuda.current_device() == device.index:
-        _known(kernel, grid, args, options)
-    else:
-        with torch.cuda.device(device):
-            _known(kernel, grid, args, options)
-
-
-# By what Triton compiles for: the kernel, which so keeps its id, what it was compiled to, and the values of its
-# last parameters.
-_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
-
-
-def _known(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Launch what a call like this was compiled to: to find it, Triton takes longer than most kernels run."""
-    key = (id(kernel), torch.cuda.current_device(), len(args), *map(_specialized, args), *options.items())
-    found = _COMPILED.get(key)
-    if found is None:
-        compiled = kernel[grid](*args, **options)
-        if not any(p.is_constexpr for p in kernel.params[: len(args)]):  # their values are not in the key
-            rest = kernel.arg_names[len(args) :]
-            _COMPILED[key] = (kernel, compiled, tuple(options[name] for name in rest))
-        return
-    _, compiled, rest = found
-    compiled[(*grid, 1, 1)[:3]](*args, *rest)
-
-
-def _specialized(a: Any) -> Any:
-    """What Triton's choice of a kernel takes of an argument."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype, a.data_ptr() % 16 == 0
-    if type(a) is int:
-        return a == 1, a % 16 == 0, -(2**31) <= a < 2**31
-    return float if type(a) is float else (type(a), a)
+    with torch.cuda.device(next(a for a in args if isinstance(a, torch.Tensor)).device):
+        kernel[grid](*args, **options)
 
 
 def processors(like: torch.Tensor) -> int:

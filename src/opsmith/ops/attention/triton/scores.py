@@ -142,16 +142,14 @@ def against(a, b):
     float32 is summed by one multiplication and addition after another, and an error of the scores is one of every
     weight's exponent: there the columns are divided between four sums, which are added at the end.
     """
+    wide: tl.constexpr = a.shape[1] if a.dtype == tl.float32 else 0
     # Triton 3.6 compiles what follows a `return`, for which the shapes are wrong.
-    if a.dtype == tl.float32:
-        if a.shape[1] >= 64:
-            a0, a1 = halves(a)
-            b0, b1 = halves(b)
-            s = _in_two(a0, b0) + _in_two(a1, b1)
-        elif a.shape[1] == 32:
-            s = _in_two(a, b)
-        else:
-            s = dot(a, tl.trans(b))
+    if wide >= 64:
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        s = _in_two(a0, b0) + _in_two(a1, b1)
+    elif wide == 32:
+        s = _in_two(a, b)
     else:
         s = dot(a, tl.trans(b))
     return s
@@ -167,11 +165,7 @@ def _in_two(a, b):
 @inner
 def weight(s, factor, like):
     """e^(factor s), in float32 as exact as PyTorch's."""
-    if like.dtype == tl.float32:  # noqa: SIM108
-        p = exponential(s * factor)
-    else:
-        p = tl.exp2(s * (factor * LOG2E))
-    return p
+    return exponential(s * factor) if like.dtype == tl.float32 else tl.exp2(s * (factor * LOG2E))
 
 
 class Sequences:

@@ -56,17 +56,20 @@ def largest(x, gamma, beta, rstd, n, BLOCK: tl.constexpr, GAMMA: tl.constexpr, B
     """The largest magnitude of a normalized row, in float64: where float32 holds the products exactly, from them."""
     bits: tl.constexpr = gamma.dtype.element_ty.primitive_bitwidth if GAMMA else 0
     EXACT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth + bits + 64 * BETA <= 32
+    power = (rstd.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(
+        tl.float32, bitcast=True
+    )  # of two
     most = tl.zeros((BLOCK,), tl.float32 if EXACT else tl.float64)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         if EXACT:
-            v = normalized(x, gamma, beta, 1.0, at, at < n, GAMMA, BETA)
+            v = normalized(x, gamma, beta, power, at, at < n, GAMMA, BETA)
         else:
             v = normalized(x, gamma, beta, rstd, at, at < n, GAMMA, BETA).to(tl.float64)
         most = tl.maximum(most, tl.abs(v))
     found = tl.max(most, 0).to(tl.float64)
     if EXACT:
-        found = found * rstd
+        found = found * (rstd / power.to(tl.float64))
     return found
 
 

@@ -13,6 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from opsmith.kernels.triton.common import SETTINGS
+
 # Half the kernels' variants for each, so that both generations see every kernel.
 TARGETS = {torch.bfloat16: GPUTarget("cuda", 90, 32), torch.float32: GPUTarget("cuda", 80, 32)}
 _ROW = re.compile(r"\bat (\d+):\d+:")
@@ -27,9 +29,6 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-
-
-SETTINGS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler
 
 
 class Variant(NamedTuple):

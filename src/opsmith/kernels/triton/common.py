@@ -14,6 +14,7 @@ from opsmith.kernels.triton import INTERPRETED
 # The interpreter keeps bfloat16 as raw bits and would multiply those: there, matrices are widened first.
 _WIDEN = tl.constexpr(INTERPRETED)
 _TRUNCATES = tl.constexpr(INTERPRETED)  # to bfloat16, where a GPU rounds
+SETTINGS = ("num_warps", "num_stages", "enable_fp_fusion")  # what a launch says to the compiler
 
 
 def inner(fn: Any) -> Any:
@@ -67,6 +68,15 @@ def rounded(value, like):
     return value.to(like.dtype.element_ty)
 
 
+_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
+
+
+@inner
+def nearest(v):
+    """The nearest whole number, half to even, of float32 up to 2^22."""
+    return (v + _HALF_EVEN) - _HALF_EVEN
+
+
 _LOG2E = tl.constexpr(1.44269502162933349609375)  # in float32, and what that leaves
 _LOG2E_REST = tl.constexpr(1.925963033500e-8)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -106,17 +116,12 @@ def flag(ids: torch.Tensor) -> torch.Tensor:
     return torch.full((1,), ids.numel(), dtype=torch.int64, device=ids.device)
 
 
-def captured(t: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured, which nothing may wait for."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def check(bad: torch.Tensor, op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> None:
     """Raise if a row was outside the table. Waits for the kernel, except while a CUDA graph is captured.
 
     PyTorch's own kernel stops the device in that case, and with it the process.
     """
-    if captured(bad):
+    if bad.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     at = int(bad)
     if at < ids.numel():
@@ -160,8 +165,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if 0 in grid:
         return
     if INTERPRETED:
-        for name in ("num_warps", "num_stages", "enable_fp_fusion"):
-            options.pop(name, None)
+        options = {name: value for name, value in options.items() if name not in SETTINGS}
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, and no news to a GPU
             kernel[grid](*args, **options)
         return

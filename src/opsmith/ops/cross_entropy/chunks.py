@@ -14,11 +14,10 @@ import torch
 
 from opsmith.call.dispatch import native
 from opsmith.call.layouts import dense
-from opsmith.kernels import isa
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.ops.cross_entropy import REDUCTIONS
 from opsmith.ops.linear import supports_rows
-from opsmith.ops.linear.onednn import ONEDNN_DTYPES
+from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES
 
 __all__ = ["backward", "forward"]
 
@@ -145,10 +144,8 @@ class _Logits:
 
 
 def _emulated(hidden: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies into float32 memory of its own: bfloat16, for which the CPU has no instruction."""
-    return (
-        hidden.is_cpu and hidden.dtype == torch.bfloat16 in ONEDNN_DTYPES and isa.supported()[-1] == "avx512"
-    )
+    """Whether a product has float32 memory of its own beside the result."""
+    return hidden.is_cpu and hidden.dtype in EMULATED_DTYPES
 
 
 def _onednn_multiplies(hidden: torch.Tensor, classes: int) -> bool:
@@ -360,9 +357,8 @@ def _groups(layer: _Layer, to: _Gradients) -> Iterator[tuple[slice, _Logits, _Ke
         keep = _Kept(kept, to.weight.view(-1), layer.weight.shape[1], borrowed=True) if kept else _Kept()
         yield slice(0, rows), whole, keep
         return
-    room = (
-        share * 3 // 5 if _emulated(layer.hidden) else share
-    )  # a chunk in float32 has memory beside the kept ones
+    # Beside the kept logits lies a chunk of them in float32.
+    room = share * 3 // 5 if _emulated(layer.hidden) else share
     at_once = rows if whole.chunks <= 1 else room // (classes * layer.hidden.element_size() + sums)
     if at_once < min(rows, _FEWEST_ROWS):
         yield slice(0, rows), whole, _Kept()

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from opsmith.kernels.triton.common import block_of, in_registers, launch, steps, warps_of
+from opsmith.ops.pages import has_values
 
 _MEAN = 2
 _STATE = 6  # float32 numbers a row, see `_part`
@@ -168,7 +169,7 @@ def _backward(
 
 def _refuse_bad(target: torch.Tensor, classes: int, ignore_index: int) -> None:
     """A kernel cannot raise, so the host looks first; where it may not wait, the loss of a bad target is NaN."""
-    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not has_values(target):
         return
     bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(bad.any()):

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import as_rows, captured, check, flag, in_registers, launch, report, steps
+from opsmith.kernels.triton.common import as_rows, check, flag, in_registers, launch, report, steps
+from opsmith.ops.pages import has_values
 
 _CHUNK = 32  # sorted positions that one program adds up
 
@@ -172,7 +173,7 @@ def quantized_embedding(
     y: torch.Tensor,
 ) -> None:
     """`prefetch` and `next_ids` are hints for a CPU: here, other rows are fetched while one is waited for."""
-    if next_ids is not None and next_ids.numel() and not captured(next_ids):
+    if next_ids is not None and next_ids.numel() and has_values(next_ids):
         total = table.shape[0]
         lowest, highest = next_ids.aminmax()
         if int(lowest) < 0 or int(highest) >= total:

@@ -7,6 +7,7 @@ import torch
 from opsmith.call.arguments import short
 from opsmith.call.dispatch import carries_tangents, compiling
 from opsmith.call.layouts import dense
+from opsmith.kernels import isa
 
 # Activations in oneDNN's words: attribute and algorithm.
 _POST_OPERATIONS = {
@@ -27,6 +28,8 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
 
 
 ONEDNN_DTYPES = _onednn_dtypes()
+# Of these, what the CPU has no instruction for, and oneDNN multiplies into float32 memory of its own.
+EMULATED_DTYPES = {torch.bfloat16} & ONEDNN_DTYPES if isa.supported()[-1] == "avx512" else frozenset()
 
 
 def supports_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool | str:

@@ -19,13 +19,13 @@ from opsmith.kernels.triton.common import (
     integer_dot,
     integers_like,
     launch,
+    nearest,
     processors,
     rounded,
     steps,
 )
 
 _LEAST = tl.constexpr(1e-30)  # a row below this is rounded to zeros
-_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
 _WHOLE, _WHOLE_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)  # 2^23: its last bits count by one
 _ROWS = 4  # so many are multiplied one by one
 
@@ -61,6 +61,12 @@ def _largest(x, most, K, pitch, BLOCK: tl.constexpr):
     tl.store(most + row, tl.max(found, 0) + tl.sum(odd, 0))
 
 
+@inner
+def per_unit(most):
+    """What a row is multiplied by to be int8, of its largest magnitude."""
+    return tl.where(most > _LEAST, 127.0 / tl.maximum(most, _LEAST), 0.0)
+
+
 @triton.jit
 def _multiply_row(
     x,
@@ -93,8 +99,7 @@ def _multiply_row(
     sums = tl.zeros((BW, BN), tl.float32)
     inverse = 0.0
     if most is not None:
-        largest = tl.load(most + row)
-        inverse = tl.where(largest > _LEAST, 127.0 / tl.maximum(largest, _LEAST), 0.0)
+        inverse = per_unit(tl.load(most + row))
     # All columns are in one panel, next to each other: what `place` knows of each, said so that loads become wide.
     first = column // 32 * 32
     apart = tl.where(first < whole, 32, 16)
@@ -117,7 +122,7 @@ def _multiply_row(
             depth = word * PER + i
             some = tl.load(x + depth, mask=depth < K, other=0.0).to(tl.float32)
             if most is not None:
-                some = (some * inverse + _HALF_EVEN) - _HALF_EVEN
+                some = nearest(some * inverse)
             # As the last bits of a large float, where the conversion of an integer would take longer.
             numbers = (number(words, i, BITS) | _WHOLE_BITS).to(tl.float32, bitcast=True) - middle
             part += some[:, None] * numbers
@@ -167,8 +172,7 @@ def _multiply(
     sums = tl.zeros((BM, BN), tl.float32 if most is None else tl.int32)
     inverse = tl.zeros((BM,), tl.float32)
     if most is not None:
-        largest = tl.load(most + rows, mask=there, other=0.0)
-        inverse = tl.where(largest > _LEAST, 127.0 / tl.maximum(largest, _LEAST), 0.0)
+        inverse = per_unit(tl.load(most + rows, mask=there, other=0.0))
     once = tl.load(scale + columns, mask=wanted, other=0.0)  # the one scale of a column that has no groups
     for start in range(0, K, BK):
         depth = start + tl.arange(0, BK)
@@ -186,7 +190,7 @@ def _multiply(
             ]
         numbers = tl.where(inside[:, None], numbers - middle, 0)
         if most is not None:
-            bytes_ = ((some.to(tl.float32) * inverse[:, None] + _HALF_EVEN) - _HALF_EVEN).to(tl.int8)
+            bytes_ = nearest(some.to(tl.float32) * inverse[:, None]).to(tl.int8)
             sums = integer_dot(bytes_, numbers.to(tl.int8), sums)
         elif GROUP > 0:
             step = tl.load(scale + start // GROUP * scale_pitch + columns, mask=wanted, other=0.0)
@@ -232,25 +236,19 @@ def packed_linear(
         most = torch.empty(m, dtype=torch.float32, device=x.device)
         launch(_largest, (m,), x, most, k, x.stride(0), **in_registers(k, 4096))
     words = weight.view(torch.int32)
-    panels = (weight.shape[0] // 32 * 32, words.shape[1])
-    pitches = steps(x, y, scale if group else None, zero)
+    given = (x, words, scale, zero, bias, most, y)
+    lying = (weight.shape[0] // 32 * 32, words.shape[1], *steps(x, y, scale if group else None, zero))
     how = {"BITS": bits, "GROUP": group, "enable_fp_fusion": not dynamic}
     if m <= _ROWS and k <= 1 << 16:
         bn = next((bn for bn in (32, 16) if triton.cdiv(n, bn) >= 4 * processors(x)), 8)
-        sizes = {"BN": bn, "BW": 2048 // bn, "num_warps": 4}
-        launch(
-            _multiply_row,
-            (m, triton.cdiv(n, bn)),
-            *(x, words, scale, zero, bias, most, y, n, k, *panels, *pitches),
-            **how,
-            **sizes,
-        )
+        how |= {"BN": bn, "BW": 2048 // bn, "num_warps": 4}
+        launch(_multiply_row, (m, triton.cdiv(n, bn)), *given, n, k, *lying, **how)
         return
     bm, bn = (16, 32) if m <= 16 else (64, 64)
     launch(
         _multiply,
         (triton.cdiv(n, bn), triton.cdiv(m, bm)),
-        *(x, words, scale, zero, bias, most, y, m, n, k, *panels, *pitches),
+        *(*given, m, n, k, *lying),
         **how,
         BM=bm,
         BN=bn,

@@ -6,16 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton.common import in_registers, inner, launch, rounded, steps
-
-_HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits for a fraction
+from opsmith.kernels.triton.common import in_registers, inner, launch, nearest, rounded, steps
 
 
 @inner
 def q8(v):
     """rint(clamp(v, -128, 127)), half to even."""
     v = tl.minimum(tl.maximum(v, -128.0), 127.0)
-    return ((v + _HALF_EVEN) - _HALF_EVEN).to(tl.int8)
+    return nearest(v).to(tl.int8)
 
 
 @inner
@@ -56,20 +54,17 @@ def largest(x, gamma, beta, rstd, n, BLOCK: tl.constexpr, GAMMA: tl.constexpr, B
     """The largest magnitude of a normalized row, in float64: where float32 holds the products exactly, from them."""
     bits: tl.constexpr = gamma.dtype.element_ty.primitive_bitwidth if GAMMA else 0
     EXACT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth + bits + 64 * BETA <= 32
-    power = (rstd.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(
-        tl.float32, bitcast=True
-    )  # of two
+    factor = rstd
+    if EXACT:  # a power of two, which keeps the products within range
+        factor = (rstd.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     most = tl.zeros((BLOCK,), tl.float32 if EXACT else tl.float64)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        if EXACT:
-            v = normalized(x, gamma, beta, power, at, at < n, GAMMA, BETA)
-        else:
-            v = normalized(x, gamma, beta, rstd, at, at < n, GAMMA, BETA).to(tl.float64)
-        most = tl.maximum(most, tl.abs(v))
+        v = normalized(x, gamma, beta, factor, at, at < n, GAMMA, BETA)
+        most = tl.maximum(most, tl.abs(v).to(most.dtype))
     found = tl.max(most, 0).to(tl.float64)
     if EXACT:
-        found = found * (rstd / power.to(tl.float64))
+        found = found * (rstd / factor.to(tl.float64))
     return found
 
 

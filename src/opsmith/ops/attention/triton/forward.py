@@ -153,9 +153,8 @@ def _forward(
             values = load_rows(v, j, v_l, m, value_lanes, DV, EVEN)
             acc = dot(narrow(p, values), values, acc * shrink[:, None])
             largest = grown
-    if (
-        sinks is not None
-    ):  # a key without a value, the last one: until here exponents count from the scores' largest
+    # A key without a value, the last one: until here exponents count from the scores' largest.
+    if sinks is not None:
         sink = tl.load(sinks + h).to(tl.float32)
         c = 1.0
         if PLAIN:

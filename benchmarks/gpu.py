@@ -13,6 +13,7 @@ than its limit, is named, and the others go on. Jobs about right and wrong share
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import importlib.util
 import json
@@ -24,12 +25,14 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch.utils._pytree import tree_map_only
 
 import opsmith
 import opsmith.ops
@@ -61,13 +64,9 @@ class Stage:
 def machine(job: str) -> dict[str, Any]:
     """Versions, clocks, and the roofs."""
     found: dict[str, Any] = {"machine": measure.describe().to_json()}
-    for package in ("torch", "triton", "transformers", "liger_kernel", "flashinfer"):
-        module = sys.modules.get(package)
-        try:
-            module = module or __import__(package)
-        except ImportError:
-            continue
-        found[package] = getattr(module, "__version__", "there")
+    for package in ("torch", "triton", "transformers", "liger-kernel", "flashinfer-python"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
     if not DRY:
         query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
         said = subprocess.run(
@@ -91,16 +90,12 @@ def cards() -> list[str]:
     return [name for name in names if name == "silu_mul"] if DRY else names
 
 
+_MLA = ("mla_preprocess", "mla_preprocess_int8")
+
+
 def each_dtype() -> list[str]:
     """A job for each card and dtype, the longest first."""
-    long = (
-        "attention",
-        "packed_linear",
-        "paged_attention",
-        "mla_preprocess",
-        "mla_preprocess_int8",
-        "linear_rope",
-    )
+    long = ["attention", "packed_linear", "paged_attention", "linear_rope", *_MLA]
     found = [f"{card}-{dtype}" for card in cards() for dtype in (("float32",) if DRY else DTYPES)]
     return sorted(found, key=lambda job: job.split("-")[0] not in long)
 
@@ -126,30 +121,27 @@ def verify(job: str) -> dict[str, Any]:
 def graphs(job: str) -> dict[str, Any]:
     """A call captured in a CUDA graph gives, replayed on other values, the bits of the call itself."""
     card, red, seen = registry()[job], [], 0
-    for dtype in (torch.bfloat16,):
-        others = card.samples(Make(dtype, DEVICE, seed=1))
-        for sample, other in zip(card.samples(Make(dtype, DEVICE)), others, strict=True):
-            sample, other = _leaves(sample), _leaves(other)
-            for one in card.candidates(*sample.args, **sample.kwargs)[0]:
-                if one.name != "triton":
-                    continue
-                seen += 1
-                try:
-                    with torch.no_grad(), always_native():
-                        why = _replayed(one.fn, sample, other)
-                except Exception as error:
-                    why = f"{type(error).__name__}: {error}".splitlines()[0]
-                if why:
-                    red.append(f"{sample.name}: {why}")
+    others = card.samples(Make(torch.bfloat16, DEVICE, seed=1))
+    for sample, other in zip(card.samples(Make(torch.bfloat16, DEVICE)), others, strict=True):
+        sample, other = _leaves(sample), _leaves(other)
+        for one in card.candidates(*sample.args, **sample.kwargs)[0]:
+            if one.name != "triton":
+                continue
+            seen += 1
+            try:
+                with torch.no_grad(), always_native():
+                    why = _replayed(one.fn, sample, other)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+            if why:
+                red.append(f"{sample.name}: {why}")
     return {"ok": not red, "checks": seen, "failed": red}
 
 
 def _leaves(sample: Sample) -> Sample:
     """The same call with tensors that are nobody's results, as only these can be copied."""
-    args, kwargs = torch.utils._pytree.tree_map_only(
-        torch.Tensor, torch.Tensor.detach, (sample.args, dict(sample.kwargs))
-    )
-    return Sample(sample.name, args, kwargs)
+    given = (sample.args, dict(sample.kwargs))
+    return Sample(sample.name, *tree_map_only(torch.Tensor, torch.Tensor.detach, given))
 
 
 def _replayed(fn: Callable[..., Any], sample: Sample, other: Sample) -> str:
@@ -214,17 +206,9 @@ V3 = {
     "v_head_dim": 128,
     "first_k_dense_replace": 1,
 }
-TINY_V3 = (
-    V3 | TINY | {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1}
-)
-TINY_V3 |= {
-    "topk_group": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-}
-TINY_V3 |= {"v_head_dim": 16, "num_key_value_heads": 4}
+TINY_V3 = V3 | TINY | {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8}
+TINY_V3 |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": 48}
+TINY_V3 |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16)
 # By job: the model's class, its configuration, and the ids' shape. Sentences of MiniLM, a prompt of the others.
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
     "minilm": (
@@ -389,28 +373,11 @@ SIZED: dict[str, Callable[[Make], list[Sample]]] = {
     ],
     "paged_attention": lambda m: [_paged(m)],
 }
-TIMED = (
-    *(
-        "attention",
-        "packed_linear",
-        "mla_preprocess_int8",
-        "rms_norm_quant",
-        "paged_attention",
-        "mla_preprocess",
-    ),
-    *(
-        "mla_attention",
-        "cross_entropy",
-        "embedding",
-        "rms_norm",
-        "layer_norm",
-        "softmax",
-        "gelu",
-        "silu_mul",
-        "rope",
-    ),
-    "linear_cross_entropy",
-)
+TIMED = [
+    *("attention", "packed_linear", "mla_preprocess_int8", "rms_norm_quant", "paged_attention"),
+    *("mla_preprocess", "mla_attention", "cross_entropy", "embedding", "rms_norm", "layer_norm"),
+    *("softmax", "gelu", "silu_mul", "rope", "linear_cross_entropy"),
+]
 
 
 def timed(job: str) -> dict[str, Any]:
@@ -424,8 +391,6 @@ def timed(job: str) -> dict[str, Any]:
     against += ["liger"] if importlib.util.find_spec("liger_kernel") and not DRY else []
     results, red = [], []
     for sample in samples:
-        if job == "packed_linear" and ("384" in sample.name or "16x" in sample.name):
-            continue
         try:
             for result in bench(
                 *(card, torch.bfloat16),
@@ -490,16 +455,8 @@ def start(stage: str, job: str, folder: Path, end: float) -> tuple[str, bool, st
     name = f"{stage}-{job.replace('/', '-')}"
     file = folder / f"{name}.json"
     if not file.exists():
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            __file__,
-            "--job",
-            f"{stage}:{job}",
-            "--folder",
-            str(folder),
-        ]
+        told = ["--job", f"{stage}:{job}", "--folder", str(folder)]
+        command = [sys.executable, "-W", "ignore", __file__, *told]
         limit = max(0.0, min(STAGES[stage].limit, end - time.monotonic()))
         with open(folder / f"{name}.log", "w") as log:
             try:
@@ -510,11 +467,8 @@ def start(stage: str, job: str, folder: Path, end: float) -> tuple[str, bool, st
         return name, False, "died: " + " | ".join((folder / f"{name}.log").read_text().splitlines()[-3:])
     found = json.loads(file.read_text())
     failed = [str(f.get("why", f) if isinstance(f, dict) else f) for f in found.get("failed", [])]
-    return (
-        name,
-        found.get("ok", True),
-        f"{found['seconds']:.0f} s" + "".join(f"\n    {f[:300]}" for f in failed[:4]),
-    )
+    text = f"{found['seconds']:.0f} s" + "".join(f"\n    {f[:300]}" for f in failed[:4])
+    return name, found.get("ok", True), text
 
 
 def run(stages: list[str], only: str, folder: Path, seconds: float, together: bool) -> list[str]:
@@ -522,24 +476,18 @@ def run(stages: list[str], only: str, folder: Path, seconds: float, together: bo
     began, failed = time.monotonic(), []
     folder.mkdir(parents=True, exist_ok=True)
     # What may share the GPU goes first, all at once.
-    shared = [
-        (s, job) for s in stages if together or not STAGES[s].alone for job in STAGES[s].jobs() if only in job
-    ]
-    alone = [
-        (s, job)
-        for s in stages
-        if not (together or STAGES[s].alone is False)
-        for job in STAGES[s].jobs()
-        if only in job
-    ]
+    shared: list[tuple[str, str]] = []
+    alone: list[tuple[str, str]] = []
+    for stage in stages:
+        lot = alone if STAGES[stage].alone and not together else shared
+        lot += [(stage, job) for job in STAGES[stage].jobs() if only in job]
     for jobs, workers in ((shared, len(os.sched_getaffinity(0))), (alone, 1)):
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             waiting = [pool.submit(start, s, job, folder, began + seconds) for s, job in jobs]
             for done in concurrent.futures.as_completed(waiting):
                 name, ok, text = done.result()
-                print(
-                    f"{'ok  ' if ok else 'FAIL'} {time.monotonic() - began:4.0f} s {name}: {text}", flush=True
-                )
+                said = "ok  " if ok else "FAIL"
+                print(f"{said} {time.monotonic() - began:4.0f} s {name}: {text}", flush=True)
                 failed += [] if ok else [name]
     return failed
 

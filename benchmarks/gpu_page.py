@@ -30,7 +30,7 @@ _OTHERS = ("eager", "torch.compile", "Liger")
 
 
 def collect(folder: Path) -> dict[str, list[Any]]:
-    """All files, by stage; of times, their median and spread."""
+    """All files, by stage; of times, their median and spread. `notes`, by hand, are lines for the page."""
     found: dict[str, list[Any]] = {}
     for file in sorted(folder.glob("*.json")):
         one = json.loads(
@@ -62,7 +62,7 @@ def _found(name: str, found: dict[str, list[Any]]) -> Iterator[str]:
     device = found["machine"][0]
     yield f"Written by `benchmarks/gpu_page.py` from `benchmarks/results/{name}`: {device['nvidia-smi']['name']},"
     yield f"PyTorch {device['torch']}, Triton {device['triton']}. `make gpu` finds it anew, on a machine with a GPU."
-    yield from ("", "## Right or wrong", "", _CHECKS, "")
+    yield from ("", *found.get("notes", ()), "", "## Right or wrong", "", _CHECKS, "")
     rows = []
     for stage in ("verify", "graphs", "models", "built"):
         jobs = found.get(stage, [])

@@ -6,25 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import gpu_page
 
 HERE = Path(__file__).parents[1]
-sys.path.insert(0, str(HERE / "benchmarks"))
-import gpu_page  # noqa: E402
-
 pytest.importorskip("triton")
 
 
 def test_a_dry_run_leaves_the_result_of_every_job(tmp_path: Path) -> None:
-    run = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "benchmarks/gpu.py",
-        "--dry",
-        "--together",
-        "--folder",
-        str(tmp_path),
-    ]
+    told = ["--dry", "--together", "--folder", str(tmp_path)]
+    run = [sys.executable, "-W", "ignore", "benchmarks/gpu.py", *told]
     done = subprocess.run(run, cwd=HERE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     found = gpu_page.collect(tmp_path)

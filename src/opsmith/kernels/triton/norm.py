@@ -27,26 +27,9 @@ def _sum_at(x, residual, xrow, rrow, at, mask, RESIDUAL: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x,
-    residual,
-    weight,
-    bias,
-    y,
-    summed,
-    means,
-    rstds,
-    n,
-    eps,
-    offset,
-    xs,
-    rs,
-    ys,
-    ss,
-    BLOCK: tl.constexpr,
-    ONE: tl.constexpr,
-    CENTERED: tl.constexpr,
-    ROUND: tl.constexpr,
-):
+    x, residual, weight, bias, y, summed, means, rstds, n, eps, offset, xs, rs, ys, ss,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, CENTERED: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     pivot = 0.0
@@ -141,22 +124,9 @@ def _gradient(dy, weight, offset, at, mask, WEIGHT: tl.constexpr):
 
 @triton.jit
 def _rows(
-    dy,
-    dsummed,
-    s,
-    means,
-    rstds,
-    weight,
-    dx,
-    n,
-    offset,
-    gs,
-    ds,
-    ss,
-    xs,
-    BLOCK: tl.constexpr,
-    ONE: tl.constexpr,
-):
+    dy, dsummed, s, means, rstds, weight, dx, n, offset, gs, ds, ss, xs,
+    BLOCK: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dy += row * gs
     s += row * ss

@@ -96,21 +96,10 @@ def _part(
 
 @triton.jit
 def _finish(
-    state,
-    target,
-    losses,
-    pivots,
-    log_totals,
-    rows,
-    classes,
-    target_stride,
-    state_stride,
-    ignore_index,
-    smoothing,
-    z_loss,
-    BLOCK: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-):
+    state, target, losses, pivots, log_totals, rows, classes, target_stride, state_stride, ignore_index,
+    smoothing, z_loss,
+    BLOCK: tl.constexpr, SMOOTHED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
     t = tl.load(target + row * target_stride, mask=mask, other=0).to(tl.int64)
@@ -132,24 +121,10 @@ def _finish(
 
 @triton.jit
 def _backward(
-    upstream,
-    logits,
-    target,
-    pivots,
-    log_totals,
-    dlogits,
-    n,
-    first,
-    classes,
-    row_stride,
-    target_stride,
-    out_stride,
-    upstream_stride,
-    ignore_index,
-    smoothing,
-    z_loss,
+    upstream, logits, target, pivots, log_totals, dlogits, n, first, classes, row_stride, target_stride,
+    out_stride, upstream_stride, ignore_index, smoothing, z_loss,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n

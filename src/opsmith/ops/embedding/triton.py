@@ -18,25 +18,9 @@ _CHUNK = 32  # sorted positions that one program adds up
 
 @triton.jit
 def _gather(
-    ids,
-    table,
-    scale,
-    slots,
-    cached,
-    counts,
-    stats,
-    y,
-    bad,
-    rows,
-    cached_rows,
-    n,
-    step,
-    ts,
-    ss,
-    cs,
-    ys,
+    ids, table, scale, slots, cached, counts, stats, y, bad, rows, cached_rows, n, step, ts, ss, cs, ys,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
@@ -68,21 +52,9 @@ def _gather(
 
 @triton.jit
 def _chunk_sums(
-    dy,
-    ids,
-    order,
-    dtable,
-    heads,
-    tails,
-    tokens,
-    rows,
-    n,
-    padding,
-    gs,
-    ts,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy, ids, order, dtable, heads, tails, tokens, rows, n, padding, gs, ts,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Adds up the runs of equal ids in a chunk: whole runs into dtable, what a neighbor must complete aside."""
     chunk = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -69,26 +69,10 @@ def per_unit(most):
 
 @triton.jit
 def _multiply_row(
-    x,
-    weight,
-    scale,
-    zero,
-    bias,
-    most,
-    y,
-    N,
-    K,
-    whole,
-    width,
-    x_pitch,
-    y_pitch,
-    scale_pitch,
-    zero_pitch,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BN: tl.constexpr,
-    BW: tl.constexpr,
-):
+    x, weight, scale, zero, bias, most, y, N, K, whole, width,
+    x_pitch, y_pitch, scale_pitch, zero_pitch,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
     """One row: the weight is read at memory speed, a word at a time, and no matrix unit waits for it."""
     PER: tl.constexpr = 32 // BITS
     row = tl.program_id(0).to(tl.int64)
@@ -143,28 +127,10 @@ def _multiply_row(
 
 @triton.jit
 def _multiply(
-    x,
-    weight,
-    scale,
-    zero,
-    bias,
-    most,
-    y,
-    M,
-    N,
-    K,
-    whole,
-    width,
-    x_pitch,
-    y_pitch,
-    scale_pitch,
-    zero_pitch,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x, weight, scale, zero, bias, most, y, M, N, K, whole, width,
+    x_pitch, y_pitch, scale_pitch, zero_pitch,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     PER: tl.constexpr = 32 // BITS
     rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     columns = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)

@@ -29,52 +29,12 @@ _LEAST = tl.constexpr(1e-30)
 
 @triton.jit
 def _pieces(
-    q,
-    k,
-    v,
-    table,
-    lengths,
-    k_scale,
-    v_scale,
-    alibi,
-    parts,
-    kept,
-    blocks,
-    size,
-    most,
-    queries,
-    rows,
-    pieces,
-    q_b,
-    q_l,
-    q_h,
-    k_b,
-    k_s,
-    k_h,
-    v_b,
-    v_s,
-    v_h,
-    t_b,
-    t_i,
-    n_b,
-    ks_b,
-    ks_s,
-    ks_h,
-    vs_b,
-    vs_s,
-    vs_h,
-    D,
-    DV,
-    scale,
-    window,
-    softcap,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    BDV: tl.constexpr,
-    WINDOW: tl.constexpr,
+    q, k, v, table, lengths, k_scale, v_scale, alibi, parts, kept, blocks, size, most, queries, rows, pieces,
+    q_b, q_l, q_h, k_b, k_s, k_h, v_b, v_s, v_h, t_b, t_i, n_b, ks_b, ks_s, ks_h, vs_b, vs_s, vs_h,
+    D, DV, scale, window, softcap,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(2)
@@ -235,25 +195,11 @@ def _look(slots, bad, tokens, end, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write(
-    x,
-    slots,
-    bad,
-    cache,
-    scale,
-    tokens,
-    size,
-    step,
-    x_t,
-    x_h,
-    c_b,
-    c_s,
-    c_h,
-    s_b,
-    s_s,
-    s_h,
+    x, slots, bad, cache, scale, tokens, size, step,
+    x_t, x_h, c_b, c_s, c_h, s_b, s_s, s_h,
     D,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token * step).to(tl.int64)

@@ -32,25 +32,9 @@ def _finite(top):
 
 @triton.jit
 def _forward(
-    x,
-    mask,
-    y,
-    L,
-    S,
-    scale,
-    xo,
-    xl,
-    mo,
-    ml,
-    ms,
-    yo,
-    yl,
-    BLOCK: tl.constexpr,
-    ONE: tl.constexpr,
-    MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    x, mask, y, L, S, scale, xo, xl, mo, ml, ms, yo, yl,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     o = program // L
     l = program % L

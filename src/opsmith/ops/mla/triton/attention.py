@@ -19,41 +19,10 @@ _MOST_HEADS = 16
 
 @triton.jit
 def _parts(
-    q,
-    qr,
-    latent,
-    rope,
-    tables,
-    lens,
-    ctkv,
-    head_scale,
-    found,
-    highest,
-    heads,
-    kv_lora,
-    width,
-    each,
-    size,
-    scale,
-    qt,
-    qh,
-    rt,
-    rh,
-    l_block,
-    l_token,
-    l_tile,
-    l_width,
-    r_block,
-    r_token,
-    r_tile,
-    r_width,
-    pages,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    KV: tl.constexpr,
-    ROPE: tl.constexpr,
-    INT8: tl.constexpr,
-):
+    q, qr, latent, rope, tables, lens, ctkv, head_scale, found, highest, heads, kv_lora, width, each, size,
+    scale, qt, qh, rt, rh, l_block, l_token, l_tile, l_width, r_block, r_token, r_tile, r_width, pages,
+    BM: tl.constexpr, BN: tl.constexpr, KV: tl.constexpr, ROPE: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     parts = tl.num_programs(2)

@@ -13,24 +13,9 @@ from opsmith.ops.rms_norm.triton_quant import inverse_rms, norm_row, normalized,
 
 @triton.jit
 def project_kernel(
-    x,
-    weight,
-    bias,
-    descale,
-    s,
-    y,
-    tokens,
-    N,
-    K,
-    xs,
-    ws,
-    ds,
-    ys,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    x, weight, bias, descale, s, y, tokens, N, K, xs, ws, ds, ys,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     # Programs of one block of the weight's rows follow each other: it is read from memory once.
     blocks = (tokens + BM - 1) // BM
     token = (tl.program_id(0) % blocks).to(tl.int64) * BM + tl.arange(0, BM)
@@ -80,46 +65,11 @@ def project_kernel(
 
 @triton.jit
 def middle_kernel(
-    a,
-    gamma1,
-    beta1,
-    z,
-    s,
-    scale,
-    offset,
-    plain,
-    gamma2,
-    cos,
-    sin,
-    slots,
-    latent,
-    rope,
-    ctkv,
-    inner,
-    kv_lora,
-    half,
-    end,
-    size,
-    eps,
-    as_,
-    zs,
-    ps,
-    table,
-    second,
-    l_block,
-    l_tile,
-    l_token,
-    l_width,
-    r_block,
-    r_tile,
-    r_token,
-    r_width,
-    BLOCK: tl.constexpr,
-    KV: tl.constexpr,
-    PAIRS: tl.constexpr,
-    FORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    a, gamma1, beta1, z, s, scale, offset, plain, gamma2, cos, sin, slots, latent, rope, ctkv, inner, kv_lora,
+    half, end, size, eps, as_, zs, ps, table, second, l_block, l_tile, l_token, l_width, r_block, r_tile,
+    r_token, r_width,
+    BLOCK: tl.constexpr, KV: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     if z is not None:  # noqa: SIM102  one is decided by the compiler, the other by each program
         if tl.program_id(1) == 1:
@@ -168,32 +118,10 @@ def middle_kernel(
 
 @triton.jit
 def absorb_kernel(
-    q,
-    wuk,
-    cos,
-    sin,
-    head_scale,
-    q_out,
-    q_rope,
-    tokens,
-    nope,
-    kv_lora,
-    half,
-    qt,
-    qh,
-    wh,
-    table,
-    second,
-    ot,
-    oh,
-    rt,
-    rh,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    q, wuk, cos, sin, head_scale, q_out, q_rope, tokens, nope, kv_lora, half, qt, qh, wh, table, second, ot,
+    oh, rt, rh,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     here = (token < tokens)[:, None]

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"files"},
     "call": {"operator", "measure", "kernels"},
     "ops": {"operator", "measure", "kernels", "call"},
-    "decoding": {"ops"},
+    "decoding": {"call", "ops"},
     "proof": {"operator", "measure", "kernels", "call", "ops"},
     "compiler": {"version", "files", "operator", "measure", "kernels", "call", "ops", "decoding", "proof"},
     "evaluation": {"compiler"},

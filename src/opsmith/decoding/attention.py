@@ -172,10 +172,12 @@ def on_pages(
     value: torch.Tensor,
     window: int | None,
     how: dict[str, Any],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens, whose rows are in their blocks, on these and on what was there before.
 
-    A few of them read the blocks; a prompt its own keys and values, with what was there before, if anything was.
+    A few of them read the blocks, and may write to `out`; a prompt its own keys and values, with what was there before,
+    if anything was.
     """
     pages, pool = layer.pages, layer.held
     if step.past and step.tokens <= FEW:
@@ -183,9 +185,8 @@ def on_pages(
         given = q if pool.dtype in (q.dtype, torch.int8) else q.to(pool.dtype)
         if how["sinks"] is not None:
             how = how | {"sinks": how["sinks"].to(given.dtype)}
-        y = paged_attention(
-            given, block_tables=step.tables, seq_lens=step.lens, window=window, **pool.parts, **how
-        )
+        how = how | {"block_tables": step.tables, "seq_lens": step.lens, "out": out if given is q else None}
+        y = paged_attention(given, window=window, **pool.parts, **how)
         return y if given is q else y.to(q.dtype)
     first = 0
     if step.past:

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from opsmith.call.fast import direct
 from opsmith.decoding import NoState, Unserved
-from opsmith.decoding.attention import on_pages
+from opsmith.decoding.attention import FEW, on_pages
 from opsmith.decoding.cache import PagedLayer
 from opsmith.decoding.pages import Step
 
@@ -108,12 +109,16 @@ def attend(
     """Attention of a layer whose keys and values lie in pages, as transformers calls it."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     at: int = module.layer_idx  # type: ignore[assignment]
-    return torch.ops.opsmith.paged_layer.default(query, key, value, s_aux, at, scale, softcap or 0.0), None
+    (batch, heads, tokens), width = query.shape[:3], value.shape[3]
+    y = query.new_empty((batch, tokens, heads, width))
+    torch.ops.opsmith.paged_layer.default(query, key, value, s_aux, at, scale, softcap or 0.0, y=y)
+    return y, None
 
 
 _LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
 _LIBRARY.define(
-    "paged_layer(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, float softcap) -> Tensor"
+    "paged_layer(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, float softcap, *, "
+    "Tensor(y!) y) -> ()"
 )
 
 
@@ -125,36 +130,40 @@ def _run(
     layer: int,
     scale: float,
     softcap: float,
-) -> torch.Tensor:
+    *,
+    y: torch.Tensor,
+) -> None:
     call = _current.calling
     if call is None:
         raise RuntimeError("opsmith: a model was called on pages, and nothing was prepared for the call")
     held = call.layers[layer]
-    step = call.steps[id(held.pages)]
-    if (q.shape[0], q.shape[2]) != (held.pages.batch, step.tokens):
+    pages, pool = held.pages, held.pool
+    step = call.steps[id(pages)]
+    if pool is not None:
+        pool.fit(pages.capacity)
+        # One call: of a layer whose weights have just emptied the caches, each view that Python makes costs 20 us.
+        if step.past and step.tokens <= FEW and q.is_cpu:
+            at = step.slots, step.tables, step.lens, sinks, scale, pages.window or 0, softcap
+            try:
+                direct.paged_step(q, k, v, *at, y=y, **pool.parts)
+                return
+            except RuntimeError:  # there is no kernel for these: what follows computes it, or says why not
+                pass
+    if (q.shape[0], q.shape[2]) != (pages.batch, step.tokens):
         raise ValueError(
-            f"opsmith: a call was prepared for {held.pages.batch} x {step.tokens} tokens, and got "
+            f"opsmith: a call was prepared for {pages.batch} x {step.tokens} tokens, and got "
             f"{q.shape[0]} x {q.shape[2]}"
         )
-    if held.pool is None:
+    if pool is None:
         held.lazy_initialization(k, v)
-    held.held.fit(held.pages.capacity)
+    held.held.fit(pages.capacity)
     held.held.write(k, v, step.slots)
     how = {"scale": scale, "softcap": softcap or None, "sinks": sinks}
-    return on_pages(held, step, q, k, v, held.pages.window, how).contiguous()
-
-
-def _shape(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scale: float,
-    softcap: float,
-) -> torch.Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+    found = on_pages(held, step, q, k, v, pages.window, how, y)
+    if found is not y:
+        y.copy_(found)
 
 
 _LIBRARY.impl("paged_layer", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("opsmith::paged_layer", _shape, lib=_LIBRARY)
+torch.library.register_fake("opsmith::paged_layer", lambda *args, **results: None, lib=_LIBRARY)
+direct.offer("paged_layer", _run)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsmith.call.dispatch import always_native
+from opsmith.call.dispatch import always_native, native_library
 from opsmith.kernels import triton
 from opsmith.operator import Tolerance
 from opsmith.ops import attention, paged_attention, reshape_and_cache
@@ -292,6 +292,47 @@ def test_errors_of_what_is_written(change: dict[str, Any], error: Any, match: st
     }
     with pytest.raises(error, match=f"reshape_and_cache: .*{match}"):
         reshape_and_cache(**{**args, "slot_mapping": torch.arange(4), **change})
+
+
+@pytest.mark.skipif(not native_library() or triton.INTERPRETED, reason="C++ kernels are not what runs here")
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_layers_step_writes_and_attends_as_the_two_operators_do(tokens: int, int8: bool) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = (torch.randn(2, tokens, h, d, generator=generator) for h, d in ((6, 24), (2, 24), (2, 40)))
+    shape, dtype = (5, 16, 2), torch.int8 if int8 else torch.float32
+    parts = {f"{n}_cache": torch.zeros(*shape, d, dtype=dtype) for n, d in (("k", 24), ("v", 40))}
+    parts |= {f"{n}_scale": torch.zeros(shape) for n in "kv" if int8}
+    twins = {name: t.clone() for name, t in parts.items()}
+    tables, lens = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32), torch.tensor([20, 9], dtype=torch.int32)
+    slots = torch.cat([16 + torch.arange(4 - tokens, 4), torch.arange(9 - tokens, 9)])
+    sinks, y = torch.randn(6, generator=generator), torch.empty(2, tokens, 6, 40)
+
+    reshape_and_cache(k.flatten(0, 1), v.flatten(0, 1), slot_mapping=slots, **twins)
+    wanted = paged_attention(q, block_tables=tables, seq_lens=lens, sinks=sinks, window=11, **twins)
+    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    step = torch.ops.opsmith.paged_step.default
+    given = *rows, slots, tables, lens, sinks, 24**-0.5, 11, 0.0
+    step(*given, y=y, **parts)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=0)
+    for name, t in parts.items():
+        assert t.equal(twins[name]), name
+    torch.library.opcheck(step, given, {"y": y, **parts})
+
+    before = {name: t.clone() for name, t in parts.items()}
+    for wrong in (
+        {0: slots + 80},
+        {0: slots[1:]},
+        {1: tables + 5},
+        {2: lens + 99},
+        {2: lens[:1]},
+        {3: sinks[:5]},
+    ):
+        other = [wrong.get(i, t) for i, t in enumerate(given[3:7])]
+        with pytest.raises(RuntimeError, match="paged_step"):
+            step(*rows, *other, *given[7:], y=y, **parts)
+    for name, t in parts.items():
+        assert t.equal(before[name]), name
 
 
 def test_gradients_come_from_the_definition() -> None:

@@ -122,6 +122,11 @@ def of(overload: Any) -> Callable[..., Any]:
     return globals().get(overload._opname) or __getattr__(overload._opname)  # type: ignore[no-any-return]
 
 
+def offer(op: str, function: Callable[..., None]) -> None:
+    """Have an operator that is written in Python called as what it is."""
+    globals()[op] = function
+
+
 def begin(path: Path) -> None:
     """From now on, call the kernels of a loaded library directly, if that is possible."""
     caller = library()

@@ -6,8 +6,9 @@
 
 namespace opsmith {
 
-// [B, heads, L, D]; [tokens, heads, D], which is one batch of packed sequences; or [B, heads, D], [B, 1, heads, D].
-enum class Layout { dense, packed, one_token };
+// [B, heads, L, D]; [tokens, heads, D], which is one batch of packed sequences; [B, heads, D] as [B, 1, heads, D]; or
+// [B, heads, L, D] as [B, L, heads, D].
+enum class Layout { dense, packed, one_token, tokens_first };
 
 // A tensor as one of four dimensions, the last of which is contiguous.
 struct Heads {
@@ -15,8 +16,8 @@ struct Heads {
   View view;
 
   Heads(const char* op, const Tensor& t, Layout layout, DType dtype) {
-    static constexpr int64_t from[3][4] = {{0, 1, 2, 3}, {-1, 1, 0, 2}, {0, -1, 1, 2}};
-    const int64_t dims = layout == Layout::dense ? 4 : 3;
+    static constexpr int64_t from[4][4] = {{0, 1, 2, 3}, {-1, 1, 0, 2}, {0, -1, 1, 2}, {0, 2, 1, 3}};
+    const int64_t dims = layout == Layout::packed || layout == Layout::one_token ? 3 : 4;
     STD_TORCH_CHECK(t.dim() == dims && dtype_of(t) == dtype, op, ": tensors must have ", dims,
                     " dimensions and one dtype");
     for (int64_t d = 0; d < 4; ++d) {

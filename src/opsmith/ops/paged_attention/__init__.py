@@ -17,7 +17,7 @@ from opsmith.implementation import Supports
 from opsmith.operator import Kind
 from opsmith.ops.attention import HOW, INTEGERS, Attend, check_heads, check_limits, of_heads
 from opsmith.ops.attention.eager import biased, default_scale, definition, eager
-from opsmith.ops.paged_attention.samples import cost, promised, samples, workloads
+from opsmith.ops.paged_attention.samples import cost, promised, samples, step_cost, workloads
 from opsmith.ops.pages import caches, check_pages
 
 _OP = "paged_attention"
@@ -210,8 +210,14 @@ CARD = _CALL.card(
     domain=promised,
     # Models do not write this as plain PyTorch: whoever has a cache in blocks calls it by name.
     patterns=(),
-    entries={"paged_attention": cost},
-    schemas=declare(SIGNATURE),
+    entries={"paged_attention": cost, "paged_step": step_cost},
+    # The latter is a layer's step of decoding: new rows [B, Hkv, L, D] into the cache, then attention on all there.
+    schemas=(
+        *declare(SIGNATURE),
+        "paged_step(Tensor q, Tensor k, Tensor v, Tensor slot_mapping, Tensor block_tables, Tensor seq_lens, "
+        "Tensor? sinks, float scale, int window, float softcap, *, Tensor(y!) y, Tensor(a!) k_cache, "
+        "Tensor(b!) v_cache, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
+    ),
     differentiable=False,
     source="Kwon et al., 2023; Dao et al., 2023",
 )

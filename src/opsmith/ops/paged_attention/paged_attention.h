@@ -32,7 +32,7 @@ inline int64_t first_visible(int64_t length, int64_t queries, int64_t window) {
 void paged_attention(const View& q, const PagedCache& cache, const AttentionOptions& options,
                      const View& out);
 
-// k [T, Hkv, D] and v [T, Hkv, Dv] to their slots, block * block size + place in it; none at -1. The cache's table and
+// k [B, L, Hkv, D] and v [B, L, Hkv, Dv] to their slots [B * L], block * block size + place in it; none at -1. The cache's table and
 // lengths are not used; slots are the binding's to check.
 void reshape_and_cache(const View& k, const View& v, const View& slots, const PagedCache& cache);
 

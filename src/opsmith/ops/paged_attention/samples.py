@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,15 @@ def cost(
     result = q.numel() // max(q.shape[-1], 1) * v_cache.shape[3] * q.element_size()
     moved = keys * kv_heads * row + nbytes(q, block_tables, seq_lens, sinks, alibi) + result
     return Cost(2.0 * heads * pairs * dims, moved)
+
+
+def step_cost(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, **on: Any
+) -> Cost:
+    """Of a layer's step: attention of q [B, H, L, D], and new rows read and written."""
+    attended = cost(q.transpose(1, 2), **on)
+    rows = (k.numel() + v.numel()) * on["k_cache"].element_size()
+    return replace(attended, min_bytes=attended.min_bytes + nbytes(k, v, slot_mapping) + rows)
 
 
 def rows_of_tables(block_tables: torch.Tensor, block_size: int) -> int:

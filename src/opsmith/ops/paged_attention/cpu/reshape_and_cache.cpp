@@ -23,9 +23,10 @@ float quantize(const T* x, int64_t n, int8_t* to) {
 template <class T>
 void write(const View& x, int64_t token, int64_t head, const View& cache, const View& scale, int64_t block,
            int64_t slot) {
-  const T* from = x.as<T>() + token * x.strides[0] + head * x.strides[1];
+  const int64_t row = token / x.sizes[1] * x.strides[0] + token % x.sizes[1] * x.strides[1];
+  const T* from = x.as<T>() + row + head * x.strides[2];
   const int64_t at = block * cache.strides[0] + slot * cache.strides[1] + head * cache.strides[2],
-                n = x.sizes[2];
+                n = x.sizes[3];
   if (scale.defined()) {
     scale.as<float>()[block * scale.strides[0] + slot * scale.strides[1] + head * scale.strides[2]] = quantize(
         from, n, cache.as<int8_t>() + at);
@@ -37,10 +38,10 @@ void write(const View& x, int64_t token, int64_t head, const View& cache, const 
 }  // namespace
 
 void reshape_and_cache(const View& k, const View& v, const View& slots, const PagedCache& cache) {
-  const int64_t tokens = k.sizes[0], heads = k.sizes[1], size = cache.block_size();
+  const int64_t tokens = k.sizes[0] * k.sizes[1], heads = k.sizes[2], size = cache.block_size();
   with_float_type(k.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    parallel_for(tokens, row_grain(heads * (k.sizes[2] + v.sizes[2]), kGrain),
+    parallel_for(tokens, row_grain(heads * (k.sizes[3] + v.sizes[3]), kGrain),
                  [&](int64_t begin, int64_t end) {
                    for (int64_t token = begin; token < end; ++token) {
                      const int64_t slot = integer_at(slots, token * slots.strides[0]);

@@ -156,7 +156,7 @@ def _run(
         )
     if pool is None:
         held.lazy_initialization(k, v)
-    held.held.fit(pages.capacity)
+        held.held.fit(pages.capacity)
     held.held.write(k, v, step.slots)
     how = {"scale": scale, "softcap": softcap or None, "sinks": sinks}
     found = on_pages(held, step, q, k, v, pages.window, how, y)

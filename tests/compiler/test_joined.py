@@ -17,7 +17,7 @@ from opsmith.compiler.config import Config
 from opsmith.compiler.find import joined
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.ops import PackedLinear
-from opsmith.ops.packed_linear.weight import FORMATS
+from opsmith.ops.packed_linear.formats import CHOICES
 from tests.compiler.models import ids, seeded
 
 
@@ -92,7 +92,7 @@ def kept(model: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("format", "shape"), [*((f, (2, 5, 128)) for f in FORMATS), ("int4", (1, 1, 128))])
+@pytest.mark.parametrize(("format", "shape"), [*((f, (2, 5, 128)) for f in CHOICES), ("int4", (1, 1, 128))])
 def test_queries_keys_and_values_are_one_call_and_one_memory(format: str, shape: tuple[int, ...]) -> None:
     model, x = attention(), torch.randn(shape)
     packed(model, x, format=format)

@@ -18,7 +18,7 @@ from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.modules import compare, quantize
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.ops import PackedLinear
-from opsmith.ops.packed_linear.weight import FORMATS
+from opsmith.ops.packed_linear.formats import CHOICES
 from tests.compiler.models import UNTIMED, WIDTH, Feed, ids, numbers, seeded
 
 
@@ -58,7 +58,7 @@ def test_without_kernels_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(call(model, x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", CHOICES)
 def test_a_model_computes_with_packed_weights_and_gets_its_own_back(format: str) -> None:
     model, x = net(), torch.randn(2, 5, 48)
     before, state = call(model, x), {k: v.clone() for k, v in model.state_dict().items()}
@@ -124,7 +124,7 @@ class Scaled(Turned):
         return super().forward(x) * 1.001
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", CHOICES)
 @pytest.mark.parametrize("release", [False, True])
 def test_a_weight_that_lies_the_other_way_round_is_packed_as_well(format: str, release: bool) -> None:
     torch.manual_seed(0)

@@ -79,13 +79,13 @@ def run(
     from opsmith import Config
     from opsmith.cli import hf
     from opsmith.compiler.config import DTYPES
-    from opsmith.ops.packed_linear.weight import FORMATS
+    from opsmith.ops.packed_linear.formats import CHOICES
 
     output = Output(json)
     formats = formats or list(_DEFAULT)
     for name in formats:
-        if name not in DTYPES and name not in FORMATS:
-            raise CommandError(f"--format: there is no {name!r}; there are: {', '.join((*DTYPES, *FORMATS))}")
+        if name not in DTYPES and name not in CHOICES:
+            raise CommandError(f"--format: there is no {name!r}; there are: {', '.join((*DTYPES, *CHOICES))}")
     words, sample = (
         _read("--text", text),
         None if calibration is None else _read("--calibration", calibration),

@@ -29,7 +29,7 @@ from opsmith.compiler.progress import show
 from opsmith.compiler.session import Session
 from opsmith.compiler.warmup import Warmup, check
 from opsmith.measure.pages import Read
-from opsmith.ops.packed_linear.weight import FORMATS
+from opsmith.ops.packed_linear.formats import CHOICES
 
 
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -227,8 +227,8 @@ def _settings(
             raise ValueError(f"optimize: dtype must be one of {', '.join(DTYPES)}, got {dtype}")
         changes["dtype"] = name
     if quantize is not None:
-        if quantize not in FORMATS:
-            raise ValueError(f"optimize: quantize must be one of {', '.join(FORMATS)}, got {quantize!r}")
+        if quantize not in CHOICES:
+            raise ValueError(f"optimize: quantize must be one of {', '.join(CHOICES)}, got {quantize!r}")
         changes["quantize"] = quantize
     settings = settings.model_copy(update=changes)
     if settings.quantize_formats and settings.quantize is None:

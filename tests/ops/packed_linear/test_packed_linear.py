@@ -18,9 +18,8 @@ from opsmith.operator import registry
 from opsmith.ops import PackedLinear, packed_linear
 from opsmith.ops.linear import pack_weight
 from opsmith.ops.packed_linear import weight as packed_weight
+from opsmith.ops.packed_linear.formats import FORMATS, GROUPS
 from opsmith.ops.packed_linear.weight import (
-    FORMATS,
-    GROUPS,
     pack_integers,
     pack_pairs,
     packed_shape,
@@ -52,6 +51,7 @@ def exact(module: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         bias,
         format=module.format,
         group_size=module.group_size,
+        outer=module.outer,
     )
 
 
@@ -81,6 +81,7 @@ def test_every_number_of_rows(format: str, dtype: torch.dtype) -> None:
             bias,
             format=format,
             group_size=module.group_size,
+            outer=module.outer,
             out=y[:, :77],
         )
         assert got.data_ptr() == y.data_ptr()
@@ -294,7 +295,11 @@ def test_dynamic_rounding_has_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"format": "int3"}, ValueError, "format must be one of bf16, int8, int8_dynamic, int4, got 'int3'"),
+        (
+            {"format": "int3"},
+            ValueError,
+            "format must be one of bf16, int8, int8_dynamic, int4, .*, got 'int3'",
+        ),
         (
             {"format": "int4", "group_size": 48},
             ValueError,
@@ -353,15 +358,22 @@ def test_calls_that_do_not_fit() -> None:
 def test_the_binding_refuses_what_would_be_read_out_of_bounds() -> None:
     op = torch.ops.opsmith.packed_linear.default
     x, weight, scale = torch.ones(2, 8), torch.zeros(16, 8, dtype=torch.uint8), torch.ones(5)
-    op(x, weight, scale, None, None, 8, 0, False, y=torch.empty(2, 5))
+    nested, outer = torch.ones(1, 5, dtype=torch.int8), torch.ones(1, 1, 5, dtype=torch.float16)
+    op(x, weight, scale, None, None, None, 8, 0, 0, y=torch.empty(2, 5))
     for wrong, message in (
-        ((torch.ones(2, 9), weight, scale, None, None, 8, 0, False), "packed weight must be"),
-        ((x, weight, torch.ones(4), None, None, 8, 0, False), "scale must be"),
-        ((x, weight, scale, None, torch.ones(4), 8, 0, False), "bias must be"),
-        ((x, weight, scale, None, None, 4, 0, False), "no group of 0"),
-        ((x, weight, scale, None, None, 4, 48, False), "no group of 48"),
-        ((x, weight, scale, None, None, 8, 0, False), "as many rows"),
-        ((x, weight.view(torch.int8), scale, None, None, 8, 0, False), "packed weight must be"),
+        ((torch.ones(2, 9), weight, scale, None, None, None, 8, 0, 0), "packed weight must be"),
+        ((x, weight, torch.ones(4), None, None, None, 8, 0, 0), "scale must be"),
+        ((x, weight, scale, None, torch.ones(4), None, 8, 0, 0), "bias must be"),
+        ((x, weight, scale, None, None, None, 4, 0, 0), "no group of 0"),
+        ((x, weight, scale, None, None, None, 4, 48, 0), "no group of 48"),
+        ((x, weight, scale, None, None, None, 8, 0, 0), "as many rows"),
+        ((x, weight, scale.half()[None], None, None, None, 8, 0, 2), "no group of 0"),
+        ((x, weight, scale.half()[None], None, None, None, 8, 16, 2), "no group of 16"),
+        ((x, weight, nested, None, None, None, 8, 16, 3), "outer belongs"),
+        ((x, weight, nested, None, None, outer, 8, 16, 4), "no scales of kind 4"),
+        ((x, weight, nested, nested, None, outer, 8, 16, 3), r"outer must be a float16 \[2, 1, 5\]"),
+        ((x, weight, nested, None, None, outer.float(), 8, 16, 3), r"outer must be a float16 \[1, 1, 5\]"),
+        ((x, weight.view(torch.int8), scale, None, None, None, 8, 0, 0), "packed weight must be"),
     ):
         with pytest.raises(RuntimeError, match=message):
             op(*wrong, y=torch.empty(3 if message == "as many rows" else 2, 5))

@@ -127,6 +127,7 @@ class OpsmithLinearMethod(LinearMethodBase):
             bias,
             format=packed.format,
             group_size=packed.group_size,
+            outer=packed.outer,
         )
 
 

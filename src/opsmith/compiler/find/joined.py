@@ -24,12 +24,13 @@ from opsmith.compiler.find.operands import Made
 from opsmith.compiler.find.recognize import LEFT_OPERAND
 from opsmith.compiler.find.site import Site
 from opsmith.operator import Implementation, Operator
-from opsmith.ops.packed_linear import CARD, packed_linear
+from opsmith.ops.packed_linear import CARD, format_of, packed_linear
+from opsmith.ops.packed_linear.formats import FORMATS
 from opsmith.ops.packed_linear.weight import in_parts
 
 # Rows of a weight that its packed form keeps together: a layer whose weight ends within such a panel comes last.
-_PANEL = {"bf16": 64, "int8": 32, "int8_dynamic": 32, "int4": 32}
-_AXIS = {"weight": 0, "scale": -1, "zero": -1, "bias": 0}
+_PANEL = {format: 64 if format == "bf16" else 32 for format in FORMATS}
+_AXIS = {"weight": 0, "scale": -1, "zero": -1, "bias": 0, "outer": -1}
 T = TypeVar("T")
 Owner = Callable[[Any], Any]  # the layer whose packed weight a graph's input is, or None
 Lay = Callable[[Sequence[Any]], bool]  # lays layers' packed weights side by side, where it may
@@ -41,7 +42,7 @@ class Part:
 
     node: Node
     x: Node
-    tensors: dict[str, Node | None]  # weight, scale, zero and bias
+    tensors: dict[str, Node | None]  # weight, scale, zero, bias and outer
     layer: Any
 
     @property
@@ -154,12 +155,12 @@ def _part(node: Node, owner: Callable[[Node | None], Any]) -> Part | None:
     if layer is None or not isinstance(x, Node):
         return None
     if kernel is torch.ops.opsmith.packed_linear.default:
-        scale, zero, bias = rest[:3]
+        scale, zero, bias, outer = rest[:4]
     elif kernel is torch.ops.opsmith.linear_packed.default and rest[1:] == [None, 0]:
-        scale, zero, bias = None, None, rest[0]
+        scale, zero, bias, outer = None, None, rest[0], None
     else:
         return None
-    tensors: Any = {"weight": weight, "scale": scale, "zero": zero, "bias": bias}
+    tensors: Any = {"weight": weight, "scale": scale, "zero": zero, "bias": bias, "outer": outer}
     return Part(node, x, tensors, layer)
 
 
@@ -217,6 +218,7 @@ def _apart(
     bias: torch.Tensor | None = None,
     *,
     columns: tuple[int, ...],
+    outer: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
@@ -225,9 +227,9 @@ def _apart(
     axis, start = weight.dim() - 2, 0
     for n in columns:
         end = start + n
-        own = [None if t is None else t[..., start:end] for t in (scale, zero, bias)]
+        *own, over = [None if t is None else t[..., start:end] for t in (scale, zero, bias, outer)]
         rows = weight.narrow(axis, start, weight.shape[axis] - start if end == y.shape[-1] else n)
-        _native.fn(x, rows, *own, **options, out=y[..., start:end])
+        _native.fn(x, rows, *own, outer=over, **options, out=y[..., start:end])
         start = end
     return y
 
@@ -238,12 +240,13 @@ def in_float64(node: Node, operand: Callable[[Node], Any]) -> torch.Tensor:
     values: list[Any] = [operand(a) if isinstance(a, Node) else a for a in args]
     x, weight, *rest = values
     if kernel is torch.ops.opsmith.linear_packed.default:
-        scale, zero, bias, format, group_size = None, None, rest[0], "bf16", 0
+        scale, zero, bias, outer, format, group_size = None, None, rest[0], None, "bf16", 0
     else:
-        scale, zero, bias, bits, group_size, dynamic = rest
-        format = "int4" if bits == 4 else "int8_dynamic" if dynamic else "int8"
-    parts = in_parts(weight, scale, zero, bias, k=x.shape[-1])
-    return torch.cat([CARD.reference(x, *p, format=format, group_size=group_size) for _, p in parts], -1)
+        scale, zero, bias, outer, bits, group_size, scales = rest
+        format = format_of(bits, scales, group_size, zero)
+    options = {"format": format, "group_size": group_size}
+    parts = in_parts(weight, scale, zero, bias, outer, k=x.shape[-1])
+    return torch.cat([CARD.reference(x, *own, outer=over, **options) for _, (*own, over) in parts], -1)
 
 
 _native = CARD.implementation("native")

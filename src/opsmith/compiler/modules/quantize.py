@@ -127,7 +127,7 @@ class Standing(PackedLinear):
         if weight.shape != (self.out_features, self.in_features) or (bias is None) is not (self.bias is None):
             raise ValueError("its weight or bias has another shape now")
         with torch.inference_mode(self.weight.is_inference()), torch.no_grad():
-            self.error = quantize(weight, self.format, self.group_size, (self.weight, self.scale, self.zero))
+            self.error = quantize(weight, self.format, self.group_size, self.packed)
             if self.bias is not None and bias is not None:
                 self.bias.copy_(bias)
         self.record.take(self.error)
@@ -414,14 +414,14 @@ def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
         if not bool(x.isfinite().all()):
             return ""  # its results are NaN by definition
         got, wide = packed(x), x.double()
-        parts = in_parts(packed.weight, packed.scale, packed.zero, bias, k=packed.in_features)
+        parts = in_parts(packed.weight, packed.scale, packed.zero, bias, packed.outer, k=packed.in_features)
         return card.tolerance.check_parts(
             (
                 got[..., at],
-                card.eager(x, *tensors, b, **options),
-                card.reference(wide, *tensors, None if b is None else b.double(), **options),
+                card.eager(x, *tensors, b, outer=outer, **options),
+                card.reference(wide, *tensors, None if b is None else b.double(), outer=outer, **options),
             )
-            for at, (*tensors, b) in parts
+            for at, (*tensors, b, outer) in parts
         ).why
 
 

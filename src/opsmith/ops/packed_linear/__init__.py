@@ -15,15 +15,8 @@ from opsmith.call.run import Call, declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Kind, Make, Sample, Supports
 from opsmith.ops.linear import PACKED, product_cost
-from opsmith.ops.packed_linear.weight import (
-    FORMATS,
-    GROUPS,
-    Packed,
-    dequantize,
-    empty,
-    packed_shape,
-    quantize,
-)
+from opsmith.ops.packed_linear.formats import FORMATS, GROUPS, SUPER, Scales
+from opsmith.ops.packed_linear.weight import Packed, dequantize, empty, packed_shape, quantize
 
 _OP = "packed_linear"
 LEAST = 1e-30  # a row of activations below this is rounded to zeros, as its inverse may be no float32
@@ -33,7 +26,8 @@ SIGNATURE = Signature(
     (
         *(Input("x", "... K"), Input("weight", "P Q", torch.uint8), Input("scale", "... N", torch.float32)),
         *(Input("zero", "G N", torch.int8, True), Input("bias", "N", optional=True)),
-        *(Number("bits", int), Number("group_size", int), Number("dynamic", bool)),
+        Input("outer", "L S N", torch.float16, True),
+        *(Number("bits", int), Number("group_size", int), Number("scales", int)),
     ),
     (Output("y", "... N"),),
 )
@@ -48,13 +42,15 @@ def packed_linear(
     *,
     format: str,
     group_size: int = 0,
+    outer: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply by a weight that was packed once.
 
     `y = x @ w.T + bias` with `w = weight` (bf16), `(weight - 128) scale` (int8), or `(weight - zero) scale` by groups
-    along K (int4; zero is 8 where there is none). "int8_dynamic" rounds each row of x to int8 too: `s = max|x| / 127`,
-    `y = s (round(x / s) @ w.T) + bias`.
+    along K (int4; zero is 8 where there is none). GGUF's formats are by groups too, with the very values of a file; in
+    q5_k and q4_k `w = weight scale outer[0] - zero outer[1]`. "int8_dynamic" rounds each row of x to int8 too:
+    `s = max|x| / 127`, `y = s (round(x / s) @ w.T) + bias`.
 
     >>> layer = PackedLinear.from_linear(torch.nn.Linear(64, 48), format="int8")
     >>> packed_linear(torch.randn(2, 9, 64), layer.weight, layer.scale, format="int8").shape
@@ -66,11 +62,10 @@ def packed_linear(
     Args:
         x: [..., K], float32, bfloat16 or float16.
         weight: packed [N, K], see `opsmith.ops.packed_linear.weight`: bfloat16 or uint8.
-        scale: [N] float32; int4: [groups, N] bfloat16; bf16: None.
-        zero: [groups, N] int8, of an asymmetric int4 weight.
+        scale: [N] float32; int4: [groups, N] bfloat16; GGUF's: float16, or int8 under `outer`; bf16: None.
+        zero: [groups, N] int8, of an asymmetric int4 weight; of q5_k and q4_k what is taken off, under `outer[1]`.
         bias: [N], in x's dtype.
-        format: "bf16", "int8", "int8_dynamic" or "int4".
-        group_size: of int4, 32, 64 or 128 numbers along K that share a scale.
+            group_size: of int4, 32, 64 or 128 numbers along K that share a scale.
         out: [..., N] in x's dtype to write into.
 
     Raises:
@@ -80,12 +75,23 @@ def packed_linear(
     """
     if format == "bf16" and scale is None and zero is None and group_size == 0 and not compiling():
         return _PAIRS.fast.call(x, weight, bias, None, 0, out)  # type: ignore[no-any-return]
-    bits, dynamic = FORMATS.get(format, (repr(format), False))
+    bits, scales = _CODES.get(format, (repr(format), 0))
     call = _CALL.traced if compiling() else _CALL.fast.call
-    return call(x, weight, scale, zero, bias, bits, group_size, dynamic, out)  # type: ignore[no-any-return]
+    return call(x, weight, scale, zero, bias, outer, bits, group_size, scales, out)  # type: ignore[no-any-return]
 
 
-_NAMES = {kind: format for format, kind in FORMATS.items()}
+_CODES = {format: (of.bits, int(of.scales)) for format, of in FORMATS.items()}
+
+
+def format_of(bits: int, scales: int, group_size: int, zero: torch.Tensor | None) -> str:
+    """The name of a format by what the operator is told of it; of two that are packed alike, the first."""
+    if scales < Scales.HALF:
+        return next(name for name, code in _CODES.items() if code == (bits, scales))
+    wanted = (bits, scales, group_size, zero is not None)
+    return next(
+        (name for name, of in FORMATS.items() if (of.bits, of.scales, of.group, of.minima) == wanted),
+        next(name for name, code in _CODES.items() if code == (bits, scales)),
+    )
 
 
 def definition(
@@ -94,15 +100,16 @@ def definition(
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
     bias: torch.Tensor | None,
+    outer: torch.Tensor | None,
     bits: int,
     group_size: int,
-    dynamic: bool,
+    scales: int,
 ) -> torch.Tensor:
     """The definition, in plain PyTorch: dequantized and multiplied in float32 at least, rounded once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    k, format = x.shape[-1], _NAMES[bits, dynamic]
-    w = dequantize(weight, scale, zero, format=format, k=k, group_size=group_size, dtype=wide)
-    if dynamic:
+    k, format = x.shape[-1], format_of(bits, scales, group_size, zero)
+    w = dequantize(weight, scale, zero, outer, format=format, k=k, group_size=group_size, dtype=wide)
+    if scales == Scales.DYNAMIC:
         # In float32 whatever the dtype of the rest, so that there is one answer to what x is rounded to.
         numbers = x.float()
         most = numbers.abs().amax(-1, keepdim=True) if k else numbers.new_zeros((*x.shape[:-1], 1))
@@ -127,69 +134,89 @@ class _Packed(_Flat):
     """Weights of each format have shapes of their own; bfloat16's are for the kernel of `linear`."""
 
     def check(self, values: Sequence[Any]) -> None:
-        x, weight, scale, zero, bias, bits, group_size, dynamic = values
+        x, weight, scale, zero, bias, outer, bits, group_size, scales = values
         check_float(_OP, x)
         if isinstance(bits, str):
             raise ValueError(f"{_OP}: format must be one of {', '.join(FORMATS)}, got {bits}")
-        format = _NAMES[bits, dynamic]
-        for name, t in (("weight", weight), ("scale", scale), ("zero", zero)):
+        format = format_of(bits, scales, group_size, zero)
+        of = FORMATS[format]
+        for name, t in (("weight", weight), ("scale", scale), ("zero", zero), ("outer", outer)):
             if not isinstance(t, torch.Tensor) and (name == "weight" or t is not None):
                 raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
             if t is not None:
                 check_device(_OP, t, x, name)
-        if group_size not in (GROUPS if format == "int4" else (0,)):
-            raise ValueError(
-                f"{_OP}: group_size must be one of {GROUPS} for int4 and 0 otherwise, got {group_size!r}"
+        if group_size not in (GROUPS if format == "int4" else (of.group,)):
+            wanted = (
+                f"one of {GROUPS} for int4, {of.group} for {format}"
+                if of.group
+                else f"one of {GROUPS} for int4"
             )
+            raise ValueError(f"{_OP}: group_size must be {wanted} and 0 otherwise, got {group_size!r}")
         if format == "bf16" and not (scale is None and zero is None):
             raise ValueError(f"{_OP}: a bf16 weight has no scale and no zero; leave them out")
         if format != "bf16" and scale is None:
             raise ValueError(
                 f"{_OP}: an {format} weight needs its scale; PackedLinear.from_linear makes both"
             )
-        if zero is not None and format != "int4":
+        if zero is not None and format != "int4" and not of.minima:
             raise ValueError(f"{_OP}: an {format} weight has no zero; leave it out")
+        nested = scales == Scales.NESTED
+        if (outer is not None) is not nested:
+            raise ValueError(
+                f"{_OP}: an {format} weight {'needs its' if nested else 'has no'} outer scales; "
+                + ("PackedLinear makes them" if nested else "leave them out")
+            )
         k = x.shape[-1]
         n = weight.shape[1] if scale is None and weight.dim() == 3 else 0
         if scale is not None:
             n = scale.shape[-1] if scale.dim() else 0
             groups = (-(-k // group_size), n) if group_size else (n,)
-            wide = torch.bfloat16 if group_size else torch.float32
+            wide = {Scales.HALF: torch.float16, Scales.NESTED: torch.int8}.get(
+                Scales(scales), torch.bfloat16 if group_size else torch.float32
+            )
             _expect("scale", scale, groups, (wide, torch.float64), format)
             if zero is not None:
                 _expect("zero", zero, groups, (torch.int8,), format)
+            if outer is not None:
+                blocks = (1 + (zero is not None), -(-k // SUPER), n)
+                _expect("outer", outer, blocks, (torch.float16, torch.float64), format)
         numbers = (torch.bfloat16, torch.float64) if format == "bf16" else (torch.uint8,)
         _expect("weight", weight, packed_shape(format, n, k), numbers, format)
         if bias is not None:
             check_like(_OP, bias, x, "bias", (n,), "the number of the weight's rows")
             check_dtype(_OP, bias, x, "bias")
-        if dynamic and needs_grad(x, bias):
+        if scales == Scales.DYNAMIC and needs_grad(x, bias):
             raise ValueError(
                 f"{_OP}: rounding the activations has no gradient; run under torch.no_grad(), or use format='int8'"
             )
 
     def check_out(self, values: Sequence[Any], out: Any) -> None:
-        x, weight, scale, zero, bias = values[:5]
+        x, weight, scale, zero, bias, outer = values[:6]
         n = weight.shape[1] if scale is None else scale.shape[-1]
-        check_out(_OP, out, x, (*x.shape[:-1], n), x=x, weight=weight, scale=scale, zero=zero, bias=bias)
+        read = {"x": x, "weight": weight, "scale": scale, "zero": zero, "bias": bias, "outer": outer}
+        check_out(_OP, out, x, (*x.shape[:-1], n), **read)
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
-        x, weight, scale, *_, bits, _, _ = values
-        if torch.float64 in (weight.dtype, None if scale is None else scale.dtype):
+        x, weight, scale, *_, outer, bits, _, scales = values
+        if torch.float64 in (t.dtype for t in (weight, scale, outer) if t is not None):
             return "the kernels take weights as they are packed, not in float64"
+        if scales > Scales.DYNAMIC and x.device.type != "cpu":
+            return (
+                "the kernel for GPUs takes int8 and int4; a file's formats are unpacked for it at each call"
+            )
         return native(x, "linear_packed" if bits == 16 else _OP)
 
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
-        x, weight, _, _, bias, bits, *_ = values
+        x, weight, _, _, bias, _, bits, *_ = values
         if bits == 16:
             return _PAIRS.native(backend, (x, weight, bias, None, 0), out)
         return super().native(backend, values, out)
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
-        if t is None or of.name not in ("weight", "scale", "zero"):
+        if t is None or of.name not in ("weight", "scale", "zero", "outer"):
             return super().taken(of, t)
         # Scales may be columns of a larger tensor.
-        rows = of.name != "weight" and t.stride()[-1] == 1 and (t.dim() == 1 or t.stride()[0] >= t.shape[1])
+        rows = of.name != "weight" and t.stride()[-1] == 1 and (t.dim() == 1 or t.stride()[-2] >= t.shape[-1])
         return t if rows else t.contiguous()
 
 
@@ -198,14 +225,14 @@ class _Pairs(_Flat):
 
     def traced(self, *given: Any) -> Any:
         x, weight, bias, _, _, out = given
-        return _CALL.traced(x, weight, None, None, bias, 16, 0, False, out)
+        return _CALL.traced(x, weight, None, None, bias, None, 16, 0, 0, out)
 
 
 _CALL = _Packed(
     SIGNATURE,
     packed_linear,
     definition,
-    converted={"bits": lambda format: FORMATS[format][0], "dynamic": lambda format: FORMATS[format][1]},
+    converted={"bits": lambda format: _CODES[format][0], "scales": lambda format: _CODES[format][1]},
 )
 _PAIRS = _Pairs(PACKED, packed_linear, definition)
 
@@ -237,12 +264,13 @@ def _cost(
     bias: torch.Tensor | None = None,
     *,
     format: str,
+    outer: torch.Tensor | None = None,
     **options: Any,
 ) -> Cost:
     k = x.shape[-1]
     results = (x.numel() // k if k else 0) * (weight.shape[1] if scale is None else scale.shape[-1])
     products = 2.0 * results * k
-    moved = nbytes(x, weight, scale, zero, bias) + results * x.element_size()
+    moved = nbytes(x, weight, scale, zero, bias, outer) + results * x.element_size()
     return Cost(products + results * (bias is not None), moved, products if format == "int8_dynamic" else 0.0)
 
 
@@ -255,38 +283,48 @@ def _made(weight: torch.Tensor, format: str, group: int = 0, symmetric: bool = T
 
 def _samples(make: Make) -> Iterator[Sample]:
     for format in FORMATS:
-        group = 64 if format == "int4" else 0
-        options = {"format": format, "group_size": group}
+        group = 64 if format == "int4" else FORMATS[format].group
 
-        def weights(n: int, k: int, format: str = format, group: int = group) -> Packed:
-            return _made(make(n, k, scale=k**-0.5), format, group)
+        def sample(
+            name: str,
+            x: torch.Tensor,
+            n: int,
+            *bias: torch.Tensor,
+            format: str = format,
+            group: int = group,
+            symmetric: bool = True,
+        ) -> Sample:
+            weight = make(n, x.shape[-1], scale=x.shape[-1] ** -0.5)
+            *w, outer = _made(weight, format, group, symmetric)
+            return Sample(
+                f"{format} {name}",
+                (x, *w, *bias),
+                {"format": format, "group_size": group} | ({} if outer is None else {"outer": outer}),
+            )
 
         for rows, k, n in ((1, 200, 37), (3, 65, 33), (7, 130, 48), (17, 384, 100), (70, 1100, 65)):
-            yield Sample(f"{format} {rows}x{k}x{n}", (make(rows, k), *weights(n, k), make(n)), options)
-        yield Sample(f"{format} vector, no bias", (make(72), *weights(33, 72)), options)
-        w = weights(40, 72)
-        yield Sample(f"{format} strided", (make(72, 6).t(), *w, make(40, 2)[:, 0]), options)
-        yield Sample(f"{format} two dimensions", (make(2, 3, 72), *w), options)
-        yield Sample(f"{format} empty", (make(0, 72), *w), options)
+            yield sample(f"{rows}x{k}x{n}", make(rows, k), n, make(n))
+        yield sample("vector, no bias", make(72), 33)
+        yield sample("strided", make(72, 6).t(), 40, make(40, 2)[:, 0])
+        yield sample("two dimensions", make(2, 3, 72), 40)
+        yield sample("empty", make(0, 72), 40)
         x = make(5, 72)
         x[:, ::17] *= 100
         x[2] = 0
-        yield Sample(f"{format} outliers and a row of zeros", (x, *w), options)
-    for group in GROUPS:
-        options = {"format": "int4", "group_size": group}
-        w = _made(make(50, 300, scale=300**-0.5), "int4", group, symmetric=False)
-        yield Sample(f"int4 asymmetric {group}", (make(4, 300), *w, make(50)), options)
+        yield sample("outliers and a row of zeros", x, 40)
+        for group in GROUPS if format == "int4" else ():
+            yield sample(f"asymmetric {group}", make(4, 300), 50, make(50), group=group, symmetric=False)
 
 
 def _workloads(make: Make) -> Iterator[Sample]:
     for format in FORMATS:
-        group = 128 if format == "int4" else 0
+        group = 128 if format == "int4" else FORMATS[format].group
         options = {"format": format, "group_size": group}
-        w = _made(make(11008, 4096, scale=0.02), format, group)
+        *w, outer = _made(make(11008, 4096, scale=0.02), format, group)
         for rows in (1, 4, 16, 512):
-            yield Sample(f"{format} {rows}x4096x11008", (make(rows, 4096), *w), options)
-        w = _made(make(1536, 384, scale=0.05), format, group)
-        yield Sample(f"{format} 1x384x1536", (make(1, 384), *w), options)
+            yield Sample(f"{format} {rows}x4096x11008", (make(rows, 4096), *w), options | {"outer": outer})
+        *w, outer = _made(make(1536, 384, scale=0.05), format, group)
+        yield Sample(f"{format} 1x384x1536", (make(1, 384), *w), options | {"outer": outer})
 
 
 CARD = _CALL.card(

@@ -10,8 +10,10 @@ from torch import nn
 
 from opsmith.call.arguments import check_count, short
 from opsmith.ops.packed_linear import packed_linear
+from opsmith.ops.packed_linear.formats import FORMATS, GROUPS
+from opsmith.ops.packed_linear.gguf import BLOCKS
 from opsmith.ops.packed_linear.inputs import Inputs
-from opsmith.ops.packed_linear.weight import FORMATS, GROUPS, dequantize, empty, quantize
+from opsmith.ops.packed_linear.weight import Packed, dequantize, empty, keep_blocks, quantize
 from opsmith.ops.rounding import RoundingError
 
 _NAME = "PackedLinear"
@@ -29,13 +31,14 @@ class PackedLinear(nn.Module):
     Args:
         in_features, out_features: K and N.
         bias: whether there is one.
-        format: "bf16"; "int8", a scale for each output; "int8_dynamic", which rounds the rows of the input too; "int4".
+        format: "bf16"; "int8", a scale for each output; "int8_dynamic", which rounds the rows of the input too; "int4";
+            or one of GGUF's: "q8_0", "q6_k", "q5_0", "q5_k", "q4_0", "q4_k".
         group_size: of int4, the numbers along K that share a scale: 32, 64 or 128.
         symmetric: of int4, whether 0 lies in the middle of the range, or each group has its own zero.
         dtype: of the bias.
         device: of everything.
 
-    The buffers `weight`, `scale`, `zero` and `bias` are the state; their layout is the same on every machine.
+    The buffers `weight`, `scale`, `zero`, `outer` and `bias` are the state; their layout is the same on every machine.
 
     Raises:
         TypeError, ValueError: for a format or sizes that make no sense.
@@ -44,6 +47,7 @@ class PackedLinear(nn.Module):
     weight: torch.Tensor
     scale: torch.Tensor | None
     zero: torch.Tensor | None
+    outer: torch.Tensor | None
     bias: torch.Tensor | None
     error: RoundingError | None  # set by `from_linear`; None for a module whose state was loaded
 
@@ -64,11 +68,11 @@ class PackedLinear(nn.Module):
         self.in_features = check_count(_NAME, "in_features", in_features)
         self.out_features = check_count(_NAME, "out_features", out_features)
         self.format = format
-        self.group_size = group_size if format == "int4" else 0
+        self.group_size = group_size if format == "int4" else FORMATS[format].group
         self.symmetric = symmetric or format != "int4"
         self.error = None
         buffers = empty(format, out_features, in_features, self.group_size, self.symmetric, device)
-        for name, t in zip(("weight", "scale", "zero"), buffers, strict=True):
+        for name, t in zip(("weight", "scale", "zero", "outer"), buffers, strict=True):
             self.register_buffer(name, t)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
@@ -123,12 +127,39 @@ class PackedLinear(nn.Module):
             dtype=weight.dtype,
             device=weight.device,
         )
-        made.error = quantize(weight, format, made.group_size, (made.weight, made.scale, made.zero), inputs)
+        made.error = quantize(weight, format, made.group_size, made.packed, inputs)
         if made.bias is not None:
             made.bias.copy_(layer.bias.detach())
         made.train(layer.training)
         if release:
             layer.weight.data = weight.new_empty(0)
+        return made
+
+    @classmethod
+    def from_blocks(cls, rows: torch.Tensor, *, format: str) -> PackedLinear:
+        """A layer without a bias of the blocks that a GGUF file holds; `.dequantize()` gives the file's values exactly.
+
+        >>> PackedLinear.from_blocks(torch.zeros(48, 2 * 34, dtype=torch.uint8), format="q8_0").in_features
+        64
+
+        Args:
+            rows: [N, bytes], uint8: N rows of whole blocks, as they lie in the file.
+            format: "q8_0", "q6_k", "q5_0", "q5_k", "q4_0" or "q4_k".
+
+        Raises:
+            TypeError, ValueError: for another format or dtype, rows of no whole blocks, a scale that is not finite.
+        """
+        if format not in BLOCKS:
+            raise ValueError(f"{_NAME}: format of blocks must be one of {', '.join(BLOCKS)}, got {format!r}")
+        numbers, size = BLOCKS[format]
+        if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] % size:
+            raise ValueError(
+                f"{_NAME}: {format} rows must be uint8 [N, a multiple of {size}], "
+                f"got {short(rows.dtype)} {tuple(rows.shape)}"
+            )
+        k = rows.shape[1] // size * numbers
+        made = cls(k, rows.shape[0], False, format=format, device=rows.device)
+        keep_blocks(rows, format, made.packed)
         return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -155,33 +186,40 @@ class PackedLinear(nn.Module):
         if bias is not None and bias.dtype is not input.dtype and input.is_floating_point():
             bias = bias.to(input.dtype)
         return packed_linear(
-            input, weight, held["scale"], held["zero"], bias, format=self.format, group_size=self.group_size
+            input,
+            weight,
+            held["scale"],
+            held["zero"],
+            bias,
+            format=self.format,
+            group_size=self.group_size,
+            outer=held["outer"],
         )
+
+    @property
+    def packed(self) -> Packed:
+        """The packed weight: its numbers, scales, zeros, and what these are multiplied by."""
+        return self.weight, self.scale, self.zero, self.outer
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weight, its scales and zeros: what a call reads."""
-        return sum(t.nbytes for t in (self.weight, self.scale, self.zero) if t is not None)
+        return sum(t.nbytes for t in self.packed if t is not None)
 
     @property
     def bits(self) -> int:
         """Bits of one weight, scales aside."""
-        return FORMATS[self.format][0]
+        return FORMATS[self.format].bits
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight [N, K] that the packed one stands for."""
         return dequantize(
-            self.weight,
-            self.scale,
-            self.zero,
-            format=self.format,
-            k=self.in_features,
-            group_size=self.group_size,
-            dtype=dtype,
+            *self.packed, format=self.format, k=self.in_features, group_size=self.group_size, dtype=dtype
         )
 
     def extra_repr(self) -> str:
-        groups = f", group_size={self.group_size}, symmetric={self.symmetric}" if self.group_size else ""
+        own = self.format == "int4"
+        groups = f", group_size={self.group_size}, symmetric={self.symmetric}" if own else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, format={self.format!r}{groups}"

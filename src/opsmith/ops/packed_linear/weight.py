@@ -4,29 +4,33 @@ The layout is the same on every machine, so a packed weight is a checkpoint. Byt
 two numbers from 0 to 15) lie in panels of 32 rows of the weight, the last one of 16 or 32: four bytes of a row, then
 four of the next row of the panel, then the next four of the first. Of eight int4 numbers that follow each other along
 K the first four are the low nibbles. bfloat16 is packed as `linear` packs it: panels of 64, pairs.
+
+The formats of GGUF files (gguf.py) lie the same way, 4 bits as nibbles and 5, 6 and 8 bits as bytes, and their scales
+as the file has them: a float16 for each group, or a whole number that a float16 of 256 numbers, `outer`, multiplies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from opsmith.call.layouts import in_huge_pages
+from opsmith.ops.packed_linear.formats import FORMATS, SUPER, Scales
+from opsmith.ops.packed_linear.gguf import read, round_to
 from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.rounding import TINY, RoundingError, on_grid, round_in_parts, round_rows
 
-# The bits of a number in each format, and whether activations are rounded too.
-FORMATS = {"bf16": (16, False), "int8": (8, False), "int8_dynamic": (8, True), "int4": (4, False)}
-GROUPS = (32, 64, 128)
 _PANEL, _LEAST, _DEPTH = 32, 16, 8
 _PAIRS = 64  # rows of a panel of bfloat16
 _AT_ONCE = 1 << 21  # numbers that are rounded at a time
 _AT_ONCE_BY_COLUMNS = 1 << 24  # the same, where each column is a step of its own
 
-Packed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # weight, scale, zero
+Packed = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
+]  # weight, scale, zero, outer
 
 
 def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:
@@ -34,7 +38,7 @@ def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:
     if format == "bf16":
         return (1, n, k + k % 2)
     width = -(-k // _DEPTH) * _DEPTH
-    return (-(-n // _LEAST) * _LEAST, width // 2 if format == "int4" else width)
+    return (-(-n // _LEAST) * _LEAST, width * FORMATS[format].bits // 8)
 
 
 def _turn(rows: torch.Tensor, panel: int, unit: int, *, back: bool = False) -> torch.Tensor:
@@ -57,7 +61,7 @@ def pack_integers(q: torch.Tensor, format: str) -> torch.Tensor:
     n, k = q.shape
     rows, width = packed_shape("int8", n, k)
     q = F.pad(q, (0, width - k, 0, rows - n))
-    if format == "int4":
+    if FORMATS[format].bits == 4:
         low, high = q.view(rows, width // _DEPTH, 2, 4).unbind(2)
         q = (low | high << 4).view(rows, width // 2)
     return _turn(q, _PANEL, 4)
@@ -66,7 +70,7 @@ def pack_integers(q: torch.Tensor, format: str) -> torch.Tensor:
 def unpack_integers(packed: torch.Tensor, format: str, n: int, k: int) -> torch.Tensor:
     """The numbers [n, k], uint8, of packed bytes."""
     q = _turn(packed, _PANEL, 4, back=True)
-    if format == "int4":
+    if FORMATS[format].bits == 4:
         q = q.view(q.shape[0], q.shape[1] // 4, 4)
         q = torch.stack((q & 15, q >> 4), 2).flatten(1)
     return q[:n, :k]
@@ -88,6 +92,7 @@ def in_parts(
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
     bias: torch.Tensor | None,
+    outer: torch.Tensor | None,
     *,
     k: int,
 ) -> Iterator[tuple[slice, tuple[torch.Tensor | None, ...]]]:
@@ -97,7 +102,7 @@ def in_parts(
     step = max(1, _AT_ONCE // max(1, k) // _PAIRS) * _PAIRS  # whole panels
     for first in range(0, max(1, n), step):
         at = slice(first, min(n, first + step))
-        own = [None if t is None else t[..., at] for t in (scale, zero, bias)]
+        own = [None if t is None else t[..., at] for t in (scale, zero, bias, outer)]
         rows = weight.narrow(axis, first, weight.shape[axis] - first if at.stop == n else step)
         yield at, (rows, *own)
 
@@ -106,22 +111,47 @@ def dequantize(
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
+    outer: torch.Tensor | None,
     *,
     format: str,
     k: int,
     group_size: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The weight [n, k] that a packed one stands for."""
+    """The weight [n, k] that a packed one stands for.
+
+    Of whole numbers and float16 all products are exact in float32, so that what a GGUF file says comes out to the bit.
+    """
     if format == "bf16":
         return unpack_pairs(weight, k).to(dtype)
     assert scale is not None
-    n = scale.shape[-1]
-    q = unpack_integers(weight, format, n, k).to(dtype)
-    if format != "int4":
-        return (q - 128) * scale.to(dtype)[:, None]
-    middle = 8 if zero is None else _spread(zero.to(dtype), group_size, k)
-    return (q - middle) * _spread(scale.to(dtype), group_size, k)
+    q = unpack_integers(weight, format, scale.shape[-1], k)
+    return values(q, scale, zero, outer, format=format, group_size=group_size, dtype=dtype)
+
+
+def values(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    *,
+    format: str,
+    group_size: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """What numbers [n, k] stand for, as they are stored."""
+    k, middle = q.shape[1], 1 << FORMATS[format].bits - 1
+    if not group_size:
+        return (q.to(dtype) - middle) * scale.to(dtype)[:, None]
+    if outer is None:
+        taken = middle if zero is None else _spread(zero.to(dtype), group_size, k)
+        return (q.to(dtype) - taken) * _spread(scale.to(dtype), group_size, k)
+    of, *least = outer.float().repeat_interleave(SUPER // group_size, 1)[:, : scale.shape[0]]
+    steps = _spread(scale.float() * of, group_size, k)
+    if zero is None:
+        return ((q.float() - middle) * steps).to(dtype)
+    numbers = q.float() - (middle if middle > 8 else 0)
+    return (numbers * steps - _spread(zero.float() * least[0], group_size, k)).to(dtype)
 
 
 def _spread(groups: torch.Tensor, group_size: int, k: int) -> torch.Tensor:
@@ -181,15 +211,44 @@ def empty(
     format: str, n: int, k: int, group_size: int, symmetric: bool, device: torch.device | str | None
 ) -> Packed:
     """Memory, zeros, for a packed weight [n, k]."""
+
+    def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    how = FORMATS[format]
     dtype = torch.bfloat16 if format == "bf16" else torch.uint8
     weight = in_huge_pages(torch.empty(packed_shape(format, n, k), dtype=dtype, device=device)).zero_()
     if format == "bf16":
-        return weight, None, None
-    if format != "int4":
-        return weight, torch.zeros(n, dtype=torch.float32, device=device), None
+        return weight, None, None, None
+    if not group_size:
+        return weight, zeros(torch.float32, n), None, None
     shape = (-(-k // group_size), n)
-    zero = None if symmetric else torch.zeros(shape, dtype=torch.int8, device=device)
-    return weight, torch.zeros(shape, dtype=torch.bfloat16, device=device), zero
+    if how.scales is Scales.NESTED:
+        outer = zeros(torch.float16, 1 + how.minima, -(-k // SUPER), n)
+        return weight, zeros(torch.int8, *shape), zeros(torch.int8, *shape) if how.minima else None, outer
+    scale = zeros(torch.float16 if how.scales is Scales.HALF else torch.bfloat16, *shape)
+    return weight, scale, None if symmetric else zeros(torch.int8, *shape), None
+
+
+def keep_blocks(rows: torch.Tensor, format: str, to: Packed) -> None:
+    """Keep what a file's blocks hold as a packed weight, some rows at a time.
+
+    Raises:
+        ValueError: a scale that is not finite.
+    """
+    packed, n = to[0], rows.shape[0]
+    step = max(1, _AT_ONCE // max(1, packed.shape[1]) // _PAIRS) * _PAIRS
+    for first in range(0, n, step):
+        q, *kept = read(rows[first : first + step], format)
+        block = pack_integers(q, format)
+        packed[first : first + block.shape[0]] = block
+        _keep(kept, slice(first, first + step), to[1:])
+
+
+def _keep(scales: Sequence[torch.Tensor | None], here: slice, to: Sequence[torch.Tensor | None]) -> None:
+    for t, some in zip(to, scales, strict=True):
+        if t is not None and some is not None:
+            t[..., here] = some
 
 
 def quantize(
@@ -201,7 +260,7 @@ def quantize(
     Raises:
         ValueError: a number that is not finite, and that no scale represents.
     """
-    k, (packed, scale, zero) = weight.shape[1], to
+    k, (packed, scale, zero, _) = weight.shape[1], to
     changed, results = 0.0, 0.0  # of the results, squared
 
     def keep(here: slice, part: torch.Tensor) -> torch.Tensor:
@@ -217,6 +276,11 @@ def quantize(
                 zero[:, here] = zeros
             middle = 8 if zeros is None else _spread(zeros.float(), group_size, k)
             back = (q.float() - middle) * _spread(scales.float(), group_size, k)
+        elif FORMATS[format].group:
+            rounded = round_to(part, format)
+            q = rounded[0]
+            _keep(rounded[1:], here, to[1:])
+            back = values(*rounded, format=format, group_size=group_size, dtype=torch.float32)
         else:
             numbers, scales = round_rows(part)
             scale[here] = scales

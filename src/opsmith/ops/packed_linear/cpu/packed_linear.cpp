@@ -38,6 +38,70 @@ constexpr bool busy(int rows, int D, bool nibbles) {
 // The low digits of a pair of nibbles are multiplied at once for so many rows: fewer do not pay for what is to be taken off.
 constexpr int kLeastPaired = 3, kMostPaired = 5;
 
+template <class T>
+inline Vec load_some(const T* p, int64_t columns) {
+  return columns >= W ? load(p) : columns > 0 ? load(p, Part{int(columns)}) : Vec{};
+}
+
+// What the numbers of a group are multiplied by, and where they begin.
+struct Steps {
+  const void* scale;  // of the columns, [block]; null if they have one for all blocks
+  const int8_t* zero;
+  const float16* outer;  // null if there is none
+  int64_t scale_stride, zero_stride;  // from one block's to the next
+  int64_t outer_stride,
+      outer_part;  // from those of kSuper of K to the next, and to what zeros are multiplied by
+  int64_t block;  // of K
+  int size;  // of a scale, in bytes
+  bool half;  // float16, else bfloat16
+
+  Steps(const QuantizedWeight& p, int64_t k, int64_t column) : Steps() {
+    if (!p.group) return;
+    block = p.group, half = p.scale.dtype == DType::f16;
+    size = p.outer.defined() ? 1 : 2;
+    scale_stride = p.scale.strides[0];
+    scale = p.scale.as<char>() + (k / block * scale_stride + column) * size;
+    if (p.zero.defined()) {
+      zero_stride = p.zero.strides[0];
+      zero = p.zero.as<int8_t>() + k / block * zero_stride + column;
+    }
+    if (p.outer.defined()) {
+      outer_part = p.outer.strides[0], outer_stride = p.outer.strides[1];
+      outer = p.outer.as<float16>() + k / kSuper * outer_stride + column;
+    }
+  }
+
+  void skip(int64_t n) {
+    if (scale) scale = static_cast<const char*>(scale) + n * size;
+    if (zero) zero += n;
+    if (outer) outer += n;
+  }
+  const void* scales(int64_t b, int64_t n) const {
+    return static_cast<const char*>(scale) + (b * scale_stride + n) * size;
+  }
+  Vec of(int64_t b, int64_t n, int64_t columns) const {
+    const void* const p = scales(b, n);
+    if (outer) {
+      return load_some(static_cast<const int8_t*>(p), columns) *
+             load_some(outer + b * block / kSuper * outer_stride + n, columns);
+    }
+    if (half) return load_some(static_cast<const float16*>(p), columns);
+    return load_some(static_cast<const bfloat16*>(p), columns);
+  }
+  Vec zeros(int64_t b, int64_t n, int64_t columns) const {
+    return load_some(zero + b * zero_stride + n, columns);
+  }
+  Vec least(int64_t b, int64_t n, int64_t columns) const {
+    return zeros(b, n, columns) *
+           load_some(outer + outer_part + b * block / kSuper * outer_stride + n, columns);
+  }
+
+ private:
+  Steps()
+      : scale(), zero(), outer(), scale_stride(), zero_stride(), outer_stride(), outer_part(), block(),
+        size(), half() {}
+};
+
 struct Tile {
   const Digit* digits;
   const float* factor;  // [row][block]
@@ -48,9 +112,10 @@ struct Tile {
   const uint8_t* ahead;  // what the cache will need: as many bytes, in the order in which they lie
   int64_t pitch;  // bytes of a step
   int64_t depth, block;  // of K: here, and until a factor changes
-  const bfloat16* scale;  // of the columns, [block]; null if they have one for all blocks
-  const int8_t* zero;
-  int64_t scale_stride, zero_stride;  // from one block's to the next
+  Steps steps;  // of the columns and blocks, where these have scales of their own
+  const float*
+      least;  // [row][block]: the sum of x, for what a weight's numbers begin with; null if that is nothing
+  float around;  // what was taken off those numbers besides
   int64_t columns;  // that there are
   float* sums;  // rows of kColumns
   bool first;  // else it is added to the sums
@@ -58,15 +123,9 @@ struct Tile {
 
   void skip(int64_t n) {
     weight += 4 * n, sums += n, columns -= n;
-    if (scale) scale += n;
-    if (zero) zero += n;
+    steps.skip(n);
   }
 };
-
-template <class T>
-inline Vec load_some(const T* p, int64_t columns) {
-  return columns >= W ? load(p) : columns > 0 ? load(p, Part{int(columns)}) : Vec{};
-}
 
 template <int D, int R, int NV, bool nibbles>
 __attribute__((noinline)) void multiply(const Tile& t) {
@@ -83,10 +142,10 @@ __attribute__((noinline)) void multiply(const Tile& t) {
   int64_t k = 0;
   for (int64_t b = 0; k < t.depth; ++b) {
     IVec sum[R][D][NV], zero[NV], rest[NV] = {};
-    if (t.zero) {
+    const bool zeros = t.steps.zero && !t.least;
+    if (zeros) {
 #pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n)
-        zero[n] = to_int(load_some(t.zero + b * t.zero_stride + n * W, t.columns - n * W));
+      for (int n = 0; n < NV; ++n) zero[n] = to_int(t.steps.zeros(b, n * W, t.columns - n * W));
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -100,7 +159,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         const IVec start = t.start[(r * t.blocks + b) * halves(D) + d / each] - IVec{};
 #pragma GCC unroll 4
         for (int n = 0; n < NV; ++n) sum[r][d][n] = start;
-        if (t.zero) {
+        if (zeros) {
 #pragma GCC unroll 4
           for (int n = 0; n < NV; ++n) sum[r][d][n] = start * zero[n];
         }
@@ -172,12 +231,20 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       }
     }
     // The next panel's, which lie beside these: the processor does not see lines so far apart coming.
-    if (t.scale) prefetch(t.scale + b * t.scale_stride + kColumns);
-    if (t.zero) prefetch(t.zero + b * t.zero_stride + kColumns);
+    if (t.steps.scale) prefetch(t.steps.scales(b, kColumns));
+    if (t.steps.zero) prefetch(t.steps.zero + b * t.steps.zero_stride + kColumns);
     Vec scale[NV];
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {
-      scale[n] = t.scale ? load_some(t.scale + b * t.scale_stride + n * W, t.columns - n * W) : splat(1.0f);
+      scale[n] = t.steps.scale ? t.steps.of(b, n * W, t.columns - n * W) : splat(1.0f);
+    }
+    if (t.least) {  // nibbles were multiplied around their middle, where sums are smaller
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) {
+        const Vec offset = scale[n] * t.around - t.steps.least(b, n * W, t.columns - n * W);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) total[r][n] = fma(offset, splat(t.least[r * t.blocks + b]), total[r][n]);
+      }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -240,9 +307,18 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
   const int64_t m = x.rows, depth = x.depth, width_bits = p.bits;
   const bool nibbles = width_bits == 4, grouped = p.group > 0;
   // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
-  const int32_t middle = p.zero.defined() ? -1 : nibbles ? -8 : kTaken - 128;
+  const int32_t middle = p.from_zero() ? -1 : nibbles ? -8 : kTaken - 128;
   const std::unique_ptr<int32_t[]> start(new int32_t[size_t(m * x.blocks * halves(D))]);
   for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
+  std::unique_ptr<float[]> least;
+  if (p.from_least()) {
+    least.reset(new float[size_t(m * x.blocks)]);
+    for (int64_t i = 0; i < m * x.blocks; ++i) {
+      const int32_t* const sum = x.sum.get() + i * halves(D);
+      least[size_t(i)] = (float(sum[0]) + (halves(D) == 2 ? 65536.0f * float(sum[halves(D) - 1]) : 0.0f)) *
+                         x.factor[size_t(i)];
+    }
+  }
 
   const int64_t panels = ceil_div(n, kColumns), threads = num_threads();
   int64_t row_blocks = ceil_div(m, kMostRows);
@@ -268,17 +344,14 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
       const bool alone = tiles_end - tile == 1 && vectors(int(rows) * D) * W == kColumns;
       const int64_t chunk = alone && (ask || busy(int(rows), D, nibbles)) ? depth : kChunk;
       for (int64_t k = 0; k < depth; k += chunk) {
-        Tile t;
+        Tile t{.steps = Steps(p, k, first)};
         t.blocks = x.blocks;
         t.depth = std::min(chunk, depth - k);
         t.block = x.block;
         t.weight = panel + k * width * width_bits / 8;
         t.pitch = 4 * width;
-        t.scale_stride = grouped ? p.scale.strides[0] : 0;
-        t.zero_stride = p.zero.defined() ? p.zero.strides[0] : 0;
         t.columns = columns;
-        t.scale = grouped ? p.scale.as<bfloat16>() + k / p.group * t.scale_stride + first : nullptr;
-        t.zero = p.zero.defined() ? p.zero.as<int8_t>() + k / p.group * t.zero_stride + first : nullptr;
+        t.around = nibbles ? 8.0f : 0.0f;
         t.first = k == 0;
         t.ask = ask;
         const bool unpack_first = nibbles && tiles_end - tile > kTilesThatUnpack;
@@ -293,6 +366,7 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
           t.factor = x.factor.get() + r * x.blocks + k / x.block;
           t.start = start.get() + (r * x.blocks + k / x.block) * halves(D);
           t.pairs = x.pairs.get() + r * x.blocks + k / x.block;
+          t.least = least ? least.get() + r * x.blocks + k / x.block : nullptr;
           t.sums = sums + (r - row) * kColumns;
           if (nibbles && !unpack_first) {
             if constexpr (D * kDigitBits > 8) multiply_panel<D, true>(count, width, t);
@@ -343,7 +417,7 @@ void packed_linear(View x, const QuantizedWeight& weight, View bias, bool dynami
       if (weight.bits == 4)
         return run(integral_constant<int, 2>{}, integral_constant<Rounding, Rounding::pairs>{}, weight.group);
     }
-    run(integral_constant<int, digits>{}, Exact{}, weight.bits == 4 ? weight.group : kBlock);
+    run(integral_constant<int, digits>{}, Exact{}, weight.group ? weight.group : kBlock);
   });
 }
 

@@ -8,7 +8,7 @@
 namespace opsmith {
 namespace {
 
-// The weight as linear_product.h reads one: (number - middle) scale.
+// The weight as linear_product.h reads one: (number - middle) scale - least.
 struct Dequantized {
   using Unit = float;
   static constexpr bool plain = true;
@@ -24,24 +24,34 @@ struct Dequantized {
  private:
   template <class Lanes>
   void some(int64_t column, int64_t k, int64_t count, float* to, int64_t to_stride, Lanes lanes) const {
-    const auto& [packed, scales, zeros, bits, group] = weight;
+    const auto& [packed, scales, zeros, outer, bits, group] = weight;
     const bool nibbles = bits == 4;
     const int64_t first = column / kColumns * kColumns;
     const int64_t pitch = 4 * round_up(std::min(kColumns, n - first), kLeastPanel);
     const uint8_t* from = packed.as<uint8_t>() + (first * depth + k * (pitch / 4)) * bits / 8 +
                           (column - first) * 4;
     Vec scale = group ? Vec{} : load(scales.as<float>() + column, lanes);
-    Vec middle = splat(nibbles ? 8.0f : 128.0f);
+    Vec middle = splat(!nibbles ? 128.0f : weight.from_least() ? 0.0f : 8.0f), least{};
     for (int64_t d = 0; d < count; d += 4) {
       if (group && (d == 0 || (k + d) % group == 0)) {
         const int64_t g = (k + d) / group;
-        scale = load(scales.as<bfloat16>() + g * scales.strides[0] + column, lanes);
-        if (zeros.defined()) middle = load(zeros.as<int8_t>() + g * zeros.strides[0] + column, lanes);
+        const int64_t at = g * scales.strides[0] + column;
+        const Vec zero = zeros.defined() ? load(zeros.as<int8_t>() + g * zeros.strides[0] + column, lanes)
+                                         : Vec{};
+        if (outer.defined()) {
+          const float16* const over = outer.as<float16>() + (k + d) / kSuper * outer.strides[1] + column;
+          scale = load(scales.as<int8_t>() + at, lanes) * load(over, lanes);
+          if (zeros.defined()) least = zero * load(over + outer.strides[0], lanes);
+        } else {
+          scale = scales.dtype == DType::f16 ? load(scales.as<float16>() + at, lanes)
+                                             : load(scales.as<bfloat16>() + at, lanes);
+          if (zeros.defined()) middle = zero;
+        }
       }
       const IVec word = load_words(from) >> (nibbles ? int(d % 8) : 0);  // the low nibbles come first
       for (int j = 0; j < 4 && d + j < count; ++j, to += to_stride) {
         const IVec number = (word >> (8 * j)) & (nibbles ? 15 : 255);
-        store(to, (to_float(number) - middle) * scale, lanes);
+        store(to, (to_float(number) - middle) * scale - least, lanes);
       }
       if (!nibbles || d % 8 == 4) from += pitch;
     }

@@ -1,0 +1,46 @@
+"""The formats of a packed weight: how many bits a number has, and what it is multiplied by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+GROUPS = (32, 64, 128)
+SUPER = 256  # numbers along K that share a number of `outer`
+
+
+class Scales(IntEnum):
+    """What a number is multiplied by."""
+
+    PLAIN = 0  # float32, one for each column; or bfloat16 by groups around whole zeros
+    DYNAMIC = 1  # the same, one for each column, and the rows of x are rounded too
+    HALF = 2  # float16, one for each group
+    NESTED = (
+        3  # whole numbers for each group times a float16 of `outer`; what is taken off afterwards likewise
+    )
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the numbers of a packed weight are held: their bits and scales, and what of groups is not to be chosen."""
+
+    bits: int
+    scales: Scales = Scales.PLAIN
+    group: int = 0
+    steps: int = 0  # of a format that a GGUF file has: how many values its numbers take
+    minima: bool = False  # whether these begin at a group's least number, and not around zero
+
+
+FORMATS = {
+    "bf16": Format(16),
+    "int8": Format(8),
+    "int8_dynamic": Format(8, Scales.DYNAMIC),
+    "int4": Format(4),
+    "q8_0": Format(8, Scales.HALF, 32, 255),
+    "q5_0": Format(8, Scales.HALF, 32, 32),
+    "q4_0": Format(4, Scales.HALF, 32, 16),
+    "q6_k": Format(8, Scales.NESTED, 16, 64),
+    "q5_k": Format(8, Scales.NESTED, 32, 32, True),
+    "q4_k": Format(4, Scales.NESTED, 32, 16, True),
+}
+CHOICES = tuple(name for name, of in FORMATS.items() if not of.steps)  # what a model is quantized to

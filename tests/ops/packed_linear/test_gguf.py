@@ -1,0 +1,86 @@
+"""GGUF's formats: a file's blocks to the last bit, as the library that defines the files reads them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from opsmith.ops import PackedLinear
+from opsmith.ops.packed_linear.formats import FORMATS
+from opsmith.ops.packed_linear.gguf import BLOCKS
+
+by_format = pytest.mark.parametrize("format", BLOCKS)
+HALVES = {
+    "q6_k": (208,),
+    "q5_k": (0, 2),
+    "q4_k": (0, 2),
+}  # where scales lie in a block; else at its beginning
+
+
+def blocks(format: str, n: int, count: int) -> torch.Tensor:
+    """Rows of random blocks, all bits of them, with finite scales of either sign."""
+    made = torch.randint(0, 256, (n, count, BLOCKS[format][1]), dtype=torch.uint8)
+    for at in HALVES.get(format, (0,)):
+        made[..., at : at + 2] = (torch.randn(n, count, 1) / 64).half().view(torch.uint8)
+    return made.flatten(1)
+
+
+@by_format
+def test_values_are_the_files_to_the_last_bit(format: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    for n, count in ((1, 1), (33, 3), (80, 2)):
+        rows = blocks(format, n, count)
+        packed = PackedLinear.from_blocks(rows, format=format)
+        right = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[format.upper()])
+        assert packed.dequantize().equal(torch.from_numpy(right))
+        assert packed.dequantize(torch.float64).equal(torch.from_numpy(right).double())
+
+
+@by_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_files_values(format: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    packed = PackedLinear.from_blocks(blocks(format, 70, 4), format=format)
+    for m in (1, 4, 40, 400):
+        x = torch.randn(m, packed.in_features).to(dtype)
+        right = x.double() @ packed.dequantize(torch.float64).t()
+        unit = torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * math.sqrt(packed.in_features)
+        assert float((packed(x).double() - right).abs().max() / right.abs().max()) <= unit + 2.0**-14 * (
+            dtype != torch.float32
+        )
+
+
+@by_format
+def test_a_weight_of_floats_is_rounded_to_the_nearest_steps(format: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(600, 40)
+    packed = PackedLinear.from_linear(layer, format=format)
+    assert packed.error is not None
+    steps = FORMATS[format].steps
+    # Of numbers that are spread evenly, as these are, half a step at most and 0.29 of one on average.
+    assert 0.2 / steps < packed.error.relative < 1.7 / steps
+    again = PackedLinear.from_linear(nn.Linear(600, 40), format=format)
+    again.load_state_dict(packed.state_dict())
+    assert again.dequantize().equal(packed.dequantize())
+    zeros = nn.Linear(64, 8)
+    nn.init.zeros_(zeros.weight)
+    assert not PackedLinear.from_linear(zeros, format=format).dequantize().any()
+
+
+def test_blocks_that_are_none() -> None:
+    with pytest.raises(ValueError, match=r"format of blocks must be one of q8_0, .*, got 'int8'"):
+        PackedLinear.from_blocks(torch.zeros(2, 34, dtype=torch.uint8), format="int8")
+    with pytest.raises(
+        ValueError, match=r"q8_0 rows must be uint8 \[N, a multiple of 34\], got uint8 \(2, 33\)"
+    ):
+        PackedLinear.from_blocks(torch.zeros(2, 33, dtype=torch.uint8), format="q8_0")
+    with pytest.raises(ValueError, match=r"q4_k rows must be uint8 .* got int8 \(2, 144\)"):
+        PackedLinear.from_blocks(torch.zeros(2, 144, dtype=torch.int8), format="q4_k")
+    rows = torch.zeros(2, 144, dtype=torch.uint8)
+    rows[1, :2] = torch.tensor([math.nan]).half().view(torch.uint8)
+    with pytest.raises(ValueError, match="q4_k: every scale must be finite"):
+        PackedLinear.from_blocks(rows, format="q4_k")

@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proof": {"operator", "measure", "kernels", "call", "ops"},
     "compiler": {"version", "files", "operator", "measure", "kernels", "call", "ops", "decoding", "proof"},
     "evaluation": {"compiler"},
+    "checkpoints": {"ops", "compiler"},
     "profiler": {"version", "files", "operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
     "authoring": {"version", "operator", "measure", "kernels", "call", "ops", "proof", "compiler"},
     "integrations": {

@@ -1,7 +1,7 @@
 """opsmith: fused operators for language models, and the compiler that puts them to use.
 
-The public face: `optimize`, `restore`, `keep_input_guards`, `Config`, `Plan`, `PagedCache`, `evaluate`, `Evaluation`,
-`profile`, `Profile`, `Operator`, `operator`, and the library in `opsmith.ops`.
+The public face: `optimize`, `load`, `restore`, `keep_input_guards`, `Config`, `Plan`, `PagedCache`, `evaluate`,
+`Evaluation`, `profile`, `Profile`, `Operator`, `operator`, and the library in `opsmith.ops`.
 Names are imported when they are first used, so that the command line starts without loading PyTorch. transformers
 learns of opsmith's attention when opsmith is imported after it, and when such a name is used for the first time.
 """
@@ -17,6 +17,7 @@ from opsmith.version import VERSION
 if TYPE_CHECKING:
     from opsmith import operator as operator
     from opsmith import ops as ops
+    from opsmith.checkpoints import load as load
     from opsmith.compiler import Config as Config
     from opsmith.compiler import Plan as Plan
     from opsmith.compiler import keep_input_guards as keep_input_guards
@@ -35,6 +36,7 @@ _HOMES = {
     "keep_input_guards": "opsmith.compiler",
     "optimize": "opsmith.compiler",
     "restore": "opsmith.compiler",
+    "load": "opsmith.checkpoints",
     "PagedCache": "opsmith.decoding",
     "Evaluation": "opsmith.evaluation",
     "evaluate": "opsmith.evaluation",

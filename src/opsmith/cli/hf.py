@@ -1,83 +1,46 @@
-"""Local Hugging Face folders: what loads, and one clear line for each reason why one does not."""
+"""Local Hugging Face folders and GGUF files for the command line, whose errors are lines."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import nn
 
+from opsmith.checkpoints import folder as folders
+from opsmith.checkpoints.folder import LOCAL, one_line, quiet
+from opsmith.checkpoints.header import CheckpointError
 from opsmith.cli import CommandError
 from opsmith.cli.models import Batch
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+__all__ = ["check", "load", "load_with_tokenizer", "one_line", "quiet", "tokens"]
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and advice off the terminal; its errors still come."""
-    from transformers.utils import logging
-
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def _told() -> Iterator[None]:
     try:
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()
+    except CheckpointError as error:
+        raise CommandError(str(error)) from error
 
 
 def load(folder: Path) -> tuple[nn.Module, Any]:
     """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration.
 
-    Nothing is downloaded, no code from the folder runs, and weights are read from safetensors only.
-
     Raises:
         CommandError: when there is no such folder, or no model in it that can be loaded.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise CommandError('transformers is not installed: pip install "opsmith[hf]"') from error
-    check(folder)
-    with quiet():
-        try:
-            config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
-        except Exception as error:  # transformers raises whatever a damaged file leads to
-            raise CommandError(f"{folder / 'config.json'}: {one_line(error)}") from error
-        causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
-        family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-        try:
-            model, info = family.from_pretrained(
-                folder,
-                use_safetensors=True,
-                dtype="auto",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
-                **_LOCAL,
-            )
-        except Exception as error:
-            raise CommandError(f"{folder} does not load: {one_line(error)}") from error
-    if info["mismatched_keys"]:
-        name, there, wanted = min(info["mismatched_keys"])
-        raise CommandError(
-            f"config.json and the weights in {folder} do not belong together: {name} is "
-            f"{list(there)} in the file and {list(wanted)} by config.json"
-        )
-    if info["missing_keys"] and len(info["missing_keys"]) == len(model.state_dict()):
-        raise CommandError(
-            f"no weight in {folder} belongs to a {type(model).__name__}; "
-            "are config.json and the weights of one model?"
-        )
-    return model.eval(), config
+    with _told():
+        return folders.load(folder)
+
+
+def check(folder: Path) -> None:
+    """What can be said of a folder before transformers looks at it."""
+    with _told():
+        folders.check(folder)
 
 
 def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
@@ -98,7 +61,7 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
 
             with quiet():
                 model = transformers.AutoModelForCausalLM.from_pretrained(
-                    where, dtype="float32", **_LOCAL, **options
+                    where, dtype="float32", **LOCAL, **options
                 )
         except Exception as error:  # gguf or accelerate are missing, or the file is damaged
             raise CommandError(f"{path} does not load: {one_line(error)}") from error
@@ -106,7 +69,7 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
         from transformers import AutoTokenizer
 
         with quiet():
-            return model.eval(), AutoTokenizer.from_pretrained(where, **_LOCAL, **options)
+            return model.eval(), AutoTokenizer.from_pretrained(where, **LOCAL, **options)
     except Exception as error:
         raise CommandError(f"{path} has no tokenizer that loads: {one_line(error)}") from error
 
@@ -133,47 +96,3 @@ def tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:
     if architecture.is_encoder_decoder:
         found["decoder_input_ids"] = ids
     return found
-
-
-def check(folder: Path) -> None:
-    """What can be said of a folder before transformers looks at it."""
-    from safetensors import SafetensorError, safe_open
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if not folder.exists():
-        raise CommandError(f"there is no folder {folder}; name one that save_pretrained wrote")
-    if not folder.is_dir():
-        raise CommandError(f"{folder} is a file; name the folder it lies in")
-    config = folder / "config.json"
-    if not config.is_file():
-        raise CommandError(
-            f"{folder} holds no model: config.json is missing; name a folder that save_pretrained wrote"
-        )
-    try:
-        data = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CommandError(f"{config} is not readable JSON: {error}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise CommandError(f"{config} names no model_type, so what model it is stays unknown")
-    if data["model_type"] not in CONFIG_MAPPING:
-        hint = "it runs code of its own, which is never loaded" if "auto_map" in data else "update it"
-        raise CommandError(
-            f"model type {data['model_type'][:64]!r} is unknown to the installed transformers: {hint}, "
-            "or load the model yourself and call opsmith.optimize"
-        )
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise CommandError(
-            f"{folder} has no *.safetensors, the only weights that are read; "
-            "convert them with save_pretrained"
-        )
-    for file in weights:  # a damaged one is named before the model is built; only headers are read here
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise CommandError(f"{file} is damaged ({one_line(error)}); copy or download it again") from error
-
-
-def one_line(error: Exception) -> str:
-    return shorten(str(error), 240) or type(error).__name__

@@ -134,6 +134,7 @@ def optimize(
         if is_gathered(model):
             session.gathered = True
             session.decline("fully_shard gathers weights for each call: only training is optimized")
+        session.packing.adopt(model)
         taken = session.latent.find(model)
         model._compiled_call_impl = entry(model, session)
         model.__dict__["__deepcopy__"] = Copier(model, _like)

@@ -44,7 +44,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
 
     forward = _apart(forward)
     # Dynamo builds its guards twice where somebody chooses among them.
-    chosen = keep_input_guards if session.config.frozen else needed if session.config.quantize else None
+    packed = session.config.quantize or session.packing.adopted
+    chosen = keep_input_guards if session.config.frozen else needed if packed else None
     options: Any = chosen and {"guard_filter_fn": chosen}
     compiled = torch.compile(forward, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
     seen: dict[tuple[Any, ...], Callable[..., Any]] = {}

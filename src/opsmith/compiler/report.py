@@ -15,25 +15,30 @@ from opsmith.compiler.modules.quantize import QuantizedLayer
 from opsmith.compiler.program.sites import GraphReport, SiteReport
 from opsmith.ops import mla_attention, mla_preprocess, paged_attention
 
+_FEW = ("packed", "kept")  # a layer of few bits
 _LATENT = (mla_preprocess.__name__, mla_attention.__name__)  # what a layer that keeps latent rows is made of
 
 
 def _rounded(packed: list[QuantizedLayer]) -> list[str]:
     """How many layers of each format, and what rounding took from those that lost the most."""
-    counts = Counter(layer.format for layer in packed)
     worst = max(packed, key=lambda layer: layer.lost)
     mean = sum(layer.lost for layer in packed) / len(packed)
     what = "weight" if worst.result_error is None else "results on the calibration text"
     lines = [
-        f"quantized: {' and '.join(f'{_layers(n)} to {name}' for name, n in counts.most_common())}; rounding "
+        f"quantized: {_formats(packed, 'to')}; rounding "
         f"took {100 * worst.lost:.2g} % of the {what} of {worst.name}, the most, {100 * mean:.2g} % on average"
     ]
-    if "int4" in counts:
+    if any(layer.format == "int4" for layer in packed):
         lines.append(
             "four bits change what a model predicts: how much, opsmith.evaluate(model, text, against=original) "
             "measures on a text of yours"
         )
     return lines
+
+
+def _formats(layers: list[QuantizedLayer], to: str) -> str:
+    counts = Counter(layer.format for layer in layers).most_common()
+    return " and ".join(f"{_layers(n)} {to} {name}" for name, n in counts)
 
 
 def _layers(n: int) -> str:
@@ -108,11 +113,12 @@ class Report:
     def quantized_lines(self) -> list[str]:
         """Which layers compute with rounded weights, what that took, and which do not."""
         packed = [layer for layer in self.quantized if layer.status == "packed" and not layer.rows_of]
-        lines = []
+        kept = [layer for layer in self.quantized if layer.status == "kept"]
+        lines = [f"kept as the model has them: {_formats(kept, 'of')}"] if kept else []
         if packed:
             lines += _rounded(packed)
         lines += self.compared
-        if groups := {layer.joined: None for layer in packed if layer.joined}:
+        if groups := {layer.joined: None for layer in (*packed, *kept) if layer.joined}:
             first = ", ".join(next(iter(groups)))
             lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")
         for table in (layer for layer in self.quantized if layer.rows_of):
@@ -123,7 +129,7 @@ class Report:
         if released := sum(layer.released for layer in self.quantized):
             weights = f"{released / 2**20:.1f} MiB of weights"
             lines.append(f"given back to the system: {weights}; restore is not possible")
-        return lines + [f"not quantized: {layer}" for layer in self.quantized if layer.status != "packed"]
+        return lines + [f"not quantized: {layer}" for layer in self.quantized if layer.status not in _FEW]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -179,7 +185,7 @@ class Report:
         lines = self._summary()
         lines += _few("", ((line.partition(":")[0], line) for line in self._latent_lines()))
         lines += [line for line in self.quantized_lines if not line.startswith("not ")]
-        unpacked = ((q.why, str(q)) for q in self.quantized if q.status != "packed")
+        unpacked = ((q.why, str(q)) for q in self.quantized if q.status not in _FEW)
         lines += _few("not quantized: ", unpacked)
         sites = [s for s in self.sites if s.why]
         for what, status in (

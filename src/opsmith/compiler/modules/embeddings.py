@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from opsmith.compiler.modules.linear_layers import embeddings
 from opsmith.compiler.modules.quantize import Packing, QuantizedLayer, Standing
+from opsmith.ops.packed_linear.weight import rows_of
 
 _FORMATS = ("int8", "int8_dynamic")  # with a scale for each row, and one layout
-_PANEL, _UNIT = 32, 4  # rows of a panel, and bytes of a row that lie together in it
 _SHOWN = 64  # rows that are held to the table's
 
 
@@ -41,15 +39,7 @@ class Rows(Standing):
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of these numbers, in float32."""
-        assert self.scale is not None
-        scale = F.embedding(ids, self.scale[:, None])  # which refuses numbers that have no row
-        height, width = self.weight.shape
-        whole, units = height // _PANEL * _PANEL, width // _UNIT
-        start = ids // _PANEL * _PANEL
-        step: Any = _PANEL if height == whole else torch.where(ids < whole, _PANEL, height - whole)[..., None]
-        at = (start * units + ids - start)[..., None] + torch.arange(units, device=ids.device) * step
-        numbers = self.weight.view(torch.int32).flatten()[at].view(torch.uint8)[..., : self.in_features]
-        return (numbers.to(torch.float32) - 128) * scale
+        return rows_of(self.packed, ids, self.format, self.in_features, self.group_size)
 
 
 def embed(packing: Packing, model: nn.Module, skip: Sequence[str]) -> None:
@@ -57,7 +47,7 @@ def embed(packing: Packing, model: nn.Module, skip: Sequence[str]) -> None:
     for name, module in embeddings(model):
         record = QuantizedLayer(name, "int8", "left")
         packing.layers.append(record)
-        factor = _factor(module)
+        factor = factor_of(module)
         pattern = next((p for p in skip if fnmatchcase(name, p)), None)
         if pattern is not None:
             record.why = f"its name matches {pattern!r} of quantize_skip"
@@ -91,13 +81,14 @@ def _packed(table: torch.Tensor) -> Standing:
 
 
 @torch.no_grad()
-def _factor(module: nn.Embedding) -> float | None:
+def factor_of(module: nn.Embedding) -> float | None:
     """What a module multiplies the rows of its table by, by its results; None where it does something else."""
     if module.max_norm is not None:
         return None
-    weight, ids = module.weight, torch.arange(4, device=module.weight.device)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(len(ids), weight.shape[1], generator=generator).to(weight)
+    weight = module.weight
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    generator, ids = torch.Generator().manual_seed(0), torch.arange(4, device=device)
+    table = torch.randn(len(ids), weight.shape[1], generator=generator).to(device, weight.dtype)
     try:
         one, some = (
             torch.func.functional_call(module, {"weight": t}, ids) for t in (torch.ones_like(table), table)

@@ -43,7 +43,7 @@ class QuantizedLayer:
 
     name: str
     format: str
-    status: str  # "packed", "left" or "rolled back"
+    status: str  # "packed", "left", "rolled back", or "kept" as the model has it
     relative_error: float = 0.0
     largest_error: float = 0.0
     result_error: float | None = None  # relative, of its results on the calibration text
@@ -54,6 +54,8 @@ class QuantizedLayer:
     joined: tuple[str, ...] = ()  # the layers, this one among them, whose packed weights lie side by side
 
     def __str__(self) -> str:
+        if self.status == "kept":
+            return f"{self.name}: {self.format}, as the model has it"
         if self.status != "packed":
             return f"{self.name} {self.status}: {self.why}"
         return f"{self.name}: {self.format}, relative error {self.relative_error:.2g}"
@@ -162,6 +164,7 @@ class Packing:
         self.layers: list[QuantizedLayer] = []
         self.compared: list[Compared] = []
         self._packed: dict[str, Standing] = {}
+        self.adopted: dict[str, PackedLinear] = {}  # layers that the model has packed itself
         self._called: dict[tuple[str, int, torch.dtype], None] = {}  # by which rows, in the examples
         self._seen: tuple[list[type], Seen] = [], Seen()  # of all layers, when they were last looked at
 
@@ -231,6 +234,16 @@ class Packing:
                 stand_in(name)
         read.give_back()
 
+    def adopt(self, model: nn.Module) -> None:
+        """Take note of the packed layers that a model has itself, as one that was loaded from a file of few bits does.
+
+        They stay as they are; but layers of one input are one call of them, too.
+        """
+        for name, module in model.named_modules():
+            if type(module) is PackedLinear:
+                self.layers.append(QuantizedLayer(name, module.format, "kept", nbytes=module.nbytes))
+                self.adopted[name] = module
+
     def add(self, name: str, packed: Standing, module: nn.Module, record: QuantizedLayer) -> None:
         """Let a packed weight take over the calls of a module."""
         self._packed[name] = packed
@@ -247,8 +260,21 @@ class Packing:
 
     def join(self, graph: fx.GraphModule, effects: Effects, inputs: Sequence[Any]) -> list[Site]:
         """The groups of layers in a graph that one call can stand for; their packed weights then lie side by side."""
-        of = {id(packed.weight): packed for packed in self._layers.values()}
-        return join(graph, inputs, lambda t: of.get(id(t)), _lay, effects)
+        of = {id(packed.weight): packed for packed in (*self._layers.values(), *self.adopted.values())}
+        return join(graph, inputs, lambda t: of.get(id(t)), self._lay, effects)
+
+    def _lay(self, layers: Sequence[PackedLinear]) -> bool:
+        """Whether layers' packed weights lie side by side now: not where one of them does so with others."""
+        names = {id(packed): name for name, packed in (*self._layers.items(), *self.adopted.items())}
+        of = {record.name: record for record in self.layers}
+        records = [of[names[id(layer)]] for layer in layers]
+        group = tuple(record.name for record in records)
+        before = {record.joined for record in records}
+        if before == {()}:
+            side_by_side(layers)
+            for record in records:
+                record.joined = group
+        return before in ({()}, {group})
 
     def check(self, run: Callable[[], object]) -> None:
         """Hold each layer to the tolerance of its operator on the inputs that it gets while `run` runs the model.
@@ -376,6 +402,7 @@ class Packing:
         for module in self.modules:
             vars(module).pop("forward", None)
         self._packed.clear()
+        self.adopted.clear()
 
 
 def _format(name: str, last: bool, config: Config) -> str:
@@ -386,18 +413,6 @@ def _format(name: str, last: bool, config: Config) -> str:
     named = next((f for pattern, f in config.quantize_formats.items() if fnmatchcase(name, pattern)), None)
     assert config.quantize is not None
     return named or ("int8" if last and config.quantize == "int4" else config.quantize)
-
-
-def _lay(layers: Sequence[Standing]) -> bool:
-    """Whether layers' packed weights lie side by side now: not where one of them does so with others."""
-    records = [layer.record for layer in layers]
-    group = tuple(record.name for record in records)
-    before = {record.joined for record in records}
-    if before == {()}:
-        side_by_side(layers)
-        for record in records:
-            record.joined = group
-    return before in ({()}, {group})
 
 
 def _replaced(module: nn.Module) -> bool:
@@ -428,6 +443,6 @@ def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """Of what Dynamo would ask before every call, all but what is inside a packed layer, which nobody else changes."""
     inside = tuple(
-        g.name + end for g in guards if g.has_value and isinstance(g.value, Standing) for end in ".["
+        g.name + end for g in guards if g.has_value and isinstance(g.value, PackedLinear) for end in ".["
     )
     return [not g.name.startswith(inside) for g in guards]

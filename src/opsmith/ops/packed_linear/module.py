@@ -13,7 +13,7 @@ from opsmith.ops.packed_linear import packed_linear
 from opsmith.ops.packed_linear.formats import FORMATS, GROUPS
 from opsmith.ops.packed_linear.gguf import BLOCKS
 from opsmith.ops.packed_linear.inputs import Inputs
-from opsmith.ops.packed_linear.weight import Packed, dequantize, empty, keep_blocks, quantize
+from opsmith.ops.packed_linear.weight import Packed, dequantize, empty, keep_blocks, quantize, rows_of
 from opsmith.ops.rounding import RoundingError
 
 _NAME = "PackedLinear"
@@ -238,6 +238,46 @@ class PackedLinear(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.error = None
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding that reads the rows of a packed weight: an output layer's, where the two are tied.
+
+    `y = w[ids] factor`, rounded to `dtype` before the product, as an `nn.Embedding` of that dtype rounds.
+
+    >>> table = PackedLinear.from_linear(torch.nn.Linear(64, 1000, bias=False), format="q8_0")
+    >>> PackedEmbedding(table)(torch.tensor([[3, 5]])).shape
+    torch.Size([1, 2, 64])
+
+    Args:
+        packed: the weight [N, K] of bytes or nibbles, one row for each id.
+        factor: what rows are multiplied by, as Gemma's are.
+        dtype: of the result.
+
+    Raises:
+        ValueError: for a format of pairs, bf16.
+    """
+
+    def __init__(
+        self, packed: PackedLinear, *, factor: float = 1.0, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        if packed.format == "bf16":
+            raise ValueError("PackedEmbedding: rows of bf16 cannot be read alone; keep the nn.Embedding")
+        self.table, self.factor, self.dtype = packed, factor, dtype
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows [..., K] of ids [...].
+
+        Raises:
+            IndexError: for an id that has no row.
+        """
+        table = self.table
+        rows = rows_of(table.packed, input, table.format, table.in_features, table.group_size).to(self.dtype)
+        return rows if self.factor == 1 else rows * self.factor
+
+    def extra_repr(self) -> str:
+        return f"factor={self.factor}, dtype={self.dtype}"
 
 
 def _check_options(format: Any, group_size: Any, symmetric: Any) -> None:

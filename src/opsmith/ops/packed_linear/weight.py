@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.rounding import TINY, RoundingError, on_grid, round_in_parts, round_rows
 
 _PANEL, _LEAST, _DEPTH = 32, 16, 8
+_UNIT = 4  # bytes of a row that lie together in a panel
 _PAIRS = 64  # rows of a panel of bfloat16
 _AT_ONCE = 1 << 21  # numbers that are rounded at a time
 _AT_ONCE_BY_COLUMNS = 1 << 24  # the same, where each column is a step of its own
@@ -64,16 +66,36 @@ def pack_integers(q: torch.Tensor, format: str) -> torch.Tensor:
     if FORMATS[format].bits == 4:
         low, high = q.view(rows, width // _DEPTH, 2, 4).unbind(2)
         q = (low | high << 4).view(rows, width // 2)
-    return _turn(q, _PANEL, 4)
+    return _turn(q, _PANEL, _UNIT)
 
 
 def unpack_integers(packed: torch.Tensor, format: str, n: int, k: int) -> torch.Tensor:
     """The numbers [n, k], uint8, of packed bytes."""
-    q = _turn(packed, _PANEL, 4, back=True)
-    if FORMATS[format].bits == 4:
-        q = q.view(q.shape[0], q.shape[1] // 4, 4)
-        q = torch.stack((q & 15, q >> 4), 2).flatten(1)
-    return q[:n, :k]
+    return _numbers(_turn(packed, _PANEL, _UNIT, back=True), format)[:n, :k]
+
+
+def _numbers(rows: torch.Tensor, format: str) -> torch.Tensor:
+    """Rows of bytes as the numbers in them."""
+    if FORMATS[format].bits == 8:
+        return rows
+    words = rows.view(rows.shape[0], rows.shape[1] // _UNIT, _UNIT)
+    return torch.stack((words & 15, words >> 4), 2).flatten(1)
+
+
+def rows_of(packed: Packed, ids: torch.Tensor, format: str, k: int, group_size: int) -> torch.Tensor:
+    """The rows [*ids, k] of a packed weight of bytes or nibbles, in float32; numbers without a row are refused."""
+    weight, rows = packed[0], ids.flatten()
+    # Refuses them, where an index counts from the end.
+    scale, zero, outer = (None if t is None else t.index_select(-1, rows) for t in packed[1:])
+    assert scale is not None
+    height, width = weight.shape
+    whole, units = height // _PANEL * _PANEL, width // _UNIT
+    start = rows // _PANEL * _PANEL
+    step: Any = _PANEL if height == whole else torch.where(rows < whole, _PANEL, height - whole)[:, None]
+    at = (start * units + rows - start)[:, None] + torch.arange(units, device=ids.device) * step
+    numbers = _numbers(weight.view(torch.int32).flatten()[at].view(torch.uint8), format)[:, :k]
+    found = values(numbers, scale, zero, outer, format=format, group_size=group_size, dtype=torch.float32)
+    return found.view(*ids.shape, k)
 
 
 def pack_pairs(weight: torch.Tensor) -> torch.Tensor:

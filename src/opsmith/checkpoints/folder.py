@@ -1,0 +1,124 @@
+"""Local Hugging Face folders: what loads, and one clear line for each reason why one does not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from torch import nn
+
+from opsmith.checkpoints.header import CheckpointError
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars and advice off the terminal; its errors still come."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def load(folder: Path) -> tuple[nn.Module, Any]:
+    """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration.
+
+    Nothing is downloaded, no code from the folder runs, and weights are read from safetensors only.
+
+    Raises:
+        CheckpointError: when there is no such folder, or no model in it that can be loaded.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError('transformers is not installed: pip install "opsmith[hf]"') from error
+    check(folder)
+    with quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+        except Exception as error:  # transformers raises whatever a damaged file leads to
+            raise CheckpointError(f"{folder / 'config.json'}: {one_line(error)}") from error
+        causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
+        family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        try:
+            model, info = family.from_pretrained(
+                folder,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                **LOCAL,
+            )
+        except Exception as error:
+            raise CheckpointError(f"{folder} does not load: {one_line(error)}") from error
+    if info["mismatched_keys"]:
+        name, there, wanted = min(info["mismatched_keys"])
+        raise CheckpointError(
+            f"config.json and the weights in {folder} do not belong together: {name} is "
+            f"{list(there)} in the file and {list(wanted)} by config.json"
+        )
+    if info["missing_keys"] and len(info["missing_keys"]) == len(model.state_dict()):
+        raise CheckpointError(
+            f"no weight in {folder} belongs to a {type(model).__name__}; "
+            "are config.json and the weights of one model?"
+        )
+    return model.eval(), config
+
+
+def check(folder: Path) -> None:
+    """What can be said of a folder before transformers looks at it."""
+    from safetensors import SafetensorError, safe_open
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {folder}; name one that save_pretrained wrote")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; name the folder it lies in")
+    config = folder / "config.json"
+    if not config.is_file():
+        raise CheckpointError(
+            f"{folder} holds no model: config.json is missing; name a folder that save_pretrained wrote"
+        )
+    try:
+        data = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{config} is not readable JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise CheckpointError(f"{config} names no model_type, so what model it is stays unknown")
+    if data["model_type"] not in CONFIG_MAPPING:
+        hint = "it runs code of its own, which is never loaded" if "auto_map" in data else "update it"
+        raise CheckpointError(
+            f"model type {data['model_type'][:64]!r} is unknown to the installed transformers: {hint}, "
+            "or load the model yourself and call opsmith.optimize"
+        )
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise CheckpointError(
+            f"{folder} has no *.safetensors, the only weights that are read; "
+            "convert them with save_pretrained"
+        )
+    for file in weights:  # a damaged one is named before the model is built; only headers are read here
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{file} is damaged ({one_line(error)}); copy or download it again"
+            ) from error
+
+
+def one_line(error: Exception) -> str:
+    return shorten(str(error), 240) or type(error).__name__

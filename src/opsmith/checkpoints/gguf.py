@@ -1,0 +1,219 @@
+"""A decoder in a GGUF file as a transformers model, whose layers keep the blocks that the file holds.
+
+transformers names the model and its sizes, the gguf package the tensors; opsmith reads blocks, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from opsmith.checkpoints import header
+from opsmith.checkpoints.folder import one_line, quiet
+from opsmith.checkpoints.header import CheckpointError, Header
+from opsmith.compiler.modules.embeddings import factor_of
+from opsmith.ops import PackedLinear
+from opsmith.ops.packed_linear.gguf import BLOCKS
+from opsmith.ops.packed_linear.module import PackedEmbedding
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
+
+
+def _as_it_is(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def _pairs_apart(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of queries and keys, which the file has as pairs that are rotated together, as two halves of each head."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
+        name.split(".")[-2]
+    )
+    if heads is None:
+        return rows
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _less_one(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """The weight of a norm, which the file has with the one that the model adds."""
+    return rows - 1 if name.endswith("norm.weight") else rows
+
+
+# What a file's architecture does to the rows of its tensors.
+_ROWS: dict[str, Callable[[Any, str, torch.Tensor], torch.Tensor]] = {
+    "llama": _pairs_apart,
+    **dict.fromkeys(("gemma2", "gemma3", "nemotron"), _less_one),
+    **dict.fromkeys(("qwen2", "qwen3", "phi3", "starcoder2", "stablelm"), _as_it_is),
+}
+
+
+def load(file: Path, dtype: torch.dtype) -> nn.Module:
+    """The model in a file, in eval mode: layers of few bits as the file has them, all else in a dtype.
+
+    Raises:
+        CheckpointError: the file is damaged, of an architecture that is not known, or not what its header says.
+    """
+    try:
+        import gguf
+        import transformers
+        from accelerate import init_empty_weights
+    except ImportError as error:
+        raise CheckpointError(f'{error.name} is not installed: pip install "opsmith[llm]"') from error
+    found = header.read(file)
+    architecture = found.values.get("general.architecture")
+    if architecture not in _ROWS:
+        raise CheckpointError(
+            f"{file}: its architecture is {str(architecture)[:64]!r}, of which the names are not known; there are: "
+            f"{', '.join(sorted(_ROWS))}. transformers' from_pretrained(gguf_file=...) may know it: opsmith.optimize "
+            "its model"
+        )
+    config = _config(found)
+    config.dtype = dtype
+    with quiet(), init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    names = gguf.get_tensor_name_map(
+        next(of for of, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
+        config.num_hidden_layers,
+    )
+    filling = _Filling(found, config, _ROWS[architecture], dtype, names)
+    filling.fill(model)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _config(found: Header) -> Any:
+    """What transformers makes of a file's values; it gets no tensors, and not the tokenizer, whose lists take long."""
+    import transformers
+
+    with quiet(), tempfile.TemporaryDirectory() as place:
+        (Path(place) / "model.gguf").write_bytes(found.plain)
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                place, gguf_file="model.gguf", local_files_only=True
+            )
+        except Exception as error:  # transformers raises whatever a file leads to
+            raise CheckpointError(f"{found.file}: its values make no model: {one_line(error)}") from error
+    if (table := found.tensors.get("token_embd.weight")) is not None:
+        config.vocab_size = table.shape[0]
+    depth = found.values.get(f"{found.values['general.architecture']}.attention.key_length")
+    if depth is not None and getattr(config, "head_dim", None) is not None:
+        config.head_dim = depth  # not every architecture's is passed on
+    return config
+
+
+@dataclass
+class _Filling:
+    """Gives a model without weights those of a file."""
+
+    found: Header
+    config: Any
+    rows: Callable[[Any, str, torch.Tensor], torch.Tensor]
+    dtype: torch.dtype
+    names: Any
+    unread: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unread = set(self.found.tensors)
+
+    def fill(self, model: Any) -> None:
+        """Every weight of a model.
+
+        Raises:
+            CheckpointError: the file lacks one or has others, or one has another shape.
+        """
+        tied: dict[str, PackedLinear] = {}  # by the file's name
+        for path, module in list(model.named_modules()):
+            of = self.of(path, "weight") if isinstance(module, nn.Linear | nn.Embedding) else None
+            if of is None or self.found.tensors[of].type.lower() not in BLOCKS:
+                continue
+            if of not in tied:
+                tied[of] = self.packed(of, module.weight)
+            packed = tied[of]
+            if isinstance(module, nn.Embedding):
+                factor = factor_of(module)
+                if factor is None:
+                    raise self.wrong(f"{path} is an embedding that does more than to read rows")
+                packed = PackedEmbedding(packed, factor=factor, dtype=self.dtype)  # type: ignore[assignment]
+            elif module.bias is not None:
+                packed.bias = self.floats(self.of(path, "bias"), f"{path}.bias", module.bias)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, packed)
+        done: dict[str | None, nn.Parameter] = {}
+        for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+            parent, _, name = path.rpartition(".")
+            if (of := self.of(parent, name)) not in done:
+                done[of] = nn.Parameter(self.floats(of, path, parameter), requires_grad=False)
+            setattr(model.get_submodule(parent), name, done[of])
+        self.frequencies(model)
+        if self.unread:
+            raise self.wrong(
+                f"{min(self.unread)} and {len(self.unread) - 1} other tensors belong to no layer of it"
+            )
+
+    def of(self, path: str, name: str) -> str | None:
+        """The file's name of a module's parameter; None where the file has none of it."""
+        known = self.names.get_name(path) or (
+            "output" if path == "lm_head" else None
+        )  # Gemma 2 has no name for it
+        wanted = f"{known}.{name}"
+        if known == "output" and wanted not in self.found.tensors:
+            wanted = f"token_embd.{name}"  # which it is tied to
+        return wanted if wanted in self.found.tensors else None
+
+    def packed(self, name: str, weight: torch.Tensor) -> PackedLinear:
+        rows = self.read(name, weight)
+        try:
+            return PackedLinear.from_blocks(rows, format=self.found.tensors[name].type.lower())
+        except ValueError as error:
+            raise self.wrong(f"{name}: {error}") from error
+
+    def floats(self, name: str | None, path: str, wanted: torch.Tensor) -> torch.Tensor:
+        """A parameter's numbers; those of few bits that no layer keeps are unpacked."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        if name is None:
+            raise self.wrong(f"it has no tensor for {path}")
+        kind = self.found.tensors[name].type
+        rows = self.read(name, wanted)
+        if kind in _FLOATS:
+            return rows.view(_FLOATS[kind]).view(wanted.shape).to(self.dtype)
+        try:
+            numbers = torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
+        except NotImplementedError as error:
+            raise self.wrong(f"{name} is of type {kind}, which nothing here unpacks") from error
+        return numbers.view(wanted.shape).to(self.dtype)
+
+    def read(self, name: str, wanted: torch.Tensor) -> torch.Tensor:
+        """The bytes of a tensor's rows, in the model's order."""
+        tensor = self.found.tensors[name]
+        self.unread.discard(name)
+        if tensor.shape != tuple(wanted.shape):
+            raise self.wrong(f"{name} is {list(tensor.shape)} where its values say {list(wanted.shape)}")
+        rows = self.found.rows(name)
+        if tensor.type in _FLOATS:
+            numbers = rows.view(_FLOATS[tensor.type])
+            rows = self.rows(self.config, name, numbers.view(wanted.shape)).contiguous().view(torch.uint8)
+            return rows.view(-1, rows.shape[-1])
+        return self.rows(self.config, name, rows)
+
+    def frequencies(self, model: nn.Module) -> None:
+        """Divide a rotation's frequencies by what the file has for that."""
+        if _FREQUENCIES not in self.found.tensors:
+            return
+        by = self.found.rows(_FREQUENCIES).view(torch.float32).flatten()
+        self.unread.discard(_FREQUENCIES)
+        for module in model.modules():
+            held: Any = getattr(module, "inv_freq", None)
+            if isinstance(held, torch.Tensor):
+                if held.shape != by.shape or not bool((by > 0).all()):
+                    raise self.wrong(f"{_FREQUENCIES} is not for {len(held)} frequencies")
+                held.div_(by)
+
+    def wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.found.file} does not load: {what}")

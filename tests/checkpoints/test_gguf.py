@@ -1,0 +1,194 @@
+"""Models in GGUF files: the numbers that transformers reads from the same file, in the file's own bits."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opsmith
+from opsmith import Config
+from opsmith.checkpoints import CheckpointError, gguf, header
+from opsmith.ops import PackedLinear
+from opsmith.ops.packed_linear.module import PackedEmbedding
+from tests.checkpoints import files
+
+pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gemma2", "phi3")
+
+
+def theirs(file: Path) -> Any:
+    """The model that transformers makes of a file, unpacked to float32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype="float32", local_files_only=True
+    ).eval()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_is_the_one_that_transformers_unpacks(architecture: str, tmp_path: Path) -> None:
+    file = files.write(tmp_path / "model.gguf", architecture)
+    right, model = theirs(file), gguf.load(file, torch.float32)
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len({m.format for m in packed}) == 6
+    assert type(model) is type(right)
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear) and not path.endswith(".table"):
+            assert module.dequantize().equal(right.get_submodule(path).weight), path
+        elif isinstance(module, PackedEmbedding):
+            assert module.table.dequantize().equal(right.get_submodule(path).weight), path
+    kept = dict(right.named_parameters())
+    for path, parameter in model.named_parameters():
+        assert parameter.equal(kept[path]), path
+    ids = torch.randint(0, files.TOKENS, (2, 40))
+    with torch.no_grad():
+        eager = right(ids).logits
+        wide = nn.Module.double(right)(ids).logits  # the model's own refuses
+        got = model(ids).logits
+    scale = wide.abs().max()
+    assert float((got - wide).abs().max() / scale) <= 2 * float((eager - wide).abs().max() / scale) + 1e-6
+
+
+def test_load_optimizes_and_generates_what_the_unpacked_model_does(tmp_path: Path) -> None:
+    file = files.write(tmp_path / "model.gguf", "llama")
+    model = opsmith.load(file, config=Config(tune=False))
+    ids = torch.randint(0, files.TOKENS, (1, 12))
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    right = theirs(file).generate(ids, **how)
+    assert model.generate(ids, **how).equal(right)
+    report = str(model.opsmith.report)
+    assert "kept as the model has them: " in report
+    assert "linear layers of q4_k" in report
+    assert "not quantized" not in report
+    assert model.config.eos_token_id == 2
+    # Layers of one input and one format are one call, and stay what they are.
+    assert opsmith.restore(model).generate(ids, **how).equal(right)
+
+
+def test_layers_of_one_input_are_joined(tmp_path: Path) -> None:
+    file = files.write(tmp_path / "model.gguf", "qwen3", ("q4_k",))
+    model = opsmith.load(str(file), config=Config(tune=False))
+    ids = torch.randint(0, files.TOKENS, (1, 9))
+    with torch.no_grad():
+        wide = nn.Module.double(theirs(file))(ids).logits
+        for _ in range(2):
+            got = model(ids).logits
+            assert float((got - wide).abs().max() / wide.abs().max()) < 1e-5
+    assert "joined: 4 groups of layers of one input" in str(model.opsmith.report)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    again = gguf.load(file, torch.float32)
+    again.load_state_dict(state)
+    with torch.no_grad():
+        assert again(ids).logits.sub(got).abs().max() < 1e-5 * wide.abs().max()
+
+
+def test_what_is_in_floats_or_in_other_formats(tmp_path: Path) -> None:
+    file = files.write(tmp_path / "model.gguf", "llama", ("f32", "f16", "q4_1", "q8_0"))
+    model, right = gguf.load(file, torch.float32), theirs(file)
+    assert {m.format for m in model.modules() if isinstance(m, PackedLinear)} == {"q8_0"}
+    for path, parameter in model.named_parameters():
+        assert parameter.equal(right.get_parameter(path)), path
+    half = gguf.load(file, torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert half(torch.tensor([[1, 2]])).logits.dtype == torch.bfloat16
+    quantized = opsmith.load(file, quantize="int8", config=Config(tune=False))
+    quantized(torch.tensor([[1, 2]]))
+    assert "to int8" in str(quantized.opsmith.report)
+
+
+def test_frequencies_of_a_rotation_are_the_files(tmp_path: Path) -> None:
+    import gguf as theirs_
+
+    file, by = files.write(tmp_path / "model.gguf", "llama"), torch.linspace(1, 8, files.depth("llama") // 2)
+    plain = gguf.load(file, torch.float32)
+    reader, other = theirs_.GGUFReader(file), tmp_path / "scaled.gguf"
+    writer = theirs_.GGUFWriter(other, "llama")
+    for key, value in files.values("llama").items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.add_tensor("rope_freqs.weight", by.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    scaled = gguf.load(other, torch.float32)
+    assert scaled.model.rotary_emb.inv_freq.allclose(plain.model.rotary_emb.inv_freq / by)
+
+
+def damaged(file: Path, at: int, value: bytes) -> Path:
+    data = bytearray(file.read_bytes())
+    data[at : at + len(value)] = value
+    other = file.with_name("damaged.gguf")
+    other.write_bytes(data)
+    return other
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    file = files.write(tmp_path / "model.gguf", "llama")
+    whole = file.read_bytes()
+    found = header.read(file)
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        opsmith.load(tmp_path / "none.gguf")
+    for length in (0, 3, 10, 40, 200, 3000, len(whole) // 2, len(whole) - 1):
+        short = tmp_path / "short.gguf"
+        short.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="is no whole GGUF file"):
+            opsmith.load(short)
+    huge = struct.pack("<Q", 1 << 63)
+    name = whole.index(b"blk.0.attn_q.weight")
+    for at, value, message in (
+        (0, b"GGML", "does not begin with GGUF"),
+        (4, b"\x09", "version 9"),
+        (8, huge, "counts 9223372036854775808 tensors"),
+        (16, huge, "tensors and 9223372036854775808 values"),
+        (24, huge, "a name of 9223372036854775808 bytes"),
+        (name - 8, huge, "a name of 9223372036854775808 bytes"),
+        (name + 19, b"\x09", "has 9 dimensions"),
+        (name + 23, huge, "ends at byte|lies over"),
+        (name + 23, struct.pack("<Q", 257), "are no blocks of"),
+        (name + 39, b"\xff", "unknown type 255"),
+        (name + 43, huge, "ends at byte"),
+        (name + 43, struct.pack("<Q", found.tensors["blk.1.ffn_up.weight"].offset), "lies over"),
+        (name + 43, b"\x01", "lies over another tensor, or at an odd place"),
+        (name + 15, b"\xff", "not UTF-8"),
+        (name, b"blk.0.attn_k", "two tensors have one name"),
+        (name, b"blk.7", "it has no tensor for model.layers.0.self_attn.q_proj.weight"),
+        (name, b"blk.0.attn_z", "it has no tensor for model.layers.0.self_attn.q_proj.weight"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            gguf.load(damaged(file, at, value), torch.float32)
+    with pytest.raises(
+        CheckpointError, match="its architecture is 'zonks', of which the names are not known"
+    ):
+        gguf.load(damaged(file, whole.index(b"llama"), b"zonks"), torch.float32)
+    shape = found.tensors["blk.0.attn_norm.weight"]
+    assert shape.shape == (files.HIDDEN,)
+    at = whole.index(b"llama.embedding_length") + len("llama.embedding_length") + 4
+    with pytest.raises(CheckpointError, match=r"is \[320, 256\] where its values say \[320, 128\]"):
+        gguf.load(damaged(file, at, struct.pack("<I", 128)), torch.float32)
+    with pytest.raises(CheckpointError, match="every scale must be finite"):
+        gguf.load(damaged(file, found.tensors["token_embd.weight"].offset, b"\xff\x7f"), torch.float32)
+    with pytest.raises(ValueError, match="load: dtype must be one of float32, bfloat16, float16, got int8"):
+        opsmith.load(file, dtype=torch.int8)
+
+
+def test_a_folder_is_loaded_as_well(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded, ids = opsmith.load(tmp_path, config=Config(tune=False)), torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert loaded(ids).logits.allclose(model(ids).logits, atol=1e-5)
+    assert "found: " in str(loaded.opsmith.report)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        opsmith.load(tmp_path / "none")

@@ -17,11 +17,13 @@ from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from opsmith.authoring.new import create
+from opsmith.checkpoints import header
 from opsmith.cli import CommandError
 from opsmith.cli.hf import check as check_folder
 from opsmith.compiler import Config, Plan
@@ -44,6 +46,7 @@ class Kind:
     write: Callable[[Any], str]
     read: Callable[[Path], Any]
     errors: tuple[type[Exception], ...] = (ValueError, TypeError)
+    content: Callable[[], bytes] = bytes  # what is right, of a file that is no text
 
 
 def toml(data: Any) -> str:
@@ -81,6 +84,35 @@ def weights() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         save_file({"w": torch.ones(2, 3), "b": torch.zeros(3)}, f"{folder}/model.safetensors")
         return Path(folder, "model.safetensors").read_bytes()
+
+
+@cache
+def blocks() -> bytes:
+    """A GGUF file: values of each kind, and tensors of numbers and of blocks."""
+    import gguf
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model.gguf")
+        writer = gguf.GGUFWriter(file, "llama")
+        writer.add_block_count(1)
+        writer.add_rope_freq_base(10000.0)
+        writer.add_token_list(["a", "b"])
+        writer.add_array("llama.sizes", [1, 2, 3])
+        writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+        rows = gguf.quants.quantize(np.ones((2, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor("token_embd.weight", rows, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return file.read_bytes()
+
+
+def read_blocks(file: Path) -> None:
+    found = header.read(file)
+    assert len(found.plain) < 10_000 + 100 * len(found.tensors)
+    for name, tensor in found.tensors.items():
+        assert found.rows(name).numel() == tensor.nbytes <= file.stat().st_size
 
 
 def read_plan(file: Path) -> None:
@@ -169,7 +201,9 @@ def kinds() -> list[Kind]:
             lambda data: "",
             partial(read_in_folder, "model.safetensors", "config.json", BERT),
             (CommandError,),
+            weights,
         ),
+        Kind("blocks", (), lambda data: "", read_blocks, (header.CheckpointError,), blocks),
     ]
 
 
@@ -271,10 +305,10 @@ def files(draw: st.DrawFn, kind: Kind) -> File:
             story.append(what)
         content = kind.write(data).encode("utf-8", "surrogatepass")
     else:
-        content = weights()
+        content = kind.content()
     for _ in range(draw(st.integers(0 if story else 1, 2))):
         at = draw(st.integers(0, len(content)))
-        how = draw(st.sampled_from(("cut", "insert", "flip", "double", "text")))
+        how = draw(st.sampled_from(("cut", "insert", "flip", "double", "text", "word")))
         story.append(f"{how} {at}")
         if how == "cut":
             content = content[:at]
@@ -288,6 +322,11 @@ def files(draw: st.DrawFn, kind: Kind) -> File:
         elif how == "double":
             begin = draw(st.integers(0, at))
             content = content[:at] + content[begin:at] + content[at:]
+        elif how == "word":
+            word = draw(
+                st.sampled_from((0, 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)) | st.integers(0, 4096)
+            )
+            content = content[:at] + word.to_bytes(8, "little") + content[at + 8 :]
         else:
             text = draw(st.sampled_from(TEXTS)).encode("utf-8")
             end = draw(st.integers(at, min(len(content), at + 12)))

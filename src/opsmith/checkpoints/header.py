@@ -171,6 +171,8 @@ class _Reader:
         if not 0 < dimensions <= _MOST_DIMENSIONS:
             raise self.wrong(f"{name[:64]!r} has {dimensions} dimensions")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        if not math.prod(shape):
+            raise self.wrong(f"{name[:64]!r} has no numbers")
         kind, offset = self.number("I"), self.number("Q")
         try:
             of = GGMLQuantizationType(kind)

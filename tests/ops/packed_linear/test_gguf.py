@@ -71,6 +71,32 @@ def test_a_weight_of_floats_is_rounded_to_the_nearest_steps(format: str) -> None
     assert not PackedLinear.from_linear(zeros, format=format).dequantize().any()
 
 
+def test_a_float8_weight_is_kept_as_it_is() -> None:
+    """Every number that the format has, and the scales of blocks, of rows, and of an incomplete block."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = every[every.float().isfinite()].repeat(100)[: 130 * 190].view(130, 190)
+    by_row, blocks = torch.rand(130) + 0.5, torch.tensor([[0.5, 3.0], [1e-4, 7.0]])
+    spread = blocks.repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :190]
+    for scale, wide in ((by_row, by_row[:, None]), (by_row[:, None], by_row[:, None]), (blocks, spread)):
+        packed = PackedLinear.from_float8(weight, scale)
+        assert packed.dequantize().equal(weight.float() * wide)
+        for m in (1, 3, 8, 9, 70):
+            x = torch.randn(m, 190)
+            right = x.double() @ packed.dequantize(torch.float64).t()
+            assert float((packed(x).double() - right).abs().max() / right.abs().max()) < 1e-6
+    with pytest.raises(TypeError, match=r"weight must be float8_e4m3fn \[N, K\], got float32 \[130, 190\]"):
+        PackedLinear.from_float8(weight.float(), by_row)
+    with pytest.raises(
+        ValueError, match=r"scale must be float32 \[2, 2\], \[130\] or \[130, 1\], got float32 \[190\]"
+    ):
+        PackedLinear.from_float8(weight, torch.ones(190))
+    for wrong in ((every.view(2, 128), torch.ones(2)), (weight, by_row / 0)):
+        with pytest.raises(ValueError, match="must be finite, got NaN or an infinity"):
+            PackedLinear.from_float8(*wrong)
+    with pytest.raises(ValueError, match=r"group_size must be one of \(32, 64, 128, 0\), got 16"):
+        PackedLinear.from_linear(nn.Linear(64, 8), format="fp8", group_size=16)
+
+
 def test_blocks_that_are_none() -> None:
     with pytest.raises(ValueError, match=r"format of blocks must be one of q8_0, .*, got 'int8'"):
         PackedLinear.from_blocks(torch.zeros(2, 34, dtype=torch.uint8), format="int8")

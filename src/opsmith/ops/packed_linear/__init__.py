@@ -15,7 +15,7 @@ from opsmith.call.run import Call, declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Kind, Make, Sample, Supports
 from opsmith.ops.linear import PACKED, product_cost
-from opsmith.ops.packed_linear.formats import FORMATS, GROUPS, SUPER, Scales
+from opsmith.ops.packed_linear.formats import BLOCK, CHOSEN, FORMATS, GROUPS, SUPER, Scales
 from opsmith.ops.packed_linear.weight import Packed, dequantize, empty, packed_shape, quantize
 
 _OP = "packed_linear"
@@ -48,9 +48,9 @@ def packed_linear(
     """Multiply by a weight that was packed once.
 
     `y = x @ w.T + bias` with `w = weight` (bf16), `(weight - 128) scale` (int8), or `(weight - zero) scale` by groups
-    along K (int4; zero is 8 where there is none). GGUF's formats are by groups too, with the very values of a file; in
-    q5_k and q4_k `w = weight scale outer[0] - zero outer[1]`. "int8_dynamic" rounds each row of x to int8 too:
-    `s = max|x| / 127`, `y = s (round(x / s) @ w.T) + bias`.
+    along K (int4; zero is 8 where there is none), or a float of 8 bits times its scale (fp8). GGUF's formats are by
+    groups too, with the very values of a file; in q5_k and q4_k `w = weight scale outer[0] - zero outer[1]`.
+    "int8_dynamic" rounds each row of x to int8 too: `s = max|x| / 127`, `y = s (round(x / s) @ w.T) + bias`.
 
     >>> layer = PackedLinear.from_linear(torch.nn.Linear(64, 48), format="int8")
     >>> packed_linear(torch.randn(2, 9, 64), layer.weight, layer.scale, format="int8").shape
@@ -62,10 +62,14 @@ def packed_linear(
     Args:
         x: [..., K], float32, bfloat16 or float16.
         weight: packed [N, K], see `opsmith.ops.packed_linear.weight`: bfloat16 or uint8.
-        scale: [N] float32; int4: [groups, N] bfloat16; GGUF's: float16, or int8 under `outer`; bf16: None.
+        scale: [N] float32; int4: [groups, N] bfloat16; fp8: [N] or [groups, N] float32; GGUF's: [groups, N] float16,
+            or int8 under `outer`; bf16: None.
         zero: [groups, N] int8, of an asymmetric int4 weight; of q5_k and q4_k what is taken off, under `outer[1]`.
         bias: [N], in x's dtype.
-            group_size: of int4, 32, 64 or 128 numbers along K that share a scale.
+        format: "bf16", "int8", "int8_dynamic", "int4", "fp8", or GGUF's "q8_0", "q6_k", "q5_0", "q5_k", "q4_0", "q4_k".
+        group_size: numbers along K that share a scale: of int4 32, 64 or 128; of fp8 128 or 0; of GGUF's 32, or 16 of
+            q6_k.
+        outer: of q6_k [1, ceil(K / 256), N], of q5_k and q4_k [2, ...], float16: what multiplies scale, and zero.
         out: [..., N] in x's dtype to write into.
 
     Raises:
@@ -87,6 +91,8 @@ def format_of(bits: int, scales: int, group_size: int, zero: torch.Tensor | None
     """The name of a format by what the operator is told of it; of two that are packed alike, the first."""
     if scales < Scales.HALF:
         return next(name for name, code in _CODES.items() if code == (bits, scales))
+    if scales == Scales.FLOAT8:
+        return "fp8"
     wanted = (bits, scales, group_size, zero is not None)
     return next(
         (name for name, of in FORMATS.items() if (of.bits, of.scales, of.group, of.minima) == wanted),
@@ -145,13 +151,14 @@ class _Packed(_Flat):
                 raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
             if t is not None:
                 check_device(_OP, t, x, name)
-        if group_size not in (GROUPS if format == "int4" else (of.group,)):
+        groups = CHOSEN.get(format, (of.group,))
+        if group_size not in groups:
             wanted = (
-                f"one of {GROUPS} for int4, {of.group} for {format}"
-                if of.group
-                else f"one of {GROUPS} for int4"
+                f"one of {groups} for {format}"
+                if any(groups)
+                else f"one of {GROUPS} for int4 and 0 otherwise"
             )
-            raise ValueError(f"{_OP}: group_size must be {wanted} and 0 otherwise, got {group_size!r}")
+            raise ValueError(f"{_OP}: group_size must be {wanted}, got {group_size!r}")
         if format == "bf16" and not (scale is None and zero is None):
             raise ValueError(f"{_OP}: a bf16 weight has no scale and no zero; leave them out")
         if format != "bf16" and scale is None:
@@ -171,7 +178,7 @@ class _Packed(_Flat):
         if scale is not None:
             n = scale.shape[-1] if scale.dim() else 0
             groups = (-(-k // group_size), n) if group_size else (n,)
-            wide = {Scales.HALF: torch.float16, Scales.NESTED: torch.int8}.get(
+            wide = {Scales.HALF: torch.float16, Scales.NESTED: torch.int8, Scales.FLOAT8: torch.float32}.get(
                 Scales(scales), torch.bfloat16 if group_size else torch.float32
             )
             _expect("scale", scale, groups, (wide, torch.float64), format)
@@ -283,7 +290,7 @@ def _made(weight: torch.Tensor, format: str, group: int = 0, symmetric: bool = T
 
 def _samples(make: Make) -> Iterator[Sample]:
     for format in FORMATS:
-        group = 64 if format == "int4" else FORMATS[format].group
+        group = {"int4": 64, "fp8": BLOCK}.get(format, FORMATS[format].group)
 
         def sample(
             name: str,
@@ -312,13 +319,15 @@ def _samples(make: Make) -> Iterator[Sample]:
         x[:, ::17] *= 100
         x[2] = 0
         yield sample("outliers and a row of zeros", x, 40)
+        if format == "fp8":
+            yield sample("a scale of each row", make(3, 300), 50, make(50), group=0)
         for group in GROUPS if format == "int4" else ():
             yield sample(f"asymmetric {group}", make(4, 300), 50, make(50), group=group, symmetric=False)
 
 
 def _workloads(make: Make) -> Iterator[Sample]:
     for format in FORMATS:
-        group = 128 if format == "int4" else FORMATS[format].group
+        group = {"int4": 128, "fp8": BLOCK}.get(format, FORMATS[format].group)
         options = {"format": format, "group_size": group}
         *w, outer = _made(make(11008, 4096, scale=0.02), format, group)
         for rows in (1, 4, 16, 512):

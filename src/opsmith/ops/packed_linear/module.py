@@ -10,10 +10,18 @@ from torch import nn
 
 from opsmith.call.arguments import check_count, short
 from opsmith.ops.packed_linear import packed_linear
-from opsmith.ops.packed_linear.formats import FORMATS, GROUPS
+from opsmith.ops.packed_linear.formats import BLOCK, CHOSEN, FORMATS, GROUPS
 from opsmith.ops.packed_linear.gguf import BLOCKS
 from opsmith.ops.packed_linear.inputs import Inputs
-from opsmith.ops.packed_linear.weight import Packed, dequantize, empty, keep_blocks, quantize, rows_of
+from opsmith.ops.packed_linear.weight import (
+    Packed,
+    dequantize,
+    empty,
+    keep_blocks,
+    pack_integers,
+    quantize,
+    rows_of,
+)
 from opsmith.ops.rounding import RoundingError
 
 _NAME = "PackedLinear"
@@ -32,8 +40,9 @@ class PackedLinear(nn.Module):
         in_features, out_features: K and N.
         bias: whether there is one.
         format: "bf16"; "int8", a scale for each output; "int8_dynamic", which rounds the rows of the input too; "int4";
-            or one of GGUF's: "q8_0", "q6_k", "q5_0", "q5_k", "q4_0", "q4_k".
-        group_size: of int4, the numbers along K that share a scale: 32, 64 or 128.
+            "fp8", floats of 8 bits (e4m3); or one of GGUF's: "q8_0", "q6_k", "q5_0", "q5_k", "q4_0", "q4_k".
+        group_size: of int4, the numbers along K that share a scale: 32, 64 or 128; of fp8, 0 for a scale of each
+            row, else it is one for each block of 128 rows by 128.
         symmetric: of int4, whether 0 lies in the middle of the range, or each group has its own zero.
         dtype: of the bias.
         device: of everything.
@@ -69,6 +78,8 @@ class PackedLinear(nn.Module):
         self.out_features = check_count(_NAME, "out_features", out_features)
         self.format = format
         self.group_size = group_size if format == "int4" else FORMATS[format].group
+        if format == "fp8":
+            self.group_size = BLOCK if group_size else 0
         self.symmetric = symmetric or format != "int4"
         self.error = None
         buffers = empty(format, out_features, in_features, self.group_size, self.symmetric, device)
@@ -162,6 +173,42 @@ class PackedLinear(nn.Module):
         keep_blocks(rows, format, made.packed)
         return made
 
+    @classmethod
+    def from_float8(cls, weight: torch.Tensor, scale: torch.Tensor) -> PackedLinear:
+        """A layer without a bias of a float8 weight and its scales, as DeepSeek-V3 was published: `w = weight scale`.
+
+        >>> PackedLinear.from_float8(torch.zeros(200, 300).to(torch.float8_e4m3fn), torch.ones(2, 3)).format
+        'fp8'
+
+        Args:
+            weight: [N, K], float8_e4m3fn.
+            scale: [ceil(N / 128), ceil(K / 128)], one for each block of 128 by 128; or [N] or [N, 1]. float32.
+
+        Raises:
+            TypeError, ValueError: for another dtype or shape, and for numbers that are not finite.
+        """
+        if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
+            got = f"{short(weight.dtype)} {list(weight.shape)}"
+            raise TypeError(f"{_NAME}: weight must be float8_e4m3fn [N, K], got {got}")
+        n, k = weight.shape
+        blocks = (-(-n // BLOCK), -(-k // BLOCK))
+        by_row = scale.shape in ((n,), (n, 1)) and scale.shape != blocks
+        if scale.dtype != torch.float32 or not (by_row or scale.shape == blocks):
+            raise ValueError(
+                f"{_NAME}: scale must be float32 {list(blocks)}, [{n}] or [{n}, 1], "
+                f"got {short(scale.dtype)} {list(scale.shape)}"
+            )
+        bytes_ = weight.contiguous().view(torch.uint8)
+        if not bool(scale.isfinite().all()) or bool((bytes_ & 127 == 127).any()):
+            raise ValueError(
+                f"{_NAME}: a float8 weight and its scales must be finite, got NaN or an infinity"
+            )
+        made = cls(k, n, False, format="fp8", group_size=0 if by_row else BLOCK, device=weight.device)
+        assert made.scale is not None
+        made.scale.copy_(scale.flatten() if by_row else scale.repeat_interleave(BLOCK, 0)[:n].t())
+        made.weight.copy_(pack_integers(bytes_, "fp8"))
+        return made
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input @ w.T + bias`.
 
@@ -218,8 +265,8 @@ class PackedLinear(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        own = self.format == "int4"
-        groups = f", group_size={self.group_size}, symmetric={self.symmetric}" if own else ""
+        groups = f", group_size={self.group_size}" if self.format in CHOSEN else ""
+        groups += f", symmetric={self.symmetric}" if self.format == "int4" else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, format={self.format!r}{groups}"
@@ -283,7 +330,8 @@ class PackedEmbedding(nn.Module):
 def _check_options(format: Any, group_size: Any, symmetric: Any) -> None:
     if format not in FORMATS:
         raise ValueError(f"{_NAME}: format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if isinstance(group_size, bool) or group_size not in GROUPS:
-        raise ValueError(f"{_NAME}: group_size must be one of {GROUPS}, got {group_size!r}")
+    groups = (*GROUPS, 0) if format == "fp8" else GROUPS
+    if isinstance(group_size, bool) or group_size not in groups:
+        raise ValueError(f"{_NAME}: group_size must be one of {groups}, got {group_size!r}")
     if not isinstance(symmetric, bool):
         raise TypeError(f"{_NAME}: symmetric must be True or False, got {symmetric!r}")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.layouts import in_huge_pages
-from opsmith.ops.packed_linear.formats import FORMATS, SUPER, Scales
+from opsmith.ops.packed_linear.formats import BLOCK, FORMATS, SUPER, Scales
 from opsmith.ops.packed_linear.gguf import read, round_to
 from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.rounding import TINY, RoundingError, on_grid, round_in_parts, round_rows
@@ -163,6 +163,9 @@ def values(
 ) -> torch.Tensor:
     """What numbers [n, k] stand for, as they are stored."""
     k, middle = q.shape[1], 1 << FORMATS[format].bits - 1
+    if FORMATS[format].scales is Scales.FLOAT8:
+        steps = _spread(scale.to(dtype), group_size, k) if group_size else scale.to(dtype)[:, None]
+        return q.contiguous().view(torch.float8_e4m3fn).to(dtype) * steps
     if not group_size:
         return (q.to(dtype) - middle) * scale.to(dtype)[:, None]
     if outer is None:
@@ -223,6 +226,30 @@ def round_groups(
     return q.to(torch.uint8), scale.t().to(torch.bfloat16).contiguous(), zero
 
 
+def round_to_float8(part: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as bytes of e4m3 floats, and their scales: of each row, or of blocks of as many rows as a group has numbers.
+
+    The largest magnitude that shares a scale becomes the largest that the format has.
+    """
+    n, k = part.shape
+    most = torch.finfo(torch.float8_e4m3fn).max
+    if not group_size:
+        scale = _largest(part, 1) / most
+        steps = scale[:, None]
+    else:
+        blocks = F.pad(part, (0, -k % group_size, 0, -n % group_size))
+        blocks = blocks.view(-(-n // group_size), group_size, -(-k // group_size), group_size)
+        scale = (_largest(blocks, (1, 3)) / most).repeat_interleave(group_size, 0)[:n].t().contiguous()
+        steps = _spread(scale, group_size, k)
+    q = (part / steps).clamp_(-most, most).to(torch.float8_e4m3fn)
+    return q.view(torch.uint8), scale
+
+
+def _largest(numbers: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+    """The largest magnitudes, none so small that a scale made of it would be zero."""
+    return numbers.abs().amax(dim).clamp_(min=TINY * 1024)
+
+
 def _stored(scale: torch.Tensor) -> torch.Tensor:
     """Scales as bfloat16 holds them, never zero."""
     scale = scale.to(torch.bfloat16).float()
@@ -248,8 +275,8 @@ def empty(
     if how.scales is Scales.NESTED:
         outer = zeros(torch.float16, 1 + how.minima, -(-k // SUPER), n)
         return weight, zeros(torch.int8, *shape), zeros(torch.int8, *shape) if how.minima else None, outer
-    scale = zeros(torch.float16 if how.scales is Scales.HALF else torch.bfloat16, *shape)
-    return weight, scale, None if symmetric else zeros(torch.int8, *shape), None
+    of = {Scales.HALF: torch.float16, Scales.FLOAT8: torch.float32}.get(how.scales, torch.bfloat16)
+    return weight, zeros(of, *shape), None if symmetric else zeros(torch.int8, *shape), None
 
 
 def keep_blocks(rows: torch.Tensor, format: str, to: Packed) -> None:
@@ -298,6 +325,10 @@ def quantize(
                 zero[:, here] = zeros
             middle = 8 if zeros is None else _spread(zeros.float(), group_size, k)
             back = (q.float() - middle) * _spread(scales.float(), group_size, k)
+        elif format == "fp8":
+            q, scales = round_to_float8(part, group_size)
+            _keep((scales,), here, (scale,))
+            back = values(q, scales, None, None, format=format, group_size=group_size, dtype=torch.float32)
         elif FORMATS[format].group:
             rounded = round_to(part, format)
             q = rounded[0]
@@ -315,6 +346,6 @@ def quantize(
         return back
 
     at_once = _AT_ONCE if inputs is None else _AT_ONCE_BY_COLUMNS
-    rows = max(1, at_once // max(1, k) // _PAIRS) * _PAIRS
+    rows = max(1, at_once // max(1, k) // BLOCK) * BLOCK  # whole panels, and whole blocks of fp8
     error = round_in_parts(weight, rows, keep, "PackedLinear: every weight" if scale is not None else "")
     return error if inputs is None else replace(error, result=(changed / results) ** 0.5 if results else 0.0)

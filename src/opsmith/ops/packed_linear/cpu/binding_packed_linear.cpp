@@ -7,7 +7,7 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-enum : int64_t { kPlain, kDynamic, kHalf, kNested };  // formats.py: Scales
+enum : int64_t { kPlain, kDynamic, kHalf, kNested, kFloat8 };  // formats.py: Scales
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -20,13 +20,14 @@ void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale
   STD_TORCH_CHECK(out.rows() == in.rows() && out.dtype() == in.dtype(),
                   "packed_linear: y must have x's dtype and as many rows, ", in.rows());
   STD_TORCH_CHECK(bits == 8 || bits == 4, "packed_linear: weights have 8 or 4 bits, not ", bits);
-  const bool half = scales == kHalf, nested = scales == kNested, dynamic = scales == kDynamic;
-  STD_TORCH_CHECK(scales == kPlain || dynamic || half || nested, "packed_linear: no scales of kind ", scales);
+  const bool half = scales == kHalf, nested = scales == kNested, dynamic = scales == kDynamic,
+             floats = scales == kFloat8;
+  STD_TORCH_CHECK(scales == kPlain || dynamic || half || nested || floats,
+                  "packed_linear: no scales of kind ", scales);
   const bool apart = group == 16 ? nested : group == 32 || group == 64 || group == 128;
-  STD_TORCH_CHECK(half || nested ? apart
-                  : bits == 8    ? group == 0
-                                 : apart,
-                  "packed_linear: no group of ", group, " for ", bits, " bits");
+  const bool whole = group == 0 || (floats && group == 128);
+  const bool fits = half || nested ? apart : bits == 8 ? whole : apart && !floats;
+  STD_TORCH_CHECK(fits, "packed_linear: no group of ", group, " for ", bits, " bits");
   STD_TORCH_CHECK(!dynamic || bits == 8, "packed_linear: with dynamic, weights have 8 bits");
   STD_TORCH_CHECK(outer.has_value() == nested, "packed_linear: outer belongs to scales of kind ", kNested);
   const int64_t rows = round_up(n, kLeastPanel), bytes = round_up(k, kDepth) * bits / 8;
@@ -44,16 +45,20 @@ void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale
       return t.dim() == 2 && t.size(0) == groups && t.size(1) == n && t.scalar_type() == type &&
              (n < 2 || t.stride(1) == 1) && (groups < 2 || t.stride(0) >= n);
     };
-    const auto type = nested ? ScalarType::Char : half ? ScalarType::Half : ScalarType::BFloat16;
+    const auto type = nested   ? ScalarType::Char
+                      : half   ? ScalarType::Half
+                      : floats ? ScalarType::Float
+                               : ScalarType::BFloat16;
     STD_TORCH_CHECK(in_rows(scale, type), "packed_linear: scale must be a ",
-                    nested ? "int8"
-                    : half ? "float16"
-                           : "bfloat16",
+                    nested   ? "int8"
+                    : half   ? "float16"
+                    : floats ? "float32"
+                             : "bfloat16",
                     " [", groups, ", ", n, "] with contiguous rows");
     STD_TORCH_CHECK(!zero || in_rows(*zero, ScalarType::Char), "packed_linear: zero must be an int8 [",
                     groups, ", ", n, "] with contiguous rows");
   }
-  STD_TORCH_CHECK(!zero || (group > 0 && !half), "packed_linear: zeros belong to groups");
+  STD_TORCH_CHECK(!zero || (group > 0 && !half && !floats), "packed_linear: zeros belong to groups");
   if (outer) {
     const int64_t blocks = (k + kSuper - 1) / kSuper, levels = zero ? 2 : 1;
     STD_TORCH_CHECK(
@@ -64,7 +69,7 @@ void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale
   }
   check_bias("packed_linear", "bias", bias, n, in.dtype());
   const View packed{weight.data_ptr(), DType::i8, 2, weight.sizes().data(), weight.strides().data()};
-  packed_linear(in.view(), {packed, view_of(scale), view_of(zero), view_of(outer), bits, group},
+  packed_linear(in.view(), {packed, view_of(scale), view_of(zero), view_of(outer), bits, group, floats},
                 view_of(bias), dynamic, out.view());
 }
 

@@ -396,7 +396,7 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
 void packed_linear(View x, const QuantizedWeight& weight, View bias, bool dynamic, View y) {
   const int64_t n = y.sizes[1];
   if (y.sizes[0] == 0 || n == 0) return;
-  if (!kPairsPay && !dynamic && x.dtype == DType::f32 && y.sizes[0] >= kManyFloats) {
+  if (weight.floats || (!kPairsPay && !dynamic && x.dtype == DType::f32 && y.sizes[0] >= kManyFloats)) {
     return packed_linear_floats(x, weight, bias, y);
   }
   with_float_type(x.dtype, [&](auto* t) {

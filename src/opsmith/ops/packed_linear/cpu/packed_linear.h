@@ -21,6 +21,7 @@ struct QuantizedWeight {
   View weight, scale, zero, outer;
   int64_t bits;
   int64_t group;  // of K; 0 for one scale a column
+  bool floats;  // bytes are e4m3 floats, and scale is float32 whether there are groups or not
 
   bool from_zero() const { return zero.defined() && !outer.defined(); }  // a whole number is taken off each
   bool from_least() const { return zero.defined() && outer.defined(); }
@@ -28,7 +29,8 @@ struct QuantizedWeight {
 
 // x [M, K], y [M, N], any row stride; bias [N]. y = x weight^T + bias; `dynamic` rounds each row of x to int8 first.
 void packed_linear(View x, const QuantizedWeight& weight, View bias, bool dynamic, View y);
-// The same of rows of float32, none of them rounded; packed_linear calls it where it is faster.
+// The same with the weight as float32, block by block: of rows of float32 where that is faster, and of all rows of x where the
+// weight's numbers are floats.
 void packed_linear_floats(View x, const QuantizedWeight& weight, View bias, View y);
 
 }  // namespace opsmith

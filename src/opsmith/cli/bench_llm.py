@@ -84,8 +84,9 @@ def run(
             raise CommandError(
                 f"--context: prompt and new tokens are more than the model's {longest} positions"
             )
-        if python is not None and found.gguf is None:
-            raise CommandError("--against llamacpp: needs a .gguf file; name one as MODEL, or gemma")
+        needs = [("--against llamacpp", python is not None), ("--format gguf", "gguf" in (format or []))]
+        if found.gguf is None and (what := next((name for name, asked in needs if asked), None)):
+            raise CommandError(f"{what}: needs a .gguf file; name one as MODEL, or gemma")
         computed = dtype or str(found.dtype).removeprefix("torch.")
         bench = Bench(output.console, found, Path(workspace), computed, new_tokens, rounds)
         formats = format or [computed]

@@ -1,6 +1,7 @@
 """`opsmith bench-llm`: a whole run on a small model, and that a wrong contestant is never timed."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.checkpoints import files as gguf_files
 
 import opsmith
 from opsmith.cli import CommandError, main
@@ -60,6 +62,7 @@ def test_a_whole_run(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
         (["--dtype", "int8"], "--dtype: 'int8' is not known"),
         (["--context", "127"], "prompt and new tokens are more than the model's 128 positions"),
         (["--against", "llamacpp", "--llamacpp", "/no/python"], "there is no Python /no/python"),
+        (["--format", "gguf"], "--format gguf: needs a .gguf file; name one as MODEL, or gemma"),
         (["--svg", "curves.gif"], "curves.gif is no .svg or .png file"),
     ],
 )
@@ -168,6 +171,23 @@ def test_what_a_process_says_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="one ended with status 0"):
         one.ask(ids=[[1]])
     one.close()
+
+
+def test_a_process_runs_a_files_own_bits(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    file = gguf_files.write(tmp_path / "model.gguf", "llama", ("q8_0",))
+    spec = {"kind": "gguf", "gguf": str(file), "dtype": "float32", "threads": 1}
+    command = [sys.executable, "-m", contestant.__name__]
+    one = contestant.Contestant("gguf", command, spec, tmp_path / "log")
+    try:
+        answer = one.ask(ids=[[1, 2, 3, 4]], new=3)
+    finally:
+        one.close()
+    shapes = gguf_files.tensors("llama") | {"token_embd.weight": (0,)}  # of which a token reads a row
+    numbers = sum(map(math.prod, shapes.values()))
+    assert len(answer["tokens"][0]) == 3
+    assert answer["weight_bytes"] / numbers == pytest.approx(1 + 2 / 32, rel=0.01)
 
 
 LLAMA = """

@@ -8,4 +8,5 @@ FORMATS = (
     "int8",
     "int8_dynamic",
     "int4",
-)  # ours: computing in a dtype, or with packed weights
+    "gguf",
+)  # ours: computing in a dtype, with packed weights, or with the bits of a GGUF file

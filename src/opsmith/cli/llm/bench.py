@@ -52,7 +52,7 @@ class Bench:
         self.longest = self.new + max(length for _, length in cells)
         ids = {cell: source.prompts(self.model, *cell).tolist() for cell in cells}
         known: dict[tuple[int, int], dict[str, Said]] = {cell: {} for cell in cells}
-        rounding = [name for name in (*others, *formats) if name not in ("hf", "compile", *DTYPES)]
+        rounding = [name for name in (*others, *formats) if name not in ("hf", "compile", "gguf", *DTYPES)]
         computing = dict.fromkeys([self.dtype, *(name for name in formats if name in DTYPES)])
         for name in (
             "exact",
@@ -185,6 +185,9 @@ class Bench:
             if kind not in ("exact", "hf", "compile"):
                 kind, of = "opsmith", name
             dtype = of if of in DTYPES else dtype
+            if of == "gguf":
+                kind, of = kind if kind == "exact" else of, dtype
+                spec |= {"gguf": str(self.model.gguf)}
             quantize = of if of in FORMATS and of not in DTYPES else None
             spec |= {"folder": str(self.model.folder), "kind": kind, "quantize": quantize, "dtype": dtype}
             spec |= {"wider": self._wider(), "rows": of == "llamacpp"} if kind == "exact" else {}

@@ -95,8 +95,10 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     start = time.perf_counter()
     try:
-        model, _ = hf.load(Path(spec["folder"]))
-        model = model.to(getattr(torch, spec["dtype"]))
+        if spec["kind"] == "gguf":
+            model = opsmith.load(spec["gguf"], dtype=spec["dtype"])
+        else:
+            model = hf.load(Path(spec["folder"]))[0].to(getattr(torch, spec["dtype"]))
         rounding: list[torch.nn.Module] = []
         if spec["kind"] == "exact":
             packing, wider = Packing(), getattr(torch, spec["wider"])

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from opsmith.ops import PackedLinear
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -123,10 +125,13 @@ def weight_bytes(model: nn.Module) -> int:
     session: Any = getattr(model, "opsmith", None)
     layers = session.report.quantized if session is not None else []
     packed = {layer.name: layer.nbytes for layer in layers if layer.status == "packed"}
-    own = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):  # tied to the output layer, it is counted there
+    own: dict[int, int] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        # Tied to the output layer, it is counted there.
+        if isinstance(module, nn.Embedding) or name.endswith(".table"):
             continue
+        if isinstance(module, PackedLinear):
+            own[id(module)] = module.nbytes
         for key, weight in module.named_parameters(recurse=False):
             if key != "weight" or name not in packed:
                 own[weight.data_ptr()] = weight.nbytes

@@ -7,6 +7,7 @@ from opsmith.ops.cross_entropy.linear import linear_cross_entropy
 from opsmith.ops.embedding import embedding
 from opsmith.ops.embedding.module import QuantizedEmbedding
 from opsmith.ops.embedding.quantized import quantized_embedding
+from opsmith.ops.experts import experts
 from opsmith.ops.gated import gelu_mul, silu_mul
 from opsmith.ops.gelu import bias_gelu, gelu
 from opsmith.ops.layer_norm import layer_norm
@@ -38,6 +39,7 @@ __all__ = [
     "bias_gelu",
     "cross_entropy",
     "embedding",
+    "experts",
     "gelu",
     "gelu_mul",
     "layer_norm",

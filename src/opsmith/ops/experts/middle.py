@@ -1,0 +1,80 @@
+"""What stands between an expert's two products, in plain PyTorch: the activation of the gate, times up."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+SILU, GELU, GELU_TANH, SWIGLU_OSS = range(4)
+ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "swiglu_oss": SWIGLU_OSS}
+OSS_ALPHA = 1.702
+
+
+def halves(between: torch.Tensor, activation: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up [..., I] of [..., 2I]."""
+    if activation == SWIGLU_OSS:
+        return between[..., ::2], between[..., 1::2]
+    gate, up = between.chunk(2, -1)
+    return gate, up
+
+
+def middle(between: torch.Tensor, activation: int, limit: float) -> torch.Tensor:
+    """[..., I] of gate and up [..., 2I]."""
+    gate, up = halves(between, activation)
+    if limit < math.inf:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == SWIGLU_OSS:
+        return (up + 1) * (gate * torch.sigmoid(gate * OSS_ALPHA))
+    if activation == SILU:
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none") * up
+
+
+def middle_backward(
+    between: torch.Tensor,
+    through: torch.Tensor,
+    share: torch.Tensor,
+    activation: int,
+    limit: float,
+    wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result once more, and where it is wanted the gradient [m, 2I] of what it was made from, in float32.
+
+    Args:
+        between: gate and up [m, 2I].
+        through: the gradient of the result [m, I], still to be multiplied by `share` [m, 1].
+        activation, limit: as `middle` takes them.
+        wanted: whether the gradient is.
+    """
+    aten = torch.ops.aten
+    raw_gate, raw_up = (t.float() for t in halves(between, activation))
+    gate, up = raw_gate, raw_up
+    if limit < math.inf:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == SWIGLU_OSS:
+        value, up = gate * torch.sigmoid(gate * OSS_ALPHA), up + 1
+    elif activation == SILU:
+        value = F.silu(gate)
+    else:
+        how = "tanh" if activation == GELU_TANH else "none"
+        value = F.gelu(gate, approximate=how)
+    acted = (value * up).to(between.dtype)
+    if not wanted:
+        return acted, None
+    slope = through * share
+    dvalue = slope * up
+    if activation == SWIGLU_OSS:  # g sigmoid(a g) is silu(a g) / a, whose slope is silu'(a g)
+        dgate = aten.silu_backward(dvalue, gate * OSS_ALPHA)
+    elif activation == SILU:
+        dgate = aten.silu_backward(dvalue, gate)
+    else:
+        dgate = aten.gelu_backward(dvalue, gate, approximate=how)
+    dup = slope * value
+    if limit < math.inf:
+        dgate = dgate.masked_fill(raw_gate > limit, 0.0)
+        dup = dup.masked_fill(raw_up.abs() > limit, 0.0)
+    if activation == SWIGLU_OSS:
+        return acted, torch.stack((dgate, dup), -1).flatten(-2)
+    return acted, torch.cat((dgate, dup), -1)

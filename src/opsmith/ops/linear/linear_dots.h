@@ -1,0 +1,68 @@
+// Rows of a weight as it is by a few rows of x: bound by the weight's way from memory, which is read once and in order.
+//
+// A sum is a vector of partial sums over K, added up at its end. A step takes a vector of K of a few rows of the weight, so that what
+// it loads of x serves all of them, and asks for these rows' next bytes, at their end for those of the rows that follow.
+#pragma once
+
+#include "linear.h"
+#include "rows.h"
+
+namespace opsmith {
+namespace few {
+
+constexpr int kTogether = W == 16 ? 4 : 2;  // rows of the weight
+constexpr int kMost = 4;  // rows of x; of more, the others find the panel in a cache, if it is small
+constexpr int64_t kAhead = 2048;  // bytes of a row from what is used to what is fetched
+constexpr int64_t kBlock = 32 * W;  // of K that one accumulator sums, as rounding errors grow with that
+
+// Sums of N rows of the weight by M of x; `next` are the rows of the weight that follow.
+template <int N, int M, class T, class X>
+inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride, const T* next, const X* x,
+                                                int64_t x_stride, int64_t k, float* sums) {
+  const int64_t ahead = std::min(k, kAhead / int64_t(sizeof(T)));
+  Vec total[N][M] = {};
+  for (int64_t begin = 0; begin < k; begin += kBlock) {
+    Vec sum[N][M] = {};
+    for_lanes(std::min(kBlock, k - begin), [&](int64_t at, auto lanes) __attribute__((always_inline)) {
+      const int64_t i = begin + at;
+      Vec row[M];
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) row[m] = load(x + m * x_stride + i, lanes);
+      const T* const soon = i + ahead < k ? weight + i + ahead : next + i + ahead - k;
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        prefetch_far(soon + n * stride);
+        const Vec w = load(weight + n * stride + i, lanes);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) sum[n][m] = fma(row[m], w, sum[n][m]);
+      }
+    });
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) total[n][m] += sum[n][m];
+    }
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) sums[m * kLinearPanel + n] = reduce_add(total[n][m]);
+  }
+}
+
+template <int M = kMost, class T, class X>
+void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride,
+           int64_t k, float* sums) {
+  if constexpr (M > 1) {
+    if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, sums);
+  }
+  int64_t n = 0;
+  for (; n + kTogether <= columns; n += kTogether, weight += kTogether * stride) {
+    dots<kTogether, M>(weight, stride, weight + kTogether * stride, x, x_stride, k, sums + n);
+  }
+  for (; n < columns; ++n, weight += stride)
+    dots<1, M>(weight, stride, weight + stride, x, x_stride, k, sums + n);
+}
+
+}  // namespace few
+}  // namespace opsmith

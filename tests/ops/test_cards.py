@@ -72,7 +72,8 @@ def run_both_ways(fn: Callable[[Any], list[Any]], calls: list[Sample]) -> list[l
     """Of each call: outputs, then the gradients of their sum with fixed weights."""
     copies = [with_grad(sample) for sample in calls]
     outputs = [list(tensors_of(got)) for got in fn([(c.args, dict(c.kwargs)) for c, _ in copies])]
-    flat, leaves = [t for one in outputs for t in one], [t for _, own in copies for t in own]
+    flat = [t for one in outputs for t in one if t.requires_grad]  # the others are ids
+    leaves = [t for _, own in copies for t in own]
     weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in flat]
     grads = iter(torch.autograd.grad(flat, leaves, weights, allow_unused=True))
     return [

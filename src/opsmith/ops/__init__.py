@@ -18,6 +18,7 @@ from opsmith.ops.mla.cache import MLACache
 from opsmith.ops.mla.epilogues import mla_kv_epilogue, mla_q_epilogue
 from opsmith.ops.mla.preprocess import mla_preprocess
 from opsmith.ops.mla.weights import MLAWeights
+from opsmith.ops.moe_route import moe_route
 from opsmith.ops.packed_linear import packed_linear
 from opsmith.ops.packed_linear.module import PackedLinear
 from opsmith.ops.paged_attention import paged_attention
@@ -50,6 +51,7 @@ __all__ = [
     "mla_kv_epilogue",
     "mla_preprocess",
     "mla_q_epilogue",
+    "moe_route",
     "packed_linear",
     "paged_attention",
     "quantized_embedding",

@@ -19,7 +19,7 @@ from opsmith.kernels import libraries
 from opsmith.operator import Cost, GradientCost, Kind, Make, Sample, Supports
 from opsmith.ops.embedding import IdError
 from opsmith.ops.experts.backward import experts_backward
-from opsmith.ops.experts.middle import ACTIVATIONS, SWIGLU_OSS, middle
+from opsmith.ops.experts.middle import ACTIVATIONS, middle
 from opsmith.ops.pages import has_values
 
 _OP = "experts"
@@ -28,7 +28,12 @@ _FEW_ON_GPU = 64  # tokens: of more, a program would read an expert's weights fo
 SIGNATURE = Signature(
     _OP,
     (
-        *(Input("x", "T D"), Input("gate_up", "E J D"), Input("down", "E D I"), Input("ids", "T K", torch.int64)),
+        *(
+            Input("x", "T D"),
+            Input("gate_up", "E J D"),
+            Input("down", "E D I"),
+            Input("ids", "T K", torch.int64),
+        ),
         *(Input("weights", "T K", Dtype.FIRST_OR_FLOAT32), Input("gate_up_bias", "E J", optional=True)),
         *(Input("down_bias", "E D", optional=True), Number("activation", int), Number("limit", float)),
     ),
@@ -157,7 +162,10 @@ def check_ids(ids: torch.Tensor, count: int) -> None:
 def _check_routing(x: Any, ids: Any, weights: Any, activation: Any, limit: Any) -> None:
     wide = (None, torch.float32)
     check_fit(
-        _OP, ("x", x, "T D"), ("ids", ids, "T k", torch.int64, torch.int32), ("weights", weights, "T k", *wide)
+        _OP,
+        ("x", x, "T D"),
+        ("ids", ids, "T k", torch.int64, torch.int32),
+        ("weights", weights, "T k", *wide),
     )
     if isinstance(activation, str):
         raise ValueError(f"{_OP}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation}")
@@ -213,16 +221,20 @@ def _packed(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any, *rest: Any)
     d, hidden = x.shape[1], down[0].in_features
     for name, layers, sizes in (("gate_up", gate_up, (d, 2 * hidden)), ("down", down, (hidden, d))):
         for e, layer in enumerate(layers):
-            if (got := (layer.in_features, layer.out_features)) != sizes:
-                raise ValueError(f"{_OP}: {name}[{e}] must be a layer from {sizes[0]} to {sizes[1]}, got {got}")
+            if (its := (layer.in_features, layer.out_features)) != sizes:
+                raise ValueError(f"{_OP}: {name}[{e}] must be a layer of {sizes} features, got {its}")
     for name, t, n in (("bias[0]", first_bias, 2 * hidden), ("bias[1]", last_bias, d)):
-        if t is not None and (t.shape != (count, n) or t.dtype != x.dtype):
-            raise ValueError(f"{_OP}: {name} must be {(count, n)} in x's dtype, got {tuple(t.shape)} {t.dtype}")
+        if t is not None:
+            check_fit(_OP, ("x", x, "T D"), (name, t, "E N"))
+            if t.shape != (count, n):
+                raise ValueError(f"{_OP}: {name} must have shape {(count, n)}, got {tuple(t.shape)}")
     check_ids(ids, count)
 
     def expert(e: int, rows: torch.Tensor) -> torch.Tensor:
         between = gate_up[e](rows)
-        y: torch.Tensor = down[e](middle(between if first_bias is None else between + first_bias[e], activation, limit))
+        y: torch.Tensor = down[e](
+            middle(between if first_bias is None else between + first_bias[e], activation, limit)
+        )
         return y if last_bias is None else y + last_bias[e]
 
     return _by_expert(x, ids, weights, expert)
@@ -242,7 +254,12 @@ _CALL = _Experts(
 
 
 def _cost(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **_: Any
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    **_: Any,
 ) -> Cost:
     """Of as many experts as there are ids, or all."""
     visited = min(ids.numel(), len(down))
@@ -252,7 +269,7 @@ def _cost(
 
 
 def _entry(*given: Any, **rest: Any) -> Cost:
-    """The entry of the gradients, by its own arguments: five products for the forward's two, of which it repeats one."""
+    """The entry of the gradients: five products for the forward's two, of which it repeats one."""
     _, x, gate_up, down, ids, weights, *_ = given
     forward = _cost(x, gate_up, down, ids, weights)
     return Cost(2.5 * forward.flops, forward.min_bytes + nbytes(*(t for t in rest.values() if t is not None)))
@@ -268,7 +285,13 @@ def _samples(make: Make) -> Iterator[Sample]:
             make(t, k).softmax(-1),
         )
 
-    for t, k, e, d, i in ((1, 1, 1, 1, 1), (1, 2, 4, 33, 7), (5, 3, 9, 40, 19), (40, 2, 3, 70, 33), (3, 2, 4, 530, 65)):
+    for t, k, e, d, i in (
+        (1, 1, 1, 1, 1),
+        (1, 2, 4, 33, 7),
+        (5, 3, 9, 40, 19),
+        (40, 2, 3, 70, 33),
+        (3, 2, 4, 530, 65),
+    ):
         yield Sample(f"{t}x{d}, {k} of {e} of {i}", sized(t, k, e, d, i))
     x, gate_up, down, ids, weights = sized(21, 2, 3, 34, 17)
     for activation in ACTIVATIONS:
@@ -277,9 +300,12 @@ def _samples(make: Make) -> Iterator[Sample]:
             yield Sample(f"{activation}, limit {limit}", (x, gate_up, down, ids, weights), options)
     wide = weights if make.dtype == torch.float64 else weights.float()
     yield Sample("float32 weights, int32 ids", (x, gate_up, down, ids.int(), wide))
-    twice = ids[:, :1].expand(-1, 2)
-    yield Sample("an expert twice", (x, gate_up, down, twice, weights))
-    turned = gate_up.transpose(1, 2).contiguous().transpose(1, 2), down.transpose(1, 2).contiguous().transpose(1, 2)
+    one = sized(13, 2, 4, 48, 20)
+    yield Sample("an expert twice", (*one[:3], one[3][:, :1].expand(-1, 2), one[4]))
+    turned = (
+        gate_up.transpose(1, 2).contiguous().transpose(1, 2),
+        down.transpose(1, 2).contiguous().transpose(1, 2),
+    )
     yield Sample("transposed", (x, *turned, ids, weights), {"activation": "swiglu_oss"})
     yield Sample("strided", (make(34, 21).t(), gate_up, down, make.ids(2, 21, high=3).t(), make(2, 21).t()))
     yield Sample("empty", (x[:0], gate_up, down, ids[:0], weights[:0]))
@@ -289,7 +315,9 @@ def _workloads(make: Make) -> Iterator[Sample]:
     gate_up, down = make(64, 2048, 2048, scale=0.02), make(64, 2048, 1024, scale=0.03)
     for t in (1, 4, 512):
         ids = make(t, 64).topk(8).indices
-        yield Sample(f"{t}x2048, 8 of 64 of 1024", (make(t, 2048), gate_up, down, ids, make(t, 8).softmax(-1)))
+        yield Sample(
+            f"{t}x2048, 8 of 64 of 1024", (make(t, 2048), gate_up, down, ids, make(t, 8).softmax(-1))
+        )
 
 
 CARD = _CALL.card(

@@ -75,8 +75,8 @@ def experts_backward(
         dweights.copy_(slopes.view(dweights.shape))
 
 
-# The products of a linear layer with a weight [n, k], for m rows: by our kernels where rows are few, which they sum more
-# exactly than the libraries, or where PyTorch would emulate the dtype; else by PyTorch.
+# The products of a linear layer with a weight [n, k], for m rows: by our kernels where rows are few, which they sum
+# more exactly than the libraries, or where PyTorch would emulate the dtype; else by PyTorch.
 
 
 def _ours(x: torch.Tensor, few: bool = True) -> bool:
@@ -86,7 +86,9 @@ def _ours(x: torch.Tensor, few: bool = True) -> bool:
     return x.is_cpu and slow and native(x, "linear_unpacked") is True
 
 
-def _unpacked(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
+def _unpacked(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+) -> torch.Tensor:
     torch.ops.opsmith.linear_unpacked.default(dense_rows(x), weight, dense(bias), None, 0, y=y)
     return y
 
@@ -120,6 +122,8 @@ def _outer(dy: torch.Tensor, x: torch.Tensor, dweight: torch.Tensor) -> None:
     if not _ours(dy):
         torch.mm(dy.t(), x, out=dweight)
     elif len(dy) <= _FEW:
-        torch.ops.opsmith.linear_rows_backward.default(dy, x, dweight, dweight=dweight)  # the weight is not read
+        torch.ops.opsmith.linear_rows_backward.default(
+            dy, x, dweight, dweight=dweight
+        )  # the weight is not read
     else:
         _unpacked(dy.t().contiguous(), x.t(), None, dweight)

@@ -43,6 +43,7 @@ void experts_op(const Tensor& x, const Tensor& gate_up, const Tensor& down, cons
   STD_TORCH_CHECK(number == dtype || number == DType::f32, op, ": weights must be float32 or in x's dtype");
   STD_TORCH_CHECK(kind == DType::i32 || kind == DType::i64, op, ": ids must be int32 or int64");
   STD_TORCH_CHECK(0 <= activation && activation <= 3, op, ": no activation ", activation);
+  STD_TORCH_CHECK(limit > 0, op, ": limit must be above 0, got ", limit);
   const View id = lying("ids", ids, {tokens, each}, kind);
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t j = 0; j < each; ++j) {

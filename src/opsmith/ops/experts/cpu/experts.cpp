@@ -14,9 +14,7 @@ template <class Id>
 Visits sorted(const View& ids, const View& weights, int64_t experts) {
   const int64_t tokens = ids.sizes[0], each = ids.sizes[1];
   std::vector<int64_t> ends(size_t(experts), 0), place(size_t(tokens * each), 0);
-  const auto id = [&](int64_t at) {
-    return int64_t(ids.as<Id>()[at / each * ids.strides[0] + at % each]);
-  };
+  const auto id = [&](int64_t at) { return int64_t(ids.as<Id>()[at / each * ids.strides[0] + at % each]); };
   for (int64_t at = 0; at < tokens * each; ++at) ++ends[size_t(id(at))];
   int64_t end = 0;
   for (int64_t& e : ends) e = end += e;
@@ -112,8 +110,7 @@ void expert_of_many(const View& x, const Experts& all, const Visits& visits, con
   plain_product<T>(View{rows, x.dtype, 2, in_sizes, in_strides}, matrix(all.gate_up, g.expert),
                    Store<T>{between, 2 * hidden, bias_of<T>(all.gate_up_bias, g.expert)});
   parallel_for(g.count, row_grain(hidden, 4096), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      middle(between + r * 2 * hidden, hidden, hidden, acted + r * mid);
+    for (int64_t r = begin; r < end; ++r) middle(between + r * 2 * hidden, hidden, hidden, acted + r * mid);
   });
   plain_product<T>(
       View{acted, x.dtype, 2, mid_sizes, mid_strides}, matrix(all.down, g.expert),

@@ -11,7 +11,8 @@ namespace opsmith {
 struct Experts {
   View gate_up, down;  // [E, 2I, D] and [E, D, I], each with a stride of 1 among its last two
   View gate_up_bias, down_bias;  // [E, 2I] and [E, D], rows of any stride, or undefined
-  int64_t activation;  // 0 SiLU, 1 GELU, 2 its tanh form, 3 that of GPT-OSS, whose rows of gate and up take turns
+  int64_t
+      activation;  // 0 SiLU, 1 GELU, 2 its tanh form, 3 that of GPT-OSS, whose rows of gate and up take turns
   float limit;  // of the gate, and of up in both directions
 };
 

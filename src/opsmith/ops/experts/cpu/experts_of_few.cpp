@@ -86,8 +86,8 @@ void run(const View& x, const Experts& all, const Visits& visits, const std::vec
 
 void experts_of_few(const View& x, const Experts& all, const Visits& visits, const std::vector<Group>& groups,
                     float* sums) {
-  with_float_type(
-      x.dtype, [&](auto* t) { run<std::remove_pointer_t<decltype(t)>>(x, all, visits, groups, sums); });
+  with_float_type(x.dtype,
+                  [&](auto* t) { run<std::remove_pointer_t<decltype(t)>>(x, all, visits, groups, sums); });
 }
 
 }  // namespace opsmith

@@ -25,7 +25,7 @@ void linear_rows(View x, View weight, View bias, View residual, Activation activ
           const int64_t some = std::min<int64_t>(few::kMost, rows - row);
           const T* const from = x.as<T>() + row * x.strides[0];
           few::panel(some, weight.as<T>() + column * weight.strides[0], weight.strides[0], width, from,
-                x.strides[0], k, sums);
+                     x.strides[0], k, sums);
           behind(row, int(some), column, width, sums, 0);
         }
       }

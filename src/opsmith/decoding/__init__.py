@@ -1,4 +1,4 @@
-"""Decoding in Hugging Face models: `PagedCache`, and opsmith's attention for `model.set_attn_implementation`."""
+"""Decoding in Hugging Face models: `PagedCache`, and opsmith's attention and experts for their registries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opsmith.decoding.cache import PagedCache as PagedCache
 
-NAME = "opsmith"  # of the attention and its masks
+NAME = "opsmith"  # of the attention and its masks, and of the experts
 
 
 class Unserved(Exception):
@@ -33,12 +33,21 @@ def mask(*args: Any, **kwargs: Any) -> Any:
     return made(*args, **kwargs)
 
 
+def mix(*args: Any, **kwargs: Any) -> Any:
+    """What transformers calls: see `opsmith.decoding.experts.mixed`."""
+    from opsmith.decoding.experts import mixed
+
+    return mixed(*args, **kwargs)
+
+
 def register(wanted: bool = False) -> None:
-    """Tell transformers of opsmith's attention: where it is loaded already, or wanted. Loading it takes seconds."""
+    """Tell transformers of opsmith's attention and experts: where it is loaded, or wanted. Loading it takes seconds."""
     if not wanted and "transformers" not in sys.modules:
         return
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    ALL_EXPERTS_FUNCTIONS.register(NAME, mix)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
 

@@ -1,0 +1,79 @@
+"""opsmith's experts as transformers calls them: `model.set_experts_implementation("opsmith")`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations
+from transformers.integrations import moe
+
+from opsmith.ops.experts import experts
+from opsmith.ops.experts.middle import OSS_ALPHA
+
+_LOG = logging.getLogger("opsmith")
+_OTHERWISE = "grouped_mm"  # transformers' own choice
+_CURVES: dict[type[nn.Module], str] = {
+    activations.SiLUActivation: "silu",
+    nn.SiLU: "silu",
+    activations.GELUActivation: "gelu",
+    activations.GELUTanh: "gelu_tanh",
+    activations.NewGELUActivation: "gelu_tanh",
+}
+_told: set[str] = set()  # why modules went another way, each reason once
+
+
+def mixed(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What a module of experts computes [T, D], by `opsmith.ops.experts` where that has its form.
+
+    Of another form it is left to transformers, and the log `opsmith` says why.
+    """
+    why = unlike(module, hidden_states)
+    if why:
+        if why not in _told and not torch.compiler.is_compiling():
+            _told.add(why)
+            _LOG.info("%s: experts are left to transformers: %s", type(module).__name__, why)
+        left: torch.Tensor = moe.ALL_EXPERTS_FUNCTIONS[_OTHERWISE](
+            module, hidden_states, top_k_index, top_k_weights
+        )
+        return left
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    bias = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else None
+    curve, limit = _gate(module)
+    if top_k_weights.dtype is not hidden_states.dtype:
+        top_k_weights = top_k_weights.float()
+    return experts(
+        hidden_states, gate_up, down, top_k_index, top_k_weights, activation=curve, bias=bias, limit=limit
+    )
+
+
+def unlike(module: Any, hidden_states: torch.Tensor) -> str:
+    """What of a module's form `opsmith.ops.experts` does not have; nothing where it has all of it."""
+    if not module.has_gate or module.has_post_expert_norm:
+        return "they have no gate, or a norm behind them"
+    if module._is_expert_parallel:
+        return "they are spread over processes"
+    if not _gate(module)[0]:
+        return f"their gate is none of ours ({type(module).__name__})"
+    if not isinstance(module.gate_up_proj, torch.Tensor) or not isinstance(module.down_proj, torch.Tensor):
+        return "their weights are no tensors"
+    if module.gate_up_proj.dtype != hidden_states.dtype or module.down_proj.dtype != hidden_states.dtype:
+        return f"their weights are {module.gate_up_proj.dtype}, their input is {hidden_states.dtype}"
+    return ""
+
+
+def _gate(module: Any) -> tuple[str, float | None]:
+    """The activation, as `experts` calls it, and the limit; "" for one that it does not have."""
+    if type(module)._apply_gate is moe._default_apply_gate and module.is_concatenated:
+        return _CURVES.get(type(module.act_fn), ""), None
+    oss = type(module).__name__ == "GptOssExperts" and not module.is_concatenated
+    if oss and math.isclose(module.alpha, OSS_ALPHA):
+        return "swiglu_oss", module.limit
+    return "", None

@@ -136,6 +136,7 @@ def optimize(
             session.decline("fully_shard gathers weights for each call: only training is optimized")
         session.packing.adopt(model)
         taken = session.latent.find(model)
+        session.mixtures.take(model, settings.verify)
         model._compiled_call_impl = entry(model, session)
         model.__dict__["__deepcopy__"] = Copier(model, _like)
         if settings.quantize is not None:

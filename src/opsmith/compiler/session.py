@@ -25,6 +25,7 @@ from opsmith.compiler.find.site import Site
 from opsmith.compiler.modules.adjacent import Adjacent
 from opsmith.compiler.modules.calibrate import Calls
 from opsmith.compiler.modules.latent import Latent
+from opsmith.compiler.modules.mixtures import Mixtures
 from opsmith.compiler.modules.paged import Paged
 from opsmith.compiler.modules.quantize import Packing
 from opsmith.compiler.plan import Plan, ShapePlan
@@ -72,6 +73,7 @@ class Session:
         self.adjacent = Adjacent()
         self.calibration = calibration
         self.latent = Latent(config)
+        self.mixtures = Mixtures()
         self.paged = Paged(config)
         self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
         self.skipped: list[str] = []  # sizes that the budget was too small to warm up
@@ -190,7 +192,7 @@ class Session:
             ],
             self._advice(),
             0 if self.paged.why else len(self.paged.windows),
-            self.packing.lines(),
+            [*self.packing.lines(), *self.mixtures.lines()],
         )
 
     def _advice(self) -> list[str]:
@@ -228,6 +230,7 @@ class Session:
         self.packing.take_out()
         self.adjacent.take_out()
         self.latent.take_out()
+        self.mixtures.take_out()
         for graph in self.graphs:
             graph.close()
 

@@ -84,18 +84,47 @@ def _numbers(rows: torch.Tensor, format: str) -> torch.Tensor:
 
 def rows_of(packed: Packed, ids: torch.Tensor, format: str, k: int, group_size: int) -> torch.Tensor:
     """The rows [*ids, k] of a packed weight of bytes or nibbles, in float32; numbers without a row are refused."""
-    weight, rows = packed[0], ids.flatten()
-    # Refuses them, where an index counts from the end.
-    scale, zero, outer = (None if t is None else t.index_select(-1, rows) for t in packed[1:])
-    assert scale is not None
+    return torch.ops.opsmith.packed_rows.default(ids, *packed, format, k, group_size)  # type: ignore[no-any-return]
+
+
+def _rows(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    format: str,
+    k: int,
+    group_size: int,
+) -> torch.Tensor:
+    rows = ids.flatten()
+    # This refuses them, where an index counts from the end.
+    own = scale.index_select(-1, rows)
+    zero, outer = (None if t is None else t.index_select(-1, rows) for t in (zero, outer))
     height, width = weight.shape
     whole, units = height // _PANEL * _PANEL, width // _UNIT
     start = rows // _PANEL * _PANEL
     step: Any = _PANEL if height == whole else torch.where(rows < whole, _PANEL, height - whole)[:, None]
     at = (start * units + rows - start)[:, None] + torch.arange(units, device=ids.device) * step
     numbers = _numbers(weight.view(torch.int32).flatten()[at].view(torch.uint8), format)[:, :k]
-    found = values(numbers, scale, zero, outer, format=format, group_size=group_size, dtype=torch.float32)
+    found = values(numbers, own, zero, outer, format=format, group_size=group_size, dtype=torch.float32)
     return found.view(*ids.shape, k)
+
+
+# One operator: the terms of all that a model makes of its embeddings would have this arithmetic in them.
+_LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
+_LIBRARY.define(
+    "packed_rows(Tensor ids, Tensor weight, Tensor scale, Tensor? zero, Tensor? outer, str format, int k, "
+    "int group_size) -> Tensor"
+)
+_LIBRARY.impl("packed_rows", _rows, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "opsmith::packed_rows",
+    lambda ids, weight, scale, zero, outer, format, k, group_size: torch.empty(
+        (*ids.shape, k), dtype=torch.float32, device=ids.device
+    ),
+    lib=_LIBRARY,
+)
 
 
 def pack_pairs(weight: torch.Tensor) -> torch.Tensor:

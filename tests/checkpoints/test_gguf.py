@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import opsmith
@@ -81,7 +82,8 @@ def test_layers_of_one_input_are_joined(tmp_path: Path) -> None:
             got = model(ids).logits
             assert float((got - wide).abs().max() / wide.abs().max()) < 1e-5
     assert "joined: 4 groups of layers of one input" in str(model.opsmith.report)
-    state = {name: t.clone() for name, t in model.state_dict().items()}
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    state = load_file(tmp_path / "model.safetensors")
     again = gguf.load(file, torch.float32)
     again.load_state_dict(state)
     with torch.no_grad():
@@ -120,6 +122,20 @@ def test_frequencies_of_a_rotation_are_the_files(tmp_path: Path) -> None:
     writer.close()
     scaled = gguf.load(other, torch.float32)
     assert scaled.model.rotary_emb.inv_freq.allclose(plain.model.rotary_emb.inv_freq / by)
+
+
+def test_a_part_of_a_file_is_refused(tmp_path: Path) -> None:
+    import gguf as theirs_
+
+    file = tmp_path / "model-00001-of-00003.gguf"
+    writer = theirs_.GGUFWriter(file, "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="is one of 3 parts: llama-gguf-split --merge"):
+        opsmith.load(file)
 
 
 def damaged(file: Path, at: int, value: bytes) -> Path:

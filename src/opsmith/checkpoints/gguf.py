@@ -66,6 +66,8 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
     except ImportError as error:
         raise CheckpointError(f'{error.name} is not installed: pip install "opsmith[llm]"') from error
     found = header.read(file)
+    if (parts := found.values.get("split.count", 1)) not in (0, 1):
+        raise CheckpointError(f"{file} is one of {parts} parts: llama-gguf-split --merge puts them together")
     architecture = found.values.get("general.architecture")
     if architecture not in _ROWS:
         raise CheckpointError(

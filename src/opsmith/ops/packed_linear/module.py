@@ -282,6 +282,13 @@ class PackedLinear(nn.Module):
                 self._buffers[name] = t.to(now.device)
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # Scales that are columns of several layers' are saved as this layer's own: safetensors takes no others.
+        for name in self._buffers if not keep_vars else ():
+            if (held := destination.get(prefix + name)) is not None:
+                destination[prefix + name] = held.contiguous()
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.error = None

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "opsmith"
 MOST_SOURCES = 25  # in one folder: what a person takes in at a look
 # Lines of Python and C++ of the core, and of everything, with what decoders, processors without AVX-512, ranks and
 # vLLM add, and files of few bits and experts (docs/decisions/042-weights-as-the-file-has-them.md).
-CORE, WHOLE = 64_000, 72_000
+CORE, WHOLE = 64_200, 72_000
 NO_KERNEL = {"rope_table"}  # a table, made once by PyTorch's own arithmetic
 
 

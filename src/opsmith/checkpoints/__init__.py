@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opsmith.checkpoints import folder, gguf
+from opsmith.checkpoints import folder, gguf, quantized
 from opsmith.checkpoints.header import CheckpointError
 from opsmith.compiler import Config, optimize
 from opsmith.compiler.config import DTYPES
@@ -26,7 +26,8 @@ def load(
 
     A GGUF file's blocks are packed as they are: a layer's values are the file's to the last bit, and no copy of the
     model in floats is made. Layers of Q8_0, Q6_K, Q5_0, Q5_K, Q4_0 and Q4_K keep their bits; what has others, and norms
-    and biases, is in `dtype`. Nothing is downloaded, no code of the folder or file runs, nothing is unpickled.
+    and biases, is in `dtype`. So are the layers of folders that GPTQ, AWQ, compressed-tensors or DeepSeek's fp8
+    quantized. Nothing is downloaded, no code of the folder or file runs, nothing is unpickled.
 
     >>> model = opsmith.load("gemma-3-270m-q4_k_m.gguf")
     >>> model.generate(ids, max_new_tokens=32)
@@ -51,4 +52,8 @@ def load(
     if place.suffix == ".gguf":
         model = gguf.load(place, getattr(torch, name or "float32"))
         return optimize(model, config=config, quantize=quantize)
-    return optimize(folder.load(place)[0], config=config, dtype=name, quantize=quantize)
+    found = folder.configuration(place)
+    if getattr(found, "quantization_config", None) is None:
+        return optimize(folder.load(place)[0], config=config, dtype=name, quantize=quantize)
+    own = getattr(torch, name) if name is not None else found.dtype or torch.float32
+    return optimize(quantized.load(place, found, own), config=config, quantize=quantize)

@@ -33,13 +33,11 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load(folder: Path) -> tuple[nn.Module, Any]:
-    """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration.
-
-    Nothing is downloaded, no code from the folder runs, and weights are read from safetensors only.
+def configuration(folder: Path) -> Any:
+    """The configuration of the model in a folder.
 
     Raises:
-        CheckpointError: when there is no such folder, or no model in it that can be loaded.
+        CheckpointError: when there is no such folder, or no model in it.
     """
     try:
         import transformers
@@ -48,9 +46,23 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
     check(folder)
     with quiet():
         try:
-            config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+            return transformers.AutoConfig.from_pretrained(folder, **LOCAL)
         except Exception as error:  # transformers raises whatever a damaged file leads to
             raise CheckpointError(f"{folder / 'config.json'}: {one_line(error)}") from error
+
+
+def load(folder: Path) -> tuple[nn.Module, Any]:
+    """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration.
+
+    Nothing is downloaded, no code from the folder runs, and weights are read from safetensors only.
+
+    Raises:
+        CheckpointError: when there is no such folder, or no model in it that can be loaded.
+    """
+    config = configuration(folder)
+    import transformers
+
+    with quiet():
         causal = any(name.endswith(_CAUSAL) for name in config.architectures or ())
         family = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         try:

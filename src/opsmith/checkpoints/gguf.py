@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from opsmith.checkpoints import header
+from opsmith.checkpoints.empty import model_of, put
 from opsmith.checkpoints.folder import one_line, quiet
 from opsmith.checkpoints.header import CheckpointError, Header
 from opsmith.compiler.modules.embeddings import factor_of
@@ -61,8 +62,6 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
     """
     try:
         import gguf
-        import transformers
-        from accelerate import init_empty_weights
     except ImportError as error:
         raise CheckpointError(f'{error.name} is not installed: pip install "opsmith[llm]"') from error
     found = header.read(file)
@@ -76,9 +75,7 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
             "its model"
         )
     config = _config(found)
-    config.dtype = dtype
-    with quiet(), init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = model_of(config, dtype)
     names = gguf.get_tensor_name_map(
         next(of for of, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
         config.num_hidden_layers,
@@ -143,14 +140,13 @@ class _Filling:
                 packed = PackedEmbedding(packed, factor=factor, dtype=self.dtype)  # type: ignore[assignment]
             elif module.bias is not None:
                 packed.bias = self.floats(self.of(path, "bias"), f"{path}.bias", module.bias)
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, packed)
+            put(model, path, packed)
         done: dict[str | None, nn.Parameter] = {}
         for path, parameter in list(model.named_parameters(remove_duplicate=False)):
             parent, _, name = path.rpartition(".")
             if (of := self.of(parent, name)) not in done:
                 done[of] = nn.Parameter(self.floats(of, path, parameter), requires_grad=False)
-            setattr(model.get_submodule(parent), name, done[of])
+            put(model, path, done[of])
         self.frequencies(model)
         if self.unread:
             raise self.wrong(

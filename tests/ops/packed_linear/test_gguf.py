@@ -84,7 +84,7 @@ def test_a_float8_weight_is_kept_as_it_is() -> None:
             x = torch.randn(m, 190)
             right = x.double() @ packed.dequantize(torch.float64).t()
             assert float((packed(x).double() - right).abs().max() / right.abs().max()) < 1e-6
-    with pytest.raises(TypeError, match=r"weight must be float8_e4m3fn \[N, K\], got float32 \[130, 190\]"):
+    with pytest.raises(TypeError, match=r"numbers must be float8_e4m3fn \[N, K\], got float32 \[130, 190\]"):
         PackedLinear.from_float8(weight.float(), by_row)
     with pytest.raises(
         ValueError, match=r"scale must be float32 \[2, 2\], \[130\] or \[130, 1\], got float32 \[190\]"

@@ -181,7 +181,8 @@ class _Packed(_Flat):
             wide = {Scales.HALF: torch.float16, Scales.NESTED: torch.int8, Scales.FLOAT8: torch.float32}.get(
                 Scales(scales), torch.bfloat16 if group_size else torch.float32
             )
-            _expect("scale", scale, groups, (wide, torch.float64), format)
+            also = (torch.float16,) if format == "int4" else ()  # as others have it
+            _expect("scale", scale, groups, (wide, *also, torch.float64), format)
             if zero is not None:
                 _expect("zero", zero, groups, (torch.int8,), format)
             if outer is not None:

@@ -174,6 +174,61 @@ class PackedLinear(nn.Module):
         return made
 
     @classmethod
+    def from_int4(
+        cls, numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, group_size: int
+    ) -> PackedLinear:
+        """A layer without a bias of numbers from 0 to 15 that somebody else rounded: `w = (number - zero) scale`.
+
+        >>> PackedLinear.from_int4(torch.zeros(48, 64).byte(), torch.ones(2, 48).half(), group_size=32).in_features
+        64
+
+        Args:
+            numbers: [N, K], uint8, each at most 15.
+            scale: [ceil(K / group_size), N], bfloat16 or float16.
+            zero: as scale, int8; without, 8.
+            group_size: 32, 64 or 128 numbers along K.
+
+        Raises:
+            TypeError, ValueError: for another dtype, shape or number.
+        """
+        n, k = _numbers(numbers, torch.uint8)
+        made = cls(
+            k, n, False, format="int4", group_size=group_size, symmetric=zero is None, device=numbers.device
+        )
+        _scales("scale", scale, (-(-k // group_size), n), torch.float16, torch.bfloat16)
+        if numbers.numel() and int(numbers.max()) > 15:
+            raise ValueError(f"{_NAME}: numbers must be at most 15, got {int(numbers.max())}")
+        if zero is not None:
+            _scales("zero", zero, (-(-k // group_size), n), torch.int8)
+            made.zero = zero.contiguous()
+        made.scale = scale.contiguous()
+        made.weight.copy_(pack_integers(numbers, "int4"))
+        return made
+
+    @classmethod
+    def from_int8(cls, numbers: torch.Tensor, scale: torch.Tensor, *, dynamic: bool = False) -> PackedLinear:
+        """A layer without a bias of int8 numbers that somebody else rounded: `w = number scale`.
+
+        >>> PackedLinear.from_int8(torch.zeros(48, 64).to(torch.int8), torch.ones(48)).format
+        'int8'
+
+        Args:
+            numbers: [N, K], int8.
+            scale: [N], float32.
+            dynamic: whether the rows of the input are rounded too.
+
+        Raises:
+            TypeError, ValueError: for another dtype or shape.
+        """
+        n, k = _numbers(numbers, torch.int8)
+        format = "int8_dynamic" if dynamic else "int8"
+        made = cls(k, n, False, format=format, device=numbers.device)
+        _scales("scale", scale, (n,), torch.float32)
+        made.scale = scale.contiguous()
+        made.weight.copy_(pack_integers(numbers.contiguous().view(torch.uint8) ^ 128, format))
+        return made
+
+    @classmethod
     def from_float8(cls, weight: torch.Tensor, scale: torch.Tensor) -> PackedLinear:
         """A layer without a bias of a float8 weight and its scales, as DeepSeek-V3 was published: `w = weight scale`.
 
@@ -187,10 +242,7 @@ class PackedLinear(nn.Module):
         Raises:
             TypeError, ValueError: for another dtype or shape, and for numbers that are not finite.
         """
-        if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
-            got = f"{short(weight.dtype)} {list(weight.shape)}"
-            raise TypeError(f"{_NAME}: weight must be float8_e4m3fn [N, K], got {got}")
-        n, k = weight.shape
+        n, k = _numbers(weight, torch.float8_e4m3fn)
         blocks = (-(-n // BLOCK), -(-k // BLOCK))
         by_row = scale.shape in ((n,), (n, 1)) and scale.shape != blocks
         if scale.dtype != torch.float32 or not (by_row or scale.shape == blocks):
@@ -332,6 +384,21 @@ class PackedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"factor={self.factor}, dtype={self.dtype}"
+
+
+def _numbers(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    if numbers.dtype != dtype or numbers.dim() != 2:
+        got = f"{short(numbers.dtype)} {list(numbers.shape)}"
+        raise TypeError(f"{_NAME}: numbers must be {short(dtype)} [N, K], got {got}")
+    return numbers.shape[0], numbers.shape[1]
+
+
+def _scales(name: str, t: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    if t.shape != shape or t.dtype not in dtypes:
+        wanted = f"{' or '.join(map(short, dtypes))} {list(shape)}"
+        raise ValueError(f"{_NAME}: {name} must be {wanted}, got {short(t.dtype)} {list(t.shape)}")
+    if t.is_floating_point() and not bool(t.isfinite().all()):
+        raise ValueError(f"{_NAME}: every {name} must be finite, got NaN or an infinity")
 
 
 def _check_options(format: Any, group_size: Any, symmetric: Any) -> None:

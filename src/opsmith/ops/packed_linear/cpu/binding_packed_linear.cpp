@@ -49,7 +49,8 @@ void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale
                       : half   ? ScalarType::Half
                       : floats ? ScalarType::Float
                                : ScalarType::BFloat16;
-    STD_TORCH_CHECK(in_rows(scale, type), "packed_linear: scale must be a ",
+    const bool others = scales == kPlain && in_rows(scale, ScalarType::Half);  // which GPTQ and AWQ have
+    STD_TORCH_CHECK(others || in_rows(scale, type), "packed_linear: scale must be a ",
                     nested   ? "int8"
                     : half   ? "float16"
                     : floats ? "float32"

@@ -1,0 +1,188 @@
+"""Hugging Face folders whose layers are in few bits, as others quantized them: their numbers as packed layers.
+
+What a method calls its tensors, and how it lays four bits into words, is known here; nothing of its own library runs.
+
+Source: the checkpoints of AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors, and DeepSeek-V3 (fp8).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from opsmith.checkpoints.empty import model_of, put
+from opsmith.checkpoints.header import CheckpointError
+from opsmith.ops import PackedLinear
+
+_LOG = logging.getLogger("opsmith")
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight numbers that follow each other lies in a word
+
+Parts = dict[str, torch.Tensor]  # a layer's tensors, by the ends of their names
+Make = Callable[[Parts, dict[str, Any]], PackedLinear]
+
+
+def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """The eight numbers from 0 to 15 in each int32, where the word was along a dimension."""
+    dim %= words.dim()
+    shifts = torch.tensor(order, dtype=torch.int32) * 4
+    numbers = words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1)) & 15
+    return numbers.flatten(dim, dim + 1).to(torch.uint8)
+
+
+def _gptq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
+    group = _grouped(how.get("bits"), how.get("group_size"))
+    k = parts["qweight"].shape[0] * 8
+    order = parts.get("g_idx")
+    if order is not None and not bool((order == torch.arange(k) // group).all()):
+        raise ValueError("its columns are in the order of activations (desc_act), which are not loaded yet")
+    zero = _nibbles(parts["qzeros"], 1).to(torch.int8)
+    if how.get("checkpoint_format", "gptq") == "gptq":
+        zero += 1  # saved as one less
+    return PackedLinear.from_int4(_nibbles(parts["qweight"], 0).t(), parts["scales"], zero, group_size=group)
+
+
+def _awq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
+    group = _grouped(how.get("bits", how.get("w_bit")), how.get("group_size", how.get("q_group_size")))
+    if (version := str(how.get("version", "gemm")).lower()) != "gemm":
+        raise ValueError(f"its version is {version!r}, where gemm is known")
+    q, zero = (_nibbles(parts[name], 1, _AWQ_ORDER) for name in ("qweight", "qzeros"))
+    return PackedLinear.from_int4(q.t(), parts["scales"], zero.to(torch.int8), group_size=group)
+
+
+def _fp8(parts: Parts, how: dict[str, Any]) -> PackedLinear:
+    if (block := how.get("weight_block_size")) not in (None, [128, 128], (128, 128)):
+        raise ValueError(f"its blocks are {block}, where 128 by 128 are known")
+    return PackedLinear.from_float8(parts["weight"], parts["weight_scale_inv"].float())
+
+
+def _compressed(parts: Parts, how: dict[str, Any]) -> PackedLinear:
+    """One of compressed-tensors: the numbers themselves say in which form they are."""
+    groups = list(how.get("config_groups", {}).values())
+    if len(groups) != 1:
+        raise ValueError(f"it has {len(groups)} groups of layers, where one is known")
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    scale = parts["weight_scale"]
+    if "weight_packed" in parts:
+        group = _grouped(weights.get("num_bits"), weights.get("group_size"))
+        if "weight_g_idx" in parts:
+            raise ValueError(
+                "its columns are in the order of activations (actorder), which are not loaded yet"
+            )
+        n, k = (int(size) for size in parts["weight_shape"])
+        zero = parts.get("weight_zero_point")
+        zeros = None if zero is None else _nibbles(zero, 0)[:n].t().to(torch.int8)
+        q = _nibbles(parts["weight_packed"], 1)[:, :k]
+        return PackedLinear.from_int4(q, scale.t(), zeros, group_size=group)
+    if inputs is not None and not inputs.get("dynamic"):
+        raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")
+    if parts["weight"].dtype == torch.float8_e4m3fn:
+        return PackedLinear.from_float8(parts["weight"], scale.float())
+    return PackedLinear.from_int8(parts["weight"], scale.float().flatten(), dynamic=inputs is not None)
+
+
+def _grouped(bits: Any, group: Any) -> int:
+    if bits != 4:
+        raise ValueError(f"it has {bits} bits, where 4 are known")
+    return int(group)
+
+
+_METHODS: dict[
+    str, tuple[Make, tuple[str, ...], str]
+] = {  # with the ends of names, and which says that it is one
+    "gptq": (_gptq, ("qweight", "qzeros", "scales", "g_idx"), "qweight"),
+    "awq": (_awq, ("qweight", "qzeros", "scales"), "qweight"),
+    "fp8": (_fp8, ("weight", "weight_scale_inv"), "weight_scale_inv"),
+    "compressed-tensors": (
+        _compressed,
+        ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        "weight_scale",
+    ),
+}
+
+
+class _Files:
+    """The tensors of all files of a folder, read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, dict[str, Path]()
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  no mapping
+                    if name in self.file:
+                        raise CheckpointError(
+                            f"{folder}: {name} is in {self.file[name].name} and in {file.name}"
+                        )
+                    self.file[name] = file
+        self.unread = set(self.file)
+
+    def get(self, name: str) -> torch.Tensor | None:
+        if name not in self.file:
+            return None
+        self.unread.discard(name)
+        with safe_open(self.file[name], framework="pt") as opened:
+            found: torch.Tensor = opened.get_tensor(name)
+        return found
+
+
+def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model in a folder whose configuration says how it was quantized, in eval mode.
+
+    Raises:
+        CheckpointError: a method, or a form of one, that is not known; tensors that are missing or do not fit.
+    """
+    how = config.quantization_config
+    how = dict(how if isinstance(how, dict) else how.to_dict())
+    method = str(how.get("quant_method"))
+    if method not in _METHODS:
+        raise CheckpointError(
+            f"{folder} is quantized by {method[:64]!r}, which is not known; there are: {', '.join(_METHODS)}"
+        )
+    make, ends, says = _METHODS[method]
+    del config.quantization_config  # so that transformers makes a plain model
+    files, model = _Files(folder), model_of(config, dtype)
+    for path, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or f"{path}.{says}" not in files.file:
+            continue
+        parts = {end: t for end in ends if (t := files.get(f"{path}.{end}")) is not None}
+        try:
+            packed = make(parts, how)
+            if (packed.out_features, packed.in_features) != tuple(module.weight.shape):
+                got = [packed.out_features, packed.in_features]
+                raise ValueError(f"it is {got} where the configuration says {list(module.weight.shape)}")
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"{folder} does not load: {path}: {what}") from error
+        if module.bias is not None:
+            packed.bias = _float(files, f"{path}.bias", module.bias, dtype)
+        put(model, path, packed)
+    done: dict[int, nn.Parameter] = {}
+    for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+        tied = path == "lm_head.weight" and config.get_text_config().tie_word_embeddings
+        name = path if path in files.file or not tied else _name_of(model, model.get_input_embeddings())
+        if id(parameter) not in done:
+            value = _float(files, name, parameter, dtype)
+            done[id(parameter)] = nn.Parameter(value, requires_grad=False)
+        put(model, path, done[id(parameter)])
+    if files.unread:
+        _LOG.info(
+            "%s: %d tensors, %s first, belong to no layer", folder, len(files.unread), min(files.unread)
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _float(files: _Files, name: str, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    found = files.get(name)
+    if found is None or found.shape != wanted.shape or not found.is_floating_point():
+        got = "has no tensor" if found is None else f"has {list(found.shape)} {found.dtype}"
+        raise CheckpointError(f"{files.folder} does not load: it {got} for {name} {list(wanted.shape)}")
+    return found.to(dtype)
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(f"{path}.weight" for path, one in model.named_modules() if one is module)

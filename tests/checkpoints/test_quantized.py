@@ -1,0 +1,199 @@
+"""Folders that others quantized: packed layers with the numbers that their formats say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import opsmith
+from opsmith import Config
+from opsmith.checkpoints import CheckpointError, folder, quantized
+from opsmith.ops import PackedLinear
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+Tensors = dict[str, torch.Tensor]
+GROUP = 32
+
+
+def words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight numbers that follow each other in a row as an int32, number j at the place `order[j]`."""
+    eights = numbers.long().unflatten(1, (-1, 8))
+    found = sum(eights[..., j] << 4 * at for j, at in enumerate(order))
+    assert isinstance(found, torch.Tensor)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
+
+
+def four_bits(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers [n, k], scales and zeros [groups, n], and what they stand for."""
+    q, zero = torch.randint(0, 16, (n, k)), torch.randint(1, 16, (k // GROUP, n))
+    scale = (torch.rand(k // GROUP, n) / 32 + 1e-3).half()
+    spread = [t.t().repeat_interleave(GROUP, 1) for t in (zero, scale.float())]
+    return q, scale, zero, (q - spread[0]) * spread[1]
+
+
+def gptq(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    q, scale, zero, weight = four_bits(n, k)
+    parts = {"qweight": words(q).t(), "scales": scale, "qzeros": words(zero - 1)}
+    return parts | {"g_idx": torch.arange(k, dtype=torch.int32) // GROUP}, weight
+
+
+def awq(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    q, scale, zero, weight = four_bits(n, k)
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
+    return {"qweight": words(q.t(), order), "scales": scale, "qzeros": words(zero, order)}, weight
+
+
+def fp8(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    numbers = (torch.randn(n, k) * 16).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-n // 128), -(-k // 128)) / 256
+    spread = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    return {"weight": numbers, "weight_scale_inv": scale}, numbers.float() * spread
+
+
+def words_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    q, scale, zero, weight = four_bits(n, k)
+    parts = {"weight_packed": words(q), "weight_scale": scale.t(), "weight_zero_point": words(zero).t()}
+    return parts | {"weight_shape": torch.tensor([n, k])}, weight
+
+
+def bytes_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    numbers, scale = torch.randint(-128, 128, (n, k)).to(torch.int8), torch.rand(n, 1) / 512
+    return {"weight": numbers, "weight_scale": scale}, numbers * scale
+
+
+def floats_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    numbers, scale = (torch.randn(n, k) * 16).to(torch.float8_e4m3fn), torch.rand(n, 1) / 256
+    return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
+
+
+def compressed(bits: int, inputs: Any = None, group: int = GROUP) -> dict[str, Any]:
+    weights = {"num_bits": bits, "group_size": group}
+    groups = {"group_0": {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+Kind = tuple[Callable[[int, int], tuple[Tensors, torch.Tensor]], dict[str, Any], str]
+KINDS: dict[str, Kind] = {
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}, "int4"),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "int4"),
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+    "four bits": (words_of_compressed, compressed(4), "int4"),
+    "eight bits": (bytes_of_compressed, compressed(8), "int8"),
+    "eight bits twice": (bytes_of_compressed, compressed(8, {"dynamic": True}), "int8_dynamic"),
+    "floats": (floats_of_compressed, compressed(8), "fp8"),
+}
+
+
+def written(place: Path, kind: str, tied: bool = False) -> Any:
+    """A folder of that kind, and the model with the numbers that its layers stand for."""
+    make, how, _ = KINDS[kind]
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
+    ).eval()
+    tensors = dict(model.state_dict())
+    if tied:
+        del tensors["lm_head.weight"]
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            if module.bias is not None:
+                nn.init.normal_(module.bias)
+            parts, weight = make(*module.weight.shape)
+            del tensors[f"{path}.weight"]
+            tensors |= {f"{path}.{end}": t.contiguous() for end, t in parts.items()}
+            module.weight.data = weight
+    place.mkdir(exist_ok=True)
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, place / "model.safetensors")
+    data = model.config.to_dict() | {"quantization_config": how, "architectures": ["LlamaForCausalLM"]}
+    (place / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
+    return model
+
+
+def loaded(place: Path) -> Any:
+    return quantized.load(place, folder.configuration(place), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_have_the_folders_numbers(kind: str, tmp_path: Path) -> None:
+    right = written(tmp_path, kind, tied=kind == "gptq")
+    model, format = loaded(tmp_path), KINDS[kind][2]
+    packed = {path: m for path, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert len(packed) == 14
+    assert {m.format for m in packed.values()} == {format}
+    for path, module in packed.items():
+        assert module.dequantize().equal(right.get_submodule(path).weight), path
+    ids = torch.randint(0, 96, (2, 20))
+    with torch.no_grad():
+        exact = right(ids).logits
+        # Rounding the inputs of layers to 8 bits, too, costs what it costs.
+        bound = 0.1 if format == "int8_dynamic" else 1e-5
+        assert float((model(ids).logits - exact).abs().max() / exact.abs().max()) < bound
+    assert model.lm_head.weight.equal(right.lm_head.weight)
+
+
+def test_load_optimizes_what_is_in_few_bits(tmp_path: Path) -> None:
+    right, ids = written(tmp_path, "awq"), torch.randint(0, 96, (1, 9))
+    model = opsmith.load(tmp_path, config=Config(tune=False))
+    with torch.no_grad():
+        assert model(ids).logits.allclose(right(ids).logits, atol=1e-5)
+    assert "kept as the model has them: 14 linear layers of int4" in str(model.opsmith.report)
+    half = opsmith.load(tmp_path, dtype="bfloat16", config=Config(tune=False))
+    with torch.no_grad():
+        assert half(ids).logits.dtype == torch.bfloat16
+
+
+def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+    def with_(kind: str, changes: dict[str, Any], tensors: Callable[[Tensors], object] = len) -> None:
+        written(tmp_path, kind)
+        data = json.loads((tmp_path / "config.json").read_text())
+        data["quantization_config"] |= changes
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        found = load_file(tmp_path / "model.safetensors")
+        tensors(found)
+        save_file(found, tmp_path / "model.safetensors")
+
+    first = "model.layers.0.self_attn.q_proj"
+    for kind, changes, change, message in (
+        (
+            "gptq",
+            {"quant_method": "hqq"},
+            len,
+            "is quantized by 'hqq', which is not known; there are: gptq, awq",
+        ),
+        ("gptq", {"bits": 3}, len, "it has 3 bits, where 4 are known"),
+        ("four bits", compressed(4, group=-1), len, r"group_size must be one of \(32, 64, 128\), got -1"),
+        ("gptq", {}, lambda t: t[f"{first}.g_idx"].flip_(0), "desc_act"),
+        ("gptq", {}, lambda t: t.pop(f"{first}.scales"), "q_proj: it has no 'scales'"),
+        ("gptq", {}, lambda t: t[f"{first}.scales"].fill_(torch.inf), "every scale must be finite"),
+        ("gptq", {}, lambda t: t.pop("model.norm.weight"), "it has no tensor for model.norm.weight"),
+        ("awq", {"version": "gemv"}, len, "its version is 'gemv', where gemm is known"),
+        ("fp8", {"weight_block_size": [64, 64]}, len, r"its blocks are \[64, 64\]"),
+        ("eight bits", {"config_groups": {}}, len, "it has 0 groups of layers"),
+        (
+            "eight bits",
+            compressed(8, {"dynamic": False}),
+            len,
+            "its inputs are rounded by scales of the checkpoint",
+        ),
+    ):
+        with_(kind, changes, change)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=message):
+            loaded(tmp_path)
+    written(tmp_path, "gptq")
+    other = load_file(tmp_path / "model.safetensors")
+    save_file({"model.norm.weight": other["model.norm.weight"]}, tmp_path / "more.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"model.norm.weight is in model.safetensors and in more.safetensors"
+    ):
+        loaded(tmp_path)

@@ -173,7 +173,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         ),
         ("gptq", {"bits": 3}, len, "it has 3 bits, where 4 are known"),
         ("four bits", compressed(4, group=-1), len, r"group_size must be one of \(32, 64, 128\), got -1"),
-        ("gptq", {}, lambda t: t[f"{first}.g_idx"].flip_(0), "desc_act"),
+        ("gptq", {}, lambda t: t[f"{first}.g_idx"].add_(1), "desc_act"),
         ("gptq", {}, lambda t: t.pop(f"{first}.scales"), "q_proj: it has no 'scales'"),
         ("gptq", {}, lambda t: t[f"{first}.scales"].fill_(torch.inf), "every scale must be finite"),
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "it has no tensor for model.norm.weight"),

@@ -189,6 +189,20 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
     at = whole.index(b"llama.embedding_length") + len("llama.embedding_length") + 4
     with pytest.raises(CheckpointError, match=r"is \[320, 256\] where its values say \[320, 128\]"):
         gguf.load(damaged(file, at, struct.pack("<I", 128)), torch.float32)
+    for name_of, value, message in (
+        (b"block_count", 1 << 31, "it has 2147483648 layers and 21 tensors"),
+        (b"block_count", 3, "it has no tensor for model.layers.2"),
+        (b"block_count", 1, "other tensors belong to no layer"),
+        (b"attention.head_count", 0, "its values make no model"),
+        (
+            b"feed_forward_length",
+            (1 << 32) - 1,
+            r"its values make no model|is \[512, 256\] where its values say",
+        ),
+    ):
+        at = whole.index(b"llama." + name_of) + 6 + len(name_of) + 4
+        with pytest.raises(CheckpointError, match=message):
+            gguf.load(damaged(file, at, struct.pack("<I", value)), torch.float32)
     with pytest.raises(CheckpointError, match="every scale must be finite"):
         gguf.load(damaged(file, found.tensors["token_embd.weight"].offset, b"\xff\x7f"), torch.float32)
     with pytest.raises(ValueError, match="load: dtype must be one of float32, bfloat16, float16, got int8"):

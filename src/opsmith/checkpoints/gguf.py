@@ -74,8 +74,16 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
             f"{', '.join(sorted(_ROWS))}. transformers' from_pretrained(gguf_file=...) may know it: opsmith.optimize "
             "its model"
         )
+    layers = found.values.get(f"{architecture}.block_count")
+    if not isinstance(layers, int) or not 0 < layers <= len(found.tensors):
+        raise CheckpointError(
+            f"{file} does not load: it has {layers} layers and {len(found.tensors)} tensors"
+        )
     config = _config(found)
-    model = model_of(config, dtype)
+    try:
+        model = model_of(config, dtype)
+    except Exception as error:  # of sizes that make none
+        raise CheckpointError(f"{file}: its values make no model: {one_line(error)}") from error
     names = gguf.get_tensor_name_map(
         next(of for of, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
         config.num_hidden_layers,

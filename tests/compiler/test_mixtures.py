@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -44,6 +45,18 @@ def test_a_mixture_is_one_graph_and_given_back() -> None:
     assert "experts: 1 mixtures in one kernel each" in str(made.opsmith.report)
     opsmith.restore(made)
     assert made.config._experts_implementation == before
+
+
+def test_a_mixture_learns_as_before() -> None:
+    made = model()
+    eager, ids = copy.deepcopy(made), torch.randint(0, 60, (2, 7))
+    opsmith.optimize(made, config=opsmith.Config(tune=False, inductor=False))
+    for each in (eager, made):
+        each(ids, labels=ids).loss.backward()
+    for (name, mine), theirs in zip(made.named_parameters(), eager.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_what_somebody_has_asked_for_stays() -> None:

@@ -264,3 +264,49 @@ def test_rules_of_an_embedding_s_gradient_stay(rule: dict[str, Any]) -> None:
     found = {name for graph in model.opsmith.graphs for name in graph.sites}
     assert len(found) > 1
     assert any(name.startswith("embedding") for name in found) == ("padding_idx" in rule)
+
+
+class Doubled(torch.autograd.Function):
+    """A function whose gradient is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return 2 * dy
+
+
+class OfItsOwn(nn.Module):
+    """Calls of ours, and a function of somebody else, beside what is recognized."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner = kind, nn.Linear(16, 16)
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        x = Doubled.apply(x) if self.kind == "theirs" else opsmith.ops.rms_norm(x, self.weight)
+        return nn.functional.layer_norm(x, (16,)) + nn.functional.softmax(x, -1)
+
+
+@pytest.mark.parametrize("kind", ["theirs", "ours"])
+def test_gradients_that_a_model_brings_along_are_kept(kind: str) -> None:
+    """Retraced, an autograd.Function is its forward: such a graph learns as it was."""
+    torch.manual_seed(0)
+    model, x = OfItsOwn(kind), torch.randn(5, 16)
+    wanted = _gradients(model, model, x)
+    assert ("weight" in wanted) is (kind == "ours")
+    with torch.no_grad():
+        right = model(x)
+    opsmith.optimize(model, x, config=UNTIMED)
+    got = _gradients(model, model, x)
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5)
+    assert "it calls an autograd.Function, whose gradients only eager has" in str(model.opsmith.report)
+    with torch.no_grad():  # what does not learn is optimized
+        torch.testing.assert_close(model(x), right)
+    assert "layer_norm" in str(model.opsmith.report)

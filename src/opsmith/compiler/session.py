@@ -124,6 +124,9 @@ class Session:
         if self.selector.spent:
             self.decline(SPENT, len(gm.graph.nodes))
             return gm.forward
+        if _has_own_gradients(gm, example_inputs):
+            self.decline("it calls an autograd.Function, whose gradients only eager has", len(gm.graph.nodes))
+            return gm.forward
         show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
         try:
             make = partial(
@@ -240,3 +243,14 @@ class Session:
     def __repr__(self) -> str:
         sites = sum(len(g.sites) for g in self.graphs)
         return f"<opsmith: {len(self.graphs)} graph(s), {sites} sites, {len(self.plan.shapes)} shape(s)>"
+
+
+def _has_own_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether a graph that learns calls an autograd.Function: retraced, it would be its forward alone."""
+    if not torch.is_grad_enabled() or not any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in inputs
+    ):
+        return False
+    apply = torch.ops.higher_order.autograd_function_apply
+    graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
+    return any(graph.find_nodes(op="call_function", target=apply) for graph in graphs)

@@ -56,6 +56,8 @@ def mixed(
 
 def unlike(module: Any, hidden_states: torch.Tensor) -> str:
     """What of a module's form `opsmith.ops.experts` does not have; nothing where it has all of it."""
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+        return "a graph that learns would end at their gradients"  # which are an autograd.Function's
     if not module.has_gate or module.has_post_expert_norm:
         return "they have no gate, or a norm behind them"
     if module._is_expert_parallel:

@@ -66,6 +66,8 @@ def moe_route(
     >>> ids.shape, weights.shape
     (torch.Size([5, 8]), torch.Size([5, 8]))
 
+    A row that holds NaN or an infinity has weights of NaN, and ids of some experts.
+
     GPT-OSS's softmax over the chosen logits is the default: normalizing makes it the same.
 
     Args:
@@ -229,9 +231,27 @@ def _workloads(make: Make) -> Iterator[Sample]:
         yield Sample(f"{t}x256, 8 of 4 of 8 groups", (make(t, 256), 8), {**grouped, "scale": 2.5})
 
 
+def _promised(logits: torch.Tensor, k: int, *, bias: torch.Tensor | None = None, **options: Any) -> bool:
+    """Rows that have a largest number, and none that is not one: of others the weights are NaN, and ids are any.
+
+    And choices that rounding does not make: the same experts in float64, and of logits a little larger.
+    """
+    wrong = logits.isnan() | (logits == math.inf)
+    rows = logits.isfinite().any(-1) if logits.shape[-1] else torch.ones(())
+    if bool(wrong.any()) or not bool(rows.all()) or not (bias is None or bool(bias.isfinite().all())):
+        return False
+    with torch.no_grad():
+        here = CARD.eager(logits, k, bias=bias, **options)[0]
+        wide, of = logits.double(), None if bias is None else bias.double()
+        return all(
+            here.equal(CARD.reference(wide * by, k, bias=of, **options)[0]) for by in (1, 1 + 1e-5, 1 - 1e-5)
+        )
+
+
 CARD = _CALL.card(
     kind=Kind.SOFTMAX,
     cost=_cost,
+    domain=_promised,
     samples=_samples,
     workloads=_workloads,
     # Models write it in ways that sort ties differently: nothing is recognized.

@@ -24,6 +24,7 @@ from opsmith.kernels.triton.common import (
     rounded,
     steps,
 )
+from opsmith.ops.packed_linear.formats import Scales
 
 _LEAST = tl.constexpr(1e-30)  # a row below this is rounded to zeros
 _WHOLE, _WHOLE_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)  # 2^23: its last bits count by one
@@ -187,14 +188,16 @@ def packed_linear(
     scale: torch.Tensor,
     zero: torch.Tensor | None,
     bias: torch.Tensor | None,
+    outer: torch.Tensor | None,
     bits: int,
     group: int,
-    dynamic: bool,
+    scales: int,
     *,
     y: torch.Tensor,
 ) -> None:
     if not y.numel():
         return
+    dynamic = scales == Scales.DYNAMIC  # others with `outer`, or their own numbers, do not come here
     x, y = as_rows(x), as_rows(y)
     (m, k), n = x.shape, y.shape[1]
     most = None

@@ -13,6 +13,7 @@ from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Input, Number, Output, Signature
+from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Kind, Make, Sample, Supports
 from opsmith.ops.linear import PACKED, product_cost
 from opsmith.ops.packed_linear.formats import BLOCK, CHOSEN, FORMATS, GROUPS, SUPER, Scales
@@ -208,7 +209,7 @@ class _Packed(_Flat):
         x, weight, scale, *_, outer, bits, _, scales = values
         if torch.float64 in (t.dtype for t in (weight, scale, outer) if t is not None):
             return "the kernels take weights as they are packed, not in float64"
-        if scales > Scales.DYNAMIC and x.device.type != "cpu":
+        if scales > Scales.DYNAMIC and (not x.is_cpu or DEVICE == "cpu"):
             return (
                 "the kernel for GPUs takes int8 and int4; a file's formats are unpacked for it at each call"
             )

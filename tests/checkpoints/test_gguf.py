@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ def test_frequencies_of_a_rotation_are_the_files(tmp_path: Path) -> None:
     writer.close()
     scaled = gguf.load(other, torch.float32)
     assert scaled.model.rotary_emb.inv_freq.allclose(plain.model.rotary_emb.inv_freq / by)
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = files.write(tmp_path / "model.gguf", "llama", ("q8_0",))
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(CheckpointError, match=r"^accelerate is not installed: pip install"):
+        gguf.load(file, torch.float32)
 
 
 def test_a_part_of_a_file_is_refused(tmp_path: Path) -> None:

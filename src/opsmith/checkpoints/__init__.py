@@ -54,6 +54,6 @@ def load(
         return optimize(model, config=config, quantize=quantize)
     found = folder.configuration(place)
     if getattr(found, "quantization_config", None) is None:
-        return optimize(folder.load(place)[0], config=config, dtype=name, quantize=quantize)
+        return optimize(folder.load(place, found)[0], config=config, dtype=name, quantize=quantize)
     own = getattr(torch, name) if name is not None else found.dtype or torch.float32
     return optimize(quantized.load(place, found, own), config=config, quantize=quantize)

@@ -51,15 +51,16 @@ def configuration(folder: Path) -> Any:
             raise CheckpointError(f"{folder / 'config.json'}: {one_line(error)}") from error
 
 
-def load(folder: Path) -> tuple[nn.Module, Any]:
-    """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration.
+def load(folder: Path, config: Any = None) -> tuple[nn.Module, Any]:
+    """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration, if not known yet.
 
     Nothing is downloaded, no code from the folder runs, and weights are read from safetensors only.
 
     Raises:
         CheckpointError: when there is no such folder, or no model in it that can be loaded.
     """
-    config = configuration(folder)
+    if config is None:
+        config = configuration(folder)
     import transformers
 
     with quiet():

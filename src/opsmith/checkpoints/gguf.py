@@ -82,6 +82,8 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
     config = _config(found)
     try:
         model = model_of(config, dtype)
+    except CheckpointError:
+        raise
     except Exception as error:  # of sizes that make none
         raise CheckpointError(f"{file}: its values make no model: {one_line(error)}") from error
     names = gguf.get_tensor_name_map(

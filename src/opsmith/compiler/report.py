@@ -15,7 +15,7 @@ from opsmith.compiler.modules.quantize import QuantizedLayer
 from opsmith.compiler.program.sites import GraphReport, SiteReport
 from opsmith.ops import mla_attention, mla_preprocess, paged_attention
 
-_FEW = ("packed", "kept")  # a layer of few bits
+_OF_FEW_BITS = ("packed", "kept")
 _LATENT = (mla_preprocess.__name__, mla_attention.__name__)  # what a layer that keeps latent rows is made of
 
 
@@ -129,7 +129,9 @@ class Report:
         if released := sum(layer.released for layer in self.quantized):
             weights = f"{released / 2**20:.1f} MiB of weights"
             lines.append(f"given back to the system: {weights}; restore is not possible")
-        return lines + [f"not quantized: {layer}" for layer in self.quantized if layer.status not in _FEW]
+        return lines + [
+            f"not quantized: {layer}" for layer in self.quantized if layer.status not in _OF_FEW_BITS
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -185,7 +187,7 @@ class Report:
         lines = self._summary()
         lines += _few("", ((line.partition(":")[0], line) for line in self._latent_lines()))
         lines += [line for line in self.quantized_lines if not line.startswith("not ")]
-        unpacked = ((q.why, str(q)) for q in self.quantized if q.status not in _FEW)
+        unpacked = ((q.why, str(q)) for q in self.quantized if q.status not in _OF_FEW_BITS)
         lines += _few("not quantized: ", unpacked)
         sites = [s for s in self.sites if s.why]
         for what, status in (

@@ -66,7 +66,7 @@ def moe_route(
     >>> ids.shape, weights.shape
     (torch.Size([5, 8]), torch.Size([5, 8]))
 
-    A row that holds NaN or an infinity has weights of NaN, and ids of some experts.
+    Of a row that holds NaN or plus infinity, ids are some experts and weights any numbers.
 
     GPT-OSS's softmax over the chosen logits is the default: normalizing makes it the same.
 
@@ -232,7 +232,7 @@ def _workloads(make: Make) -> Iterator[Sample]:
 
 
 def _promised(logits: torch.Tensor, k: int, *, bias: torch.Tensor | None = None, **options: Any) -> bool:
-    """Rows that have a largest number, and none that is not one: of others the weights are NaN, and ids are any.
+    """Rows that have a largest number, and none that is not one: of others nothing is promised but ids in range.
 
     And choices that rounding does not make: the same experts in float64, and of logits a little larger.
     """

@@ -347,26 +347,18 @@ def quantize(
             half = part.to(torch.bfloat16)
             packed[0, here] = pack_pairs(half)[0]
             return half.float()
+        zeros = outers = None
         if format == "int4":
             q, scales, zeros = round_groups(part, group_size, zero is None, inputs)
-            scale[:, here] = scales
-            if zero is not None and zeros is not None:
-                zero[:, here] = zeros
-            middle = 8 if zeros is None else _spread(zeros.float(), group_size, k)
-            back = (q.float() - middle) * _spread(scales.float(), group_size, k)
         elif format == "fp8":
             q, scales = round_to_float8(part, group_size)
-            _keep((scales,), here, (scale,))
-            back = values(q, scales, None, None, format=format, group_size=group_size, dtype=torch.float32)
         elif FORMATS[format].group:
-            rounded = round_to(part, format)
-            q = rounded[0]
-            _keep(rounded[1:], here, to[1:])
-            back = values(*rounded, format=format, group_size=group_size, dtype=torch.float32)
+            q, scales, zeros, outers = round_to(part, format)
         else:
             numbers, scales = round_rows(part)
-            scale[here] = scales
-            q, back = (numbers + 128).to(torch.uint8), numbers * scales[:, None]
+            q = (numbers + 128).to(torch.uint8)
+        _keep((scales, zeros, outers), here, to[1:])
+        back = values(q, scales, zeros, outers, format=format, group_size=group_size, dtype=torch.float32)
         block = pack_integers(q, format)
         packed[here.start : here.start + block.shape[0]] = block
         if inputs is not None:

@@ -26,6 +26,14 @@ copy or read, or of its matrix units, as they were in that run. Above 1, the roo
 Python adds is in the file."""
 _MOST = """Of the variants that `tests/kernels/compile_triton.py` compiles, which needs no GPU, the most: registers of a
 thread, bytes that it spills, shared memory of a program."""
+_MODELS = """Milliseconds: a forward of sentences (MiniLM, 32 of 128 tokens) or of a prompt (512 tokens, of the
+DeepSeeks 64 and 128) whose sizes came before, and a token of `generate` behind it, of 32. Random weights; sizes and
+layers are in `benchmarks/gpu.py`. Peers stand where they were measured in a process of their own."""
+_PEERS = {
+    "compile": "torch.compile",
+    "compile, graphs": "with CUDA graphs",
+    "static cache": "transformers' static cache, compiled",
+}
 _OTHERS = ("eager", "torch.compile", "Liger")
 
 
@@ -70,9 +78,22 @@ def _found(name: str, found: dict[str, list[Any]]) -> Iterator[str]:
         checks = sum(one.get("checks", 1) for one in jobs)
         rows.append((stage, len(jobs), checks, "<br>".join(red) or "nothing"))
     yield from _table(("", "jobs", "checks", "what failed"), rows)
-    yield from ("## How fast, in bfloat16", "", _TIMES, "")
+    yield from ("## Whole models, in bfloat16", "", _MODELS, "")
+    rows = [row for one in found.get("models", []) for row in _whole(one)]
+    yield from _table(("model", "", "eager", "opsmith", *_PEERS.values()), rows)
+    yield from ("## Operators, in bfloat16", "", _TIMES, "")
     head = ("operator", "opsmith", "of the roof", "eager", "torch.compile", "Liger")
     yield from _table(head, [row for one in found.get("fast", []) for row in _times(one)])
+
+
+def _whole(one: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for what, times in (
+        ("forward", one.get("forward", {})),
+        ("a token", one.get("decode", {}).get("seconds_a_token", {})),
+    ):
+        if times:
+            took = (times.get(name) for name in ("eager", "opsmith", *_PEERS))
+            yield (one["job"], what, *(f"{t * 1e3:.2f}" if t else "" for t in took))
 
 
 def _times(one: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -106,7 +127,13 @@ def _table(head: tuple[str, ...], rows: Any) -> Iterator[str]:
 def _why(one: dict[str, Any]) -> str:
     failed = one.get("failed") or ["see its log"]
     said = (
-        f"{f['sample']}, {f['error'] / f['bound']:.2f} of its bound" if isinstance(f, dict) else f
+        (
+            f"{f['sample']}, {f['error'] / f['bound']:.2f} of its bound"
+            if f["bound"]
+            else f"{f['sample']}, {f['why']}"
+        )
+        if isinstance(f, dict)
+        else f
         for f in failed
     )
     return "; ".join(dict.fromkeys(str(text)[:160] for text in said))

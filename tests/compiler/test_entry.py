@@ -121,3 +121,28 @@ def test_what_cannot_be_captured_is_answered_by_eager_once(broken: bool) -> None
         torch.testing.assert_close(model(x), 2 * model.norm(x))
         assert model.calls == count
     assert "left as it was: a part of the model: raised TorchRuntimeError" in str(model.opsmith.report)
+
+
+class Norm(nn.Module):
+    """Whose epsilon is a number of Python, which Dynamo takes for an input unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16)), 3e-4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+@torch.no_grad()
+def test_what_dynamo_has_forgotten_is_captured_as_before() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), Norm()).eval(), torch.randn(5, 16)
+    wanted = model(x)
+    opsmith.optimize(model, x, config=opsmith.Config(tune=False))
+    model(x)
+    torch.compiler.reset()
+    for _ in range(2):
+        assert torch.allclose(model(x), wanted, atol=1e-5)
+    graphs = model.opsmith.graphs  # type: ignore[union-attr]
+    found = [{name.rpartition("_")[0] for name in graph.sites} for graph in graphs]
+    assert found == [{"linear", "rms_norm"}] * 2

@@ -42,6 +42,7 @@ class Config(BaseModel):
         mla_block: tokens in a block of that cache, 1 to 256.
         cache: what a decoder that is called with an empty cache of transformers' keeps its keys and values in: "paged",
             blocks (see `PagedCache`); "paged_int8", blocks of int8 with scales; "off", that cache.
+        cuda_graphs: on a GPU, replay a call of sizes seen before as one launch.
         pin: the implementation to use, by operator ("attention") or by site ("attention_3").
         forbid: implementations never to use, by operator or by site.
         inductor: let PyTorch's Inductor compete for the operators it generates code for; OPSMITH_INDUCTOR=0
@@ -68,6 +69,7 @@ class Config(BaseModel):
     mla_cache: Literal["split", "joint", "tiled", "int8_tiled", "off"] = "split"
     mla_block: int = Field(default=64, ge=1, le=256)
     cache: Literal["paged", "paged_int8", "off"] = "paged"
+    cuda_graphs: bool = True
     pin: dict[str, str] = Field(default_factory=dict)
     forbid: dict[str, list[str]] = Field(default_factory=dict)
     inductor: bool = Field(default_factory=lambda: os.environ.get("OPSMITH_INDUCTOR") != "0")

@@ -85,7 +85,13 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         )
         plain = all(v is None or isinstance(v, _PLAIN) for v in values)
         if plain and (run := seen.get(key)) is not None:
-            return run(*args, **kwargs)
+            session.capturing.ran = False
+            try:
+                return run(*args, **kwargs)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                if not isinstance(error.inner_exception, _Forgotten):
+                    raise
+                seen.clear()
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
         for t in tensors:
@@ -98,6 +104,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             if t.dim() and t.shape[0] == 1:  # positions of all sequences, say: to be broadcast
                 torch._dynamo.mark_static(t, 0)
         session.capturing.general, session.capturing.paged = general and plain and many, paged
+        session.capturing.ready = True
         before, left, started = len(session.runs), _Left(), time.monotonic()
         try:
             with _capturing(session.capturing.general, left):
@@ -109,7 +116,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             with _capturing(False, left):
                 result = compiled(*args, **kwargs)
         finally:
-            session.capturing.general = False
+            session.capturing.general = session.capturing.ready = False
         # Behind a break no graph is general, and the next time the one before the break may be there already.
         general = general and len(session.runs) <= before + 1
         for error in left.errors:
@@ -135,10 +142,18 @@ def _backend(session: Session) -> Callable[..., Any]:
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         session = known()
         assert session is not None  # the model is being called, and holds it
+        capturing = session.capturing
+        if not capturing.ready and not capturing.ran:
+            raise _Forgotten
         run = session.backend(gm, example_inputs)
         session.runs.append(run)
         held = weakref.ref(run)
-        return lambda *args: held()(*args)  # type: ignore[misc]
+
+        def call(*args: Any) -> Any:
+            capturing.ran = True
+            return held()(*args)  # type: ignore[misc]
+
+        return call
 
     return backend
 
@@ -161,6 +176,10 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_models)}")
     own = {name: function.__globals__[name] for name in ("__name__", "__builtins__")}
     return FunctionType(code, own, code.co_name, None, function.__closure__)
+
+
+class _Forgotten(Exception):
+    """Dynamo captures again what it had captured, as after torch.compiler.reset(), and without the settings for it."""
 
 
 class _Left(logging.Filter):

@@ -50,6 +50,8 @@ class Capturing(threading.local):
 
     general = False  # whether what is captured is to serve sizes of one too
     paged = False  # whether it is a decoder's call with a cache
+    ready = False  # whether the settings are those for it
+    ran = False  # whether a part of a call that began without them has run
 
 
 class Session:

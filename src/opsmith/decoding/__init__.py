@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
     from opsmith.decoding.cache import PagedCache as PagedCache
 
 NAME = "opsmith"  # of the attention and its masks, and of the experts
@@ -17,6 +22,36 @@ class Unserved(Exception):
 
 class NoState:
     """A cache that is the same at each call."""
+
+
+class Laid(Protocol):
+    """What is laid down for the layers of a model beside what passes through its graph: slots, tables, lengths."""
+
+    def fixed(self) -> Hashable | None:
+        """What of it is no tensor's numbers, memory included; None for a call that is like no other."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of this call alone."""
+
+    def of(self, tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
+        """Lay down the same with other tensors in the place of those."""
+
+
+class _Call(threading.local):
+    laid: Laid | None = None
+
+
+call = _Call()
+
+
+@contextmanager
+def laying(laid: Laid) -> Iterator[None]:
+    """Lay down what the layers find when the model runs, in this thread."""
+    before, call.laid = call.laid, laid
+    try:
+        yield
+    finally:
+        call.laid = before
 
 
 def attend(*args: Any, **kwargs: Any) -> Any:

@@ -58,11 +58,16 @@ def unlike(module: Any, hidden_states: torch.Tensor) -> str:
     """What of a module's form `opsmith.ops.experts` does not have; nothing where it has all of it."""
     if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         return "a graph that learns would end at their gradients"  # which are an autograd.Function's
-    if not module.has_gate or module.has_post_expert_norm:
+    # What a version of transformers does not know, its modules do not have.
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
         return "they have no gate, or a norm behind them"
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", False):
         return "they are spread over processes"
-    if not _gate(module)[0]:
+    try:
+        ours = _gate(module)[0]
+    except AttributeError as error:
+        return f"this version of transformers has others: {error}"
+    if not ours:
         return f"their gate is none of ours ({type(module).__name__})"
     if not isinstance(module.gate_up_proj, torch.Tensor) or not isinstance(module.down_proj, torch.Tensor):
         return "their weights are no tensors"

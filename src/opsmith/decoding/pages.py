@@ -88,11 +88,13 @@ class Pages:
         first = self.columns or (0 if self.keep else self.oldest(end))
         self._reserve(first, end)
         lens = [max(0, end - start) for start in self.starts]
+        # A GPU's tables seldom grow, so that what was recorded of a step serves the next.
+        narrow = self.batch and self.device.type == "cpu"
         return Step(
             self.columns,
             tokens,
             self._slots(first, end),
-            self._tables[:, : max(1, *map(len, self.blocks))] if self.batch else self._tables,
+            self._tables[:, : max(1, *map(len, self.blocks))] if narrow else self._tables,
             torch.tensor(lens, dtype=torch.int32, device=self.device),
         )
 

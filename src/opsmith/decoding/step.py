@@ -7,18 +7,18 @@ state. So a step of decoding is the same graph at every length, and run again it
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from opsmith import decoding
 from opsmith.call.fast import direct
-from opsmith.decoding import NoState, Unserved
+from opsmith.decoding import NoState, Unserved, laying
 from opsmith.decoding.attention import FEW, on_pages
 from opsmith.decoding.cache import PagedLayer
 from opsmith.decoding.pages import Step
@@ -77,22 +77,31 @@ class Calling:
                 layer.pages.commit(step.tokens)
             layer.columns = step.columns
 
+    def fixed(self) -> Hashable | None:
+        """Sizes, and where the blocks lie; None where attention is told of padding, or of what was before many tokens,
+        by other means than tensors."""
+        found: list[Hashable] = []
+        for layer in self.layers:
+            step = self.steps[id(layer.pages)]
+            if layer.pool is None or (step.tokens > FEW if step.past else any(layer.pages.starts)):
+                return None
+            layer.pool.fit(layer.pages.capacity)
+            found += [(t.data_ptr(), t.shape) for t in layer.pool.parts.values()]
+            found.append((step.tokens, bool(step.past), step.tables.shape))
+        return tuple(found)
 
-class _Current(threading.local):
-    calling: Calling | None = None
+    def tensors(self) -> list[torch.Tensor]:
+        """Slots, tables and lengths of each step."""
+        return [t for step in self.steps.values() for t in (step.slots, step.tables, step.lens)]
 
-
-_current = _Current()
-
-
-@contextmanager
-def calling(call: Calling) -> Iterator[None]:
-    """Lay down what the layers find when the model runs."""
-    before, _current.calling = _current.calling, call
-    try:
-        yield
-    finally:
-        _current.calling = before
+    def of(self, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """The same call with these."""
+        given = iter(tensors)
+        steps = {
+            key: replace(step, slots=next(given), tables=next(given), lens=next(given))
+            for key, step in self.steps.items()
+        }
+        return laying(Calling(self.layers, steps))
 
 
 def attend(
@@ -133,10 +142,12 @@ def _run(
     *,
     y: torch.Tensor,
 ) -> None:
-    call = _current.calling
-    if call is None:
+    call = decoding.call.laid
+    if not isinstance(call, Calling):
         raise RuntimeError("opsmith: a model was called on pages, and nothing was prepared for the call")
     held = call.layers[layer]
+    if held.pool is not None and held.pool.given is not k.dtype and not held.columns:
+        held.pool = None  # of a cache before this one
     pages, pool = held.pages, held.pool
     step = call.steps[id(pages)]
     if pool is not None:

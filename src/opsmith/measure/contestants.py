@@ -60,4 +60,22 @@ def captured(
     with cuda.graph(graph):
         for inputs in sets:
             call(*inputs)  # the result is dropped, so that the graph's next call may use its memory
-    return Repeated(graph.replay, len(sets))
+
+    def replay(read: object = (call, sets)) -> object:  # held for as long as the graph reads from it
+        return graph.replay()
+
+    return Repeated(replay, len(sets))
+
+
+def as_replayed(call: Callable[[], object], device: torch.device, times: int = 1) -> Callable[..., object]:
+    """A call as a recording replays it, on a GPU; as it is elsewhere, and where it cannot be recorded.
+
+    Of a short one several in a row, or its launch would be what is timed.
+    """
+    if device.type != "cuda":
+        return call
+    try:
+        return captured(call, [()] * times)
+    except Exception:  # it waits for the device, say; what it raises by itself it raises again
+        torch.cuda.synchronize(device)
+        return call

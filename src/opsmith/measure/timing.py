@@ -55,6 +55,12 @@ def by_events(calls: Sequence[Callable[[], object]], cuda: Any = torch.cuda) -> 
     return float(start.elapsed_time(end)) * 1e-3  # elapsed_time is in milliseconds
 
 
+def once(call: Callable[..., object], device: str | torch.device = "cpu") -> float:
+    """Seconds of one call, by the device's own time."""
+    stopwatch = by_events if torch.device(device).type == "cuda" else by_clock
+    return stopwatch([call]) / (call.times if isinstance(call, Repeated) else 1)
+
+
 class _Runner:
     """One contestant: how many calls make a sample, and where their inputs come from."""
 

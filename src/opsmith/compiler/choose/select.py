@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from opsmith.compiler.steps.source import alone
 from opsmith.operator import Implementation, Operator, registry
 
 _BUDGET = 0.12  # seconds of a contest
+_IN_A_ROW = 8  # calls that a GPU is shown at once
 _LOST, _LOST_S = 10.0, 0.05  # times the best and seconds: more than other work makes of a call
 
 
@@ -160,25 +161,26 @@ class Selector:
 
         An implementation that raises leaves the contest.
         """
-        contestants, first = {}, {}
+        contestants, first, device = {}, {}, device_of(call.values())
         for name, candidate in list(able.items()):
             try:
                 run = alone(candidate, weights.swapped(candidate, call), new)
-                first[name] = measure.by_clock([run])
+                run = measure.as_replayed(run, device, _IN_A_ROW)
+                first[name] = measure.once(run, device)
             except Exception as error:  # whatever it raises is its reason for not taking part
                 _refuse(name, raised(error), able, refused)
             else:
                 contestants[name] = run
         # Who takes so long, twice, has lost: PyTorch's products in a dtype without a unit for them take seconds.
         far = max(_LOST_S, _LOST * min(first.values()))
-        again = {n: min(t, measure.by_clock([contestants[n]])) for n, t in first.items() if t > far}
+        again = {n: min(t, measure.once(contestants[n], device)) for n, t in first.items() if t > far}
         lost = {n: t for n, t in again.items() if t > far}
         contestants = {n: run for n, run in contestants.items() if n not in lost}
         # Each has just run. Where a call takes long, who loses two rounds by a third as much again has lost. Where it
         # takes longer than the budget, as the output layer of a prompt may do by far, that run is one of two rounds.
         long = min(first.values()) > _BUDGET
         result = measure.quick(
-            contestants, budget_s=_BUDGET, min_rounds=1 if long else 3, warmup=0, drop=1.33
+            contestants, budget_s=_BUDGET, min_rounds=1 if long else 3, warmup=0, drop=1.33, device=device
         )
         runs = {name: [*result.samples[name], *[first[name]] * long] for name in contestants}
         steady = all(measure.spread(times) <= measure.CONCLUDES_NOTHING for times in runs.values())
@@ -213,7 +215,12 @@ def _short(call: dict[str, Any], able: Mapping[str, Implementation], weights: We
         run()
     except Exception:  # the contest finds it again, and says so
         return False
-    return min(measure.by_clock([run]) for _ in range(5)) < inductor.CALL
+    return min(measure.once(run, device_of(call.values())) for _ in range(5)) < inductor.CALL
+
+
+def device_of(values: Iterable[Any]) -> torch.device:
+    """Where a call's tensors are."""
+    return next((t.device for t in values if isinstance(t, torch.Tensor)), torch.device("cpu"))
 
 
 def _check_names(config: Config) -> None:

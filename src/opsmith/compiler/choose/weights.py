@@ -78,6 +78,10 @@ class Weights:
         ]
         self.clear()
 
+    def others(self, examples: Sequence[Any]) -> list[int]:
+        """Where inputs are tensors and no weights."""
+        return [i for i, e in enumerate(examples) if isinstance(e, torch.Tensor) and i not in self._at]
+
     def clear(self) -> None:
         """Let go of all weights."""
         self._parameters: list[weakref.ref[Any]] = []

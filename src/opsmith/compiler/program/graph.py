@@ -13,13 +13,14 @@ from torch import fx
 from opsmith import measure
 from opsmith.call.dispatch import native
 from opsmith.compiler.capture.mutation import Rehearsal
-from opsmith.compiler.choose.select import Selector, signature
+from opsmith.compiler.choose.select import Selector, device_of, signature
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.choose.worth import Worth, learning_worth, worth
 from opsmith.compiler.find.products import Lay, weights
 from opsmith.compiler.plan import PlanStep, ShapePlan
 from opsmith.compiler.program.program import Program, Recorder
 from opsmith.compiler.program.programs import UNSEEN, Programs
+from opsmith.compiler.program.recordings import Recordings, recordable
 from opsmith.compiler.program.rewrite import rewrite
 from opsmith.compiler.program.sites import More, Sites
 from opsmith.compiler.program.study import Study
@@ -56,6 +57,12 @@ class CompiledGraph:
         self._lay = lay
         self._changed = self.sites.effects.inputs(gm.graph)
         self._learning: Worth | None = None  # once gradients were asked for: whether it runs rewritten then
+        steady = not (self._changed or self.sites.effects.random)
+        self.recordings = (
+            Recordings(self._weights.others(examples))
+            if selector.config.cuda_graphs and steady and recordable(examples)
+            else None
+        )
         self._lock = threading.RLock()
         weakref.finalize(self, measure.trim_later).atexit = False
 
@@ -66,7 +73,17 @@ class CompiledGraph:
         program = self.programs.find(key)
         if program is UNSEEN or self._weights.changed(args):
             return self._first(key, args)
+        if self.recordings is not None:
+            return self.recordings(key, self._alone if program is None else program.apart, args)
         return self._plain(*args) if program is None else program(args)
+
+    def _alone(self, args: Sequence[Any]) -> Any:
+        return self._plain(*args)
+
+    def _forget(self) -> None:
+        self.programs.clear()
+        if self.recordings is not None:
+            self.recordings.clear()
 
     def _first(self, key: Key, args: Sequence[Any]) -> Any:
         with self._lock, torch.no_grad():
@@ -108,13 +125,13 @@ class CompiledGraph:
                 if side_by_side := weights(known.site):  # which other memory than before may have parted
                     self._lay([given[n] for n in side_by_side])
             self._weights.take(args)
-            self.programs.clear()
+            self._forget()
 
     def close(self) -> None:
         """Let go of the weights, whose model may be gone; called again, the graph begins anew."""
         with self._lock:
             self._weights.clear()
-            self.programs.clear()
+            self._forget()
         measure.trim_later()
 
     def _study_or_leave(self, rehearsal: Rehearsal, training: bool = False) -> None:
@@ -137,7 +154,7 @@ class CompiledGraph:
         with torch.no_grad():
             kept = Study(self.sites, args, training, proved).run()
         if len(self.report.kept) < before:
-            self.programs.clear()  # those of examples seen earlier still have the site
+            self._forget()  # those of examples seen earlier still have the site
         self.rewritten, self.sites.studied = rewrite(self.original, kept), True
 
     def _save(self) -> None:
@@ -182,6 +199,7 @@ class CompiledGraph:
             steps,
             lambda: program(rehearsal.again(numbers=False)),
             lambda: self.original(*rehearsal.again(numbers=False)),
+            device_of(rehearsal.again(numbers=False)),
         )
 
     def _training(self, args: Sequence[Any]) -> Any:

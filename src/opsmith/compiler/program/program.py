@@ -94,6 +94,10 @@ class Program:
         self._free.append(buffers)
         return result
 
+    def apart(self, args: Sequence[Any]) -> Any:
+        """Run in memory of this call alone."""
+        return self._run(args, Buffers().of(self))
+
 
 class Open:
     """A site whose sizes vary: what was chosen at the recorded ones where it is able, else the public function."""

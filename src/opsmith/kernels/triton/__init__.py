@@ -14,13 +14,15 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["DEVICE", "INTERPRETED", "constant", "installed", "load", "offers"]
+__all__ = ["DEVICE", "INTERPRETED", "asked_later", "constant", "installed", "later", "load", "offers"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"  # whose tensors these kernels take
@@ -37,6 +39,26 @@ def constant(fn: _F) -> _F:
     import Dynamo, a second at every start."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+Look = Callable[[int], None]  # raises where a kernel reported so
+
+
+class _Later(threading.local):
+    asked: list[tuple[torch.Tensor, Look]] | None = None
+
+
+later = _Later()
+
+
+@contextmanager
+def asked_later() -> Iterator[list[tuple[torch.Tensor, Look]]]:
+    """What kernels report while a CUDA graph is recorded, and who looks at it: nobody can, before a replay."""
+    before, later.asked = later.asked, []
+    try:
+        yield later.asked
+    finally:
+        later.asked = before
 
 
 @functools.cache

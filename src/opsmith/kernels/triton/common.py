@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opsmith.kernels.triton import INTERPRETED
+from opsmith.kernels.triton import INTERPRETED, later
 
 # The interpreter keeps bfloat16 as raw bits and would multiply those: there, matrices are widened first.
 _WIDEN = tl.constexpr(INTERPRETED)
@@ -117,17 +117,23 @@ def flag(ids: torch.Tensor) -> torch.Tensor:
 
 
 def check(bad: torch.Tensor, op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> None:
-    """Raise if a row was outside the table. Waits for the kernel, except while a CUDA graph is captured.
+    """Raise if a row was outside the table. Waits for the kernel; while a CUDA graph is captured, that is left to
+    whoever replays it, where he has asked.
 
     PyTorch's own kernel stops the device in that case, and with it the process.
     """
-    if bad.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    at = int(bad)
-    if at < ids.numel():
-        raise RuntimeError(
-            f"{op}: {name} must lie in [0, {rows}), the rows of the table; position {at} does not"
-        )
+    count = ids.numel()
+
+    def look(at: int) -> None:
+        if at < count:
+            raise RuntimeError(
+                f"{op}: {name} must lie in [0, {rows}), the rows of the table; position {at} does not"
+            )
+
+    if not bad.is_cuda or not torch.cuda.is_current_stream_capturing():
+        look(int(bad))
+    elif later.asked is not None:
+        later.asked.append((bad, look))
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from opsmith.ops.experts.middle import ACTIVATIONS, middle
 from opsmith.ops.pages import has_values
 
 _OP = "experts"
-_FEW_ON_GPU = 64  # tokens: of more, a program would read an expert's weights for each token again
 
 SIGNATURE = Signature(
     _OP,
@@ -194,8 +193,6 @@ class _Experts(Call):
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         x = values[0]
-        if x.is_cuda and x.shape[0] > _FEW_ON_GPU:
-            return f"on a GPU the kernel is for {_FEW_ON_GPU} tokens at most, x has {x.shape[0]}"
         return native(x, _OP)  # gradients are written in Python
 
     def explain(self, values: Sequence[Any]) -> None:

@@ -88,17 +88,22 @@ def packed_linear(
 _CODES = {format: (of.bits, int(of.scales)) for format, of in FORMATS.items()}
 
 
+# Formats by what the operator is told of them; of two that are packed alike, the first. Of files' its group too.
+_NAMES = {code: format for format, code in reversed(_CODES.items())}
+_FILES = {
+    (*_CODES[format], of.group, of.minima): format
+    for format, of in reversed(FORMATS.items())
+    if of.scales in (Scales.HALF, Scales.NESTED)
+}
+_DYNAMIC, _HALF, _NESTED, _FLOAT8 = map(
+    int, list(Scales)[1:]
+)  # Dynamo of PyTorch 2.11 compares no enumerations
+_WIDE = {_HALF: torch.float16, _NESTED: torch.int8, _FLOAT8: torch.float32}
+
+
 def format_of(bits: int, scales: int, group_size: int, zero: torch.Tensor | None) -> str:
-    """The name of a format by what the operator is told of it; of two that are packed alike, the first."""
-    if scales < Scales.HALF:
-        return next(name for name, code in _CODES.items() if code == (bits, scales))
-    if scales == Scales.FLOAT8:
-        return "fp8"
-    wanted = (bits, scales, group_size, zero is not None)
-    return next(
-        (name for name, of in FORMATS.items() if (of.bits, of.scales, of.group, of.minima) == wanted),
-        next(name for name, code in _CODES.items() if code == (bits, scales)),
-    )
+    """The name of a format by what the operator is told of it."""
+    return _FILES.get((bits, scales, group_size, zero is not None)) or _NAMES[bits, scales]
 
 
 def definition(
@@ -116,7 +121,7 @@ def definition(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     k, format = x.shape[-1], format_of(bits, scales, group_size, zero)
     w = dequantize(weight, scale, zero, outer, format=format, k=k, group_size=group_size, dtype=wide)
-    if scales == Scales.DYNAMIC:
+    if scales == _DYNAMIC:
         # In float32 whatever the dtype of the rest, so that there is one answer to what x is rounded to.
         numbers = x.float()
         most = numbers.abs().amax(-1, keepdim=True) if k else numbers.new_zeros((*x.shape[:-1], 1))
@@ -168,7 +173,7 @@ class _Packed(_Flat):
             )
         if zero is not None and format != "int4" and not of.minima:
             raise ValueError(f"{_OP}: an {format} weight has no zero; leave it out")
-        nested = scales == Scales.NESTED
+        nested = scales == _NESTED
         if (outer is not None) is not nested:
             raise ValueError(
                 f"{_OP}: an {format} weight {'needs its' if nested else 'has no'} outer scales; "
@@ -179,9 +184,7 @@ class _Packed(_Flat):
         if scale is not None:
             n = scale.shape[-1] if scale.dim() else 0
             groups = (-(-k // group_size), n) if group_size else (n,)
-            wide = {Scales.HALF: torch.float16, Scales.NESTED: torch.int8, Scales.FLOAT8: torch.float32}.get(
-                Scales(scales), torch.bfloat16 if group_size else torch.float32
-            )
+            wide = _WIDE.get(scales, torch.bfloat16 if group_size else torch.float32)
             also = (torch.float16,) if format == "int4" else ()  # as others have it
             _expect("scale", scale, groups, (wide, *also, torch.float64), format)
             if zero is not None:
@@ -194,7 +197,7 @@ class _Packed(_Flat):
         if bias is not None:
             check_like(_OP, bias, x, "bias", (n,), "the number of the weight's rows")
             check_dtype(_OP, bias, x, "bias")
-        if scales == Scales.DYNAMIC and needs_grad(x, bias):
+        if scales == _DYNAMIC and needs_grad(x, bias):
             raise ValueError(
                 f"{_OP}: rounding the activations has no gradient; run under torch.no_grad(), or use format='int8'"
             )
@@ -209,7 +212,7 @@ class _Packed(_Flat):
         x, weight, scale, *_, outer, bits, _, scales = values
         if torch.float64 in (t.dtype for t in (weight, scale, outer) if t is not None):
             return "the kernels take weights as they are packed, not in float64"
-        if scales > Scales.DYNAMIC and (not x.is_cpu or DEVICE == "cpu"):
+        if scales > _DYNAMIC and (not x.is_cpu or DEVICE == "cpu"):
             return (
                 "the kernel for GPUs takes int8 and int4; a file's formats are unpacked for it at each call"
             )

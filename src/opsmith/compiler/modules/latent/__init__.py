@@ -7,6 +7,7 @@ runs the original attention, and the report says why.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,17 @@ from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.latent import prove as latent_prove
 from opsmith.compiler.modules.latent.find import Reading, candidates
 from opsmith.compiler.modules.latent.pages import LatentPages
-from opsmith.compiler.modules.latent.site import FORMS, LatentReport, LatentSite, Switch, cheaper, operations
+from opsmith.compiler.modules.latent.site import (
+    FORMS,
+    Laid,
+    LatentReport,
+    LatentSite,
+    Switch,
+    cheaper,
+    operations,
+)
+from opsmith.compiler.modules.paged import keep_one
+from opsmith.decoding import laying
 
 
 class Latent:
@@ -36,6 +47,7 @@ class Latent:
         self.waiting = False  # whether there is something to prove, which takes a first call
         self._lock = threading.RLock()
         self._whole = False
+        self._spare: list[Any] = []  # memory of a cache that is gone
 
     def find(self, model: nn.Module) -> set[str]:
         """Find the modules; the names of layers whose weights they take over."""
@@ -146,7 +158,8 @@ class Latent:
             switch = self.switch
             switch.on, switch.pages, switch.step = True, pages, pages.begin(tokens)
             try:
-                yield (), call.given, True
+                with laying(Laid(switch, self.sites, pages, switch.step)):
+                    yield (), call.given, True
                 pages.commit(tokens)
             finally:
                 switch.on, switch.pages, switch.step = False, None, None
@@ -186,8 +199,11 @@ class Latent:
             if past and not all(site.portable for site in self.sites):
                 return None, "the cache has keys of heads in it"
             size = self.config.mla_block
-            pools = [s.cache(self.config.mla_cache, batch, size) for s in self.sites]
+            pools = self._spare.pop() if self._spare else None
+            pools = pools or [s.cache(self.config.mla_cache, batch, size) for s in self.sites]
             pages = LatentPages(pools, size, batch, call.tokens.device, columns)
+            if call.tokens.is_cuda:  # where recorded calls read it
+                weakref.finalize(pages, keep_one, self._spare, pools).atexit = False
             places = [(conventions.place(s.module) or 0, s.order) for s in self.sites]
             latent_cache.adopt(call.cache, pages, places)
         if not past:

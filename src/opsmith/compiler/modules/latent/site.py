@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +48,40 @@ class Switch:
     on: bool = False
     pages: LatentPages | None = None
     step: Step | None = None
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A call's step, as what records it sees it."""
+
+    switch: Switch
+    sites: list[LatentSite]
+    pages: LatentPages
+    step: Step
+
+    def fixed(self) -> Hashable | None:
+        """Sizes, and where rows and weights lie; None for a prompt, which is told its padding by other means."""
+        step, batch = self.step, self.pages.batch
+        forms = {cheaper(site.reading, batch, step.tokens, step.columns) for site in self.sites}
+        if not step.past or forms != {"absorbed"}:
+            return None
+        held = [t for cache in self.pages.caches for t in (cache.latent, cache.rope) if t is not None]
+        places = [(t.data_ptr(), t.shape) for t in held]
+        return (step.tokens, *step.tables.shape, *places, *[site.weights() for site in self.sites])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Slots, tables and lengths."""
+        return [self.step.slots, self.step.tables, self.step.lens]
+
+    @contextmanager
+    def of(self, tensors: list[torch.Tensor]) -> Iterator[None]:
+        """The same step with these."""
+        slots, tables, lens = tensors
+        self.switch.step = replace(self.step, slots=slots, tables=tables, lens=lens)
+        try:
+            yield
+        finally:
+            self.switch.step = self.step
 
 
 def operations(r: Reading, batch: int, tokens: int, columns: int) -> dict[str, int]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections import Counter
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from torch import nn
 
 from opsmith.compiler.config import Config
 from opsmith.compiler.modules import conventions
-from opsmith.decoding import Unserved
+from opsmith.decoding import Unserved, laying
 
 if TYPE_CHECKING:
     from opsmith.decoding.cache import PagedLayer
@@ -39,6 +40,7 @@ class Paged:
             self.why = "Config.cache is off"
         elif importlib.util.find_spec("transformers") is None:
             self.why = "transformers is not installed"
+        self._spare: defaultdict[int | None, list[Any]] = defaultdict(list)  # memory of a cache that is gone
         self._first: nn.Module | None = None  # of its attentions
         self._configs: list[Any] = []  # of the models whose attention is exchanged for a call
         # A model's attention is exchanged for all threads: no other call runs meanwhile.
@@ -89,6 +91,8 @@ class Paged:
                 return why
             layers = layers or conventions.new_cache(model).layers
             layers = paged.paged(layers, BLOCK, torch.int8 if self.int8 else None)
+            if call.tokens.is_cuda:
+                self._reuse(layers)
         if not all(isinstance(layer, paged.PagedLayer) for layer in layers):
             return "the cache has other layers than such of keys and values of heads"
         windows = [layer.pages.window for layer in layers]
@@ -108,6 +112,16 @@ class Paged:
         cache.layer_class_to_replicate = None
         return None
 
+    def _reuse(self, layers: list[PagedLayer]) -> None:
+        """Give a new cache the memory of one that is gone, where recorded calls read it."""
+        for pages in {id(layer.pages): layer.pages for layer in layers}.values():
+            mine, spare = [layer for layer in layers if layer.pages is pages], self._spare[pages.window]
+            if spare and len(spare[-1]) == len(mine):
+                for layer, pool in zip(mine, spare.pop(), strict=True):
+                    layer.pool = pool
+                    pages.pools.append(pool)
+            weakref.finalize(pages, keep_one, spare, pages.pools).atexit = False
+
     def _on_pages(self, model: nn.Module, call: conventions.ModelCall, run: Run) -> Any:
         from opsmith.decoding import step
 
@@ -118,7 +132,7 @@ class Paged:
         prepared = step.Calling.begin(cache.layers, tokens)
         call.cache = stateless = step.Stateless(len(cache.layers))
         with ExitStack() as stack:
-            stack.enter_context(step.calling(prepared))
+            stack.enter_context(laying(prepared))
             stack.enter_context(conventions.attending(self._configs, step.NAME))
             result = run(**call.given)
         prepared.commit()
@@ -135,6 +149,11 @@ class Paged:
             f"  {len(self.windows):3d} x paged_attention  keys and values in {held}, in blocks of {BLOCK} tokens"
             f"{seen and '; ' + seen}; a prompt by attention"
         ]
+
+
+def keep_one(spare: list[Any], memory: Any) -> None:
+    """Keep the memory of a cache that is gone for the next one."""
+    spare[:] = [memory]
 
 
 def _has_pages(cache: Any) -> bool:

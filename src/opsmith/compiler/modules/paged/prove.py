@@ -18,7 +18,7 @@ from torch import nn
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.prove.wide import Exact, widened
 from opsmith.compiler.reasons import raised
-from opsmith.decoding import Unserved
+from opsmith.decoding import Unserved, laying
 from opsmith.ops.attention import CARD
 
 _TOKENS = 48  # of a sequence
@@ -131,7 +131,7 @@ def _stepwise(model: nn.Module, inputs: dict[str, Any], windows: list[int | None
         call.cache = step.Stateless(len(layers))
         call.drop_mask()
         prepared = step.Calling.begin(layers, call.tokens.shape[1])
-        with step.calling(prepared):
+        with laying(prepared):
             result = model._call_impl(**call.given)
         prepared.commit()
     return result
@@ -181,13 +181,13 @@ def _wrong(layers: Mapping[int, tuple[Seen, int | None]]) -> str:
 
 def _by_pages(seen: Seen, window: int | None) -> torch.Tensor:
     """[1, n, heads, width] through blocks: all tokens but the last as a prompt, the last by decoding."""
-    from opsmith.decoding.step import Calling, attend, calling
+    from opsmith.decoding.step import Calling, attend
 
     tokens, layers, results = seen.query.shape[2], _layers([window]), []
     layers[0].pages.reset(1, seen.query.device)
     for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
         prepared = Calling.begin(layers, some.stop - some.start)
-        with calling(prepared):
+        with laying(prepared):
             q, k, v = (t[:, :, some] for t in (seen.query, seen.key, seen.value))
             results.append(attend(_First(), q, k, v, None, **seen.options)[0])
         prepared.commit()

@@ -1,0 +1,205 @@
+"""Recorded calls give what the calls themselves give, whatever moves between them; a stand-in takes the GPU's place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import opsmith
+from opsmith.compiler.program import graph as graphs
+from opsmith.compiler.program.recordings import Recordings
+from opsmith.kernels import triton
+from tests.compiler.models import TINY, UNTIMED, ids, seeded
+
+Run = Callable[[Any], Any]
+
+
+class Rerun:
+    """A GPU as far as a recording can tell: a replay computes again, from where that read to where that wrote."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def capturing(self) -> bool:
+        return False
+
+    def turn(self) -> Any:
+        return nullcontext()
+
+    def record(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        found = body()
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            with torch.no_grad(), triton.asked_later():
+                results, reports = body()
+                for own, new in zip([*found[0], found[1]], [*results, reports], strict=True):
+                    if isinstance(own, torch.Tensor):
+                        own.copy_(new)
+
+        return replay, found
+
+
+@pytest.fixture
+def gpu() -> Rerun:
+    return Rerun()
+
+
+def recordings(gpu: Rerun, *looked: int) -> Recordings:
+    return Recordings(looked, gpu)  # type: ignore[arg-type]
+
+
+def double(args: Any) -> Any:
+    return (args[0] * 2 + args[1],)
+
+
+def test_the_second_call_is_recorded_and_the_third_replayed(gpu: Rerun) -> None:
+    calls, weight = recordings(gpu, 0, 1), torch.ones(3)
+    for n in range(5):
+        (found,) = calls((3,), double, [torch.full((3,), float(n)), weight])
+        assert found.tolist() == [2.0 * n + 1] * 3
+    assert (gpu.recorded, gpu.replayed) == (1, 4)
+
+
+def test_results_of_one_replay_outlive_the_next(gpu: Rerun) -> None:
+    calls, weight = recordings(gpu, 0, 1), torch.zeros(2)
+    kept = [calls((), double, [torch.full((2,), float(n)), weight])[0] for n in range(4)]
+    assert [k[0].item() for k in kept] == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_what_stays_is_read_where_it_lies_and_recorded_anew_where_it_moves(gpu: Rerun) -> None:
+    calls, x, weight = recordings(gpu, 0, 1), torch.ones(2), torch.zeros(2)
+    for _ in range(3):
+        calls((), double, [x, weight])
+    weight.fill_(5.0)
+    assert calls((), double, [x, weight])[0].tolist() == [7.0, 7.0]
+    assert calls((), double, [x, torch.full((2,), 9.0)])[0].tolist() == [11.0, 11.0]
+    assert calls((), double, [x, torch.full((2,), 8.0)])[0].tolist() == [10.0, 10.0]
+    assert gpu.recorded == 2
+
+
+def test_an_expanded_input_is_copied_once_and_another_layout_recorded_anew(gpu: Rerun) -> None:
+    calls, weight = recordings(gpu, 0, 1), torch.zeros(2, 3)
+    for n in range(4):
+        x = torch.full((1, 3), float(n)).expand(2, 3)
+        assert calls((), double, [x, weight])[0].tolist() == [[2.0 * n] * 3] * 2
+    x = torch.arange(6.0).view(2, 3)
+    assert calls((), double, [x, weight])[0].tolist() == (2 * x).tolist()
+    assert gpu.recorded == 2
+
+
+def test_sizes_have_recordings_of_their_own(gpu: Rerun) -> None:
+    calls = recordings(gpu, 0, 1)
+    for n in (2, 3, 2, 3, 2, 3):
+        assert calls((n,), double, [torch.ones(n), torch.zeros(n)])[0].tolist() == [2.0] * n
+    assert (gpu.recorded, gpu.replayed) == (2, 4)
+
+
+def test_forgotten_ones_are_recorded_anew(gpu: Rerun) -> None:
+    calls, args = recordings(gpu, 0, 1), [torch.ones(2), torch.zeros(2)]
+    for _ in range(3):
+        calls((), double, args)
+    calls.clear()
+    assert calls((), lambda args: (args[0] * 3,), args)[0].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (lambda args: (args[0],), "share memory"),
+        (lambda args: (args[1] + 1,) * 2, "share memory"),
+        (lambda args: args[0] * 2, "no tuple"),
+    ],
+)
+def test_what_cannot_be_replayed_runs_as_it_is(gpu: Rerun, run: Run, why: str) -> None:
+    calls, args = recordings(gpu, 0, 1), [torch.ones(2), torch.zeros(2)]
+    for _ in range(3):
+        found, wanted = calls((), run, args), run(args)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert why in calls.why
+    assert gpu.replayed == 0
+
+
+def test_an_error_of_the_call_is_the_calls_own(gpu: Rerun) -> None:
+    calls, args, broken = recordings(gpu, 0), [torch.ones(2)], [False]
+
+    def run(args: Any) -> Any:
+        if broken[0]:
+            raise ValueError("no")
+        return (args[0] + 1,)
+
+    calls((), run, args)
+    broken[0] = True
+    with pytest.raises(ValueError, match="no"):
+        calls((), run, args)
+
+
+def test_what_kernels_report_is_looked_at_behind_a_replay(gpu: Rerun) -> None:
+    def run(args: Any) -> Any:
+        bad = torch.where(args[0] < 3, 1, 0)
+
+        def look(at: int) -> None:
+            if not at:
+                raise RuntimeError("out of range")
+
+        if triton.later.asked is not None:
+            triton.later.asked.append((bad, look))
+        return (args[0] + 1,)
+
+    calls = recordings(gpu, 0)
+    for n in (0, 1, 2):
+        assert calls((), run, [torch.tensor([n])])[0].item() == n + 1
+    with pytest.raises(RuntimeError, match="out of range"):
+        calls((), run, [torch.tensor([3])])
+    assert calls((), run, [torch.tensor([2])])[0].item() == 3
+
+
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 4,
+}
+
+
+@contextmanager
+def instead(gpu: Rerun, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    with patch.context() as m:
+        m.setattr(graphs, "recordable", lambda examples: True)
+        m.setattr(graphs, "Recordings", lambda looked: recordings(gpu, *looked))
+        yield
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_tokens_of_a_recorded_model_are_its_own(
+    name: str, gpu: Rerun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = TINY | {"eos_token_id": None} | (LATENT if name == "deepseek_v3" else {"num_hidden_layers": 2})
+    eager = seeded(lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)))
+    with torch.no_grad():
+        for weight in eager.parameters():
+            if weight.dim() > 1:
+                weight.mul_(3)
+    with instead(gpu, monkeypatch):
+        ours = opsmith.optimize(copy.deepcopy(eager), config=UNTIMED)
+        # Behind other caches, another prompt, and more tokens than the first piece of a table has room for.
+        for batch, length, new in ((1, 5, 12), (1, 9, 6), (2, 4, 150)):
+            prompt = ids(batch, length)
+            options = {"max_new_tokens": new, "do_sample": False, "use_cache": True}
+            assert torch.equal(ours.generate(prompt, **options), eager.generate(prompt, **options))
+    assert gpu.replayed > 100

@@ -71,8 +71,12 @@ def facts(stem: str) -> tuple[str, str, str, str]:
     known = machine if isinstance(machine, dict) else {}
     day = str(found.get("taken", found.get("date", "")))[:10] or "".join(re.findall(r"\d{4}-\d\d-\d\d", stem))
     torch = known.get("torch") or found.get("versions", {}).get("torch") or found.get("torch", "")
-    where = f"{known['cpu']}, {known['threads']} threads" if known else machine if "," in machine else ""
+    where = _threads(known) if known else machine if "," in machine else ""
     return day, where, torch, found.get("commit") or known.get("commit") or ""
+
+
+def _threads(machine: dict[str, Any]) -> str:
+    return f"{machine['cpu']}, {machine['threads']} thread" + ("s" if machine["threads"] > 1 else "")
 
 
 def source(stem: str) -> str:
@@ -157,20 +161,11 @@ def _operators() -> str:
     parts = []
     for stem in dict.fromkeys(newest.values()):
         rows = [
-            (b["operator"], b["workload"], b["dtype"], *cells(b))
+            (f"{b['operator']}, {b['workload']}, {b['dtype']}", *cells(b))
             for b in read(stem)["benchmarks"]
             if b["direction"] == "forward" and newest[b["operator"], b["dtype"]] == stem
         ]
-        head = (
-            "operator",
-            "workload",
-            "dtype",
-            "memory",
-            "opsmith",
-            "of the roof",
-            "over eager",
-            "over torch.compile",
-        )
+        head = ("call", "output", "opsmith", "of the roof", "over eager", "over torch.compile")
         parts += [source(stem), table(head, sorted(rows))] if rows else []
     return "\n\n".join(parts)
 
@@ -246,7 +241,7 @@ def llm(*stems: str) -> str:
             "error",
             "memory",
         )
-        kept = [i for i in range(len(head)) if i == 0 or any(row[i] for row in rows)]
+        kept = [i for i in range(len(head)) if i == 0 or {row[i] for row in rows} - {"", "1"}]
         first = run["cells"][0]
         parts += [
             f"{source(stem)} A prompt of {first['prompt']} tokens and {run['new_tokens']} after it; the read roof was "

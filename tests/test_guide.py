@@ -38,6 +38,21 @@ def wrong(words: list[str]) -> list[str]:
     return [word for word in rest if word.startswith("-") and word.partition("=")[0] not in known]
 
 
+def dead(page: Path, text: str) -> list[str]:
+    """Links to files that are not there, from a page that the site's strict build does not see."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    return [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/README.md"]
+)
+def test_links_lead_to_files(name: str) -> None:
+    page = ROOT / name
+    assert dead(page, page.read_text()) == []
+    assert dead(page, "[a](nowhere.md), [b](README.md#c)") == ["nowhere.md"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_on_a_page_are_there(page: Path) -> None:
     assert [

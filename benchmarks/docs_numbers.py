@@ -71,7 +71,7 @@ def facts(stem: str) -> tuple[str, str, str, str]:
     known = machine if isinstance(machine, dict) else {}
     day = str(found.get("taken", found.get("date", "")))[:10] or "".join(re.findall(r"\d{4}-\d\d-\d\d", stem))
     torch = known.get("torch") or found.get("versions", {}).get("torch") or found.get("torch", "")
-    where = _threads(known) if known else machine if "," in machine else ""
+    where = _threads(known) if "cpu" in known else machine if "," in machine else ""
     return day, where, torch, found.get("commit") or known.get("commit") or ""
 
 

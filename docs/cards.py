@@ -265,6 +265,7 @@ def row(benchmark: dict[str, Any]) -> tuple[Any, ...]:
     part = benchmark["roof_fraction"].get(column, {}).get(best)
     spread = benchmark["columns"][column]["contestants"][best].get("spread", 0.0)
     steady = spread <= CONCLUDES_NOTHING
+    words = {"inconclusive": NOTHING, "no difference": "no difference"}
     found = {base: ratios[f"{fresh} / {base}"] for base in bases if f"{fresh} / {base}" in ratios}
     return (
         benchmark["workload"],
@@ -272,10 +273,7 @@ def row(benchmark: dict[str, Any]) -> tuple[Any, ...]:
         benchmark["direction"],
         f"{medians[column][best] * 1e3:.3g} ms" if steady else NOTHING,
         part if part is not None and part <= 1 and steady else None,  # above 1 the roof was seen too low
-        {
-            base: NOTHING if one.get("verdict") == "inconclusive" else f"{1 / one['median']:.2f}"
-            for base, one in found.items()
-        },
+        {base: words.get(one.get("verdict"), f"{1 / one['median']:.2f}") for base, one in found.items()},
     )
 
 

@@ -115,3 +115,5 @@ def test_what_concludes_nothing_is_no_number(cards: ModuleType) -> None:
     benchmark["roof_fraction"]["cold"]["mine"] = 0.9
     benchmark["ratios"]["cold"]["mine / eager"]["verdict"] = "faster"
     assert cards.row(benchmark)[3:] == ("no conclusion", None, {"eager": "5.00"})
+    benchmark["ratios"]["cold"]["mine / eager"]["verdict"] = "no difference"
+    assert cards.row(benchmark)[5] == {"eager": "no difference"}

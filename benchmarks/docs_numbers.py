@@ -26,10 +26,10 @@ RESULTS = HERE / "benchmarks" / "results"
 PAGES = (
     RESULTS / "README.md",
     HERE / "README.md",
-    HERE / "docs/index.md",
-    HERE / "docs/results.md",
+    *sorted(set(HERE.glob("docs/*.md")) - {HERE / "docs/gpu.md"}),  # which benchmarks/gpu_page.py writes
     *sorted(HERE.glob("docs/guide/*.md")),
 )
+_CODE = re.compile(r"^ *```.*?^ *```$|(?<!`)`[^`\n]+`(?!`)", re.DOTALL | re.MULTILINE)
 
 NOTHING = "no conclusion"
 _REGION = re.compile(r"(<!-- numbers: ([\w-]+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
@@ -40,7 +40,7 @@ _HEAD = re.compile(r"[| ,(](?:[mµn]?s|tokens/s|GB/s|GFLOP/s)(?: |,|:|$)")  # of
 # What a number may say by hand: how something is judged or set, not what came out.
 _STATED = re.compile(
     r"95 ?% (?:confidence|intervals?)|(?:above|more than|at most) \d+ ?%|1\.2 times as fast|15 % (?:of|hidden)"
-    r"|(?<!`)`[^`\n]+`(?!`)|\]\([^)]*\)|computed, not measured.*?(?=\n\n)",
+    r"|\]\([^)]*\)|computed, not measured.*?(?=\n\n)",
     re.DOTALL,
 )
 
@@ -367,11 +367,11 @@ def written(text: str) -> str:
     return _REGION.sub(lambda m: f"{m[1]}\n{_MADE[m[2]]()}\n\n{m[3]}", text)
 
 
-def by_hand(text: str, fences: bool = True) -> list[str]:
-    """Measured numbers outside of the regions; without fences, examples of output do not count."""
+def by_hand(text: str, code: bool = True) -> list[str]:
+    """Measured numbers outside of the regions; without code, examples of what is typed or printed do not count."""
     text = _REGION.sub("", text)
-    if not fences:
-        text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    if not code:
+        text = _CODE.sub("", text)
     text = _STATED.sub("", text)
     found = [match[0].strip() for match in _MEASURED.finditer(text)]
     return found + [
@@ -383,7 +383,7 @@ def complaints(page: Path, text: str) -> list[str]:
     """What is wrong with a page: it differs from its files, or has a measured number that no file wrote."""
     name = page.name
     found = [f"{name}: `make docs-numbers` would change it"] if written(text) != text else []
-    hand = by_hand(text, fences=page.parent == HERE)
+    hand = by_hand(text, code=page.parent == HERE)
     return found + ([f"{name}: by hand: {', '.join(hand)}"] if hand else [])
 
 

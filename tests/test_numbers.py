@@ -43,8 +43,10 @@ TIMES = ["0.31 ms", "36 µs", "40 ns", "29 s"]
 
 @pytest.mark.parametrize("said", [*SPEEDS, *TIMES])
 def test_a_number_by_hand_is_found(said: str) -> None:
-    for text in (f"It takes {said} now.", f"```\n{said}\n```\n", f"\n{said}\n"):
+    for text in (f"It takes {said} now.", f"```\n{said}\n```\n", f"\n`{said}`\n"):
         assert docs_numbers.by_hand(text) != []
+    assert docs_numbers.by_hand(f"It takes {said}.", code=False) != []
+    assert docs_numbers.by_hand(f"It prints `{said}`, or\n\n```\n{said}\n```\n", code=False) == []
 
 
 @pytest.mark.parametrize(

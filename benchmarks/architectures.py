@@ -325,6 +325,7 @@ def study(name: str, dtype: str, seconds: float) -> dict[str, Any]:
         record["times"][rows] = case.times(rows, seconds / len(BATCHES))
     machine = measure.describe()
     record["machine"], record["torch"] = f"{machine.cpu}, {machine.cores} cores", torch.__version__
+    record["commit"] = machine.commit
     return record | {"transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d")}
 
 

@@ -89,6 +89,10 @@ RESULT ?= benchmarks/results/$(shell date +%F)-$(or $(CPU),cpu)
 bench: $(VENV)/.installed  ## Verify, then time every operator against eager and torch.compile
 	$(call timed,$(BIN)/opsmith bench $(or $(ARGS),--all) --json=$(RESULT).json --roofline $(RESULT).svg)
 
+.PHONY: docs-numbers
+docs-numbers: $(VENV)/.installed  ## Write the measured numbers of README and docs from benchmarks/results
+	$(call timed,$(BIN)/python -W ignore -m benchmarks.docs_numbers $(ARGS))
+
 .PHONY: gpu
 gpu: $(VENV)/.installed  ## All there is to know on a machine with a GPU, in jobs that resume; `ARGS=--dry` needs none
 	$(call timed,$(BIN)/python -W ignore benchmarks/gpu.py $(ARGS))

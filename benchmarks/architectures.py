@@ -2,7 +2,7 @@
 
     python benchmarks/architectures.py                                  # all of them, an hour
     python benchmarks/architectures.py --only llama --only bert --dtype float32
-    python benchmarks/architectures.py --table --into docs/guide/architectures.md   # what was measured so far
+    python benchmarks/architectures.py --table   # what was measured so far
 
 Each is four layers of a real model's shape: its heads, its key heads and its features divided by one number, so that
 at least 512 features stay; the vocabulary is cut and the weights are random. A batch of one and one of three, of which
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ import typer
 
 import opsmith
 from opsmith import measure
+from opsmith.measure.stats import paired_ratio
 
 PROMPT, TOKENS, VOCABULARY, BATCHES = 96, 32, 4096, (1, 3)
 COMMON: dict[str, Any] = {
@@ -41,7 +41,6 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MARKS = ("<!-- tables -->", "<!-- /tables -->")  # of a page that has them
 WINDOW = 64  # of sliding layers, so that the prompt is longer than one
 
 
@@ -326,6 +325,7 @@ def study(name: str, dtype: str, seconds: float) -> dict[str, Any]:
         record["times"][rows] = case.times(rows, seconds / len(BATCHES))
     machine = measure.describe()
     record["machine"], record["torch"] = f"{machine.cpu}, {machine.cores} cores", torch.__version__
+    record["commit"] = machine.commit
     return record | {"transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d")}
 
 
@@ -350,8 +350,12 @@ def in_a_process(name: str, dtype: str, seconds: float, limit: float, folder: Pa
 
 
 def _faster(record: dict[str, Any], what: str, rows: int) -> str:
+    """How many times as fast; `=` where that is no difference, `?` where it concludes nothing."""
     eager, ours = record["times"][str(rows)][what]
-    return f"{statistics.median(eager) / statistics.median(ours):.2f}" if ours else ""
+    if not ours:
+        return ""
+    ratio = paired_ratio("ours", "eager", ours, eager)
+    return {"inconclusive": "?", "no difference": "="}.get(ratio.verdict, f"{ratio.speedup:.2f}")
 
 
 def tables(records: list[dict[str, Any]]) -> str:
@@ -406,10 +410,6 @@ def main(
     seconds: Annotated[float, typer.Option(help="How long to time each.")] = 6.0,
     limit: Annotated[float, typer.Option(help="After how many seconds to give one up.")] = 180.0,
     table: Annotated[bool, typer.Option("--table", help="Print what there is, and run nothing.")] = False,
-    into: Annotated[
-        Path | None,
-        typer.Option(help="A page between whose marks the tables are written, instead of printed."),
-    ] = None,
     here: Annotated[bool, typer.Option("--here", help="In this process, without a limit.")] = False,
 ) -> None:
     """Run what has no file yet, and print the tables."""
@@ -433,11 +433,7 @@ def main(
                 print(f"{name} {kind}: {result}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
             elif file.exists():
                 records.append(json.loads(file.read_text()))
-    if into is None:
-        print(tables(records))
-    else:
-        before, rest = into.read_text().split(MARKS[0])
-        into.write_text(f"{before}{MARKS[0]}\n\n{tables(records)}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+    print(tables(records))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def main(
             for name, ts in times.items()
         }
         found.append({"prompt": length, "seconds": medians, "samples": times})
-    machine = measure.describe().fingerprint()
+    machine = measure.describe().to_json()
     layer = ours.opsmith.report.latent[0]
     cache = {"values": layer.values, "bytes": layer.token_bytes, "plain_values": layer.plain_values}
     typer.echo(json.dumps({"machine": machine, "cache": cache, "runs": found}, indent=1))

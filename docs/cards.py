@@ -19,9 +19,11 @@ import torch
 
 import opsmith.ops  # noqa: F401  registers the cards
 from opsmith.cli import pictures
+from opsmith.measure.stats import CONCLUDES_NOTHING
 from opsmith.operator import Make, Operator, registry
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+NOTHING = "no conclusion"
 
 
 def on_files(files: Any, config: Any) -> None:
@@ -168,12 +170,17 @@ def measured(card: Operator) -> Iterator[str]:
         )
         yield (
             f"Measured on {where} ({files}): the fastest of ours, where an output is used again, and of the roof "
-            "probed beside it; × is how many times faster, a fresh output against a fresh output."
+            "probed beside it; × is how many times faster, a fresh output against a fresh output. "
+            "[What allows no conclusion](../results.md#how-it-is-measured) has no number."
         )
         yield table(
             ("workload", "dtype", "direction", "time", "of the roof", *(f"× {base}" for base in bases)),
             [
-                (*cells, "" if part is None else f"{part:.0%}", *(ratios.get(base, "") for base in bases))
+                (
+                    *cells,
+                    NOTHING if part is None else f"{part:.0%}",
+                    *(ratios.get(base, "") for base in bases),
+                )
                 for *cells, part, ratios in rows
             ],
         )
@@ -256,17 +263,17 @@ def row(benchmark: dict[str, Any]) -> tuple[Any, ...]:
     best = min(medians[column], key=medians[column].__getitem__)
     fresh = min(medians["cold"], key=medians["cold"].__getitem__)
     part = benchmark["roof_fraction"].get(column, {}).get(best)
+    spread = benchmark["columns"][column]["contestants"][best].get("spread", 0.0)
+    steady = spread <= CONCLUDES_NOTHING
+    words = {"inconclusive": NOTHING, "no difference": "no difference"}
+    found = {base: ratios[f"{fresh} / {base}"] for base in bases if f"{fresh} / {base}" in ratios}
     return (
         benchmark["workload"],
         benchmark["dtype"],
         benchmark["direction"],
-        f"{medians[column][best] * 1e3:.3g} ms",
-        part,
-        {
-            base: f"{1 / ratios[f'{fresh} / {base}']['median']:.2f}"
-            for base in bases
-            if f"{fresh} / {base}" in ratios
-        },
+        f"{medians[column][best] * 1e3:.3g} ms" if steady else NOTHING,
+        part if part is not None and part <= 1 and steady else None,  # above 1 the roof was seen too low
+        {base: words.get(one.get("verdict"), f"{1 / one['median']:.2f}") for base, one in found.items()},
     )
 
 

@@ -97,3 +97,23 @@ def test_the_newest_results_of_a_machine_are_shown(
     assert "](measured/softmax.svg)" in text
     assert "4096x4096, bfloat16, forward" in cards.drawn(registry()["softmax"]).decode()
     assert "measured/" not in cards.described(registry()["gelu"])
+
+
+def test_what_concludes_nothing_is_no_number(cards: ModuleType) -> None:
+    contestants = {"mine": {"median": 1e-3, "spread": 0.1}, "eager": {"median": 5e-3, "spread": 0.1}}
+    benchmark = {
+        "operator": "softmax",
+        "workload": "4096x4096",
+        "dtype": "float32",
+        "direction": "forward",
+        "roof_fraction": {"cold": {"mine": 1.17}},
+        "ratios": {"cold": {"mine / eager": {"median": 0.2, "verdict": "inconclusive"}}},
+        "columns": {"cold": {"contestants": contestants}},
+    }
+    assert cards.row(benchmark)[3:] == ("1 ms", None, {"eager": "no conclusion"})
+    contestants["mine"]["spread"] = 0.3
+    benchmark["roof_fraction"]["cold"]["mine"] = 0.9
+    benchmark["ratios"]["cold"]["mine / eager"]["verdict"] = "faster"
+    assert cards.row(benchmark)[3:] == ("no conclusion", None, {"eager": "5.00"})
+    benchmark["ratios"]["cold"]["mine / eager"]["verdict"] = "no difference"
+    assert cards.row(benchmark)[5] == {"eager": "no difference"}

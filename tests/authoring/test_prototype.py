@@ -68,6 +68,21 @@ def test_names_of_files_are_those_of_msopgen(op: str, name: str) -> None:
     assert snake_case(op) == name
 
 
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("RoPECustomer", "rope_customer"),
+        ("SwiGLU", "swiglu"),
+        ("FusedMoE", "fused_moe"),
+        ("ReLU6", "relu6"),
+        ("ALiBiMask", "alibi_mask"),
+        ("LoRALinear", "lora_linear"),
+    ],
+)
+def test_acronyms_stay_together_as_the_field_writes_them(op: str, name: str) -> None:
+    assert snake_case(op) == name
+
+
 def test_groups_of_types_are_lists_of_types() -> None:
     p = parse(ADD.replace('["fp16", "float"]', '"realnumbertype"').replace('["ND", "ND"]', '"ND"'))
     assert ("float32",) * 3 in p.columns()

@@ -104,6 +104,15 @@ def test_a_call_of_ones_own_is_timed(card: Operator, capsys: pytest.CaptureFixtu
     assert "--shape: negate takes x: " in capsys.readouterr().err
 
 
+def test_an_operator_of_other_dtypes_is_timed_in_these(
+    card: Operator, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "dtypes", (torch.float16,))
+    options = ("--no-backward", "--seconds", "0.01", "--against", "eager", "--quick", "--json")
+    assert main(["bench", "negate", *options]) == 0
+    assert {b["dtype"] for b in json.loads(capsys.readouterr().out)["benchmarks"]} == {"float16"}
+
+
 def test_the_definition_is_a_column_where_eager_is_another(
     card: Operator, capsys: pytest.CaptureFixture[str]
 ) -> None:

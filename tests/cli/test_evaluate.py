@@ -56,6 +56,8 @@ def test_formats_are_held_against_the_model_as_it_is(
     args = ["evaluate", str(folder), "--text", text, *formats, "--group", "32", "--group", "64"]
     assert main([*args, "--asymmetric", "--calibration", text, "--window", "50", "--json", str(out)]) == 0
     data = json.loads(out.read_text())
+    assert data["machine"]["commit"]
+    assert data["machine"]["torch"] == torch.__version__
     rows = {row["format"]: row for row in data["rows"]}
     assert list(rows)[:4] == ["float32, as it is", "bfloat16", "int8", "int4, groups of 32"]
     assert len(rows) == 3 + 2 * 2 * 2

@@ -2,6 +2,7 @@
 
 import copy
 import html
+import io
 import json
 import math
 import shlex
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 
 import opsmith
@@ -19,7 +21,8 @@ from opsmith.compiler.choose.select import signature
 from opsmith.operator import registry
 from opsmith.profiler import Profile
 from opsmith.profiler.collect import align
-from opsmith.profiler.data import ATTENTION, MATMUL, NORM, bill
+from opsmith.profiler.data import ATTENTION, MATMUL, NORM, Phase, Row, bill
+from opsmith.profiler.report.text import _layers_table
 from opsmith.proof.replay import call_of, sample_of
 from tests.compiler.models import Encoder, ids, seeded
 
@@ -279,3 +282,22 @@ def test_a_plans_signature_is_a_call_again() -> None:
     assert again["weight"].is_meta
     assert (again["activation"], again["eps"], again["causal"]) == ("gelu", 1e-5, True)
     assert "bias" not in again
+
+
+def test_alike_layers_of_a_deep_model_are_one_row() -> None:
+    """Those with the same classes, with the mean of each; all layers are in the sum."""
+    rows = [
+        Row(kind, "op", "1", layer=f"layers.{i}", seconds=i * 1e-3)
+        for i in range(1, 128)
+        for kind in ((MATMUL, NORM) if i % 4 else (MATMUL, ATTENTION))
+    ]
+    printed = io.StringIO()
+    Console(file=printed, width=150).print(_layers_table(Phase("forward", 1.0, rows=rows)))
+    lines = [line.split() for line in printed.getvalue().splitlines() if "layers." in line]
+    assert lines == [
+        ["96", "like", "layers.1,", "each", "64.000", "64.000"],
+        ["31", "like", "layers.4,", "each", "64.000", "64.000"],
+    ]
+    printed = io.StringIO()
+    Console(file=printed, width=150).print(_layers_table(Phase("forward", 1.0, rows=rows[:16])))
+    assert len([line for line in printed.getvalue().splitlines() if "layers." in line]) == 8

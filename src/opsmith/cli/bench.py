@@ -31,6 +31,8 @@ from opsmith.cli.common import (
 if TYPE_CHECKING:
     from opsmith.proof.bench import Benchmark
 
+_USUAL = ("float32", "bfloat16")  # of those that an operator takes; all of them where it takes neither
+
 
 def run(
     names: Names = None,
@@ -63,7 +65,7 @@ def run(
 
     What does not verify is not timed: values, gradients, races, schemas, torch.compile, as `opsmith verify` has them.
     Contestants run interleaved, beside probes of what memory and matmul reach at that moment: roof is the
-    part of it that was reached. Float32 and bfloat16, unless --dtype says otherwise.
+    part of it that was reached. Float32 and bfloat16, where the operator takes them, unless --dtype says otherwise.
 
     Example: opsmith bench softmax --dtype bfloat16
     Example: opsmith bench rms_norm --shape "x=float32[1,128,512] weight=float32[512]"
@@ -97,7 +99,7 @@ def run(
     work = [
         (card, one)
         for card in cards
-        for one in dtypes_of(card, dtype or ["float32", "bfloat16"])
+        for one in dtypes_of(card, dtype or [n for n in _USUAL if f"torch.{n}" in map(str, card.dtypes)])
         if card.name not in unfit
     ]
     for done, (card, one) in enumerate(work):

@@ -79,6 +79,7 @@ def run(
     from opsmith import Config
     from opsmith.cli import hf
     from opsmith.compiler.config import DTYPES
+    from opsmith.measure.machine import describe
     from opsmith.ops.packed_linear.formats import CHOICES
 
     output = Output(json)
@@ -118,6 +119,7 @@ def run(
         {
             "model": type(model).__name__,
             "text": str(text),
+            "machine": describe().to_json(),
             "rows": [{"format": row.name, "bytes": row.nbytes, **row.found.to_dict()} for row in rows],
             "within": within,
             "recommendation": advice,

@@ -217,8 +217,9 @@ class Prototype(BaseModel):
 
 
 def snake_case(op: str) -> str:
-    """rope_custom for RopeCustom, as msopgen names files."""
-    words = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", op)
+    """rope_custom for RopeCustom, as msopgen names files, and for RoPECustom."""
+    words = re.sub(r"RoPE|MoE|LoRA|ALiBi|YaRN|(?:Re|Si|Ge|SwiG|GeG|ReG)LU", lambda m: m[0].capitalize(), op)
+    words = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", words)
     return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", words).lower()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from statistics import fmean
 
 from rich.console import Console
 from rich.panel import Panel
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, Bill, Findings, Phase, bill, by_shape, sums
 
-_SHAPES, _CHAINS, _LAYERS = 12, 6, 40
+_SHAPES, _CHAINS, _LAYERS = 12, 6, 24
 HEADS = (
     "ms",
     "share",
@@ -191,11 +192,16 @@ def _percent(part: float | None) -> str:
 
 
 def _layers_table(phase: Phase) -> Table:
-    """Milliseconds by layer and class."""
+    """Milliseconds by layer and class; of many layers those of the same classes once, with their mean."""
     layers, kinds = layer_times(phase)
+    alike: dict[object, list[str]] = {}
+    for layer, times in layers.items():
+        alike.setdefault(frozenset(times) if len(layers) > _LAYERS else layer, []).append(layer)
     table = _table("layer × class, ms", ["layer"], kinds)
-    for layer, times in list(layers.items())[:_LAYERS]:
-        table.add_row(layer or "(no layer)", *(_ms(times[k]) if k in times else "" for k in kinds))
+    for first, *more in alike.values():
+        label = f"{len(more) + 1} like {first}, each" if more else first or "(no layer)"
+        means = {k: fmean(layers[name][k] for name in (first, *more)) for k in layers[first]}
+        table.add_row(label, *(_ms(means[k]) if k in means else "" for k in kinds))
     return table
 
 

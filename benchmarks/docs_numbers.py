@@ -1,0 +1,403 @@
+"""Writes the measured numbers of pages from the files in benchmarks/results, and finds those that stand by hand.
+
+A page marks where: what lies between `<!-- numbers: NAME -->` and `<!-- /numbers -->` is written by the function of
+that name in `REGIONS`. A ratio that its file calls inconclusive, a time whose samples spread by more than a quarter,
+and a part of a roof above 1 are written as "no conclusion".
+
+python benchmarks/docs_numbers.py          # writes the pages
+python benchmarks/docs_numbers.py --check  # writes nothing; names what differs, and measured numbers by hand
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from opsmith.measure.stats import CONCLUDES_NOTHING, paired_ratio
+
+HERE = Path(__file__).resolve().parents[1]
+RESULTS = HERE / "benchmarks" / "results"
+PAGES = (
+    RESULTS / "README.md",
+    HERE / "README.md",
+    *sorted(set(HERE.glob("docs/*.md")) - {HERE / "docs/gpu.md"}),  # which benchmarks/gpu_page.py writes
+    *sorted(HERE.glob("docs/guide/*.md")),
+)
+_CODE = re.compile(r"^ *```.*?^ *```$|(?<!`)`[^`\n]+`(?!`)", re.DOTALL | re.MULTILINE)
+
+NOTHING = "no conclusion"
+_REGION = re.compile(r"(<!-- numbers: ([\w-]+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
+_TIMES = r"×(?! ?[\d(])|x(?= as\b| over\b| faster\b|\b(?! ?\d))"
+_UNIT = rf"(?:%|{_TIMES}|(?:[mµun]| )s\b|tokens/s|tokens a second|times as (?:fast|long)|[GT]B/s|[GT]FLOP/s)"
+_MEASURED = re.compile(rf"(?<![\w.=])\d[\d.,]*(?: to \d[\d.,]*)? ?{_UNIT}")
+_HEAD = re.compile(r"[| ,(](?:[mµn]?s|tokens/s|GB/s|GFLOP/s)(?: |,|:|$)")  # of a column of times or rates
+# What a number may say by hand: how something is judged or set, not what came out.
+_STATED = re.compile(
+    r"95 ?% (?:confidence|intervals?)|(?:above|more than|at most) \d+ ?%|1\.2 times as fast|15 % (?:of|hidden)"
+    r"|\]\([^)]*\)|computed, not measured.*?(?=\n\n)",
+    re.DOTALL,
+)
+
+Row = Sequence[str]
+_MADE: dict[str, Callable[[], str]] = {}
+
+
+def region(make: Callable[[], str]) -> Callable[[], str]:
+    """Names a function after the marks that it writes between."""
+    _MADE[make.__name__.strip("_").replace("_", "-")] = make
+    return make
+
+
+@functools.cache
+def read(stem: str) -> Any:
+    return json.loads((RESULTS / f"{stem}.json").read_text())
+
+
+def table(head: Row, rows: Iterable[Row]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def facts(stem: str) -> tuple[str, str, str, str]:
+    """Day, machine, torch and commit, as the file says them; an empty word where it does not."""
+    found = read(stem)
+    found = found[0] if isinstance(found, list) else found
+    machine = found.get("machine", "")
+    known = machine if isinstance(machine, dict) else {}
+    day = str(found.get("taken", found.get("date", "")))[:10] or "".join(re.findall(r"\d{4}-\d\d-\d\d", stem))
+    torch = known.get("torch") or found.get("versions", {}).get("torch") or found.get("torch", "")
+    where = _threads(known) if "cpu" in known else machine if "," in machine else ""
+    return day, where, torch, found.get("commit") or known.get("commit") or ""
+
+
+def _threads(machine: dict[str, Any]) -> str:
+    return f"{machine['cpu']}, {machine['threads']} thread" + ("s" if machine["threads"] > 1 else "")
+
+
+def source(stem: str) -> str:
+    """Which file, and what it says of itself: what it lacks is named too."""
+    day, where, torch, commit = facts(stem)
+    version = f"torch {torch}" if torch else "no versions kept"
+    named = f"commit {commit}" if commit else "no commit kept"
+    return f"`benchmarks/results/{stem}.json`: {day}, {where or 'no machine named'}, {version}, {named}."
+
+
+@region
+def _lacking() -> str:
+    """Files that do not say all of where they come from; those of GPUs have a page of their own."""
+    rows = []
+    for file in sorted(RESULTS.glob("[!g]*.json")):
+        words = dict(zip(("day", "machine", "versions", "commit"), facts(file.stem), strict=True))
+        missing = [f"no {name}" for name, word in words.items() if not word]
+        missing += ["its commit's tree was changed"] if words["commit"].endswith("-dirty") else []
+        if missing:
+            rows.append((f"`{file.stem}`", ", ".join(missing)))
+    return table(("file", "what it lacks"), rows)
+
+
+def times(ratio: dict[str, Any] | None) -> str:
+    """How many times as fast, with its interval, or what the file says instead."""
+    if ratio is None:
+        return ""
+    if ratio["verdict"] == "inconclusive":
+        return NOTHING
+    low, high = 1 / ratio["hi"], 1 / ratio["lo"]
+    text = f"{1 / ratio['median']:.2f}× [{low:.2f}, {high:.2f}]"
+    return f"{text}, no difference" if ratio["verdict"] == "no difference" else text
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    rounds = min(len(ours), len(theirs))
+    return times(paired_ratio("ours", "theirs", ours[:rounds], theirs[:rounds]).to_json()) if rounds else ""
+
+
+def duration(median: float, spread: float) -> str:
+    return NOTHING if spread > CONCLUDES_NOTHING else f"{median * 1e3:#.3g}".rstrip(".") + " ms"
+
+
+def part(fraction: float | None, spread: float = 0.0) -> str:
+    """Of a roof: above it, the roof was seen too low."""
+    if fraction is None:
+        return ""
+    if fraction > 1 or spread > CONCLUDES_NOTHING:
+        return NOTHING
+    return f"{fraction:.0%}" if fraction >= 0.005 else "< 1%"
+
+
+def cells(benchmark: dict[str, Any], bases: Row = ("eager", "torch.compile")) -> list[str]:
+    """Time, part of the roof, and ratios of the fastest of ours: where memory is used again, if that was measured."""
+    column = "reused" if "reused" in benchmark["columns"] else "cold"
+    found = benchmark["columns"][column]["contestants"]
+    ours = {name: c for name, c in found.items() if not name.startswith("roof: ") and name not in bases}
+    best = min(ours, key=lambda name: ours[name]["median"])
+    median, spread = ours[best]["median"], ours[best]["spread"]
+    ratios = benchmark["ratios"][column]
+    return [
+        "reused" if column == "reused" or best.endswith("out=") else "fresh",
+        duration(median, spread),
+        part(benchmark["roof_fraction"].get(column, {}).get(best), spread),
+        *(times(ratios.get(f"{best} / {base}")) for base in bases),
+    ]
+
+
+def runs() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Files of `opsmith bench`, the oldest first."""
+    found = [(file.stem, read(file.stem)) for file in RESULTS.glob("*.json")]
+    bench = [(stem, run) for stem, run in found if isinstance(run, dict) and "benchmarks" in run]
+    return iter(sorted(bench, key=lambda item: item[1]["taken"]))
+
+
+@region
+def _operators() -> str:
+    """Each operator and dtype from its newest file, forward."""
+    newest: dict[tuple[str, str], str] = {}
+    for stem, run in runs():
+        newest |= {(b["operator"], b["dtype"]): stem for b in run["benchmarks"]}
+    parts = []
+    for stem in dict.fromkeys(newest.values()):
+        rows = [
+            (f"{b['operator']}, {b['workload']}, {b['dtype']}", *cells(b))
+            for b in read(stem)["benchmarks"]
+            if b["direction"] == "forward" and newest[b["operator"], b["dtype"]] == stem
+        ]
+        head = ("call", "output", "opsmith", "of the roof", "over eager", "over torch.compile")
+        parts += [source(stem), table(head, sorted(rows))] if rows else []
+    return "\n\n".join(parts)
+
+
+_SHOWN = {
+    ("layer_norm", "4096x4096"): "memory-bound-bfloat16-2026-11-23-amd-epyc-family-25-model-17",
+    ("rms_norm", "4096x4096"): "memory-bound-bfloat16-2026-11-23-amd-epyc-family-25-model-17",
+    ("attention", "1x12x2048x64 causal"): "attention-bfloat16-2026-11-22-b-amd-epyc-family-25-model-17",
+    ("mla_preprocess", "V3, 1 token"): "decoding-bfloat16-2026-11-23-b-amd-epyc-family-25-model-17",
+}
+_GEMMA = "bench-llm-gemma-2026-11-24-amd-epyc-family-25-model-17"
+
+
+@region
+def _readme() -> str:
+    rows = []
+    for (name, workload), stem in _SHOWN.items():
+        found = next(
+            b
+            for b in read(stem)["benchmarks"]
+            if (b["operator"], b["workload"], b["direction"]) == (name, workload, "forward")
+        )
+        _, took, roof, over, _ = cells(found)
+        made = f"`opsmith bench {name} --dtype bfloat16`"
+        rows.append((f"{name}, {workload}, bfloat16", took, roof, over, _linked(stem), made))
+    int8 = read(_GEMMA)["cells"][0]["contestants"]["int8"]
+    took, over = f"{int8['tokens_per_second']:.3g} tokens/s", times(int8["ratios"]["hf"]["token"])
+    made = "`opsmith bench-llm gemma --format int8`"
+    rows.append(
+        ("Gemma 3 270M writes, int8 weights", took, part(int8["of_read_roof"]), over, _linked(_GEMMA), made)
+    )
+    where = {facts(stem)[1:3] for stem in (*_SHOWN.values(), _GEMMA)}
+    named = "; ".join(f"{machine}, torch {torch}" for machine, torch in sorted(where))
+    return f"{named}:\n\n{table(('', 'opsmith', 'of the roof', 'over eager', 'file', 'again, by'), rows)}"
+
+
+def _linked(stem: str) -> str:
+    return f"[{re.findall(r'.*?(?=-20)', stem)[0]}](benchmarks/results/{stem}.json)"
+
+
+def llm(*stems: str) -> str:
+    """A decoder's contestants in each batch of a file."""
+    parts = []
+    for stem in stems:
+        run, rows = read(stem), []
+        for cell in run["cells"]:
+            for name, one in cell["contestants"].items():
+                ratios = one["ratios"]
+                spread = one["spread"]
+                rows.append(
+                    (
+                        {"hf": f"transformers, {run['dtype']}", "llamacpp": "llama.cpp"}.get(
+                            name, f"opsmith, {name}"
+                        ),
+                        str(cell["batch"]),
+                        f"{one['first_seconds'] * 1e3:.0f} ms",
+                        NOTHING if spread > CONCLUDES_NOTHING else f"{one['tokens_per_second']:.1f}",
+                        times(ratios.get("hf", {}).get("token")),
+                        times(ratios.get("llamacpp", {}).get("token")),
+                        part(one["of_read_roof"], spread),
+                        f"{one['error']:.1e}",
+                        f"{one['peak_bytes'] / 2**30:.2f} GiB",
+                    )
+                )
+        head = (
+            "",
+            "batch",
+            "first token",
+            "tokens/s",
+            "over transformers",
+            "over llama.cpp",
+            "of the read roof",
+            "error",
+            "memory",
+        )
+        kept = [i for i in range(len(head)) if i == 0 or {row[i] for row in rows} - {"", "1"}]
+        first = run["cells"][0]
+        parts += [
+            f"{source(stem)} A prompt of {first['prompt']} tokens and {run['new_tokens']} after it; the read roof was "
+            f"{first['read_bandwidth'] / 1e9:.1f} GB/s.",
+            table([head[i] for i in kept], [[row[i] for i in kept] for row in rows]),
+        ]
+    return "\n\n".join(parts)
+
+
+_MADE["llm-gemma"] = lambda: llm(_GEMMA)
+_MADE["llm-batches"] = lambda: llm("bench-llm-gemma-batches-2026-11-24-amd-epyc-family-25-model-17")
+_MADE["llm-llama"] = lambda: llm("bench-llm-llama-1b-2026-11-24-b-amd-epyc-family-25-model-17")
+_MADE["llm-avx2"] = lambda: llm("bench-llm-gemma-2026-11-25-amd-epyc-family-25-model-1")
+_MADE["llm-gguf"] = lambda: llm("bench-llm-gemma-gguf-2026-11-26-xeon-family-6-model-85")
+
+
+@region
+def _deepseek() -> str:
+    stem = "deepseek-2026-11-23-amd-epyc-family-25-model-17"
+    rows = []
+    for run in read(stem)["runs"]:
+        prompts, tokens = (
+            [[s[i] for s in run["samples"][who]] for who in ("opsmith", "eager")] for i in (0, 1)
+        )
+        rate = [f"{1 / run['seconds'][who]['token']:.1f}" for who in ("eager", "opsmith")]
+        rows.append((str(run["prompt"]), *rate, paired(*tokens), paired(*prompts)))
+    head = (
+        "tokens in the prompt",
+        "tokens/s, eager",
+        "tokens/s, opsmith",
+        "a token, over eager",
+        "the prompt, over eager",
+    )
+    return f"{source(stem)}\n\n{table(head, rows)}"
+
+
+@region
+def _training() -> str:
+    stem = "training-2026-11-23-amd-epyc-family-25-model-17"
+    found = read(stem)["results"].values()
+    shares = [max(g["opsmith"] / g["allowed"] for g in one["gradients"].values()) for one in found]
+    rows = [
+        ("loss after the last step", *(f"{one['losses']['opsmith'][-1]:.2f}" for one in found)),
+        (
+            "largest difference of the losses at any step",
+            *(f"{one['largest_difference']:.0e}" for one in found),
+        ),
+        ("largest gradient error at step 1, of what is allowed", *(f"{share:.2f}" for share in shares)),
+        ("a step, over PyTorch", *(times(one["ratio_to"]["eager"]) for one in found)),
+    ]
+    return f"{source(stem)}\n\n{table(('', 'Llama-like', 'BERT-like'), rows)}"
+
+
+@region
+def _soak() -> str:
+    stems = ("soak-2026-11-26-serve", "soak-2026-11-26-train")
+    found = [read(stem) for stem in stems]
+    rows = [
+        ("minutes", *(f"{one['minutes']:.0f}" for one in found)),
+        ("answers, wrong", *(f"{sum(one['answers'].values()):,}, {one['wrong']}" for one in found)),
+        ("memory behind the warm-up, MB a minute", *(f"{one['growth, MB a minute']:.2f}" for one in found)),
+        (
+            "slowest 1 % of calls, behind the warm-up and at the end, ms",
+            *(", ".join(f"{ms:.0f}" for ms in one["p99, ms"]) for one in found),
+        ),
+        ("graphs", *(str(one["graphs"]) for one in found)),
+    ]
+    return "\n\n".join([*map(source, stems), table(("", "serve", "train"), rows)])
+
+
+@region
+def _profiler() -> str:
+    stem = "profiler-2026-11-22-amd-epyc-family-25-model-17"
+
+    def said(one: dict[str, Any]) -> str:
+        by = f"±{100 * one['overhead_error']:.1f}" if one["overhead_from"] == "measured" else "estimated"
+        return f"{one['overhead']:.1%}, {by}"
+
+    phases = {(one["model"], one["phase"], one["optimized"]): one for one in read(stem)["phases"]}
+    rows = [
+        (
+            model,
+            phase,
+            *(said(phases[model, phase, by]) if (model, phase, by) in phases else "" for by in (False, True)),
+        )
+        for model, phase in dict.fromkeys(key[:2] for key in phases)
+    ]
+    return f"{source(stem)}\n\n{table(('model', 'phase', 'overhead, eager', 'overhead, optimized'), rows)}"
+
+
+@region
+def _architectures() -> str:
+    from benchmarks.architectures import tables
+
+    stem = "architectures-2026-11-24-amd-epyc-family-25-model-17"
+    return f"{source(stem)}\n\n{tables(read(stem))}"
+
+
+@region
+def _quality() -> str:
+    stem = "evaluate-gemma-2026-11-26-xeon-family-6-model-85"
+
+    def within(one: dict[str, Any] | None, form: str) -> str:
+        return f"{one['value']:{form}} [{one['low']:{form}}, {one['high']:{form}}]" if one else ""
+
+    rows = [
+        (
+            row["format"],
+            f"{row['bytes'] / 1e6:.0f} MB",
+            within(row["perplexity"], ".2f"),
+            within(row["ratio"], ".3f"),
+            within(row["kl"], ".4f"),
+            f"{row['agreement']['value']:.1%}" if row["agreement"] else "",
+        )
+        for row in read(stem)["rows"]
+    ]
+    head = ("format", "reads", "perplexity", "over the original's", "KL divergence", "same top token")
+    return f"{source(stem)}\n\n{table(head, rows)}"
+
+
+def written(text: str) -> str:
+    """The page with each region as its files say it."""
+    return _REGION.sub(lambda m: f"{m[1]}\n{_MADE[m[2]]()}\n\n{m[3]}", text)
+
+
+def by_hand(text: str, code: bool = True) -> list[str]:
+    """Measured numbers outside of the regions; without code, examples of what is typed or printed do not count."""
+    text = _REGION.sub("", text)
+    if not code:
+        text = _CODE.sub("", text)
+    text = _STATED.sub("", text)
+    found = [match[0].strip() for match in _MEASURED.finditer(text)]
+    return found + [
+        head.strip() for head in re.findall(r"^(\|.*)\n\| *:?--", text, re.MULTILINE) if _HEAD.search(head)
+    ]
+
+
+def complaints(page: Path, text: str) -> list[str]:
+    """What is wrong with a page: it differs from its files, or has a measured number that no file wrote."""
+    name = page.name
+    found = [f"{name}: `make docs-numbers` would change it"] if written(text) != text else []
+    hand = by_hand(text, code=page.parent == HERE)
+    return found + ([f"{name}: by hand: {', '.join(hand)}"] if hand else [])
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing, and say what differs.")] = False,
+) -> None:
+    """Write the measured numbers of the pages from their files."""
+    for page in PAGES:
+        if not check:
+            page.write_text(written(page.read_text()))
+    wrong = [line for page in PAGES for line in complaints(page, page.read_text())]
+    print("\n".join(wrong))
+    raise typer.Exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -172,7 +172,7 @@ def _operators() -> str:
 
 _SHOWN = {
     ("layer_norm", "4096x4096"): "memory-bound-bfloat16-2026-11-23-amd-epyc-family-25-model-17",
-    ("rms_norm", "4096x4096"): "memory-bound-bfloat16-2026-11-23-amd-epyc-family-25-model-17",
+    ("rope", "1x32x512x128"): "memory-bound-bfloat16-2026-11-23-amd-epyc-family-25-model-17",
     ("attention", "1x12x2048x64 causal"): "attention-bfloat16-2026-11-22-b-amd-epyc-family-25-model-17",
     ("mla_preprocess", "V3, 1 token"): "decoding-bfloat16-2026-11-23-b-amd-epyc-family-25-model-17",
 }

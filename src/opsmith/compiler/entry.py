@@ -88,8 +88,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             session.capturing.ran = False
             try:
                 return run(*args, **kwargs)
-            except torch._dynamo.exc.BackendCompilerFailed as error:
-                if not isinstance(error.inner_exception, _Forgotten):
+            except torch._dynamo.exc.BackendCompilerFailed as failed:
+                if not isinstance(failed.inner_exception, _Forgotten):
                     raise
                 seen.clear()
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import opsmith
+from opsmith.compiler.modules.paged import Paged
 from opsmith.compiler.program import graph as graphs
 from opsmith.compiler.program.recordings import Recordings
+from opsmith.decoding.cache import paged
 from opsmith.kernels import triton
 from tests.compiler.models import TINY, UNTIMED, ids, seeded
 
@@ -100,6 +103,19 @@ def test_sizes_have_recordings_of_their_own(gpu: Rerun) -> None:
     for n in (2, 3, 2, 3, 2, 3):
         assert calls((n,), double, [torch.ones(n), torch.zeros(n)])[0].tolist() == [2.0] * n
     assert (gpu.recorded, gpu.replayed) == (2, 4)
+
+
+def test_the_oldest_give_way_to_the_results_of_others(gpu: Rerun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opsmith.compiler.program.recordings.MAX_BYTES", 3 * 8 * 4)
+    calls = recordings(gpu, 0, 1)
+    for n in (1, 2, 3, 4):
+        for _ in range(2):
+            calls((n,), double, [torch.ones(8), torch.zeros(8)])
+    assert gpu.recorded == 4
+    for n, anew in ((4, 0), (2, 0), (1, 0), (1, 1)):
+        before = gpu.recorded
+        calls((n,), double, [torch.ones(8), torch.zeros(8)])
+        assert gpu.recorded - before == anew
 
 
 def test_forgotten_ones_are_recorded_anew(gpu: Rerun) -> None:
@@ -203,3 +219,24 @@ def test_tokens_of_a_recorded_model_are_its_own(
             options = {"max_new_tokens": new, "do_sample": False, "use_cache": True}
             assert torch.equal(ours.generate(prompt, **options), eager.generate(prompt, **options))
     assert gpu.replayed > 100
+
+
+def test_a_cache_that_is_gone_leaves_its_memory_to_the_next() -> None:
+    kept = Paged(opsmith.Config())
+
+    def cache() -> Any:
+        layers = paged([DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4), DynamicLayer()], 16)
+        kept._reuse(layers)
+        for layer in layers:
+            if layer.pool is None:
+                layer.lazy_initialization(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+        return layers, [layer.pool for layer in layers]
+
+    layers, pools = cache()
+    others, elsewhere = cache()  # while the first is there
+    assert not set(map(id, pools)) & set(map(id, elsewhere))
+    del layers
+    again, found = cache()
+    assert list(map(id, found)) == list(map(id, pools))
+    del others, again
+    assert list(map(id, cache()[1])) == list(map(id, pools))

@@ -20,7 +20,10 @@ from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.slots import memory
 from opsmith.kernels import triton
 
-MAX_RECORDINGS = 32
+MAX_RECORDINGS, MAX_BYTES = (
+    32,
+    1 << 30,
+)  # of a graph, and what their results may take; what works them out is shared
 Run = Callable[[Sequence[Any]], Any]
 
 
@@ -104,6 +107,7 @@ class Recording:
         if not isinstance(self._results, tuple | list):
             raise RuntimeError("its result is no tuple")
         places = [memory(t) for t in self._results if isinstance(t, torch.Tensor) and t.numel()]
+        self.bytes = sum(t.nbytes for t in self._results if isinstance(t, torch.Tensor))
         others = {memory(t) for t in given if isinstance(t, torch.Tensor)}
         if len(places) != len(set(places)) or others & set(places):
             raise RuntimeError("its results share memory with each other or with what it is given")
@@ -184,8 +188,7 @@ class Recordings:
         if known is None:
             # Its kernels are compiled by running them.
             self._known[key] = {i: args[i] for i in self._looked}
-            if len(self._known) > MAX_RECORDINGS:
-                self._known.popitem(last=False)
+            self._bound()
             return None
         self._known.move_to_end(key)
         if isinstance(known, Recording):
@@ -202,4 +205,13 @@ class Recordings:
             self._known.clear()
             return None
         self._known[key] = found
+        self._bound()
         return found
+
+    def _bound(self) -> None:
+        """Let go of the oldest."""
+        while len(self._known) > 1 and (
+            len(self._known) > MAX_RECORDINGS
+            or sum(known.bytes for known in self._known.values() if isinstance(known, Recording)) > MAX_BYTES
+        ):
+            self._known.popitem(last=False)

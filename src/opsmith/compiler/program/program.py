@@ -217,7 +217,8 @@ class Recorder:
             if node.op != "call_function" or node in self.calls or node in escaping or not is_pure(node):
                 continue
             known = (
-                n in self.constant or (is_size(n) and n not in self.varies) for n in node.all_input_nodes
+                n in self.constant or n.op == "get_attr" or (is_size(n) and n not in self.varies)
+                for n in node.all_input_nodes
             )
             if all(known):
                 self.constant[node] = self.env[node]
@@ -225,7 +226,8 @@ class Recorder:
         for node in self.nodes:
             if node.op == "output" or (node.op == "call_function" and not is_pure(node)):
                 seen = {memory(self.env.get(n)) for n in node.all_input_nodes}
-                for n in [n for n, v in self.constant.items() if memory(v) in seen]:
+                # An empty one, as a new cache begins with, has nothing to change.
+                for n in [n for n, v in self.constant.items() if any(memories(v).keys() & seen)]:
                     del self.constant[n]
 
     def _in_slot(self, node: Node) -> bool:

@@ -18,14 +18,11 @@ from torch._dynamo.types import GuardFilterEntry
 from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.shards import is_sharded
-from opsmith.compiler.choose.ranks import SharedTimes
 from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.modules.calibrate import Calibration, Calls
-from opsmith.compiler.modules.compare import Compared, compare
 from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, output_layer, own, tensors
 from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
@@ -69,6 +66,12 @@ class QuantizedLayer:
     def lost(self) -> float:
         """What rounding took: of its results, where these were looked at, or of the weight."""
         return self.relative_error if self.result_error is None else self.result_error
+
+
+def formats(layers: list[QuantizedLayer], to: str) -> str:
+    """How many of each format."""
+    counts = Counter(layer.format for layer in layers).most_common()
+    return " and ".join(f"{n} linear layer{'s' * (n > 1)} {to} {name}" for name, n in counts)
 
 
 class Standing(PackedLinear):
@@ -162,10 +165,8 @@ class Packing:
 
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
-        self.compared: list[Compared] = []
         self._packed: dict[str, Standing] = {}
         self.adopted: dict[str, PackedLinear] = {}  # layers that the model has packed itself
-        self._called: dict[tuple[str, int, torch.dtype], None] = {}  # by which rows, in the examples
         self._seen: tuple[list[type], Seen] = [], Seen()  # of all layers, when they were last looked at
 
     def pack(
@@ -287,8 +288,6 @@ class Packing:
 
         def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
             name, x = names[module], args[0] if args else None
-            if isinstance(x, torch.Tensor) and x.numel():
-                self._called[name, x.numel() // x.shape[-1], x.dtype] = None
             if name not in seen and isinstance(x, torch.Tensor) and x.numel():
                 seen[name] = x.detach().flatten(0, -2)[:_ROWS].clone()
 
@@ -338,20 +337,10 @@ class Packing:
             module.weight = nn.Parameter(weight.t() if turned else weight, requires_grad=False)
         return [modules[name] for name, packed in self._layers.items() if packed.format == "int8_dynamic"]
 
-    def compare(self, cache: TuningCache | SharedTimes) -> None:
-        """Time the packed layers against those that they stand in for, at the rows of the examples."""
-        packed = self._packed
-        calls = [(packed[n], packed[n].owner, rows, x) for n, rows, x in self._called if n in packed]
-        self.compared = compare(calls, cache)
-        cache.save()
-
     def lines(self) -> list[str]:
-        """For the plan and the report: what packing gains; whole programs are timed against packed layers, too."""
-        if not self._packed:
-            return []
-        if not self.compared:
-            return ["packed layers were not timed against the layers as they were"]
-        return [str(found) for found in self.compared]
+        """What a plan says of them."""
+        packed = [layer for layer in self.layers if layer.status == "packed"]
+        return [f"packed: {formats(packed, 'to')}"] if packed else []
 
     def release(self, model: nn.Module) -> None:
         """Give the packed layers' own weights back to the system: what stands there has their shapes and no numbers.

@@ -16,9 +16,6 @@ namespace {
 
 constexpr int64_t kChunk = 512;  // of K of a panel that the rows share while it is in the nearest cache
 constexpr int64_t kMostRows = 384;  // of x that do so
-// Tiles that take nibbles apart each for itself: always where one instruction multiplies, as the multiplications leave time for
-// it, and four where it takes several, of few rows each.
-constexpr int64_t kTilesThatUnpack = kPairsPay ? INT64_MAX : 4;
 constexpr int64_t kAhead = 24576;  // bytes from what is used to what is fetched to the second-level cache,
 constexpr int64_t kNear = 3072;  // and from there to the nearest one
 constexpr int64_t kManyFloats = 12;  // rows of x that are worth a weight in float32 (packed_linear_floats.cpp)
@@ -35,8 +32,6 @@ constexpr int vectors(int sums) { return W == 16 || sums > 2 ? 2 : 4; }
 constexpr bool busy(int rows, int D, bool nibbles) {
   return rows * D * (nibbles ? 2 : 1) >= (kDigitBits == 8 ? 8 : 2);
 }
-// The low digits of a pair of nibbles are multiplied at once for so many rows: fewer do not pay for what is to be taken off.
-constexpr int kLeastPaired = 3, kMostPaired = 5;
 
 template <class T>
 inline Vec load_some(const T* p, int64_t columns) {
@@ -106,7 +101,6 @@ struct Tile {
   const Digit* digits;
   const float* factor;  // [row][block]
   const int32_t* start;  // [row][block][halves(D)]: what a sum begins with, times the zero if there is one
-  const int32_t* pairs;  // [row][block]: what pairs are to begin with besides
   int64_t blocks;  // from one row of these to the next
   const uint8_t* weight;
   const uint8_t* ahead;  // what the cache will need: as many bytes, in the order in which they lie
@@ -129,7 +123,6 @@ struct Tile {
 
 template <int D, int R, int NV, bool nibbles>
 __attribute__((noinline)) void multiply(const Tile& t) {
-  constexpr bool paired = kPairsPay && nibbles && D == 2 && R >= kLeastPaired && R <= kMostPaired;
   const uint8_t *w = t.weight, *ahead = t.ahead;
   const Digit* x = t.digits;
   constexpr int each = D / halves(D);  // digits whose sums are one number
@@ -141,7 +134,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
   }
   int64_t k = 0;
   for (int64_t b = 0; k < t.depth; ++b) {
-    IVec sum[R][D][NV], zero[NV], rest[NV] = {};
+    IVec sum[R][D][NV], zero[NV];
     const bool zeros = t.steps.zero && !t.least;
     if (zeros) {
 #pragma GCC unroll 4
@@ -163,10 +156,6 @@ __attribute__((noinline)) void multiply(const Tile& t) {
 #pragma GCC unroll 4
           for (int n = 0; n < NV; ++n) sum[r][d][n] = start * zero[n];
         }
-        if (paired && d == 0) {
-#pragma GCC unroll 4
-          for (int n = 0; n < NV; ++n) sum[r][0][n] -= t.pairs[r * t.blocks + b];
-        }
       }
     }
     auto add = [&](const Bytes(&column)[NV]) __attribute__((always_inline)) {
@@ -181,22 +170,6 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       }
       x += 4 * R * D;
     };
-    auto add_pairs = [&](const Bytes(&low)[NV], const Bytes(&high)[NV]) __attribute__((always_inline)) {
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        const Digit *x_low = x + 4 * D * r, *x_high = x_low + 4 * D * R;
-        const Four low0 = broadcast_four(x_low), low1 = broadcast_four(x_low + 4);
-        const Four high0 = broadcast_four(x_high), high1 = broadcast_four(x_high + 4);
-#pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) {
-          sum[r][D - 1][n] = dot4(dot4(sum[r][D - 1][n], low[n], low1), high[n], high1);
-          sum[r][0][n] = dot_pair(sum[r][0][n], low[n], high[n], low0, high0);
-        }
-      }
-#pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n) rest[n] = rest_of_pair(rest[n], low[n], high[n]);
-      x += 8 * R * D;
-    };
     const int64_t until = std::min(k + t.block, t.depth);
     for (; k < until; k += nibbles ? 8 : 4, w += t.pitch, ahead += 4 * W * NV) {
       IVec word[NV];
@@ -209,15 +182,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         }
         word[n] = load_words(w + n * 4 * W);
       }
-      if constexpr (paired) {
-        Bytes high[NV];
-#pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) {
-          column[n] = low_nibbles(word[n]);
-          high[n] = high_nibbles(word[n]);
-        }
-        add_pairs(column, high);
-      } else if constexpr (nibbles) {
+      if constexpr (nibbles) {
 #pragma GCC unroll 4
         for (int n = 0; n < NV; ++n) column[n] = low_nibbles(word[n]);
         add(column);
@@ -255,8 +220,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
           if constexpr (each == 1)
             return sum[r][d][n];
           else
-            return (sum[r][d + 1][n] << (kPairsPay && nibbles && D == 2 ? kPairBits : kDigitBits)) +
-                   sum[r][d][n] - rest[n];
+            return (sum[r][d + 1][n] << kDigitBits) + sum[r][d][n];
         };
         Vec whole = to_float(half(0));
         if constexpr (halves(D) == 2) whole = fma(to_float(half(each)), 65536.0f, whole);
@@ -293,14 +257,6 @@ inline void multiply_panel(int rows, int64_t width, const Tile& t) {
   multiply_columns<D, R, nibbles>(width, t);
 }
 
-// Nibbles as bytes, so that several tiles of rows share the work.
-void unpack(const uint8_t* from, int64_t steps, int64_t step, uint8_t* to) {
-  for (int64_t s = 0; s < steps; ++s, from += step, to += 2 * step) {
-    for (int64_t i = 0; i < step; ++i) to[i] = uint8_t((from[i] & 15) + kTaken);
-    for (int64_t i = 0; i < step; ++i) to[step + i] = uint8_t((from[i] >> 4) + kTaken);
-  }
-}
-
 template <int D, class T>
 void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* bias, T* y,
              int64_t y_stride) {
@@ -331,8 +287,7 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
   const bool ask = asks_always();
   const int64_t sums_size = most_rows(D) * ceil_div(x.tiles, row_blocks) * kColumns;
   parallel_shares(row_blocks * panels, grain, [&](int64_t begin, int64_t end) {
-    float* const sums = scratch(sums_size + kChunk * kColumns / int64_t(sizeof(float)));
-    uint8_t* const unpacked = reinterpret_cast<uint8_t*>(sums + sums_size);
+    float* const sums = scratch(sums_size);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task % panels * kColumns, block = task / panels;
       const int64_t columns = std::min(kColumns, n - first), width = round_up(columns, kLeastPanel);
@@ -354,21 +309,15 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
         t.around = nibbles ? 8.0f : 0.0f;
         t.first = k == 0;
         t.ask = ask;
-        const bool unpack_first = nibbles && tiles_end - tile > kTilesThatUnpack;
-        if (unpack_first) {
-          unpack(t.weight, t.depth / kDepth, t.pitch, unpacked);
-          t.weight = unpacked;
-        }
         for (int64_t i = tile; i < tiles_end; ++i) {
           const int64_t r = x.first_row(i);
           const int count = int(x.first_row(i + 1) - r);
           t.digits = x.digits.get() + (r * depth + count * k) * D;
           t.factor = x.factor.get() + r * x.blocks + k / x.block;
           t.start = start.get() + (r * x.blocks + k / x.block) * halves(D);
-          t.pairs = x.pairs.get() + r * x.blocks + k / x.block;
           t.least = least ? least.get() + r * x.blocks + k / x.block : nullptr;
           t.sums = sums + (r - row) * kColumns;
-          if (nibbles && !unpack_first) {
+          if (nibbles) {
             if constexpr (D * kDigitBits > 8) multiply_panel<D, true>(count, width, t);
           } else {
             multiply_panel<D, false>(count, width, t);
@@ -396,28 +345,19 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
 void packed_linear(View x, const QuantizedWeight& weight, View bias, bool dynamic, View y) {
   const int64_t n = y.sizes[1];
   if (y.sizes[0] == 0 || n == 0) return;
-  if (weight.floats || (!kPairsPay && !dynamic && x.dtype == DType::f32 && y.sizes[0] >= kManyFloats)) {
+  if (weight.floats || (!kDotsOfBytes && !dynamic && x.dtype == DType::f32 && y.sizes[0] >= kManyFloats)) {
     return packed_linear_floats(x, weight, bias, y);
   }
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     auto run = [&](auto digits, auto how, int64_t block) {
       constexpr int D = decltype(digits)::value;
-      constexpr Rounding rounding = decltype(how)::value;
-      constexpr int tile_rows = rounding == Rounding::pairs ? kMostPaired : most_rows(D);
-      product<D, T>(fixed_point<D, rounding, T>(x, block, kDepth, tile_rows), weight, n, bias.as<T>(),
-                    y.as<T>(), y.strides[0]);
+      product<D, T>(fixed_point<D, decltype(how)::value, T>(x, block, kDepth, most_rows(D)), weight, n,
+                    bias.as<T>(), y.as<T>(), y.strides[0]);
     };
-    using std::integral_constant;
-    using Exact = integral_constant<Rounding, Rounding::exact>;
-    if (dynamic)
-      return run(integral_constant<int, 1>{}, integral_constant<Rounding, Rounding::dynamic>{}, kChunk);
     constexpr int digits = digits_of(std::is_same_v<T, float> ? 32 : 16);
-    if constexpr (kPairsPay && digits == 2) {
-      if (weight.bits == 4)
-        return run(integral_constant<int, 2>{}, integral_constant<Rounding, Rounding::pairs>{}, weight.group);
-    }
-    run(integral_constant<int, digits>{}, Exact{}, weight.group ? weight.group : kBlock);
+    if (dynamic) return run(std::integral_constant<int, 1>{}, std::true_type{}, kChunk);
+    run(std::integral_constant<int, digits>{}, std::false_type{}, weight.group ? weight.group : kBlock);
   });
 }
 

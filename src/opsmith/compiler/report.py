@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from opsmith.compiler.modules.latent.site import LatentReport
-from opsmith.compiler.modules.quantize import QuantizedLayer, formats
+from opsmith.compiler.modules.stand_in import QuantizedLayer, formats
 from opsmith.compiler.program.sites import GraphReport, SiteReport
 from opsmith.ops import mla_attention, mla_preprocess, paged_attention
 

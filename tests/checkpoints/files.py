@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+EXPERTS, EACH = 4, 256  # of a mixture, and how wide they are
 HIDDEN, HEADS, KV_HEADS, INNER, TOKENS, LAYERS = 256, 4, 2, 512, 320, 2
 FORMATS = ("q4_k", "q6_k", "q8_0", "q5_0", "q5_k", "q4_0")
 
 
 def depth(architecture: str) -> int:
     """Numbers of a head: of some architectures all heads together are as wide as what they read."""
-    return HIDDEN // HEADS if architecture in ("qwen2", "phi3") else 128
+    return HIDDEN // HEADS if architecture in ("qwen2", "qwen2moe", "phi3") else 128
 
 
 def values(architecture: str) -> dict[str, Any]:
@@ -35,6 +37,9 @@ def values(architecture: str) -> dict[str, Any]:
     }
     if architecture.startswith("gemma"):
         sizes["attention.sliding_window"] = 16
+    if architecture.endswith("moe"):
+        sizes |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EACH}
+        sizes["expert_shared_feed_forward_length"] = INNER
     return {f"{architecture}.{name}": value for name, value in sizes.items()}
 
 
@@ -55,12 +60,19 @@ def tensors(architecture: str) -> dict[str, tuple[int, ...]]:
             layer |= {"attn_q": (q, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
             layer |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
         layer |= {"attn_output": (HIDDEN, q), "ffn_down": (HIDDEN, INNER)}
-        if architecture in ("qwen3", "gemma3"):
+        if architecture.endswith("moe"):
+            del layer["ffn_gate"], layer["ffn_up"], layer["ffn_down"]
+            layer |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (EXPERTS, EACH, HIDDEN))
+            layer |= {"ffn_gate_inp": (EXPERTS, HIDDEN), "ffn_down_exps": (EXPERTS, HIDDEN, EACH)}
+        if architecture == "qwen2moe":
+            layer |= dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), (INNER, HIDDEN))
+            layer |= {"ffn_down_shexp": (HIDDEN, INNER), "ffn_gate_inp_shexp": (HIDDEN,)}
+        if architecture in ("qwen3", "qwen3moe", "gemma3"):
             layer |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (depth(architecture),))
         if architecture in ("gemma2", "gemma3"):
             layer |= {"post_attention_norm": (HIDDEN,), "post_ffw_norm": (HIDDEN,)}
         found |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
-        if architecture == "qwen2":
+        if architecture in ("qwen2", "qwen2moe"):
             found |= {f"blk.{i}.attn_{name}.bias": (n,) for name, n in (("q", q), ("k", kv), ("v", kv))}
     return found
 
@@ -99,7 +111,10 @@ def write(file: Path, architecture: str, formats: tuple[str, ...] = FORMATS) -> 
             writer.add_tensor(name, numbers.numpy())
             continue
         format = formats[turn % len(formats)]
-        turn += 1
+        if "gate_inp" in name:  # a router, which nobody rounds
+            format = "f32"
+        elif not name.endswith("ffn_gate_exps.weight"):  # gate and up of experts are of one format
+            turn += 1
         if format in ("f32", "f16"):
             weight = (torch.randn(shape) / 10).to(torch.float16 if format == "f16" else torch.float32)
             writer.add_tensor(name, weight.numpy())
@@ -109,7 +124,7 @@ def write(file: Path, architecture: str, formats: tuple[str, ...] = FORMATS) -> 
             )
             writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
         else:
-            rows = blocks(format, *shape).numpy()
+            rows = blocks(format, math.prod(shape[:-1]), shape[-1]).view(*shape[:-1], -1).numpy()
             writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[format.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

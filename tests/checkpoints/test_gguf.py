@@ -15,7 +15,7 @@ from torch import nn
 import opsmith
 from opsmith import Config
 from opsmith.checkpoints import CheckpointError, gguf, header
-from opsmith.ops import PackedLinear
+from opsmith.ops import PackedExperts, PackedLinear
 from opsmith.ops.packed_linear.module import PackedEmbedding
 from tests.checkpoints import files
 
@@ -23,13 +23,18 @@ pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gemma2", "phi3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma3", "gemma2", "phi3")
 
 
 def theirs(file: Path) -> Any:
     """The model that transformers makes of a file, unpacked to float32."""
+    how: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    config = transformers.AutoConfig.from_pretrained(file.parent, **how)
+    if hasattr(config, "moe_intermediate_size"):  # which it does not read from the file
+        config.moe_intermediate_size, config.shared_expert_intermediate_size = files.EACH, files.INNER
+        how["experts_implementation"] = "eager"  # the others take no float64
     return transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype="float32", local_files_only=True
+        file.parent, config=config, dtype="float32", **how
     ).eval()
 
 
@@ -41,7 +46,9 @@ def test_a_model_is_the_one_that_transformers_unpacks(architecture: str, tmp_pat
     assert len({m.format for m in packed}) == 6
     assert type(model) is type(right)
     for path, module in model.named_modules():
-        if isinstance(module, PackedLinear) and not path.endswith(".table"):
+        if isinstance(module, PackedExperts):
+            assert module.dequantize().equal(right.get_parameter(path)), path
+        elif isinstance(module, PackedLinear) and not path.endswith(".table"):
             assert module.dequantize().equal(right.get_submodule(path).weight), path
         elif isinstance(module, PackedEmbedding):
             assert module.table.dequantize().equal(right.get_submodule(path).weight), path
@@ -71,6 +78,48 @@ def test_load_optimizes_and_generates_what_the_unpacked_model_does(tmp_path: Pat
     assert model.config.eos_token_id == 2
     # Layers of one input and one format are one call, and stay what they are.
     assert opsmith.restore(model).generate(ids, **how).equal(right)
+
+
+def test_experts_keep_the_files_bits_where_they_can(tmp_path: Path) -> None:
+    file = files.write(tmp_path / "model.gguf", "qwen3moe", ("q4_k", "q6_k"))
+    model = opsmith.load(file, config=Config(tune=False))
+    assert model.config.moe_intermediate_size == files.EACH
+    experts = model.model.layers[0].mlp.experts
+    assert {experts.gate_up_proj.format, experts.down_proj.format} == {"q4_k", "q6_k"}
+    ids = torch.randint(0, files.TOKENS, (1, 12))
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    right = theirs(file)
+    assert model.generate(ids, **how).equal(right.generate(ids, **how))
+    report = str(model.opsmith.report)
+    assert "2 expert weights of q4_k" in report
+    assert "2 expert weights of q6_k" in report
+    assert "left to transformers" not in report
+    with torch.no_grad():
+        got, wide = opsmith.restore(model)(ids).logits, nn.Module.double(right)(ids).logits
+    assert float((got - wide).abs().max() / wide.abs().max()) < 1e-5
+    # A type that no layer keeps: all experts of the layer are floats, which may be packed anew.
+    file = files.write(tmp_path / "other.gguf", "qwen3moe", ("q8_0", "q4_1"))
+    mixed, right = gguf.load(file, torch.float32), theirs(file)
+    for name in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.1.mlp.experts.{name}"
+        assert mixed.get_parameter(path).equal(right.get_parameter(path))
+    packed = opsmith.load(file, quantize="int8", config=Config(tune=False))
+    packed(ids)
+    assert "2 mixtures to int8" in str(packed.opsmith.report)
+
+
+def test_experts_that_the_file_lacks_are_named(tmp_path: Path) -> None:
+    file = files.write(tmp_path / "model.gguf", "qwen3moe")
+    at = file.read_bytes().index(b"blk.0.ffn_up_exps")
+    with pytest.raises(
+        CheckpointError, match=r"it has no tensor for model.layers.0.mlp.experts.gate_up_proj"
+    ):
+        gguf.load(damaged(file, at, b"blk.0.ffn_zz_exps"), torch.float32)
+    at = file.read_bytes().index(b"qwen3moe.expert_count") + 21 + 4
+    with pytest.raises(
+        CheckpointError, match=r"is \[4, 256, 256\] where its values say \[3, 256, 256\]|gate_inp"
+    ):
+        gguf.load(damaged(file, at, struct.pack("<I", 3)), torch.float32)
 
 
 def test_layers_of_one_input_are_joined(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import opsmith
 from opsmith import Config
 from opsmith.checkpoints import CheckpointError, folder, quantized
-from opsmith.ops import PackedLinear
+from opsmith.ops import PackedExperts, PackedLinear
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -118,6 +118,117 @@ def written(place: Path, kind: str, tied: bool = False) -> Any:
     data = model.config.to_dict() | {"quantization_config": how, "architectures": ["LlamaForCausalLM"]}
     (place / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
     return model
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+}
+MLA = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+MIXTURES: dict[str, Any] = {
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, num_experts=4, head_dim=16),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES, **MLA, n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=1
+    ),
+}
+
+
+def mixture(place: Path, kind: str, name: str) -> Any:
+    """A folder of a mixture of experts, each a layer of its own, and the model with their numbers."""
+    make, how, _ = KINDS[kind]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        MIXTURES[name](), experts_implementation="eager"
+    ).eval()
+    tensors: Tensors = {}
+
+    def keep(path: str, weight: torch.Tensor) -> torch.Tensor:
+        parts, of = make(*weight.shape)
+        tensors.update({f"{path}.{end}": t.contiguous() for end, t in parts.items()})
+        return of
+
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            module.weight.data = keep(path, module.weight)
+        if not hasattr(module, "gate_up_proj"):
+            continue
+        calls = ("gate_proj", "up_proj", "down_proj")
+        if name == "mixtral":
+            path, calls = path.replace(".mlp.", ".block_sparse_moe."), ("w1", "w3", "w2")
+        for e in range(len(module.down_proj)):
+            gate, up, down = (
+                keep(f"{path}.{e}.{call}", t)
+                for call, t in zip(
+                    calls, (*module.gate_up_proj[e].chunk(2), module.down_proj[e]), strict=True
+                )
+            )
+            module.gate_up_proj.data[e], module.down_proj.data[e] = torch.cat((gate, up)), down
+    for path, t in model.state_dict().items():
+        if path.endswith("e_score_correction_bias"):
+            t.copy_(torch.rand_like(t))
+        layer = path.removesuffix(".weight")
+        if not path.endswith(("experts.gate_up_proj", "experts.down_proj")) and not any(
+            key.startswith(f"{layer}.") for key in tensors
+        ):
+            router = path.replace(".mlp.", ".block_sparse_moe.") if name == "mixtral" else path
+            tensors[router] = t.detach().clone().contiguous()
+    place.mkdir(exist_ok=True)
+    save_file(tensors, place / "model.safetensors")
+    data = model.config.to_dict() | {"quantization_config": how, "architectures": [type(model).__name__]}
+    (place / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
+    return model
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eight bits twice"])
+def test_experts_have_the_folders_numbers(kind: str, name: str, tmp_path: Path) -> None:
+    right = mixture(tmp_path, kind, name)
+    model, ids = loaded(tmp_path), torch.randint(0, 96, (2, 9))
+    experts = {path: m for path, m in model.named_modules() if isinstance(m, PackedExperts)}
+    assert len(experts) == (2 if name == "deepseek_v3" else 4)
+    for path, module in experts.items():
+        assert module.format == KINDS[kind][2]
+        assert module.dequantize().equal(right.get_parameter(path)), path
+    with torch.no_grad():
+        eager, wide = right(ids).logits, right.double()(ids).logits
+        error = [
+            float((logits - wide).abs().max() / wide.abs().max()) for logits in (model(ids).logits, eager)
+        ]
+    assert error[0] <= 2 * error[1] + 1e-6
+
+
+@pytest.mark.parametrize(("kind", "name"), [("fp8", "deepseek_v3"), ("gptq", "mixtral")])
+def test_a_mixture_is_loaded_and_generates(kind: str, name: str, tmp_path: Path) -> None:
+    right, ids = mixture(tmp_path, kind, name), torch.randint(0, 96, (1, 9))
+    model = opsmith.load(tmp_path, config=Config(tune=False))
+    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert model.generate(ids, **how).equal(right.generate(ids, **how))
+    assert f"expert weights of {KINDS[kind][2]}" in str(model.opsmith.report)
+    first = (
+        "model.layers.1.mlp.experts.1.up_proj"
+        if name != "mixtral"
+        else ("model.layers.1.block_sparse_moe.experts.1.w3")
+    )
+    others = first.replace("up_proj", "gate_proj").replace("w3", "w1")  # which it is put together with
+    tensors = load_file(tmp_path / "model.safetensors")
+    says = "weight_scale_inv" if kind == "fp8" else "scales"
+    del tensors[f"{first}.{says}"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{others}: it has no '{says}'"):
+        loaded(tmp_path)
 
 
 def loaded(place: Path) -> Any:

@@ -12,7 +12,8 @@ from torch import nn
 import opsmith
 from opsmith.compiler.modules import calibrate
 from opsmith.compiler.modules.calibrate import Calibration, calls_of
-from opsmith.compiler.modules.quantize import Packing, QuantizedLayer
+from opsmith.compiler.modules.quantize import Packing
+from opsmith.compiler.modules.stand_in import QuantizedLayer
 from opsmith.compiler.report import Report
 from tests.compiler.models import UNTIMED, VOCABULARY, Feed, ids, llama, numbers, seeded
 

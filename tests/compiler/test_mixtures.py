@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ import transformers as hf
 
 import opsmith
 from opsmith.compiler.modules import mixtures
+from opsmith.compiler.modules.quantize import Packing
+from tests.decoding import test_experts as experts_models
+
+CONFIGS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 
 
 def model(**more: Any) -> Any:
@@ -84,3 +89,115 @@ def test_experts_that_compute_something_else_are_not_taken(monkeypatch: pytest.M
     assert "in float64 they differ" in line
     assert made.config._experts_implementation != "opsmith"
     assert taken(made, verify=False).lines() == ["experts: 1 mixtures in one kernel each"]
+
+
+def unpacked(made: Any) -> Any:
+    """The model in float64, with the weights that its packed ones stand for."""
+    twin = copy.deepcopy(made)
+    wide = opsmith.restore(twin).double()
+    made.opsmith.packing.unpack(wide, torch.float64)
+    return wide
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [*((name, "int8") for name in CONFIGS), ("gpt_oss", "int4")]
+    + [("mixtral", format) for format in ("int4", "bf16", "int8_dynamic")],
+)
+def test_experts_are_packed_and_given_back(name: str, format: str) -> None:
+    made, ids = experts_models.model(name), torch.randint(0, 60, (2, 9))
+    state = {key: t.clone() for key, t in made.state_dict().items()}
+    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    # Experts alone: other layers of int8_dynamic round their inputs, which nothing in float64 does.
+    skip = ["*attn*", "*_proj", "*shared*", "lm_head"]
+    with torch.no_grad():
+        before = made(ids).logits
+        settings = opsmith.Config(tune=False, quantize=format, quantize_skip=skip)
+        opsmith.optimize(made, config=settings)
+        got, right = made(ids).logits, unpacked(made)(ids).logits
+        assert got.sub(right).abs().max() < 1e-5 * right.abs().max()
+        assert got.sub(before).abs().max() > 1e-5 * right.abs().max()
+        answer = made.generate(ids, **how)
+    report = str(made.opsmith.report)
+    records = [layer for layer in made.opsmith.packing.layers if layer.what == "mixture"]
+    assert len(records) == (1 if name == "deepseek_v3" else 2)
+    assert {layer.status for layer in records} == {"packed"}
+    assert f"{len(records)} mixture" in report
+    bits = {"int8": 1, "int8_dynamic": 1, "int4": 0.5 + 2 / 24, "bf16": 2}[format]
+    numbers = sum(t.numel() for key, t in state.items() if key.endswith(("gate_up_proj", "down_proj")))
+    assert sum(layer.nbytes for layer in records) < 1.6 * bits * numbers
+    for key, t in made.state_dict().items():
+        assert t.equal(state[key]), key
+    opsmith.restore(made)
+    with torch.no_grad():
+        torch.testing.assert_close(made(ids).logits, before, rtol=1e-5, atol=1e-6)
+        assert answer.shape == (2, 13)
+
+
+def test_packed_experts_follow_their_weights_and_are_released() -> None:
+    made, ids = model(), torch.randint(0, 60, (1, 9))
+    experts = made.model.layers[0].mlp.experts
+    opsmith.optimize(made, config=opsmith.Config(tune=False, quantize="int8"))
+    with torch.no_grad():
+        first = made(ids).logits
+        experts.down_proj.mul_(-1)
+        second, right = made(ids).logits, unpacked(made)(ids).logits
+    assert second.sub(right).abs().max() < 1e-5 * right.abs().max() < first.sub(second).abs().max()
+    twin = pickle.loads(pickle.dumps(made))
+    its = twin.model.layers[0].mlp.experts
+    assert its.forward.__func__ is type(experts).forward
+    opsmith.restore(made)
+    opsmith.optimize(
+        made, {"input_ids": ids}, config=opsmith.Config(tune=False, quantize="int8", quantize_release=True)
+    )
+    assert experts.down_proj.is_meta
+    assert experts.gate_up_proj.is_meta
+    with torch.no_grad():
+        torch.testing.assert_close(made(ids).logits, second, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="were given back to the system"):
+        opsmith.restore(made)
+
+
+def test_experts_that_stay_as_they_are_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(made: Any, **more: Any) -> str:
+        packing = Packing()
+        packing.pack(made, opsmith.Config(quantize="int8", **more))
+        (record,) = (layer for layer in packing.layers if layer.name.endswith("experts"))
+        return f"{record.status}: {record.why}"
+
+    assert why(model(hidden_act="relu")).startswith("left: their gate is none of ours")
+    assert why(model(), quantize_skip=["*experts"]) == "left: its name matches '*experts' of quantize_skip"
+    broken = model()
+    broken.model.layers[0].mlp.experts.down_proj.data[2, 3, 4] = torch.inf
+    assert why(broken).startswith("left: PackedLinear: every weight must be finite")
+    from opsmith.decoding import experts
+
+    right = experts.mixed
+    monkeypatch.setattr(experts, "mixed", lambda *given: 1.001 * right(*given))
+    assert why(model()).startswith("left: in float64 they differ")
+    assert why(model(), verify=False) == "packed: "
+
+
+def test_memory_of_packed_experts() -> None:
+    made = model(hidden_size=256, intermediate_size=512, num_local_experts=16)
+    experts = made.model.layers[0].mlp.experts
+    own = experts.gate_up_proj.nbytes + experts.down_proj.nbytes
+    seen = []
+    of = mixtures.PackedExperts.of.__func__  # type: ignore[attr-defined]
+
+    class Counted(mixtures.PackedExperts):
+        @classmethod
+        def of(cls, layers: Any, count: int) -> Any:
+            def watched() -> Any:
+                for layer in layers:
+                    seen.append(layer.nbytes)
+                    yield layer
+
+            return of(cls, watched(), count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixtures, "PackedExperts", Counted)
+        packed = mixtures.PackedMixture(experts, "int8", False, group_size=32, symmetric=True)
+    # One expert after the other: what is packed, and no other copy of all.
+    assert len(seen) == 32
+    assert packed.nbytes == sum(seen) < 0.3 * own

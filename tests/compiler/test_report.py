@@ -9,7 +9,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler.find.recognize import Miss
-from opsmith.compiler.modules.quantize import QuantizedLayer
+from opsmith.compiler.modules.stand_in import QuantizedLayer
 from opsmith.compiler.program.sites import GraphReport, SiteReport
 from opsmith.compiler.report import LINES, Report
 from tests.compiler.models import UNTIMED, numbers

@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SIZES, num_experts=4, shared_expert_intermediate_size=24),
+    "olmoe": lambda: hf.OlmoeConfig(**SIZES, num_experts=4),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**SIZES, num_experts=4, head_dim=8),
     "gpt_oss": lambda: hf.GptOssConfig(**SIZES, num_local_experts=4, head_dim=8),
     "deepseek_v3": lambda: hf.DeepseekV3Config(

@@ -9,6 +9,8 @@ from torch import nn
 
 from opsmith.checkpoints.folder import quiet
 from opsmith.checkpoints.header import CheckpointError
+from opsmith.compiler.modules.mixtures import choose
+from opsmith.ops import PackedExperts
 
 
 def model_of(config: Any, dtype: torch.dtype) -> Any:
@@ -25,6 +27,15 @@ def model_of(config: Any, dtype: torch.dtype) -> Any:
     config.dtype = dtype
     with quiet(), init_empty_weights(include_buffers=False):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def put_experts(model: Any, path: str, gate_up: Any, down: Any) -> None:
+    """The weights of a mixture; where they are packed, nobody but opsmith computes it."""
+    for name, what in (("gate_up_proj", gate_up), ("down_proj", down)):
+        delattr(model.get_submodule(path), name)  # a parameter, in whose place no module is put
+        put(model, f"{path}.{name}", what)
+    if isinstance(gate_up, PackedExperts):
+        choose(model)
 
 
 def put(model: nn.Module, path: str, what: nn.Module | nn.Parameter) -> None:

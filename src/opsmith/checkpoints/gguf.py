@@ -15,15 +15,21 @@ import torch
 from torch import nn
 
 from opsmith.checkpoints import header
-from opsmith.checkpoints.empty import model_of, put
+from opsmith.checkpoints.empty import model_of, put, put_experts
 from opsmith.checkpoints.folder import one_line, quiet
 from opsmith.checkpoints.header import CheckpointError, Header
 from opsmith.compiler.modules.embeddings import factor_of
-from opsmith.ops import PackedLinear
+from opsmith.compiler.modules.mixtures import experts_of
+from opsmith.ops import PackedExperts, PackedLinear
 from opsmith.ops.packed_linear.gguf import BLOCKS
 from opsmith.ops.packed_linear.module import PackedEmbedding
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SIZES = {  # of a configuration, that not every architecture's is passed on
+    "head_dim": "attention.key_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
 _FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
 
 
@@ -50,7 +56,7 @@ def _less_one(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
 _ROWS: dict[str, Callable[[Any, str, torch.Tensor], torch.Tensor]] = {
     "llama": _pairs_apart,
     **dict.fromkeys(("gemma2", "gemma3", "nemotron"), _less_one),
-    **dict.fromkeys(("qwen2", "qwen3", "phi3", "starcoder2", "stablelm"), _as_it_is),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "stablelm"), _as_it_is),
 }
 
 
@@ -109,9 +115,10 @@ def _config(found: Header) -> Any:
             raise CheckpointError(f"{found.file}: its values make no model: {one_line(error)}") from error
     if (table := found.tensors.get("token_embd.weight")) is not None:
         config.vocab_size = table.shape[0]
-    depth = found.values.get(f"{found.values['general.architecture']}.attention.key_length")
-    if depth is not None and getattr(config, "head_dim", None) is not None:
-        config.head_dim = depth  # not every architecture's is passed on
+    for name, key in _SIZES.items():
+        size = found.values.get(f"{found.values['general.architecture']}.{key}")
+        if size is not None and getattr(config, name, None) is not None:
+            setattr(config, name, size)
     return config
 
 
@@ -151,8 +158,12 @@ class _Filling:
             elif module.bias is not None:
                 packed.bias = self.floats(self.of(path, "bias"), f"{path}.bias", module.bias)
             put(model, path, packed)
+        for path, module in list(experts_of(model)):
+            put_experts(model, path, *self.experts(path, module))
         done: dict[str | None, nn.Parameter] = {}
         for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if not parameter.is_meta:  # a mixture's
+                continue
             parent, _, name = path.rpartition(".")
             if (of := self.of(parent, name)) not in done:
                 done[of] = nn.Parameter(self.floats(of, path, parameter), requires_grad=False)
@@ -180,6 +191,31 @@ class _Filling:
         except ValueError as error:
             raise self.wrong(f"{name}: {error}") from error
 
+    def experts(self, path: str, module: Any) -> list[PackedExperts | nn.Parameter]:
+        """Gate and up of a mixture together, and down: packed where the file has them in formats that stay."""
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+        names = {one: [self.of(f"{path}.{name}", "weight") for name in of] for one, of in parts.items()}
+        kinds = [{self.found.tensors[n].type.lower() for n in its if n} for its in names.values()]
+        packed = all(len(its) == 1 and its <= BLOCKS.keys() for its in kinds)
+        packed = packed and not any(None in its for its in names.values())
+        made: list[PackedExperts | nn.Parameter] = []
+        for (one, its), (kind, *_) in zip(names.items(), kinds, strict=True):
+            e, n, k = getattr(module, one).shape
+            wanted = torch.empty(e, n // len(its), k, device="meta")
+            if not packed:
+                each = [self.floats(name, f"{path}.{one}", wanted) for name in its]
+                made.append(nn.Parameter(torch.cat(each, 1), requires_grad=False))
+                continue
+            rows = [self.read(name, wanted).view(e, n // len(its), -1) for name in its if name]
+            try:
+                layers = (
+                    PackedLinear.from_blocks(torch.cat(some), format=kind) for some in zip(*rows, strict=True)
+                )
+                made.append(PackedExperts.of(layers, e))
+            except ValueError as error:
+                raise self.wrong(f"{its[0]}: {error}") from error
+        return made
+
     def floats(self, name: str | None, path: str, wanted: torch.Tensor) -> torch.Tensor:
         """A parameter's numbers; those of few bits that no layer keeps are unpacked."""
         from gguf import GGMLQuantizationType
@@ -201,7 +237,7 @@ class _Filling:
         """The bytes of a tensor's rows, in the model's order."""
         tensor = self.found.tensors[name]
         self.unread.discard(name)
-        if tensor.shape != tuple(wanted.shape):
+        if tensor.shape not in (tuple(wanted.shape), tuple(wanted[0].shape) if len(wanted) == 1 else None):
             raise self.wrong(f"{name} is {list(tensor.shape)} where its values say {list(wanted.shape)}")
         rows = self.found.rows(name)
         if tensor.type in _FLOATS:

@@ -16,12 +16,16 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from opsmith.checkpoints.empty import model_of, put
+from opsmith.checkpoints.empty import model_of, put, put_experts
 from opsmith.checkpoints.header import CheckpointError
-from opsmith.ops import PackedLinear
+from opsmith.compiler.modules.mixtures import experts_of
+from opsmith.ops import PackedExperts, PackedLinear
 
 _LOG = logging.getLogger("opsmith")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight numbers that follow each other lies in a word
+
+_EXPERT = ("gate_proj", "up_proj", "down_proj")
+_MIXTRALS = ("w1", "w3", "w2")  # the same in Mixtral's folders
 
 Parts = dict[str, torch.Tensor]  # a layer's tensors, by the ends of their names
 Make = Callable[[Parts, dict[str, Any]], PackedLinear]
@@ -146,18 +150,35 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     make, ends, says = _METHODS[method]
     del config.quantization_config  # so that transformers makes a plain model
     files, model = _Files(folder), model_of(config, dtype)
-    for path, module in list(model.named_modules()):
-        if type(module) is not nn.Linear or f"{path}.{says}" not in files.file:
-            continue
-        parts = {end: t for end in ends if (t := files.get(f"{path}.{end}")) is not None}
+    for path, buffer in model.named_buffers():  # as what DeepSeek's router adds to its scores
+        if (its := files.get(path)) is not None and its.shape == buffer.shape:
+            buffer.copy_(its)
+
+    def layer(shape: tuple[int, ...], path: str, *more: str) -> PackedLinear:
         try:
+            parts = {end: t for end in ends if (t := files.get(f"{path}.{end}")) is not None}
+            for end in parts if more else ():
+                parts[end] = _rows(end, [parts[end], *(files.get(f"{other}.{end}") for other in more)])
             packed = make(parts, how)
-            if (packed.out_features, packed.in_features) != tuple(module.weight.shape):
-                got = [packed.out_features, packed.in_features]
-                raise ValueError(f"it is {got} where the configuration says {list(module.weight.shape)}")
+            if (got := (packed.out_features, packed.in_features)) != shape:
+                raise ValueError(f"it is {list(got)} where the configuration says {list(shape)}")
         except (KeyError, TypeError, ValueError) as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"{folder} does not load: {path}: {what}") from error
+        return packed
+
+    for path, module in list(experts_of(model)):
+        for at, gate, up, down in ((path, *_EXPERT), (_as_mixtral(path), *_MIXTRALS)):
+            if f"{at}.0.{down}.{says}" in files.file:
+                e, n, k = module.gate_up_proj.shape
+                each = [f"{at}.{i}" for i in range(e)]
+                first = PackedExperts.of((layer((n, k), f"{i}.{gate}", f"{i}.{up}") for i in each), e)
+                last = PackedExperts.of((layer((k, n // 2), f"{i}.{down}") for i in each), e)
+                put_experts(model, path, first, last)
+    for path, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or f"{path}.{says}" not in files.file:
+            continue
+        packed = layer(tuple(module.weight.shape), path)
         if module.bias is not None:
             packed.bias = _float(files, f"{path}.bias", module.bias, dtype)
         put(model, path, packed)
@@ -165,6 +186,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):
         tied = path == "lm_head.weight" and config.get_text_config().tie_word_embeddings
         name = path if path in files.file or not tied else _name_of(model, model.get_input_embeddings())
+        name = other if (other := _as_mixtral(name)) in files.file else name
         if id(parameter) not in done:
             value = _float(files, name, parameter, dtype)
             done[id(parameter)] = nn.Parameter(value, requires_grad=False)
@@ -174,6 +196,22 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             "%s: %d tensors, %s first, belong to no layer", folder, len(files.unread), min(files.unread)
         )
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _rows(end: str, parts: list[Any]) -> torch.Tensor:
+    """The tensors of gate and up as those of one layer of the rows of both."""
+    if any(t is None for t in parts):
+        raise KeyError(end)
+    if end == "weight_shape":
+        return torch.stack([sum(t[0] for t in parts), parts[0][1]])
+    return (
+        parts[0] if end.endswith("g_idx") else torch.cat(parts, int(end in ("qweight", "qzeros", "scales")))
+    )
+
+
+def _as_mixtral(name: str) -> str:
+    """What Mixtral's folders call a parameter of a mixture."""
+    return name.replace(".mlp.", ".block_sparse_moe.")
 
 
 def _float(files: _Files, name: str, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

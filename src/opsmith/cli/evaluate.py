@@ -190,8 +190,9 @@ def _candidate(model: nn.Module, config: Config, text: str | None, tokenizer: An
     layers = dict(linear_layers(candidate))
     tables = {id(m.weight) for m in candidate.modules() if isinstance(m, nn.Embedding)}
     tables -= {id(layer.weight) for layer in layers.values()}
-    packed = {id(layers[one.name].weight): one.nbytes for one in packing.layers if one.status == "packed"}
-    return candidate, sum(packed.get(id(p), p.nbytes) for p in candidate.parameters() if id(p) not in tables)
+    tables |= set(map(id, packing.held))
+    plain = sum(p.nbytes for p in candidate.parameters() if id(p) not in tables)
+    return candidate, plain + sum(layer.nbytes for layer in packing.layers)
 
 
 def _read(option: str, file: Path) -> str:

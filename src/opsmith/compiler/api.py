@@ -153,8 +153,6 @@ def optimize(
                 session.packing.check(partial(model._call_impl, *args, **kwargs))
             with torch.no_grad():
                 model(*args, **kwargs)
-        if settings.quantize is not None and settings.tune and not session.selector.spent:
-            session.packing.compare(session.selector.cache)
         if warm is not None:
             session.skipped = list(warm.run(model, session.selector))
         if calls and not session.graphs and not session.unread:

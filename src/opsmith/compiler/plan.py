@@ -58,7 +58,7 @@ class Plan:
     machine: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     latent: list[str] = field(default_factory=list)  # what became of multi-head latent attention
-    packed: list[str] = field(default_factory=list)  # what packed weights gain
+    packed: list[str] = field(default_factory=list)  # which weights are packed
 
     def choices(self) -> dict[str, str]:
         """Implementation by call signature: what a later run takes over."""

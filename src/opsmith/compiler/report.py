@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from opsmith.compiler.modules.latent.site import LatentReport
-from opsmith.compiler.modules.quantize import QuantizedLayer
+from opsmith.compiler.modules.stand_in import QuantizedLayer, formats
 from opsmith.compiler.program.sites import GraphReport, SiteReport
 from opsmith.ops import mla_attention, mla_preprocess, paged_attention
 
@@ -25,7 +25,7 @@ def _rounded(packed: list[QuantizedLayer]) -> list[str]:
     mean = sum(layer.lost for layer in packed) / len(packed)
     what = "weight" if worst.result_error is None else "results on the calibration text"
     lines = [
-        f"quantized: {_formats(packed, 'to')}; rounding "
+        f"quantized: {formats(packed, 'to')}; rounding "
         f"took {100 * worst.lost:.2g} % of the {what} of {worst.name}, the most, {100 * mean:.2g} % on average"
     ]
     if any(layer.format == "int4" for layer in packed):
@@ -34,15 +34,6 @@ def _rounded(packed: list[QuantizedLayer]) -> list[str]:
             "measures on a text of yours"
         )
     return lines
-
-
-def _formats(layers: list[QuantizedLayer], to: str) -> str:
-    counts = Counter(layer.format for layer in layers).most_common()
-    return " and ".join(f"{_layers(n)} {to} {name}" for name, n in counts)
-
-
-def _layers(n: int) -> str:
-    return f"{n} linear layers" if n > 1 else "1 linear layer"
 
 
 @dataclass
@@ -57,7 +48,7 @@ class Report:
     slower: list[str] = field(default_factory=list)  # at which sizes eager runs as a whole, and why
     advice: list[str] = field(default_factory=list)  # what its session would do next
     paged: int = 0  # layers of attention that are served from pages
-    compared: list[str] = field(default_factory=list)  # what packed weights gain
+    mixtures: list[str] = field(default_factory=list)  # of experts: who computes them
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -114,10 +105,10 @@ class Report:
         """Which layers compute with rounded weights, what that took, and which do not."""
         packed = [layer for layer in self.quantized if layer.status == "packed" and not layer.rows_of]
         kept = [layer for layer in self.quantized if layer.status == "kept"]
-        lines = [f"kept as the model has them: {_formats(kept, 'of')}"] if kept else []
+        lines = [f"kept as the model has them: {formats(kept, 'of')}"] if kept else []
         if packed:
             lines += _rounded(packed)
-        lines += self.compared
+        lines += self.mixtures
         if groups := {layer.joined: None for layer in (*packed, *kept) if layer.joined}:
             first = ", ".join(next(iter(groups)))
             lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")

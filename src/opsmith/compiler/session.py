@@ -197,7 +197,7 @@ class Session:
             ],
             self._advice(),
             0 if self.paged.why else len(self.paged.windows),
-            [*self.packing.lines(), *self.mixtures.lines()],
+            self.mixtures.lines(),
         )
 
     def _advice(self) -> list[str]:

@@ -13,6 +13,7 @@ from transformers.integrations import moe
 
 from opsmith.ops.experts import experts
 from opsmith.ops.experts.middle import OSS_ALPHA
+from opsmith.ops.packed_linear.module import PackedExperts
 
 _LOG = logging.getLogger("opsmith")
 _OTHERWISE = "grouped_mm"  # transformers' own choice
@@ -27,14 +28,20 @@ _told: set[str] = set()  # why modules went another way, each reason once
 
 
 def mixed(
-    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    packed: Any = None,
 ) -> torch.Tensor:
     """What a module of experts computes [T, D], by `opsmith.ops.experts` where that has its form.
 
-    Of another form it is left to transformers, and the log `opsmith` says why.
+    Of another form it is left to transformers, and the log `opsmith` says why; but weights that are packed, its own or
+    given for them, nobody else has.
     """
-    why = unlike(module, hidden_states)
-    if why:
+    gate_up, down = packed or (module.gate_up_proj, module.down_proj)
+    of_few_bits = isinstance(gate_up, PackedExperts)
+    if not of_few_bits and (why := unlike(module, hidden_states.dtype)):
         if why not in _told and not torch.compiler.is_compiling():
             _told.add(why)
             _LOG.info("%s: experts are left to transformers: %s", type(module).__name__, why)
@@ -42,8 +49,7 @@ def mixed(
             module, hidden_states, top_k_index, top_k_weights
         )
         return left
-    gate_up, down = module.gate_up_proj, module.down_proj
-    if module.is_transposed:
+    if module.is_transposed and not of_few_bits:
         gate_up, down = gate_up.mT, down.mT
     bias = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else None
     curve, limit = _gate(module)
@@ -54,8 +60,8 @@ def mixed(
     )
 
 
-def unlike(module: Any, hidden_states: torch.Tensor) -> str:
-    """What of a module's form `opsmith.ops.experts` does not have; nothing where it has all of it."""
+def unlike(module: Any, dtype: torch.dtype) -> str:
+    """What of a module's form `opsmith.ops.experts` does not have, for inputs of a dtype; nothing where it has all."""
     if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         return "a graph that learns would end at their gradients"  # which are an autograd.Function's
     # What a version of transformers does not know, its modules do not have.
@@ -69,10 +75,11 @@ def unlike(module: Any, hidden_states: torch.Tensor) -> str:
         return f"this version of transformers has others: {error}"
     if not ours:
         return f"their gate is none of ours ({type(module).__name__})"
-    if not isinstance(module.gate_up_proj, torch.Tensor) or not isinstance(module.down_proj, torch.Tensor):
+    held = [getattr(module, name) for name in ("gate_up_proj", "down_proj")]
+    if not all(isinstance(t, torch.Tensor) for t in held):
         return "their weights are no tensors"
-    if module.gate_up_proj.dtype != hidden_states.dtype or module.down_proj.dtype != hidden_states.dtype:
-        return f"their weights are {module.gate_up_proj.dtype}, their input is {hidden_states.dtype}"
+    if others := [t.dtype for t in held if t.dtype is not dtype]:
+        return f"their weights are {others[0]}, their input is {dtype}"
     return ""
 
 

@@ -20,7 +20,7 @@ from opsmith.ops.mla.preprocess import mla_preprocess
 from opsmith.ops.mla.weights import MLAWeights
 from opsmith.ops.moe_route import moe_route
 from opsmith.ops.packed_linear import packed_linear
-from opsmith.ops.packed_linear.module import PackedLinear
+from opsmith.ops.packed_linear.module import PackedExperts, PackedLinear
 from opsmith.ops.paged_attention import paged_attention
 from opsmith.ops.paged_attention.cache import reshape_and_cache
 from opsmith.ops.rms_norm import rms_norm
@@ -33,6 +33,7 @@ from opsmith.ops.softmax import softmax
 __all__ = [
     "MLACache",
     "MLAWeights",
+    "PackedExperts",
     "PackedLinear",
     "QuantizedEmbedding",
     "attention",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from opsmith.ops import PackedLinear, experts
+from opsmith.operator import Tolerance
+from opsmith.ops import PackedExperts, PackedLinear, experts
 from opsmith.ops.embedding import IdError
-from opsmith.ops.experts import definition
+from opsmith.ops.experts import definition, packed_definition
 from opsmith.ops.experts.middle import ACTIVATIONS
+from opsmith.ops.packed_linear.formats import FORMATS
 
 Layers = tuple[torch.Tensor, torch.Tensor]
 
@@ -132,29 +137,160 @@ def test_weights_that_are_frozen_get_no_gradient() -> None:
     torch.testing.assert_close(x.grad.double(), double.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("format", ["bf16", "int8", "int8_dynamic", "int4"])
-def test_packed_experts(format: str) -> None:
-    x, (gate_up, down), (ids, weights) = torch.randn(9, 48), layers(), routed(9)
+def packed(weight: torch.Tensor, format: str) -> PackedExperts:
+    def one(weight: torch.Tensor) -> PackedLinear:
+        layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        layer.weight.data = weight
+        return PackedLinear.from_linear(layer, format=format, group_size=128 if format == "fp8" else 32)
 
-    def packed(weight: torch.Tensor) -> torch.nn.ModuleList:
-        found = []
-        for one in weight:
-            layer = torch.nn.Linear(one.shape[1], one.shape[0], bias=False)
-            layer.weight.data = one
-            found.append(PackedLinear.from_linear(layer, format=format, group_size=32))
-        return torch.nn.ModuleList(found)
+    return PackedExperts.of(map(one, weight), len(weight))
 
-    first, last = packed(gate_up), packed(down)
-    bias = torch.randn(6, 64), torch.randn(6, 48)
-    plain = [torch.stack([layer.dequantize() for layer in one]) for one in (first, last)]
+
+def judged(got: torch.Tensor, x: torch.Tensor, first: Any, last: Any, *given: Any, **how: Any) -> None:
+    """Hold a result to what the definition makes of the same packed weights in float64, as cards are held to it."""
+    plain = first.dequantize(torch.float64), last.dequantize(torch.float64)
+    ids, weights = given
+    eager = definition(x, *(t.to(x.dtype) for t in plain), ids, weights, *how.values(), 0, math.inf)
+    wide = [None if t is None else t.double() for t in how.values()]
+    right = definition(x.double(), *plain, ids, weights.double(), *wide, 0, math.inf)
+    verdict = Tolerance().check(got, eager, right)
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 9, 120])  # 120: more rows of an expert than a tile has
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "int8_dynamic"])
+def test_packed_experts(format: str, tokens: int, dtype: torch.dtype) -> None:
+    # Neither of 5 times 16 gates and ups nor of 72 rows is made of whole panels; 40 is not of whole groups.
+    (gate_up, down), (ids, weights) = layers(5, 72, 40), routed(tokens, 2, 5)
+    x, first, last = torch.randn(tokens, 72).to(dtype), packed(gate_up, format), packed(down, format)
+    bias = torch.randn(5, 80).to(dtype), torch.randn(5, 72).to(dtype)
     got = experts(x, first, last, ids, weights, bias=bias)
-    rounding = 0.05 if format == "int8_dynamic" else 1e-4
-    torch.testing.assert_close(got, experts(x, *plain, ids, weights, bias=bias), rtol=rounding, atol=rounding)
-    if format != "int8_dynamic":
-        x.requires_grad_()
-        (mine,) = torch.autograd.grad(experts(x, first, last, ids, weights).sum(), x)
-        (theirs,) = torch.autograd.grad(experts(x, *plain, ids, weights).sum(), x)
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    judged(got, x, first, last, ids, weights, first_bias=bias[0], last_bias=bias[1])
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_rounded_inputs_of_packed_experts(tokens: int) -> None:
+    (gate_up, down), (ids, weights) = layers(), routed(tokens)
+    x, first, last = torch.randn(tokens, 48), packed(gate_up, "int8_dynamic"), packed(down, "int8_dynamic")
+    got = experts(x, first, last, ids, weights)
+    by_hand = torch.zeros_like(x)
+    for t in range(tokens):
+        for e, weight in zip(ids[t].tolist(), weights[t], strict=True):
+            gate, up = first[e](x[t : t + 1]).chunk(2, -1)
+            by_hand[t] += weight * last[e](F.silu(gate) * up)[0]
+    # A number next to the middle between two may be rounded to either.
+    torch.testing.assert_close(got, by_hand, rtol=0.02, atol=0.02)
+    with pytest.raises(ValueError, match="rounding x has no gradient"):
+        experts(x.requires_grad_(), first, last, ids, weights)
+
+
+def test_packed_experts_of_two_formats_in_rounds() -> None:
+    # 1500 tokens of 8 experts each are more rows than share one loop: the sums go on in the next.
+    (gate_up, down), (ids, weights) = layers(8, 256, 256), routed(1500, 8, 8)
+    x, first, last = torch.randn(1500, 256), packed(gate_up, "q4_k"), packed(down, "q6_k")
+    judged(
+        experts(x, first, last, ids, weights),
+        *(x, first, last, ids, weights),
+        **dict.fromkeys(("first_bias", "last_bias")),
+    )
+
+
+def test_packed_experts_that_nobody_asked_for_are_not_read_and_nan_stays() -> None:
+    (gate_up, down), (ids, weights) = layers(), routed(4, count=5)
+    x, first, last = torch.randn(4, 48), packed(gate_up, "int8"), packed(down, "int8")
+    expected = experts(x, first, last, ids, weights)
+    assert first.scale is not None
+    first.scale[5] = torch.nan
+    assert torch.equal(experts(x, first, last, ids, weights), expected)
+    x[2, 7] = torch.nan
+    got = experts(x, first, last, ids, weights)
+    assert bool(got[2].isnan().all())
+    others = [0, 1, 3]
+    assert torch.equal(got[others], expected[others])
+    assert experts(x[:0], first, last, ids[:0], weights[:0]).shape == (0, 48)
+
+
+def test_gradients_past_packed_experts_and_layers_as_a_list() -> None:
+    x, (gate_up, down), (ids, weights) = torch.randn(9, 48, requires_grad=True), layers(), routed(9)
+    first, last = packed(gate_up, "int4"), packed(down, "int4")
+    leaves = (x, weights.requires_grad_())
+    y = experts(x, torch.nn.ModuleList(first), list(last), ids, weights)
+    mine = torch.autograd.grad(y.square().sum(), leaves)
+    plain = experts(x, first.dequantize(), last.dequantize(), ids, weights)
+    for one, other in zip(mine, torch.autograd.grad(plain.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_experts_in_a_graph() -> None:
+    (gate_up, down), (ids, weights) = layers(), routed(9)
+    x, first, last = torch.randn(9, 48), packed(gate_up, "int8"), packed(down, "q8_0")
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * experts(x, self.first, self.last, ids, weights)
+
+    torch.compiler.reset()
+    compiled = torch.compile(Layer(), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), 2 * experts(x, first, last, ids, weights))
+    # Where no values are known, as for a graph on another device: every expert is asked, and weighed by who was sent.
+    given = (*first.packed, *last.packed, ids, weights, None, None, 32, 8, 0, 0, 8, 32, 2, 0, math.inf)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["opsmith.ops.experts"], "has_values", lambda *given: False)
+        got = packed_definition(x, *given)
+    torch.testing.assert_close(got, experts(x, first, last, ids, weights), rtol=1e-4, atol=1e-5)
+
+
+def test_packed_experts_are_saved_and_cast_as_what_they_are(tmp_path: Any) -> None:
+    first = packed(layers()[0], "q4_0")
+    again = copy.deepcopy(first).bfloat16()
+    assert again.scale is not None
+    assert again.scale.dtype == torch.float16
+    torch.save(first.state_dict(), tmp_path / "state")
+    again.weight.zero_()
+    again.load_state_dict(torch.load(tmp_path / "state"))
+    assert again.dequantize().equal(first.dequantize())
+    assert first[2].dequantize().equal(first.dequantize()[2])
+    with pytest.raises(TypeError, match="give it to opsmith"):
+        first(torch.ones(3, 48))
+
+
+def test_what_packed_experts_refuse() -> None:
+    (gate_up, down), (ids, weights) = layers(), routed(5)
+    x, first, last = torch.randn(5, 48), packed(gate_up, "int8"), packed(down, "int8")
+    for wrong, error, message in (
+        ({"x": torch.ones(5, 47)}, ValueError, r"x must have shape \[T, 48\], got \(5, 47\)"),
+        ({"x": x.long()}, TypeError, "x must be floating-point|got int64"),
+        ({"gate_up": packed(gate_up[:5], "int8")}, ValueError, r"\(6, 48, 64\), E, D and 2I, .*got \(5, 48"),
+        ({"down": down}, TypeError, "down must be packed as the other weight is, got Tensor"),
+        ({"down": torch.nn.Linear(3, 3)}, TypeError, "Linear"),
+        ({"ids": ids.int() + 6}, IdError, r"ids must be in \[0, 6\)"),
+        ({"ids": ids.float()}, TypeError, "ids must be int64 or int32, got float32"),
+        ({"weights": weights[:4]}, ValueError, r"weights must have shape \[5, 2\]"),
+        ({"bias": (None, torch.ones(6, 47))}, ValueError, r"bias\[1\] must have shape \(6, 48\)"),
+        ({"bias": (torch.ones(6, 64).half(), None)}, TypeError, r"bias\[0\] must be float32 like x"),
+        ({"activation": "relu"}, ValueError, "activation must be one of silu"),
+        ({"limit": 0.0}, ValueError, "limit must be above 0"),
+    ):
+        call = {"x": x, "gate_up": first, "down": last, "ids": ids, "weights": weights}
+        with pytest.raises(error, match=message):
+            experts(**(call | wrong))  # type: ignore[arg-type]
+    one = PackedLinear.from_linear(torch.nn.Linear(48, 64), format="int8")
+    for layers_, count, error, message in (
+        ([first[0], one], 2, ValueError, r"expected 2 layers of .*bias=False.* got \(.*bias=True.*\) at 1"),
+        ([first[0], last[0]], 2, ValueError, r"in_features=48, .* got \(in_features=32"),
+        ([first[0]], 2, ValueError, "expected 2 layers, one at least, got 1"),
+        ([first[0]] * 3, 2, ValueError, "expected 2 layers of .* at 2"),
+        ([], 0, ValueError, "expected 0 layers, one at least, got 0"),
+        ([torch.nn.Identity()], 1, TypeError, "expected packed layers, got Identity"),
+    ):
+        with pytest.raises(error, match=message):
+            PackedExperts.of(layers_, count)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [6, -1, 1 << 40])
@@ -195,7 +331,11 @@ def test_an_expert_that_is_not_there_is_named(wrong: int, training: bool) -> Non
             ValueError,
             r"bias\[1\] must have shape \[6, 48\]",
         ),
-        ({"down": [torch.nn.Identity()] * 6}, TypeError, "gate_up must be 6 packed layers, .*got a tensor"),
+        (
+            {"down": [torch.nn.Identity()] * 6},
+            TypeError,
+            "gate_up must be packed as the other weight is, got Tensor",
+        ),
     ],
 )
 def test_errors_name_what_was_expected_and_what_came(change: Any, error: Any, message: str) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
-from opsmith.compiler.modules.linear_layers import embeddings
-from opsmith.compiler.modules.quantize import Packing, QuantizedLayer, Standing
+from opsmith.compiler.modules.linear_layers import embeddings, layer_of
+from opsmith.compiler.modules.quantize import Packing, Standing
+from opsmith.compiler.modules.stand_in import QuantizedLayer
 from opsmith.ops.packed_linear.weight import rows_of
 
 _FORMATS = ("int8", "int8_dynamic")  # with a scale for each row, and one layout
@@ -26,7 +28,7 @@ class Rows(Standing):
     factor: float
 
     @classmethod
-    def of(cls, packed: Standing, factor: float) -> Rows:
+    def of(cls, packed: Any, factor: float) -> Rows:
         """The rows of a packed weight, in its memory."""
         rows = cls(packed.in_features, packed.out_features, False, format=packed.format, device="meta")
         rows.weight, rows.scale, rows.factor = packed.weight, packed.scale, factor
@@ -59,7 +61,8 @@ def embed(packing: Packing, model: nn.Module, skip: Sequence[str]) -> None:
             tied = packing.of(module.weight)
             shared = tied is not None and tied.format in _FORMATS
             try:
-                packed = tied if tied is not None and shared else _packed(module.weight)
+                own = None if shared else Standing.from_linear(layer_of(module.weight), format="int8")
+                packed: Any = own or tied
                 rows = Rows.of(packed, factor)
                 _check(rows, module.weight)
             except (TypeError, ValueError) as error:
@@ -70,14 +73,6 @@ def embed(packing: Packing, model: nn.Module, skip: Sequence[str]) -> None:
             record.rows_of = tied.record.name if tied is not None and shared else name
             record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
             packing.add(name, rows, module, record)
-
-
-def _packed(table: torch.Tensor) -> Standing:
-    layer = nn.Linear(table.shape[1], table.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(table.detach(), requires_grad=False)
-    packed = Standing.from_linear(layer, format="int8")
-    assert isinstance(packed, Standing)
-    return packed
 
 
 @torch.no_grad()

@@ -48,12 +48,17 @@ def as_linear(module: nn.Module) -> nn.Linear:
     if isinstance(module, nn.Linear):
         return module
     weight, bias = _tensors(module)
-    k, n = weight.shape
+    return layer_of(weight.t(), bias).train(module.training)
+
+
+def layer_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """A layer on the memory of a weight [N, K]."""
+    n, k = weight.shape
     layer = nn.Linear(k, n, bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.detach().t(), requires_grad=False)
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return layer.train(module.training)
+    return layer
 
 
 def _tensors(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:

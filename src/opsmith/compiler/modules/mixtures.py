@@ -1,4 +1,7 @@
-"""Mixtures of experts in models of transformers: opsmith's implementation in the place of theirs, and theirs again."""
+"""Mixtures of experts in models of transformers: opsmith's implementation in the place of theirs, and theirs again.
+
+Where a model is quantized, packed weights stand in for those of all experts of a layer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ import torch
 from torch import nn
 
 from opsmith import decoding
+from opsmith.compiler.modules.linear_layers import layer_of
+from opsmith.compiler.modules.stand_in import StandIn
 from opsmith.operator import Tolerance
+from opsmith.ops.packed_linear.module import PackedExperts, PackedLinear
+from opsmith.ops.rounding import RoundingError
 
 _CHOICE = "_experts_implementation"  # how a configuration calls what it chose
 _REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # others somebody has asked for
@@ -28,7 +35,7 @@ class Mixtures:
 
     def take(self, model: nn.Module, verify: bool) -> None:
         """Have opsmith compute experts, where all that a configuration speaks for have its form, and it is proved."""
-        found = list(_experts(model))
+        found = [module for _, module in experts_of(model)]
         if not found:
             return
         decoding.register(wanted=True)
@@ -39,7 +46,7 @@ class Mixtures:
             chosen = getattr(config, _CHOICE)
             if chosen not in _REPLACED:
                 continue
-            why = next(filter(None, (unlike(m, m.gate_up_proj) for m in its)), "")
+            why = next(filter(None, (unlike(m, m.gate_up_proj.dtype) for m in its)), "")
             if not why and verify:
                 why = next(filter(None, map(_wrong, its)), "")
             if why:
@@ -64,22 +71,81 @@ class Mixtures:
         ]
 
 
-def _experts(model: nn.Module) -> Iterator[Any]:
-    """The modules that transformers lets choose who computes them."""
+class PackedMixture(StandIn, nn.Module):
+    """The packed weights of all experts of a layer, in the place of its own."""
+
+    weights = ("gate_up_proj", "down_proj")
+
+    def __init__(self, module: Any, format: str, verify: bool, **how: Any) -> None:
+        """Of a module of transformers.
+
+        Raises:
+            ValueError: it is none that `opsmith.ops.experts` computes, or is seen to compute something else.
+        """
+        from opsmith.decoding.experts import unlike
+
+        super().__init__()
+        if why := unlike(module, module.gate_up_proj.dtype):
+            raise ValueError(why)
+        # Rows of the few tokens that an expert gets would not pay for being rounded.
+        self.how = {"format": "int8" if format == "int8_dynamic" else format, **how}
+        self.packed: Any = nn.ModuleList(self._packed(module))
+        self.error, self.nbytes = _worse(*self.packed), sum(t.nbytes for t in self.buffers())
+        if verify and (why := _wrong(module, self.packed)):
+            raise ValueError(why)
+
+    def compute(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What the packed experts make of a call."""
+        from opsmith.decoding.experts import mixed
+
+        return mixed(self.owner, x, ids, weights, self.packed)
+
+    def unpacked(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Both weights as the module holds them."""
+        first, last = (one.dequantize(dtype) for one in self.packed)
+        return [first.mT, last.mT] if self.owner.is_transposed else [first, last]
+
+    def again(self) -> RoundingError | None:
+        """Pack both weights once more."""
+        new = tuple(self._packed(self.owner))
+        for mine, its in zip(self.packed, new, strict=True):
+            mine.load_state_dict(its.state_dict())
+        return _worse(*new)
+
+    def _packed(self, module: Any) -> Iterator[PackedExperts]:
+        for name in self.weights:
+            weight = getattr(module, name).detach()
+            each = map(layer_of, weight.mT if module.is_transposed else weight)
+            yield PackedExperts.of((PackedLinear.from_linear(e, **self.how) for e in each), len(weight))
+
+
+def _worse(first: PackedExperts, last: PackedExperts) -> RoundingError | None:
+    return max((one.error for one in (first, last) if one.error), key=lambda e: e.relative, default=None)
+
+
+def choose(model: Any) -> None:
+    """Have opsmith compute all experts of a model."""
+    decoding.register(wanted=True)
+    model.set_experts_implementation(decoding.NAME)
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules, with their names, that transformers lets choose who computes them."""
     if "transformers" not in sys.modules:
         return
-    for module in model.modules():
+    for name, module in model.named_modules():
         chooses = hasattr(module, "_apply_gate") and hasattr(getattr(module, "config", None), _CHOICE)
-        if chooses and hasattr(module, "gate_up_proj") and hasattr(type(module).forward, "__wrapped__"):
-            yield module
+        own = {"gate_up_proj", "down_proj"} <= module._parameters.keys()
+        if chooses and own and hasattr(type(module).forward, "__wrapped__"):
+            yield name, module
 
 
-def _wrong(module: Any) -> str:
+def _wrong(module: Any, packed: Any = None) -> str:
     """Why a few of a module's experts are not computed as its own code does, in float64; nothing where they are."""
     from opsmith.decoding.experts import mixed
 
     count = min(_FEW, module.num_experts)
-    own, exact = (_some(module, count, dtype) for dtype in (module.gate_up_proj.dtype, torch.float64))
+    own, exact = (_some(module, packed, count, t) for t in (module.gate_up_proj.dtype, torch.float64))
     like = own.gate_up_proj
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TOKENS, like.shape[1 if module.is_transposed else 2], generator=generator).to(like)
@@ -88,16 +154,21 @@ def _wrong(module: Any) -> str:
     code = type(module).forward.__wrapped__
     with torch.no_grad():
         right = code(exact, x.double(), ids, weights.double())
-        verdict = Tolerance().check(mixed(own, x, ids, weights), code(own, x, ids, weights), right)
+        got = mixed(module, x, ids, weights, packed) if packed else mixed(own, x, ids, weights)
+        verdict = Tolerance().check(got, code(own, x, ids, weights), right)
     return "" if verdict.ok else f"in float64 they differ, {verdict.why}"
 
 
-def _some(module: Any, count: int, dtype: torch.dtype) -> Any:
-    """A stand-in with the first of a module's experts alone."""
+def _some(module: Any, packed: Any, count: int, dtype: torch.dtype) -> Any:
+    """A stand-in with the first of a module's experts alone, or with what these are once they are packed."""
     one = copy.copy(module)
+    held = {name: None if p is None else p.detach()[:count] for name, p in module._parameters.items()}
+    for name, of in zip(PackedMixture.weights, packed or (), strict=False):
+        some = torch.stack([of[e].dequantize() for e in range(count)])
+        held[name] = some.mT if module.is_transposed else some
     one._parameters = {
-        name: None if p is None else nn.Parameter(p.detach()[:count].to(dtype), requires_grad=False)
-        for name, p in module._parameters.items()
+        name: None if t is None else nn.Parameter(t.to(dtype), requires_grad=False)
+        for name, t in held.items()
     }
     one.num_experts = count
     return one

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,139 +16,45 @@ from torch._dynamo.types import GuardFilterEntry
 from opsmith.call.dispatch import always_native
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.shards import is_sharded
-from opsmith.compiler.choose.ranks import SharedTimes
 from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.modules.calibrate import Calibration, Calls
-from opsmith.compiler.modules.compare import Compared, compare
 from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, output_layer, own, tensors
+from opsmith.compiler.modules.mixtures import PackedMixture, experts_of
+from opsmith.compiler.modules.stand_in import QuantizedLayer, StandIn, formats
 from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear import CARD as PACKED_LINEAR
 from opsmith.ops.packed_linear.inputs import Inputs
-from opsmith.ops.packed_linear.module import PackedLinear
+from opsmith.ops.packed_linear.module import PackedExperts, PackedLinear
 from opsmith.ops.packed_linear.weight import in_parts, quantize
 from opsmith.ops.rounding import RoundingError
 
 _ROWS = 8  # of a layer's input that prove it
 
 
-@dataclass
-class QuantizedLayer:
-    """One linear layer: its format, or why it stays as it is, and what rounding its weight took."""
-
-    name: str
-    format: str
-    status: str  # "packed", "left", "rolled back", or "kept" as the model has it
-    relative_error: float = 0.0
-    largest_error: float = 0.0
-    result_error: float | None = None  # relative, of its results on the calibration text
-    nbytes: int = 0
-    why: str = ""
-    released: int = 0  # bytes of its own weight that went back to the system
-    rows_of: str = ""  # of an embedding: the layer whose packed weight it reads, or itself
-    joined: tuple[str, ...] = ()  # the layers, this one among them, whose packed weights lie side by side
-
-    def __str__(self) -> str:
-        if self.status == "kept":
-            return f"{self.name}: {self.format}, as the model has it"
-        if self.status != "packed":
-            return f"{self.name} {self.status}: {self.why}"
-        return f"{self.name}: {self.format}, relative error {self.relative_error:.2g}"
-
-    def take(self, error: RoundingError) -> None:
-        """What rounding the weight took."""
-        self.relative_error, self.largest_error = error.relative, error.largest
-        self.result_error = error.result
-
-    @property
-    def lost(self) -> float:
-        """What rounding took: of its results, where these were looked at, or of the weight."""
-        return self.relative_error if self.result_error is None else self.result_error
-
-
-class Standing(PackedLinear):
-    """The packed weight that stands in for a layer's own. A pickled layer is one that was never packed."""
-
-    _owner: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
-    _seen: tuple[type, Seen]  # what of the owner is packed
-    record: QuantizedLayer
-
-    @property
-    def owner(self) -> Any:
-        """The layer whose calls it takes over."""
-        return self._owner[0]
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The layer's call. Who calls the optimized model has looked already; a part of it may be called alone."""
-        if not torch.compiler.is_compiling() and not self.follow():
-            return self.owner.forward(input)  # type: ignore[no-any-return]
-        return self.compute(input)
+class Standing(StandIn, PackedLinear):
+    """The packed weight that stands in for a linear layer's own."""
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
         """What the packed weight makes of a layer's input."""
-        return super().forward(input)
+        return PackedLinear.forward(self, input)
 
-    def stand_in(self, owner: nn.Module, record: QuantizedLayer) -> None:
-        """Take over the calls of a layer."""
-        self._owner, self.record = (owner,), record
-        owner.forward = self.forward
-        self.look()
+    def unpacked(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The weight as the layer holds it."""
+        weight = self.dequantize(dtype)
+        return [weight if isinstance(self.owner, nn.Linear | nn.Embedding) else weight.t()]
 
-    def look(self) -> None:
-        """Remember what is packed."""
-        self._seen = type(self.owner), Seen(own(self.owner))
-
-    def follow(self) -> bool:
-        """Pack the weight again where it changed, in its place; False where the layer has its own call back instead."""
-        layer: nn.Module = self.owner
-        kind, seen = self._seen
-        if type(layer) is kind and not seen.changed(own(layer)):
-            return True
-        self.look()
-        try:
-            self._renew(kind)
-        except (TypeError, ValueError) as error:
-            self.record.status, self.record.why = "left", f"after a change: {error}"
-            vars(layer).pop("forward", None)
-            return False
-        return True
-
-    def _renew(self, kind: type) -> None:
-        layer = self.owner
-        held, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-        if type(layer) is not kind or type(held) is not nn.Parameter:
-            raise TypeError("it is another layer now, or its weight another at each call or in parts")
-        if held.is_meta:  # released
-            return
-        weight = held if isinstance(layer, nn.Linear | nn.Embedding) else held.t()
+    def again(self) -> RoundingError:
+        """Pack the layer's weight once more."""
+        (held,), bias = self.held, self.owner._parameters.get("bias")
+        weight = held if isinstance(self.owner, nn.Linear | nn.Embedding) else held.t()
         if weight.shape != (self.out_features, self.in_features) or (bias is None) is not (self.bias is None):
             raise ValueError("its weight or bias has another shape now")
-        with torch.inference_mode(self.weight.is_inference()), torch.no_grad():
-            self.error = quantize(weight, self.format, self.group_size, self.packed)
-            if self.bias is not None and bias is not None:
-                self.bias.copy_(bias)
-        self.record.take(self.error)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.owner.weight.is_meta:
-            raise ValueError(
-                "optimize: a layer whose weight was given back (quantize_release) has nothing left to be pickled; "
-                "optimize without quantize_release, or keep PackedLinear modules' state_dict"
-            )
-        # Unpickled, the layer's `forward` is what this gives as an attribute of it: its class's own.
-        return (_itself, (self.owner,))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
-
-def _itself(layer: nn.Module) -> nn.Module:
-    return layer
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+        return quantize(weight, self.format, self.group_size, self.packed)
 
 
 class Packing:
@@ -162,71 +66,74 @@ class Packing:
 
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
-        self.compared: list[Compared] = []
-        self._packed: dict[str, Standing] = {}
+        self._packed: dict[str, StandIn] = {}
         self.adopted: dict[str, PackedLinear] = {}  # layers that the model has packed itself
-        self._called: dict[tuple[str, int, torch.dtype], None] = {}  # by which rows, in the examples
         self._seen: tuple[list[type], Seen] = [], Seen()  # of all layers, when they were last looked at
 
     def pack(
         self, model: nn.Module, config: Config, taken: Collection[str] = (), calibration: Calls | None = None
     ) -> None:
-        """Pack every linear layer but those whose name is to be skipped; those taken are another rewrite's.
+        """Pack every linear layer and mixture but those whose name is to be skipped; those taken are another rewrite's.
 
         With calls for calibration, the layers of int4 are rounded for the inputs that they then get, in the model's
         order.
         """
         head = output_layer(model)
         kernels = any(i.available() is True for i in PACKED_LINEAR.implementations if i.device == "cpu")
-        linear: dict[str, nn.Linear] = {}
         modules: dict[str, nn.Module] = {}
-        for name, module in linear_layers(model):
+        mixtures = dict(experts_of(model))
+        for name, module in (*linear_layers(model), *mixtures.items()):
             if name in taken:
                 continue
+            weight: Any = module.gate_up_proj if name in mixtures else module.weight
             record = QuantizedLayer(name, _format(name, module is head, config), "left")
             self.layers.append(record)
             pattern = next((p for p in config.quantize_skip if fnmatchcase(name, p)), None)
-            if module.weight.device.type == "cpu" and not kernels:
+            if weight.device.type == "cpu" and not kernels:
                 record.why = (
-                    "without kernels each call would unpack it; opsmith doctor says why there are none"
+                    "without kernels each call would unpack it: opsmith doctor says why there are none"
                 )
             elif pattern is not None:
                 record.why = f"its name matches {pattern!r} of quantize_skip"
             elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
                 record.why = f"its class, {type(module).__name__}, may compute something else than nn.Linear"
-            elif is_sharded(module.weight):
+            elif is_sharded(weight):
                 record.why = "its weight is spread over ranks"
             elif _replaced(module):
                 record.why = "its forward is replaced already"
             else:
-                modules[name], linear[name] = module, as_linear(module)
+                modules[name] = module
         records = {record.name: record for record in self.layers}
+        read = Read()
 
         def stand_in(name: str, inputs: Inputs | None = None) -> None:
-            record = records[name]
-            options: dict[str, Any] = {
-                "group_size": config.quantize_group,
-                "symmetric": config.quantize_symmetric,
-            }
+            record, module = records[name], modules[name]
+            how: Any = {"group_size": config.quantize_group, "symmetric": config.quantize_symmetric}
+            packed: Any
             try:
-                packed = Standing.from_linear(linear[name], format=record.format, inputs=inputs, **options)
+                if name in mixtures:
+                    record.what = "mixture"
+                    packed = PackedMixture(module, record.format, config.verify, **how)
+                    record.format = packed.how["format"]
+                else:
+                    how |= {"format": record.format, "inputs": inputs}
+                    packed = Standing.from_linear(as_linear(module), **how)
             except (TypeError, ValueError) as error:
                 record.why = str(error)
                 return
-            assert isinstance(packed, Standing)
-            assert packed.error is not None
             record.status, record.nbytes = "packed", packed.nbytes
             record.take(packed.error)
-            self._packed[name] = packed
-            packed.stand_in(modules[name], record)
-            read.add(linear[name].weight)
+            self.add(name, packed, module, record)
+            for weight in packed.held:
+                read.add(weight)
 
-        read = Read()
-        rounded = [
-            n for n in modules if calibration and records[n].format == "int4" and modules[n] is not head
-        ]
-        widths = {name: linear[name].in_features for name in rounded}
-        for found in Calibration(model, calibration or []).gathered({n: modules[n] for n in rounded}, widths):
+        rounded = {
+            name: module
+            for name, module in modules.items()
+            if calibration and records[name].format == "int4" and not (module is head or name in mixtures)
+        }
+        widths = {name: as_linear(module).in_features for name, module in rounded.items()}
+        for found in Calibration(model, calibration or []).gathered(rounded, widths):
             for name, inputs in found.items():
                 stand_in(name, inputs)
         for name in modules:
@@ -240,11 +147,14 @@ class Packing:
         They stay as they are; but layers of one input are one call of them, too.
         """
         for name, module in model.named_modules():
-            if type(module) is PackedLinear:
-                self.layers.append(QuantizedLayer(name, module.format, "kept", nbytes=module.nbytes))
+            if type(module) in (PackedLinear, PackedExperts):
+                what = "linear layer" if type(module) is PackedLinear else "expert weight"
+                self.layers.append(
+                    QuantizedLayer(name, module.format, "kept", nbytes=module.nbytes, what=what)
+                )
                 self.adopted[name] = module
 
-    def add(self, name: str, packed: Standing, module: nn.Module, record: QuantizedLayer) -> None:
+    def add(self, name: str, packed: StandIn, module: nn.Module, record: QuantizedLayer) -> None:
         """Let a packed weight take over the calls of a module."""
         self._packed[name] = packed
         packed.stand_in(module, record)
@@ -287,8 +197,6 @@ class Packing:
 
         def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
             name, x = names[module], args[0] if args else None
-            if isinstance(x, torch.Tensor) and x.numel():
-                self._called[name, x.numel() // x.shape[-1], x.dtype] = None
             if name not in seen and isinstance(x, torch.Tensor) and x.numel():
                 seen[name] = x.detach().flatten(0, -2)[:_ROWS].clone()
 
@@ -297,7 +205,7 @@ class Packing:
                 hooks.enter_context(owner.register_forward_pre_hook(keep))
             run()
         for name, x in seen.items():
-            packed = self._packed[name]
+            packed = self._layers[name]
             if why := _wrong(packed, x):
                 packed.record.status, packed.record.why = "rolled back", why
                 del packed.owner.forward, self._packed[name]
@@ -306,7 +214,7 @@ class Packing:
         """Pack anew what changed since; a layer that its packed weight cannot stand for gets its own call back."""
         if not self._packed or torch.compiler.is_compiling():  # on weights that have no numbers
             return
-        owners = [packed._owner[0] for packed in self._packed.values()]
+        owners = [packed.owner for packed in self._packed.values()]
         kinds, seen = self._seen
         if list(map(type, owners)) == kinds and not seen.changed(own(*owners)):
             return
@@ -315,7 +223,7 @@ class Packing:
 
     def train(self) -> None:
         """Say once that packed weights do not learn, where a model that trains would have them learn."""
-        learning = sum(packed.owner.weight.requires_grad for packed in self._packed.values())
+        learning = sum(any(t.requires_grad for t in packed.held) for packed in self._packed.values())
         if learning:
             warnings.warn(
                 f"opsmith: the weights of {learning} quantized layers get no gradient, and do not learn: "
@@ -333,25 +241,14 @@ class Packing:
         for name, packed in self._packed.items():
             module: Any = modules[name]
             vars(module).pop("forward", None)
-            weight = packed.dequantize(dtype)
-            turned = not isinstance(module, nn.Linear | nn.Embedding)
-            module.weight = nn.Parameter(weight.t() if turned else weight, requires_grad=False)
+            for weight, t in zip(packed.weights, packed.unpacked(dtype), strict=True):
+                setattr(module, weight, nn.Parameter(t, requires_grad=False))
         return [modules[name] for name, packed in self._layers.items() if packed.format == "int8_dynamic"]
 
-    def compare(self, cache: TuningCache | SharedTimes) -> None:
-        """Time the packed layers against those that they stand in for, at the rows of the examples."""
-        packed = self._packed
-        calls = [(packed[n], packed[n].owner, rows, x) for n, rows, x in self._called if n in packed]
-        self.compared = compare(calls, cache)
-        cache.save()
-
     def lines(self) -> list[str]:
-        """For the plan and the report: what packing gains; whole programs are timed against packed layers, too."""
-        if not self._packed:
-            return []
-        if not self.compared:
-            return ["packed layers were not timed against the layers as they were"]
-        return [str(found) for found in self.compared]
+        """What a plan says of them."""
+        packed = [layer for layer in self.layers if layer.status == "packed"]
+        return [f"packed: {formats(packed, 'to')}"] if packed else []
 
     def release(self, model: nn.Module) -> None:
         """Give the packed layers' own weights back to the system: what stands there has their shapes and no numbers.
@@ -359,26 +256,21 @@ class Packing:
         A weight whose memory somebody else in the model uses too, as an embedding may, stays.
         """
         users = Counter(t.untyped_storage().data_ptr() for t in tensors(model).values() if not t.is_meta)
-        ours = Counter(p.owner.weight.untyped_storage().data_ptr() for p in self._packed.values())
+        ours = Counter(t.untyped_storage().data_ptr() for p in self._packed.values() for t in p.held)
         empty: dict[int, nn.Parameter] = {}  # what stands for each weight: tied ones stay tied
         for packed in self._packed.values():
-            module, record = packed.owner, packed.record
-            weight = module.weight
-            memory = weight.untyped_storage().data_ptr()
-            if users[memory] > ours[memory]:
-                record.why = "its weight is kept: others in the model use it"
-                continue
-            if memory not in empty:
-                record.released = weight.nbytes
-                empty[memory] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
-            module.weight = empty[memory]
+            record = packed.record
+            for name, weight in zip(packed.weights, packed.held, strict=True):
+                memory = weight.untyped_storage().data_ptr()
+                if users[memory] > ours[memory]:
+                    record.why = "its weight is kept: others in the model use it"
+                    continue
+                if memory not in empty:
+                    record.released += weight.nbytes
+                    empty[memory] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+                setattr(packed.owner, name, empty[memory])
             packed.look()
         self._seen = [], Seen()
-
-    @property
-    def released(self) -> list[str]:
-        """The layers whose own weights are gone."""
-        return [record.name for record in self.layers if record.released]
 
     def refuse(self, what: str) -> None:
         """Say why something that needs a layer's own weight cannot be done.
@@ -386,7 +278,7 @@ class Packing:
         Raises:
             ValueError: where weights were released.
         """
-        if gone := self.released:
+        if gone := [record.name for record in self.layers if record.released]:
             raise ValueError(
                 f"{what}: the weights of {len(gone)} layers ({gone[0]}, ...) were given back to the system "
                 "(quantize_release); load the model anew"
@@ -396,6 +288,11 @@ class Packing:
     def modules(self) -> list[nn.Module]:
         """The layers that compute with a packed weight."""
         return [packed.owner for packed in self._packed.values()]
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The weights that others were packed of."""
+        return [t for packed in self._packed.values() for t in packed.held]
 
     def take_out(self) -> None:
         """Give every layer its own call back."""

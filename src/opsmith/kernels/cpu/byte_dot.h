@@ -14,6 +14,7 @@ namespace opsmith {
 using Bytes = IVec;  // of the weight, W columns by 4
 using Four = IVec;  // of x
 constexpr int kTaken = 0;  // what `bytes_of` takes from each byte
+constexpr bool kDotsOfBytes = W == 16;  // in one instruction, of as many as a vector of 64 holds
 
 inline Bytes bytes_of(IVec v) { return v; }
 inline Four four_of(IVec v) { return v; }
@@ -34,6 +35,7 @@ inline void load_once(Four& x) { asm("" : "+v"(x)); }
 using Bytes = int8x16_t;
 using Four = int8x16_t;
 constexpr int kTaken = 128;
+constexpr bool kDotsOfBytes = false;
 
 inline Bytes bytes_of(IVec v) { return (Bytes)(v ^ int32_t(0x80808080)); }
 inline Four four_of(IVec v) { return (Four)v; }
@@ -50,6 +52,7 @@ struct Four {
 };
 using Digit = int16_t;
 constexpr int kTaken = 0;
+constexpr bool kDotsOfBytes = false;
 
 typedef int16_t Shorts __attribute__((vector_size(4 * W)));
 typedef uint16_t UnsignedShorts __attribute__((vector_size(4 * W)));
@@ -100,27 +103,6 @@ inline Four broadcast_four(const Digit* p) {
   std::memcpy(&four, p, 4);
   return four_of(four - IVec{});
 }
-#endif
-
-#if defined(OPSMITH_VNNI) && defined(OPSMITH_AVX512)
-// v x + w y = (v + y) (w + x) - v w - x y: a multiplication less, where one is due in a cycle and two additions are. The
-// last two terms are left in, as they are common to all rows and to all columns. For v, w below 16, x from -64 to 63 and
-// y from 0 to 127.
-constexpr bool kPairsPay = true;
-inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) {
-  return dot4(sum, (IVec)_mm512_add_epi8((__m512i)v, (__m512i)y),
-              (IVec)_mm512_add_epi8((__m512i)w, (__m512i)x));
-}
-inline IVec rest_of_pair(IVec sum, Bytes v, Bytes w) { return dot4(sum, v, w); }
-// Of four numbers that follow each other times the next four.
-inline IVec twice_products_of_fours(IVec v) {
-  return v * (IVec)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1);
-}
-#else
-constexpr bool kPairsPay = false;
-inline IVec dot_pair(IVec sum, Bytes v, Bytes w, Four x, Four y) { return dot4(dot4(sum, v, x), w, y); }
-inline IVec rest_of_pair(IVec sum, Bytes, Bytes) { return sum; }
-inline IVec twice_products_of_fours(IVec) { return IVec{}; }
 #endif
 
 inline IVec load_words(const void* p) {

@@ -2,9 +2,7 @@
 //
 // 15 bits and a sign are more than a bfloat16 has, and 31 more than a float: two and four digits of 8 bits, or one and two of
 // 16. The factors are powers of two, so numbers down to a 128th of the largest of their block keep every bit, and smaller ones
-// lose less than 2^-15 or 2^-31 of the largest. Where nibbles are multiplied in pairs, the lower of two digits has a bit less, so
-// that a nibble added to it is a byte still (byte_dot.h): one from -64 to 63 for the low nibbles of a step, from 0 to 127 for the
-// high ones. `dynamic` is the operator's own rounding: a factor for the whole row, the largest number at 127.
+// lose less than 2^-15 or 2^-31 of the largest. `dynamic` is the operator's own rounding: a factor for the whole row, the largest number at 127.
 #pragma once
 
 #include <cmath>
@@ -17,10 +15,7 @@ namespace opsmith {
 
 constexpr float kLeast = 1e-30f;  // a row of smaller numbers is rounded to zeros, as its inverse may be no float
 
-enum class Rounding { exact, pairs, dynamic };
-
 constexpr int kDigitBits = 8 * sizeof(Digit);
-constexpr int kPairBits = 7;  // of the lower of two digits where nibbles are multiplied in pairs
 constexpr int digits_of(int bits) { return bits / kDigitBits; }
 // Digits are summed in 32 bits where two of 8 bits make one of 16, and those of more than 16 bits by halves.
 constexpr int halves(int D) { return (D * kDigitBits + 15) / 16; }
@@ -34,8 +29,6 @@ struct FixedPoint {
   std::unique_ptr<Digit[]> digits;  // [tile][depth / 4][row of the tile][D][4]
   std::unique_ptr<float[]> factor;  // [rows][blocks]
   std::unique_ptr<int32_t[]> sum;  // [rows][blocks][halves(D)], over a block
-  std::unique_ptr<int32_t[]>
-      pairs;  // [rows][blocks], of the products of low digits that meet the two nibbles of a byte
 
   FixedPoint(int64_t rows, int64_t k, int64_t depth, int64_t block, int D, int tile_rows)
       : rows(rows), blocks((k + block - 1) / block), depth(depth), block(block),
@@ -43,7 +36,6 @@ struct FixedPoint {
     digits.reset(new Digit[size_t(rows * depth * D)]);
     factor.reset(new float[size_t(rows * blocks)]);
     sum.reset(new int32_t[size_t(rows * blocks * halves(D))]);
-    pairs.reset(new int32_t[size_t(rows * blocks)]);
   }
 
   int64_t first_row(int64_t tile) const { return tile * rows / tiles; }
@@ -63,24 +55,19 @@ inline float largest(const T* x, int64_t n) {
 }
 
 // Digits d of numbers k.. at `to + k / 4 * step + 4 d`, zeros up to `width`.
-template <int D, Rounding rounding, class T>
+template <int D, class T>
 inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, Digit* to, int64_t step,
-                      int32_t* sum, int32_t* pairs) {
-  constexpr int low_bits = rounding == Rounding::pairs ? kPairBits : kDigitBits;
-  IVec total[D] = {}, products{};
-  IVec below = IVec{} + (1 << (low_bits - 1));  // what makes a lower digit signed
-  if constexpr (rounding == Rounding::pairs) {
-    for (int j = 0; j < W; ++j) below[j] = j & 4 ? 0 : below[j];
-  }
+                      int32_t* sum) {
+  IVec total[D] = {};
   for_lanes(n, [&](int64_t i, auto lanes) {
     IVec whole = nearest_integers(keep(load(x + i, lanes), lanes, 0.0f) * multiplier);
 #pragma GCC unroll 4
     for (int d = 0; d < D; ++d) {
       IVec digit = whole;
       if (d < D - 1) {
-        const IVec rest = (whole + below) >> low_bits;
-        digit = whole - (rest << low_bits);
-        if constexpr (rounding == Rounding::pairs) products += twice_products_of_fours(digit);
+        const IVec rest = (whole + (1 << (kDigitBits - 1))) >>
+                          kDigitBits;  // so that the lower digit is signed
+        digit = whole - (rest << kDigitBits);
         whole = rest;
       }
       store_fours(to + i / 4 * step + 4 * d, step, digit, width - i);
@@ -93,9 +80,8 @@ inline void to_digits(const T* x, int64_t n, int64_t width, float multiplier, Di
   constexpr int H = halves(D);
   for (int h = 0; h < H; ++h) {
     const int32_t high = D > H ? reduce_add(total[D / H * h + (D > H)]) : 0;
-    sum[h] = high * (1 << low_bits) + reduce_add(total[D / H * h]);
+    sum[h] = high * (1 << kDigitBits) + reduce_add(total[D / H * h]);
   }
-  *pairs = reduce_add(products) / 2;
 }
 
 // The largest power of two that leaves `most` times it with so many bits.
@@ -111,7 +97,7 @@ inline float power_of_two(float most) {
 constexpr int64_t kWorthThreads = 8192;  // numbers
 
 // Threads take whole tiles or, where these do not come out even, parts of K: digits of a tile's rows share cache lines.
-template <int D, Rounding rounding, class T>
+template <int D, bool dynamic, class T>
 FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_rows) {
   const int64_t m = x.sizes[0], k = x.sizes[1], depth = round_up(k, padding), threads = num_threads();
   FixedPoint f(m, k, depth, block, D, tile_rows);
@@ -126,24 +112,23 @@ FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_r
           for (int64_t r = first; r < last; ++r) {
             Digit* const digits = f.digits.get() + first * D * depth + (r - first) * 4 * D;
             const T* row = x.as<T>() + r * x.strides[0];
-            const float most = rounding == Rounding::dynamic ? largest(row, k) : 0;
+            const float most = dynamic ? largest(row, k) : 0;
             for (int64_t b = part * f.blocks / parts; b < (part + 1) * f.blocks / parts; ++b) {
               const int64_t at = b * block, n = std::min(block, k - at), width = std::min(block, depth - at);
               float multiplier, factor;
-              if constexpr (rounding == Rounding::dynamic) {
+              if constexpr (dynamic) {
                 multiplier = most > kLeast ? 127.0f / most : 0.0f;
                 factor = most / 127.0f;
               } else {
                 const float here = largest(row + at, n);
-                multiplier = power_of_two<rounding == Rounding::pairs ? kPairBits + 7 : kDigitBits * D - 1>(
-                    here);
+                multiplier = power_of_two<kDigitBits * D - 1>(here);
                 factor = here != here ? here : 1.0f / multiplier;
               }
               const int64_t i = r * f.blocks + b;
               f.factor[size_t(i)] = factor;
               const int64_t finite = factor == factor ? n : 0;  // what is not is zeros: the factor says so
-              to_digits<D, rounding>(row + at, finite, width, multiplier, digits + at / 4 * step, step,
-                                     &f.sum[size_t(i * halves(D))], &f.pairs[size_t(i)]);
+              to_digits<D>(row + at, finite, width, multiplier, digits + at / 4 * step, step,
+                           &f.sum[size_t(i * halves(D))]);
             }
           }
         }

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.arguments import check_fit, check_number
-from opsmith.call.dispatch import compiling, native
+from opsmith.call.arguments import check_device, check_fit, check_number
+from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct
 from opsmith.call.layouts import as_rows, nbytes
 from opsmith.call.run import Call
@@ -20,6 +20,9 @@ from opsmith.operator import Cost, GradientCost, Kind, Make, Sample, Supports
 from opsmith.ops.embedding import IdError
 from opsmith.ops.experts.backward import experts_backward
 from opsmith.ops.experts.middle import ACTIVATIONS, middle
+from opsmith.ops.packed_linear import definition as multiply
+from opsmith.ops.packed_linear.formats import FORMATS, Scales
+from opsmith.ops.packed_linear.module import PackedExperts, PackedLinear
 from opsmith.ops.pages import has_values
 
 _OP = "experts"
@@ -48,10 +51,30 @@ SIGNATURE = Signature(
 )
 
 
+_WEIGHT = ("", "_scale", "_zero", "_outer")
+_FORM = ("_bits", "_group", "_scales")
+PACKED = Signature(
+    "experts_packed",
+    (
+        Input("x", "T D"),
+        *(
+            Input(f"{name}{part}", "... N", torch.uint8, optional=bool(part))
+            for name in ("gate_up", "down")
+            for part in _WEIGHT
+        ),
+        *SIGNATURE.arguments[3:7],
+        Number("hidden", int),
+        *(Number(f"{name}{part}", int) for name in ("gate_up", "down") for part in _FORM),
+        *SIGNATURE.arguments[7:],
+    ),
+    (Output("y", "T D"),),
+)
+
+
 def experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[torch.nn.Module],
-    down: torch.Tensor | Sequence[torch.nn.Module],
+    gate_up: torch.Tensor | Sequence[PackedLinear],
+    down: torch.Tensor | Sequence[PackedLinear],
     ids: torch.Tensor,
     weights: torch.Tensor,
     *,
@@ -71,8 +94,8 @@ def experts(
 
     Args:
         x: [T, D], float32, bfloat16 or float16 (float64 through PyTorch).
-        gate_up: [E, 2I, D] in x's dtype; each expert's rows or its columns contiguous, else it is copied. Or packed:
-            E modules `PackedLinear`, whose weights get no gradient.
+        gate_up: [E, 2I, D] in x's dtype; each expert's rows or its columns contiguous, else it is copied. Or packed, a
+            `PackedExperts`, whose weights get no gradient; E `PackedLinear` are put together at each call.
         down: [E, D, I], or packed, likewise.
         ids: [T, k], int32 or int64, each in [0, E).
         weights: [T, k] in x's dtype or float32.
@@ -91,7 +114,11 @@ def experts(
     most = math.inf if limit is None else limit
     first, last = _biases(bias)
     if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
-        return _packed(x, gate_up, down, ids, weights, first, last, code, most)
+        packed = _together(x, gate_up, down)
+        given = (*packed[0].packed, *packed[1].packed, ids, weights, first, last, packed[1].in_features)
+        forms = [n for one in packed for n in (one.bits, one.group_size, int(FORMATS[one.format].scales))]
+        call = _PACKED.traced if compiling() else _PACKED.fast.call
+        return call(x, *given, *forms, code, most, None)  # type: ignore[no-any-return]
     call = _CALL.traced if compiling() else _CALL.fast.call
     return call(x, gate_up, down, ids, weights, first, last, code, most, None)  # type: ignore[no-any-return]
 
@@ -105,49 +132,35 @@ def _biases(bias: Any) -> tuple[Any, Any]:
     return bias[0], bias[1]
 
 
-def definition(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: int,
-    limit: float,
+def definition(x: torch.Tensor, *given: Any) -> torch.Tensor:
+    """The definition, in plain PyTorch, of the kernel's arguments."""
+    gate_up, down, ids, weights, gate_up_bias, down_bias, activation, limit = given
+    # Taken apart at once, so that backward puts the gradients together at once.
+    parts: list[Any] = [
+        [None] * len(down) if t is None else t.unbind() for t in (gate_up, down, gate_up_bias, down_bias)
+    ]
+
+    def expert(e: int, rows: torch.Tensor) -> torch.Tensor:
+        first, last, first_bias, last_bias = (part[e] for part in parts)
+        return F.linear(middle(F.linear(rows, first, first_bias), activation, limit), last, last_bias)
+
+    return _summed(x, ids, weights, len(down), expert)
+
+
+def _summed(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, count: int, expert: Any
 ) -> torch.Tensor:
-    """The definition, in plain PyTorch: expert by expert, or where no values are known token by token."""
-    if ids.numel() and has_values(ids, x) and not torch._C._are_functorch_transforms_active():
-        check_ids(ids, len(down))
-        # Taken apart at once, so that backward puts the gradients together at once.
-        parts = [
-            [None] * len(down) if t is None else t.unbind() for t in (gate_up, down, gate_up_bias, down_bias)
-        ]
-
-        def expert(e: int, rows: torch.Tensor) -> torch.Tensor:
-            first, last, first_bias, last_bias = (part[e] for part in parts)
-            assert first is not None
-            assert last is not None
-            return F.linear(middle(F.linear(rows, first, first_bias), activation, limit), last, last_bias)
-
-        return _by_expert(x, ids, weights, expert)
-    ids = ids.long()
-    between = torch.einsum("tkjd,td->tkj", gate_up[ids], x)
-    if gate_up_bias is not None:
-        between = between + gate_up_bias[ids]
-    y = torch.einsum("tkdi,tki->tkd", down[ids], middle(between, activation, limit))
-    if down_bias is not None:
-        y = y + down_bias[ids]
-    return (y * weights[..., None]).sum(1).to(x.dtype)
-
-
-def _by_expert(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expert: Any) -> torch.Tensor:
+    """What experts give, by weight: each its own tokens; or, where no values are known of them, each all."""
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    for e in ids.unique().tolist():
-        token, place = (ids == e).nonzero(as_tuple=True)
-        part = expert(e, x[token]) * weights[token, place, None]
-        y = y.index_add(0, token, part.to(x.dtype))
-    return y
+    if ids.numel() and has_values(ids, x) and not torch._C._are_functorch_transforms_active():
+        check_ids(ids, count)
+        for e in ids.unique().tolist():
+            token, place = (ids == e).nonzero(as_tuple=True)
+            y = y.index_add(0, token, (expert(e, x[token]) * weights[token, place, None]).to(x.dtype))
+        return y
+    for e in range(count):
+        y = y + expert(e, x) * (weights * (ids == e)).sum(1, keepdim=True)
+    return y.to(x.dtype)
 
 
 def check_ids(ids: torch.Tensor, count: int) -> None:
@@ -206,35 +219,61 @@ class _Experts(Call):
         return as_rows(t) if t.dim() == 2 else t
 
 
-def _packed(x: Any, gate_up: Any, down: Any, ids: Any, weights: Any, *rest: Any) -> torch.Tensor:
-    """Experts whose weights are packed: each is two linear layers of its own."""
-    first_bias, last_bias, activation, limit = rest
-    _check_routing(x, ids, weights, activation, limit)
-    count = len(down)
-    for name, layers in (("gate_up", gate_up), ("down", down)):
-        if isinstance(layers, torch.Tensor) or len(layers) != count or not count:
-            got = "a tensor" if isinstance(layers, torch.Tensor) else f"{len(layers)} modules"
-            raise TypeError(f"{_OP}: {name} must be {count} packed layers, as down is, got {got}")
-    d, hidden = x.shape[1], down[0].in_features
-    for name, layers, sizes in (("gate_up", gate_up, (d, 2 * hidden)), ("down", down, (hidden, d))):
-        for e, layer in enumerate(layers):
-            if (its := (layer.in_features, layer.out_features)) != sizes:
-                raise ValueError(f"{_OP}: {name}[{e}] must be a layer of {sizes} features, got {its}")
-    for name, t, n in (("bias[0]", first_bias, 2 * hidden), ("bias[1]", last_bias, d)):
-        if t is not None:
-            check_fit(_OP, ("x", x, "T D"), (name, t, "E N"))
-            if t.shape != (count, n):
-                raise ValueError(f"{_OP}: {name} must have shape {(count, n)}, got {tuple(t.shape)}")
-    check_ids(ids, count)
+def _together(x: Any, *weights: Any) -> list[PackedExperts]:
+    """Packed weights in one piece each, of sizes that belong together."""
+    for name, one in zip(("gate_up", "down"), weights, strict=True):
+        if isinstance(one, torch.Tensor) or not isinstance(one, Sequence | torch.nn.Module):
+            raise TypeError(f"{_OP}: {name} must be packed as the other weight is, got {type(one).__name__}")
+    found = [one if isinstance(one, PackedExperts) else PackedExperts.of(one, len(one)) for one in weights]
+    first, last = found
+    got = len(first), first.in_features, first.out_features
+    if got != (wanted := (len(last), last.out_features, 2 * last.in_features)):
+        raise ValueError(f"{_OP}: gate_up must be {wanted}, E, D and 2I, as down is, got {got}")
+    if isinstance(x, torch.Tensor) and x.shape[-1:] != (first.in_features,):
+        raise ValueError(f"{_OP}: x must have shape [T, {first.in_features}], got {tuple(x.shape)}")
+    return found
+
+
+def packed_definition(x: torch.Tensor, *given: Any) -> torch.Tensor:
+    """The same of packed weights, in plain PyTorch."""
+    ids, weights, *biases, _, b1, g1, s1, b2, g2, s2, activation, limit = given[8:]
+
+    def product(rows: torch.Tensor, e: int, parts: Any, bias: Any, *form: int) -> torch.Tensor:
+        scale, zero, outer, bias = (None if t is None else t[e] for t in (*parts[1:], bias))
+        return multiply(rows, parts[0][e], scale, zero, bias, outer, *form)
 
     def expert(e: int, rows: torch.Tensor) -> torch.Tensor:
-        between = gate_up[e](rows)
-        y: torch.Tensor = down[e](
-            middle(between if first_bias is None else between + first_bias[e], activation, limit)
-        )
-        return y if last_bias is None else y + last_bias[e]
+        between = middle(product(rows, e, given[:4], biases[0], b1, g1, s1), activation, limit)
+        return product(between, e, given[4:8], biases[1], b2, g2, s2)
 
-    return _by_expert(x, ids, weights, expert)
+    return _summed(x, ids, weights, len(given[4]), expert)
+
+
+class _Packed(_Experts):
+    """What PackedExperts hold: their buffers, and what these mean."""
+
+    def check(self, values: Sequence[Any]) -> None:
+        x, down, (ids, weights, *biases, hidden) = values[0], values[5], values[9:14]
+        _check_routing(x, ids, weights, *values[-2:])
+        for t in values[1:9]:
+            if t is not None:
+                check_device(_OP, t, x, "the packed weight")
+        for name, t, n in zip(("bias[0]", "bias[1]"), biases, (2 * hidden, x.shape[1]), strict=True):
+            if t is not None:
+                check_fit(_OP, ("x", x, "T D"), (name, t, "E N"))
+                if t.shape != (len(down), n):
+                    raise ValueError(f"{_OP}: {name} must have shape {(len(down), n)}, got {tuple(t.shape)}")
+        if Scales.DYNAMIC in (values[16], values[19]) and needs_grad(x):
+            raise ValueError(f"{_OP}: rounding x has no gradient; use torch.no_grad(), or format='int8'")
+
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        return native(values[0], "experts_packed") if values[0].is_cpu else "packed they have no kernel there"
+
+    def explain(self, values: Sequence[Any]) -> None:
+        check_ids(values[9], len(values[5]))
+
+    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if of.sizes[:1] == ("...",) else super().taken(of, t)
 
 
 _CALL = _Experts(
@@ -250,15 +289,9 @@ _CALL = _Experts(
 )
 
 
-def _cost(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    **_: Any,
-) -> Cost:
+def _cost(*given: torch.Tensor, **_: Any) -> Cost:
     """Of as many experts as there are ids, or all."""
+    x, gate_up, down, ids, weights, *_biases = given
     visited = min(ids.numel(), len(down))
     each = (gate_up[:1].numel() + down[:1].numel()) * x.element_size()
     products = 6.0 * ids.numel() * down.shape[1] * down.shape[2]
@@ -317,6 +350,7 @@ def _workloads(make: Make) -> Iterator[Sample]:
         )
 
 
+_PACKED = _Packed(PACKED, experts, packed_definition)
 CARD = _CALL.card(
     kind=Kind.MATMUL,
     cost=_cost,
@@ -325,12 +359,13 @@ CARD = _CALL.card(
     # No model writes this as plain PyTorch without a loop: modules of transformers are handed over whole.
     entries={"experts_backward": _entry},
     gradient=GradientCost(flops=2.5, bytes=3.0),
-    schemas=SIGNATURE.schemas(),
+    schemas=(*SIGNATURE.schemas(), *PACKED.schemas()),
     source="Shazeer et al., 2017; Gale et al., 2023",
 )
 
-libraries.offer(_OP, _OP)
+libraries.offer(_OP, _OP, "experts_packed")
 direct.declare(SIGNATURE)
+direct.declare(PACKED)
 _LIBRARY = torch.library.Library("opsmith", "IMPL")
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("experts_backward", experts_backward, _key)

@@ -40,13 +40,9 @@ def middle_backward(
     limit: float,
     wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The result once more, and where it is wanted the gradient [m, 2I] of what it was made from, in float32.
+    """The result once more, and where it is wanted the gradient [m, 2I] of gate and up, in float32.
 
-    Args:
-        between: gate and up [m, 2I].
-        through: the gradient of the result [m, I], still to be multiplied by `share` [m, 1].
-        activation, limit: as `middle` takes them.
-        wanted: whether the gradient is.
+    `through` is the gradient of the result [m, I], still to be multiplied by `share` [m, 1].
     """
     aten = torch.ops.aten
     raw_gate, raw_up = (t.float() for t in halves(between, activation))

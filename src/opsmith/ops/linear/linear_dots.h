@@ -6,6 +6,7 @@
 
 #include "linear.h"
 #include "rows.h"
+#include "schedules/shares.h"
 
 namespace opsmith {
 namespace few {
@@ -62,6 +63,33 @@ void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const
   }
   for (; n < columns; ++n, weight += stride)
     dots<1, M>(weight, stride, weight + stride, x, x_stride, k, sums + n);
+}
+
+// Some rows by a weight [n, k] of their own, `stride` apart.
+template <class T>
+struct Rows {
+  const T *x, *weight;
+  int64_t count;
+  float* to;  // for whoever takes the sums
+};
+
+// All of them in one loop: behind(one, row, rows, column, width, sums) gets a panel of columns at a time.
+template <class T, class F>
+void products(const Rows<T>* all, int64_t some, int64_t x_stride, int64_t stride, int64_t n, int64_t k,
+              int64_t grain, const F& behind) {
+  const int64_t panels = (n + kLinearPanel - 1) / kLinearPanel;
+  parallel_shares(some * panels, grain, [&](int64_t begin, int64_t end) {
+    float sums[kMost * kLinearPanel];
+    for (int64_t task = begin; task < end; ++task) {
+      const Rows<T>& one = all[task / panels];
+      const int64_t column = task % panels * kLinearPanel, width = std::min(kLinearPanel, n - column);
+      for (int64_t row = 0; row < one.count; row += kMost) {
+        const int64_t rows = std::min<int64_t>(kMost, one.count - row);
+        panel(rows, one.weight + column * stride, stride, width, one.x + row * x_stride, x_stride, k, sums);
+        behind(one, row, int(rows), column, width, sums);
+      }
+    }
+  });
 }
 
 }  // namespace few

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from opsmith.call.arguments import check_count, short
+from opsmith.call.layouts import in_huge_pages
 from opsmith.ops.packed_linear import packed_linear
 from opsmith.ops.packed_linear.formats import BLOCK, CHOSEN, FORMATS, GROUPS
 from opsmith.ops.packed_linear.gguf import BLOCKS
@@ -25,6 +26,7 @@ from opsmith.ops.packed_linear.weight import (
 from opsmith.ops.rounding import RoundingError
 
 _NAME = "PackedLinear"
+_STATE = ("weight", "scale", "zero", "outer")
 
 
 class PackedLinear(nn.Module):
@@ -83,7 +85,7 @@ class PackedLinear(nn.Module):
         self.symmetric = symmetric or format != "int4"
         self.error = None
         buffers = empty(format, out_features, in_features, self.group_size, self.symmetric, device)
-        for name, t in zip(("weight", "scale", "zero", "outer"), buffers, strict=True):
+        for name, t in zip(_STATE, buffers, strict=True):
             self.register_buffer(name, t)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
@@ -153,12 +155,8 @@ class PackedLinear(nn.Module):
         >>> PackedLinear.from_blocks(torch.zeros(48, 2 * 34, dtype=torch.uint8), format="q8_0").in_features
         64
 
-        Args:
-            rows: [N, bytes], uint8: N rows of whole blocks, as they lie in the file.
-            format: "q8_0", "q6_k", "q5_0", "q5_k", "q4_0" or "q4_k".
-
-        Raises:
-            TypeError, ValueError: for another format or dtype, rows of no whole blocks, a scale that is not finite.
+        Rows are uint8 [N, bytes], whole blocks as they lie in the file. Others, and a scale that is not finite, raise
+        ValueError.
         """
         if format not in BLOCKS:
             raise ValueError(f"{_NAME}: format of blocks must be one of {', '.join(BLOCKS)}, got {format!r}")
@@ -182,14 +180,8 @@ class PackedLinear(nn.Module):
         >>> PackedLinear.from_int4(torch.zeros(48, 64).byte(), torch.ones(2, 48).half(), group_size=32).in_features
         64
 
-        Args:
-            numbers: [N, K], uint8, each at most 15.
-            scale: [ceil(K / group_size), N], bfloat16 or float16.
-            zero: as scale, int8; without, 8.
-            group_size: 32, 64 or 128 numbers along K.
-
-        Raises:
-            TypeError, ValueError: for another dtype, shape or number.
+        Numbers are uint8 [N, K]; scales bfloat16 or float16 [ceil(K / group_size), N], zeros, by default 8, int8 like
+        them. Others raise TypeError or ValueError.
         """
         n, k = _numbers(numbers, torch.uint8)
         made = cls(
@@ -207,18 +199,12 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def from_int8(cls, numbers: torch.Tensor, scale: torch.Tensor, *, dynamic: bool = False) -> PackedLinear:
-        """A layer without a bias of int8 numbers that somebody else rounded: `w = number scale`.
+        """A layer without a bias of int8 numbers [N, K] that somebody else rounded, and float32 scales [N].
 
         >>> PackedLinear.from_int8(torch.zeros(48, 64).to(torch.int8), torch.ones(48)).format
         'int8'
 
-        Args:
-            numbers: [N, K], int8.
-            scale: [N], float32.
-            dynamic: whether the rows of the input are rounded too.
-
-        Raises:
-            TypeError, ValueError: for another dtype or shape.
+        With `dynamic` the rows of the input are rounded too. Others raise TypeError or ValueError.
         """
         n, k = _numbers(numbers, torch.int8)
         format = "int8_dynamic" if dynamic else "int8"
@@ -235,12 +221,8 @@ class PackedLinear(nn.Module):
         >>> PackedLinear.from_float8(torch.zeros(200, 300).to(torch.float8_e4m3fn), torch.ones(2, 3)).format
         'fp8'
 
-        Args:
-            weight: [N, K], float8_e4m3fn.
-            scale: [ceil(N / 128), ceil(K / 128)], one for each block of 128 by 128; or [N] or [N, 1]. float32.
-
-        Raises:
-            TypeError, ValueError: for another dtype or shape, and for numbers that are not finite.
+        The weight is float8_e4m3fn [N, K]; scales are float32, one for each block of 128 by 128, or [N] or [N, 1].
+        Others, and what is not finite, raise TypeError or ValueError.
         """
         n, k = _numbers(weight, torch.float8_e4m3fn)
         blocks = (-(-n // BLOCK), -(-k // BLOCK))
@@ -344,6 +326,72 @@ class PackedLinear(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.error = None
+
+
+class PackedExperts(PackedLinear):
+    """The weights of E experts, each packed as a `PackedLinear` of one format: its buffers have E in front.
+
+    >>> layers = (PackedLinear.from_linear(torch.nn.Linear(64, 48, bias=False), format="q8_0") for _ in range(4))
+    >>> weights = PackedExperts.of(layers, 4)
+    >>> weights.weight.shape, weights[3].dequantize().shape
+    (torch.Size([4, 48, 64]), torch.Size([48, 64]))
+
+    It is what `experts` takes as `gate_up` or `down`; called it cannot be.
+    """
+
+    @classmethod
+    def of(cls, layers: Iterable[PackedLinear], count: int) -> PackedExperts:
+        """Put so many layers side by side, alike and without biases; of an iterator's no two are in memory at once.
+
+        Others, and another number of them, raise TypeError or ValueError. `.error` is the worst of theirs.
+        """
+        made: Any = None
+        number = -1
+        for number, layer in enumerate(layers):
+            if not isinstance(layer, PackedLinear):
+                raise TypeError(f"PackedExperts: expected packed layers, got {type(layer).__name__}")
+            if made is None:
+                made = _empty(cls, layer)
+                for name in _STATE:
+                    if (t := layer._buffers[name]) is not None:
+                        made._buffers[name] = in_huge_pages(t.new_empty(count, *t.shape))
+            if number >= count or layer.bias is not None or layer.extra_repr() != made.extra_repr():
+                raise ValueError(
+                    f"PackedExperts: expected {count} layers of {made.extra_repr()}, got ({layer.extra_repr()}) "
+                    f"at {number}"
+                )
+            for name in _STATE:
+                if made._buffers[name] is not None:
+                    made._buffers[name][number].copy_(layer._buffers[name])
+            made.error = max(filter(None, (made.error, layer.error)), key=lambda e: e.relative, default=None)
+        if number + 1 != count or not count:
+            raise ValueError(f"PackedExperts: expected {count} layers, one at least, got {number + 1}")
+        return made  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def __getitem__(self, expert: int) -> PackedLinear:
+        """An expert's layer, on the memory of all."""
+        one = _empty(PackedLinear, self)
+        one._buffers.update({n: None if (t := self._buffers[n]) is None else t[expert] for n in _STATE})
+        return one
+
+    def __iter__(self) -> Iterator[PackedLinear]:
+        return (self[expert] for expert in range(len(self)))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        raise TypeError("PackedExperts: give it to opsmith.ops.experts, as gate_up or down")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weights [E, N, K] that the packed ones stand for."""
+        return torch.stack([layer.dequantize(dtype) for layer in self])
+
+
+def _empty(cls: type[PackedLinear], like: PackedLinear) -> PackedLinear:
+    group = like.group_size if like.format in CHOSEN else 128
+    how: dict[str, Any] = {"format": like.format, "group_size": group, "symmetric": like.symmetric}
+    return cls(like.in_features, like.out_features, False, **how, device="meta")
 
 
 class PackedEmbedding(nn.Module):

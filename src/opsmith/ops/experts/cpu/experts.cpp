@@ -2,6 +2,7 @@
 // order of their ids.
 #include "experts.h"
 
+#include "linear/linear_dots.h"
 #include "linear/linear_product.h"
 #include "middle.h"
 
@@ -9,6 +10,9 @@ namespace opsmith {
 namespace {
 
 constexpr int64_t kFew = 16;  // tokens of an expert up to which its weights are not worth packing
+constexpr int64_t
+    kTogether = 1 << 23;  // numbers in the rows of experts that share their loops: memory that is kept
+constexpr int64_t kWork = 1 << 17;  // products that are worth a thread
 
 template <class Id>
 Visits sorted(const View& ids, const View& weights, int64_t experts) {
@@ -41,80 +45,105 @@ Visits sorted(const View& ids, const View& weights, int64_t experts) {
   return found;
 }
 
-// The epilogue of the first product: sums as they are, and a bias.
-template <class T>
+// The epilogue of a product: sums as they are.
 struct Store {
   float* to;
   int64_t stride;
-  const T* bias;
 
   void expect(int64_t, int, int64_t, int64_t) const {}
   void operator()(int64_t row, int rows, int64_t column, int64_t width, const float* sums, int64_t) const {
-    for (int r = 0; r < rows; ++r, sums += kPanel) {
-      float* const at = to + (row + r) * stride + column;
-      std::copy_n(sums, width, at);
-      add_bias(at, bias ? bias + column : nullptr, width);
-    }
+    for (int r = 0; r < rows; ++r, sums += kPanel) std::copy_n(sums, width, to + (row + r) * stride + column);
   }
 };
 
-// That of the second: each row is added to its token's, of which an expert has none twice.
-template <class T>
-struct Add {
-  float* to;
-  int64_t stride;
-  const T* bias;
-  const int64_t* token;
-  const float* weight;
-
-  void expect(int64_t, int, int64_t, int64_t) const {}
-  void operator()(int64_t row, int rows, int64_t column, int64_t width, const float* sums, int64_t) const {
-    for (int r = 0; r < rows; ++r, sums += kPanel) {
-      float* const at = to + token[row + r] * stride + column;
-      const Vec by = splat(weight[row + r]);
-      for_lanes(width, [&](int64_t c, auto lanes) {
-        Vec v = load(sums + c);
-        if (bias) v += load(bias + column + c, lanes);
-        store(at + c, fma(by, v, load(at + c, lanes)), lanes);
-      });
-    }
-  }
-};
-
-// An expert's matrix.
-View matrix(const View& all, int64_t expert) {
-  View one = all;
-  const int64_t size = all.dtype == DType::f32 ? 4 : 2;
-  one.data = all.as<char>() + expert * all.strides[0] * size;
-  one.dim = 2, one.sizes = all.sizes + 1, one.strides = all.strides + 1;
-  return one;
+// An expert's part of what has all experts in front.
+View of_expert(const View& all, int64_t expert) {
+  if (!all.defined()) return {};
+  const int64_t size = all.dtype == DType::f32 ? 4 : all.dtype == DType::i8 ? 1 : 2;
+  return {all.as<char>() + expert * all.strides[0] * size, all.dtype, all.dim - 1, all.sizes + 1,
+          all.strides + 1};
 }
 
-// One expert for many tokens: both products as the linear layer's.
+// The rows of some experts, group after group, by a weight of each: to [rows, n].
 template <class T>
-void expert_of_many(const View& x, const Experts& all, const Visits& visits, const Group& g, float* sums) {
-  const int64_t d = x.sizes[1], hidden = all.down.sizes[2];
+void multiply(T* rows, DType dtype, int64_t stride, int64_t k, const Weights& weights,
+              const std::vector<Group>& groups, float* to, int64_t n) {
+  struct Sizes {
+    int64_t x[2], y[2];
+  };
+  const int64_t x_strides[2] = {stride, 1}, y_strides[2] = {n, 1};
+  std::vector<Sizes> sizes(groups.size());
+  std::vector<PackedProduct> packed;
+  std::vector<few::Rows<T>> streamed;
+  for (size_t i = 0; i < groups.size(); rows += groups[i].count * stride, to += groups[i].count * n, ++i) {
+    const Group& g = groups[i];
+    sizes[i] = {{g.count, k}, {g.count, n}};
+    const View x{rows, dtype, 2, sizes[i].x, x_strides}, plain = of_expert(weights.plain, g.expert);
+    if (!plain.defined()) {
+      QuantizedWeight one = weights.packed;
+      for (View* part : {&one.weight, &one.scale, &one.zero, &one.outer}) *part = of_expert(*part, g.expert);
+      packed.push_back({x, one, {}, {to, DType::f32, 2, sizes[i].y, y_strides}});
+    } else if (plain.dim == 2 && g.count <= kFew && (plain.strides[1] == 1 || k < 2)) {
+      streamed.push_back({rows, plain.as<T>(), g.count, to});
+    } else if (plain.dim == 2) {
+      plain_product<T>(x, plain, Store{to, n});
+    } else if (dtype == DType::bf16) {
+      packed_product<T>(x, plain, 1, Store{to, n});
+    } else {
+      packed_product<T, WideBFloatFormat>(x, plain, 1, Store{to, n});
+    }
+  }
+  packed_linear(packed, weights.dynamic);
+  few::products(streamed.data(), int64_t(streamed.size()), stride,
+                streamed.empty() ? 0 : weights.plain.strides[1], n, k,
+                std::max<int64_t>(1, kWork / std::max<int64_t>(1, k * kPanel)),
+                [&](const auto& one, int64_t row, int some, int64_t column, int64_t width,
+                    const float* sums) { Store{one.to, n}(row, some, column, width, sums, 0); });
+}
+
+// Some experts, whose visits follow each other: both products, each in one loop if they read their weights once.
+template <class T>
+void experts_together(const View& x, const Experts& all, const Visits& visits,
+                      const std::vector<Group>& groups, float* sums) {
+  const int64_t d = x.sizes[1], hidden = all.hidden, before = groups[0].first;
+  const int64_t count = groups.back().first + groups.back().count - before;
   // Rows a line further apart than they are long: apart by pages, they would push each other out of the nearest cache.
   constexpr int64_t line = 64 / int64_t(sizeof(T));
-  const int64_t in = d + line, mid = hidden + line;
-  const Kept<1> memory(g.count * (2 * hidden * int64_t(sizeof(float)) + (in + mid) * int64_t(sizeof(T))));
+  const int64_t in = d + line, mid = hidden + line, wide = std::max(d, 2 * hidden);
+  const Kept<1> memory(count * (wide * int64_t(sizeof(float)) + (in + mid) * int64_t(sizeof(T))));
   float* const between = memory.as<float>();
-  T *const rows = reinterpret_cast<T*>(between + g.count * 2 * hidden), *const acted = rows + g.count * in;
-  const int64_t* const token = visits.token.data() + g.first;
+  T *const rows = reinterpret_cast<T*>(between + count * wide), *const acted = rows + count * in;
+  const int64_t* const token = visits.token.data() + before;
+  const float* const weight = visits.weight.data() + before;
   const Middle middle(all);
-  parallel_for(g.count, row_grain(d, 16384), [&](int64_t begin, int64_t end) {
+  parallel_for(count, row_grain(d, 16384), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) std::copy_n(x.as<T>() + token[r] * x.strides[0], d, rows + r * in);
   });
-  const int64_t in_sizes[2] = {g.count, d}, in_strides[2] = {in, 1};
-  const int64_t mid_sizes[2] = {g.count, hidden}, mid_strides[2] = {mid, 1};
-  plain_product<T>(View{rows, x.dtype, 2, in_sizes, in_strides}, matrix(all.gate_up, g.expert),
-                   Store<T>{between, 2 * hidden, bias_of<T>(all.gate_up_bias, g.expert)});
-  parallel_for(g.count, row_grain(hidden, 4096), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) middle(between + r * 2 * hidden, hidden, hidden, acted + r * mid);
+  multiply(rows, x.dtype, in, d, all.gate_up, groups, between, 2 * hidden);
+  for (const Group& g : groups) {
+    parallel_for(g.count, row_grain(hidden, 4096), [&](int64_t begin, int64_t end) {
+      for (int64_t r = g.first - before + begin; r < g.first - before + end; ++r) {
+        float* const row = between + r * 2 * hidden;
+        add_bias(row, of_expert(all.gate_up_bias, g.expert).as<T>(), 2 * hidden);
+        middle(row, hidden, hidden, acted + r * mid);
+      }
+    });
+  }
+  multiply(acted, x.dtype, mid, hidden, all.down, groups, between, d);
+  // Each number of a token's sum meets its experts in their order.
+  parallel_for(ceil_div(d, kPanel), row_grain(count * kPanel, 16384), [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kPanel, width = std::min(d, end * kPanel) - first;
+    for (const Group& g : groups) {
+      const T* const bias = of_expert(all.down_bias, g.expert).as<T>();
+      for (int64_t r = g.first - before; r < g.first - before + g.count; ++r) {
+        float *const from = between + r * d + first, *const to = sums + token[r] * d + first;
+        add_bias(from, bias ? bias + first : nullptr, width);
+        for_lanes(width, [&](int64_t c, auto lanes) {
+          store(to + c, fma(splat(weight[r]), load(from + c, lanes), load(to + c, lanes)), lanes);
+        });
+      }
+    }
   });
-  plain_product<T>(
-      View{acted, x.dtype, 2, mid_sizes, mid_strides}, matrix(all.down, g.expert),
-      Add<T>{sums, d, bias_of<T>(all.down_bias, g.expert), token, visits.weight.data() + g.first});
 }
 
 }  // namespace
@@ -124,19 +153,21 @@ void experts(const View& x, const Experts& all, const View& ids, const View& wei
   if (tokens == 0 || d == 0) return;
   Visits visits;
   with_id_type(ids.dtype, [&](auto* t) {
-    visits = sorted<std::remove_pointer_t<decltype(t)>>(ids, weights, all.down.sizes[0]);
+    visits = sorted<std::remove_pointer_t<decltype(t)>>(ids, weights, all.count);
   });
   const Kept<3> memory(tokens * d * int64_t(sizeof(float)));
   float* const sums = memory.as<float>();
   std::fill_n(sums, tokens * d, 0.0f);
-  const bool rows_lie = (all.gate_up.strides[2] == 1 || d == 1) &&
-                        (all.down.strides[2] == 1 || all.down.sizes[2] <= 1);
-  std::vector<Group> few, many;
-  for (const Group& g : visits.groups) (rows_lie && g.count <= kFew ? few : many).push_back(g);
-  if (!few.empty()) experts_of_few(x, all, visits, few, sums);
+  std::vector<std::vector<Group>> together;
+  for (const Group& g : visits.groups) {
+    const bool full = together.empty() ||
+                      (g.first + g.count - together.back()[0].first) * (2 * d + 3 * all.hidden) > kTogether;
+    if (full) together.emplace_back();
+    together.back().push_back(g);
+  }
   with_float_type(x.dtype, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    for (const Group& g : many) expert_of_many<T>(x, all, visits, g, sums);
+    for (const std::vector<Group>& groups : together) experts_together<T>(x, all, visits, groups, sums);
     parallel_for(tokens, row_grain(d, 16384), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         T* const to = y.as<T>() + r * y.strides[0];

@@ -3,13 +3,21 @@
 
 #include <vector>
 
-#include "types.h"
+#include "packed_linear/packed_linear.h"
 
 namespace opsmith {
 
+// A weight [N, K] of each expert: as it is, with a stride of 1 among the last two; or in packed tensors, which have E in front.
+struct Weights {
+  View plain;  // [E, N, K], or pairs of bfloat16 as [E, 1, N, K]
+  QuantizedWeight packed;
+  bool dynamic;  // of those that are packed: rows of the input are rounded, too
+};
+
 // The weights of all experts and what stands between their products.
 struct Experts {
-  View gate_up, down;  // [E, 2I, D] and [E, D, I], each with a stride of 1 among its last two
+  int64_t count, hidden;  // E and I
+  Weights gate_up, down;  // [E, 2I, D] and [E, D, I]
   View gate_up_bias, down_bias;  // [E, 2I] and [E, D], rows of any stride, or undefined
   int64_t
       activation;  // 0 SiLU, 1 GELU, 2 its tanh form, 3 that of GPT-OSS, whose rows of gate and up take turns
@@ -30,9 +38,5 @@ struct Visits {
 
 // x [T, D], y [T, D], any row stride; ids and weights [T, k]. y[t] = sum over j of weights[t, j] * expert(ids[t, j])(x[t]).
 void experts(const View& x, const Experts& all, const View& ids, const View& weights, const View& y);
-
-// Of these groups, sums [T, D], which it adds to: for a few rows, and weights whose rows are contiguous.
-void experts_of_few(const View& x, const Experts& all, const Visits& visits, const std::vector<Group>& groups,
-                    float* sums);
 
 }  // namespace opsmith

@@ -60,10 +60,4 @@ inline void add_bias(float* sums, const T* bias, int64_t n) {
   });
 }
 
-// An expert's row of a bias; null where there is none.
-template <class T>
-inline const T* bias_of(const View& bias, int64_t expert) {
-  return bias.defined() ? bias.as<T>() + expert * bias.strides[0] : nullptr;
-}
-
 }  // namespace opsmith

@@ -1,9 +1,10 @@
 // The linear layer on quantized weights for rows of float32, where no instruction multiplies bytes and adds them up: two digits
 // of 16 bits take eight instructions for what floats take four. A block of a panel becomes float32 in cache, and all rows
 // multiply it there, as they do a weight that was not packed (linear_product.h).
+#include "packed_linear_floats.h"
+
 #include "fixed_point.h"
 #include "linear/linear_product.h"
-#include "packed_linear.h"
 
 namespace opsmith {
 namespace {
@@ -122,8 +123,9 @@ void stream_rows(int rows, const float* x, int64_t depth, const QuantizedWeight&
   if (v < width) stream<R, 1>(x, depth, weight, column, width, v, sums);
 }
 
-template <class T>
-void multiply_few(View x, const QuantizedWeight& weight, View bias, View y) {
+template <class T, class Y>
+void multiply_few(const PackedProduct& one) {
+  const auto& [x, weight, bias, y] = one;
   const int64_t m = x.sizes[0], n = y.sizes[1], depth = round_up(x.sizes[1], kDepth);
   const Kept<0> wide(m * depth * int64_t(sizeof(float)));
   expand<T>(x, wide.as<float>(), depth);
@@ -134,10 +136,10 @@ void multiply_few(View x, const QuantizedWeight& weight, View bias, View y) {
       const int64_t column = panel * kColumns, columns = std::min(kColumns, n - column);
       stream_rows(int(m), wide.as<float>(), depth, weight, column, round_up(columns, kLeastPanel), sums);
       for (int64_t r = 0; r < m; ++r) {
-        T* const to = y.as<T>() + r * y.strides[0] + column;
+        Y* const to = y.as<Y>() + r * y.strides[0] + column;
         for_lanes(columns, [&](int64_t c, auto lanes) {
           Vec v = load(sums + r * kColumns + c, lanes);
-          if (bias.defined()) v += load(bias.as<T>() + column + c, lanes);
+          if (bias.defined()) v += load(bias.as<Y>() + column + c, lanes);
           store(to + c, v, lanes);
         });
       }
@@ -145,33 +147,30 @@ void multiply_few(View x, const QuantizedWeight& weight, View bias, View y) {
   });
 }
 
-template <class T>
-void multiply(View x, const QuantizedWeight& weight, View bias, View y) {
-  const int64_t k = x.sizes[1], n = y.sizes[1];
-  if (weight.floats && x.sizes[0] <= kStreamed) {
-    multiply_few<T>(x, weight, bias, y);
-  } else {
-    product<T, FloatFormat>(x, Dequantized{weight, n, round_up(k, kDepth)}, n, k, 1,
-                            epilogue<T>(bias, {}, Activation::none, y));
-  }
-  // A number that is not finite makes all of its row NaN, as it does with digits.
-  parallel_for(x.sizes[0], row_grain(k, 16384), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float most = largest(x.as<T>() + r * x.strides[0], k);
-      T* const to = y.as<T>() + r * y.strides[0];
-      if (most == most) continue;
-      for_lanes(n, [&](int64_t c, auto lanes) { store(to + c, splat(most), lanes); });
-    }
-  });
-}
-
 }  // namespace
 
-void packed_linear_floats(View x, const QuantizedWeight& weight, View bias, View y) {
-  // Weights that are floats come here whatever x is; others only where x is float32.
-  if (!weight.floats) return multiply<float>(x, weight, bias, y);
-  with_float_type(x.dtype,
-                  [&](auto* t) { multiply<std::remove_pointer_t<decltype(t)>>(x, weight, bias, y); });
+void packed_linear_floats(const PackedProduct& one) {
+  const auto& [x, weight, bias, y] = one;
+  const int64_t k = x.sizes[1], n = y.sizes[1];
+  with_float_types(x, y, [&](auto* in, auto* out) {
+    using T = std::remove_pointer_t<decltype(in)>;
+    using Y = std::remove_pointer_t<decltype(out)>;
+    if (weight.floats && x.sizes[0] <= kStreamed) {
+      multiply_few<T, Y>(one);
+    } else {
+      product<T, FloatFormat>(x, Dequantized{weight, n, round_up(k, kDepth)}, n, k, 1,
+                              epilogue<Y>(bias, {}, Activation::none, y));
+    }
+    // A number that is not finite makes all of its row NaN, as it does with digits.
+    parallel_for(x.sizes[0], row_grain(k, 16384), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const float most = largest(x.as<T>() + r * x.strides[0], k);
+        Y* const to = y.as<Y>() + r * y.strides[0];
+        if (most == most) continue;
+        for_lanes(n, [&](int64_t c, auto lanes) { store(to + c, splat(most), lanes); });
+      }
+    });
+  });
 }
 
 }  // namespace opsmith

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "types.h"
 
@@ -27,10 +28,14 @@ struct QuantizedWeight {
   bool from_least() const { return zero.defined() && outer.defined(); }
 };
 
-// x [M, K], y [M, N], any row stride; bias [N]. y = x weight^T + bias; `dynamic` rounds each row of x to int8 first.
-void packed_linear(View x, const QuantizedWeight& weight, View bias, bool dynamic, View y);
-// The same with the weight as float32, block by block: of rows of float32 where that is faster, and of all rows of x where the
-// weight's numbers are floats.
-void packed_linear_floats(View x, const QuantizedWeight& weight, View bias, View y);
+// Rows by a weight: x [M, K], y [M, N] in x's dtype or float32, any row stride; bias [N] in y's. y = x weight^T + bias.
+struct PackedProduct {
+  View x;
+  QuantizedWeight weight;
+  View bias, y;
+};
+
+// All of them in one parallel loop, their dtypes and formats the same; `dynamic` rounds each row of x to int8 first.
+void packed_linear(const std::vector<PackedProduct>& products, bool dynamic);
 
 }  // namespace opsmith

@@ -9,6 +9,7 @@
 #include "packed_linear.h"
 
 #include "fixed_point.h"
+#include "packed_linear_floats.h"
 #include "schedules/shares.h"
 
 namespace opsmith {
@@ -16,9 +17,6 @@ namespace {
 
 constexpr int64_t kChunk = 512;  // of K of a panel that the rows share while it is in the nearest cache
 constexpr int64_t kMostRows = 384;  // of x that do so
-// Tiles that take nibbles apart each for itself: always where one instruction multiplies, as the multiplications leave time for
-// it, and four where it takes several, of few rows each.
-constexpr int64_t kTilesThatUnpack = kPairsPay ? INT64_MAX : 4;
 constexpr int64_t kAhead = 24576;  // bytes from what is used to what is fetched to the second-level cache,
 constexpr int64_t kNear = 3072;  // and from there to the nearest one
 constexpr int64_t kManyFloats = 12;  // rows of x that are worth a weight in float32 (packed_linear_floats.cpp)
@@ -35,8 +33,6 @@ constexpr int vectors(int sums) { return W == 16 || sums > 2 ? 2 : 4; }
 constexpr bool busy(int rows, int D, bool nibbles) {
   return rows * D * (nibbles ? 2 : 1) >= (kDigitBits == 8 ? 8 : 2);
 }
-// The low digits of a pair of nibbles are multiplied at once for so many rows: fewer do not pay for what is to be taken off.
-constexpr int kLeastPaired = 3, kMostPaired = 5;
 
 template <class T>
 inline Vec load_some(const T* p, int64_t columns) {
@@ -106,7 +102,6 @@ struct Tile {
   const Digit* digits;
   const float* factor;  // [row][block]
   const int32_t* start;  // [row][block][halves(D)]: what a sum begins with, times the zero if there is one
-  const int32_t* pairs;  // [row][block]: what pairs are to begin with besides
   int64_t blocks;  // from one row of these to the next
   const uint8_t* weight;
   const uint8_t* ahead;  // what the cache will need: as many bytes, in the order in which they lie
@@ -129,7 +124,6 @@ struct Tile {
 
 template <int D, int R, int NV, bool nibbles>
 __attribute__((noinline)) void multiply(const Tile& t) {
-  constexpr bool paired = kPairsPay && nibbles && D == 2 && R >= kLeastPaired && R <= kMostPaired;
   const uint8_t *w = t.weight, *ahead = t.ahead;
   const Digit* x = t.digits;
   constexpr int each = D / halves(D);  // digits whose sums are one number
@@ -141,7 +135,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
   }
   int64_t k = 0;
   for (int64_t b = 0; k < t.depth; ++b) {
-    IVec sum[R][D][NV], zero[NV], rest[NV] = {};
+    IVec sum[R][D][NV], zero[NV];
     const bool zeros = t.steps.zero && !t.least;
     if (zeros) {
 #pragma GCC unroll 4
@@ -163,10 +157,6 @@ __attribute__((noinline)) void multiply(const Tile& t) {
 #pragma GCC unroll 4
           for (int n = 0; n < NV; ++n) sum[r][d][n] = start * zero[n];
         }
-        if (paired && d == 0) {
-#pragma GCC unroll 4
-          for (int n = 0; n < NV; ++n) sum[r][0][n] -= t.pairs[r * t.blocks + b];
-        }
       }
     }
     auto add = [&](const Bytes(&column)[NV]) __attribute__((always_inline)) {
@@ -181,22 +171,6 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       }
       x += 4 * R * D;
     };
-    auto add_pairs = [&](const Bytes(&low)[NV], const Bytes(&high)[NV]) __attribute__((always_inline)) {
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        const Digit *x_low = x + 4 * D * r, *x_high = x_low + 4 * D * R;
-        const Four low0 = broadcast_four(x_low), low1 = broadcast_four(x_low + 4);
-        const Four high0 = broadcast_four(x_high), high1 = broadcast_four(x_high + 4);
-#pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) {
-          sum[r][D - 1][n] = dot4(dot4(sum[r][D - 1][n], low[n], low1), high[n], high1);
-          sum[r][0][n] = dot_pair(sum[r][0][n], low[n], high[n], low0, high0);
-        }
-      }
-#pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n) rest[n] = rest_of_pair(rest[n], low[n], high[n]);
-      x += 8 * R * D;
-    };
     const int64_t until = std::min(k + t.block, t.depth);
     for (; k < until; k += nibbles ? 8 : 4, w += t.pitch, ahead += 4 * W * NV) {
       IVec word[NV];
@@ -209,15 +183,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         }
         word[n] = load_words(w + n * 4 * W);
       }
-      if constexpr (paired) {
-        Bytes high[NV];
-#pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) {
-          column[n] = low_nibbles(word[n]);
-          high[n] = high_nibbles(word[n]);
-        }
-        add_pairs(column, high);
-      } else if constexpr (nibbles) {
+      if constexpr (nibbles) {
 #pragma GCC unroll 4
         for (int n = 0; n < NV; ++n) column[n] = low_nibbles(word[n]);
         add(column);
@@ -255,8 +221,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
           if constexpr (each == 1)
             return sum[r][d][n];
           else
-            return (sum[r][d + 1][n] << (kPairsPay && nibbles && D == 2 ? kPairBits : kDigitBits)) +
-                   sum[r][d][n] - rest[n];
+            return (sum[r][d + 1][n] << kDigitBits) + sum[r][d][n];
         };
         Vec whole = to_float(half(0));
         if constexpr (halves(D) == 2) whole = fma(to_float(half(each)), 65536.0f, whole);
@@ -293,52 +258,65 @@ inline void multiply_panel(int rows, int64_t width, const Tile& t) {
   multiply_columns<D, R, nibbles>(width, t);
 }
 
-// Nibbles as bytes, so that several tiles of rows share the work.
-void unpack(const uint8_t* from, int64_t steps, int64_t step, uint8_t* to) {
-  for (int64_t s = 0; s < steps; ++s, from += step, to += 2 * step) {
-    for (int64_t i = 0; i < step; ++i) to[i] = uint8_t((from[i] & 15) + kTaken);
-    for (int64_t i = 0; i < step; ++i) to[step + i] = uint8_t((from[i] >> 4) + kTaken);
-  }
-}
-
-template <int D, class T>
-void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* bias, T* y,
-             int64_t y_stride) {
-  const int64_t m = x.rows, depth = x.depth, width_bits = p.bits;
-  const bool nibbles = width_bits == 4, grouped = p.group > 0;
-  // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
-  const int32_t middle = p.from_zero() ? -1 : nibbles ? -8 : kTaken - 128;
-  const std::unique_ptr<int32_t[]> start(new int32_t[size_t(m * x.blocks * halves(D))]);
-  for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
+// One of several products: its rows as digits, what their sums begin with, and how it is shared out.
+template <int D>
+struct Digits {
+  const PackedProduct& of;
+  FixedPoint x;
+  std::unique_ptr<int32_t[]> start;
   std::unique_ptr<float[]> least;
-  if (p.from_least()) {
-    least.reset(new float[size_t(m * x.blocks)]);
-    for (int64_t i = 0; i < m * x.blocks; ++i) {
-      const int32_t* const sum = x.sum.get() + i * halves(D);
-      least[size_t(i)] = (float(sum[0]) + (halves(D) == 2 ? 65536.0f * float(sum[halves(D) - 1]) : 0.0f)) *
-                         x.factor[size_t(i)];
-    }
-  }
+  int64_t n, panels, row_blocks, first, last;  // its tasks: first ... last
 
-  const int64_t panels = ceil_div(n, kColumns), threads = num_threads();
-  int64_t row_blocks = ceil_div(m, kMostRows);
-  while (row_blocks * panels % threads != 0 && row_blocks * panels < 8 * threads &&
-         x.tiles >= 2 * (row_blocks + 1)) {
-    ++row_blocks;
+  Digits(const PackedProduct& product, FixedPoint rows, int64_t before)
+      : of(product), x(std::move(rows)), n(of.y.sizes[1]), panels(ceil_div(n, kColumns)), first(before) {
+    const int64_t m = x.rows, threads = num_threads();
+    // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
+    const int32_t middle = of.weight.from_zero() ? -1 : of.weight.bits == 4 ? -8 : kTaken - 128;
+    start.reset(new int32_t[size_t(m * x.blocks * halves(D))]);
+    for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
+    if (of.weight.from_least()) {
+      least.reset(new float[size_t(m * x.blocks)]);
+      for (int64_t i = 0; i < m * x.blocks; ++i) {
+        const int32_t* const sum = x.sum.get() + i * halves(D);
+        least[size_t(i)] = (float(sum[0]) + (halves(D) == 2 ? 65536.0f * float(sum[halves(D) - 1]) : 0.0f)) *
+                           x.factor[size_t(i)];
+      }
+    }
+    row_blocks = ceil_div(m, kMostRows);
+    while (row_blocks * panels % threads != 0 && row_blocks * panels < 8 * threads &&
+           x.tiles >= 2 * (row_blocks + 1)) {
+      ++row_blocks;
+    }
+    last = first + row_blocks * panels;
   }
-  const int64_t cost = depth * kColumns * (ceil_div(m, row_blocks) + 4);
+};
+
+template <int D, class Y>
+void products(const std::vector<Digits<D>>& all) {
+  int64_t cost = 0, tiles = 0;
+  for (const Digits<D>& one : all) {
+    cost = std::max(cost, one.x.depth * kColumns * (ceil_div(one.x.rows, one.row_blocks) + 4));
+    tiles = std::max(tiles, ceil_div(one.x.tiles, one.row_blocks));
+  }
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost));
   const bool ask = asks_always();
-  const int64_t sums_size = most_rows(D) * ceil_div(x.tiles, row_blocks) * kColumns;
-  parallel_shares(row_blocks * panels, grain, [&](int64_t begin, int64_t end) {
-    float* const sums = scratch(sums_size + kChunk * kColumns / int64_t(sizeof(float)));
-    uint8_t* const unpacked = reinterpret_cast<uint8_t*>(sums + sums_size);
+  const int64_t sums_size = most_rows(D) * tiles * kColumns;
+  parallel_shares(all.back().last, grain, [&](int64_t begin, int64_t end) {
+    float* const sums = scratch(sums_size);
+    auto one = std::upper_bound(all.begin(), all.end(), begin,
+                                [](int64_t task, const Digits<D>& it) { return task < it.last; });
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % panels * kColumns, block = task / panels;
-      const int64_t columns = std::min(kColumns, n - first), width = round_up(columns, kLeastPanel);
+      if (task == one->last) ++one;
+      const QuantizedWeight& p = one->of.weight;
+      const View &bias = one->of.bias, &y = one->of.y;
+      const bool nibbles = p.bits == 4;
+      const FixedPoint& x = one->x;
+      const int64_t first = (task - one->first) % one->panels * kColumns, depth = x.depth;
+      const int64_t block = (task - one->first) / one->panels, row_blocks = one->row_blocks;
+      const int64_t columns = std::min(kColumns, one->n - first), width = round_up(columns, kLeastPanel);
       const int64_t tile = block * x.tiles / row_blocks, tiles_end = (block + 1) * x.tiles / row_blocks;
       const int64_t row = x.first_row(tile), rows = x.first_row(tiles_end) - row;
-      const uint8_t* const panel = p.weight.as<uint8_t>() + first * depth * width_bits / 8;
+      const uint8_t* const panel = p.weight.as<uint8_t>() + first * depth * p.bits / 8;
       if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
       // One tile of all columns shares the panel with no other. Few rows, which wait for memory, are not faster for it.
       const bool alone = tiles_end - tile == 1 && vectors(int(rows) * D) * W == kColumns;
@@ -348,37 +326,31 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
         t.blocks = x.blocks;
         t.depth = std::min(chunk, depth - k);
         t.block = x.block;
-        t.weight = panel + k * width * width_bits / 8;
+        t.weight = panel + k * width * p.bits / 8;
         t.pitch = 4 * width;
         t.columns = columns;
         t.around = nibbles ? 8.0f : 0.0f;
         t.first = k == 0;
         t.ask = ask;
-        const bool unpack_first = nibbles && tiles_end - tile > kTilesThatUnpack;
-        if (unpack_first) {
-          unpack(t.weight, t.depth / kDepth, t.pitch, unpacked);
-          t.weight = unpacked;
-        }
         for (int64_t i = tile; i < tiles_end; ++i) {
           const int64_t r = x.first_row(i);
           const int count = int(x.first_row(i + 1) - r);
           t.digits = x.digits.get() + (r * depth + count * k) * D;
           t.factor = x.factor.get() + r * x.blocks + k / x.block;
-          t.start = start.get() + (r * x.blocks + k / x.block) * halves(D);
-          t.pairs = x.pairs.get() + r * x.blocks + k / x.block;
-          t.least = least ? least.get() + r * x.blocks + k / x.block : nullptr;
+          t.start = one->start.get() + (r * x.blocks + k / x.block) * halves(D);
+          t.least = one->least ? one->least.get() + r * x.blocks + k / x.block : nullptr;
           t.sums = sums + (r - row) * kColumns;
-          if (nibbles && !unpack_first) {
+          if (nibbles) {
             if constexpr (D * kDigitBits > 8) multiply_panel<D, true>(count, width, t);
           } else {
             multiply_panel<D, false>(count, width, t);
           }
         }
       }
-      const float* scale = grouped ? nullptr : p.scale.as<float>() + first;
-      const T* b = bias ? bias + first : nullptr;
+      const float* scale = p.group ? nullptr : p.scale.as<float>() + first;
+      const Y* b = bias.defined() ? bias.as<Y>() + first : nullptr;
       for (int64_t r = 0; r < rows; ++r) {
-        T* const to = y + (row + r) * y_stride + first;
+        Y* const to = y.as<Y>() + (row + r) * y.strides[0] + first;
         const float* const from = sums + r * kColumns;
         for_lanes(columns, [&](int64_t c, auto lanes) {
           Vec v = load(from + c, lanes);
@@ -393,31 +365,31 @@ void product(const FixedPoint& x, const QuantizedWeight& p, int64_t n, const T* 
 
 }  // namespace
 
-void packed_linear(View x, const QuantizedWeight& weight, View bias, bool dynamic, View y) {
-  const int64_t n = y.sizes[1];
-  if (y.sizes[0] == 0 || n == 0) return;
-  if (weight.floats || (!kPairsPay && !dynamic && x.dtype == DType::f32 && y.sizes[0] >= kManyFloats)) {
-    return packed_linear_floats(x, weight, bias, y);
+void packed_linear(const std::vector<PackedProduct>& all, bool dynamic) {
+  if (all.empty()) return;
+  const PackedProduct& any = all[0];
+  int64_t most = 0;
+  for (const PackedProduct& one : all) most = std::max(most, one.x.sizes[0]);
+  if (most == 0 || any.y.sizes[1] == 0) return;
+  const QuantizedWeight& weight = any.weight;
+  if (weight.floats || (!kDotsOfBytes && !dynamic && any.x.dtype == DType::f32 && most >= kManyFloats)) {
+    for (const PackedProduct& one : all) packed_linear_floats(one);
+    return;
   }
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_types(any.x, any.y, [&](auto* in, auto* out) {
+    using T = std::remove_pointer_t<decltype(in)>;
     auto run = [&](auto digits, auto how, int64_t block) {
       constexpr int D = decltype(digits)::value;
-      constexpr Rounding rounding = decltype(how)::value;
-      constexpr int tile_rows = rounding == Rounding::pairs ? kMostPaired : most_rows(D);
-      product<D, T>(fixed_point<D, rounding, T>(x, block, kDepth, tile_rows), weight, n, bias.as<T>(),
-                    y.as<T>(), y.strides[0]);
+      std::vector<Digits<D>> rows;
+      for (const PackedProduct& one : all) {
+        rows.emplace_back(one, fixed_point<D, decltype(how)::value, T>(one.x, block, kDepth, most_rows(D)),
+                          rows.empty() ? 0 : rows.back().last);
+      }
+      products<D, std::remove_pointer_t<decltype(out)>>(rows);
     };
-    using std::integral_constant;
-    using Exact = integral_constant<Rounding, Rounding::exact>;
-    if (dynamic)
-      return run(integral_constant<int, 1>{}, integral_constant<Rounding, Rounding::dynamic>{}, kChunk);
     constexpr int digits = digits_of(std::is_same_v<T, float> ? 32 : 16);
-    if constexpr (kPairsPay && digits == 2) {
-      if (weight.bits == 4)
-        return run(integral_constant<int, 2>{}, integral_constant<Rounding, Rounding::pairs>{}, weight.group);
-    }
-    run(integral_constant<int, digits>{}, Exact{}, weight.group ? weight.group : kBlock);
+    if (dynamic) return run(std::integral_constant<int, 1>{}, std::true_type{}, kChunk);
+    run(std::integral_constant<int, digits>{}, std::false_type{}, weight.group ? weight.group : kBlock);
   });
 }
 

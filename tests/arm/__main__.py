@@ -10,6 +10,7 @@ kernel runs elsewhere. At the end every kernel there is must have been called, i
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,10 @@ import torch
 from tests.arm.machine import INSTRUMENTS, PROCESSORS, Machine, missing
 
 from opsmith.call.arguments import short
+from opsmith.compiler.modules.linear_layers import layer_of
 from opsmith.kernels import libraries
 from opsmith.operator import Make, Operator, registry
+from opsmith.ops import PackedExperts, PackedLinear
 from opsmith.proof.verify import Finding, elements_of, verify
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,6 +72,39 @@ def further(dtype: torch.dtype) -> Iterator[Call]:
         names = dict(zip(("dx", "dweight", "dbias"), results, strict=True))
         torch.ops.opsmith.linear_rows_backward.default(*given, **names)
         yield "linear_rows_backward", results, eager, gradients(*(t.double() for t in given))
+
+    def layers(n: int, k: int, format: str) -> PackedExperts:
+        weights = make(3, n, k, scale=k**-0.5).float()
+        return PackedExperts.of((PackedLinear.from_linear(layer_of(w), format=format) for w in weights), 3)
+
+    experts = registry()["experts"]
+    ids, shares = make.ids(9, 2, high=3), make(9, 2).softmax(-1)
+    for format, bits in (("int8", 8), ("bf16", 16)):
+        x, gate_up, down = make(9, 72), layers(80, 72, format), layers(72, 40, format)
+        y = torch.full_like(x, torch.nan)
+        numbers = (
+            *gate_up.packed,
+            *down.packed,
+            ids,
+            shares,
+            None,
+            None,
+            40,
+            bits,
+            0,
+            0,
+            bits,
+            0,
+            0,
+            0,
+            math.inf,
+        )
+        torch.ops.opsmith.experts_packed.default(x, *numbers, y=y)
+        whole, exact = (
+            experts.eager(x.to(t), gate_up.dequantize(t), down.dequantize(t), ids, shares.to(t))
+            for t in (dtype, torch.float64)
+        )
+        yield "experts_packed", [y], [whole], [exact]
 
 
 def judged(call: Call, dtype: torch.dtype) -> Finding:

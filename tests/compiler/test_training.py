@@ -207,7 +207,10 @@ def test_a_step_is_timed_as_a_whole_and_the_slower_way_does_not_run(
 ) -> None:
     timed = []
 
-    def measured(ours: Callable[[], Any], eager: Callable[[], Any]) -> tuple[dict[str, float], bool]:
+    def measured(
+        ours: Callable[[], Any], eager: Callable[[], Any], device: torch.device
+    ) -> tuple[dict[str, float], bool]:
+        assert device.type == "cpu"
         mine, theirs = ours(), eager()
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -290,8 +290,9 @@ def test_opcheck_of_the_native_operators(card: Operator) -> None:
             for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
                 implementation.fn(*sample.args, **sample.kwargs)
     called = {call[0]._schema.name.removeprefix("opsmith::") for call in recorder.calls.values()}
-    # A layer's step of decoding is no operator of its own: its test is with those that it calls.
-    assert called >= {schema.partition("(")[0] for schema in card.schemas} - {"paged_step"}
+    # A layer's step of decoding is no operator of its own, and modules are no samples: they have tests in these folders.
+    others = {"paged_step", "experts_packed"}
+    assert called >= {schema.partition("(")[0] for schema in card.schemas} - others
     for func, args, kwargs in recorder.calls.values():
         torch.library.opcheck(func, args, kwargs)
 

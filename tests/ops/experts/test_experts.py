@@ -244,6 +244,7 @@ def test_packed_experts_in_a_graph() -> None:
         patch.setattr(sys.modules["opsmith.ops.experts"], "has_values", lambda *given: False)
         got = packed_definition(x, *given)
     torch.testing.assert_close(got, experts(x, first, last, ids, weights), rtol=1e-4, atol=1e-5)
+    torch.library.opcheck(torch.ops.opsmith.experts_packed.default, (x, *given), {"y": torch.empty_like(x)})
 
 
 def test_packed_experts_are_saved_and_cast_as_what_they_are(tmp_path: Any) -> None:

@@ -290,7 +290,7 @@ def test_opcheck_of_the_native_operators(card: Operator) -> None:
             for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
                 implementation.fn(*sample.args, **sample.kwargs)
     called = {call[0]._schema.name.removeprefix("opsmith::") for call in recorder.calls.values()}
-    # A layer's step of decoding is no operator of its own, and modules are no samples: they have tests in these folders.
+    # A layer's step of decoding is no operator of its own, and modules are no samples: their tests are beside these.
     others = {"paged_step", "experts_packed"}
     assert called >= {schema.partition("(")[0] for schema in card.schemas} - others
     for func, args, kwargs in recorder.calls.values():

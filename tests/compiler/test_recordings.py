@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 import opsmith
 from opsmith.compiler.modules.paged import Paged
 from opsmith.compiler.program import graph as graphs
-from opsmith.compiler.program.recordings import Recordings
+from opsmith.compiler.program.recordings import Recordings, current, gpu_of
 from opsmith.decoding.cache import paged
 from opsmith.kernels import triton
 from tests.compiler.models import TINY, UNTIMED, ids, seeded
@@ -177,6 +178,21 @@ def test_what_kernels_report_is_looked_at_behind_a_replay(gpu: Rerun) -> None:
     assert calls((), run, [torch.tensor([2])])[0].item() == 3
 
 
+def test_a_graph_is_recorded_where_all_of_it_lies_on_one_gpu() -> None:
+    def on(*names: str) -> Any:
+        return [SimpleNamespace(device=torch.device(name)) for name in names]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Tensor", SimpleNamespace)
+        assert gpu_of([3, *on("cuda:1", "cuda:1")]) == torch.device("cuda:1")
+        assert gpu_of(on("cuda:0", "cuda:1")) is None
+        assert gpu_of(on("cuda:0", "cpu")) is None
+        assert gpu_of(on("cpu")) is None
+        assert gpu_of([3]) is None
+    with current(None):  # changes nothing
+        assert gpu_of([torch.ones(2)]) is None
+
+
 LATENT = {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -196,7 +212,8 @@ LATENT = {
 @contextmanager
 def instead(gpu: Rerun, patch: pytest.MonkeyPatch) -> Iterator[None]:
     with patch.context() as m:
-        m.setattr(graphs, "recordable", lambda examples: True)
+        m.setattr(graphs, "gpu_of", lambda examples: torch.device("cpu"))
+        m.setattr(graphs, "current", lambda gpu: nullcontext())
         m.setattr(graphs, "Recordings", lambda looked: recordings(gpu, *looked))
         yield
 

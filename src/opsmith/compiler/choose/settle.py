@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from opsmith import measure
-from opsmith.compiler.choose.select import Choice
+from opsmith.compiler.choose.select import Choice, device_of
 from opsmith.compiler.find.operands import nodes_in
 from opsmith.compiler.find.site import Site
 
@@ -51,7 +51,8 @@ def settle(
 def _steps(site: Site, value: Callable[[Node], Any], learn: Collection[Node]) -> tuple[float, float]:
     """Seconds for the site, and for its parts together, forward and backward."""
     steps = {str(i): _step(s, value, learn) for i, s in enumerate((site, *site.parts))}
-    result = measure.quick(steps, budget_s=0.3, drop=float("inf"))
+    device = device_of(site.call(value).values())
+    result = measure.quick(steps, budget_s=0.3, drop=float("inf"), device=device)
     times = [min(result.samples[name]) for name in steps]
     return times[0], sum(times[1:])
 

@@ -20,7 +20,7 @@ from opsmith.compiler.find.products import Lay, weights
 from opsmith.compiler.plan import PlanStep, ShapePlan
 from opsmith.compiler.program.program import Program, Recorder
 from opsmith.compiler.program.programs import UNSEEN, Programs
-from opsmith.compiler.program.recordings import Recordings, recordable
+from opsmith.compiler.program.recordings import Recordings, current, gpu_of
 from opsmith.compiler.program.rewrite import rewrite
 from opsmith.compiler.program.sites import More, Sites
 from opsmith.compiler.program.study import Study
@@ -57,10 +57,11 @@ class CompiledGraph:
         self._lay = lay
         self._changed = self.sites.effects.inputs(gm.graph)
         self._learning: Worth | None = None  # once gradients were asked for: whether it runs rewritten then
+        self._gpu = gpu_of(examples)
         steady = not (self._changed or self.sites.effects.random)
         self.recordings = (
             Recordings(self._weights.others(examples))
-            if selector.config.cuda_graphs and steady and recordable(examples)
+            if selector.config.cuda_graphs and steady and self._gpu is not None
             else None
         )
         self._lock = threading.RLock()
@@ -74,7 +75,8 @@ class CompiledGraph:
         if program is UNSEEN or self._weights.changed(args):
             return self._first(key, args)
         if self.recordings is not None:
-            return self.recordings(key, self._alone if program is None else program.apart, args)
+            with current(self._gpu):
+                return self.recordings(key, self._alone if program is None else program.apart, args)
         return self._plain(*args) if program is None else program(args)
 
     def _alone(self, args: Sequence[Any]) -> Any:
@@ -86,7 +88,7 @@ class CompiledGraph:
             self.recordings.clear()
 
     def _first(self, key: Key, args: Sequence[Any]) -> Any:
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), current(self._gpu):
             self._take_weights(args)
             rehearsal = Rehearsal(args, self._changed)
             if not self._changed and not self.sites.effects.random:
@@ -204,7 +206,7 @@ class CompiledGraph:
 
     def _training(self, args: Sequence[Any]) -> Any:
         """With gradients: the rewritten graph on the public functions, which differentiate, where that is faster."""
-        with self._lock:
+        with self._lock, current(self._gpu):
             if self._learning is None:
                 # Whoever counts what is saved for gradients (a checkpointed layer) does not count a study's.
                 unwatched = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,21 +20,25 @@ from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.slots import memory
 from opsmith.kernels import triton
 
-MAX_RECORDINGS, MAX_BYTES = (
-    32,
-    1 << 30,
-)  # of a graph, and what their results may take; what works them out is shared
+MAX_RECORDINGS = 32  # of a graph
+MAX_BYTES = 1 << 30  # of their results; the memory that works them out is shared
 Run = Callable[[Sequence[Any]], Any]
 
 
-def recordable(examples: Sequence[Any]) -> bool:
-    """Whether a graph on these inputs runs on a GPU, and on one alone."""
+def gpu_of(examples: Sequence[Any]) -> torch.device | None:
+    """The GPU on which all inputs lie; None where some lie elsewhere."""
     devices = {e.device for e in examples if isinstance(e, torch.Tensor)}
-    return {device.type for device in devices} == {"cuda"} and len(devices) == 1
+    (device,) = devices if len(devices) == 1 else (None,)
+    return device if device is not None and device.type == "cuda" else None
+
+
+def current(gpu: torch.device | None) -> AbstractContextManager[Any]:
+    """This GPU as the current one, whose streams and events are asked for; none is no matter."""
+    return torch.cuda.device(-1 if gpu is None else gpu)
 
 
 class Gpu:
-    """What recording asks of the device."""
+    """What recording asks of the current device."""
 
     def __init__(self) -> None:
         self._pool: Any = None  # memory that all recordings use in turn

@@ -294,3 +294,29 @@ def test_slots_are_where_their_results_were() -> None:
     program = Program({}, "", [64], [meta], [layout], lambda args, buffers: buffers[0], [])
     assert program([]).device == meta
     assert program([]).shape == (2, 3)
+
+
+class Begins(nn.Module):
+    """What a model does whose cache is made in its call: keys behind nothing. And two constants, one given away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nothing, own, given = torch.tensor([]), torch.tensor([0.5]), torch.tensor([1.5])
+        return nothing, torch.cat((nothing.view(0, WIDTH), self.layer(x))) * own, given
+
+
+@torch.no_grad()
+def test_constants_are_made_once_but_for_what_the_caller_may_change() -> None:
+    model, x = seeded(Begins), numbers(3, WIDTH)
+    truth = copy.deepcopy(model)
+    opsmith.optimize(model, x, config=UNTIMED)
+    for _ in range(3):
+        results = model(x)
+        for ours, its in zip(results, truth(x), strict=True):
+            torch.testing.assert_close(ours, its)
+        results[2].add_(1)
+    (shape,) = model.opsmith.plan.shapes  # type: ignore[union-attr]
+    assert shape.source.count("lift_fresh_copy_default(") == 1

@@ -62,7 +62,7 @@ class Rehearsal:
     """The inputs of a graph for as many runs as are needed: copies of what a run changes, put back before each."""
 
     def __init__(self, args: Sequence[Any], changed: Collection[int]):
-        self._real = args
+        self.given = args
         self._changed = changed
         self._args = [a.clone() if i in changed else a for i, a in enumerate(args)]
 
@@ -74,7 +74,7 @@ class Rehearsal:
         """
         for i in self._changed:
             if numbers or not self._args[i].is_floating_point():
-                self._args[i].copy_(self._real[i])
+                self._args[i].copy_(self.given[i])
         return self._args
 
 

@@ -201,16 +201,17 @@ class CompiledGraph:
             steps,
             lambda: program(rehearsal.again(numbers=False)),
             lambda: self.original(*rehearsal.again(numbers=False)),
-            device_of(rehearsal.again(numbers=False)),
+            device_of(rehearsal.given),
         )
 
     def _training(self, args: Sequence[Any]) -> Any:
         """With gradients: the rewritten graph on the public functions, which differentiate, where that is faster."""
-        with self._lock, current(self._gpu):
+        with self._lock:
             if self._learning is None:
                 # Whoever counts what is saved for gradients (a checkpointed layer) does not count a study's.
                 unwatched = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-                with torch.random.fork_rng(devices=range(torch.cuda.device_count())), unwatched:
+                forked = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+                with forked, unwatched, current(self._gpu):
                     self._learning = self._begin_learning(Rehearsal(args, self._changed))
                 self._save()
                 name = self.programs.named(self.programs.key(args))

@@ -226,8 +226,8 @@ class Recorder:
         for node in self.nodes:
             if node.op == "output" or (node.op == "call_function" and not is_pure(node)):
                 seen = {memory(self.env.get(n)) for n in node.all_input_nodes}
-                # An empty one, as a new cache begins with, has nothing to change.
-                for n in [n for n, v in self.constant.items() if any(memories(v).keys() & seen)]:
+                seen.discard(0)  # of empty ones, as a new cache begins with, which have nothing to change
+                for n in [n for n, v in self.constant.items() if memory(v) in seen]:
                     del self.constant[n]
 
     def _in_slot(self, node: Node) -> bool:

@@ -119,8 +119,7 @@ class Recording:
     def moved(self, args: Sequence[Any]) -> list[int]:
         """The inputs that the recording would not read."""
         found = [i for i, own in self._found.items() if args[i] is not own and not _same(args[i], own)]
-        laid = self._layouts.items()
-        return found + [i for i, own in laid if (args[i].shape, args[i].stride()) != own]
+        return found + [i for i, own in self._layouts.items() if (args[i].shape, args[i].stride()) != own]
 
     def replay(self, args: Sequence[Any]) -> Any:
         """The results of the recorded kernels on these inputs."""

@@ -45,11 +45,10 @@ def place(word, row, whole, width, last, PANEL: tl.constexpr):
 @inner
 def number(words, i, BITS: tl.constexpr):
     """Number i of each word, as it is stored: the low halves of four bytes come first."""
-    words = words.to(tl.uint32, bitcast=True)
     if BITS == 8:
-        return ((words >> (i * 8)) & 255).to(tl.int32, bitcast=True)
+        return (words >> (i * 8)) & 255
     else:
-        return ((words >> (i % 4 * 8 + i // 4 * 4)) & 15).to(tl.int32, bitcast=True)
+        return (words >> (i % 4 * 8 + i // 4 * 4)) & 15
 
 
 @inner
@@ -200,10 +199,8 @@ def _multiply(
     if most is not None:
         inverse = per_unit(tl.load(most + rows, mask=there, other=0.0))
     once = tl.where(wanted, 1.0, 0.0)  # no constant, for which float32 below would be one long chain of sums
-    if GROUP == 0 and scale is not None:
-        once = tl.load(
-            scale + columns, mask=wanted, other=0.0
-        )  # the one scale of a column that has no groups
+    if GROUP == 0 and scale is not None:  # the one scale of a column
+        once = tl.load(scale + columns, mask=wanted, other=0.0)
     for start in range(0, K, BK):
         depth = start + tl.arange(0, BK)
         inside = depth < K

@@ -289,9 +289,15 @@ _CALL = _Experts(
 )
 
 
-def _cost(*given: torch.Tensor, **_: Any) -> Cost:
+def _cost(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    **_: Any,
+) -> Cost:
     """Of as many experts as there are ids, or all."""
-    x, gate_up, down, ids, weights, *_biases = given
     visited = min(ids.numel(), len(down))
     each = (gate_up[:1].numel() + down[:1].numel()) * x.element_size()
     products = 6.0 * ids.numel() * down.shape[1] * down.shape[2]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from opsmith.call.dispatch import native
@@ -12,11 +10,26 @@ from opsmith.ops.experts.middle import middle_backward
 from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES
 
 
-def experts_backward(*given: Any, **made: torch.Tensor) -> None:
+def experts_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: int,
+    limit: float,
+    *,
+    dx: torch.Tensor | None = None,
+    dgate_up: torch.Tensor | None = None,
+    ddown: torch.Tensor | None = None,
+    dweights: torch.Tensor | None = None,
+    dgate_up_bias: torch.Tensor | None = None,
+    ddown_bias: torch.Tensor | None = None,
+) -> None:
     """What stands between the products is computed again; an expert that no token was sent to costs its zeros."""
-    dy, x, gate_up, down, ids, weights, gate_up_bias, down_bias, activation, limit = given
-    wanted = ("dx", "dgate_up", "ddown", "dweights", "dgate_up_bias", "ddown_bias")
-    dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias = map(made.get, wanted)
     each = ids.shape[1]
     order = ids.reshape(-1).sort(stable=True).indices
     counts = torch.bincount(ids.reshape(-1), minlength=len(down)).tolist()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,18 +97,27 @@ def _written(gm: fx.GraphModule) -> Iterable[Any]:
 
 
 def _digest(values: Iterable[Any]) -> str:
-    digest, read = hashlib.sha256(), Read()
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            digest.update(f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}".encode())
-            flat = value.detach().to("cpu").contiguous().reshape(-1)
-            if flat.numel():
-                digest.update(flat.view(torch.uint8).numpy().data)
-            read.add(value)  # of a table, the model reads but some rows
-        elif not isinstance(value, torch.nn.Module):
-            digest.update(f"{type(value).__name__} {value}".encode())
+    digest, read = hashlib.blake2b(), Read()
+    values = [value for value in values if not isinstance(value, torch.nn.Module)]
+    with ThreadPoolExecutor(
+        torch.get_num_threads()
+    ) as threads:  # hashing leaves other threads of Python alone
+        for value, its in zip(values, threads.map(_digest_of, values), strict=True):
+            digest.update(its)
+            if isinstance(value, torch.Tensor):
+                read.add(value)  # of a table, the model reads but some rows
     read.give_back()
     return digest.hexdigest()
+
+
+def _digest_of(value: Any) -> bytes:
+    if not isinstance(value, torch.Tensor):
+        return hashlib.blake2b(f"{type(value).__name__} {value}".encode()).digest()
+    digest = hashlib.blake2b(f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}".encode())
+    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    if flat.numel():
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 @functools.lru_cache(maxsize=1)

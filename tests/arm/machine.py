@@ -31,8 +31,6 @@ from opsmith.kernels import build, compiler, isa, libraries
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64-static", "/usr/aarch64-linux-gnu"
 # A processor that has the tier's instructions and no later ones: any other ends the process.
 PROCESSORS = {"portable": "cortex-a72", "dotprod": "neoverse-n1"}
-# Of the instruments, which are no kernels: it keeps the address of a tensor beyond its call.
-INSTRUMENTS = {"mla_trace"}
 
 _DTYPES = (
     torch.uint8,
@@ -128,8 +126,7 @@ class Machine:
             )
         mine = torch.library.Library("opsmith", "IMPL")
         for kernel in libraries.kernels():
-            if kernel not in INSTRUMENTS:
-                mine.impl(kernel, self._stand_in(kernel), "CPU")
+            mine.impl(kernel, self._stand_in(kernel), "CPU")
         libraries._loaded.update(self._libraries)
         libraries._tier = "portable"
         try:

@@ -416,4 +416,4 @@ CARD_INT8 = _card(
     differentiable=False,
 )
 
-libraries.offer("mla", _OP, "mla_trace")
+libraries.offer("mla", _OP)

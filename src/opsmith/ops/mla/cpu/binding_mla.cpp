@@ -1,7 +1,6 @@
 // Registers MLA's operators, and checks what their memory safety needs.
 #include "binding.h"
 #include "mla.h"
-#include "trace.h"
 
 namespace opsmith::mla {
 namespace {
@@ -268,22 +267,6 @@ void attention_op(const Tensor& q_nope, const Tensor& q_rope, const Tensor& late
              .out = view_of(out)});
 }
 
-// Where the tasks' times of MLA pre-processing are written. Returns how many tasks there were since tracing began; those that
-// found no room are counted too.
-int64_t trace_op(const Tensor& rows, bool on) {
-  STD_TORCH_CHECK(
-      rows.dim() == 2 && rows.size(1) == 4 && rows.is_contiguous() && dtype_of(rows) == DType::i64,
-      "mla_trace: rows must be a contiguous int64 matrix of 4 columns");
-  trace_state.rows.store(nullptr, std::memory_order_release);
-  const int64_t used = trace_state.used.exchange(0);
-  if (on) {
-    trace_state.capacity = rows.size(0);
-    trace_state.threads.store(0);
-    trace_state.rows.store(static_cast<int64_t*>(rows.data_ptr()), std::memory_order_release);
-  }
-  return used;
-}
-
 }  // namespace
 }  // namespace opsmith::mla
 
@@ -293,5 +276,4 @@ STABLE_TORCH_LIBRARY_IMPL(opsmith, CPU, m) {
   offer(m, "mla_kv_epilogue", kernel<&mla::kv_epilogue_op>);
   offer(m, "mla_q_epilogue", kernel<&mla::q_epilogue_op>);
   offer(m, "mla_attention", kernel<&mla::attention_op>);
-  offer(m, "mla_trace", kernel<&mla::trace_op>);
 }

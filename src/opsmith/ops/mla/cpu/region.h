@@ -13,7 +13,6 @@
 
 #include "absorb.h"
 #include "projections.h"
-#include "trace.h"
 
 namespace opsmith::mla {
 
@@ -86,7 +85,6 @@ class Region {
     m.q = m.out + out;
     m.sums = reinterpret_cast<int32_t*>(m.q + tokens_ * head_);
     m.table = m.q + tokens_ * head_ + tokens_ * block;
-    Watch watch;
     // The task after this one is taken with it, so that its weights can be asked for. Every thread does its tasks in
     // order and waits for earlier ones alone, so there is always one that can go on.
     for (int64_t task = next_.fetch_add(1, std::memory_order_relaxed); task < end_of_all();) {
@@ -111,7 +109,6 @@ class Region {
         key_rows_done_.wait(key_blocks_);
         keys_.write(a_.get() + t * columns_, c_.first + t, m.norm);
       }
-      watch.note([&] { return stage_of(task); });
       task = upcoming;
     }
     if (queries_.streaming) stream_fence();
@@ -125,12 +122,6 @@ class Region {
     const int64_t block = task - tokens_;
     if (block < 0 || block >= query_blocks_ + key_blocks_) return -1;
     return block < query_blocks_ ? key_rows_ + block * block_ : (block - query_blocks_) * block_;
-  }
-
-  // For a trace: 0 the norm of a token, 1 and 2 rows of wdqkv for queries and keys, 3 a latent norm, 4 a head, 5 a key.
-  int64_t stage_of(int64_t task) const {
-    if (const int64_t row = down_row(task); row >= 0) return row >= key_rows_ ? 1 : 2;
-    return task < tokens_ ? 0 : task < first_head() ? 3 : head_of(task) >= 0 ? 4 : 5;
   }
 
   int64_t head_of(int64_t task) const {

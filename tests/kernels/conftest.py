@@ -154,5 +154,5 @@ def reported(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.delenv("OPSMITH_ISA", raising=False)
 
 
-AVX2 = ("avx2", "fma3", "f16c")
-AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+AVX2 = ("avx2", "fma", "f16c")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")

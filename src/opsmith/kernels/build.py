@@ -49,6 +49,7 @@ class Library:
     name: str
     sources: Sequence[Path]  # C++ files, with different names
     include_dirs: Sequence[Path] = ()  # of the project: headers count as content, like sources
+    system_dirs: Sequence[Path] = ()  # of others, for what binds: a flag says which version it is
     flags: Sequence[str] = ()  # for the compiler, after those of every build and of the tier
     links: Sequence[str] = ()  # for the linker, likewise
     tier: str | None = None  # from ``opsmith.kernels.isa.TIERS``; None is for `build_best` to choose
@@ -148,7 +149,8 @@ class _Job:
             if source.suffix == ".cu":
                 units.append(Unit(source, folders, nvcc.FLAGS, compiler=gpu))
             elif gpu is not None or source.name.startswith("binding"):
-                system = (_torch_folder() / "include", *([nvcc.include(gpu)] if gpu else ()))
+                gpus = [nvcc.include(gpu)] if gpu else []
+                system = (_torch_folder() / "include", *gpus, *library.system_dirs)
                 more = (_TORCH_ABI, _BINDING_LEVEL, *(["-DUSE_CUDA"] if gpu else ()))
                 # A binding computes nothing: one serves every tier, and is compiled once.
                 its = () if source.name.startswith("binding") else isa.FLAGS[tier]
@@ -186,9 +188,12 @@ class _Job:
         return store.folder("libraries") / f"{self.key}-{compiler.fingerprint([built_by.identity])[:8]}.so"
 
     def find(self, built_by: Compiler | None) -> Path | None:
-        """The library, if a store holds it; without a compiler, whichever compiler built it."""
+        """The library, if a store holds it; in a wheel or without a compiler, whichever compiler built it."""
         for store in cache.readable():
-            paths = [self.library(store, built_by)] if built_by else store.find(f"{self.key}-*.so")
+            if built_by is None or store == cache.shipped():
+                paths = store.find(f"{self.key}-*.so")
+            else:
+                paths = [self.library(store, built_by)]
             for path in paths:
                 if self.usable(store, path):
                     store.used(path)

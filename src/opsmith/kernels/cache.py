@@ -21,7 +21,7 @@ from typing import Any
 
 from opsmith.files import Unusable, distrust, own, suspect
 
-__all__ = ["Store", "Unusable", "configured", "fallback", "of_user", "readable", "writable"]
+__all__ = ["Store", "Unusable", "configured", "fallback", "of_user", "readable", "shipped", "writable"]
 
 _FOLDERS = ("libraries", "objects", "locks", "building")
 # Files kept, those made or looked up last: editing sources leaves old ones behind.
@@ -175,8 +175,14 @@ def fallback() -> Store:
     return Store(Path(tempfile.gettempdir()) / f"opsmith-{_user()}" / "kernels")
 
 
+def shipped() -> Store:
+    """The store inside this package: a wheel has built kernels there, and nobody writes to it."""
+    return Store(Path(__file__).resolve().parent / "built")
+
+
 def readable() -> Iterator[Store]:
-    """The stores to look in: the configured one, then, only if that cannot be written, the temporary one."""
+    """The stores to look in: the wheel's, the configured one, and only if that cannot be written, the temporary one."""
+    yield shipped()
     first = configured()
     yield first
     try:

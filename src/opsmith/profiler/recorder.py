@@ -21,7 +21,8 @@ from opsmith.kernels.build import BuildError, Library, build_libraries
 
 SOURCE = Path(__file__).parent / "binding_recorder.cpp"
 # PyTorch's own headers, which a library that asks for the stable ABI may not include.
-FLAGS = ("-std=c++20", "-UTORCH_TARGET_VERSION", f'-DOPSMITH_TORCH="{torch.__version__}"')
+_FLAGS = ("-std=c++20", "-UTORCH_TARGET_VERSION", f'-DOPSMITH_TORCH="{torch.__version__}"')
+LIBRARY = Library("recorder", [SOURCE], flags=_FLAGS, tier="portable")
 
 # What ran, in the order in which it began: name, start and end in nanoseconds since 1970.
 Recorded = list[tuple[str, int, int]]
@@ -33,7 +34,7 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("OPSMITH_NATIVE") == "0":
         return None
     try:
-        (path,) = build_libraries([Library("recorder", [SOURCE], flags=FLAGS, tier="portable")])
+        (path,) = build_libraries([LIBRARY])
         found = ctypes.CDLL(str(path))
     except (BuildError, OSError):  # older compilers do not read PyTorch's headers: its profiler serves
         return None

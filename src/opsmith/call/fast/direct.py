@@ -153,15 +153,18 @@ def made_for_this_python(name: str, *sources: Path) -> build.Library | None:
     headers = Path(sysconfig.get_path("include"))
     if os.environ.get("OPSMITH_NATIVE") == "0" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
-    if not (headers / "Python.h").exists():  # a compiler would say so at the start of every process
-        return None
     flags = (
-        *("-std=c++20", "-UTORCH_TARGET_VERSION", "-DAT_PER_OPERATOR_HEADERS", f"-I{headers}"),
-        *(f'-DOPSMITH_TORCH="{torch.__version__}"', f'-DOPSMITH_PYTHON="{sys.version}"'),
+        *("-std=c++20", "-UTORCH_TARGET_VERSION", "-DAT_PER_OPERATOR_HEADERS"),
+        *(
+            f'-DOPSMITH_TORCH="{torch.__version__}"',
+            f'-DOPSMITH_PYTHON="{sysconfig.get_config_var("SOABI")}"',
+        ),
     )
     links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
     folders = [sources[0].parent, *libraries.HEADERS]
-    return build.Library(name, sources, folders, flags=flags, links=links, tier="portable")
+    wanted = build.Library(name, sources, folders, [headers], flags=flags, links=links, tier="portable")
+    # Without headers, a compiler would say so at the start of every process.
+    return wanted if (headers / "Python.h").exists() or build.find(wanted) else None
 
 
 @functools.cache

@@ -56,7 +56,12 @@ def digest(folder: Path) -> dict[str, str]:
     ],
 )
 def test_a_model_is_optimized_and_its_folder_left_alone(
-    folders: dict[str, Path], tmp_path: Path, name: str, dtype: str, found: dict[str, int]
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    dtype: str,
+    found: dict[str, int],
 ) -> None:
     before = digest(folders[name])
     plan, out = tmp_path / "plan.json", tmp_path / "out.json"
@@ -73,6 +78,11 @@ def test_a_model_is_optimized_and_its_folder_left_alone(
     from opsmith import Plan
 
     assert Plan.load(plan).choices()
+    if name == "llama":
+        assert all(len(data["generate"]["seconds"][who]["token"]) == 3 for who in ("eager", "opsmith"))
+        assert "tokens/s" in capsys.readouterr().out
+    else:
+        assert data["generate"] == {}
     assert digest(folders[name]) == before
 
 
@@ -105,7 +115,7 @@ def test_packed_weights_are_held_against_the_model_as_it_was(
     config, out = tmp_path / "opsmith.toml", tmp_path / "out.json"
     config.write_text("tune = false\ninductor = false\n")
     args = ["optimize", str(folders["llama"]), "--length", "8", "--config", str(config), "--json", str(out)]
-    assert main([*args, "--quantize", format]) == 0
+    assert main([*args, "--quantize", format, "--new-tokens", "0"]) == 0
     data = json.loads(out.read_text())
     assert data["quantize"] == format
     assert {layer["status"] for layer in data["report"]["quantized"]} == {"packed"}

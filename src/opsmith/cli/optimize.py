@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -14,6 +15,7 @@ from opsmith.cli.common import Json, Output, check_folder, told
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
     from torch import nn
 
     from opsmith.cli.models import Batch, Error
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 # A float64 copy of the model may take this part of the memory.
 _MEMORY_SHARE = 0.4
+_ROUNDS = 3  # of a model that writes
 
 
 def run(
@@ -37,6 +40,9 @@ def run(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in the example input.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each of them.")] = 128,
+    new: Annotated[
+        int, typer.Option("--new-tokens", min=0, help="A decoder writes so many, timed too; 0 for none.")
+    ] = 16,
     json: Json = None,
 ) -> None:
     """Optimize the model in a Hugging Face folder on random tokens: what is found, chosen, proved, gained.
@@ -103,6 +109,11 @@ def run(
     shape = f"{batch}×{length}"
     title = str(_dtype_of(original)).removeprefix("torch.") + (f", {format} weights" if format else "")
     models.print_times(console, title, {shape: result})
+    writing = {}
+    writer: Any = model
+    if new > 1 and writer.can_generate():
+        with console.status("generating"), told("optimize: ", CommandError):
+            writing = _written(console, original, writer, examples[0]["input_ids"], new)
     if plan is not None:
         console.print(f"plan saved to {session.plan.save(plan)}", markup=False)
     output.finish(
@@ -111,6 +122,7 @@ def run(
             "parameters": parameters,
             **models.outcome(session, errors, {shape: result}),
             "quantize": format,
+            "generate": writing,
             "seconds": seconds,
             "machine": measure.describe().to_json(),
         }
@@ -134,6 +146,31 @@ def _exact(model: nn.Module, tokens: Batch, parameters: int) -> tuple[torch.Tens
             f"{memory / 2**30:.1f}; each operator was"
         )
     return _result(copy.deepcopy(model).double(), tokens), ""
+
+
+def _written(console: Console, original: Any, model: Any, ids: torch.Tensor, new: int) -> dict[str, Any]:
+    """What eager and opsmith take to write behind a prompt, in turns: for the first token, and for one more."""
+    from opsmith import measure
+    from opsmith.cli.common import speedup, time_of
+    from opsmith.cli.llm.generator import generate
+
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    ids = ids[:, : max(1, most - new)] if most else ids
+    turns = [[generate(one, ids, new) for one in (original, model)] for _ in range(1 + _ROUNDS)]
+    eager, ours = (
+        {"first": [run.first for run in runs], "token": [statistics.median(run.steps) for run in runs]}
+        for runs in zip(*turns[1:], strict=True)  # in the first of them sizes are captured
+    )
+    ratios = {what: measure.paired_ratio("opsmith", "eager", ours[what], eager[what]) for what in ours}
+    median = statistics.median
+    console.print(
+        f"writes {1 / median(ours['token']):.1f} tokens/s, eager {1 / median(eager['token']):.1f}: "
+        f"{speedup(ratios['token'])}; the first after {time_of(median(ours['first']))}, eager's after "
+        f"{time_of(median(eager['first']))}",
+        markup=False,
+    )
+    seconds = {"eager": eager, "opsmith": ours}
+    return {"seconds": seconds, "ratios": {what: ratio.to_json() for what, ratio in ratios.items()}}
 
 
 def _check(model: nn.Module, original: nn.Module, tokens: Batch, eager: Error) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import opsmith.ops  # noqa: F401  declares the kernels
 from opsmith.call.dispatch import native_library
 
 HERE = Path(__file__).parents[2]

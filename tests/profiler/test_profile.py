@@ -301,3 +301,13 @@ def test_alike_layers_of_a_deep_model_are_one_row() -> None:
     printed = io.StringIO()
     Console(file=printed, width=150).print(_layers_table(Phase("forward", 1.0, rows=rows[:16])))
     assert len([line for line in printed.getvalue().splitlines() if "layers." in line]) == 8
+
+
+def test_the_schema_of_the_page_is_that_of_the_json() -> None:
+    written = Path(__file__).parents[2] / "docs/assets/profile.schema.json"
+    schema = opsmith.Profile.json_schema()
+    assert json.loads(written.read_text()) == schema, (
+        f"json.dumps(opsmith.Profile.json_schema(), indent=1) > {written}"
+    )
+    profile = json.loads(opsmith.Profile("nothing").to_json())
+    assert profile.keys() == schema["properties"].keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -47,6 +48,12 @@ class Profile(Findings):
         if not isinstance(data, dict) or "phases" not in data:
             raise ValueError(f"profile: {path} is no profile; `opsmith profile --json FILE` writes one")
         return checked(data, data.get("schema"), SCHEMA, _PROFILE, f"profile: {path}", "profile again")
+
+    @staticmethod
+    def json_schema() -> dict[str, Any]:
+        """The JSON Schema of what `to_json` writes: https://json-schema.org/draft/2020-12."""
+        found = _PROFILE.json_schema()
+        return {**found, "properties": {"schema": {"const": SCHEMA}, **found["properties"]}}
 
     def diff(self, before: Profile) -> Diff:
         """What changed since `before`, by class, phase by phase."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from opsmith.authoring import project
+from opsmith.authoring.project import compile
 from opsmith.call import binding
 from opsmith.call.signature import Signature
 from opsmith.cli import main
@@ -131,10 +132,28 @@ def test_without_nvcc_the_next_step_is_named(
     folder = normed_turn.write(tmp_path, "turn_no_nvcc", backends=())
     (folder / "kernels" / "cuda").mkdir(parents=True)
     (folder / "kernels" / "cuda" / "turn_no_nvcc.cu").write_text("")
-    assert main(["build", str(folder)]) == 1
+    assert main(["build", str(folder), "--backend", "cuda"]) == 1
     assert "NVCC=/no/nvcc does not run. Install NVIDIA's CUDA toolkit" in capsys.readouterr().err
+    assert main(["build", str(folder)]) == 0  # nobody asked for CUDA
+    assert "turn_no_nvcc, cuda, is left out: CUDA kernels cannot be built: NVCC" in capsys.readouterr().out
     assert main(["build", str(folder), "--backend", "cpu"]) == 1
     assert "has no kernels for 'cpu'; it has kernels for: cuda" in capsys.readouterr().err
+
+
+def test_without_triton_the_others_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compile, "find_spec", lambda name: None)
+    folder = normed_turn.write(tmp_path, "turn_no_triton", backends=("cpu", "triton"))
+    assert main(["build", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "turn_no_triton, cpu: " in out
+    assert (
+        "turn_no_triton, triton, is left out: Triton kernels cannot be compiled: triton is not installed"
+        in out
+    )
+    assert main(["build", str(folder), "--backend", "triton"]) == 1
+    assert 'pip install "opsmith[gpu]"' in capsys.readouterr().err
 
 
 def test_triton_kernels_compile_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

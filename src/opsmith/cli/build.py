@@ -63,7 +63,7 @@ def run(
         raise CommandError(f"build: {backends.missing(unknown[0])}")
     if folder is None:
         raise CommandError(f"build: name the folder of a project, as `opsmith new` writes it{_without()}")
-    from opsmith.authoring.project.compile import compile_backend, projects_kernels
+    from opsmith.authoring.project.compile import compile_backend, projects_kernels, tool_missing
     from opsmith.authoring.project.wheel import write_wheel
 
     output = Output(json)
@@ -79,6 +79,11 @@ def run(
                 f"build: {kernels.name} has no kernels for {missing[0]!r}; it has kernels for: {there}"
             )
         for one in chosen:
+            if not backend and (why := tool_missing(one)):
+                output.console.print(
+                    f"{kernels.name}, {one}, is left out: {why}", style="yellow", markup=False
+                )
+                continue
             start = time.perf_counter()
             with _said(output.console):
                 made = compile_backend(kernels, one, _steps(output.console))

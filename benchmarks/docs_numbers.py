@@ -91,7 +91,7 @@ def source(stem: str) -> str:
 def _lacking() -> str:
     """Files that do not say all of where they come from; those of GPUs have a page of their own."""
     rows = []
-    for file in sorted(RESULTS.glob("[!g]*.json")):
+    for file in sorted(set(RESULTS.glob("*.json")) - set(RESULTS.glob("gpu-*.json"))):
         words = dict(zip(("day", "machine", "versions", "commit"), facts(file.stem), strict=True))
         missing = [f"no {name}" for name, word in words.items() if not word]
         missing += ["its commit's tree was changed"] if words["commit"].endswith("-dirty") else []
@@ -117,7 +117,8 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def duration(median: float, spread: float) -> str:
-    return NOTHING if spread > CONCLUDES_NOTHING else f"{median * 1e3:#.3g}".rstrip(".") + " ms"
+    number, unit = (median, "s") if median >= 1 else (median * 1e3, "ms")
+    return NOTHING if spread > CONCLUDES_NOTHING else f"{number:#.3g}".rstrip(".") + f" {unit}"
 
 
 def part(fraction: float | None, spread: float = 0.0) -> str:
@@ -360,6 +361,43 @@ def _quality() -> str:
     ]
     head = ("format", "reads", "perplexity", "over the original's", "KL divergence", "same top token")
     return f"{source(stem)}\n\n{table(head, rows)}"
+
+
+@region
+def _peers() -> str:
+    """The newest run beside other engines: where one of them is faster comes first."""
+    from benchmarks.peers import title, wins
+
+    stem = max(RESULTS.glob("peers-*.json")).stem
+    run, faster = read(stem), dict[str, list[str]]()
+    for name, cell in wins(run["cells"]):
+        faster.setdefault(f"{name}, {cell['model']}, {cell['dtype']}", []).append(title(cell["shape"]))
+    lost = "".join(f"\n- {who}: {', '.join(shapes)}" for who, shapes in sorted(faster.items()))
+    parts = [f"Faster than opsmith is:\n{lost}" if lost else "Nobody here is faster than opsmith."]
+    known = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    parts.append(f"{source(stem)} With {known}.")
+    models = dict.fromkeys((cell["model"], cell["dtype"]) for cell in run["cells"])
+    parts += [_beside([c for c in run["cells"] if (c["model"], c["dtype"]) == one]) for one in models]
+    reasons = {f"- {n}, {c['dtype']}: {why}": None for c in run["cells"] for n, why in c["left_out"].items()}
+    return "\n\n".join([*parts, "Without a time:", "\n".join(reasons)] if reasons else parts)
+
+
+def _beside(cells: list[dict[str, Any]]) -> str:
+    """One model in one dtype: a row for each contestant, two columns for each shape."""
+    from benchmarks.peers import title
+
+    rows = []
+    for name in dict.fromkeys(name for cell in cells for name in (*cell["errors"], *cell["left_out"])):
+        row = [name]
+        for cell in cells:
+            one = cell.get("comparison", {}).get("contestants", {}).get(name)
+            row += (
+                [duration(one["median"], one["spread"]), times(cell["ratios"].get(name))] if one else [""] * 2
+            )
+        errors = [cell["errors"][name] for cell in cells if name in cell["errors"]]
+        rows.append((*row, f"{max(errors):.1e}" if errors else ""))
+    shapes = [word for cell in cells for word in (title(cell["shape"]), "opsmith over it")]
+    return table((f"{cells[0]['model']}, {cells[0]['dtype']}", *shapes, "error"), rows)
 
 
 def written(text: str) -> str:

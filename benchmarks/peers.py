@@ -13,6 +13,7 @@ a clock that adds up what the processes counted, so that a question's way to the
 Each is prepared for these shapes: torch.compile with frozen weights and code of its own for each shape, zentorch
 likewise, OpenVINO reshaped to each, opsmith with examples of all. ONNX Runtime takes one file for any size, as
 PyTorch's exporter writes it, with all optimizations of a session; its own optimizer for transformers takes no part.
+OpenVINO is told which dtype to compute in, also where it would take float32 by itself.
 """
 
 from __future__ import annotations

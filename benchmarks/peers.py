@@ -1,7 +1,8 @@
 """Encoders beside other ways to run them: each held to the model in float64, then timed in turns, shape by shape.
 
-    make peers                                       # its own environment, all peers, a JSON and a picture
-    .venv-peers/bin/python benchmarks/peers.py --quick --against compile,openvino
+    make peers                                  # in an environment of its own, which it makes: half an hour
+    make peers ARGS="--quick --against compile,openvino"
+    make peers ARGS="--json FILE --svg docs/assets/peers.svg"
 
 Two models: MiniLM, and a BERT of base size with seeded random weights. Decoders are `opsmith bench-llm --against`.
 
@@ -64,7 +65,9 @@ def _bert(**sizes: int) -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "minilm": lambda: minilm.load().model,
     "bert-base": _bert,
-    "tiny": lambda: _bert(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128),
+    "tiny": lambda: _bert(
+        vocab_size=999, hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=128
+    ),
 }
 
 
@@ -359,23 +362,44 @@ def draw(data: dict[str, Any], file: Path) -> None:
     cells = [cell for cell in data["cells"] if cell.get("ratios")]
     panels = list(dict.fromkeys((cell["model"], cell["dtype"]) for cell in cells))
     names = list(dict.fromkeys(name for cell in cells for name in cell["ratios"]))
-    figure, axes = pictures.pyplot().subplots(
+    pyplot = pictures.pyplot()
+    from matplotlib.ticker import LogLocator
+
+    figure, axes = pyplot.subplots(
         max(len(panels), 1), figsize=(9, 2.6 * max(len(panels), 1)), layout="constrained", squeeze=False
     )
     for panel, (model, dtype) in zip(axes[:, 0], panels, strict=False):
         some = [cell for cell in cells if (cell["model"], cell["dtype"]) == (model, dtype)]
         for i, name in enumerate(names):
-            ratios = [(at, cell["ratios"][name]) for at, cell in enumerate(some) if name in cell["ratios"]]
-            heights = [ratio["speedup"] for _, ratio in ratios]
+            ratios = {at: cell["ratios"][name] for at, cell in enumerate(some) if name in cell["ratios"]}
+            if not ratios:
+                continue
+            over = [ratio["speedup"] for ratio in ratios.values()]
             reach = [
-                [ratio["speedup"] - ratio["speedup_lo"] for _, ratio in ratios],
-                [ratio["speedup_hi"] - ratio["speedup"] for _, ratio in ratios],
+                [one["speedup"] - one["speedup_lo"] for one in ratios.values()],
+                [one["speedup_hi"] - one["speedup"] for one in ratios.values()],
             ]
-            places = [at + (i - (len(names) - 1) / 2) * 0.8 / len(names) for at, _ in ratios]
-            panel.bar(places, heights, 0.8 / len(names), yerr=reach, capsize=2, color=f"C{i}", label=name)
+            width = 0.8 / len(names)
+            places = [at + (i - (len(names) - 1) / 2) * width for at in ratios]
+            # From opsmith's time on: what is faster hangs below it.
+            panel.bar(
+                places,
+                [n - 1 for n in over],
+                width,
+                bottom=1,
+                yerr=reach,
+                capsize=2,
+                color=f"C{i}",
+                label=name,
+            )
         panel.axhline(1, color="black", linewidth=1)
         panel.set(xticks=range(len(some)), xticklabels=[title(cell["shape"]) for cell in some])
-        panel.set(xlabel="batch × length", ylabel="time, × opsmith's", title=f"{model}, {dtype}")
+        panel.set(
+            xlabel="batch × length", ylabel="time, × opsmith's", title=f"{model}, {dtype}", yscale="log"
+        )
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.minorticks_off()
         panel.grid(axis="y", color="0.9")
         panel.set_axisbelow(True)
         panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

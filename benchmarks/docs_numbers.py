@@ -400,6 +400,39 @@ def _beside(cells: list[dict[str, Any]]) -> str:
     return table((f"{cells[0]['model']}, {cells[0]['dtype']}", *shapes, "error"), rows)
 
 
+def growth(axis: str) -> str:
+    """What the newest run says along an axis: a table for each curve."""
+    from benchmarks.growth import EAGER, OPSMITH, short
+
+    from opsmith.cli.common import size_of
+
+    stem = max(RESULTS.glob("growth-*.json")).stem
+    parts = [source(stem)]
+    for curve in (curve for curve in read(stem)["curves"] if curve["axis"] == axis):
+        rows = []
+        for point in curve["points"]:
+            seconds, scatter, held = point["seconds"], point["spread"], point["peak_bytes"]
+            took = (duration(seconds[name], scatter[name]) for name in (EAGER, OPSMITH))
+            roof = part(point["least_seconds"] / seconds[OPSMITH], scatter[OPSMITH])
+            memory = (size_of(held[name]) for name in (EAGER, OPSMITH))
+            rows.append((short(point["size"]), *took, times(point["ratio"]), roof, *memory))
+        head = (
+            curve["over"],
+            EAGER,
+            OPSMITH,
+            "over eager",
+            "of the least",
+            "memory, eager",
+            "memory, opsmith",
+        )
+        parts += [f"**{curve['name']}**", table(head, rows)]
+    return "\n\n".join(parts)
+
+
+for _axis in ("context", "batch", "vocabulary", "model"):
+    _MADE[f"growth-{_axis}"] = functools.partial(growth, _axis)
+
+
 def written(text: str) -> str:
     """The page with each region as its files say it."""
     return _REGION.sub(lambda m: f"{m[1]}\n{_MADE[m[2]]()}\n\n{m[3]}", text)

@@ -233,7 +233,10 @@ def run(axes: Sequence[str], quick: bool, seconds: float, output: Output) -> Ite
 def draw(data: Mapping[str, Any], axis: str, file: Path) -> None:
     """A row for each curve of an axis: its time beside the least there can be, and its memory."""
     curves = [curve for curve in data["curves"] if curve["axis"] == axis]
-    figure, axes = pictures.pyplot().subplots(
+    pyplot = pictures.pyplot()
+    from matplotlib.ticker import LogLocator
+
+    figure, axes = pyplot.subplots(
         len(curves), 2, figsize=(9, 2.7 * len(curves)), layout="constrained", squeeze=False
     )
     for (time, memory), curve in zip(axes, curves, strict=True):
@@ -250,6 +253,8 @@ def draw(data: Mapping[str, Any], axis: str, file: Path) -> None:
             panel.set(xlabel=curve["over"], xscale="log", yscale="log")
             panel.set_xticks(sizes, [short(size) for size in sizes], rotation=45)
             panel.minorticks_off()
+            low, high = panel.get_ylim()
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
             panel.yaxis.set_major_formatter("{x:g}")
             panel.grid(color="0.9")
     axes[0][0].legend(fontsize=7, frameon=False)

@@ -35,7 +35,9 @@ def test_each_is_held_to_float64_and_timed_in_turns(cell: dict[str, Any]) -> Non
     assert cell["left_out"] == {}
 
 
-def test_what_is_wrong_or_endless_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_or_endless_or_ends_has_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, Any]] = []
 
     class Stranger:
@@ -44,7 +46,9 @@ def test_what_is_wrong_or_endless_has_no_time(tmp_path: Path, monkeypatch: pytes
                 raise CommandError("absent: it is not installed")
             self.name, self.hello = name, {"prepare_seconds": 0.0}
 
-        def ask(self, shape: tuple[int, int], calls: int, result: str) -> dict[str, float]:
+        def ask(self, shape: tuple[int, int], calls: int, result: str = "") -> dict[str, float]:
+            if not result:
+                raise CommandError(f"{self.name} ended with status 1")
             asked.append((self.name, shape))
             right = bench.exact(**peers.batches_of(bench.exact, *shape)[0]).last_hidden_state
             peers.np.save(result, right.detach().numpy() * (1.5 if self.name == "wrong" else 1.0))
@@ -54,16 +58,16 @@ def test_what_is_wrong_or_endless_has_no_time(tmp_path: Path, monkeypatch: pytes
             pass
 
     monkeypatch.setattr(peers, "Contestant", Stranger)
-    bench = peers.Bench(Output("-"), "tiny", "float32", ["absent", "wrong", "endless"], tmp_path)
+    bench = peers.Bench(Output("-"), "tiny", "float32", ["absent", "wrong", "endless", "dies"], tmp_path)
     small, large = bench.run([(1, 8), (1, 4)], rounds=3, budget=1.0)
     assert (small["shape"], large["shape"]) == ([1, 4], [1, 8])
     assert "comparison" not in small
     assert small["left_out"]["absent"] == "it is not installed"
     assert small["left_out"]["wrong"].startswith("wrong: relative error 5.0e-01, allowed")
     assert small["left_out"]["endless"] == "not timed: a call takes 60 s at 1×4"
-    assert [name for name, shape in asked if shape == (1, 8)] == [
-        "wrong"
-    ]  # what was endless is not tried again
+    assert small["left_out"]["dies"] == "not timed at 1×4: dies ended with status 1"
+    # What was endless is not tried again.
+    assert [name for name, shape in asked if shape == (1, 8)] == ["wrong", "dies"]
 
 
 def test_a_clock_adds_what_others_counted() -> None:

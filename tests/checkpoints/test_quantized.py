@@ -283,6 +283,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
             "is quantized by 'hqq', which is not known; there are: gptq, awq",
         ),
         ("gptq", {"bits": 3}, len, "it has 3 bits, where 4 are known"),
+        ("four bits", compressed(3), len, "it has 3 bits, where 4 and 8 are known"),
         ("four bits", compressed(4, group=-1), len, r"group_size must be one of \(32, 64, 128\), got -1"),
         ("gptq", {}, lambda t: t[f"{first}.g_idx"].add_(1), "desc_act"),
         ("gptq", {}, lambda t: t.pop(f"{first}.scales"), "q_proj: it has no 'scales'"),
@@ -290,7 +291,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "it has no tensor for model.norm.weight"),
         ("awq", {"version": "gemv"}, len, "its version is 'gemv', where gemm is known"),
         ("fp8", {"weight_block_size": [64, 64]}, len, r"its blocks are \[64, 64\]"),
-        ("eight bits", {"config_groups": {}}, len, "it has 0 groups of layers"),
+        ("eight bits", {"config_groups": {}}, len, "none of 0 groups of layers is for it"),
         (
             "eight bits",
             compressed(8, {"dynamic": False}),

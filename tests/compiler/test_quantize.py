@@ -169,7 +169,7 @@ def test_a_wrong_product_is_found_and_rolled_back() -> None:
     model, x = net(), torch.randn(3, 48)
     packing = Packing()
     packing.pack(model, opsmith.Config(quantize="int8"))
-    packed = packing._packed["up"]
+    packed = packing.packed["up"]
     module = packed.owner
 
     def wrong(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 
 from opsmith.checkpoints import folder, gguf, quantized
 from opsmith.checkpoints.header import CheckpointError
+from opsmith.checkpoints.saving import save
 from opsmith.compiler import Config, optimize
 from opsmith.compiler.config import DTYPES
 
-__all__ = ["CheckpointError", "load"]
+__all__ = ["CheckpointError", "load", "save"]
 
 
 def load(
@@ -51,9 +53,11 @@ def load(
         raise ValueError(f"load: dtype must be one of {', '.join(DTYPES)}, got {name}")
     if place.suffix == ".gguf":
         model = gguf.load(place, getattr(torch, name or "float32"))
-        return optimize(model, config=config, quantize=quantize)
-    found = folder.configuration(place)
-    if getattr(found, "quantization_config", None) is None:
-        return optimize(folder.load(place, found)[0], config=config, dtype=name, quantize=quantize)
-    own = getattr(torch, name) if name is not None else found.dtype or torch.float32
-    return optimize(quantized.load(place, found, own), config=config, quantize=quantize)
+    else:
+        found = folder.configuration(place)
+        if getattr(found, "quantization_config", None) is None:
+            return optimize(folder.load(place, found)[0], config=config, dtype=name, quantize=quantize)
+        own = getattr(torch, name) if name is not None else found.dtype or torch.float32
+        model = quantized.load(place, found, own)
+    model.save_pretrained = partial(save, model)  # type: ignore[assignment]  # of its packed layers nobody else makes one
+    return optimize(model, config=config, quantize=quantize)

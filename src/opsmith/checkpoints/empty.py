@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,19 +16,23 @@ from opsmith.ops import PackedExperts
 
 
 def model_of(config: Any, dtype: torch.dtype) -> Any:
-    """The decoder of a configuration, whose parameters take no memory.
+    """The decoder of a configuration, whose parameters take no memory."""
+    config.dtype = dtype
+    return empty(lambda: import_module("transformers").AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
+def empty(make: Callable[[], Any]) -> Any:
+    """A model of transformers as it is made, but for its parameters, which take no memory.
 
     Raises:
         CheckpointError: accelerate is not installed.
     """
     try:
-        import transformers
         from accelerate import init_empty_weights
     except ImportError as error:
         raise CheckpointError(f'{error.name} is not installed: pip install "opsmith[llm]"') from error
-    config.dtype = dtype
     with quiet(), init_empty_weights(include_buffers=False):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return make()
 
 
 def put_experts(model: Any, path: str, gate_up: Any, down: Any) -> None:

@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from opsmith.checkpoints import compressed
+from opsmith.checkpoints.compressed import Parts, from_words
 from opsmith.checkpoints.empty import model_of, put, put_experts
 from opsmith.checkpoints.header import CheckpointError
 from opsmith.compiler.modules.mixtures import experts_of
@@ -24,19 +26,10 @@ from opsmith.ops import PackedExperts, PackedLinear
 _LOG = logging.getLogger("opsmith")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight numbers that follow each other lies in a word
 
-_EXPERT = ("gate_proj", "up_proj", "down_proj")
-_MIXTRALS = ("w1", "w3", "w2")  # the same in Mixtral's folders
+EXPERT = ("gate_proj", "up_proj", "down_proj")
+MIXTRALS = ("w1", "w3", "w2")  # the same in Mixtral's folders
 
-Parts = dict[str, torch.Tensor]  # a layer's tensors, by the ends of their names
 Make = Callable[[Parts, dict[str, Any]], PackedLinear]
-
-
-def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """The eight numbers from 0 to 15 in each int32, where the word was along a dimension."""
-    dim %= words.dim()
-    shifts = torch.tensor(order, dtype=torch.int32) * 4
-    numbers = words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1)) & 15
-    return numbers.flatten(dim, dim + 1).to(torch.uint8)
 
 
 def _gptq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
@@ -45,17 +38,22 @@ def _gptq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     order = parts.get("g_idx")
     if order is not None and not bool((order == torch.arange(k) // group).all()):
         raise ValueError("its columns are in the order of activations (desc_act), which are not loaded yet")
-    zero = _nibbles(parts["qzeros"], 1).to(torch.int8)
+    n = parts["qweight"].shape[1]
+    zero = from_words(parts["qzeros"], 4, n).to(torch.int8)
     if how.get("checkpoint_format", "gptq") == "gptq":
         zero += 1  # saved as one less
-    return PackedLinear.from_int4(_nibbles(parts["qweight"], 0).t(), parts["scales"], zero, group_size=group)
+    return PackedLinear.from_int4(
+        from_words(parts["qweight"].t(), 4, k), parts["scales"], zero, group_size=group
+    )
 
 
 def _awq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     group = _grouped(how.get("bits", how.get("w_bit")), how.get("group_size", how.get("q_group_size")))
     if (version := str(how.get("version", "gemm")).lower()) != "gemm":
         raise ValueError(f"its version is {version!r}, where gemm is known")
-    q, zero = (_nibbles(parts[name], 1, _AWQ_ORDER) for name in ("qweight", "qzeros"))
+    n = parts["qweight"].shape[1] * 8
+    words = (from_words(parts[name], 4, n).unflatten(1, (-1, 8)) for name in ("qweight", "qzeros"))
+    q, zero = (eights[..., _AWQ_ORDER].flatten(1) for eights in words)
     return PackedLinear.from_int4(q.t(), parts["scales"], zero.to(torch.int8), group_size=group)
 
 
@@ -63,31 +61,6 @@ def _fp8(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     if (block := how.get("weight_block_size")) not in (None, [128, 128], (128, 128)):
         raise ValueError(f"its blocks are {block}, where 128 by 128 are known")
     return PackedLinear.from_float8(parts["weight"], parts["weight_scale_inv"].float())
-
-
-def _compressed(parts: Parts, how: dict[str, Any]) -> PackedLinear:
-    """One of compressed-tensors: the numbers themselves say in which form they are."""
-    groups = list(how.get("config_groups", {}).values())
-    if len(groups) != 1:
-        raise ValueError(f"it has {len(groups)} groups of layers, where one is known")
-    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
-    scale = parts["weight_scale"]
-    if "weight_packed" in parts:
-        group = _grouped(weights.get("num_bits"), weights.get("group_size"))
-        if "weight_g_idx" in parts:
-            raise ValueError(
-                "its columns are in the order of activations (actorder), which are not loaded yet"
-            )
-        n, k = (int(size) for size in parts["weight_shape"])
-        zero = parts.get("weight_zero_point")
-        zeros = None if zero is None else _nibbles(zero, 0)[:n].t().to(torch.int8)
-        q = _nibbles(parts["weight_packed"], 1)[:, :k]
-        return PackedLinear.from_int4(q, scale.t(), zeros, group_size=group)
-    if inputs is not None and not inputs.get("dynamic"):
-        raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")
-    if parts["weight"].dtype == torch.float8_e4m3fn:
-        return PackedLinear.from_float8(parts["weight"], scale.float())
-    return PackedLinear.from_int8(parts["weight"], scale.float().flatten(), dynamic=inputs is not None)
 
 
 def _grouped(bits: Any, group: Any) -> int:
@@ -102,11 +75,7 @@ _METHODS: dict[
     "gptq": (_gptq, ("qweight", "qzeros", "scales", "g_idx"), "qweight"),
     "awq": (_awq, ("qweight", "qzeros", "scales"), "qweight"),
     "fp8": (_fp8, ("weight", "weight_scale_inv"), "weight_scale_inv"),
-    "compressed-tensors": (
-        _compressed,
-        ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-        "weight_scale",
-    ),
+    "compressed-tensors": (compressed.read, compressed.ENDS, "weight_scale"),
 }
 
 
@@ -159,7 +128,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             parts = {end: t for end in ends if (t := files.get(f"{path}.{end}")) is not None}
             for end in parts if more else ():
                 parts[end] = _rows(end, [parts[end], *(files.get(f"{other}.{end}") for other in more)])
-            packed = make(parts, how)
+            packed = make(parts, compressed.scheme_of(how, path) if method == "compressed-tensors" else how)
             if (got := (packed.out_features, packed.in_features)) != shape:
                 raise ValueError(f"it is {list(got)} where the configuration says {list(shape)}")
         except (KeyError, TypeError, ValueError) as error:
@@ -168,7 +137,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
         return packed
 
     for path, module in list(experts_of(model)):
-        for at, gate, up, down in ((path, *_EXPERT), (_as_mixtral(path), *_MIXTRALS)):
+        for at, gate, up, down in ((path, *EXPERT), (as_mixtral(path), *MIXTRALS)):
             if f"{at}.0.{down}.{says}" in files.file:
                 e, n, k = module.gate_up_proj.shape
                 each = [f"{at}.{i}" for i in range(e)]
@@ -186,7 +155,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):
         tied = path == "lm_head.weight" and config.get_text_config().tie_word_embeddings
         name = path if path in files.file or not tied else _name_of(model, model.get_input_embeddings())
-        name = other if (other := _as_mixtral(name)) in files.file else name
+        name = other if (other := as_mixtral(name)) in files.file else name
         if id(parameter) not in done:
             value = _float(files, name, parameter, dtype)
             done[id(parameter)] = nn.Parameter(value, requires_grad=False)
@@ -209,7 +178,7 @@ def _rows(end: str, parts: list[Any]) -> torch.Tensor:
     )
 
 
-def _as_mixtral(name: str) -> str:
+def as_mixtral(name: str) -> str:
     """What Mixtral's folders call a parameter of a mixture."""
     return name.replace(".mlp.", ".block_sparse_moe.")
 

@@ -66,7 +66,7 @@ class Packing:
 
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
-        self._packed: dict[str, StandIn] = {}
+        self.packed: dict[str, StandIn] = {}  # by the names of what they stand for
         self.adopted: dict[str, PackedLinear] = {}  # layers that the model has packed itself
         self._seen: tuple[list[type], Seen] = [], Seen()  # of all layers, when they were last looked at
 
@@ -137,7 +137,7 @@ class Packing:
             for name, inputs in found.items():
                 stand_in(name, inputs)
         for name in modules:
-            if name not in self._packed:
+            if name not in self.packed:
                 stand_in(name)
         read.give_back()
 
@@ -156,7 +156,7 @@ class Packing:
 
     def add(self, name: str, packed: StandIn, module: nn.Module, record: QuantizedLayer) -> None:
         """Let a packed weight take over the calls of a module."""
-        self._packed[name] = packed
+        self.packed[name] = packed
         packed.stand_in(module, record)
 
     def of(self, weight: torch.Tensor) -> Standing | None:
@@ -166,7 +166,7 @@ class Packing:
     @property
     def _layers(self) -> dict[str, Standing]:
         """The packed weights that multiply, by the names of their layers."""
-        return {name: packed for name, packed in self._packed.items() if type(packed) is Standing}
+        return {name: packed for name, packed in self.packed.items() if type(packed) is Standing}
 
     def join(self, graph: fx.GraphModule, effects: Effects, inputs: Sequence[Any]) -> list[Site]:
         """The groups of layers in a graph that one call can stand for; their packed weights then lie side by side."""
@@ -208,22 +208,22 @@ class Packing:
             packed = self._layers[name]
             if why := _wrong(packed, x):
                 packed.record.status, packed.record.why = "rolled back", why
-                del packed.owner.forward, self._packed[name]
+                del packed.owner.forward, self.packed[name]
 
     def follow(self) -> None:
         """Pack anew what changed since; a layer that its packed weight cannot stand for gets its own call back."""
-        if not self._packed or torch.compiler.is_compiling():  # on weights that have no numbers
+        if not self.packed or torch.compiler.is_compiling():  # on weights that have no numbers
             return
-        owners = [packed.owner for packed in self._packed.values()]
+        owners = [packed.owner for packed in self.packed.values()]
         kinds, seen = self._seen
         if list(map(type, owners)) == kinds and not seen.changed(own(*owners)):
             return
-        self._packed = {name: packed for name, packed in self._packed.items() if packed.follow()}
+        self.packed = {name: packed for name, packed in self.packed.items() if packed.follow()}
         self._seen = list(map(type, self.modules)), Seen(own(*self.modules))
 
     def train(self) -> None:
         """Say once that packed weights do not learn, where a model that trains would have them learn."""
-        learning = sum(any(t.requires_grad for t in packed.held) for packed in self._packed.values())
+        learning = sum(any(t.requires_grad for t in packed.held) for packed in self.packed.values())
         if learning:
             warnings.warn(
                 f"opsmith: the weights of {learning} quantized layers get no gradient, and do not learn: "
@@ -238,7 +238,7 @@ class Packing:
             The layers whose inputs are rounded, too.
         """
         modules = dict(model.named_modules())
-        for name, packed in self._packed.items():
+        for name, packed in self.packed.items():
             module: Any = modules[name]
             vars(module).pop("forward", None)
             for weight, t in zip(packed.weights, packed.unpacked(dtype), strict=True):
@@ -256,9 +256,9 @@ class Packing:
         A weight whose memory somebody else in the model uses too, as an embedding may, stays.
         """
         users = Counter(t.untyped_storage().data_ptr() for t in tensors(model).values() if not t.is_meta)
-        ours = Counter(t.untyped_storage().data_ptr() for p in self._packed.values() for t in p.held)
+        ours = Counter(t.untyped_storage().data_ptr() for p in self.packed.values() for t in p.held)
         empty: dict[int, nn.Parameter] = {}  # what stands for each weight: tied ones stay tied
-        for packed in self._packed.values():
+        for packed in self.packed.values():
             record = packed.record
             for name, weight in zip(packed.weights, packed.held, strict=True):
                 memory = weight.untyped_storage().data_ptr()
@@ -287,18 +287,18 @@ class Packing:
     @property
     def modules(self) -> list[nn.Module]:
         """The layers that compute with a packed weight."""
-        return [packed.owner for packed in self._packed.values()]
+        return [packed.owner for packed in self.packed.values()]
 
     @property
     def held(self) -> list[torch.Tensor]:
         """The weights that others were packed of."""
-        return [t for packed in self._packed.values() for t in packed.held]
+        return [t for packed in self.packed.values() for t in packed.held]
 
     def take_out(self) -> None:
         """Give every layer its own call back."""
         for module in self.modules:
             vars(module).pop("forward", None)
-        self._packed.clear()
+        self.packed.clear()
         self.adopted.clear()
 
 

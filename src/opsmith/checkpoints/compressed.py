@@ -1,0 +1,154 @@
+"""Packed layers as compressed-tensors lays them into a folder: how one is written there, and read.
+
+Four and eight bits lie in words where a layer's inputs stay as they are, int8 by rows where they are rounded too, and
+floats of 8 bits as they are. Formats of GGUF files that have one float16 for each group are such words as well.
+
+Source: https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from opsmith.ops import PackedLinear
+from opsmith.ops.packed_linear.formats import BLOCK, FORMATS, GROUPS
+from opsmith.ops.packed_linear.weight import unpack_integers, unpack_pairs
+
+ENDS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_HALVES = 32  # numbers that share a float16 in the only format of 8 bits by groups
+
+Parts = dict[str, torch.Tensor]  # a layer's tensors, by the ends of their names
+Scheme = dict[str, Any]
+
+
+def to_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers [n, k], uint8, of 4 or 8 bits as int32 words of rows, the first in the lowest bits."""
+    numbers = F.pad(numbers, (0, -numbers.shape[1] % (32 // bits)))
+    if bits == 4:
+        numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+    return numbers.contiguous().view(torch.int32)
+
+
+def from_words(words: torch.Tensor, bits: int, k: int) -> torch.Tensor:
+    """The numbers [n, k] in words of rows."""
+    numbers = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)
+    return numbers[:, :k]
+
+
+def write(layer: PackedLinear, rows: slice = slice(None)) -> tuple[Scheme | None, Parts]:
+    """How some of a layer's rows are held, and the tensors that hold them; plain ones, of bf16, have no scheme.
+
+    Raises:
+        ValueError: compressed-tensors has no form of them with the same values.
+    """
+    k, format = layer.in_features, layer.format
+    if format == "bf16":
+        return None, {"weight": unpack_pairs(layer.weight, k)[rows]}
+    if layer.outer is not None:
+        raise ValueError(
+            f"{format} has scales of two levels, of which compressed-tensors has no form; the .gguf file is the "
+            "model's checkpoint, which opsmith.load starts from"
+        )
+    assert layer.scale is not None
+    q = unpack_integers(layer.weight, format, layer.scale.shape[-1], k)[rows]
+    scale = layer.scale[..., rows].t() if layer.group_size else layer.scale[rows, None]
+    weights: Scheme = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel",
+        "dynamic": False,
+    }
+    if format == "fp8":
+        if layer.group_size:
+            blocks = scale[::BLOCK]
+            if not blocks.repeat_interleave(BLOCK, 0)[: len(q)].equal(scale):
+                raise ValueError(
+                    f"its gate and up share blocks of scales; each has rows of no multiple of {BLOCK}"
+                )
+            scale = blocks
+            weights |= {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
+        weights |= {"type": "float"}
+        parts = {"weight": q.contiguous().view(torch.float8_e4m3fn), "weight_scale": scale}
+        return _scheme("float-quantized", weights), parts
+    if format == "int8_dynamic":
+        inputs = weights | {"strategy": "token", "dynamic": True}
+        parts = {"weight": (q ^ 128).view(torch.int8), "weight_scale": scale}
+        return _scheme("int-quantized", weights, inputs), parts
+    bits = weights["num_bits"] = FORMATS[format].bits
+    parts = {"weight_packed": to_words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor(q.shape)}
+    if layer.group_size:
+        weights |= {"strategy": "group", "group_size": layer.group_size}
+    if layer.zero is not None:
+        zero = layer.zero[:, rows].view(torch.uint8)
+        if int(zero.max()) > 15:
+            raise ValueError(f"it has a zero of {int(zero.max())}, where compressed-tensors has 15 at most")
+        weights["symmetric"] = False
+        parts["weight_zero_point"] = to_words(zero, bits).t()
+    return _scheme("pack-quantized", weights), parts
+
+
+def _scheme(format: str, weights: Scheme, inputs: Scheme | None = None) -> Scheme:
+    return {"format": format, "weights": weights, "input_activations": inputs, "output_activations": None}
+
+
+def scheme_of(how: dict[str, Any], path: str) -> Scheme:
+    """What a configuration says of a layer: of the groups of layers, the one that has its name, or else its class.
+
+    Raises:
+        ValueError: none has.
+    """
+    groups: list[Scheme] = list(how.get("config_groups", {}).values())
+    found = [(target, group) for group in groups for target in group.get("targets") or ()]
+    named = [g for t, g in found if t == path or (t.startswith("re:") and re.match(t[3:], path))]
+    for group in (*named, *(g for t, g in found if t == "Linear")):
+        return group
+    raise ValueError(f"none of {len(groups)} groups of layers is for it")
+
+
+def read(parts: Parts, scheme: Scheme) -> PackedLinear:
+    """A layer of its tensors; these say themselves in which form they are."""
+    weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
+    scale = parts["weight_scale"]
+    if "weight_g_idx" in parts:
+        raise ValueError("its columns are in the order of activations (actorder), which are not loaded yet")
+    if inputs is not None and not inputs.get("dynamic"):
+        raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")
+    if "weight_packed" not in parts:
+        if parts["weight"].dtype == torch.float8_e4m3fn:
+            return PackedLinear.from_float8(parts["weight"], scale.float())
+        return PackedLinear.from_int8(parts["weight"], scale.float().flatten(), dynamic=inputs is not None)
+    bits, group = weights.get("num_bits"), weights.get("group_size")
+    if bits not in (4, 8):
+        raise ValueError(f"it has {bits} bits, where 4 and 8 are known")
+    n, k = (int(size) for size in parts["weight_shape"])
+    q, zero = from_words(parts["weight_packed"], bits, k), parts.get("weight_zero_point")
+    if bits == 4:
+        zeros = None if zero is None else from_words(zero.t(), 4, n).to(torch.int8)
+        return PackedLinear.from_int4(q, scale.t(), zeros, group_size=int(group or 0))
+    if zero is not None:
+        raise ValueError("its 8 bits have zeros, where 8 bits around zero are known")
+    if not group or group < 0:
+        return PackedLinear.from_int8(
+            (q ^ 128).view(torch.int8), scale.float().flatten(), dynamic=inputs is not None
+        )
+    return _by_groups(q, scale, group)
+
+
+def _by_groups(q: torch.Tensor, scale: torch.Tensor, group: int) -> PackedLinear:
+    """Eight bits by groups, as blocks of q8_0."""
+    half = scale.half()
+    if group not in GROUPS or q.shape[1] % group or not half.to(scale.dtype).equal(scale):
+        raise ValueError(
+            f"its 8 bits have {scale.dtype} scales for groups of {group} of {q.shape[1]} numbers, where scales that "
+            f"float16 holds are known, for whole groups of {', '.join(map(str, GROUPS))}"
+        )
+    half = half.repeat_interleave(group // _HALVES, 1).contiguous()
+    blocks = (half[..., None].view(torch.uint8), (q ^ 128).view(len(q), -1, _HALVES))
+    return PackedLinear.from_blocks(torch.cat(blocks, 2).flatten(1), format="q8_0")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,17 @@ def test_blocks_of_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"save: model.*: q4_k has scales of two levels.*the .gguf file is"):
         opsmith.load(file, config=QUICK).save_pretrained(tmp_path / "none")
     assert not list((tmp_path / "none").iterdir())
+
+
+def test_a_copy_saves_itself(tmp_path: Path) -> None:
+    written(tmp_path / "theirs", "eight bits")
+    model = opsmith.load(tmp_path / "theirs", config=QUICK)
+    path = "model.layers.0.mlp.up_proj"
+    for name, again in (("copy", copy.deepcopy(model)), ("pickled", pickle.loads(pickle.dumps(model)))):
+        again.get_submodule(path).scale.mul_(2)
+        again.save_pretrained(tmp_path / name)
+        found = packed(opsmith.load(tmp_path / name, config=QUICK))[path].dequantize()
+        assert found.equal(2 * packed(model)[path].dequantize())
 
 
 def test_weights_lie_in_files_of_a_size(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -277,6 +278,33 @@ def _deepseek() -> str:
         "the prompt, over eager",
     )
     return f"{source(stem)}\n\n{table(head, rows)}"
+
+
+@region
+def _deepseek_v3() -> str:
+    stems = sorted(file.stem for file in RESULTS.glob("deepseek-v3-*.json"))
+    if not stems:
+        return "Not measured yet."
+    parts = []
+    for stem in stems:
+        found = read(stem)
+        rows = [
+            (
+                run["name"],
+                *(
+                    f"{statistics.median(run['samples'][who]) * 1e3:.4g} ms"
+                    for who in ("opsmith", run["name"])
+                ),
+                times(run["ratio"]),
+            )
+            for run in found["runs"]
+        ]
+        head = ("opsmith against", "its token", "the other's", "how many times as fast")
+        sizes = (
+            f"{found['sizes']['n_routed_experts']} experts, a context of {found['prompt']} tokens and more"
+        )
+        parts.append(f"{source(stem)} Weights: {found['weights']}; {sizes}.\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
 
 
 @region

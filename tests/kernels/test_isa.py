@@ -60,7 +60,12 @@ def test_a_forced_tier(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_features_are_what_the_kernel_lists_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     listed = tmp_path / "cpuinfo"
-    listed.write_text(f"processor\t: 0\nvmx flags\t: ept\nflags\t\t: {' '.join(AVX512)}\nflags\t\t: fpu\n")
+    listed.write_text(
+        f"processor\t: 0\nvendor_id\t: GenuineIntel\nvmx flags\t: ept\nflags\t\t: {' '.join(AVX512)}\nflags\t\t: fpu\n"
+    )
     monkeypatch.setattr(isa, "_LISTED", listed)
     monkeypatch.delenv("OPSMITH_ISA", raising=False)
     assert isa.tier() == "avx512"
+    assert isa.is_intels()
+    monkeypatch.setattr(isa, "_LISTED", tmp_path / "nothing")
+    assert not isa.is_intels()

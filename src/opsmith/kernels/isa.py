@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-__all__ = ["FLAGS", "INSTRUCTIONS", "TIERS", "supported", "tier"]
+__all__ = ["FLAGS", "INSTRUCTIONS", "TIERS", "is_intels", "supported", "tier"]
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -51,13 +51,23 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 _LISTED = Path("/proc/cpuinfo")
 
 
-def _reported() -> set[str]:
-    """The features that Linux lists of the first processor: those that it has switched on."""
+def _listed(*names: str) -> set[str]:
+    """What Linux lists of the first processor under one of these names."""
     with contextlib.suppress(OSError), _LISTED.open() as listed:
         for name, _, words in (line.partition(":") for line in listed):
-            if name.strip() in ("flags", "Features"):
+            if name.strip() in names:
                 return set(words.split())
     return set()
+
+
+def _reported() -> set[str]:
+    """The features that this CPU has, and Linux has switched on."""
+    return _listed("flags", "Features")
+
+
+def is_intels() -> bool:
+    """True for a processor of Intel's, whose libraries ask for that name."""
+    return _listed("vendor_id") == {"GenuineIntel"}
 
 
 def supported() -> tuple[str, ...]:

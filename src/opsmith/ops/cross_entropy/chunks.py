@@ -17,7 +17,7 @@ from opsmith.call.layouts import dense
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.ops.cross_entropy import REDUCTIONS
 from opsmith.ops.linear import supports_rows
-from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES
+from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES, mkl_leads
 
 __all__ = ["backward", "forward"]
 
@@ -153,7 +153,12 @@ def _onednn_multiplies(hidden: torch.Tensor, classes: int) -> bool:
 
     A few rows, and sums over a few classes, PyTorch computes in shorter chains of additions, more exactly.
     """
-    if hidden.dtype != torch.float32 or not hidden.is_cpu or torch.float32 not in ONEDNN_DTYPES:
+    if (
+        hidden.dtype != torch.float32
+        or not hidden.is_cpu
+        or torch.float32 not in ONEDNN_DTYPES
+        or mkl_leads()
+    ):
         return False
     return hidden.shape[0] >= _ONEDNN_ROWS and hidden.shape[1] > 0 and classes > _ONEDNN_CHAIN
 

@@ -18,7 +18,7 @@ from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Pattern, Sample, Supports
-from opsmith.ops.linear.onednn import onednn, prepack, supports_onednn
+from opsmith.ops.linear.onednn import mkl_leads, onednn, prepack, supports_onednn
 from opsmith.ops.linear.training import ROWS, with_gradients
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -174,7 +174,7 @@ class _Linear(Call):
             much = x.numel() > max(x.shape[-1], dispatch.limit) and (
                 code or products > dispatch.limit << _LEARNT
             )
-            if not (exact and much) or torch.is_autocast_enabled("cpu"):
+            if not (exact and much) or mkl_leads() or torch.is_autocast_enabled("cpu"):
                 return None
             more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
             ours = supports_onednn(x, weight) is True and native(x, "linear_gradient", *more) is True
@@ -184,7 +184,7 @@ class _Linear(Call):
         if not exact and self.takes("onednn", values) is True:  # float32's sums err too far
             return "onednn"
         repaid = x.numel() >= _MANY * x.shape[-1] and products > dispatch.limit << _MUCH
-        if exact and repaid and self.takes("native", values) is True:
+        if exact and repaid and not mkl_leads() and self.takes("native", values) is True:
             return "native"
         return "split" if self.takes("split", values) is True else None
 

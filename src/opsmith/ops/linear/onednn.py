@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from opsmith.call import dispatch
 from opsmith.call.arguments import short
 from opsmith.call.dispatch import carries_tangents, compiling
 from opsmith.call.layouts import dense
@@ -30,6 +31,17 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
 ONEDNN_DTYPES = _onednn_dtypes()
 # Of these, what the CPU has no instruction for, and oneDNN multiplies into float32 memory of its own.
 EMULATED_DTYPES = {torch.bfloat16} & ONEDNN_DTYPES if isa.supported()[-1] == "avx512" else frozenset()
+
+
+_MKLS = torch.backends.mkl.is_available() and isa.is_intels()
+
+
+def mkl_leads() -> bool:
+    """True where PyTorch's own product of many rows in float32, MKL's, is the fastest: on its maker's processors.
+
+    Elsewhere it takes slower code. What is to be ours in any case (`always_native`) is ours here too.
+    """
+    return _MKLS and dispatch.limit >= 0
 
 
 def supports_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool | str:

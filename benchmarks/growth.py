@@ -1,6 +1,6 @@
 """How time and memory grow: with the context, the batch, the vocabulary, and a model's layers and width.
 
-    python benchmarks/growth.py                     # all of it, ten minutes on two cores
+    python benchmarks/growth.py                     # all of it, six minutes on two cores
     python benchmarks/growth.py context --quick     # one axis, and less of it
     python benchmarks/growth.py --json FILE --svg docs/assets   # docs/assets/growth-context.svg and so on
 

@@ -1,6 +1,6 @@
 """A wheel of opsmith with its kernels built for every tier of this kind of processor, and the sdist, in dist/.
 
-    python packages/wheel.py            # all tiers: ten minutes on two cores
+    python packages/wheel.py            # all tiers: six minutes on two cores
     python packages/wheel.py --tier avx2 --tier avx512
 
 Kernels bind to PyTorch's stable ABI, so those of one wheel serve every Python, and every torch from the one it was
@@ -33,8 +33,8 @@ from opsmith.call.fast import direct, nodes
 from opsmith.kernels import build, libraries
 from opsmith.profiler import recorder
 
-wanted = [direct.made_for_this_python("direct", direct.SOURCE), *nodes.not_built_yet(), recorder.LIBRARY]
-built = libraries.build(sys.argv[1:]) + build.build_libraries([one for one in wanted if one])
+wanted = [*direct.not_built_yet(), *nodes.not_built_yet(), recorder.LIBRARY]
+built = libraries.build(sys.argv[1:]) + build.build_libraries(wanted)
 print(json.dumps(list(map(str, built))))
 """
 
@@ -65,13 +65,12 @@ def main() -> None:
         shutil.copy(library.with_name(manifest), built / manifest)
 
     platform = f"--config-setting=--build-option=--plat-name=linux_{os.uname().machine}"
-    subprocess.run([*pack, WORK, "--wheel", platform], check=True)
-    (wheel,) = WORK.glob("*.whl")
+    subprocess.run([*pack, tree / "dist", "--wheel", platform], check=True)
+    (wheel,) = (tree / "dist").iterdir()
     without = ("--exclude=libtorch*", "--exclude=libc10*")  # which the torch that is installed has
     repair = [python, "-m", "auditwheel", "repair", *without, "--wheel-dir", HERE / "dist", wheel]
     path = f"{TOOLS}{os.pathsep}{os.environ['PATH']}"  # of patchelf
     subprocess.run(repair, check=True, env={**os.environ, "PATH": path})
-    wheel.unlink()
 
 
 if __name__ == "__main__":

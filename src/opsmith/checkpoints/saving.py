@@ -82,9 +82,8 @@ def _packed(model: nn.Module) -> tuple[Packed, Packed]:
     layers = {path: one for path, one in modules.items() if type(one) in (PackedLinear, PackedExperts)}
     for path in tables:
         del layers[f"{path}.table"]
-    packing = (
-        session.packing if isinstance(session := getattr(model, "opsmith", None), Session) else Packing()
-    )
+    session = getattr(model, "opsmith", None)
+    packing = session.packing if isinstance(session, Session) else Packing()
     packing.follow()  # weights that changed since
     one: Any
     for path, one in packing.packed.items():

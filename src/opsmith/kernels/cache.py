@@ -8,6 +8,7 @@ truncated, half-written or planted library is never loaded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -175,6 +176,7 @@ def fallback() -> Store:
     return Store(Path(tempfile.gettempdir()) / f"opsmith-{_user()}" / "kernels")
 
 
+@functools.cache  # asked for each library
 def shipped() -> Store:
     """The store inside this package: a wheel has built kernels there, and nobody writes to it."""
     return Store(Path(__file__).resolve().parent / "built")

@@ -99,9 +99,8 @@ def _written(gm: fx.GraphModule) -> Iterable[Any]:
 def _digest(values: Iterable[Any]) -> str:
     digest, read = hashlib.blake2b(), Read()
     values = [value for value in values if not isinstance(value, torch.nn.Module)]
-    with ThreadPoolExecutor(
-        torch.get_num_threads()
-    ) as threads:  # hashing leaves other threads of Python alone
+    # Hashing leaves Python to other threads.
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for value, its in zip(values, threads.map(_digest_of, values), strict=True):
             digest.update(its)
             if isinstance(value, torch.Tensor):

@@ -32,6 +32,7 @@ def test_a_point_has_times_memory_and_the_least(data: dict[str, Any]) -> None:
     for point in (small, large):
         assert all(len(samples) == 3 for samples in point["samples"].values())
         assert 0 < point["least_seconds"] < 1
+        assert point["least_seconds"] * point["roofs"]["read"]["peak"] >= point["min_bytes"]
         assert point["ratio"]["b"] == "eager"
 
 

@@ -295,6 +295,7 @@ def test_a_folder_is_there_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
         patch.setattr(Path, "replace", ends)
         with pytest.raises(KeyboardInterrupt):
             opsmith.save(model, tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()  # all else is there before it
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
         opsmith.load(tmp_path)
 

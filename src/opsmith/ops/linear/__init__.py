@@ -195,7 +195,7 @@ class _Linear(Call):
             return supports_rows(x, weight, _FEW.get(x.dtype, ROWS))
         if backend == "onednn":
             return supports_onednn(x, weight)
-        if backend == "native":
+        if backend in ("native", "packed"):
             return native(x, "linear_packed", "linear_unpacked")
         if _NAMES[code] not in _GELUS:
             return f"no kernel of ours follows the matmul for activation={_NAMES[code]!r}"
@@ -218,15 +218,15 @@ class _Linear(Call):
         """The result by one of these.
 
         rows: our kernel for a few rows, which reads the weight once, as it is, at the rate of memory.
-        native: ours that sums K in blocks, more accurate than the libraries'; the weight packed, or plain, of which
-            blocks are packed in a cache.
+        packed: ours that sums K in blocks, more accurate than the libraries', of a weight that was packed once.
+        native: the same of a weight as it is, of which blocks are packed in a cache.
         onednn: the library's, with the activation in its registers.
         split: PyTorch's matmul, then the GELU kernel in place: for dtypes that oneDNN does not multiply here.
         """
         x, weight, bias, residual, code = values
         if backend == "rows":
             return super().native(backend, values, out)  # type: ignore[no-any-return]
-        if backend == "native":
+        if backend in ("native", "packed"):
             call = _PACKED if weight.dim() == 3 else _UNPACKED
             return call.native(backend, values, out)  # type: ignore[no-any-return]
         if backend == "onednn":
@@ -336,6 +336,7 @@ CARD = _CALL.card(
     implementations=[
         # It compiles a kernel for each number of rows, and keeps a thousand of them: hundreds of megabytes.
         _CALL.implementation("onednn", prepack=prepack, margin=1.2),
+        _CALL.implementation("packed", out=True, prepack=pack_weight),
         _CALL.implementation("native", out=True),
         _CALL.implementation("rows", out=True),
         _CALL.implementation("split"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith
 from opsmith import measure
@@ -17,7 +18,7 @@ from opsmith.compiler import Config
 from opsmith.compiler.choose import inductor
 from opsmith.compiler.choose.select import Selector, contest
 from opsmith.compiler.choose.weights import Weights
-from opsmith.compiler.kept import TuningCache
+from opsmith.compiler.kept import TIMES_SCHEMA, TuningCache
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import WIDTH, Encoder, Feed, Truth, ids, numbers, padding, seeded
@@ -75,6 +76,40 @@ def test_who_takes_seconds_is_called_twice_and_has_lost(monkeypatch: pytest.Monk
     assert len(calls) == 2
     assert times.keys() == able.keys()
     assert times["eager"] >= 0.2 > min(times.values())
+
+
+def test_a_weight_is_as_cold_as_the_model_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = (torch.nn.Parameter(numbers(8, 16)) for _ in range(2))
+    x, card = numbers(4, 16), registry()["linear"]
+    weights = Weights([mine, other])
+    weights.take([mine, other])
+    call = {"x": x, "weight": mine.detach(), "bias": None, "activation": None, "residual": None}
+    beside = call | {"weight": numbers(8, 16)}
+    between: dict[str, list[int]] = {}
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            between["now"].append(args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    def quick(contestants: Any, flush: Any = None, **options: Any) -> Any:
+        between["now"] = []
+        if flush is not None:
+            with Reads():
+                flush()
+        return measure.compare(contestants, rounds=1)
+
+    monkeypatch.setattr(measure, "quick", quick)
+    for of, read in ((call, [other.data_ptr(), x.data_ptr()]), (beside, [])):
+        able = {i.name: i for i in card.candidates(**of)[0]}
+        Selector(Config())._measure(of, able, {}, weights, True)
+        assert between["now"] == read
+    assert contest(card, call, True, weights.among(call)).endswith(" as=new among=2^11")
+    assert weights.among(beside) == 0
+    most = measure.describe().last_level_cache
+    huge = torch.nn.Parameter(torch.empty(most // 4 + 1))
+    weights.take([mine, huge])
+    assert weights.among(call) == most
 
 
 def test_what_was_measured_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch, tuning_cache: Path) -> None:
@@ -140,12 +175,12 @@ def test_of_two_disturbed_measurements_the_best_stays(monkeypatch: pytest.Monkey
         "[]",
         "{}",
         '{"schema": 99, "entries": {}}',
-        '{"schema": 2, "scope": "SCOPE", "entries": []}',
-        '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {}}}',
-        '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {"native": "fast"}}}',
-        '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {"native": 0.0, "eager": NaN}}}',
-        '{"schema": 2, "scope": "SCOPE", "entries": {"KEY": {"native": -1.0, "eager": true}}}',
-        '{"schema": 2, "scope": "elsewhere", "entries": {"KEY": {"native": 1.0, "eager": 2.0}}}',
+        '{"schema": SCHEMA, "scope": "SCOPE", "entries": []}',
+        '{"schema": SCHEMA, "scope": "SCOPE", "entries": {"KEY": {}}}',
+        '{"schema": SCHEMA, "scope": "SCOPE", "entries": {"KEY": {"native": "fast"}}}',
+        '{"schema": SCHEMA, "scope": "SCOPE", "entries": {"KEY": {"native": 0.0, "eager": NaN}}}',
+        '{"schema": SCHEMA, "scope": "SCOPE", "entries": {"KEY": {"native": -1.0, "eager": true}}}',
+        '{"schema": SCHEMA, "scope": "elsewhere", "entries": {"KEY": {"native": 1.0, "eager": 2.0}}}',
         "\x00\x01",
         "[" * 50_000,
     ],
@@ -154,7 +189,11 @@ def test_a_damaged_file_counts_as_empty(text: str, monkeypatch: pytest.MonkeyPat
     counter = _Measured(monkeypatch, {"eager": 0.5})
     path = tmp_path / "tuning.json"
     key = json.dumps(contest(registry()["layer_norm"], _call(), new=True))[1:-1]
-    path.write_text(text.replace("SCOPE", TuningCache(path)._scope).replace("KEY", key))
+    path.write_text(
+        text.replace("SCHEMA", str(TIMES_SCHEMA))
+        .replace("SCOPE", TuningCache(path)._scope)
+        .replace("KEY", key)
+    )
     selector = Selector(Config(), TuningCache(path))
     assert _choose(selector, _call()).implementation == "eager"
     assert counter.calls == 1
@@ -167,7 +206,9 @@ def test_a_file_that_says_otherwise_is_believed(monkeypatch: pytest.MonkeyPatch,
     counter = _Measured(monkeypatch, {})
     path = tmp_path / "tuning.json"
     entries = {contest(registry()["layer_norm"], _call(), new=True): {"native": 2.0, "eager": 1.0}}
-    path.write_text(json.dumps({"schema": 2, "scope": TuningCache(path)._scope, "entries": entries}))
+    path.write_text(
+        json.dumps({"schema": TIMES_SCHEMA, "scope": TuningCache(path)._scope, "entries": entries})
+    )
     assert _choose(Selector(Config(), TuningCache(path)), _call()).implementation == "eager"
     assert counter.calls == 0
 

@@ -81,7 +81,7 @@ class Kept(Generic[T]):
         self._new = {}
 
 
-TIMES_SCHEMA = 2  # 2: times of calls as programs make them
+TIMES_SCHEMA = 3  # 3: of weights as cold as in a model; 2: of calls as programs make them
 Times = Annotated[
     dict[str, Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]], Field(min_length=1)
 ]

@@ -53,9 +53,13 @@ def signature(card: Operator, call: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
-def contest(card: Operator, call: Mapping[str, Any], new: bool) -> str:
-    """What a measurement is of: a call, made as a program makes it, whose result is new or in a buffer."""
-    return f"{signature(card, call)} as={'new' if new else 'still'}"
+def contest(card: Operator, call: Mapping[str, Any], new: bool, among: int = 0) -> str:
+    """What a measurement is of: a call, made as a program makes it, whose result is new or in a buffer.
+
+    `among` are the bytes of all weights, of which this call's is one: with about as many it is as cold.
+    """
+    cold = f" among=2^{among.bit_length()}" if among else ""
+    return f"{signature(card, call)} as={'new' if new else 'still'}{cold}"
 
 
 class Selector:
@@ -101,7 +105,7 @@ class Selector:
         """
         accepted, refused = card.candidates(**call)
         able = {candidate.name: candidate for candidate in accepted}
-        key, config = contest(card, call, new), self.config
+        key, config = contest(card, call, new, weights.among(call)), self.config
         fixed = self.fixed.get(signature(card, call))
         pinned = config.pin.get(site) or config.pin.get(card.name)
         known = self._measured.get(key) or self.cache.get(key) or {}
@@ -159,7 +163,8 @@ class Selector:
     ) -> tuple[dict[str, float], bool]:
         """Seconds by implementation, as a program calls them, and whether the machine was quiet enough to keep them.
 
-        An implementation that raises leaves the contest.
+        A weight is as cold as the model has it, and all else that is multiplied as warm. An implementation that raises
+        leaves the contest.
         """
         contestants, first, device = {}, {}, device_of(call.values())
         for name, candidate in list(able.items()):
@@ -179,8 +184,16 @@ class Selector:
         # Each has just run. Where a call takes long, who loses two rounds by a third as much again has lost. Where it
         # takes longer than the budget, as the output layer of a prompt may do by far, that run is one of two rounds.
         long = min(first.values()) > _BUDGET
+        inputs = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "weight"]
+        between = weights.between(call)
         result = measure.quick(
-            contestants, budget_s=_BUDGET, min_rounds=1 if long else 3, warmup=0, drop=1.33, device=device
+            contestants,
+            budget_s=_BUDGET,
+            min_rounds=1 if long else 3,
+            warmup=0,
+            drop=1.33,
+            device=device,
+            flush=partial(_read, [*between, *inputs]) if between else None,
         )
         runs = {name: [*result.samples[name], *[first[name]] * long] for name in contestants}
         steady = all(measure.spread(times) <= measure.CONCLUDES_NOTHING for times in runs.values())
@@ -216,6 +229,13 @@ def _short(call: dict[str, Any], able: Mapping[str, Implementation], weights: We
     except Exception:  # the contest finds it again, and says so
         return False
     return min(measure.once(run, device_of(call.values())) for _ in range(5)) < inductor.CALL
+
+
+def _read(tensors: Iterable[torch.Tensor]) -> None:
+    """On all threads, as a model does."""
+    for t in tensors:
+        if t.dtype.itemsize > 1:  # no sums of float8, of which no weight is that is multiplied unpacked
+            t.sum()
 
 
 def device_of(values: Iterable[Any]) -> torch.device:

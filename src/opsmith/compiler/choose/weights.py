@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from opsmith import measure
 from opsmith.compiler.steps.slots import memory
 from opsmith.operator import Implementation
 
@@ -89,7 +91,7 @@ class Weights:
         self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and what is made of them
         self._packed: dict[tuple[Any, ...], _Packed] = {}
         self._made: dict[tuple[int, Any], torch.Tensor] = {}
-        self._large = False
+        self._bytes = 0
 
     def changed(self, args: Sequence[Any]) -> bool:
         """True when a weight is not the one that was taken: loaded anew, trained, replaced or moved."""
@@ -102,7 +104,7 @@ class Weights:
         self._parameters = [weakref.ref(w, lambda _: self._gone()) for w in weights]
         self._seen = Seen(weights)
         self._known = {w.data_ptr(): w for w in self._seen.held}
-        self._large = sum(w.nbytes for w in self._known.values()) > _LARGE
+        self._bytes = sum(w.nbytes for w in self._known.values())
 
     @property
     def places(self) -> set[int]:
@@ -112,7 +114,7 @@ class Weights:
     def refused(self, implementation: Implementation, call: Mapping[str, Any]) -> bool:
         """Whether an implementation would hold a copy of a weight where these are too large for that."""
         weight = call.get("weight")
-        if implementation.prepack is None or not self._large or not isinstance(weight, torch.Tensor):
+        if implementation.prepack is None or self._bytes <= _LARGE or not isinstance(weight, torch.Tensor):
             return False
         return weight.data_ptr() in self._known
 
@@ -135,6 +137,20 @@ class Weights:
                 packed = _SHARED[shared] = _Packed(own, implementation.prepack(own, rows))
             self._packed[key] = packed
         return {**call, "weight": self._packed[key].packed}
+
+    def among(self, call: Mapping[str, Any]) -> int:
+        """Bytes of the weights that this call's is one of, at most what caches hold; 0 where it is none of them."""
+        weight = call.get("weight")
+        if not isinstance(weight, torch.Tensor) or weight.data_ptr() not in self._known or weight.is_cuda:
+            return 0
+        return min(self._bytes, measure.describe().last_level_cache)
+
+    def between(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
+        """What a model reads before it comes back to this weight: the others, as many as caches hold."""
+        room = self.among(call)
+        others = [w for at, w in self._known.items() if room and at != call["weight"].data_ptr()]
+        before = accumulate((w.nbytes for w in others), initial=0)
+        return [w for w, taken in zip(others, before, strict=False) if taken < room]
 
     def drop(self, call: Mapping[str, Any], chosen: str) -> None:
         """Let go of the weight as other implementations than the chosen one pack it: they have lost."""

@@ -4,21 +4,27 @@ One dense layer and two of experts, seeded random weights, a vocabulary of 1024:
 no layer is, would else be a fifth of it. The published layers have 256 experts; a token is sent to 8 of `--experts`.
 
     python benchmarks/deepseek_v3.py --json v3.json --svg v3.svg
-    python benchmarks/deepseek_v3.py --weights fp8     # of experts and dense layers, in blocks as it was published
+    python benchmarks/deepseek_v3.py --weights fp8     # of all layers, in blocks as it was published
     python benchmarks/deepseek_v3.py --tiny            # checks that all of this runs
 
 Each contestant is timed in turns with the whole of opsmith; both compute with the same weights in the same memory:
 
     eager                   transformers, nothing of ours (fp8: its code, which calls our packed layers and experts)
+    plain attention         no latent attention: keys and values of all heads, from all rows, for every token
+
+and with bfloat16:
+
     two chains              `mla_preprocess` as two fused chains around the products
     thirteen operators      `mla_preprocess` as operators of this library, one by one
     thirteen of PyTorch     the same of PyTorch's
-    plain attention         no latent attention: keys and values of all heads, from all rows, for every token
-    transformers' experts   the experts as transformers computes them (bfloat16 only)
+    transformers' experts   the experts as transformers computes them
+
+and with fp8, where two chains stand around packed products:
+
+    unpacked projections    all projections of attention but the last in bfloat16, for `mla_preprocess`
 
 64 experts are 6.6 thousand million numbers: 13.2 GB in bfloat16, half of it in float8, and some GB for what a
-contestant packs and absorbs. Where memory is short, `--experts 32` halves it. With fp8 the projections of attention are
-bfloat16 all the same: latent attention is found where they are layers of PyTorch.
+contestant packs and absorbs. Where memory is short, `--experts 32` halves it.
 """
 
 from __future__ import annotations
@@ -43,6 +49,7 @@ import opsmith
 from opsmith import measure
 from opsmith.checkpoints.empty import model_of, put, put_experts
 from opsmith.compiler.modules.latent import site
+from opsmith.compiler.modules.linear_layers import layer_of
 from opsmith.compiler.modules.mixtures import experts_of
 from opsmith.measure.stats import paired_ratio
 from opsmith.ops import PackedExperts, PackedLinear
@@ -88,16 +95,19 @@ class Contestant:
     rung: Any = None  # in the place of `mla_preprocess`
     experts: bool = True  # are ours
     ours: bool = True
+    weights: tuple[str, ...] = ("bfloat16", "fp8")  # with which it is something else than opsmith
+    unpacked: bool = False  # the projections of attention whose results `mla_preprocess` gives
 
 
 OURS = Contestant()
 OTHERS = {
     "eager": Contestant(ours=False),
-    "two chains": Contestant(rung=mla_rungs.two_chains),
-    "thirteen operators": Contestant(rung=mla_rungs.thirteen_of_ours),
-    "thirteen of PyTorch": Contestant(rung=mla_rungs.thirteen_in_pytorch),
+    "two chains": Contestant(rung=mla_rungs.two_chains, weights=("bfloat16",)),
+    "thirteen operators": Contestant(rung=mla_rungs.thirteen_of_ours, weights=("bfloat16",)),
+    "thirteen of PyTorch": Contestant(rung=mla_rungs.thirteen_in_pytorch, weights=("bfloat16",)),
     "plain attention": Contestant({"mla_cache": "off"}),
-    "transformers' experts": Contestant(experts=False),
+    "transformers' experts": Contestant(experts=False, weights=("bfloat16",)),
+    "unpacked projections": Contestant(unpacked=True, weights=("fp8",)),
 }
 
 
@@ -107,6 +117,9 @@ class Running:
     def __init__(self, base: Any, of: Contestant, tune: bool) -> None:
         shared = {id(t): t for t in (*base.parameters(), *base.buffers())}
         self.of, self.model, self.cache = of, copy.deepcopy(base, shared), None
+        for path, layer in list(self.model.named_modules()) if of.unpacked else ():
+            if type(layer) is PackedLinear and ".self_attn." in path and not path.endswith(".o_proj"):
+                put(self.model, path, layer_of(layer.dequantize().to(torch.bfloat16)))
         if of.ours:
             chosen = self.model.config._experts_implementation
             config = opsmith.Config(tune=tune, inductor=False, **of.settings)
@@ -139,7 +152,7 @@ class Running:
 
 
 def made(sizes: dict[str, Any], weights: str) -> Any:
-    """The model: transformers', whose dense layers and experts are packed ones where weights are float8."""
+    """The model: transformers', whose layers, the output layer aside, are packed ones where weights are float8."""
     from transformers import DeepseekV3Config
 
     torch.manual_seed(0)
@@ -155,7 +168,7 @@ def made(sizes: dict[str, Any], weights: str) -> Any:
 
     if weights == "fp8":
         for path, layer in list(model.named_modules()):
-            if type(layer) is nn.Linear and ".mlp." in path:
+            if type(layer) is nn.Linear and path != "lm_head":
                 put(model, path, packed(*layer.weight.shape))
         for path, module in list(experts_of(model)):
             e, n, k = module.gate_up_proj.shape
@@ -189,7 +202,7 @@ def main(
     sizes = SIZES | {"n_routed_experts": experts} | (TINY if tiny else {})
     if tiny:
         prompt = min(prompt, 64)
-    names = [name for name, one in OTHERS.items() if weights == "bfloat16" or one.experts]
+    names = [name for name, one in OTHERS.items() if weights in one.weights]
     if unknown := set(only or ()) - set(names):
         raise typer.BadParameter(f"--only is one of {', '.join(names)}, got {unknown.pop()}")
     base = made(sizes, weights)

@@ -13,10 +13,9 @@ from typing import Any
 from opsmith.compiler.modules.latent.site import LatentReport
 from opsmith.compiler.modules.stand_in import QuantizedLayer, formats
 from opsmith.compiler.program.sites import GraphReport, SiteReport
-from opsmith.ops import mla_attention, mla_preprocess, paged_attention
+from opsmith.ops import paged_attention
 
 _OF_FEW_BITS = ("packed", "kept")
-_LATENT = (mla_preprocess.__name__, mla_attention.__name__)  # what a layer that keeps latent rows is made of
 
 
 def _rounded(packed: list[QuantizedLayer]) -> list[str]:
@@ -62,9 +61,9 @@ class Report:
         for graph in self.graphs:
             calls = (s.operator for s in graph.kept for _ in range(s.layers))
             most |= Counter(calls)  # of two counts the larger
-        latent = sum(layer.status == "kept" for layer in self.latent)
+        latent = Counter(name for layer in self.latent for name in layer.operators)
         paged = {paged_attention.__name__: self.paged} if self.paged else {}
-        return dict(most) | dict.fromkeys(_LATENT if latent else (), latent) | paged
+        return dict(most) | dict(latent) | paged
 
     @property
     def together(self) -> dict[str, int]:

@@ -39,8 +39,9 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def own(*modules: nn.Module) -> list[torch.Tensor]:
-    """The parameters of modules themselves, in the time that a call has for it."""
-    return [t for module in modules for t in module._parameters.values() if t is not None]
+    """The parameters and buffers of modules themselves, in the time that a call has for it."""
+    held = [(*module._parameters.values(), *module._buffers.values()) for module in modules]
+    return [t for tensors in held for t in tensors if t is not None]
 
 
 def as_linear(module: nn.Module) -> nn.Linear:

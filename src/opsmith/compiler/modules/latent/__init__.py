@@ -24,6 +24,7 @@ from opsmith.compiler.modules.latent.find import Reading, candidates
 from opsmith.compiler.modules.latent.pages import LatentPages
 from opsmith.compiler.modules.latent.site import (
     FORMS,
+    OPERATORS,
     Laid,
     LatentReport,
     LatentSite,
@@ -110,7 +111,8 @@ class Latent:
         r = site.reading
         report.heads, report.values = r.heads, r.kv_lora + r.rope
         report.plain_values = r.heads * (r.nope + r.rope + r.value)
-        form = FORMS.get(self.config.quantize or "")
+        # Numbers of few bits are the model's own: nobody asked for others.
+        form = None if r.packed else FORMS.get(self.config.quantize or "")
         names = [n for n, m in site.module.named_modules(prefix=site.name) if m in r.absorbed]
         skipped = any(fnmatchcase(n, p) for n in names for p in self.config.quantize_skip)
         if form is not None and not skipped:
@@ -121,9 +123,10 @@ class Latent:
                 site.quantize, report.why = None, f"weights stay as they are: {error}"
         if self.config.mla_cache == "int8_tiled":
             latent_prove.calibrate(site, found)
-        report.status, report.mode, report.weights = "kept", self.config.mla_cache, site.quantize or ""
+        report.status, report.mode = "kept", self.config.mla_cache
+        report.weights, report.operators = site.quantize or r.packed, OPERATORS[bool(r.packed)]
         report.token_bytes = site.cache(report.mode, 1, self.config.mla_block).token_bytes
-        if site.quantize is not None or site.scales is not None:
+        if site.quantize is not None or site.scales is not None or "int8_dynamic" in r.packed:
             report.lost = latent_prove.lost(site, found, report.mode)
         return True
 
@@ -219,10 +222,10 @@ class Latent:
     def lines(self) -> list[str]:
         """For the plan: what is cached, and when which form runs."""
         lines = []
-        groups: dict[tuple[int, ...], list[LatentSite]] = {}
+        groups: dict[tuple[Any, ...], list[LatentSite]] = {}
         for site in self.sites:
             report = site.report
-            key = (report.values, report.plain_values, report.token_bytes)
+            key = (report.values, report.plain_values, report.token_bytes, site.reading.packed)
             groups.setdefault(key, []).append(site)
         for alike in groups.values():
             report, r = alike[0].report, alike[0].reading
@@ -232,6 +235,10 @@ class Latent:
                 if first is None
                 else f"a prompt of {first} tokens or more expanded, decoding absorbed"
             )
+            if r.packed:
+                switch += (
+                    f"; projections of {r.packed} as the model has them, that of keys and values unpacked"
+                )
             decode = operations(r, 1, 1, _ROWS)
             ratio = decode["expanded"] / decode["absorbed"]
             lines.append(

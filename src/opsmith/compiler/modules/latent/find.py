@@ -17,20 +17,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.ops import MLACache, MLAWeights
+from opsmith.compiler.modules.linear_layers import layer_of
+from opsmith.ops import MLACache, MLAWeights, PackedLinear
+
+Linear = nn.Linear | PackedLinear
+
+
+@dataclass(frozen=True, eq=False)
+class Absorbed:
+    """What is made of a module whose other projections are called as they are, by the names of `MLAWeights`."""
+
+    wuk: torch.Tensor  # [heads, nope, kv_lora]
+    wuv: torch.Tensor  # [heads, value, kv_lora]
+    interleaved: bool
 
 
 @dataclass(frozen=True)
 class Reading:
     """Which child of a module does what, and the sizes that follow."""
 
-    kv_a: nn.Linear  # [kv_lora + rope, D]
-    kv_norm: nn.Module
-    kv_b: nn.Linear  # [heads * (nope + value), kv_lora]
-    q: nn.Linear  # [heads * (nope + rope), q_lora or D]
-    out: nn.Linear  # [D, heads * value]
-    q_a: nn.Linear | None
-    q_norm: nn.Module | None
+    kv_a: Linear  # [kv_lora + rope, D]
+    kv_norm: Any
+    kv_b: Linear  # [heads * (nope + value), kv_lora]
+    q: Linear  # [heads * (nope + rope), q_lora or D]
+    out: Linear  # [D, heads * value]
+    q_a: Linear | None
+    q_norm: Any
     heads: int
     nope: int
     rope: int
@@ -41,19 +53,44 @@ class Reading:
     @property
     def absorbed(self) -> tuple[nn.Module, ...]:
         """The children that the rewritten call no longer calls; the output projection stays."""
-        return tuple(m for m in (self.kv_a, self.kv_norm, self.kv_b, self.q, self.q_a, self.q_norm) if m)
+        called = () if self.packed else (self.kv_a, self.q, self.q_a)
+        return tuple(m for m in (*called, self.kv_norm, self.kv_b, self.q_norm) if m)
 
-    def cache(self, mode: str, blocks: int, block_size: int, device: torch.device | str) -> MLACache:
+    @property
+    def packed(self) -> str:
+        """The formats of projections in few bits, which stay as they are: unpacked, a token would read more."""
+        formats = {m.format for m in (self.kv_a, self.q, self.q_a) if isinstance(m, PackedLinear)}
+        return " and ".join(sorted(formats))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the hidden states: packed weights do not say it."""
+        layers = self.kv_a, self.q, self.kv_b, self.out
+        plain = (m.weight.dtype for m in layers if isinstance(m, nn.Linear))
+        return next(plain, self.kv_norm.weight.dtype)
+
+    def cache(self, mode: str, blocks: int, block_size: int, device: Any = None) -> MLACache:
         """An empty pool for rows of these sizes."""
-        make, dtype = partial(MLACache.allocate, kv_lora=self.kv_lora, rope=self.rope), self.kv_a.weight.dtype
-        return make(mode, blocks, block_size, dtype=dtype, device=device)
+        make = partial(MLACache.allocate, kv_lora=self.kv_lora, rope=self.rope)
+        device = device or self.kv_norm.weight.device
+        return make(mode, blocks, block_size, dtype=self.dtype, device=device)
 
-    def weights(self, interleaved: bool) -> MLAWeights:
-        """The weights of `mla_preprocess`; `interleaved`: the rope rows are pairs of neighbors."""
+    def weights(self, interleaved: bool) -> MLAWeights | Absorbed:
+        """The weights of `mla_preprocess`; `interleaved`: the rope rows are pairs of neighbors.
+
+        Of packed projections only what is absorbed is made: the values that a packed weight stands for, rounded once.
+        """
+        kv_b = self.kv_b
+        if isinstance(kv_b, PackedLinear):
+            kv_b = layer_of(kv_b.dequantize().to(self.dtype))
+        if self.packed:
+            heads = kv_b.weight.detach().view(self.heads, -1, self.kv_lora)
+            wuk, wuv = heads.split((self.nope, self.value), dim=1)
+            return Absorbed(wuk.contiguous(), wuv.contiguous(), interleaved)
         named: Any = SimpleNamespace(
             kv_a_proj_with_mqa=self.kv_a,
             kv_a_layernorm=self.kv_norm,
-            kv_b_proj=self.kv_b,
+            kv_b_proj=kv_b,
             q_proj=self.q if self.q_a is None else None,
             q_a_proj=self.q_a,
             q_a_layernorm=self.q_norm,
@@ -76,7 +113,7 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Reading]
 
 def readings(module: nn.Module) -> list[Reading]:
     """Every way to read a module's children as latent attention."""
-    linears = [m for m in module.children() if type(m) is nn.Linear]
+    linears: list[Any] = [m for m in module.children() if type(m) in (nn.Linear, PackedLinear)]
     norms = [m for m in module.children() if _is_norm(m)]
     others = [m for m in module.children() if m not in linears and m not in norms]
     if any(True for m in others for _ in m.parameters()):
@@ -93,11 +130,11 @@ def readings(module: nn.Module) -> list[Reading]:
 
 
 def _read(
-    kv_a: nn.Linear,
-    kv_b: nn.Linear,
-    q: nn.Linear,
-    out: nn.Linear,
-    q_a: nn.Linear | None,
+    kv_a: Linear,
+    kv_b: Linear,
+    q: Linear,
+    out: Linear,
+    q_a: Linear | None,
     kv_norm: nn.Module,
     q_norm: nn.Module | None,
 ) -> Reading | None:

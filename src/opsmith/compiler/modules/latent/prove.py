@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,8 +23,6 @@ from opsmith.compiler.prove.site import worst
 from opsmith.compiler.prove.wide import Exact, widened
 from opsmith.compiler.reasons import raised
 from opsmith.operator import Tolerance, Verdict
-from opsmith.ops.mla.call import Rotation
-from opsmith.ops.mla.reference import define
 
 # Pre-processing and attention are an operator each, and each is held to the policy.
 TOLERANCE = Tolerance(factor=2.0, ulps=2.0)
@@ -50,8 +48,26 @@ def seen(roles: Roles, given: Mapping[str, Any]) -> Seen:
     return Seen(given[roles.hidden][:1, some].detach().clone(), table, alone(roles, given, some))
 
 
+@contextlib.contextmanager
+def _inputs_as_they_are(module: nn.Module) -> Iterator[None]:
+    """Packed layers round no inputs: what that takes is no error of arithmetic, and stands in the report."""
+    rounding: list[Any] = [m for m in module.children() if getattr(m, "format", None) == "int8_dynamic"]
+    for layer in rounding:
+        layer.format = "int8"
+    try:
+        yield
+    finally:
+        for layer in rounding:
+            layer.format = "int8_dynamic"
+
+
 def identify(site: LatentSite, found: Seen) -> Verdict:
     """Give the site the reading that computes what its module does, or say why none does."""
+    with _inputs_as_they_are(site.module):
+        return _identify(site, found)
+
+
+def _identify(site: LatentSite, found: Seen) -> Verdict:
     best = Verdict(False, math.inf, 0.0, "no reading of its layers computes what it does")
     for out in {r.out for r in site.readings}:
         try:
@@ -77,18 +93,19 @@ def calibrate(site: LatentSite, found: Seen) -> None:
     """The scales of an int8 cache, from what the examples have and a quarter more."""
     first = found.table[0]
     table = (first.real, first.imag) if first.is_complex() else found.table
-    cos, sin = (t.reshape(-1, t.shape[-1]) for t in table)
+    cos, sin = (t.reshape(-1, t.shape[-1]).contiguous() for t in table)
     with torch.no_grad():
-        w = site.weights().parts()
-        d = define(found.x[0], w, Rotation(cos, sin, w.interleaved), site.reading.eps)
-        ctkv = (d.k_nope.float().abs().max() * _HEADROOM / 127).clamp(min=1e-12)
-        heads = (d.q_out.float().abs().amax((0, 2)) * _HEADROOM).clamp(min=1e-12)
+        cache = site.cache("split", 1, len(cos))
+        q_out, _ = site.preprocess(found.x[0], cos, sin, torch.arange(len(cos), device=cos.device), cache)
+        ctkv = (cache.latent.float().abs().max() * _HEADROOM / 127).clamp(min=1e-12)
+        heads = (q_out.float().abs().amax((0, 2)) * _HEADROOM).clamp(min=1e-12)
     site.scales = (ctkv, 127 / heads)
 
 
 def lost(site: LatentSite, found: Seen, mode: str) -> float:
     """How far the results are from the exact ones, relative to these: what rounding weights or rows took."""
-    exact, _ = _own(site, site.reading.out, found, exact=True)
+    with _inputs_as_they_are(site.module):
+        exact, _ = _own(site, site.reading.out, found, exact=True)
     got = _ours(site, found, mode, "absorbed")[0].double()
     return float((got - exact).norm() / exact.norm().clamp(min=1e-300))
 
@@ -164,7 +181,7 @@ def _order(site: LatentSite, mine: torch.Tensor, rows: torch.Tensor | None) -> N
         return
     theirs, mine = rows[0, 0].double(), mine[0].double()
     halves = torch.arange(site.reading.rope, device=mine.device)
-    for order in (None, halves.view(-1, 2).t().reshape(-1)):
+    for order in (None, halves.view(-1, 2).t().reshape(-1), halves.view(2, -1).t().reshape(-1)):
         difference = (theirs if order is None else theirs[:, order]) - mine
         if float(difference.abs().max()) <= _SAME * float(mine.abs().max()):
             site.portable, site.order = True, order

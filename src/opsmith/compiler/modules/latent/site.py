@@ -20,23 +20,34 @@ from torch import nn
 
 from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.modules.conventions import HUGGING_FACE
-from opsmith.compiler.modules.latent.find import Reading
+from opsmith.compiler.modules.latent.find import Absorbed, Reading
 from opsmith.compiler.modules.latent.pages import LatentPages
 from opsmith.compiler.modules.linear_layers import own
 from opsmith.decoding.pages import Step
 from opsmith.ops import (
     MLACache,
     MLAWeights,
+    PackedLinear,
     attention,
     linear,
     mla_attention,
     mla_kv_epilogue,
     mla_preprocess,
+    mla_q_epilogue,
+    rms_norm,
 )
 from opsmith.ops import rope as rope_op
 from opsmith.ops.mla.projection import normalize_and_project
 
 FORMS = {"int8": "weight_int8", "int8_dynamic": "per_token", "int4": "weight_int4"}
+OPERATORS = {
+    False: (mla_preprocess.__name__, mla_attention.__name__),
+    True: (
+        mla_kv_epilogue.__name__,
+        mla_q_epilogue.__name__,
+        mla_attention.__name__,
+    ),  # around packed products
+}
 _NUMBERS = itertools.count()
 _SITES: weakref.WeakValueDictionary[str, LatentSite] = weakref.WeakValueDictionary()
 
@@ -114,7 +125,8 @@ class LatentReport:
     plain_values: int = 0  # that attention with keys and values of all heads would cache
     token_bytes: int = 0
     mode: str = ""
-    weights: str = ""  # how they are quantized
+    weights: str = ""  # how they are quantized, or packed by the model
+    operators: tuple[str, ...] = ()  # that a layer which is kept is made of
     error: float = 0.0
     bound: float = 0.0
     lost: float = 0.0  # relative, by quantized weights or rows
@@ -147,7 +159,7 @@ class LatentSite:
         self.quantize: str | None = None
         # ctkv_scale, q_nope_scale of an int8 cache
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._weights: tuple[MLAWeights, Seen] | None = None  # and what they were made of
+        self._weights: tuple[MLAWeights | Absorbed, Seen] | None = None  # and what they were made of
         _SITES[self.key] = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,17 +193,19 @@ class LatentSite:
 
     def cache(self, mode: str, blocks: int, block_size: int) -> MLACache:
         """An empty pool for this layer's rows."""
-        made = self.reading.cache(mode, blocks, block_size, self.reading.kv_a.weight.device)
+        made = self.reading.cache(mode, blocks, block_size)
         if mode == "int8_tiled" and self.scales is not None:
             made.ctkv_scale, made.q_nope_scale = self.scales
         return made
 
-    def weights(self) -> MLAWeights:
+    def weights(self) -> MLAWeights | Absorbed:
         """Absorbed and packed from the module's own, which may have changed since."""
         now = own(*self.reading.absorbed)
         if self._weights is None or self._weights[1].changed(now):
             made = self.reading.weights(self.interleaved)
-            self._weights = made if self.quantize is None else made.quantize(self.quantize), Seen(now)
+            if self.quantize is not None and isinstance(made, MLAWeights):
+                made = made.quantize(self.quantize)
+            self._weights = made, Seen(now)
         return self._weights[0]
 
     def close(self) -> None:
@@ -230,40 +244,55 @@ class LatentSite:
     def _absorbed(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: LatentPages, step: Step
     ) -> torch.Tensor:
-        cache, w = pages.caches[self.index], self.weights()
-        options: dict[str, Any] = {}
-        if cache.mode == "int8_tiled":
-            options = {"ctkv_scale": cache.ctkv_scale, "q_nope_scale": cache.q_nope_scale}
-        q_out, q_rope = mla_preprocess(x, w, cos, sin, step.slots, cache, eps=self.reading.eps, **options)[:2]
+        cache = pages.caches[self.index]
+        q_out, q_rope = self.preprocess(x, cos, sin, step.slots, cache)
+        scales = {"ctkv_scale": cache.ctkv_scale, "q_nope_scale": cache.q_nope_scale}
+        wuv = self.weights().wuv
         return mla_attention(
-            q_out, q_rope, cache, step.tables, step.lens, scale=self.scale, wuv=w.wuv, **options
+            q_out, q_rope, cache, step.tables, step.lens, scale=self.scale, wuv=wuv, **scales
         )
+
+    def preprocess(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: MLACache
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries in the latent space: by one operator, or by two fused chains between packed products."""
+        w, scale = self.weights(), cache.q_nope_scale
+        if isinstance(w, MLAWeights):
+            how: Any = {"eps": self.reading.eps, "ctkv_scale": cache.ctkv_scale, "q_nope_scale": scale}
+            return mla_preprocess(x, w, cos, sin, slots, cache, **how)[:2]
+        q = self._queries(x, cos, sin, slots, cache)
+        how = {"interleaved": w.interleaved, "joint": cache.mode == "joint", "q_nope_scale": scale}
+        return mla_q_epilogue(q, w.wuk, cos, sin, **how)
+
+    def _queries(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: MLACache
+    ) -> torch.Tensor:
+        """Queries [T, heads, nope + rope] that are not rotated yet; the keys' rows go into the cache."""
+        w, r = self.weights(), self.reading
+        if isinstance(w, MLAWeights):
+            p = w.parts()
+            keys = normalize_and_project(x, None, None, p.down, p.quant, r.eps)
+            latent_q = x if p.gamma1 is None else p.split(keys)[1]
+            q = normalize_and_project(latent_q, p.gamma1, p.beta1, p.up, p.quant, r.eps)
+        else:
+            keys = r.kv_a(x)
+            q = r.q(x if r.q_a is None else rms_norm(r.q_a(x), r.q_norm.weight, r.eps))
+        how: Any = {"eps": r.eps, "interleaved": w.interleaved, "ctkv_scale": cache.ctkv_scale}
+        mla_kv_epilogue(keys, r.kv_norm.weight, cos, sin, slots, cache, **how)
+        return q.view(-1, r.heads, r.nope + r.rope)
 
     def _expanded(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: LatentPages, step: Step
     ) -> torch.Tensor:
         """Keys and values of heads, made of all rows: cheaper where many tokens see few rows."""
-        r, p = self.reading, self.weights().parts()
-        cache = pages.caches[self.index]
-        a = normalize_and_project(x, None, None, p.down, p.quant, r.eps)
-        mla_kv_epilogue(
-            a,
-            p.gamma2,
-            cos,
-            sin,
-            step.slots,
-            cache,
-            eps=r.eps,
-            interleaved=p.interleaved,
-            ctkv_scale=cache.ctkv_scale,
-        )
-        latent_q = x if p.gamma1 is None else a[:, r.kv_lora + r.rope :]
-        q = normalize_and_project(latent_q, p.gamma1, p.beta1, p.up, p.quant, r.eps)
-        q = q.view(-1, r.heads, r.nope + r.rope)
-        turned = rope_op(q[..., r.nope :], cos, sin, interleaved=p.interleaved)
+        r = self.reading
+        q = self._queries(x, cos, sin, step.slots, pages.caches[self.index])
+        turned = rope_op(q[..., r.nope :], cos, sin, interleaved=self.weights().interleaved)
         q = torch.cat((q[..., : r.nope], turned), -1).view(pages.batch, step.tokens, r.heads, -1)
         nope, rope = pages.read(self.index, step.columns)
-        made = linear(nope, r.kv_b.weight.detach()).view(*nope.shape[:2], r.heads, r.nope + r.value)
+        b = r.kv_b
+        made = b(nope) if isinstance(b, PackedLinear) else linear(nope, b.weight.detach())
+        made = made.view(*nope.shape[:2], r.heads, r.nope + r.value)
         shared = rope.unsqueeze(2).expand(-1, -1, r.heads, -1)
         keys = torch.cat((made[..., : r.nope], shared), -1)
         there = pages.there(step.columns)

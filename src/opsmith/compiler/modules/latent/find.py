@@ -32,6 +32,9 @@ class Absorbed:
     interleaved: bool
 
 
+Weights = MLAWeights | Absorbed
+
+
 @dataclass(frozen=True)
 class Reading:
     """Which child of a module does what, and the sizes that follow."""
@@ -75,7 +78,7 @@ class Reading:
         device = device or self.kv_norm.weight.device
         return make(mode, blocks, block_size, dtype=self.dtype, device=device)
 
-    def weights(self, interleaved: bool) -> MLAWeights | Absorbed:
+    def weights(self, interleaved: bool) -> Weights:
         """The weights of `mla_preprocess`; `interleaved`: the rope rows are pairs of neighbors.
 
         Of packed projections only what is absorbed is made: the values that a packed weight stands for, rounded once.

@@ -95,8 +95,8 @@ def calibrate(site: LatentSite, found: Seen) -> None:
     table = (first.real, first.imag) if first.is_complex() else found.table
     cos, sin = (t.reshape(-1, t.shape[-1]).contiguous() for t in table)
     with torch.no_grad():
-        cache = site.cache("split", 1, len(cos))
-        q_out, _ = site.preprocess(found.x[0], cos, sin, torch.arange(len(cos), device=cos.device), cache)
+        cache, slots = site.cache("split", 1, len(cos)), torch.arange(len(cos), device=cos.device)
+        q_out, _ = site.preprocess(site.weights(), found.x[0], (cos, sin, slots, cache))
         ctkv = (cache.latent.float().abs().max() * _HEADROOM / 127).clamp(min=1e-12)
         heads = (q_out.float().abs().amax((0, 2)) * _HEADROOM).clamp(min=1e-12)
     site.scales = (ctkv, 127 / heads)

@@ -20,7 +20,7 @@ from torch import nn
 
 from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.modules.conventions import HUGGING_FACE
-from opsmith.compiler.modules.latent.find import Absorbed, Reading
+from opsmith.compiler.modules.latent.find import Reading, Weights
 from opsmith.compiler.modules.latent.pages import LatentPages
 from opsmith.compiler.modules.linear_layers import own
 from opsmith.decoding.pages import Step
@@ -48,6 +48,7 @@ OPERATORS = {
         mla_attention.__name__,
     ),  # around packed products
 }
+To = tuple[torch.Tensor, torch.Tensor, torch.Tensor, MLACache]  # cosines, sines, slots, and where these are
 _NUMBERS = itertools.count()
 _SITES: weakref.WeakValueDictionary[str, LatentSite] = weakref.WeakValueDictionary()
 
@@ -159,7 +160,7 @@ class LatentSite:
         self.quantize: str | None = None
         # ctkv_scale, q_nope_scale of an int8 cache
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._weights: tuple[MLAWeights | Absorbed, Seen] | None = None  # and what they were made of
+        self._weights: tuple[Weights, Seen] | None = None  # and what they were made of
         _SITES[self.key] = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +199,7 @@ class LatentSite:
             made.ctkv_scale, made.q_nope_scale = self.scales
         return made
 
-    def weights(self) -> MLAWeights | Absorbed:
+    def weights(self) -> Weights:
         """Absorbed and packed from the module's own, which may have changed since."""
         now = own(*self.reading.absorbed)
         if self._weights is None or self._weights[1].changed(now):
@@ -244,31 +245,23 @@ class LatentSite:
     def _absorbed(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: LatentPages, step: Step
     ) -> torch.Tensor:
-        cache = pages.caches[self.index]
-        q_out, q_rope = self.preprocess(x, cos, sin, step.slots, cache)
-        scales = {"ctkv_scale": cache.ctkv_scale, "q_nope_scale": cache.q_nope_scale}
-        wuv = self.weights().wuv
-        return mla_attention(
-            q_out, q_rope, cache, step.tables, step.lens, scale=self.scale, wuv=wuv, **scales
-        )
+        w, cache = self.weights(), pages.caches[self.index]
+        q_out, q_rope = self.preprocess(w, x, (cos, sin, step.slots, cache))
+        how: Any = {"ctkv_scale": cache.ctkv_scale, "q_nope_scale": cache.q_nope_scale, "scale": self.scale}
+        return mla_attention(q_out, q_rope, cache, step.tables, step.lens, wuv=w.wuv, **how)
 
-    def preprocess(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: MLACache
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def preprocess(self, w: Weights, x: torch.Tensor, to: To) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries in the latent space: by one operator, or by two fused chains between packed products."""
-        w, scale = self.weights(), cache.q_nope_scale
+        cos, sin, _, cache = to
+        how: Any = {"q_nope_scale": cache.q_nope_scale}
         if isinstance(w, MLAWeights):
-            how: Any = {"eps": self.reading.eps, "ctkv_scale": cache.ctkv_scale, "q_nope_scale": scale}
-            return mla_preprocess(x, w, cos, sin, slots, cache, **how)[:2]
-        q = self._queries(x, cos, sin, slots, cache)
-        how = {"interleaved": w.interleaved, "joint": cache.mode == "joint", "q_nope_scale": scale}
-        return mla_q_epilogue(q, w.wuk, cos, sin, **how)
+            return mla_preprocess(x, w, *to, eps=self.reading.eps, ctkv_scale=cache.ctkv_scale, **how)[:2]
+        how |= {"interleaved": w.interleaved, "joint": cache.mode == "joint"}
+        return mla_q_epilogue(self._queries(w, x, to), w.wuk, cos, sin, **how)
 
-    def _queries(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: MLACache
-    ) -> torch.Tensor:
+    def _queries(self, w: Weights, x: torch.Tensor, to: To) -> torch.Tensor:
         """Queries [T, heads, nope + rope] that are not rotated yet; the keys' rows go into the cache."""
-        w, r = self.weights(), self.reading
+        r = self.reading
         if isinstance(w, MLAWeights):
             p = w.parts()
             keys = normalize_and_project(x, None, None, p.down, p.quant, r.eps)
@@ -277,17 +270,17 @@ class LatentSite:
         else:
             keys = r.kv_a(x)
             q = r.q(x if r.q_a is None else rms_norm(r.q_a(x), r.q_norm.weight, r.eps))
-        how: Any = {"eps": r.eps, "interleaved": w.interleaved, "ctkv_scale": cache.ctkv_scale}
-        mla_kv_epilogue(keys, r.kv_norm.weight, cos, sin, slots, cache, **how)
+        how: Any = {"eps": r.eps, "interleaved": w.interleaved, "ctkv_scale": to[-1].ctkv_scale}
+        mla_kv_epilogue(keys, r.kv_norm.weight, *to, **how)
         return q.view(-1, r.heads, r.nope + r.rope)
 
     def _expanded(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: LatentPages, step: Step
     ) -> torch.Tensor:
         """Keys and values of heads, made of all rows: cheaper where many tokens see few rows."""
-        r = self.reading
-        q = self._queries(x, cos, sin, step.slots, pages.caches[self.index])
-        turned = rope_op(q[..., r.nope :], cos, sin, interleaved=self.weights().interleaved)
+        r, w = self.reading, self.weights()
+        q = self._queries(w, x, (cos, sin, step.slots, pages.caches[self.index]))
+        turned = rope_op(q[..., r.nope :], cos, sin, interleaved=w.interleaved)
         q = torch.cat((q[..., : r.nope], turned), -1).view(pages.batch, step.tokens, r.heads, -1)
         nope, rope = pages.read(self.index, step.columns)
         b = r.kv_b

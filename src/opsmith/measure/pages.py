@@ -45,7 +45,7 @@ class Read:
 
     def add(self, t: torch.Tensor) -> None:
         """One more; when they have become many, all of them are given back."""
-        if t.device.type == "cpu" and t.nbytes:
+        if t.device.type == "cpu" and t.nbytes >= _LEAST:
             self._places.append((t.data_ptr(), t.nbytes))
         if sum(size for _, size in self._places) > _MUCH:
             self.give_back()

@@ -85,6 +85,14 @@ def session_tuning_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 @pytest.fixture(scope="module", autouse=True)
+def what_stays() -> Iterator[None]:
+    """What a module leaves alive, libraries above all, is not looked through in the collections of those behind it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def registered_cards() -> Iterator[None]:
     """Operators that a module's tests register are unknown to the next module's, which may write the same patterns."""
     import opsmith.ops  # noqa: F401  registers ours

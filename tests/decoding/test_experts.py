@@ -21,7 +21,6 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 24,
     "moe_intermediate_size": 24,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
@@ -29,13 +28,20 @@ SIZES: dict[str, Any] = {
 }
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 CONFIGS: dict[str, Any] = {
-    "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=4),
-    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**SIZES, num_experts=4, shared_expert_intermediate_size=24),
-    "olmoe": lambda: hf.OlmoeConfig(**SIZES, num_experts=4),
-    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**SIZES, num_experts=4, head_dim=8),
-    "gpt_oss": lambda: hf.GptOssConfig(**SIZES, num_local_experts=4, head_dim=8),
-    "deepseek_v3": lambda: hf.DeepseekV3Config(
+    "mixtral": lambda layers: hf.MixtralConfig(**SIZES, num_hidden_layers=layers, num_local_experts=4),
+    "qwen2_moe": lambda layers: hf.Qwen2MoeConfig(
+        **SIZES, num_hidden_layers=layers, num_experts=4, shared_expert_intermediate_size=24
+    ),
+    "olmoe": lambda layers: hf.OlmoeConfig(**SIZES, num_hidden_layers=layers, num_experts=4),
+    "qwen3_moe": lambda layers: hf.Qwen3MoeConfig(
+        **SIZES, num_hidden_layers=layers, num_experts=4, head_dim=8
+    ),
+    "gpt_oss": lambda layers: hf.GptOssConfig(
+        **SIZES, num_hidden_layers=layers, num_local_experts=4, head_dim=8
+    ),
+    "deepseek_v3": lambda layers: hf.DeepseekV3Config(
         **{**SIZES, **MLA, "num_key_value_heads": 4},
+        num_hidden_layers=layers,
         n_routed_experts=8,
         n_group=4,
         topk_group=2,
@@ -44,10 +50,10 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def model(name: str) -> Any:
+def model(name: str, layers: int = 2) -> Any:
     torch.manual_seed(0)
     decoding.register(wanted=True)
-    made = hf.AutoModelForCausalLM.from_config(CONFIGS[name](), experts_implementation="eager")
+    made = hf.AutoModelForCausalLM.from_config(CONFIGS[name](layers), experts_implementation="eager")
     with torch.no_grad():
         for key, weight in made.named_parameters():
             if "experts" in key:  # GPT-OSS's biases would be zeros

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
@@ -79,37 +80,41 @@ def test_who_takes_seconds_is_called_twice_and_has_lost(monkeypatch: pytest.Monk
 
 
 def test_a_weight_is_as_cold_as_the_model_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other = (torch.nn.Parameter(numbers(8, 16)) for _ in range(2))
-    x, card = numbers(4, 16), registry()["linear"]
-    weights = Weights([mine, other])
+    mine, other, x = (torch.nn.Parameter(numbers(8, 16)) for _ in range(3))
+    card, weights = registry()["linear"], Weights([mine, other])
     weights.take([mine, other])
-    call = {"x": x, "weight": mine.detach(), "bias": None, "activation": None, "residual": None}
-    beside = call | {"weight": numbers(8, 16)}
-    between: dict[str, list[int]] = {}
+    call = {"x": x.detach(), "weight": mine.detach(), "bias": None, "activation": None, "residual": None}
+    read: list[int] = []
+    asked: list[bool] = []
 
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            between["now"].append(args[0].data_ptr())
+            for a in args:
+                with contextlib.suppress(AttributeError, RuntimeError):  # no tensor, or one of a rehearsal
+                    read.append(a.data_ptr())
             return func(*args, **(kwargs or {}))
 
     def quick(contestants: Any, flush: Any = None, **options: Any) -> Any:
-        between["now"] = []
-        if flush is not None:
+        asked.append(flush is not None)
+        for cool in (flush or {}).values():
             with Reads():
-                flush()
+                cool()
         return measure.compare(contestants, rounds=1)
 
     monkeypatch.setattr(measure, "quick", quick)
-    for of, read in ((call, [other.data_ptr(), x.data_ptr()]), (beside, [])):
-        able = {i.name: i for i in card.candidates(**of)[0]}
-        Selector(Config())._measure(of, able, {}, weights, True)
-        assert between["now"] == read
-    assert contest(card, call, True, weights.among(call)).endswith(" as=new among=2^11")
-    assert weights.among(beside) == 0
+    selector = Selector(Config(tune=True, inductor=False))
+    selector.choose(card, "linear_0", call, weights, may_measure=True)
+    assert asked == [True]
+    # The other weight, then a copy of this one: which itself has not been read since.
+    assert other.data_ptr() in read
+    assert mine.data_ptr() not in read
+    assert any(key.endswith(" as=new among=2^11") for key, _ in selector.cache.items())
+    selector.choose(card, "linear_1", call | {"weight": numbers(8, 16)}, weights, may_measure=True)
+    assert asked == [True, False]
     most = measure.describe().last_level_cache
-    huge = torch.nn.Parameter(torch.empty(most // 4 + 1))
+    huge = torch.nn.Parameter(torch.empty(most // 4 + 1, 1))
     weights.take([mine, huge])
-    assert weights.among(call) == most
+    assert (weights.among(call), weights.among({"weight": huge})) == (most, 0)
 
 
 def test_what_was_measured_is_remembered_on_disk(monkeypatch: pytest.MonkeyPatch, tuning_cache: Path) -> None:

@@ -111,7 +111,7 @@ def compare(
     *,
     pool: Pool | None = None,
     warm: bool = False,
-    flush: Callable[[], object] | None = None,
+    flush: Callable[[], object] | Mapping[str, Callable[[], object]] | None = None,
     check: object = None,
     tolerance: Tolerance | None = None,
     roofs: RoofProbes | None = None,
@@ -138,7 +138,7 @@ def compare(
             `Prepared` ones are timed in part, `Repeated` ones count as several calls.
         pool: sets of inputs, rotated call by call over all contestants: cold.
         warm: use the pool's first set in every call instead.
-        flush: evict the caches before each sample, which is then one call.
+        flush: evict the caches before each sample, which is then one call; or what does so, by contestant.
         check: the expected tensor(s) for the pool's first set, or `check(output, *inputs)`, which returns
             None or True when right, or else False or what is wrong.
         tolerance: largest absolute error against expected tensors; see `compare_outputs`.
@@ -184,7 +184,8 @@ def compare(
     stopwatch = by_events if by_device else functools.partial(by_clock, clock=now)
     everyone: dict[str, Callable[..., object]] = {**contestants, **(roofs.contestants() if roofs else {})}
     inputs = tuple if pool is None else functools.partial(pool.__getitem__, 0) if warm else pool.take
-    runners = {name: _Runner(call, stopwatch, inputs, flush) for name, call in everyone.items()}
+    flushes = flush if isinstance(flush, Mapping) else dict.fromkeys(everyone, flush)
+    runners = {name: _Runner(call, stopwatch, inputs, flushes[name]) for name, call in everyone.items()}
     generator = np.random.default_rng(seed)
     samples: dict[str, list[float]] = {name: [] for name in runners}
     orders: list[list[str]] = []
@@ -310,7 +311,7 @@ def _too_slow(contestants: Collection[str], samples: Mapping[str, list[float]], 
     return [name for name in contestants if all(r[name] > drop * min(r.values()) for r in rounds)]
 
 
-def _column(pool: Pool | None, warm: bool, flush: Callable[[], object] | None) -> str:
+def _column(pool: Pool | None, warm: bool, flush: object) -> str:
     if flush is not None:
         return "cold, flushed"
     if pool is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -16,13 +16,13 @@ import torch
 from opsmith import measure
 from opsmith.compiler.choose import inductor
 from opsmith.compiler.choose.ranks import Ranks, SharedTimes
-from opsmith.compiler.choose.weights import Weights
+from opsmith.compiler.choose.weights import Weights, rows_of
 from opsmith.compiler.config import Config
 from opsmith.compiler.kept import TuningCache
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.steps.source import alone
-from opsmith.operator import Implementation, Operator, registry
+from opsmith.operator import Implementation, Kind, Operator, registry
 
 _BUDGET = 0.12  # seconds of a contest
 _IN_A_ROW = 8  # calls that a GPU is shown at once
@@ -105,7 +105,8 @@ class Selector:
         """
         accepted, refused = card.candidates(**call)
         able = {candidate.name: candidate for candidate in accepted}
-        key, config = contest(card, call, new, weights.among(call)), self.config
+        among = weights.among(call) if card.kind is Kind.MATMUL else 0
+        key, config = contest(card, call, new, among), self.config
         fixed = self.fixed.get(signature(card, call))
         pinned = config.pin.get(site) or config.pin.get(card.name)
         known = self._measured.get(key) or self.cache.get(key) or {}
@@ -145,7 +146,8 @@ class Selector:
                 if not nearest:
                     return Choice(first, "first able in the card's order (nothing measured yet)", {}, refused)
                 return Choice(_fastest(able, nearest), "fastest at the nearest shape measured", {}, refused)
-            times = self._measure(call, able, refused, weights, new)
+            between = weights.between(call) if among else []
+            times = self._measure(call, able, refused, weights, new, between)
             known = self._measured[key] = self.cache.settled(key, *times)
             weights.drop(call, _fastest(able, known))
         if len(able) == 1:
@@ -160,18 +162,25 @@ class Selector:
         refused: dict[str, str],
         weights: Weights,
         new: bool,
+        between: Sequence[torch.Tensor] = (),
     ) -> tuple[dict[str, float], bool]:
         """Seconds by implementation, as a program calls them, and whether the machine was quiet enough to keep them.
 
-        A weight is as cold as the model has it, and all else that is multiplied as warm. An implementation that raises
-        leaves the contest.
+        A weight is as cold as a model has it, which reads those `between` before it comes back to this one, and all
+        else as warm: a copy of it was multiplied just before. An implementation that raises leaves the contest.
         """
         contestants, first, device = {}, {}, device_of(call.values())
+        cool: dict[str, Callable[[], object]] = {}
+        other = call["weight"].clone() if between else None
         for name, candidate in list(able.items()):
             try:
                 run = alone(candidate, weights.swapped(candidate, call), new)
                 run = measure.as_replayed(run, device, _IN_A_ROW)
                 first[name] = measure.once(run, device)
+                if other is not None:
+                    packed = candidate.prepack and candidate.prepack(other, rows_of(call))
+                    copy = call | {"weight": other if packed is None else packed}
+                    cool[name] = partial(_cool, between, alone(candidate, copy, new))
             except Exception as error:  # whatever it raises is its reason for not taking part
                 _refuse(name, raised(error), able, refused)
             else:
@@ -184,8 +193,6 @@ class Selector:
         # Each has just run. Where a call takes long, who loses two rounds by a third as much again has lost. Where it
         # takes longer than the budget, as the output layer of a prompt may do by far, that run is one of two rounds.
         long = min(first.values()) > _BUDGET
-        inputs = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "weight"]
-        between = weights.between(call)
         result = measure.quick(
             contestants,
             budget_s=_BUDGET,
@@ -193,7 +200,7 @@ class Selector:
             warmup=0,
             drop=1.33,
             device=device,
-            flush=partial(_read, [*between, *inputs]) if between else None,
+            flush=cool or None,
         )
         runs = {name: [*result.samples[name], *[first[name]] * long] for name in contestants}
         steady = all(measure.spread(times) <= measure.CONCLUDES_NOTHING for times in runs.values())
@@ -231,11 +238,12 @@ def _short(call: dict[str, Any], able: Mapping[str, Implementation], weights: We
     return min(measure.once(run, device_of(call.values())) for _ in range(5)) < inductor.CALL
 
 
-def _read(tensors: Iterable[torch.Tensor]) -> None:
-    """On all threads, as a model does."""
-    for t in tensors:
+def _cool(between: Sequence[torch.Tensor], run: Callable[[], object]) -> None:
+    """Empty the caches as a model does, and have all in them again but the weight."""
+    for t in between:
         if t.dtype.itemsize > 1:  # no sums of float8, of which no weight is that is multiplied unpacked
             t.sum()
+    run()
 
 
 def device_of(values: Iterable[Any]) -> torch.device:

@@ -127,8 +127,7 @@ class Weights:
             return call
         key = (weight.data_ptr(), weight.shape, weight.stride(), implementation.name)
         if key not in self._packed:
-            x = call["x"]
-            rows = x.numel() // max(x.shape[-1], 1)
+            rows = rows_of(call)
             version = None if weight.is_inference() else _version(weight)
             shared = (*key, weight.dtype, version, rows > _FEW, bytes(Seen([weight]).bytes.tolist()))
             packed = _SHARED.get(shared) if version is not None else None
@@ -139,18 +138,20 @@ class Weights:
         return {**call, "weight": self._packed[key].packed}
 
     def among(self, call: Mapping[str, Any]) -> int:
-        """Bytes of the weights that this call's is one of, at most what caches hold; 0 where it is none of them."""
-        weight = call.get("weight")
+        """Bytes of the weights that this call's is one of, at most what caches hold; 0 where it fills these itself."""
+        weight, most = call.get("weight"), measure.describe().last_level_cache
         if not isinstance(weight, torch.Tensor) or weight.data_ptr() not in self._known or weight.is_cuda:
             return 0
-        return min(self._bytes, measure.describe().last_level_cache)
+        return 0 if weight.nbytes > most // 2 else min(self._bytes, most)
 
     def between(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
         """What a model reads before it comes back to this weight: the others, as many as caches hold."""
-        room = self.among(call)
-        others = [w for at, w in self._known.items() if room and at != call["weight"].data_ptr()]
+        others, most = (
+            [w for at, w in self._known.items() if at != call["weight"].data_ptr()],
+            self.among(call),
+        )
         before = accumulate((w.nbytes for w in others), initial=0)
-        return [w for w, taken in zip(others, before, strict=False) if taken < room]
+        return [w for w, read in zip(others, before, strict=False) if read < most]
 
     def drop(self, call: Mapping[str, Any], chosen: str) -> None:
         """Let go of the weight as other implementations than the chosen one pack it: they have lost."""
@@ -177,6 +178,12 @@ class Weights:
             self._made[key] = node.target(weight, other)
             self._known[self._made[key].data_ptr()] = self._made[key]
         return self._made[key]
+
+
+def rows_of(call: Mapping[str, Any]) -> int:
+    """How many rows a call multiplies."""
+    x: torch.Tensor = call["x"]
+    return x.numel() // max(x.shape[-1], 1)
 
 
 def _same(weight: torch.Tensor, value: torch.Tensor) -> bool:

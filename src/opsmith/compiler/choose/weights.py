@@ -34,7 +34,7 @@ class _Packed:
 # rows may want another layout than many. A program may outlive its weights, and is not asked.
 _SHARED: weakref.WeakValueDictionary[tuple[Any, ...], _Packed] = weakref.WeakValueDictionary()
 _FEW = 64
-_LARGE = 1 << 28  # bytes: weights of more are not held twice
+_LARGE = 1 << 29  # bytes: weights of more, than an encoder of base size has, are not held twice
 
 
 class Seen:

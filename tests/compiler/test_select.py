@@ -80,7 +80,7 @@ def test_who_takes_seconds_is_called_twice_and_has_lost(monkeypatch: pytest.Monk
 
 
 def test_a_weight_is_as_cold_as_the_model_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other, x = (torch.nn.Parameter(numbers(8, 16)) for _ in range(3))
+    mine, other, x = (torch.nn.Parameter(numbers(512, 1024)) for _ in range(3))
     card, weights = registry()["linear"], Weights([mine, other])
     weights.take([mine, other])
     call = {"x": x.detach(), "weight": mine.detach(), "bias": None, "activation": None, "residual": None}
@@ -108,8 +108,8 @@ def test_a_weight_is_as_cold_as_the_model_has_it(monkeypatch: pytest.MonkeyPatch
     # The other weight, then a copy of this one: which itself has not been read since.
     assert other.data_ptr() in read
     assert mine.data_ptr() not in read
-    assert any(key.endswith(" as=new among=2^11") for key, _ in selector.cache.items())
-    selector.choose(card, "linear_1", call | {"weight": numbers(8, 16)}, weights, may_measure=True)
+    assert any(key.endswith(" as=new among=2^23") for key, _ in selector.cache.items())
+    selector.choose(card, "linear_1", call | {"weight": numbers(512, 1024)}, weights, may_measure=True)
     assert asked == [True, False]
     most = measure.describe().last_level_cache
     huge = torch.nn.Parameter(torch.empty(most // 4 + 1, 1))

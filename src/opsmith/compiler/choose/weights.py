@@ -34,6 +34,7 @@ class _Packed:
 # rows may want another layout than many. A program may outlive its weights, and is not asked.
 _SHARED: weakref.WeakValueDictionary[tuple[Any, ...], _Packed] = weakref.WeakValueDictionary()
 _FEW = 64
+_NEAR = 1 << 20  # bytes: so few weights stay close to the cores
 _LARGE = 1 << 29  # bytes: weights of more, than an encoder of base size has, are not held twice
 
 
@@ -138,18 +139,16 @@ class Weights:
         return {**call, "weight": self._packed[key].packed}
 
     def among(self, call: Mapping[str, Any]) -> int:
-        """Bytes of the weights that this call's is one of, at most what caches hold; 0 where it fills these itself."""
+        """Bytes of the weights that this call's is one of, at most what caches hold; 0 where it or none fills them."""
         weight, most = call.get("weight"), measure.describe().last_level_cache
         if not isinstance(weight, torch.Tensor) or weight.data_ptr() not in self._known or weight.is_cuda:
             return 0
-        return 0 if weight.nbytes > most // 2 else min(self._bytes, most)
+        return 0 if weight.nbytes > most // 2 or self._bytes < _NEAR else min(self._bytes, most)
 
     def between(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
         """What a model reads before it comes back to this weight: the others, as many as caches hold."""
-        others, most = (
-            [w for at, w in self._known.items() if at != call["weight"].data_ptr()],
-            self.among(call),
-        )
+        most = self.among(call)
+        others = [w for at, w in self._known.items() if at != call["weight"].data_ptr()]
         before = accumulate((w.nbytes for w in others), initial=0)
         return [w for w, read in zip(others, before, strict=False) if read < most]
 

@@ -127,6 +127,7 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
+@functools.lru_cache(maxsize=1)
 def _caches(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> tuple[Cache, ...]:
     found = []
     for index in sorted(cpu.glob("index*")):

@@ -28,6 +28,7 @@ class Implementation:
     available: Callable[[], Supports] = lambda: True
     takes_out: bool = False
     prepack: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    packs_alike: bool = False  # whether that layout is the same for any number of rows
     source: str = ""
     margin: float = 1.0  # how much faster it is to be, for what its use costs beside its time
     repeatable: bool = True  # False: two runs may differ in the last bits, as sums by atomic additions do

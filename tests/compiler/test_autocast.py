@@ -105,7 +105,7 @@ def test_a_weight_that_changes_is_cast_anew() -> None:
 def test_what_a_program_holds_is_not_packed_for_the_next_weight_there() -> None:
     """Of a cast that is gone and one that came to its address, neither of which was ever changed, that is."""
     weight = nn.Parameter(torch.ones(4, 4))
-    packs: Any = SimpleNamespace(name="packs", prepack=lambda w, rows: w.clone())
+    packs: Any = SimpleNamespace(name="packs", packs_alike=False, prepack=lambda w, rows: w.clone())
     weights = Weights([weight])
 
     def packed() -> torch.Tensor:

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -412,3 +413,19 @@ def test_graphs_of_one_model_share_what_they_pack(monkeypatch: pytest.MonkeyPatc
     assert any(key[0] == address for key in weights._SHARED)
     opsmith.restore(model)
     assert not any(key[0] == address for key in weights._SHARED)
+
+
+def test_few_and_many_rows_share_a_layout_that_is_the_same_for_both() -> None:
+    weight = nn.Parameter(numbers(8, WIDTH))
+    alike = registry()["linear"].implementation("packed")
+    other = replace(alike, name="other", packs_alike=False)
+    graphs = [weights.Weights([weight]) for _ in range(2)]
+    for graph in graphs:
+        graph.take([weight])
+    for one, shared in ((alike, True), (other, False)):
+        few, many = (
+            graph.swapped(one, {"x": numbers(rows, WIDTH), "weight": weight})["weight"]
+            for graph, rows in zip(graphs, (16, 1024), strict=True)
+        )
+        assert few.equal(many)
+        assert (few is many) == shared

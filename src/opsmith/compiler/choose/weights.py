@@ -130,7 +130,8 @@ class Weights:
         if key not in self._packed:
             rows = rows_of(call)
             version = None if weight.is_inference() else _version(weight)
-            shared = (*key, weight.dtype, version, rows > _FEW, bytes(Seen([weight]).bytes.tolist()))
+            many = rows > _FEW and not implementation.packs_alike
+            shared = (*key, weight.dtype, version, many, bytes(Seen([weight]).bytes.tolist()))
             packed = _SHARED.get(shared) if version is not None else None
             if packed is None:
                 own = weight.detach()

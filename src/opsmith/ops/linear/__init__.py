@@ -336,7 +336,7 @@ CARD = _CALL.card(
     implementations=[
         # It compiles a kernel for each number of rows, and keeps a thousand of them: hundreds of megabytes.
         _CALL.implementation("onednn", prepack=prepack, margin=1.2),
-        _CALL.implementation("packed", out=True, prepack=pack_weight),
+        _CALL.implementation("packed", out=True, prepack=pack_weight, packs_alike=True),
         _CALL.implementation("native", out=True),
         _CALL.implementation("rows", out=True),
         _CALL.implementation("split"),

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 from tests.checkpoints.test_quantized import mixture
 from tests.compiler.models import WHOLE_MODEL, Truth
-from tests.compiler.test_latent import GREEDY, deepseek, prompts, rewritten
+from tests.compiler.test_latent import GREEDY, deepseek, prompts, rewritten, there_and_back
 
 FORMS: dict[str, dict[str, Any]] = {
     "fp8": {"format": "fp8"},
@@ -118,17 +118,7 @@ def test_what_is_packed_is_not_rounded_again(
 @pytest.mark.parametrize("name", ["V2", "V3"])
 def test_a_cache_goes_to_the_packed_model_and_back(name: str) -> None:
     """Both models order the rotated dimensions of a row in another way, and ours keeps them as the weights do."""
-    model, tokens = packed(deepseek(name), "fp8"), prompts(2, 9, padded=False)["input_ids"]
-    other = rewritten(copy.deepcopy(model))
-    with torch.no_grad():
-        want = model(tokens).logits
-        cache = model(tokens[:, :3]).past_key_values
-        first = other(tokens[:, 3:6], past_key_values=cache)
-        second = model(tokens[:, 6:], past_key_values=first.past_key_values).logits
-    assert type(cache.layers[0]).__name__ == "LatentLayer"
-    kept(other, "fp8")
-    torch.testing.assert_close(first.logits, want[:, 3:6], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(second, want[:, 6:], rtol=1e-4, atol=1e-4)
+    kept(there_and_back(packed(deepseek(name), "fp8")), "fp8")
 
 
 def test_packed_layers_that_round_their_inputs_lose_what_the_report_says() -> None:

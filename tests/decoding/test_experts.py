@@ -28,20 +28,13 @@ SIZES: dict[str, Any] = {
 }
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 CONFIGS: dict[str, Any] = {
-    "mixtral": lambda layers: hf.MixtralConfig(**SIZES, num_hidden_layers=layers, num_local_experts=4),
-    "qwen2_moe": lambda layers: hf.Qwen2MoeConfig(
-        **SIZES, num_hidden_layers=layers, num_experts=4, shared_expert_intermediate_size=24
-    ),
-    "olmoe": lambda layers: hf.OlmoeConfig(**SIZES, num_hidden_layers=layers, num_experts=4),
-    "qwen3_moe": lambda layers: hf.Qwen3MoeConfig(
-        **SIZES, num_hidden_layers=layers, num_experts=4, head_dim=8
-    ),
-    "gpt_oss": lambda layers: hf.GptOssConfig(
-        **SIZES, num_hidden_layers=layers, num_local_experts=4, head_dim=8
-    ),
-    "deepseek_v3": lambda layers: hf.DeepseekV3Config(
-        **{**SIZES, **MLA, "num_key_value_heads": 4},
-        num_hidden_layers=layers,
+    "mixtral": lambda sizes: hf.MixtralConfig(**sizes, num_local_experts=4),
+    "qwen2_moe": lambda sizes: hf.Qwen2MoeConfig(**sizes, num_experts=4, shared_expert_intermediate_size=24),
+    "olmoe": lambda sizes: hf.OlmoeConfig(**sizes, num_experts=4),
+    "qwen3_moe": lambda sizes: hf.Qwen3MoeConfig(**sizes, num_experts=4, head_dim=8),
+    "gpt_oss": lambda sizes: hf.GptOssConfig(**sizes, num_local_experts=4, head_dim=8),
+    "deepseek_v3": lambda sizes: hf.DeepseekV3Config(
+        **{**sizes, **MLA, "num_key_value_heads": 4},
         n_routed_experts=8,
         n_group=4,
         topk_group=2,
@@ -53,7 +46,8 @@ CONFIGS: dict[str, Any] = {
 def model(name: str, layers: int = 2) -> Any:
     torch.manual_seed(0)
     decoding.register(wanted=True)
-    made = hf.AutoModelForCausalLM.from_config(CONFIGS[name](layers), experts_implementation="eager")
+    config = CONFIGS[name](SIZES | {"num_hidden_layers": layers})
+    made = hf.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for key, weight in made.named_parameters():
             if "experts" in key:  # GPT-OSS's biases would be zeros

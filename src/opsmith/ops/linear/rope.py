@@ -366,9 +366,7 @@ CARD = _CALL.card(
     workloads=_workloads,
     implementations=[
         *kernels(
-            _CALL.form(_native, out=True),
-            _CALL.form(_CALL.supported),
-            prepack=lambda weight, rows: pack_weight(weight),
+            _CALL.form(_native, out=True), _CALL.form(_CALL.supported), prepack=pack_weight, packs_alike=True
         ),
         Implementation(
             "apart",  # the fastest product for a weight as it is, then one pass that rotates and lays out

@@ -10,6 +10,7 @@ of ours begins, it is called first (`embedding`), and what it would take in sile
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -104,6 +105,12 @@ def small_node(elements: int) -> bool:
 
 
 recording = torch.is_grad_enabled
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a DTensor, which nothing is before somebody has imported these."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(value, distributed.DTensor)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from opsmith.call import binding, dispatch, layouts
 from opsmith.call.checks import check_arguments, check_outputs
 from opsmith.call.fast import direct, nodes
 from opsmith.call.forms import in_order
-from opsmith.call.signature import Constant, Input, Made, Output, Rows, Saved, Signature, Slope
+from opsmith.call.signature import Constant, Input, Made, Output, Rows, Saved, Signature, Sizes, Slope
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Operator, Supports, register
 
@@ -167,6 +167,8 @@ class Call:
     def traced(self, *given: Any) -> Any:
         """The general way: of the kernel's arguments in their order, those beside, and `out`."""
         values, out = given[:-1], given[-1]
+        if not dispatch.compiling() and any(map(dispatch.is_sharded, values)):
+            return self.spread(values, out)
         self.check(values)
         if out is not None:
             self.check_out(values, out)
@@ -179,6 +181,21 @@ class Call:
             return self.store(self.recorded(backend, values), out)
         return self.native(backend, values, out)
 
+    def spread(self, values: Sequence[Any], out: Any) -> Any:
+        """A call whose tensors are spread over ranks."""
+        from opsmith.call import sharding  # it imports torch.distributed, which has been imported by then
+
+        return sharding.run(self, values, out)
+
+    def sizes(self, values: Sequence[Any]) -> Mapping[str, Sizes]:
+        """Words for the sizes of each tensor, where equal ones are spread over ranks alike."""
+        tensors: tuple[Input | Output, ...] = (*self.signature.tensors, *self.signature.results)
+        return {one.name: one.sizes for one in tensors}
+
+    def apart(self, values: Sequence[Any]) -> Sequence[str]:
+        """Those along which results are independent: rows, where tensors are rows and vectors."""
+        return () if self.signature.strided or self.signature.contiguous else ("...",)
+
     def check(self, values: Sequence[Any]) -> None:
         """Refuse wrong arguments."""
         check_arguments(self.op, self.signature, values[: len(self.signature.arguments)], self.needed)
@@ -186,11 +203,11 @@ class Call:
     def explain(self, values: Sequence[Any]) -> None:
         """Raise what says more of a call that the kernel refused, if there is something."""
 
-    def recorded(self, backend: str, values: Sequence[Any]) -> Any:
+    def recorded(self, backend: Any, values: Sequence[Any]) -> Any:
         """A call whose gradients are wanted."""
         return dispatch.recorded(self.function, backend, *values)
 
-    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
+    def native(self, backend: Any, values: Sequence[Any], out: Any = None) -> Any:
         """The kernel alone, without autograd."""
         results, _ = self.run(backend, values, out)
         result = results[0] if len(results) == 1 else tuple(results)

@@ -12,9 +12,10 @@ import torch
 from torch import fx, nn
 
 from opsmith import measure
+from opsmith.call.dispatch import is_sharded
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
-from opsmith.compiler.capture.shards import Shards, is_sharded
+from opsmith.compiler.capture.shards import Shards
 from opsmith.compiler.capture.trace import NotGeneral, capture
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.choose.select import Selector

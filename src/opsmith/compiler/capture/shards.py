@@ -16,13 +16,9 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from opsmith.call.dispatch import is_sharded
+
 Run = Callable[..., Any]
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether a value is a DTensor, which nothing is before somebody has imported these."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(value, distributed.DTensor)
 
 
 def is_gathered(model: nn.Module) -> bool:

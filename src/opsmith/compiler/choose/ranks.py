@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.compiler.capture.shards import is_sharded
+from opsmith.call.dispatch import is_sharded
 from opsmith.kernels import isa
 from opsmith.version import VERSION
 

@@ -13,9 +13,8 @@ import torch
 from torch import fx, nn
 from torch._dynamo.types import GuardFilterEntry
 
-from opsmith.call.dispatch import always_native
+from opsmith.call.dispatch import always_native, is_sharded
 from opsmith.compiler.capture.mutation import Effects
-from opsmith.compiler.capture.shards import is_sharded
 from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side

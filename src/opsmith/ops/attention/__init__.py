@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from opsmith.call.signature import (
     Rows,
     Saved,
     Signature,
+    Sizes,
     Slope,
 )
 from opsmith.operator import GradientCost, Implementation, Kind, Pattern, Recognition
@@ -194,6 +195,10 @@ class Attend(Call):
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
+_SIZES = {"q": "B H L D", "k": "B H S D", "v": "B H S Dv", "mask": "B H L S", "y": "B H L Dv"}
+_SIZES |= dict.fromkeys(("sinks", "alibi"), "H")
+
+
 class _Attention(Attend):
     """Of dense tensors, with a mask or without."""
 
@@ -217,6 +222,12 @@ class _Attention(Attend):
         if training and small_node(q.numel() + k.numel()):
             return None
         return None if q.is_cuda and sdpa_supports(values) is True else "opsmith"
+
+    def sizes(self, values: Sequence[Any]) -> Mapping[str, Sizes]:
+        return {name: tuple(words.split()) for name, words in _SIZES.items()}
+
+    def apart(self, values: Sequence[Any]) -> Sequence[str]:
+        return "B", "H"
 
 
 _CALL = _Attention(SIGNATURE, attention, definition, eager=eager, converted=HOW)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from opsmith.call.arguments import check_device, check_float, check_number, one_of, short
-from opsmith.call.dispatch import compiling, small, small_node
+from opsmith.call.dispatch import compiling, needs_grad, small, small_node
 from opsmith.call.layouts import as_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import (
@@ -23,9 +23,11 @@ from opsmith.call.signature import (
     Rows,
     Saved,
     Signature,
+    Sizes,
     Slope,
 )
-from opsmith.operator import Kind, Pattern
+from opsmith.operator import Kind, Pattern, Supports
+from opsmith.ops.cross_entropy.ranks import Ranks
 from opsmith.ops.cross_entropy.samples import cost, samples, workloads
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2}
@@ -197,10 +199,69 @@ class Loss(Call):
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
         return t.view(-1) if of is self.signature.results[0] else super().taken_result(of, t)
 
+    def apart(self, values: Sequence[Any]) -> Sequence[str]:
+        return "...", "V"
+
+    def sizes(self, values: Sequence[Any]) -> Mapping[str, Sizes]:
+        one = self.named(values)["reduction"]
+        return {**super().sizes(values), "loss": () if one else ("...",)}
+
+    def spread(self, values: Sequence[Any], out: Any) -> Any:
+        from torch.distributed.tensor import Partial, Replicate
+
+        from opsmith.call.sharding import Spread
+
+        self.check(values)
+        spread, known = Spread(self, values), self.named(values)
+        parts = dict(zip(self.given, spread.parts(self, values), strict=True))
+        classes = self._classes(known)
+        # On all ranks alike: who stopped later would be waited for.
+        check_targets(parts["target"], classes, known["ignore_index"], self.op)
+        counted = (parts["target"] != known["ignore_index"]).sum()
+        rows = any((along or "").startswith("...") for along in spread.divides)
+        # A mean over rows that are spread is a sum of sums: each rank counts its own.
+        mean = rows and known["reduction"] == REDUCTIONS["mean"]
+        if mean:
+            parts["reduction"] = REDUCTIONS["sum"]
+        ((_, shape, _),) = self.made(values)
+        over_classes = self._over_classes(spread, classes)
+        if over_classes is None:
+            loss = self.traced(*parts.values(), None)
+        else:
+            ours = self.supported([*parts.values()])
+            if ours is not True:
+                raise TypeError(
+                    f"{self.op}: {ours}; classes that are spread over ranks need one: cast, or redistribute first"
+                )
+            learns = needs_grad(*(t for t in parts.values() if isinstance(t, torch.Tensor)))
+            loss = (self.recorded if learns else self.native)(over_classes, [*parts.values()])
+        summed = [Partial() if (along or "V") != "V" else Replicate() for along in spread.divides]
+        if not known["reduction"]:
+            return spread.whole("loss", loss, shape, Replicate())
+        if mean:
+            total = spread.placed(counted, (), summed).redistribute(placements=[Replicate()] * len(summed))
+            loss = loss / total.to_local()
+        return spread.placed(loss, shape, summed)
+
+    @staticmethod
+    def _classes(known: dict[str, Any]) -> int:
+        """How many there are."""
+        return int(known["weight"].shape[0] if "weight" in known else known["logits"].shape[-1])
+
+    def _over_classes(self, spread: Any, classes: int) -> Ranks | None:
+        """Who has the other classes; None where this rank has all."""
+        over = [i for i, along in enumerate(spread.divides) if along == "V"]
+        if not over:
+            return None
+        if len(over) > 1:
+            raise ValueError(f"{self.op}: classes must be spread over one dimension of the mesh, got {over}")
+        ranks, place = spread.mesh.size(over[0]), spread.mesh.get_local_rank(over[0])
+        first = min(-(-classes // ranks) * place, classes)  # as Shard divides
+        return Ranks(first, classes, spread.mesh.get_group(over[0]))
+
     def explain(self, values: Sequence[Any]) -> None:
         known = self.named(values)
-        classes = known["weight"].shape[0] if "weight" in known else values[0].shape[-1]
-        check_targets(known["target"], classes, known["ignore_index"], self.op)
+        check_targets(known["target"], self._classes(known), known["ignore_index"], self.op)
 
 
 class _CrossEntropy(Loss):
@@ -230,6 +291,15 @@ class _CrossEntropy(Loss):
         ours = super().backend(values, training)
         pytorchs = (small_node if training else small)(values[0].numel()) and not values[-1]
         return None if pytorchs else ours
+
+    def supported(self, values: Sequence[Any], *more: str) -> Supports:
+        return super().supported(values, "cross_entropy_part", *more)
+
+    def kernel(self, backend: Any) -> Callable[..., Any]:
+        return backend.forward if isinstance(backend, Ranks) else super().kernel(backend)
+
+    def kernel_of_gradients(self, backend: Any) -> Callable[..., Any]:
+        return backend.backward if isinstance(backend, Ranks) else super().kernel_of_gradients(backend)
 
     def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
         if not (known["overwrite"] and like.is_contiguous()):

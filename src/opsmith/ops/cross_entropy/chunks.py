@@ -16,6 +16,7 @@ from opsmith.call.dispatch import native
 from opsmith.call.layouts import dense
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.ops.cross_entropy import REDUCTIONS
+from opsmith.ops.cross_entropy.ranks import STATE, Ranks
 from opsmith.ops.linear import supports_rows
 from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES, mkl_leads
 
@@ -31,7 +32,6 @@ _NARROWEST = 256
 _LEAST_BYTES = 1 << 19
 _CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 _FEWEST_ROWS = 128  # that are worth reading the whole weight for
-_STATE = 6  # float32 numbers a row between two chunks; see cpu/cross_entropy.h
 _ONEDNN_ROWS = 16
 _ONEDNN_CHAIN = 1024  # products that oneDNN may sum in one float32 chain and still be as exact as PyTorch
 _FEW_ROWS, _SHORT = 512, 64  # so few rows are summed in chains so short
@@ -72,6 +72,12 @@ class _Layer(NamedTuple):
     weight: torch.Tensor  # [classes, K]
     target: torch.Tensor  # [rows]
     bias: torch.Tensor | None
+    ranks: Ranks | None = None  # who has the other classes, where these are not all
+
+    @property
+    def all_classes(self) -> int:
+        """How many there are."""
+        return self.ranks.classes if self.ranks else self.weight.shape[0]
 
     @property
     def share(self) -> int:
@@ -94,6 +100,8 @@ class _Logits:
         hidden, weight = layer.hidden[some], layer.weight
         self.hidden, self.target, self._weight, self._bias = hidden, layer.target[some], weight, layer.bias
         self.rows, self.classes = hidden.shape[0], weight.shape[0]
+        self.ranks, self.all_classes = layer.ranks, layer.all_classes
+        self.first = layer.ranks.first if layer.ranks else 0  # of all
         self.onednn = _onednn_multiplies(hidden, self.classes)
         row = max(self.rows, 1) * (hidden.element_size() + 4 * _emulated(hidden))
         widest = min(most_bytes, _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]) // row
@@ -223,6 +231,7 @@ def forward(
     dweight: torch.Tensor | None = None,
     dbias: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """The loss; the gradients of `gradient_scale` times that, where they are asked for and it is one number.
 
@@ -230,10 +239,10 @@ def forward(
     """
     how = _Options(*options)  # type: ignore[arg-type]
     counted = _Counted(target, how.ignore_index)
-    layer = _Layer(counted.of(hidden), weight, counted.of(target), bias)
+    layer = _Layer(counted.of(hidden), weight, counted.of(target), bias, ranks)
     few_losses = loss if how.reduction else counted.memory(loss)
     few_stats, few_dhidden = counted.memory(stats, 1), counted.memory(dhidden)
-    state = torch.empty(_STATE, layer.target.shape[0], dtype=torch.float32, device=hidden.device)
+    state = torch.empty(STATE, layer.target.shape[0], dtype=torch.float32, device=hidden.device)
     if dhidden is None and dweight is None and dbias is None:
         _scan(_Logits(layer, layer.share), _Kept(), how, state)
     else:
@@ -241,7 +250,7 @@ def forward(
         _scan_and_differentiate(layer, how, state, to, gradient_scale(hidden, weight, how.reduction))
         _round(to.bias, dbias)
     torch.ops.opsmith.cross_entropy_finish.default(
-        state, layer.target, *how, weight.shape[0], loss=few_losses, stats=few_stats
+        state, layer.target, *how, layer.all_classes, loss=few_losses, stats=few_stats
     )
     counted.spread(loss, few_losses)
     counted.spread(stats, few_stats, 1)
@@ -259,11 +268,12 @@ def backward(
     dhidden: torch.Tensor | None = None,
     dweight: torch.Tensor | None = None,
     dbias: torch.Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """The gradients, from logits that are computed again."""
     how = _Options(*options)  # type: ignore[arg-type]
     counted = _Counted(target, how.ignore_index)
-    layer = _Layer(counted.of(hidden), weight, counted.of(target), bias)
+    layer = _Layer(counted.of(hidden), weight, counted.of(target), bias, ranks)
     to = _Gradients(counted.memory(dhidden), dweight, _column_sums(dbias))
     logits = _Logits(layer, layer.share - layer.hidden.shape[0] * layer.row_of_sums(dhidden))
     dloss = dloss if how.reduction else counted.of(dloss)
@@ -300,6 +310,8 @@ def _round(sums: torch.Tensor | None, dbias: torch.Tensor | None) -> None:
 
 def _scan(logits: _Logits, kept: _Kept, how: _Options, state: torch.Tensor) -> None:
     """Chunk by chunk, the logits into the six numbers of their row, and where some are kept, there too."""
+    if logits.ranks:
+        logits.ranks.begin(state)
     for chunk in logits:
         for some in kept.split(logits.rows):
             x = logits.multiply(chunk, some, kept.of(chunk) if 0 < kept.rows == some.stop else None)
@@ -308,11 +320,13 @@ def _scan(logits: _Logits, kept: _Kept, how: _Options, state: torch.Tensor) -> N
                 logits.target[some],
                 how.ignore_index,
                 how.label_smoothing,
-                chunk.first,
-                logits.classes,
+                logits.first + chunk.first,
+                logits.all_classes,
                 state=state[:, some],
             )
             del x  # before the next chunk takes memory
+    if logits.ranks:
+        logits.ranks.join(state, how.label_smoothing != 0)
 
 
 def _scan_and_differentiate(
@@ -335,7 +349,7 @@ def _scan_and_differentiate(
     for some, logits, kept in _groups(layer, to):
         _scan(logits, kept, how, state[:, some])
         torch.ops.opsmith.cross_entropy_finish.default(
-            *(state[:, some], logits.target, *of_each, logits.classes),
+            *(state[:, some], logits.target, *of_each, logits.all_classes),
             loss=losses[some],
             stats=stats[:, some],
         )
@@ -365,7 +379,8 @@ def _groups(layer: _Layer, to: _Gradients) -> Iterator[tuple[slice, _Logits, _Ke
     # Beside the kept logits lies a chunk of them in float32.
     room = share * 3 // 5 if _emulated(layer.hidden) else share
     at_once = rows if whole.chunks <= 1 else room // (classes * layer.hidden.element_size() + sums)
-    if at_once < min(rows, _FEWEST_ROWS):
+    # Ranks with fewer classes would have other groups, and exchange other rows.
+    if at_once < (rows if layer.ranks else min(rows, _FEWEST_ROWS)):
         yield slice(0, rows), whole, _Kept()
         return
     memory = layer.hidden.new_empty(at_once * classes)
@@ -385,7 +400,8 @@ def _differentiate(
         d, parts = _again(logits, kept, chunk)
         for some, x in parts:
             torch.ops.opsmith.cross_entropy_backward.default(
-                *(dloss, x, logits.target[some], stats[:, some], *how, chunk.first, logits.classes),
+                *(dloss, x, logits.target[some], stats[:, some], *how),
+                *(logits.first + chunk.first, logits.all_classes),
                 dlogits=d[some],
             )
         if to.weight is not None and not in_place:
@@ -395,8 +411,8 @@ def _differentiate(
         if to.hidden is not None:
             total = _add_product(total, d, chunk.weight, to.hidden, logits.onednn)
         del d, parts, x
-    if to.hidden is not None and total is not None:
-        to.hidden.copy_(total)
+    if to.hidden is not None and (total is not None or logits.ranks):  # a rank may have no class at all
+        to.hidden.zero_() if total is None else to.hidden.copy_(total)
     del total
     if to.weight is not None and in_place:
         for chunk in logits:

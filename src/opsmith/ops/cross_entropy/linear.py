@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import one_of
-from opsmith.call.dispatch import compiling, native, needs_grad, recorded, small
+from opsmith.call.dispatch import compiling, is_sharded, native, needs_grad, recorded, small
 from opsmith.call.layouts import nbytes
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.kernels import libraries
@@ -25,6 +26,7 @@ from opsmith.ops.cross_entropy import (
     cross_entropy,
 )
 from opsmith.ops.cross_entropy import definition as loss_of
+from opsmith.ops.cross_entropy.ranks import Ranks
 from opsmith.ops.linear import check_layer, linear
 
 _OP = "linear_cross_entropy"
@@ -95,7 +97,10 @@ def linear_cross_entropy(
         try:
             rows, learns = target.numel(), needs_grad(hidden, weight, bias)
             most = dispatch.limit << _LEARNING if learns else dispatch.limit
-            if (rows == 1 or learns) and rows * weight.size(0) <= most:  # nothing to save: as two operators
+            two = (rows == 1 or learns) and rows * weight.size(0) <= most
+            if two and not any(
+                map(is_sharded, (hidden, weight, target))
+            ):  # nothing to save: as two operators
                 how: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
                 how |= {"z_loss": z_loss, "reduction": reduction, "dtype": dtype}
                 return cross_entropy(linear(hidden, weight, bias), target, **how)
@@ -145,7 +150,16 @@ class _LinearCrossEntropy(Loss):
     def recorded(self, backend: str, values: Sequence[Any]) -> Any:
         if self.named(values)["reduction"] == REDUCTIONS["none"]:
             return super().recorded(backend, values)
-        return recorded(_Reduced, *values)
+        return recorded(_Reduced, backend, *values)
+
+    def kernel(self, backend: Any) -> Callable[..., Any]:
+        return (
+            partial(chunks.forward, ranks=backend) if isinstance(backend, Ranks) else super().kernel(backend)
+        )
+
+    def kernel_of_gradients(self, backend: Any) -> Callable[..., Any]:
+        ours = isinstance(backend, Ranks)
+        return partial(chunks.backward, ranks=backend) if ours else super().kernel_of_gradients(backend)
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
         return t if of.name in ("weight", "bias") else super().taken(of, t)
@@ -155,12 +169,12 @@ class _Reduced(torch.autograd.Function):
     """One loss: forward computes the gradients while it has the logits; backward multiplies them by a number."""
 
     @staticmethod
-    def forward(ctx: Any, *values: Any) -> torch.Tensor:
+    def forward(ctx: Any, backend: Any, *values: Any) -> torch.Tensor:
         known = _CALL.named(values)
-        wanted = [name for name, needed in zip(known, ctx.needs_input_grad, strict=True) if needed]
+        wanted = [name for name, needed in zip(known, ctx.needs_input_grad[1:], strict=True) if needed]
         made = {name: _CALL.fresh(known[name]) for name in wanted}
         rows = {f"d{name}": t.view(-1, t.shape[-1]) if name == "hidden" else t for name, t in made.items()}
-        (loss,), _ = _CALL.run("opsmith", [*(known | rows).values()])
+        (loss,), _ = _CALL.run(backend, [*(known | rows).values()])
         ctx.scale = chunks.gradient_scale(known["hidden"], known["weight"], known["reduction"])
         ctx.places = [made.get(name) is not None for name in known]
         ctx.save_for_backward(*made.values())
@@ -170,7 +184,7 @@ class _Reduced(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = iter(_times(dloss, 1.0 / ctx.scale, ctx.saved_tensors))
-        return tuple(next(gradients) if made else None for made in ctx.places)
+        return None, *(next(gradients) if made else None for made in ctx.places)
 
 
 def _times(

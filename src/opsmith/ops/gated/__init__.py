@@ -113,6 +113,9 @@ class _Gated(Call):
                 f"got shape {tuple(gate.shape)}"
             )
 
+    def apart(self, values: Sequence[Any]) -> Sequence[str]:
+        return ("...",) if values[1] is None else ("...", "I")
+
     def check_out(self, values: Sequence[Any], out: Any) -> None:
         gate, up, activation = values
         super().check_out((*(gate.chunk(2, -1) if up is None else (gate, up)), activation), out)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +81,15 @@ def _pytorchs(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> bool:
     return tanh and small_node(x.numel())
 
 
-_GELU = Call(SIGNATURE, gelu, definition, pytorchs=_pytorchs)
-_BIAS_GELU = Call(SIGNATURE, bias_gelu, definition, pytorchs=_pytorchs)
+class _Each(Call):
+    """Each number by itself."""
+
+    def apart(self, values: Sequence[Any]) -> Sequence[str]:
+        return "...", "N"
+
+
+_GELU = _Each(SIGNATURE, gelu, definition, pytorchs=_pytorchs)
+_BIAS_GELU = _Each(SIGNATURE, bias_gelu, definition, pytorchs=_pytorchs)
 
 # The polynomial, the exponential and the products, as a fused kernel computes them.
 _FLOPS = 20.0

@@ -188,6 +188,9 @@ class _Linear(Call):
             return "native"
         return "split" if self.takes("split", values) is True else None
 
+    def apart(self, values: Sequence[Any]) -> Sequence[str]:
+        return "...", "N"
+
     def takes(self, backend: str, values: Sequence[Any]) -> Supports:
         """True where it computes this call, else the reason why not."""
         x, weight, *_, code = values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from opsmith.call.dispatch import compiling, needs_grad
 from opsmith.call.layouts import fresh_as
 from opsmith.call.run import Call, declare
-from opsmith.call.signature import Constant, Gradient, Input, Made, Number, Output, Saved, Signature, Slope
+from opsmith.call.signature import (
+    Constant,
+    Gradient,
+    Input,
+    Made,
+    Number,
+    Output,
+    Saved,
+    Signature,
+    Sizes,
+    Slope,
+)
 from opsmith.operator import GradientCost, Kind, MergedCalls
 from opsmith.ops.rope.check import Pair, bad_position, check, check_key, name_bad_position
 from opsmith.ops.rope.patterns import PATTERNS
@@ -201,6 +212,14 @@ class Rotation(Call):
         check(self.op, values[0], *values[self.heads :][:4])
         if self.heads == 2:
             check_key(*values[:2])
+
+    def sizes(self, values: Sequence[Any]) -> Mapping[str, Sizes]:
+        heads = ("T", "H", "D") if values[0].dim() == 3 else ("B", "H", "L", "D")
+        few = {"cos": ("B", "L", "R"), "sin": ("B", "L", "R"), "positions": ("B", "L")}
+        return dict.fromkeys(("x", "q", "k", "y", "yq", "yk"), heads) | few
+
+    def apart(self, values: Sequence[Any]) -> Sequence[str]:
+        return "B", "H"
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         learned = training and needs_grad(*values[self.heads :][:2])

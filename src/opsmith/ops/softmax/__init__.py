@@ -129,6 +129,10 @@ class _Softmax(Call):
         if mask is not None:
             check_mask("softmax", mask, x, x.shape, "the shape of x")
 
+    def apart(self, values: Sequence[Any]) -> Sequence[str]:
+        *_, causal, _, dim = values
+        return () if causal or dim is not None else ("...",)
+
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         x, mask, *_ = values
         ours = super().backend(values, training)  # which loads the kernel, so that the next call is direct

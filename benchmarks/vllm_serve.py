@@ -1,7 +1,7 @@
 """vLLM's server with and without the plugin, in turns: what `vllm bench serve` measures for the same requests.
 
     .venv-vllm/bin/python benchmarks/vllm_serve.py MODEL --rounds 5 --concurrency 1 4 16 --json served.json
-    .venv-vllm/bin/python benchmarks/vllm_serve.py MODEL --ways off all int8 -- --dtype bfloat16 --max-model-len 1024
+    .venv-vllm/bin/python benchmarks/vllm_serve.py MODEL --ways off all int8 --server --max-model-len 1024
 
 A server for each way listens on this machine alone; one at a time gets requests, in random order within a round, of
 random tokens by the round's seed. Times mean something on a machine that does nothing else. Not named after the
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("server", nargs="*", help="after --: what each server is told")
+    parser.add_argument("--server", nargs=argparse.REMAINDER, default=[], help="last: what each server is told")
     options = parser.parse_args()
     found: dict[str, list[Any]] = {}
     with contextlib.ExitStack() as stack:

@@ -111,7 +111,9 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--server", nargs=argparse.REMAINDER, default=[], help="last: what each server is told")
+    parser.add_argument(
+        "--server", nargs=argparse.REMAINDER, default=[], help="last: what each server is told"
+    )
     options = parser.parse_args()
     found: dict[str, list[Any]] = {}
     with contextlib.ExitStack() as stack:

@@ -119,3 +119,30 @@ class Bytes(CommDebugMode):
             given = args[0] if isinstance(args[0], list) else [args[0]]
             self.sizes.append(sum(t.nbytes for t in given if type(t) is torch.Tensor))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def over_rows(mesh: DeviceMesh) -> dict[str, Any]:
+    """The same of rows that are spread: a mean is over the rows of all ranks, which ignore other numbers of them."""
+    found = {}
+    for name, how in WAYS.items():
+        hidden, weight, bias, target = made(600, torch.float32)
+        slope = torch.rand(3, 13) if how.get("reduction") == "none" else None
+        wide = None if slope is None else slope.double()
+
+        def loss(h: Tensor, w: Tensor, b: Tensor, t: Any = target, how: Any = how) -> Tensor:
+            return linear_cross_entropy(h, w, t, bias=b, **how)
+
+        def of_parts(h: Tensor, w: Tensor, b: Tensor, t: Any = target, how: Any = how) -> Tensor:
+            return linear_cross_entropy(h, w, distribute_tensor(t, mesh, [Shard(0)]), bias=b, **how)
+
+        whole = [hidden, weight, bias]
+        spread = [
+            distribute_tensor(t, mesh, [p])
+            for t, p in zip(whole, (Shard(0), Replicate(), Replicate()), strict=True)
+        ]
+        mine = slope if slope is None else DTensor.from_local(slope, mesh, [Replicate()])
+        exact = results(loss, [t.double() for t in whole], wide)
+        with always_native():
+            alone = results(loss, [t.clone() for t in whole], slope)
+            found[name] = apart(results(of_parts, spread, mine), alone, exact)
+    return found

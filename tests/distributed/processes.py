@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Check = Callable[[DeviceMesh], Any]
 RANKS = 2
+_LONGEST = 300  # seconds
 
 
 def run(checks: dict[str, Check]) -> dict[str, list[Any]]:
@@ -24,12 +25,12 @@ def run(checks: dict[str, Check]) -> dict[str, list[Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
+    queue = context.Queue()
     started = [context.Process(target=_rank, args=(rank, port, checks, queue)) for rank in range(RANKS)]
     for process in started:
         process.start()
     try:
-        found = dict(queue.get() for _ in started)
+        found = dict(queue.get(timeout=_LONGEST) for _ in started)  # a rank that was killed puts nothing
         for process in started:
             process.join()
     finally:

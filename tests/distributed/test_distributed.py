@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not libraries.load("cross_entropy_part"), reason
 def found() -> dict[str, list[Any]]:
     checks: dict[str, processes.Check] = {
         "classes": losses.over_classes,
+        "loss rows": losses.over_rows,
         "bytes": losses.exchanged,
         "rows": operators.over_rows,
         "refused": operators.refused,
@@ -27,12 +28,13 @@ def found() -> dict[str, list[Any]]:
     return both
 
 
-def test_a_loss_of_spread_classes_and_its_gradients_are_those_of_one_process(
+def test_a_loss_of_spread_classes_or_rows_and_its_gradients_are_those_of_one_process(
     found: dict[str, list[Any]],
 ) -> None:
     assert found["classes"][0] == found["classes"][1]
     assert len(found["classes"][0]) == 2 * 2 * len(losses.CLASSES) * len(losses.WAYS)
-    for case, tensors in found["classes"][0].items():
+    assert found["loss rows"][0].keys() == losses.WAYS.keys()
+    for case, tensors in (found["classes"][0] | found["loss rows"][0]).items():
         for error, alone, unit in tensors:
             # The operators' own policy: twice the error of what it is compared with, and four units.
             assert error <= 2 * alone + 4 * unit, (case, error, alone, unit)

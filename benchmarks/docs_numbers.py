@@ -325,6 +325,21 @@ def _training() -> str:
 
 
 @region
+def _fsdp() -> str:
+    stem = "fsdp-2026-11-27-xeon-family-6-model-85"
+    found = read(stem)
+    exact, rows = found["runs"]["float32"]["losses"]["eager"], []
+    for name, one in found["runs"].items():
+        for way, losses in one["losses"].items():
+            apart = [abs(a - b) for a, b in zip(losses, one["losses"]["eager"], strict=True)]
+            off = [abs(a - b) for a, b in zip(losses, exact, strict=True)]
+            means = f"{sum(off) / len(off):.1e}"
+            rows.append((f"{name}: {way}", f"{max(apart):.0e}", means, f"{losses[-1]:.3f}"))
+    head = (f"{found['steps']} steps, {found['ranks']} ranks", "most from eager's loss")
+    return f"{source(stem)}\n\n{table((*head, 'mean from eager in float32', 'last loss'), rows)}"
+
+
+@region
 def _soak() -> str:
     stems = ("soak-2026-11-26-serve", "soak-2026-11-26-train")
     found = [read(stem) for stem in stems]

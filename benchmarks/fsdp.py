@@ -15,6 +15,7 @@ import argparse
 import copy
 import datetime
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,9 @@ def read_whole(spread_model: nn.Module, whole: LlamaForCausalLM) -> list[float]:
     state = {"model": get_model_state_dict(whole)}
     dcp.load(state, checkpoint_id=folder[0])
     set_model_state_dict(whole, state["model"])
+    dist.barrier()  # all have read it
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
     ids = next(batches(1))
     return [model(ids, labels=ids, use_cache=False).loss.item() for model in (spread_model, whole)]
 

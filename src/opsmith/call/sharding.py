@@ -121,9 +121,9 @@ class Spread:
             found.append(placed.to_local(grad_placements=self.placements(name, t.shape, Partial())))
         return found
 
-    def whole(self, name: str, part: torch.Tensor, shape: Sequence[int], otherwise: Placement) -> DTensor:
+    def whole(self, name: str, part: torch.Tensor, shape: Sequence[int]) -> DTensor:
         """The result that ranks have parts of."""
-        return self.placed(part, shape, self.placements(name, shape, otherwise))
+        return self.placed(part, shape, self.placements(name, shape, Replicate()))
 
     def placed(self, part: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> DTensor:
         """The same, where its placements do not follow from its sizes."""
@@ -140,7 +140,7 @@ def run(call: Any, values: Sequence[Any], out: Any) -> Any:
     results = call.traced(*spread.parts(call, values), None)
     parts = results if isinstance(results, tuple) else (results,)
     found = tuple(
-        spread.whole(one.name, part, shape, Replicate())
+        spread.whole(one.name, part, shape)
         for part, (one, shape, _) in zip(parts, call.made(values), strict=True)
     )
     return found if isinstance(results, tuple) else found[0]

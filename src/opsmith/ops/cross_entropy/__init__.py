@@ -235,9 +235,9 @@ class Loss(Call):
                 )
             learns = needs_grad(*(t for t in parts.values() if isinstance(t, torch.Tensor)))
             loss = (self.recorded if learns else self.native)(over_classes, [*parts.values()])
-        summed = [Partial() if (along or "V") != "V" else Replicate() for along in spread.divides]
+        summed = [Replicate() if along in (None, "V") else Partial() for along in spread.divides]
         if not known["reduction"]:
-            return spread.whole("loss", loss, shape, Replicate())
+            return spread.whole("loss", loss, shape)
         if mean:
             total = spread.placed(counted, (), summed).redistribute(placements=[Replicate()] * len(summed))
             loss = loss / total.to_local()

@@ -97,10 +97,9 @@ def linear_cross_entropy(
         try:
             rows, learns = target.numel(), needs_grad(hidden, weight, bias)
             most = dispatch.limit << _LEARNING if learns else dispatch.limit
-            two = (rows == 1 or learns) and rows * weight.size(0) <= most
-            if two and not any(
-                map(is_sharded, (hidden, weight, target))
-            ):  # nothing to save: as two operators
+            little = (rows == 1 or learns) and rows * weight.size(0) <= most
+            # Nothing to save: as two operators. One of parts exchanges less.
+            if little and not any(map(is_sharded, (hidden, weight, target))):
                 how: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
                 how |= {"z_loss": z_loss, "reduction": reduction, "dtype": dtype}
                 return cross_entropy(linear(hidden, weight, bias), target, **how)
@@ -153,9 +152,8 @@ class _LinearCrossEntropy(Loss):
         return recorded(_Reduced, backend, *values)
 
     def kernel(self, backend: Any) -> Callable[..., Any]:
-        return (
-            partial(chunks.forward, ranks=backend) if isinstance(backend, Ranks) else super().kernel(backend)
-        )
+        ours = isinstance(backend, Ranks)
+        return partial(chunks.forward, ranks=backend) if ours else super().kernel(backend)
 
     def kernel_of_gradients(self, backend: Any) -> Callable[..., Any]:
         ours = isinstance(backend, Ranks)

@@ -88,22 +88,6 @@ def carries_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
-def small(elements: int) -> bool:
-    """True for a call that PyTorch finishes sooner than our dispatch begins; never inside a compiled graph."""
-    return not compiling() and elements <= limit
-
-
-def small_node(elements: int) -> bool:
-    """True for a small call that records gradients, where ours would be a Function in Python: PyTorch's node is faster.
-
-    From then on such calls of contiguous tensors are recorded in C++, if that can be had, and come here no more.
-    """
-    if compiling():
-        return False
-    nodes.begin()
-    return elements <= limit
-
-
 recording = torch.is_grad_enabled
 
 

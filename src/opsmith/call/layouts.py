@@ -15,22 +15,18 @@ def fresh(x: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
     # empty_like takes a third of the time of empty with a shape.
     like = shape is None and x.is_contiguous()
     y = torch.empty_like(x) if like else x.new_empty(x.shape if shape is None else shape)
-    return y if torch.compiler.is_dynamo_compiling() else in_huge_pages(y)
+    return in_huge_pages(y)
 
 
 def fresh_as(x: torch.Tensor) -> torch.Tensor:
     """New memory for a result that lies as x does, heads inside, say; contiguous where x's rows are not."""
-    if x.is_contiguous():
-        return fresh(x)
     y = torch.empty_like(x)
-    if y.stride()[-1] != 1:
-        return fresh(x)
-    return y if torch.compiler.is_dynamo_compiling() else in_huge_pages(y)
+    return in_huge_pages(y) if is_dense(y) else fresh(x)
 
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
-    return direct.in_huge_pages(t)
+    return t if torch.compiler.is_dynamo_compiling() else direct.in_huge_pages(t)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -40,16 +36,6 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     n = x.shape[-1]
     rows = x.reshape(-1, n) if n else x.reshape(x.shape[:-1].numel(), 0)
     return rows if n <= 1 or rows.stride()[1] == 1 else rows.contiguous()
-
-
-def flat(x: torch.Tensor) -> torch.Tensor:
-    """`x` as a kernel takes it whose binding reads a tensor of any dimensions as rows: itself, if contiguous."""
-    return x if x.is_contiguous() else as_rows(x)
-
-
-def flat_out(out: torch.Tensor) -> torch.Tensor:
-    """The same for an `out` to be written through; one that cannot be viewed as rows is refused."""
-    return out if out.is_contiguous() else out_rows(out)
 
 
 def is_dense(t: torch.Tensor) -> bool:

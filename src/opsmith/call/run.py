@@ -73,7 +73,6 @@ class Call:
         eager: Callable[..., Any] | None = None,
         converted: Mapping[str, Any] = MappingProxyType({}),
         op: str = "",
-        pytorchs: Callable[..., bool] | None = None,
         most_rows: int = 0,
     ) -> None:
         """Of an operator of the library.
@@ -86,12 +85,10 @@ class Call:
             converted: arguments of the kernel that `public` has in another form: a function of its parameters, by their
                 names, or a constant. What is optional, and that it has not at all, is None.
             op: its name, by default the public function's.
-            pytorchs: whether PyTorch is left a call whose gradients a Function would record; is given the arguments.
             most_rows: that `fast` takes; 0 for any.
         """
         self.signature, self.public, self.op = signature, public, op or public.__name__
         self.defined, self.definition = definition, eager or definition
-        self.pytorchs = pytorchs
         self.given = (*(one.name for one in signature.arguments), *signature.beside)
         parameters = inspect.signature(public).parameters
         self.needed = tuple(
@@ -175,7 +172,7 @@ class Call:
         tensors = [t for t in values if isinstance(t, torch.Tensor)]
         training = self.learns and dispatch.needs_grad(*tensors)
         backend = self.backend(values, training)
-        if backend is None or (training and self.pytorchs is not None and self.pytorchs(*values)):
+        if backend is None:
             return self.store(self.definition(*values), out)
         if training:
             return self.store(self.recorded(backend, values), out)
@@ -386,7 +383,7 @@ class Call:
         if (dtype is None or dtype is like.dtype) and same:
             return layouts.fresh(like)
         y = torch.empty(like.shape if shape is None else shape, dtype=dtype or like.dtype, device=like.device)
-        return y if dispatch.compiling() else layouts.in_huge_pages(y)
+        return layouts.in_huge_pages(y)
 
     def check_out(self, values: Sequence[Any], out: Any) -> None:
         """Refuse an `out` that is not like the results, or that shares memory with what is read."""

@@ -16,7 +16,7 @@ from opsmith import backends
 from opsmith.authoring.project import Kernels
 from opsmith.call.arguments import short
 from opsmith.call.checks import sizes_of
-from opsmith.call.dispatch import compiling, small
+from opsmith.call.dispatch import compiling
 from opsmith.call.run import Call
 from opsmith.kernels import triton
 from opsmith.operator import (
@@ -155,7 +155,7 @@ class ProjectCall(Call):
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         tensors = values[: self.read]
         backend = self.kernels.backend(tensors[0].device)
-        if backend is None or small(max(t.numel() for t in tensors)) or not self.native_dtypes(tensors):
+        if backend is None or not self.native_dtypes(tensors):
             return None
         if training and compiling():  # a graph is not differentiated inside a graph
             covered = self.signature.gradients

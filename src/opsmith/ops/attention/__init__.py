@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.arguments import check_fit, check_mask, check_number
-from opsmith.call.dispatch import compiling, small_node
+from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import dense_rows, is_dense
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import (
@@ -215,11 +215,9 @@ class _Attention(Attend):
             check_mask("attention", mask, q, (*q.shape[:3], k.shape[2]), "[B, H, L, S]")
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        q, k, _, mask, *_ = values
+        q, _, _, mask, *_ = values
         by_mask = training and mask is not None and mask.requires_grad
         if super().backend(values, training) is None or by_mask:
-            return None
-        if training and small_node(q.numel() + k.numel()):
             return None
         return None if q.is_cuda and sdpa_supports(values) is True else "opsmith"
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call.arguments import check_device, check_float, check_number, one_of, short
-from opsmith.call.dispatch import compiling, needs_grad, small, small_node
+from opsmith.call.dispatch import compiling, needs_grad
 from opsmith.call.layouts import as_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import (
@@ -286,11 +286,6 @@ class _CrossEntropy(Loss):
             raise TypeError(
                 f"cross_entropy: dtype must be {one_of(logits.dtype, torch.float32)}, got {dtype}"
             )
-
-    def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        ours = super().backend(values, training)
-        pytorchs = (small_node if training else small)(values[0].numel()) and not values[-1]
-        return None if pytorchs else ours
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         return super().supported(values, "cross_entropy_part", *more)

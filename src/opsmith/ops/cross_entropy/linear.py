@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import one_of
-from opsmith.call.dispatch import compiling, is_sharded, native, needs_grad, recorded, small
+from opsmith.call.dispatch import compiling, is_sharded, native, needs_grad, recorded
 from opsmith.call.layouts import nbytes
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.kernels import libraries
@@ -136,9 +136,7 @@ class _LinearCrossEntropy(Loss):
         check_options(_OP, *options)
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        _, weight, target, *_ = values
-        ours = self.supported(values) is True and not small(target.numel() * weight.shape[0])
-        return "opsmith" if ours else None
+        return "opsmith" if self.supported(values) is True else None
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         hidden, weight, *_ = values

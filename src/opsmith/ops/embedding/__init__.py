@@ -11,18 +11,17 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_float, short
-from opsmith.call.dispatch import NATIVE_DTYPES, SMALL, compiling, native, recording, small, small_node
-from opsmith.call.layouts import flat, flat_out
+from opsmith.call.dispatch import NATIVE_DTYPES, SMALL, compiling, native, recording
+from opsmith.call.layouts import as_rows, out_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, GradientCost, Kind, Make, Pattern, Sample, Supports
 
 _DTYPES = (*NATIVE_DTYPES, torch.float64)
 # PyTorch's gather is as fast as any up to results of 16 MiB, which are still in a cache when they are read. Ours writes
-# larger ones past the cache. In bytes for each element of a call that is `small`:
+# larger ones past the cache. In bytes for each of SMALL elements:
 _IN_CACHE = (16 << 20) // SMALL
 _AT_ONCE = 256  # ids for which our gather, called directly, is done first, however short the rows
-_FEW = 64  # ids whose rows are in a cache afterwards, however long
 # Malloc takes blocks of this size from the system each time, and gives them back.
 _FROM_SYSTEM = 32 << 20
 _gather = torch.embedding
@@ -88,10 +87,7 @@ def embedding(
                 and table.dtype in _DTYPES
                 and ids.is_cpu
                 and table.is_cpu
-                and (
-                    n <= _FEW <= dispatch.limit
-                    or n * table.shape[1] * table.element_size() // _IN_CACHE <= dispatch.limit
-                )
+                and n * table.shape[1] * table.element_size() // _IN_CACHE <= dispatch.limit
             ):
                 return _gather(table, ids)
         except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say why
@@ -153,10 +149,10 @@ class Gather(Call):
             return t
         if of.name in ("ids", "next_ids"):
             return t if t.is_contiguous() else t.reshape(-1)
-        return flat(t)
+        return t if t.is_contiguous() else as_rows(t)
 
     def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
-        return flat_out(t)
+        return t if t.is_contiguous() else out_rows(t)
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         table = values[1]
@@ -182,11 +178,6 @@ class _Embedding(Gather):
         rows = int(table.shape[0])
         if padding_idx is not None and not -rows <= padding_idx < rows:
             raise ValueError(f"embedding: padding_idx must be in [{-rows}, {rows}), got {padding_idx}")
-
-    def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        ids, table = values[:2]
-        ours = super().backend(values, training)
-        return None if (small_node if training else small)(ids.numel() * table.shape[1]) else ours
 
     def gradients(
         self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.dispatch import compiling, small_node
+from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
@@ -21,10 +21,6 @@ _CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.gelu,
     partial(F.gelu, approximate="tanh"),
 )
-
-# Where autograd records, PyTorch's nodes are faster up to 2^this times as many elements as else: ours are Python. GELU
-# with the error function is oneDNN's there, whose set-up takes longer than a node of ours.
-_NODES = {SILU: 2, GELU_TANH: 0}
 
 SIGNATURE = Signature(
     "gated",
@@ -121,17 +117,9 @@ class _Gated(Call):
         super().check_out((*(gate.chunk(2, -1) if up is None else (gate, up)), activation), out)
 
 
-def _pytorchs(gate: torch.Tensor, up: torch.Tensor | None, activation: int) -> bool:
-    return activation in _NODES and small_node(gate.numel() >> _NODES[activation])
-
-
-_SILU = _Gated(SIGNATURE, silu_mul, definition, converted={"activation": SILU}, pytorchs=_pytorchs)
+_SILU = _Gated(SIGNATURE, silu_mul, definition, converted={"activation": SILU})
 _GELU = _Gated(
-    SIGNATURE,
-    gelu_mul,
-    definition,
-    converted={"activation": lambda tanh: GELU_TANH if tanh else GELU},
-    pytorchs=_pytorchs,
+    SIGNATURE, gelu_mul, definition, converted={"activation": lambda tanh: GELU_TANH if tanh else GELU}
 )
 
 # The exponential, the division or the polynomial, and the products, as a fused kernel computes them.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.dispatch import compiling, small_node
+from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
@@ -76,11 +76,6 @@ def definition(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.
     return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
 
 
-def _pytorchs(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> bool:
-    """With the error function, PyTorch's is oneDNN's, whose set-up takes longer than a Function of ours."""
-    return tanh and small_node(x.numel())
-
-
 class _Each(Call):
     """Each number by itself."""
 
@@ -88,8 +83,8 @@ class _Each(Call):
         return "...", "N"
 
 
-_GELU = _Each(SIGNATURE, gelu, definition, pytorchs=_pytorchs)
-_BIAS_GELU = _Each(SIGNATURE, bias_gelu, definition, pytorchs=_pytorchs)
+_GELU = _Each(SIGNATURE, gelu, definition)
+_BIAS_GELU = _Each(SIGNATURE, bias_gelu, definition)
 
 # The polynomial, the exponential and the products, as a fused kernel computes them.
 _FLOPS = 20.0

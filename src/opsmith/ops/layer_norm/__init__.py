@@ -8,14 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.dispatch import compiling, small_node
+from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Kind, Make, Pattern, Sample
-
-# Where autograd records, PyTorch's is faster up to 2^this as many elements: our nodes are Python.
-_NODES = 4
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
 
@@ -102,7 +99,7 @@ def definition(
     return y if residual is None else (y, s)
 
 
-_CALL = Call(SIGNATURE, layer_norm, definition, pytorchs=lambda x, *_: small_node(x.numel() >> _NODES))
+_CALL = Call(SIGNATURE, layer_norm, definition)
 
 
 def _cost(

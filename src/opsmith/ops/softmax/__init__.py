@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from opsmith.call.arguments import check_float, check_mask, check_number
-from opsmith.call.dispatch import compiling, small, small_node
+from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes, spread
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Kind, Make, Pattern, Sample, Supports
 
-# Where autograd records, PyTorch's softmax is faster up to 2^this as many elements: our nodes are Python.
-_NODES = 4
 METHODS = {"auto": 0, "stable": 1, "fast": 2}
 
 SIGNATURE = Signature(
@@ -107,7 +105,7 @@ class _Softmax(Call):
 
     def __init__(self) -> None:
         converted = {"method": lambda method: METHODS[method], "dim": _other}
-        super().__init__(SIGNATURE, softmax, definition, converted=converted, pytorchs=_pytorchs)
+        super().__init__(SIGNATURE, softmax, definition, converted=converted)
         self.saved, self.likes = {"y": "x"}, []  # the result alone is kept, which lies as x would
 
     def check(self, values: Sequence[Any]) -> None:
@@ -134,10 +132,9 @@ class _Softmax(Call):
         return () if causal or dim is not None else ("...",)
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
-        x, mask, *_ = values
-        ours = super().backend(values, training)  # which loads the kernel, so that the next call is direct
+        _, mask, *_ = values
         learned = training and mask is not None and mask.requires_grad
-        return None if learned or (not training and small(x.numel())) else ours
+        return None if learned else super().backend(values, training)
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         if values[-1] is not None:
@@ -194,11 +191,6 @@ def _mergeable(t: torch.Tensor, split: int) -> bool:
         if any(step != size * inner for (_, step), (size, inner) in pairwise(real)):
             return False
     return True
-
-
-def _pytorchs(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, *_: Any) -> bool:
-    plain = mask is None and not causal and scale == 1.0
-    return small_node(x.numel() >> _NODES if plain else x.numel())
 
 
 _CALL = _Softmax()
